@@ -1,6 +1,6 @@
 # make install   environment in .venv        make demo   train with and without compression, compare
 # make test      the fast tests, minutes       make test-slow   whole jobs, browsers, campaigns
-# make test-all  both, as CI does
+# make test-all  both, as CI does              make test-lowest   some, with the lowest Lightning and Accelerate
 # make lint      style                        make types   mypy
 # make bench     all measurements (root)      make tables     their tables in README.md and docs/
 # make docs      the documents as a site in site/, or SITE=folder
@@ -8,13 +8,14 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+LOWEST := .venv/lowest
 WORKERS ?= 2
 SITE ?= site
 
 # Rewriting the assertions of all tests takes longer than many of them: keep what was compiled.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: install test test-slow test-all demo lint types docs bench tables clean
+.PHONY: install test test-slow test-all test-lowest demo lint types docs bench tables clean
 
 install: .venv/installed
 
@@ -31,6 +32,18 @@ test-slow: install
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m slow
 
 test-all: test test-slow
+
+# Beside the packages of .venv, which are found where there is no other version.
+$(LOWEST)/installed: .venv/installed constraints-lowest.txt
+	$(PYTHON) -m venv --clear $(LOWEST)
+	$(BIN)/python -c "import sysconfig; print(f'import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})')" \
+	  > $$($(LOWEST)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tested.pth
+	$(LOWEST)/bin/python -m pip install --quiet --no-deps --ignore-installed -r constraints-lowest.txt
+	touch $@
+
+test-lowest: $(LOWEST)/installed
+	$(LOWEST)/bin/python -m pytest $(addprefix tests/integrations/test_,private_names.py lightning_versions.py \
+	  async_checkpoint_files.py async_checkpoint_resume.py elastic_resume.py accelerate_state.py)
 
 demo: install
 	$(BIN)/python examples/demo.py
@@ -49,8 +62,7 @@ bench: install
 	$(BIN)/python -m benchmarks.codecs --json benchmarks/results/codecs.json
 	$(BIN)/python -m benchmarks.step_time codecs --json benchmarks/results/allreduce.json
 	$(BIN)/python -m benchmarks.step_time forms --json benchmarks/results/hierarchical.json
-	$(BIN)/python -m benchmarks.step_time.model benchmarks/results/hierarchical.json \
-	  --gbit 1 --json benchmarks/results/hierarchical_model.json
+	$(BIN)/python -m benchmarks.step_time fsdp --json benchmarks/results/fsdp.json
 	$(BIN)/python -m benchmarks.profiler.whatif --json benchmarks/results/whatif.json
 	$(BIN)/python -m benchmarks.convergence --json benchmarks/results/convergence.json
 	$(BIN)/python -m benchmarks.convergence --steps 480 --seeds 3 --ranks 2 --task gpt --codec none \

@@ -15,7 +15,7 @@ Memory: 2, 4 and 8 processes train with int8 in 16 buckets, with both ways to co
 and payload buffers take, per compressed element, and the resident set after 300 steps and at the
 end.
 
-    python -m benchmarks.codecs --json PATH [--quick] [--device cuda] [--codec NAME]
+    python -m benchmarks.codecs --json PATH [--rounds N] [--steps N] [--device cuda] [--codec NAME]
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness.launch import run_ranks
-from benchmarks.harness.results import parser_of, recording
+from benchmarks.harness.results import parser_of, positive, recording
 from benchmarks.harness.tables import Table, pivot
 from lightning_dist import compress_ddp
 from lightning_dist.codecs import CODECS, resolve_codec
@@ -154,7 +154,8 @@ def train(steps: int, commit: Literal["immediate", "deferred"]) -> Iterator[dict
 def main() -> None:
     """Measure, show, and write."""
     parser = parser_of(__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and steps")
+    parser.add_argument("--rounds", type=positive, default=15, help="of kernels (%(default)s)")
+    parser.add_argument("--steps", type=positive, default=1000, help="of memory (%(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--codec", action="append", help="of lightning_dist; repeatable")
     given = parser.parse_args()
@@ -164,12 +165,13 @@ def main() -> None:
         backend = "nccl" if given.device == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         cases = make_cases(given.codec or list(CODECS), device)
-        record.add(measure_speed(cases, rounds=5 if given.quick else 15, device=device), KERNELS)
+        record.add(measure_speed(cases, rounds=given.rounds, device=device), KERNELS)
         dist.destroy_process_group()
         if not given.codec and device.type == "cpu":
-            steps = 400 if given.quick else 1000
             of_worlds = [
-                run_ranks(train, ranks=ranks, timeout_s=_TIMEOUT_S, steps=steps, commit=commit)
+                run_ranks(
+                    train, ranks=ranks, timeout_s=_TIMEOUT_S, steps=given.steps, commit=commit
+                )
                 for ranks in (2, 4, 8)
                 for commit in ("immediate", "deferred")
             ]

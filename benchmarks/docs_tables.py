@@ -29,7 +29,7 @@ from benchmarks.harness.launch import REPOSITORY
 from benchmarks.harness.tables import Result
 from benchmarks.profiler import tables as profiler
 from benchmarks.restart import tables as restart
-from benchmarks.step_time.tables import curve, forms, step_times
+from benchmarks.step_time.tables import forms, step_times
 
 DOCUMENTS = (
     "README.md",
@@ -45,7 +45,6 @@ SECTIONS: dict[str, tuple[str, Callable[[Result], str | None]]] = {
     "steps-2-hosts": ("allreduce", partial(step_times, hosts=2)),
     "steps-4-hosts": ("allreduce", partial(step_times, hosts=4)),
     "hierarchical": ("hierarchical", forms),
-    "hierarchical-curve": ("hierarchical_model", curve),
     "kernels": ("codecs", codecs.KERNELS),
     "memory": ("codecs", codecs.MEMORY),
     "convergence-gpt": ("convergence", partial(convergence, task="gpt")),
@@ -62,7 +61,6 @@ SECTIONS: dict[str, tuple[str, Callable[[Result], str | None]]] = {
     "profile-wire": ("profiling", profiler.WIRE),
     "profile-clocks": ("profiling", profiler.CLOCKS),
     "profile-cost": ("profiling", profiler.COST),
-    "profile-outputs": ("profiling", profiler.OUTPUTS),
     "whatif-errors": ("whatif", profiler.WHATIF_ERRORS),
     "whatif-scaling": ("whatif", profiler.WHATIF_SCALING),
     "time-to-accuracy": ("time_to_accuracy", time_to_accuracy),

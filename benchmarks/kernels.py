@@ -15,17 +15,15 @@ CPU (`--device cpu`, with `TRITON_INTERPRET=1`) it only shows that the program r
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.harness.results import collect
+from benchmarks.harness.results import parser_of, recording
 from lightning_dist.codecs import BlockCodec, resolve_codec
 from lightning_dist.kernels.triton import Slice, SliceTable, kernels_of
 
@@ -108,22 +106,18 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--json", type=Path)
+    parser = parser_of(__doc__)
     parser.add_argument("--numel", type=int, default=9 << 22)
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--codec", action="append", help="of lightning_dist; repeatable")
     given = parser.parse_args()
     device = torch.device(given.device)
-
-    def groups() -> Iterator[list[dict[str, Any]]]:
+    with recording(given, seed=_SEED) as record:
         for name in given.codec or _CODECS:
             codec = resolve_codec(name)
             assert isinstance(codec, BlockCodec)
-            yield [measure(codec, numel=given.numel, rounds=given.rounds, device=device)]
-
-    collect("kernels", given, groups(), tables=[], seed=_SEED)
+            record.add([measure(codec, numel=given.numel, rounds=given.rounds, device=device)])
 
 
 if __name__ == "__main__":

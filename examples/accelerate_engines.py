@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist import CommProfiler, ElasticLoop, compress_ddp, init_process_group
-from lightning_dist.accelerate import AsyncState
+from lightning_dist.accelerate import AsyncStateCheckpointer
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def main() -> None:
         device=accelerator.device,
     )
     with (
-        AsyncState(accelerator) as for_others,  # what accelerator.load_state reads
+        AsyncStateCheckpointer(accelerator) as for_others,  # what accelerator.load_state reads
         CommProfiler(model, dirpath=f"{folder}/profile"),
         elastic as loop,
     ):

@@ -34,9 +34,9 @@ SECTIONS: Mapping[str, Panels] = {
         "Bandwidth, Gbit/s": ("comm/wire_gbps", "comm/ddp_equivalent_busbw_gbps"),
     },
     "Checkpoints": {
-        "Checkpoints: standing still, ms": ("checkpoint/stall_ms", "checkpoint/queue_ms"),
-        "Checkpoints: held back in steps, ms": ("checkpoint/fence_ms",),
-        "Checkpoints: writing, s": ("checkpoint/write_s",),
+        "Checkpoints: standing still, ms": ("checkpoint/blocking_ms", "checkpoint/queue_ms"),
+        "Checkpoints: held back in steps, ms": ("checkpoint/optimizer_wait_ms",),
+        "Checkpoints: writing, ms": ("checkpoint/write_ms",),
         "Checkpoints: size and trouble": (
             "checkpoint/bytes",
             "checkpoint/in_flight",

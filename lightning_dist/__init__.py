@@ -47,6 +47,9 @@ if TYPE_CHECKING:
     from lightning_dist.integrations.lightning.elastic.restart import ElasticRestart
     from lightning_dist.integrations.lightning.launcher import ElasticEnvironment
     from lightning_dist.integrations.lightning.local_updates import LocalUpdateStrategy
+    from lightning_dist.integrations.lightning.model_parallel import (
+        CompressedModelParallelStrategy,
+    )
     from lightning_dist.integrations.lightning.strategy import CompressedDDPStrategy
     from lightning_dist.integrations.loop.loop import ElasticLoop
     from lightning_dist.integrations.profiler.comm_profiler import CommProfiler
@@ -59,44 +62,22 @@ if TYPE_CHECKING:
 _HOME = {
     "AsyncCheckpoint": "integrations.lightning.checkpoint.async_checkpoint",
     "AsyncTorchCheckpointIO": "integrations.lightning.checkpoint.io",
-    "BF16": "codecs",
-    "BlockCodec": "codecs",
-    "CODECS": "codecs",
-    "Codec": "codecs",
     "CommProfiler": "integrations.profiler.comm_profiler",
     "CompressedDDPStrategy": "integrations.lightning.strategy",
+    "CompressedModelParallelStrategy": "integrations.lightning.model_parallel",
     "CompressionError": "metrics",
-    "DGC": "codecs",
     "ElasticEnvironment": "integrations.lightning.launcher",
     "ElasticLoop": "integrations.loop.loop",
     "ElasticRestart": "integrations.lightning.elastic.restart",
     "ExchangedVolume": "metrics",
-    "FP16": "codecs",
-    "FP8": "codecs",
-    "Int4": "codecs",
-    "Int8": "codecs",
     "LocalUpdateStrategy": "integrations.lightning.local_updates",
-    "NoCompression": "codecs",
     "OneBitAdam": "onebit_adam",
-    "Payload": "codecs",
-    "Plane": "codecs",
-    "PowerSGD": "codecs",
-    "QSGD": "codecs",
-    "RandomK": "codecs",
-    "Sign": "codecs",
-    "TernGrad": "codecs",
-    "Threshold": "codecs",
-    "TopK": "codecs",
-    "after_steps": "codecs",
-    "by_name": "codecs",
-    "by_size": "codecs",
     "compress_ddp": "integrations.torch.ddp",
     "compress_fsdp": "integrations.torch.fsdp",
     "init_process_group": "elastic.rendezvous",
     "local_updates": "integrations.torch.local_updates",
-    "register_codec": "codecs",
-    "warmup": "codecs",
 }
+"""Modules of the public names that are not in ``codecs``."""
 
 __all__ = [
     "BF16",
@@ -111,6 +92,7 @@ __all__ = [
     "Codec",
     "CommProfiler",
     "CompressedDDPStrategy",
+    "CompressedModelParallelStrategy",
     "CompressionError",
     "ElasticEnvironment",
     "ElasticLoop",
@@ -143,9 +125,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_HOME.get(name, 'codecs')}"), name)
 
 
 def _register(lightning: object) -> None:
@@ -155,10 +137,10 @@ def _register(lightning: object) -> None:
 
 
 def _refuse(package: Any) -> None:
-    from lightning_dist.integrations.strategy_names import NAMES
+    from lightning_dist.integrations.strategy_names import NAMES, SHARDED
     from lightning_dist.integrations.wrong_strategy import explain_wrong_strategies
 
-    explain_wrong_strategies(package.__name__, NAMES)
+    explain_wrong_strategies(package.__name__, {*NAMES, SHARDED})
 
 
 register_post_import_hook(_register, "lightning")

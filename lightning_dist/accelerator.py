@@ -1,4 +1,4 @@
-"""Streams and events of a device, as torch's module for it has them.
+"""Streams and events of a device, as torch's module for it has them, and its memory.
 
 The one place that asks torch for that module (``torch.cuda``, ``torch.xpu``, ``torch.npu``), so
 that everything above works on any accelerator whose work is asynchronous.
@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
 import torch
+from torch import Tensor
 
 
 class DeviceEvent(Protocol):
@@ -63,3 +64,14 @@ def has_streams(device: torch.device) -> bool:
 def device_module(device: torch.device) -> DeviceModule:
     """Torch's module for ``device``, an accelerator."""
     return cast(DeviceModule, torch.get_device_module(device))
+
+
+def placed(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor``, which is on the host, on ``device``.
+
+    An accelerator gets it in the order of its stream. From memory that is not pinned the host would
+    wait until the stream has come to it, and be ahead no more.
+    """
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -49,10 +49,10 @@ FSDP: Table = {
     "torch.distributed.fsdp:FSDPModule": "_get_fsdp_state",
     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": "_fsdp_param_groups",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": (
-        "fsdp_params mp_policy offload_policy _is_hsdp"
+        "fsdp_params mesh_info mp_policy offload_policy _is_hsdp"
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": (
-        "sharded_param padded_sharded_param_size fsdp_placement"
+        "sharded_param padded_sharded_param_size fsdp_placement _orig_size"
     ),
     "torch.autograd:Variable": "_execution_engine",
 }
@@ -207,6 +207,19 @@ def parameter_groups_of(module: FSDPModule) -> Sequence[Any]:
 def averages_replicas(group: Any) -> bool:
     """Whether a parameter group is averaged over a second dimension of its mesh."""
     found: bool = group._is_hsdp
+    return found
+
+
+# Of a mesh with a tensor-parallel dimension a parameter says all dimensions, and its whole shape.
+def shard_group_of(group: Any) -> dist.ProcessGroup:
+    """The ranks that the parameters of a parameter group are sharded over."""
+    found: dist.ProcessGroup = group.mesh_info.shard_process_group
+    return found
+
+
+def size_before_sharding(fsdp_param: Any) -> Sequence[int]:
+    """The shape that ``fully_shard`` has sharded: with tensor parallelism that of this rank."""
+    found: Sequence[int] = fsdp_param._orig_size
     return found
 
 

@@ -1,6 +1,6 @@
-"""Whether several hosts see one folder: one process leaves a file there, the others look for it.
+"""Files that other processes see: replaced as a whole, or left to find out who sees a folder.
 
-Standard library only; how the name of the file gets to the others is the caller's.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -10,6 +10,20 @@ from contextlib import suppress
 from pathlib import Path
 
 _PREFIX = "seen-"
+
+
+def replace_file(path: str | Path, content: bytes) -> None:
+    """Write a file; what was there is replaced when all of the new one is on disk."""
+    path = Path(path)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with draft.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())  # else a crash can leave the new name, and nothing under it
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def leave_token(folder: Path) -> str:

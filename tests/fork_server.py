@@ -23,6 +23,8 @@ import socket
 import sys
 import threading
 import types
+import weakref
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -50,42 +52,62 @@ class Request:
     files: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Fork:
+    """A process that does a request, and the client that waits for its end."""
+
+    pid: int
+    handle: int
+    client: socket.socket
+
+    def end(self) -> None:
+        """Tell the client how it has ended, or end it if the client is gone."""
+        if not select.select([self.handle], [], [], 0)[0]:
+            kill_tree(self.pid)
+            os.kill(self.pid, signal.SIGKILL)  # it may not lead a session yet
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)  # what it left behind, as processes.run does
+        _, status = os.waitpid(self.pid, 0)
+        with suppress(OSError):
+            self.client.send(str(os.waitstatus_to_exitcode(status)).encode())
+        self.close()
+
+    def close(self) -> None:
+        os.close(self.handle)
+        self.client.close()
+
+
 def serve(listener: socket.socket) -> Request | None:
     """Returns a request in every process that is to do it, and None here, at the end."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers are not waited for
+    forks: list[Fork] = []
     while True:
-        ready, _, _ = select.select([listener, sys.stdin], [], [])
-        if sys.stdin in ready:
+        waited_for = {key: fork for fork in forks for key in (fork.handle, fork.client)}
+        ready, _, _ = select.select([listener, sys.stdin, *waited_for], [], [])
+        is_last = sys.stdin in ready
+        ended = [fork for fork in forks if is_last or {fork.handle, fork.client} & {*ready}]
+        for fork in ended:
+            fork.end()
+        if is_last:
             return None
+        forks = [fork for fork in forks if fork not in ended]
+        if listener not in ready:
+            continue
         client, _ = listener.accept()
+        message, files, _, _ = socket.recv_fds(client, REQUEST_BYTES, len(FILES))
+        if not message:  # killed in between
+            client.close()
+            continue
+        request = Request(**json.loads(message), files=tuple(files))
         assert len(os.listdir("/proc/self/task")) == 1, "a fork could find a lock that stays closed"
-        if os.fork() == 0:
+        if (pid := os.fork()) == 0:
+            for other in forks:
+                other.close()
+            client.close()
             listener.close()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            return _keep(client)
-        client.close()
-
-
-def _keep(client: socket.socket) -> Request:
-    """Tell the client how its process has ended, or end that if the client is gone."""
-    message, files, _, _ = socket.recv_fds(client, REQUEST_BYTES, len(FILES))
-    request = Request(**json.loads(message), files=tuple(files))
-    if (pid := os.fork()) == 0:
-        client.close()
-        return request
-    for file in files:
-        os.close(file)
-    handle = os.pidfd_open(pid)
-    ready, _, _ = select.select([client, handle], [], [])
-    if client in ready:
-        kill_tree(pid)
-        os.kill(pid, signal.SIGKILL)  # it may not lead a session yet
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)  # what it left behind, as processes.run does
-    _, status = os.waitpid(pid, 0)
-    with suppress(OSError):
-        client.send(str(os.waitstatus_to_exitcode(status)).encode())
-    os._exit(0)
+            return request
+        for file in files:
+            os.close(file)
+        forks.append(Fork(pid, os.pidfd_open(pid), client))
 
 
 def do(request: Request) -> None:
@@ -153,7 +175,15 @@ def _name_methods_quickly() -> None:
     dynamic_rendezvous.get_method_name = get_method_name
 
 
-def end_now(code: int) -> None:
+def end_now(code: int, imported: Iterable[weakref.finalize[..., Any]]) -> None:
+    """End as a script does, without taking modules apart.
+
+    Args:
+        imported: finalizers that are left out, such as those of torch's operators: they write to
+            many pages that are shared with the server, which takes as long as to fork.
+    """
+    for finalizer in imported:
+        finalizer.atexit = False
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for file in (sys.stdout, sys.stderr):
@@ -169,26 +199,28 @@ def main() -> None:
         for public in getattr(module, "__all__", ()):
             getattr(module, public)  # some are imported when they are asked for
     _name_methods_quickly()
+    imported = [*weakref.finalize._registry]  # type: ignore[attr-defined]
     gc.collect()
     gc.freeze()  # pages that the collector does not write to are shared
     request = serve(socket.socket(fileno=int(sys.argv[1])))
-    if request is not None:
-        code = 0
-        try:
-            do(request)
-        except SystemExit as end:
-            if isinstance(end.code, int | None):
-                code = end.code or 0
-            else:
-                print(end.code, file=sys.stderr)
-                code = 1
-        except Exception:
-            sys.excepthook(*sys.exc_info())
+    if request is None:
+        os._exit(0)
+    code = 0
+    try:
+        do(request)
+    except SystemExit as end:
+        if isinstance(end.code, int | None):
+            code = end.code or 0
+        else:
+            print(end.code, file=sys.stderr)
             code = 1
-        if "TAKEN_APART" in os.environ:
-            gc.unfreeze()  # or extension modules count what was never released, and tell
-            sys.exit(code)
-        end_now(code)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    if "TAKEN_APART" in os.environ:
+        gc.unfreeze()  # or extension modules count what was never released, and tell
+        sys.exit(code)
+    end_now(code, imported)
 
 
 if __name__ == "__main__":

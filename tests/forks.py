@@ -64,9 +64,8 @@ def _serve_when_asked(listener: socket.socket, end: int, modules: Sequence[str])
         stdin=subprocess.PIPE,  # its end, however this process ends, is that of the server
         pass_fds=[listener.fileno()],
         start_new_session=True,
-    ) as server:
+    ):
         select.select([end], [], [])
-        server.kill()  # what it started ends with its own client
 
 
 def with_seeds(*servers: list[str]) -> list[str]:

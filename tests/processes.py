@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import signal
@@ -82,11 +83,18 @@ def torchrun(
     return run([*launcher, *starts, script, *arguments], limit=limit)
 
 
+_PORTS = range(10_000, 29_000)
+_tried = itertools.count(os.getpid() * 97)  # processes side by side begin apart
+
+
 def port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    """A free port, below those that the kernel gives to whoever connects: none of them gets it."""
+    for number in _tried:
+        found = _PORTS[number % len(_PORTS)]
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", found))
+            return found
+    raise AssertionError("it counts for ever")
 
 
 def _start(

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -200,11 +201,16 @@ def test_the_checker_lets_the_rest_pass() -> None:
     assert violations(source, "reducer") == []
 
 
-def asked_for_codecs(source: str) -> Iterator[str]:
-    """Calls of isinstance and issubclass with a class of `codecs/`."""
+@cache
+def codec_classes() -> set[str]:
     modules = [ast.parse(file.read_text()) for file in (PACKAGE / "codecs").glob("*.py")]
     classes = {n.name for m in modules for n in m.body if isinstance(n, ast.ClassDef)}
-    names = classes - {"MomentumCorrection"}  # a memory, of which C++ is told the momentum
+    return classes - {"MomentumCorrection"}  # a memory, of which C++ is told the momentum
+
+
+def asked_for_codecs(source: str) -> Iterator[str]:
+    """Calls of isinstance and issubclass with a class of `codecs/`."""
+    names = codec_classes()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in (
             "isinstance",

@@ -258,7 +258,7 @@ class OurRow(Row):
     @property
     def held_s(self) -> float:
         self._checkpointer.poll()
-        return self._checkpointer.metrics.fence_s
+        return self._checkpointer.metrics.optimizer_wait_s
 
 
 class LightningAsyncRow(Row):

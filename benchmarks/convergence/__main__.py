@@ -1,6 +1,6 @@
 """Do models trained with compressed gradients end where fp32 DDP's end?
 
-    python -m benchmarks.convergence [--quick] [--codec NAME ...] [--task gpt] [--json PATH]
+    python -m benchmarks.convergence [--codec NAME ...] [--task gpt] [--json PATH]
 
 Two small trainings over real gloo groups between processes on this machine, one thread each, whose
 ranks see differently distributed data: averaging gradients that agree anyway would hide what a
@@ -66,7 +66,6 @@ from lightning_dist.codecs import CODECS, resolve_codec
 TASKS = ("gpt", "digits")
 WARM_CODECS = ("sign", "topk", "powersgd")
 ONEBIT_CODECS = ("none", "sign")
-QUICK_CODECS = ("bf16", "int8", "int4")
 MIN_COMPRESS_NUMEL = 256
 """Codecs leave tensors below some thousand elements alone, which are most of these small models."""
 
@@ -135,23 +134,18 @@ def measure(given: argparse.Namespace, record: Record) -> None:
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line, with the defaults that depend on --quick filled in."""
+    """The command line, with what is repeatable filled in."""
     parser = parser_of(__doc__)
     add = parser.add_argument
-    quick_codecs = ", ".join(QUICK_CODECS)
-    add("--quick", action="store_true", help=f"two minutes: 2 seeds, 2 ranks, {quick_codecs}")
     add("--codec", action="append", metavar="NAME", help="default: all there are; repeatable")
     add("--task", action="append", choices=TASKS, help="default: both; repeatable")
     add("--ranks", action="append", type=int, choices=(2, 4), help="default: 2 and 4; repeatable")
     add("--steps", type=int, metavar="N", help="of every training; default: the task's own")
-    add("--seeds", type=positive, metavar="N", help="5, quick: 2; seeds are 0 to N - 1")
+    add("--seeds", type=positive, default=5, metavar="N", help="0 to N - 1 (%(default)s)")
     given = parser.parse_args(argv)
-    quick = given.quick
-    codecs = given.codec or (QUICK_CODECS if quick else [*CODECS, "powersgd:two_phase=true"])
-    given.codec = list(dict.fromkeys(codecs))
+    given.codec = list(dict.fromkeys(given.codec or [*CODECS, "powersgd:two_phase=true"]))
     given.task = list(dict.fromkeys(given.task or TASKS))
-    given.ranks = list(dict.fromkeys(given.ranks or ([2] if quick else [2, 4])))
-    given.seeds = given.seeds or (2 if quick else 5)
+    given.ranks = list(dict.fromkeys(given.ranks or (2, 4)))
     return given
 
 

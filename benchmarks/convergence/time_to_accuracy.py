@@ -1,6 +1,6 @@
 """How long training takes on a slow link until the validation loss is as low as fp32 DDP's.
 
-    python -m benchmarks.convergence.time_to_accuracy [--quick] [--link MBIT] [--codec NAME ...]
+    python -m benchmarks.convergence.time_to_accuracy [--link MBIT] [--codec NAME ...]
 
 Two hosts on one machine (`harness/testbed.py`; needs root) train the demo's byte-level GPT, with
 1.4 M parameters (5.6 MB of fp32 gradients), each on other packages of Python's standard library.
@@ -52,7 +52,6 @@ HOSTS = 2
 # Of the sparse and low-rank ones less drastic settings than their defaults: at 1 % a gradient waits
 # a hundred steps, and that is longer than this training.
 WANTED_CODECS = ("int8", "int4", "qsgd", "terngrad", "powersgd:rank=16", "topk:ratio=0.05")
-QUICK_CODECS = ("int8", "int4")
 WANTED_SHARE_PCT = 80.0
 PATIENCE = 4.0
 TASK = {
@@ -92,14 +91,13 @@ def measure(given: argparse.Namespace) -> list[Result]:
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line, with the defaults that depend on --quick filled in."""
+    """The command line, with the codecs filled in."""
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--quick", action="store_true", help="two minutes: one seed, fewer steps, int8 and int4")
     add("--link", type=float, default=100.0, metavar="MBIT", help="Mbit/s (100)")
     add("--codec", action="append", metavar="NAME", help="of lightning_dist; repeatable")
-    add("--seeds", type=positive, metavar="N", help="3, quick: 1; seeds are 0 to N - 1")
-    add("--steps", type=positive, metavar="N", help="of ddp to the target (80, quick: 40)")
+    add("--seeds", type=positive, default=3, metavar="N", help="0 to N - 1 (%(default)s)")
+    add("--steps", type=positive, default=80, metavar="N", help="of ddp (%(default)s)")
     add("--every", type=positive, default=5, metavar="N", help="steps between evaluations (5)")
     add(
         "--compile-kernels",
@@ -108,11 +106,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="fuse the codecs' kernels before the start, 20 s each the first time",
     )
     given = parser.parse_args(argv)
-    wanted = QUICK_CODECS if given.quick else WANTED_CODECS
-    there = [name for name in wanted if name.partition(":")[0] in CODECS]
+    there = [name for name in WANTED_CODECS if name.partition(":")[0] in CODECS]
     given.codec = list(dict.fromkeys(given.codec or there))
-    given.seeds = given.seeds or (1 if given.quick else 3)
-    given.steps = given.steps or (40 if given.quick else 80)
     if given.steps % given.every:
         parser.error("--steps must be a multiple of --every")
     if taken := set(given.codec) & set(BASELINES):

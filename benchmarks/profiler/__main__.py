@@ -2,8 +2,7 @@
 
 Two ranks on two hosts of harness/testbed.py. Planted are skew, time of a codec and rates of
 links, beside which stands what the interfaces have sent; the clocks of the hosts are compared,
-which are one; then the same step with and without the profiler, block by block, and how long its
-files take to be made.
+which are one; then the same step with and without the profiler, block by block.
 
     python -m benchmarks.profiler --json FILE [--only KIND] [--renew] [--rounds N] [--runs N]
 """
@@ -21,9 +20,8 @@ from benchmarks.harness.results import parser_of, recording
 from benchmarks.harness.testbed import Testbed
 from benchmarks.profiler import rank
 from benchmarks.profiler.link_packets import noted, packets_of
-from benchmarks.profiler.outputs import outputs
 from benchmarks.profiler.rows import ROWS, Row, medians_of
-from benchmarks.profiler.tables import CLOCKS, COST, OUTPUTS, TRUTH, WIRE
+from benchmarks.profiler.tables import CLOCKS, COST, TRUTH, WIRE
 
 Case = Mapping[str, Any]
 """Arguments of the function in `rank.py` that has the name of the kind."""
@@ -36,9 +34,6 @@ CASES: dict[str, Sequence[Case]] = {
     "clocks": [
         {"load": load, "readings": readings}
         for load, readings in (("idle", 100), ("both ways", 20), ("one way", 20))
-    ],
-    "outputs": [
-        {"ranks": ranks, "steps": steps} for ranks, steps in itertools.product((2, 8), (100, 5000))
     ],
     "cost": [
         {"codec": codec, "buckets": buckets, "step_ms": step_ms}
@@ -67,16 +62,13 @@ def main() -> None:
     with recording(given, renew=given.renew) as record:
         for kind in given.kinds:
             for rows in _measured(kind, given.rounds, given.runs):
-                record.add(rows, TRUTH, WIRE, CLOCKS, COST, OUTPUTS)
+                record.add(rows, TRUTH, WIRE, CLOCKS, COST)
 
 
 def _measured(kind: str, rounds: int, runs: int) -> Iterator[list[Row]]:
     """The rows of a kind, in one group or several."""
     cases = CASES[kind]
-    if kind == "outputs":
-        with tempfile.TemporaryDirectory() as folder:
-            yield [outputs(Path(folder) / str(n), seed=0, **case) for n, case in enumerate(cases)]
-    elif kind == "wire":
+    if kind == "wire":
         yield medians_of([row for _ in range(runs) for row in _wire_runs()])
     elif kind == "cost":
         for codec in CODECS:

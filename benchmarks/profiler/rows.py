@@ -16,6 +16,7 @@ import numpy as np
 from benchmarks.profiler.link_packets import LinkPackets
 from benchmarks.profiler.rank import FIRST
 from lightning_dist.profiling.analysis.breakdown import analyse
+from lightning_dist.profiling.analysis.intervals import union
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.run import read_run
 
@@ -83,7 +84,7 @@ def wire_rows(
     for step in summary.per_step.steps:
         for each in analyse(run, step):
             begin = each.record.begin
-            for since, until in each.moving:
+            for since, until in union(exchange.moving for exchange in each.exchanges):
                 carried += packets[each.rank].between(begin + since, begin + until)
                 lasted += until - since
     row: Row = {

@@ -162,16 +162,3 @@ COST = Table(
         f"machine was {meta['machine']['load_before']:g} at the begin."
     ),
 )
-
-
-OUTPUTS = Table(
-    kinds=["outputs"],
-    columns=[
-        ("ranks", "{ranks}"),
-        ("steps", "{steps:,}"),
-        ("lines", "{lines_mb:.1f} MB"),
-        *((name, f"{{{name}_s:.1f}} s") for name in ("read", "summarize")),
-        *((name, f"{{{name}_s:.1f}} s, {{{name}_mb:.1f}} MB") for name in ("html", "trace", "csv")),
-    ],
-    text="8 buckets of 3 spans, every step in detail; on one core.",
-)

@@ -45,8 +45,7 @@ from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.capture.session import SessionSettings
 from lightning_dist.profiling.run import read_run
 from lightning_dist.profiling.whatif.observe import Observed, observe
-from lightning_dist.profiling.whatif.predict import elsewhere, predict
-from lightning_dist.profiling.whatif.predictions import LABEL, Prediction
+from lightning_dist.profiling.whatif.predict import LABEL, Prediction, elsewhere, predict
 from lightning_dist.profiling.whatif.simulator import DDP, FLAT
 
 SETTINGS = (DDP, "none", "fp16", "int8", "int4", "sign", "topk", "powersgd")

@@ -1,7 +1,8 @@
 """How long a training step takes on a slow link, by codec and by form of the exchange.
 
-    python -m benchmarks.step_time codecs [--quick] [--layout 2x1] [--link 200] [--row int8] ...
-    python -m benchmarks.step_time forms [--quick] [--layout 3+1] [--row sharded/bf16+int8] ...
+    python -m benchmarks.step_time codecs [--layout 2x1] [--link 200] [--row int8] ...
+    python -m benchmarks.step_time forms [--layout 3+1] [--row sharded/bf16+int8] ...
+    python -m benchmarks.step_time fsdp [--layout 2x2] [--row fsdp/int8@4] ...
 
 Several hosts on one machine (`harness/testbed.py`; needs root), a DDP model of
 10 x Linear(1024, 1024) (42 MB of fp32 gradients, DDP's default buckets), SGD. A layout is `2x2`,
@@ -27,8 +28,16 @@ different one first in each round. Between links only the limit changes. Rows:
     FORM/INTRA+INTER as codec: `{"intra": INTRA, "inter": INTER}`. Other codecs are between hosts
                      only, with nothing compressed within
 
+    fsdp/native-hsdp  the model sharded by `fully_shard` within hosts, and averaged between them by
+                     torch, at every micro-batch
+    fsdp/native-hsdp-deferred  the same with `set_requires_all_reduce(False)` before the last one
+    fsdp/all-ranks   sharded over all ranks
+    fsdp/CODEC       sharded within hosts, and `lightning_dist.compress_fsdp(model, CODEC)` between
+                     them, under `no_sync()` before the last micro-batch
+    fsdp/NAME@4      a step of four micro-batches, each of --batch samples
+
 `codecs` measures by default every codec in layouts of one rank per host, `forms` some codecs in
-all forms. In a row of the JSON:
+all forms, `fsdp` those of sharded models, with the three of DDP. In a row of the JSON:
 
     step_ms_median, _p10, _p90
                    from before the forward to after the optimizer step, of the slowest rank, without
@@ -86,7 +95,9 @@ from benchmarks.step_time.rank import (
     run,
     split_row,
 )
-from benchmarks.step_time.tables import forms, step_times
+from benchmarks.step_time.sharded import ROWS as SHARDED_ROWS
+from benchmarks.step_time.sharded import is_sharded, micro_batches
+from benchmarks.step_time.tables import forms, sharded, step_times
 from lightning_dist.codecs import CODECS
 
 Row = dict[str, Any]
@@ -102,19 +113,17 @@ FORM_ROWS = [
 SUBJECTS = {
     "codecs": (step_times, CODEC_ROWS, ["2x1", "4x1"]),
     "forms": (forms, FORM_ROWS, ["2x2", "4x1", "3+1"]),
+    "fsdp": (sharded, SHARDED_ROWS, ["2x2"]),
 }
 """A table, and the rows and layouts that are measured where the command line has none."""
 LINKS: list[float | None] = [1000.0, 200.0, 50.0]  # fast first: the warm-up is cheap there
-QUICK_LINKS: list[float | None] = [None, 200.0]
-QUICK_ROUNDS = 3
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line, with what depends on the subject and --quick filled in."""
+    """The command line, with what depends on the subject filled in."""
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("subject", choices=SUBJECTS, help="which rows and layouts are measured by default")
-    add("--quick", action="store_true", help="one layout, few rounds, no risky rows")
     add("--layout", action="append", help="2x2: hosts x ranks, 3+1: ranks of each; repeatable")
     add("--link", type=rate, action="append", metavar="MBIT", help="Mbit/s or none; repeatable")
     add("--row", action="append", help="beside no-comm, ddp and torch-fp16-hook; repeatable")
@@ -127,12 +136,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, metavar="N")
     given = parser.parse_args(argv)
     _, rows, layouts = SUBJECTS[given.subject]
-    links = LINKS
-    if given.quick:
-        rows = [row for row in rows if row not in RISKY_BASELINES]
-        layouts, links = layouts[:1], QUICK_LINKS
-        given.rounds = given.rounds or QUICK_ROUNDS
-    given.layout, given.link = given.layout or layouts, given.link or links
+    given.layout, given.link = given.layout or layouts, given.link or LINKS
     given.row = list(dict.fromkeys([*BASELINES, *(given.row or rows)]))
     try:
         for text in given.layout:
@@ -155,6 +159,8 @@ def main(argv: list[str] | None = None) -> None:
 def impossible(row: str, layout: Layout) -> str | None:
     """Why a row cannot be measured in this layout; None where it can."""
     form, _ = split_row(row)
+    if is_sharded(row) and not layout.even:
+        return "the hosts hold different numbers of ranks, and shards are as many in each"
     if form in ("sharded", "leader") and max(layout.counts) == 1:
         return "one rank per host: there is nothing to add up within a host"
     if form == "sharded" and not layout.even:
@@ -238,13 +244,15 @@ def summarize(
             tail_ms = median(1e3 * sample["tail_s"] for sample in samples)
             if link_mbit is not None:
                 last_bucket_ms = max(last["last_bucket_bytes"]) * 8 / (link_mbit * 1e3)
-        if link_mbit is not None and not silent:
+        # Compute is measured for one pass.
+        if link_mbit is not None and not silent and micro_batches(name) == 1:
             wire_ms = host_bytes * 8 / (link_mbit * 1e3)
             bound_ms = step_ms - added_ms + wire_ms
             limit_pct = wire_ms / added_ms * 100 if added_ms > 0 else None
         row = {
             "codec": codec,
             "form": form,
+            "micro_batches": micro_batches(name),
             **known,
             "rounds": len(samples),
             "step_ms_median": step_ms,

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -22,7 +23,7 @@ from benchmarks.harness.testbed import shape
 from lightning_dist import compress_ddp
 from lightning_dist.codecs import BlockCodec, resolve_codec
 from lightning_dist.reducer.observer import Observer
-from lightning_dist.reducer.unit import CodecGroup
+from lightning_dist.reducer.units import CodecGroup
 
 COMPUTE_ROW, DDP_ROW, FP16_ROW = BASELINES = ("no-comm", "ddp", "torch-fp16-hook")
 POWERSGD_ROW, ONE_BUCKET_ROW = "torch-powersgd", "torch-powersgd-one-bucket"
@@ -61,9 +62,11 @@ def run(
         rounds: None: as many as fit into ``seconds`` of a link, warm-up included.
     """
     rank0 = dist.get_rank() == 0
-    made = []
+    from benchmarks.step_time.sharded import ShardedRow, is_sharded
+
+    made: list[Any] = []
     for name in rows:
-        made.append(Row(name, seed=seed))
+        made.append((ShardedRow if is_sharded(name) else Row)(name, seed=seed))
         if rank0:
             print(f"  {name}", flush=True)  # where a set-up fails, this is the row before
     torch.manual_seed(seed + 1 + dist.get_rank())
@@ -82,7 +85,7 @@ def run(
 
 
 def measure_link(
-    rows: list[Row], batch: Batch, *, warmup: int, rounds: int | None, seconds: float
+    rows: list[Any], batch: Batch, *, warmup: int, rounds: int | None, seconds: float
 ) -> Samples:
     """Round robin over the rows, another one first in every round."""
     samples: Samples = {row.name: [] for row in rows}
@@ -106,7 +109,7 @@ def measure_link(
     return samples
 
 
-def measure(row: Row, batch: Batch) -> dict[str, Any]:
+def measure(row: Any, batch: Batch) -> dict[str, Any]:
     """Time one step between two barriers, which are outside the time, not outside the bytes.
 
     Lists have an element for every host; counters of ours are None where nothing of ours is
@@ -124,7 +127,7 @@ def measure(row: Row, batch: Batch) -> dict[str, Any]:
 
     counted = [row.counted("inter_bytes"), row.counted("intra_bytes")]
     counted += [row.tail.ns, row.tail.sent]
-    mine = torch.tensor([elapsed_ns, digest_of(row.ddp), host, tx, lo, *counted])
+    mine = torch.tensor([elapsed_ns, row.digest(), host, tx, lo, *counted])
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     table = torch.stack(everyone)
@@ -147,7 +150,7 @@ def measure(row: Row, batch: Batch) -> dict[str, Any]:
 def split_row(row: str) -> tuple[str | None, str]:
     """The form of a row, None where it leaves that to `compress_ddp`, and the rest of its name."""
     form, mark, codec = row.partition("/")  # no name or option of a codec has it in it
-    return (form, codec) if mark and form in FORMS else (None, row)
+    return (form, codec) if mark and form in (*FORMS, "fsdp") else (None, row)
 
 
 def levels(codec: str) -> tuple[str | None, str]:
@@ -161,18 +164,20 @@ def tx_bytes_of(interface: str) -> int:
     return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
 
 
+LEARNING_RATE = 1e-3
+_ONE_BUCKET_MB = 4096  # larger than the model
+_POWERSGD_RANK = 4
+_POWERSGD_START = 2  # the earliest that the hook allows; before it is plain fp32
+
+
 def digest_of(model: nn.Module) -> int:
     """63 bits that change with any bit of the parameters."""
     digest = hashlib.blake2b(digest_size=8)
     for parameter in model.parameters():
-        digest.update(parameter.detach().numpy().data)
+        whole = parameter.detach()
+        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+        digest.update(whole.numpy().data)
     return int.from_bytes(digest.digest(), "little") >> 1
-
-
-_LEARNING_RATE = 1e-3
-_ONE_BUCKET_MB = 4096  # larger than the model
-_POWERSGD_RANK = 4
-_POWERSGD_START = 2  # the earliest that the hook allows; before it is plain fp32
 
 
 class Tail(Observer):
@@ -200,7 +205,7 @@ class Row:
         self.name = name
         cap_mb = _ONE_BUCKET_MB if name == ONE_BUCKET_ROW else None
         self.ddp = DistributedDataParallel(model, bucket_cap_mb=cap_mb)
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
         self.handle, self.tail = attach(self.ddp, name), Tail()
         if self.handle is not None:
             self.handle.observe(self.tail)
@@ -212,6 +217,10 @@ class Row:
             loss = (self.ddp(inputs) - targets).square().sum(dim=1).mean()
             loss.backward()
         self.optimizer.step()
+
+    def digest(self) -> int:
+        """Of the parameters, see :func:`digest_of`."""
+        return digest_of(self.ddp)
 
     def forget(self) -> None:
         """Free the gradients, so that only the row whose turn it is holds any."""

@@ -1,4 +1,4 @@
-"""Tables of step times: by codec, by form of the exchange, and for more hosts by the cost model."""
+"""Tables of step times: by codec, and by form of the exchange."""
 
 from __future__ import annotations
 
@@ -68,25 +68,36 @@ def forms(result: Result) -> str | None:
     return "\n\n".join([*tables, caption(text, result["meta"])]) if tables else None
 
 
-def curve(result: Result) -> str | None:
-    """What the cost model says of more hosts."""
-    rows, meta = result["rows"], result["meta"]
+def sharded(result: Result) -> str | None:
+    """Step times of sharded models, against torch's HSDP with as many micro-batches."""
+    rows = [row for row in result["rows"] if row["reason"] is None and row["form"] == "fsdp"]
     if not rows:
         return None
-    rows = [{**row, "line": (row["form"], row["codec"])} for row in rows]
-    columns: list[Column] = [("Predicted: hosts", "{hosts:,}")]
-    for line in dict.fromkeys(row["line"] for row in rows):
-        cell = "{predicted_ms:,.0f} ms ({speedup_vs_flat_fp32:.1f}x)"
-        columns.append((f"{line[0]} `{line[1]}`", cell, line))
-    errors, asked = meta["errors"], meta["arguments"]
+    native = {
+        (row["micro_batches"], row["link_mbit"]): row["step_ms_median"]
+        for row in rows
+        if row["codec"].startswith("native-hsdp") and "deferred" not in row["codec"]
+    }
+
+    def faster(row: Row) -> str:
+        of = native.get((row["micro_batches"], row["link_mbit"]))
+        return NA if of is None else f"{of / row['step_ms_median']:.2f}x"
+
+    columns: list[Column] = [
+        ("row", lambda row: f"`{row['codec'].partition('@')[0]}`"),
+        ("micro-batches", "{micro_batches}"),
+        ("MB sent", "{wire_bytes!b}"),
+    ]
+    for link in links_of(rows):
+        columns += [(f"{of_link(link)}: step", "{step_ms_median:,.0f} ms", link)]
+        columns += [("faster than HSDP", faster, link)]
     text = (
-        f"{meta['label']}: communication of a step of 42 MB, {asked['ranks_per_host']} ranks per "
-        f"host, {asked['gbit']:g} Gbit/s per host, this machine's loopback inside and its CPUs "
-        f"for the codecs, {asked['latency_us']:g} us per round between hosts (too few ranks to "
-        f"tell). Error of the fit over {errors['rows']} measured rows: median "
-        f"{errors['median'] * 100:.1f} %, largest {errors['largest'] * 100:.0f} %."
+        f"Median step of 10 x Linear(1024, 1024), 42 MB of gradients, {rows[0]['layout']} hosts x "
+        "ranks: sharded within hosts but for `all-ranks`; MB that a rank sends to other hosts in a "
+        "step (interface). All ranks share two cores."
     )
-    return f"{markdown(columns, pivot(rows, of=['hosts'], by='line'))}\n\n<sub>{text}</sub>"
+    table = markdown(columns, pivot(rows, of=["codec"], by="link_mbit"))
+    return f"{table}\n\n{caption(text, result['meta'])}"
 
 
 def _of_link(link: float | None) -> list[Column]:

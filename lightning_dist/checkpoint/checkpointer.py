@@ -29,6 +29,7 @@ from lightning_dist.checkpoint.disk.scan import Orders
 from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.pickling import Pickled, pickled
 from lightning_dist.checkpoint.plan import Striped, plan, shape_of
+from lightning_dist.checkpoint.ranks import Ranks
 from lightning_dist.checkpoint.restricted import require_loadable
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.checkpoint.snapshot import Snapshots
@@ -57,9 +58,8 @@ class Checkpointer:
         self.settings = settings
         self._metrics = Metrics()
         self.last_committed: Committed | None = None
-        self._group = group
-        self._ranks = ranks if group is None else group.size()
-        self._rank = 0 if group is None else group.rank()
+        self._together = Ranks(group)
+        self._ranks = ranks if group is None else self._together.count
         self.run = ""
         """Name of the run that saves, for the record."""
         self.proves_loadable = False
@@ -74,7 +74,7 @@ class Checkpointer:
     def metrics(self) -> Metrics:
         """What saves have cost so far."""
         self._metrics.in_flight = self._delivery.count
-        self._metrics.fence_s = self._snapshots.waited
+        self._metrics.optimizer_wait_s = self._snapshots.fence.waited
         return self._metrics
 
     def open(self, folder: str, *, alone: bool = True) -> None:
@@ -105,7 +105,7 @@ class Checkpointer:
     @property
     def is_first(self) -> bool:
         """Whether this rank publishes, links and removes."""
-        return self._rank == 0
+        return self._together.rank == 0
 
     @property
     def busy(self) -> bool:
@@ -160,7 +160,7 @@ class Checkpointer:
             self._snapshots.take(SaveFile(origin, target, divided.pieces), divided, owned)
         if self.settings.snapshot == "sync":
             self.wait()
-        self._metrics.stall_s = time.perf_counter() - began
+        self._metrics.blocking_s = time.perf_counter() - began
         self._metrics.saves += 1
 
     def _save_part(
@@ -181,18 +181,18 @@ class Checkpointer:
                 shape = shape_of(content, owned, striped)
             except Exception as error:  # the others must know before they wait for this rank
                 problem = error
-        origin, alike = agree(origin, group=self._group, shape=shape, problem=problem)
+        origin, alike = agree(origin, ranks=self._together, shape=shape, problem=problem)
         owned = owned if alike else {}
         divided = plan(
             content,
             owned=owned,
             overlap=self._snapshots.overlap,
             striped=striped,
-            rank=self._rank,
+            rank=self._together.rank,
             ranks=self._ranks,
         )
         records, gaps = divided.records, tuple(divided.striped.items())
-        save = SaveFolder(origin, target, divided.pieces, self._rank, records, gaps)
+        save = SaveFolder(origin, target, divided.pieces, self._together.rank, records, gaps)
         try:
             self._snapshots.take(save, divided, owned)
         except Exception as error:
@@ -212,7 +212,7 @@ class Checkpointer:
 
     def wait_for_copy(self) -> None:
         """Wait until the last save has copied all that it saves: anybody may change it now."""
-        self._snapshots.wait()
+        self._snapshots.fence.wait()
 
     def save_files(
         self, files: Sequence[tuple[str, str]], target: str, *, step: int, scratch: str = ""
@@ -229,31 +229,31 @@ class Checkpointer:
             ``origin.save_id`` of the event that will say what became of it.
         """
         late = self._prepare(together=True)
-        origin, _ = agree(self._origin(step, target), group=self._group, problem=late)
+        origin, _ = agree(self._origin(step, target), ranks=self._together, problem=late)
         self._delivery.send(
-            SaveFolder(origin, target, (), self._rank, files=tuple(files), scratch=scratch)
+            SaveFolder(origin, target, (), self._together.rank, files=tuple(files), scratch=scratch)
         )
         self._metrics.saves += 1
         return origin.save_id
 
     def link(self, source: str, target: str, *, symbolic: bool = False) -> None:
         """Show a checkpoint under a second name, after everything asked for so far."""
-        self._delivery.run_errand(Link(source, target, symbolic))
+        self._delivery.run(Link(source, target, symbolic))
 
     def remove(self, target: str) -> None:
         """Remove a checkpoint, after everything asked for so far and never before a success."""
-        self._delivery.run_errand(Remove(target))
+        self._delivery.run(Remove(target))
 
     def keep(self, target: str) -> None:
         """Take back a :meth:`remove` that still waits for a success."""
-        self._delivery.run_errand(Keep(target))
+        self._delivery.run(Keep(target))
 
     def progress(self) -> tuple[int, int]:
         """Bytes of the saves under way that are in files already, and all of them."""
         return self._delivery.progress()
 
     def poll(self) -> list[Committed | Failed]:
-        """What has become of saves since the last call, and which errands failed."""
+        """What has become of saves since the last call, and which file operations failed."""
         return self._delivery.poll()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -266,7 +266,7 @@ class Checkpointer:
 
     def close(self, timeout: float | None = None) -> None:
         """Wait, end the writer and give folders and memory back."""
-        self._snapshots.unwatch()
+        self._snapshots.fence.unwatch()
         try:
             self._delivery.close(timeout)
         finally:
@@ -282,9 +282,9 @@ class Checkpointer:
         """Wait for earlier saves; where ranks save ``together``, why that failed is for all."""
         try:
             self._delivery.await_slot()
-            self._snapshots.wait()  # one copy at a time
+            self._snapshots.fence.wait()  # one copy at a time
         except Exception as error:
-            if not together or self._group is None:
+            if not together or self._together.group is None:
                 raise
             return error
         return None

@@ -29,7 +29,7 @@ from lightning_dist.checkpoint.removals import Removals
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.checkpoint.writers import WriterHandle, WriterProcess, WriterThread
 
-Errand = Link | Remove | Keep
+FileOperation = Link | Remove | Keep
 
 _NOTHING = Keep("")
 _FAREWELL = 1.0
@@ -74,7 +74,8 @@ class Delivery:
         self._on_failed, self._on_committed = failed, committed
         self._changed = threading.Condition()
         self._in_flight: dict[str, _InFlight] = {}
-        self._errands: list[tuple[Errand, WriterHandle | None]] = []  # under way, and with whom
+        # Under way, and with whom.
+        self._operations: list[tuple[FileOperation, WriterHandle | None]] = []
         self._removals = Removals()
         self._newest = ""  # target of the last success
         self._closing = False
@@ -82,13 +83,9 @@ class Delivery:
         self._events: list[Committed | Failed] = []
         self._free = [SnapshotMemory() for _ in range(settings.max_in_flight)]
         self._folders: dict[str, bool] = {}  # whether others are kept out
-        self._writer: WriterHandle | None = None
+        self.writer: WriterHandle | None = None
         self._loss = "the checkpoint writer has ended"  # or how
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-delivery")
-
-    @property
-    def writer(self) -> WriterHandle | None:
-        return self._writer
 
     @property
     def count(self) -> int:
@@ -100,7 +97,7 @@ class Delivery:
         """Whether it is being saved, or linked to."""
         with self._changed:
             saves = (each.save.target == target for each in self._in_flight.values())
-            links = (isinstance(e, Link) and e.target == target for e, _ in self._errands)
+            links = (isinstance(e, Link) and e.target == target for e, _ in self._operations)
             return any(saves) or any(links)
 
     def is_removing(self, target: str) -> bool:
@@ -110,16 +107,16 @@ class Delivery:
 
     def open(self, folder: str, *, alone: bool = True) -> None:
         """Have a writer that may write to ``folder``, and keeps others out if it is ``alone``."""
-        if _only_here(folder) and isinstance(self._writer, WriterProcess):
+        if _only_here(folder) and isinstance(self.writer, WriterProcess):
             raise ValueError(
                 f"one writer writes either to files or to memory, and has been given files before "
                 f"{folder}; use writer='thread'"
             )
         self._folders[folder] = alone
-        if self._writer is None:
-            self._writer = self._start_writer()
+        if self.writer is None:
+            self.writer = self._start_writer()
         elif alone:
-            self._writer.own(folder)
+            self.writer.own(folder)
 
     def await_slot(self) -> None:
         """Wait until one more save may be under way, and a writer is there to do it.
@@ -138,10 +135,10 @@ class Delivery:
                     f"{self._targets()} is still being written after {limit:.1f} s, so no other "
                     "checkpoint can be taken; is the file system responding, or the writer stopped?"
                 )
-        if self._writer is None:  # it has ended, and that was reported
+        if self.writer is None:  # it has ended, and that was reported
             with self._changed:
                 self._removals.lost()
-            self._writer = self._start_writer()
+            self.writer = self._start_writer()
 
     def memory(self) -> SnapshotMemory:
         """Memory for the next save; it is in use from :meth:`send` until the save has ended."""
@@ -175,22 +172,22 @@ class Delivery:
             threading.Thread(target=_prepare, args=arguments, name=name, daemon=True).start()
         self._thread.submit(self._put_prepared, save, memory, copied)
         for path in again:
-            self.run_errand(Remove(path))
+            self.run(Remove(path))
 
-    def run_errand(self, errand: Errand) -> None:
+    def run(self, operation: FileOperation) -> None:
         """Have something done after everything that was sent before."""
         with self._changed:
-            writer = self._writer
-            self._errands.append((errand, writer))
-            if isinstance(errand, Remove):
-                self._removals.ask(errand.target)
+            writer = self.writer
+            self._operations.append((operation, writer))
+            if isinstance(operation, Remove):
+                self._removals.ask(operation.target)
             else:
-                self._removals.cancel(errand.target)
+                self._removals.cancel(operation.target)
         # Not to a writer that is started later: the save before it was lost with this one.
-        self._thread.submit(self._put, errand, None, writer)
+        self._thread.submit(self._put, operation, None, writer)
 
     def poll(self) -> list[Committed | Failed]:
-        """What became of saves since the last call, and which errands failed."""
+        """What became of saves since the last call, and which file operations failed."""
         with self._changed:
             events, self._events = self._events, []
             return events
@@ -206,7 +203,7 @@ class Delivery:
         """Wait until nothing is under way; TimeoutError after ``timeout`` seconds."""
         with self._changed:
             idle = self._changed.wait_for(
-                lambda: not self._in_flight and not self._errands, timeout
+                lambda: not self._in_flight and not self._operations, timeout
             )
             if not idle:
                 raise TimeoutError(f"still writing after {timeout} s: {self._targets()}")
@@ -227,7 +224,7 @@ class Delivery:
         if stuck:
             self._give_copies_up()
             wait(last, _FAREWELL)  # so that the writer and the other ranks learn of it
-        writer, self._writer = self._writer, None
+        writer, self.writer = self.writer, None
         try:
             if writer is not None:
                 writer.close(None if deadline is None else max(deadline - time.monotonic(), 1.0))
@@ -255,7 +252,7 @@ class Delivery:
     def _put_prepared(self, save: Save, memory: SnapshotMemory | None, copied: Future[str]) -> None:
         if problem := copied.result():  # the writer and the other ranks have to know
             save = replace(save, pieces=(), dropped=problem)
-        self._put(save, memory, self._writer)
+        self._put(save, memory, self.writer)
 
     def _put(self, job: Job, memory: SnapshotMemory | None, writer: WriterHandle | None) -> None:
         origin = job.origin if isinstance(job, Save) else None
@@ -268,20 +265,20 @@ class Delivery:
             writer.send(job, memory)
         except CheckpointError as error:
             with self._changed:
-                if self._writer is writer:  # it ended before it was ours
-                    self._writer, self._loss = None, str(error)
+                if self.writer is writer:  # it ended before it was ours
+                    self.writer, self._loss = None, str(error)
             if isinstance(job, Save) or self._is_missing(job):
                 self._report(writer, Failed(job.target, origin, str(error)))
             else:
-                self._end_errand(job.target, writer)
+                self._end(job.target, writer)
 
     def _report(self, writer: WriterHandle | None, event: Event) -> None:
         with self._changed:
             if isinstance(event, Done):
                 self._removals.answered(event.target, waits=event.waits)
-                self._end_errand(event.target, writer)
+                self._end(event.target, writer)
             elif event.origin is None:
-                self._end_errand(event.target, writer)
+                self._end(event.target, writer)
             elif event.origin.save_id not in self._in_flight:
                 return  # reported already, when its writer ended
             else:
@@ -293,42 +290,42 @@ class Delivery:
                 self._newest = event.target
                 self._on_committed(event)
                 if not self._closing:
-                    self.run_errand(_NOTHING)  # its end says that the writer has removed as well
+                    self.run(_NOTHING)  # its end says that the writer has removed as well
             elif isinstance(event, Failed):
                 self._on_failed(event)
             if not isinstance(event, Done):
                 self._events.append(event)
             self._changed.notify_all()
 
-    def _end_errand(self, target: str, writer: WriterHandle | None) -> None:
-        """Removes one errand for ``target`` of ``writer``; another writer may have one too."""
+    def _end(self, target: str, writer: WriterHandle | None) -> None:
+        """Remove one operation on ``target`` of ``writer``; another writer may have one too."""
         with self._changed:
-            of_writer = (each for each in self._errands if each[1] is writer)
+            of_writer = (each for each in self._operations if each[1] is writer)
             ended = next((each for each in of_writer if each[0].target == target), None)
             if ended is not None:  # not lost with its writer
-                self._errands.remove(ended)
+                self._operations.remove(ended)
             self._changed.notify_all()
 
     def _lost(self, writer: WriterHandle, reason: str) -> None:
         """``writer`` has ended by itself, and all that it had with it."""
         with self._changed:
             lost = [each.save for each in self._in_flight.values() if each.writer is writer]
-            links = [e for e, with_ in self._errands if with_ is writer and self._is_missing(e)]
-            self._errands = [each for each in self._errands if each[1] is not writer]
-            if self._writer is writer:
-                self._writer, self._loss = None, reason
+            links = [e for e, with_ in self._operations if with_ is writer and self._is_missing(e)]
+            self._operations = [each for each in self._operations if each[1] is not writer]
+            if self.writer is writer:
+                self.writer, self._loss = None, reason
             self._changed.notify_all()
         for save in lost:
             self._report(writer, Failed(save.target, save.origin, reason))
         for link in links:
             self._report(writer, Failed(link.target, None, reason))
 
-    def _is_missing(self, errand: Errand) -> bool:
-        """Whether something is missing because ``errand`` was lost with its writer.
+    def _is_missing(self, operation: FileOperation) -> bool:
+        """Whether something is missing because ``operation`` was lost with its writer.
 
         Removals are asked for again, and a link to what was lost too has been reported with it.
         """
-        return isinstance(errand, Link) and errand.source == self._newest
+        return isinstance(operation, Link) and operation.source == self._newest
 
     def _start_writer(self) -> WriterHandle:
         read_back = self._settings.verify == "always"

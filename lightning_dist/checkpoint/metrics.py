@@ -12,11 +12,11 @@ class Metrics:
     saves: int = 0
     skipped: int = 0
     failed: int = 0
-    stall_s: float = 0.0
+    blocking_s: float = 0.0
     """of the last save: from its call to its return."""
     queue_s: float = 0.0
     """part of it: waiting for an earlier save."""
-    fence_s: float = 0.0
+    optimizer_wait_s: float = 0.0
     """held back in optimizer steps, in total."""
     write_s: float = 0.0
     """of the last committed save."""
@@ -32,10 +32,10 @@ class Metrics:
             "checkpoint/failed": self.failed,
         }
         if self.saves:
-            found["checkpoint/stall_ms"] = self.stall_s * 1e3
+            found["checkpoint/blocking_ms"] = self.blocking_s * 1e3
             found["checkpoint/queue_ms"] = self.queue_s * 1e3
-            found["checkpoint/fence_ms"] = self.fence_s * 1e3
+            found["checkpoint/optimizer_wait_ms"] = self.optimizer_wait_s * 1e3
         if self.bytes:
-            found["checkpoint/write_s"] = self.write_s
+            found["checkpoint/write_ms"] = self.write_s * 1e3
             found["checkpoint/bytes"] = self.bytes
         return found

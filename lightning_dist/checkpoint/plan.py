@@ -107,30 +107,46 @@ def plan(
     rest differs from rank to rank (buffers, random states, the pickle itself); there rank 0 speaks
     for all, as in every DDP checkpoint.
     """
-    parts = _Parts()
+    constants: list[tuple[Piece, bytes]] = []
+    now: list[Run] = []
+    later: list[Run] = []
+    used = 0
+
+    def place(record: str, nbytes: int, start: int = 0) -> Piece:
+        """The next bytes of the snapshot, for those of ``record`` from ``start``."""
+        nonlocal used
+        piece = Piece(record, nbytes, used, start)
+        used += nbytes + -nbytes % _ALIGNMENT
+        return piece
+
     shared = sum(s.nbytes() for s in pickled.storages if s.data_ptr() in owned)
     low, high = shared * rank // ranks, shared * (rank + 1) // ranks
     passed = 0
     for record, content in _contents(pickled).items():
-        address = 0 if isinstance(content, bytes) else content.data_ptr()
+        if isinstance(content, bytes):
+            if rank == 0:
+                constants.append((place(record, len(content)), content))
+            continue
+        address, nbytes = content.data_ptr(), content.nbytes()
         if address in striped:
             for start, part in striped[address].runs():
-                parts.copy(record, part.untyped_storage(), *_extent(part), at=start)
-        elif address in owned and not isinstance(content, bytes):
-            passed, before = passed + content.nbytes(), passed
-            start = min(max(low - before, 0), content.nbytes())
-            end = min(max(high - before, 0), content.nbytes())
+                assert part.is_contiguous()
+                first = int(part.storage_offset()) * part.element_size()
+                piece = place(record, part.nbytes, start)
+                now.append(Run(part.untyped_storage(), first, piece))
+        elif address in owned:
+            start, end = (min(max(bound - passed, 0), nbytes) for bound in (low, high))
+            passed += nbytes
             if start < end:
-                parts.copy(record, content, start, end - start, at=start, later=overlap)
-        elif rank == 0 and isinstance(content, bytes):
-            parts.put(record, content)
-        elif rank == 0 and not isinstance(content, bytes):
-            parts.copy(record, content, 0, content.nbytes(), at=0)
+                run = Run(content, start, place(record, end - start, start))
+                (later if overlap else now).append(run)
+        elif rank == 0:
+            now.append(Run(content, 0, place(record, nbytes)))
     return Plan(
-        tuple(parts.constants),
-        tuple(parts.now),
-        tuple(parts.later),
-        parts.nbytes,
+        tuple(constants),
+        tuple(now),
+        tuple(later),
+        used,
         tuple(_contents(pickled)),
         {
             f"data/{key}": storage.nbytes()
@@ -143,43 +159,6 @@ def plan(
 def _contents(pickled: Pickled) -> dict[str, bytes | torch.UntypedStorage]:
     storages = {f"data/{key}": storage for key, storage in enumerate(pickled.storages)}
     return {PICKLE: pickled.data, **_SMALL, **storages}
-
-
-def _extent(part: Tensor) -> tuple[int, int]:
-    """First byte and bytes of a contiguous tensor in its storage."""
-    assert part.is_contiguous()
-    return int(part.storage_offset()) * part.element_size(), part.nbytes
-
-
-class _Parts:
-    """What a rank takes of a checkpoint, one place in the snapshot after the other."""
-
-    def __init__(self) -> None:
-        self.constants: list[tuple[Piece, bytes]] = []
-        self.now: list[Run] = []
-        self.later: list[Run] = []
-        self.nbytes = 0
-
-    def put(self, record: str, content: bytes) -> None:
-        self.constants.append((self._piece(record, len(content), 0), content))
-
-    def copy(
-        self,
-        record: str,
-        storage: torch.UntypedStorage,
-        start: int,
-        nbytes: int,
-        *,
-        at: int,
-        later: bool = False,
-    ) -> None:
-        run = Run(storage, start, self._piece(record, nbytes, at))
-        (self.later if later else self.now).append(run)
-
-    def _piece(self, record: str, nbytes: int, start: int) -> Piece:
-        piece = Piece(record, nbytes, self.nbytes, start)
-        self.nbytes += nbytes + -nbytes % _ALIGNMENT
-        return piece
 
 
 def shape_of(

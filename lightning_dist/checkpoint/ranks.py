@@ -13,17 +13,19 @@ from lightning_dist.exchange.handshake import all_facts
 
 Facts = dict[str, Any]
 T = TypeVar("T")
+_CPU = torch.device("cpu")
 
 
 class Ranks:
     """All ranks of a job; every method is collective.
 
     Args:
-        group: a group of all ranks on CPU; None for a job of one.
+        group: of all ranks; None for a job of one.
+        device: on which ``group`` works.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup | None, *, device: torch.device = _CPU) -> None:
+        self.group, self._device = group, device
         self.rank = 0 if group is None else group.rank()
         self.leader = 0
         """The rank that decides, writes and keeps the account: a role that may move."""
@@ -39,7 +41,7 @@ class Ranks:
         by_rank: Sequence[Mapping[str, Any]] = [{"facts": facts, "error": None}]
         if self.group is not None:
             mine = {"facts": facts, "error": None if error is None else describe_error(error)}
-            by_rank = all_facts(mine, group=self.group, device=torch.device("cpu"))
+            by_rank = all_facts(mine, group=self.group, device=self._device)
         if error is not None:
             raise error
         for of_rank in by_rank:

@@ -47,7 +47,9 @@ def load(
         raise FileNotFoundError(f"there is no checkpoint at {path}")
     description = verify(path) if check else describe(path)
     if description.kind == "folder":
-        raise CheckpointError(f"{path} is a folder of AsyncState; load it with AsyncState")
+        raise CheckpointError(
+            f"{path} is a folder of AsyncStateCheckpointer; load it with AsyncStateCheckpointer"
+        )
     file: Any = storage.open(inside) if description.kind != "sharded" else None
     with file or _ShardedFile(storage, inside, read_manifest(path, storage, inside)) as file:
         return restricted_load(

@@ -25,18 +25,15 @@ class Snapshots:
     def __init__(self, settings: CheckpointSettings, delivery: Delivery) -> None:
         self.optimizers: list[Optimizer] = []
         self._settings, self._delivery = settings, delivery
-        self._fence = Fence()
+        self.fence = Fence()
+        """Steps wait for it while something is copied."""
         self._overlap = settings.snapshot in ("auto", "overlap")
 
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
         """Copy what these optimizers own lazily, and hold their steps back until it is copied."""
         self.optimizers = list(optimizers)
         if self._overlap:
-            self._fence.watch(self.optimizers)
-
-    def unwatch(self) -> None:
-        """Hold no steps back any more."""
-        self._fence.unwatch()
+            self.fence.watch(self.optimizers)
 
     @property
     def overlap(self) -> bool:
@@ -46,15 +43,6 @@ class Snapshots:
     def owned(self) -> Owned:
         """What the optimizers own now."""
         return owned_by(self.optimizers)
-
-    def wait(self) -> None:
-        """Wait until the last snapshot is complete."""
-        self._fence.wait()
-
-    @property
-    def waited(self) -> float:
-        """Seconds that steps were held back, in total."""
-        return self._fence.waited
 
     def take(self, save: Save, divided: Plan, owned: Owned) -> None:
         """Take what the plan says and have it saved; the snapshot before must be complete.
@@ -72,14 +60,14 @@ class Snapshots:
             self._delivery.send(save, memory)
             return
         later = LaterCopy(divided.later, snapshot, owned)
-        self._fence.close()
+        self.fence.close()
         self._delivery.send(save, memory, prepare=lambda: self._complete(later))
 
     def _complete(self, later: LaterCopy) -> str:
         try:
             changed = later.run()
         finally:
-            self._fence.open()
+            self.fence.open()
         if not changed:
             return ""
         self._overlap = False  # from the next save on

@@ -1,8 +1,7 @@
 """The program ``lightning-dist``.
 
-A group of commands is a module with an ``app`` of its own, added here. Commands raise what is
-wrong; :func:`~lightning_dist.cli.errors.reported` makes one line and an exit code of it. Nothing
-here imports torch until a command needs it.
+Commands raise what is wrong; :func:`~lightning_dist.cli.errors.reported` makes one line and an exit
+code of it. Nothing here imports torch until a command needs it.
 """
 
 from __future__ import annotations

@@ -121,11 +121,7 @@ def bench(
 
 
 def nbytes_of(text: str, *, option: str) -> int:
-    """``"1M"`` in bytes, as nccl-tests reads it: K, M and G are powers of 1024.
-
-    Raises:
-        ValueError: it is no size above 0.
-    """
+    """``"1M"`` in bytes, as nccl-tests reads it: K, M and G are powers of 1024."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper())
     nbytes = int(float(found[1]) * 1024 ** " KMG".index(found[2] or " ")) if found else 0
     if nbytes < 1:

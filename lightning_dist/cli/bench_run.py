@@ -1,4 +1,4 @@
-"""What ``lightning-dist bench`` does on every rank."""
+"""Ranks of ``lightning-dist bench``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ START = "forkserver"
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure. ``pairs``: the matrix of all pairs, instead of ``ops``."""
+    """Collectives to measure. ``pairs``: the matrix of all pairs, instead of ``ops``."""
 
     sizes: tuple[int, ...]
     ops: tuple[str, ...]
@@ -145,7 +145,7 @@ def run_here(settings: Settings) -> list[Report]:
 
 
 def members_of(scope: str, hosts: Sequence[str]) -> list[tuple[int, ...]]:
-    """The groups that are measured at the same time.
+    """Members of the groups that are measured at the same time.
 
     Raises:
         ValueError: with these hosts there is none.

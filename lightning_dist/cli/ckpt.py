@@ -17,8 +17,7 @@ from lightning_dist.checkpoint.disk.recovery import recover
 from lightning_dist.checkpoint.disk.scan import Found, checkpoints, is_checkpoint
 from lightning_dist.checkpoint.disk.storage import LocalStorage, Storage, storage_of
 from lightning_dist.checkpoint.disk.verify import Description
-from lightning_dist.cli.ckpt_check import Verdict, checking, without_path
-from lightning_dist.cli.ckpt_prune import Plan, is_ours, plan
+from lightning_dist.cli.ckpt_prune import Plan, Verdict, check, is_ours, plan, without_path
 from lightning_dist.cli.errors import DAMAGED, reported
 from lightning_dist.console import print_table, stdout_console
 
@@ -83,16 +82,15 @@ def verify_command(
     """
     found = [path for given in paths for path in _checkpoints_at(given)]
     verdicts = []
-    with checking(found) as check:
-        for path in found:
-            verdict = check(path)
-            verdicts.append(verdict)
-            if as_json:
-                continue
-            if verdict.description is not None:
-                _print_item("ok", path, _summary(verdict.description), color="green")
-            else:
-                _print_item("PROBLEM", path, verdict.problem, color="red")
+    for path in found:
+        verdict = check(path)
+        verdicts.append(verdict)
+        if as_json:
+            continue
+        if verdict.description is not None:
+            _print_item("ok", path, _summary(verdict.description), color="green")
+        else:
+            _print_item("PROBLEM", path, verdict.problem, color="red")
     if as_json:
         _print_json(checkpoints=[_fields(verdict) for verdict in verdicts])
     if any(verdict.problem for verdict in verdicts):
@@ -140,8 +138,7 @@ def prune(
                 typer.confirm(f"Finish or remove these {len(leftovers)} leftovers?", abort=True)
             recover(storage, inside)
         found = checkpoints(folder)
-        with checking() as check:
-            planned = plan(found, keep=keep, check=check)
+        planned = plan(found, keep=keep)
         if not as_json:
             _print_plan(planned, found)
         if planned.removed and not dry_run:
@@ -216,12 +213,7 @@ def consolidate(
 
 
 def _require_folder(folder: str) -> tuple[Storage, str]:
-    """The storage of a folder of checkpoints, and the path within it.
-
-    Raises:
-        FileNotFoundError: it is not there.
-        ValueError: it is something else.
-    """
+    """The storage of a folder of checkpoints, and the path within it."""
     storage, inside = storage_of(folder)
     if not storage.exists(inside):
         raise FileNotFoundError(f"there is no folder {folder}")
@@ -233,12 +225,7 @@ def _require_folder(folder: str) -> tuple[Storage, str]:
 
 
 def _checkpoints_at(path: str) -> list[str]:
-    """``path`` if it is a checkpoint or should be one, else the paths of those in this folder.
-
-    Raises:
-        FileNotFoundError: nothing is there.
-        ValueError: it is a folder without any.
-    """
+    """``path`` if it is a checkpoint or should be one, else the paths of those in this folder."""
     storage, inside = storage_of(path)
     if not storage.exists(inside):
         raise FileNotFoundError(f"there is no checkpoint or folder at {path}")
@@ -266,7 +253,7 @@ def _name_of(path: str) -> str:
 
 
 def _fields(found: Found | Verdict) -> dict[str, Any]:
-    """A checkpoint, or what came of reading it, for JSON."""
+    """A checkpoint, or the result of reading it, for JSON."""
     description = found.description
     origin = None if description is None else description.origin
     created = origin and datetime.fromtimestamp(origin.created_ns / 1e9).astimezone()

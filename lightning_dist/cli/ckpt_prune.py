@@ -1,18 +1,23 @@
-"""Which checkpoints of a folder may go."""
+"""Checkpoints that are whole, and those of a folder that may go."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from rich.console import Console
+from rich.text import Text
+
 from lightning_dist.checkpoint.disk.archive import ROOT
+from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
 from lightning_dist.checkpoint.disk.manifest import FORMAT, NAME, RECORD
 from lightning_dist.checkpoint.disk.scan import Found, is_original
 from lightning_dist.checkpoint.disk.storage import LocalStorage, Storage, storage_of
-from lightning_dist.cli.ckpt_check import Check
+from lightning_dist.checkpoint.disk.verify import Description, verify
+from lightning_dist.cli.errors import line_of
 
 PROTECTED = ("last", "latest", "best")
 """What has such a name, and what it points to, is never removed."""
@@ -23,9 +28,38 @@ _HEAD = 4096
 _FIRST_RECORD = f"{ROOT}/{RECORD}".encode()
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """Result of reading a checkpoint: its description, or a problem.
+
+    Args:
+        damaged: the problem is in its bytes, and not that they could not be read or understood.
+    """
+
+    path: str
+    description: Description | None
+    problem: str = ""
+    damaged: bool = False
+
+
+def check(path: str) -> Verdict:
+    """Read the checkpoint at ``path`` to the last byte; a terminal shows which one it is."""
+    try:
+        with Console(stderr=True).status(Text(f"reading {path}")):
+            return Verdict(path, verify(path))
+    except (CheckpointError, OSError) as error:
+        damaged = isinstance(error, CorruptCheckpointError)
+        return Verdict(path, None, without_path(line_of(error), path), damaged)
+
+
+def without_path(problem: str, path: str) -> str:
+    """``problem`` for where the path is said already."""
+    return problem.removeprefix(f"{path} ").removeprefix(f"{path}: ")
+
+
 @dataclass
 class Plan:
-    """What would become of every checkpoint, as ``(path, why)``."""
+    """Future of every checkpoint, as ``(path, why)``."""
 
     kept: list[tuple[str, str]] = field(default_factory=list)
     removed: list[tuple[str, str]] = field(default_factory=list)
@@ -39,7 +73,7 @@ class Plan:
         }
 
 
-def plan(found: Sequence[Found], *, keep: int, check: Check) -> Plan:
+def plan(found: Sequence[Found], *, keep: int, check: Callable[[str], Verdict] = check) -> Plan:
     """Keep the ``keep`` newest whole checkpoints, and remove older and damaged ones.
 
     Names of one save (links, copies) are one checkpoint, and only the name under which a run saved
@@ -48,7 +82,6 @@ def plan(found: Sequence[Found], *, keep: int, check: Check) -> Plan:
 
     Args:
         found: as :func:`~lightning_dist.checkpoint.disk.scan.checkpoints` gives it.
-        check: reads a checkpoint; not called for those that go because they are old.
     """
     result = Plan()
     damaged: list[tuple[str, str]] = []
@@ -108,7 +141,7 @@ def _saves(found: Sequence[Found]) -> list[list[str]]:
 
 
 def _copy_of(found: Found) -> str:
-    """Why no run has written ``found`` under this name; empty if one has, or nobody knows."""
+    """Reason why no run has written ``found`` under this name; empty: one has, or nobody knows."""
     description = found.description
     if description is None or description.origin is None or is_original(description):
         return ""

@@ -14,9 +14,8 @@ import typer
 from lightning_dist.cli import config_accelerate as theirs
 from lightning_dist.cli.errors import reported
 from lightning_dist.configuration import CONFIG, OPTIONS, Resolved, read, resolve, write
-from lightning_dist.configuration.files import check, parse
+from lightning_dist.configuration.files import accelerate_default, check, parse, sidecar_of
 from lightning_dist.configuration.options import require_fit
-from lightning_dist.configuration.places import accelerate_default, sidecar_of
 from lightning_dist.console import print_table
 
 _QUESTIONS = {
@@ -154,11 +153,7 @@ def _write(
 
 
 def _answer(name: str, known: Mapping[str, Any]) -> Any:
-    """The answer to one of our questions; a wrong one is asked again.
-
-    Raises:
-        typer.Abort: the terminal is gone, or the user has had enough.
-    """
+    """The answer to one of our questions; a wrong one is asked again."""
     offered = known.get(name, OPTIONS[name].default)
     while True:
         text = str(typer.prompt(_QUESTIONS[name], default=_text(offered)))

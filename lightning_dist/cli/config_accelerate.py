@@ -17,11 +17,7 @@ MISSING = "it needs accelerate: pip install 'lightning-dist[accelerate]'"
 
 
 def require_accelerate() -> None:
-    """Refuse where it is not installed.
-
-    Raises:
-        ImportError: with what to install.
-    """
+    """Raise ImportError, with what to install, where Accelerate is not."""
     try:
         import accelerate  # noqa: F401
     except ImportError:
@@ -64,7 +60,7 @@ def load(path: Path) -> Any:
 
 
 def change(config: Any, values: Mapping[str, Any]) -> list[str]:
-    """Set fields of Accelerate's configuration. What follows from that, in a line each.
+    """Set fields of Accelerate's configuration. Returns what follows from that, in a line each.
 
     Raises:
         ValueError: an unknown field, or a value that it does not take.

@@ -1,4 +1,4 @@
-"""What a user sees of an error: one line and an exit code."""
+"""Errors as users see them: one line and an exit code."""
 
 from __future__ import annotations
 

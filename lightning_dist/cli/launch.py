@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import typer
 
 from lightning_dist.cli import launch_accelerate, launch_plan
 from lightning_dist.cli.errors import reported
 from lightning_dist.cli.launch_plan import Plan, is_missing
-from lightning_dist.cli.launch_script import needs
-from lightning_dist.configuration.places import accelerate_default, sidecar_of
+from lightning_dist.configuration.files import accelerate_default, sidecar_of
 
 USAGE = "[OPTIONS] script.py [ARGUMENTS]"
 PASS_ON = {
@@ -24,6 +24,10 @@ PASS_ON = {
     "allow_extra_args": True,
     "allow_interspersed_args": False,  # --help after the script is for the script
 }
+
+_ACCELERATE = ("accelerate", "lightning_dist.accelerate", "lightning_dist.transformers")
+_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
+_RUN = "lightning_dist.run"
 
 
 @reported
@@ -73,10 +77,6 @@ def launch(context: typer.Context) -> None:
 
 def _choose(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
     """The plan of the launcher that these words are for; its first note says which and why.
-
-    ``accelerate launch``: ``--config_file`` names its file, or ``lightning-dist config`` has
-    written one at the default place, every option is one of its own, and where it could be one of
-    torchrun's too the script imports accelerate and not Lightning. Otherwise torchrun.
 
     Raises:
         ValueError: the words are for neither, or for both and the script does not say for which.
@@ -130,3 +130,47 @@ def _choose(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
                 f"--config_file={default}"
             )
     return accelerate(given, default, f"{default}; --torchrun for the other")
+
+
+def needs(given: Any, folder: Path) -> tuple[Literal["accelerate", "lightning", ""], str]:
+    """The framework whose launcher the script needs by its imports, and why; "": it is not clear.
+
+    Args:
+        given: what a launcher's parser makes of the command line.
+        folder: in which modules of ``-m`` are looked for.
+    """
+    name = given.training_script
+    if given.module and name == _RUN:
+        return "accelerate", f"{_RUN} is for scripts of Accelerate's"
+    place = folder.joinpath(*name.split("."))
+    places = (place.with_name(f"{place.name}.py"), place / "__main__.py", Path(name))
+    path = next((each for each in places if each.is_file()), None)
+    if given.no_python or path is None:
+        return "", f"{name} cannot be read"
+    found = set(_imports(path))
+    accelerate, lightning = (_first(found, packages) for packages in (_ACCELERATE, _LIGHTNING))
+    if accelerate and lightning:
+        return "", f"{name} imports {accelerate} and {lightning}"
+    if lightning:
+        return "lightning", f"{name} imports {lightning}"
+    accelerate = accelerate or _first(found, ("transformers",))  # whose Trainer is Accelerate's
+    if accelerate:
+        return "accelerate", f"{name} imports {accelerate}"
+    return "", f"{name} imports neither accelerate nor lightning"
+
+
+def _first(found: set[str], packages: tuple[str, ...]) -> str:
+    return next((p for p in packages if any(f"{f}.".startswith(f"{p}.") for f in found)), "")
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """Full names of what is imported in a file, which is read, not run."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)

@@ -1,9 +1,8 @@
-"""What ``lightning-dist launch`` makes of a configuration of Accelerate's."""
+"""The ``accelerate launch`` that ``lightning-dist launch`` runs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +10,15 @@ from lightning_dist.cli import config_accelerate as theirs
 from lightning_dist.cli.config import require_possible
 from lightning_dist.cli.launch_plan import Plan, cut, parsed, require_script
 from lightning_dist.configuration import CONFIG, resolve
-from lightning_dist.configuration.places import sidecar_of
+from lightning_dist.configuration.files import sidecar_of
 
 ON_CPU = "ACCELERATE_USE_CPU"
 _NO_HOOK = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
 """Kinds of training without DDP, whose gradients we never see."""
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """By words and by the file: of what kind the training is to be."""
-
-    given: Any
-    config: Any
-    kind: str
-    file: Path
-
-
 def parse(words: Sequence[str]) -> Any:
-    """What ``accelerate launch`` makes of the words.
+    """Arguments of ``accelerate launch`` in the words.
 
     Raises:
         ValueError: it does not take them.
@@ -73,7 +62,7 @@ def plan(words: Sequence[str], environ: Mapping[str, str], *, given: Any, file: 
                 "compressed; set accelerate.distributed_type=MULTI_GPU, or take away the settings "
                 f"of {origins}"
             )
-        options = _as_several(made, options, environ, _Asked(given, config, kind, file))
+        options = _as_several(made, options, environ, given=given, config=config, file=file)
     made.arguments += ["-m", "accelerate.commands.launch", *options, *after]
     return made
 
@@ -95,10 +84,13 @@ def _as_several(
     made: Plan,
     options: list[str],
     environ: Mapping[str, str],
-    asked_for: _Asked,
+    *,
+    given: Any,
+    config: Any,
+    file: Path,
 ) -> list[str]:
     """Options with which the ranks that were asked for are one training."""
-    given, config, kind = asked_for.given, asked_for.config, asked_for.kind
+    kind = _kind(given, config)
     count = config.num_processes if given.num_processes is None else given.num_processes
     machines = config.num_machines if given.num_machines is None else given.num_machines
     by_mpi = given.mpirun_hostfile or (config.mpirun_config or {}).get("mpirun_hostfile")
@@ -118,7 +110,7 @@ def _as_several(
     elif kind == "NO":
         raise ValueError(
             f"num_processes is {count} and distributed_type is NO: accelerate would start one "
-            f"process; lightning-dist config --config_file {asked_for.file} --set "
+            f"process; lightning-dist config --config_file {file} --set "
             f"accelerate.num_processes={count}"
         )
     if machines <= 1 and given.main_process_port is None and config.main_process_port is None:

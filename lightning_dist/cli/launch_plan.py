@@ -31,7 +31,7 @@ class Plan:
 
 
 def plan(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
-    """What to run for the command line ``words``.
+    """Command for the command line ``words``.
 
     Raises:
         ValueError: there is no script, or the options cannot work.
@@ -80,11 +80,7 @@ def plan(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
 
 
 def parse(words: Sequence[str], environ: Mapping[str, str]) -> Any:
-    """What torchrun makes of the words.
-
-    Raises:
-        ValueError: it does not take them.
-    """
+    """Arguments of torchrun in the words; raises ValueError for what it does not take."""
     from lightning_dist.private import torchrun_parser
 
     parser: argparse.ArgumentParser = torchrun_parser()
@@ -150,7 +146,7 @@ def _settings(text: str) -> dict[str, str]:
 
 
 def parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> Any:
-    """What the parser of a launcher, and ours, make of the words.
+    """Arguments in the words, by the parser of a launcher and our flags.
 
     Raises:
         ValueError: what it would have ended the program for.
@@ -169,17 +165,13 @@ def parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> Any:
 
 
 def require_script(given: Any) -> None:
-    """Refuse a script that is not there.
-
-    Raises:
-        ValueError: with its name.
-    """
+    """Refuse a script that is not there."""
     if is_missing(given):
         raise ValueError(f"there is no script {given.training_script}")
 
 
 def is_missing(given: Any) -> bool:
-    """Whether a script is named that is not there."""
+    """True if a script is named that is not there."""
     return not (given.module or given.no_python or Path(given.training_script).is_file())
 
 

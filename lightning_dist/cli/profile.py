@@ -15,7 +15,7 @@ from lightning_dist.profiling.analysis.compare import Difference, compare, measu
 from lightning_dist.profiling.analysis.metrics import METRICS, count
 from lightning_dist.profiling.analysis.parts import PARTS, SCHEMA, Summary
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.report.files import Wanted, to_json, write_files
+from lightning_dist.profiling.report.files import to_json, write_files
 from lightning_dist.profiling.report.terminal import print_summary
 from lightning_dist.profiling.run import read_run, run_folder
 from lightning_dist.profiling.whatif.costs import read_costs
@@ -64,7 +64,7 @@ def report_command(
     else:
         print_summary(summary)
     target = Path(folder if out is None else out)
-    done = write_files(target, run, summary, wanted=Wanted(html=html, trace=trace, csv=csv))
+    done = write_files(target, run, summary, html=html, trace=trace, csv=csv)
     for problem in done.problems:
         typer.echo(f"lightning-dist: {problem}", err=True)
     if done.names and not as_json:

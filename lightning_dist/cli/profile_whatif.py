@@ -17,8 +17,14 @@ from lightning_dist.profiling.report.terminal import draw_table
 from lightning_dist.profiling.run import read_run, run_folder
 from lightning_dist.profiling.whatif.costs import NAME, Costs, read_costs, runs_compiled
 from lightning_dist.profiling.whatif.observe import Observed, observe
-from lightning_dist.profiling.whatif.predict import elsewhere, predict, scenarios_of
-from lightning_dist.profiling.whatif.predictions import LABEL, notes, where
+from lightning_dist.profiling.whatif.predict import (
+    LABEL,
+    elsewhere,
+    notes,
+    predict,
+    scenarios_of,
+    where,
+)
 from lightning_dist.profiling.whatif.simulator import DDP
 
 
@@ -39,7 +45,6 @@ def whatif_command(
     latency_us: Annotated[
         float | None, typer.Option(help="Round between hosts, microseconds.")
     ] = None,
-    bucket_mb: Annotated[list[float] | None, typer.Option(help="bucket_cap_mb of DDP.")] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Measure codecs here, now.")] = False,
     compiled: Annotated[
         bool | None,
@@ -47,7 +52,7 @@ def whatif_command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
-    """Predict the step time with other codecs, buckets, links and numbers of hosts.
+    """Predict the step time with other codecs, links and numbers of hosts.
 
     Simulates the buckets of the profile with the rates that the run itself had and with codec costs
     as measured at the end of the run (costs.json), otherwise on this machine now. The run itself is
@@ -64,9 +69,7 @@ def whatif_command(
     observed = observe(read_run(folder))
     network = {"link_gbps": link_gbps, "inside_gbps": inside_gbps, "latency_us": latency_us}
     there = elsewhere(observed.scenario, hosts=hosts, **network)
-    scenarios = scenarios_of(
-        observed, there, codecs=codec or (), forms=form or (), bucket_mb=bucket_mb or ()
-    )
+    scenarios = scenarios_of(observed.scenario, there, codecs=codec or (), forms=form or ())
     names = codec or [DDP, *CANDIDATES]
     costs = _costs(folder, names, observed, compiled=compiled, anew=measure or compiled is not None)
     found = predict(observed, scenarios, costs=costs)

@@ -157,7 +157,7 @@ def patterns_of(codec: Codec) -> Iterator[str]:
             yield from patterns_of(inner)
 
 
-def raw_beside(codec: Codec) -> Codec:
+def raw_beside(codec: Codec) -> NoCompression:
     """Uncompressed, and summed as its neighbours are: by us in rank order, or by the network."""
     if codec.exchange == "allreduce":
         return NoCompression()

@@ -1,8 +1,7 @@
 """Settings from outside of the code: variables and YAML files. Standard library and YAML only."""
 
-from lightning_dist.configuration.files import read, write
+from lightning_dist.configuration.files import CONFIG, PREFIX, SIDECAR, read, write
 from lightning_dist.configuration.options import OPTIONS, Option
-from lightning_dist.configuration.places import CONFIG, PREFIX, SIDECAR
 from lightning_dist.configuration.resolve import CODE, LEFT_OUT, Resolved, resolve
 
 __all__ = [

@@ -1,8 +1,7 @@
-"""Settings in YAML files."""
+"""Settings in YAML files, and where these are looked for."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,13 @@ from typing import Any
 import yaml
 
 from lightning_dist.configuration.options import require_fit, require_known
+from lightning_dist.shared_folder import replace_file
 
+SIDECAR = "lightning_dist.yaml"
+PREFIX = "LIGHTNING_DIST_"
+CONFIG = f"{PREFIX}CONFIG"
+OTHERS = (f"{PREFIX}HOSTNAME",)
+"""Variables with our prefix that are no settings of what travels."""
 _HEAD = "# Settings of lightning_dist for Accelerate; `lightning-dist config` writes this file.\n"
 
 
@@ -32,8 +37,7 @@ def read(path: Path) -> dict[str, Any]:
     """The settings in a file; none if it is empty.
 
     Raises:
-        ValueError: no YAML (the line is named), no mapping, an unknown key, or a value of the
-            wrong type.
+        ValueError: no YAML (the line is named), no mapping, an unknown key, or a wrong value.
         OSError: it cannot be read.
     """
     raw = path.read_bytes()
@@ -73,21 +77,13 @@ def _said(error: Exception, raw: bytes) -> str:
 
 
 def check(options: Mapping[str, Any], *, where: str) -> None:
-    """Refuse unknown settings and values of the wrong type; ``where`` is for the message.
-
-    Raises:
-        ValueError: with the remedy.
-    """
+    """Raise ValueError for unknown settings and values of the wrong type."""
     for name, value in options.items():
         require_fit(require_known(name, where=where), value, where=where)
 
 
 def parse(text: str) -> Any:
-    """The value of ``text`` on a command line or in a variable: as YAML reads it.
-
-    Raises:
-        ValueError: it is no YAML value.
-    """
+    """The value of ``text`` on a command line or in a variable, as YAML; raises ValueError."""
     try:
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError):  # ValueError: a date that does not exist
@@ -95,11 +91,7 @@ def parse(text: str) -> Any:
 
 
 def write(path: Path, options: Mapping[str, Any]) -> None:
-    """Write settings so that :func:`read` gives the same; what was there is replaced at once.
-
-    Raises:
-        ValueError: an unknown key, or a value of the wrong type.
-    """
+    """Write settings so that :func:`read` gives the same; what was there is replaced at once."""
     check(options, where=f"what is written to {path}")
     put(path, _HEAD + yaml.safe_dump(dict(options), sort_keys=False))
 
@@ -107,9 +99,21 @@ def write(path: Path, options: Mapping[str, Any]) -> None:
 def put(path: Path, text: str) -> None:
     """Replace a file in one go, so that nobody reads half of it; folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    replace_file(path, text.encode())
+
+
+def accelerate_folder(environ: Mapping[str, str]) -> Path:
+    """Where Accelerate keeps ``default_config.yaml``; its rule, without importing it."""
+    cache = environ.get("XDG_CACHE_HOME", "~/.cache")
+    home = Path(environ.get("HF_HOME", f"{cache}/huggingface")).expanduser()
+    return home / "accelerate"
+
+
+def accelerate_default(environ: Mapping[str, str]) -> Path:
+    """The file that ``accelerate launch`` reads when none is named."""
+    return accelerate_folder(environ) / "default_config.yaml"
+
+
+def sidecar_of(config: Path) -> Path:
+    """Our file beside a file of Accelerate's."""
+    return config.with_name(SIDECAR)

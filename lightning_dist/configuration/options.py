@@ -1,4 +1,4 @@
-"""The options that may be set from outside of the code, and what each of them takes."""
+"""Options that may be set from outside of the code, and the values they take."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Option:
 
     Args:
         takes: what a value must be, for messages and documents.
-        fits: whether a value from a file or a variable is one. What the code itself gives may be
-            more (a codec object), and is checked where it is used.
+        fits: whether a value from a file or a variable is one; the code may give more (a codec
+            object), which is checked where it is used.
     """
 
     name: str
@@ -90,14 +90,7 @@ OPTIONS: dict[str, Option] = {
 
 
 def require_known(name: str, *, where: str) -> Option:
-    """The option of this name.
-
-    Args:
-        where: it was set, for the message.
-
-    Raises:
-        ValueError: there is none; the message has the one that was meant, if there is such.
-    """
+    """The option of this name; raises ValueError with the one that was meant."""
     if name in OPTIONS:
         return OPTIONS[name]
     raise ValueError(unknown(name, tuple(OPTIONS), where=where))
@@ -119,11 +112,7 @@ def unknown(name: object, known: tuple[str, ...], *, where: str, prefix: str = "
 
 
 def require_fit(option: Option, value: object, *, where: str) -> None:
-    """Refuse a value of the wrong type.
-
-    Raises:
-        ValueError: with the rule, the value and where it was set.
-    """
+    """Raise ValueError for a value of the wrong type, with the rule and where it was set."""
     if not option.fits(value):
         raise ValueError(
             f"{option.name} must be {option.takes}; got {value!r} in {where}, put it right there"

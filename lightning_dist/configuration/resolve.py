@@ -1,4 +1,4 @@
-"""Which settings are in force, and who said so."""
+"""Settings in force, and their origins."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_dist.configuration.files import parse, read
+from lightning_dist.configuration.files import (
+    CONFIG,
+    OTHERS,
+    PREFIX,
+    accelerate_default,
+    parse,
+    read,
+    sidecar_of,
+)
 from lightning_dist.configuration.options import (
     OPTIONS,
     require_fit,
     require_known,
     unknown,
-)
-from lightning_dist.configuration.places import (
-    CONFIG,
-    OTHERS,
-    PREFIX,
-    accelerate_default,
-    sidecar_of,
 )
 
 CODE = "the code"
@@ -39,7 +40,7 @@ LEFT_OUT: Any = _LeftOut()
 
 @dataclass(frozen=True)
 class Resolved:
-    """What was set, by option; options that nobody set are not there."""
+    """Settings that were given, by option; options that nobody set are not there."""
 
     options: dict[str, Any]
     """Keyword arguments of ``compress_ddp``."""
@@ -49,7 +50,7 @@ class Resolved:
     """Files that were read, the one that wins first."""
 
     def value(self, name: str) -> Any:
-        """What is in force of an option: what was set, or the default."""
+        """Value in force of an option: what was set, or the default."""
         return self.options.get(name, OPTIONS[name].default)
 
     @property
@@ -58,7 +59,7 @@ class Resolved:
         return {key: origin for key, origin in self.origins.items() if origin != CODE}
 
     def told(self) -> str:
-        """What differs from the defaults because of variables and files, and because of which."""
+        """Differences from the defaults because of variables and files, and because of which."""
         by_origin: dict[str, list[str]] = {}
         for key, origin in self.outside.items():
             if self.options[key] != OPTIONS[key].default:
@@ -87,8 +88,8 @@ def resolve(
     default configuration; option by option.
 
     Args:
-        given: what the code sets, of the options of ``compress_ddp``; LEFT_OUT is not set.
-        environ: the variables; where Accelerate's default configuration is follows from them.
+        given: options of ``compress_ddp`` that the code sets; LEFT_OUT is not set.
+        environ: the variables.
 
     Raises:
         ValueError: an unknown setting, a value of the wrong type, a file that is no mapping, or

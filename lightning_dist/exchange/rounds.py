@@ -81,7 +81,13 @@ class Exchange(ABC):
 
 
 class AllReduce(Exchange):
-    """The network adds the payloads. ``keep_own`` keeps a copy of what this rank encoded."""
+    """The network adds the payloads.
+
+    Args:
+        keep_own: keep what this rank encoded; its copy is added.
+        weight: of that copy in the sum.
+        in_place: memory of the caller's that is encoded already.
+    """
 
     def __init__(
         self,
@@ -89,10 +95,12 @@ class AllReduce(Exchange):
         blocks: int,
         *,
         keep_own: bool,
+        weight: float = 1.0,
         in_place: Tensor | None = None,
         **where: Unpack[Where],
     ) -> None:
         super().__init__(**where)
+        self._weight = weight
         (plane,) = planes  # several planes cannot be added by one collective
 
         def buffer() -> Tensor:
@@ -107,7 +115,9 @@ class AllReduce(Exchange):
 
     @override
     def start(self) -> None:
-        if self.own_stays:
+        if self._weight != 1:
+            torch.mul(self.own[0], self._weight, out=self._summed)
+        elif self.own_stays:
             self._summed.copy_(self.own[0])
         self._work = [self._channel.all_reduce(self._summed)]
 
@@ -186,3 +196,106 @@ class TwoShot(Exchange):
         self._reduce(self.shards, self.mean)
         results, mean = self.payload_bytes.view(-1), self.mean_bytes.view(-1)
         self._work = [self._channel.all_gather(results, mean)]
+
+
+class ReduceScatterAllGather(Exchange):
+    """``blocks[r]`` blocks of a payload belong to rank ``r`` of the group: inside a host.
+
+    Where all shares are equal this is the sharded form, where one rank owns everything the leader
+    form. gloo has no asynchronous reduce_scatter, and a ring adds in an order that depends on
+    positions: an all_to_all brings every owner what all ranks say of its share, in rank order.
+    The caller reduces between the two collectives::
+
+        payloads -> start() -> wait() -> received          every rank's share of mine
+        own -> start_second() -> wait() -> payloads        every owner's result, equal on all ranks
+
+    The memory is in use from encoding until what was received is read, and from encoding into
+    ``own`` until the results are. Exchanges that do not overlap in this may share it.
+    ``payload_bytes``, ``received_bytes`` and ``own_bytes`` are the uint8 memory behind the planes.
+    """
+
+    def __init__(
+        self, planes: Sequence[Plane], blocks: Sequence[int], **where: Unpack[Where]
+    ) -> None:
+        super().__init__(**where)
+        rank, self._sizes = self._topology.rank, [row_bytes(planes, count) for count in blocks]
+        self.payload_bytes = self._memory(sum(self._sizes))
+        self._parts = self.payload_bytes.split_with_sizes(self._sizes)
+        self.own_bytes = self._parts[rank]
+        received = self._memory(len(blocks) * self._sizes[rank])
+        self.received_bytes = received.view(len(blocks), self._sizes[rank])
+        self.payloads = [
+            views(part.unsqueeze(0), planes, count)
+            for part, count in zip(self._parts, blocks, strict=True)
+        ]
+        """Payload ``(1, blocks[r], ...)`` for every rank ``r``; later each owner's result."""
+        rows = self.received_bytes.unsqueeze(1)
+        self.received = [views(row, planes, blocks[rank]) for row in rows]
+        """What every rank sent to this one, ``(1, blocks[rank], ...)`` each."""
+        self.own = self.payloads[rank]
+        self._equal = len(set(self._sizes)) == 1
+        if self._equal:
+            gathered = traffic.ring_all_gather(self._sizes[rank], self._topology)
+        else:
+            gathered = traffic.broadcasts(self._sizes, self._topology)
+        self.sent = traffic.scatter(self._sizes, self._topology) + gathered
+
+    @override
+    def start(self) -> None:
+        received = [self._sizes[self._topology.rank]] * len(self._sizes)
+        landing, own = self.received_bytes.view(-1), self.payload_bytes
+        self._work = [self._channel.all_to_all(landing, own, received, self._sizes)]
+
+    @override
+    def start_second(self) -> None:
+        self.wait()
+        if self._equal:
+            self._work = [self._channel.all_gather(self.payload_bytes, self.own_bytes)]  # in place
+            return
+        self._work = [
+            self._channel.broadcast(part, owner=owner)
+            for owner, part in enumerate(self._parts)
+            if len(part)
+        ]
+
+
+class AllGatherV(Exchange):
+    """Every rank receives every rank's 1-D planes, whose length only the sender knows.
+
+    ``own`` is set before every use; its planes have the same length. The first collective brings
+    the lengths, the second the planes, padded to the longest. No planes are sent where all are
+    empty.
+    """
+
+    own: Payload = ()
+    sent = Sent()
+
+    @override
+    def start(self) -> None:
+        # Not torch.tensor, which copies from the host and waits for an accelerator.
+        length = torch.full((1,), len(self.own[0]), dtype=torch.int64, device=self._device)
+        self._lengths = length.new_zeros(self._topology.world_size)
+        self._work = [self._channel.all_gather(self._lengths, length)]
+        self.sent = traffic.ring_all_gather(length.nbytes, self._topology)
+
+    @override
+    def start_second(self) -> None:
+        self.wait()
+        lengths = self._lengths.tolist()  # waits for a GPU: how much to receive must be known
+        received = [plane.new_empty(len(lengths), max(lengths)) for plane in self.own]
+        self.payloads = [
+            tuple(plane[rank, :length] for plane in received) for rank, length in enumerate(lengths)
+        ]
+        if max(lengths):
+            self._work = [self._gather(*pair) for pair in zip(self.own, received, strict=True)]
+
+    def _gather(self, plane: Tensor, received: Tensor) -> PendingWork:
+        padded = plane.new_zeros(received.shape[1])
+        padded[: len(plane)] = plane
+        self.sent += traffic.ring_all_gather(padded.nbytes, self._topology)
+        bytes_in, bytes_out = padded.view(torch.uint8), received.view(torch.uint8).view(-1)
+        return self._channel.all_gather(bytes_out, bytes_in)
+
+    def release(self) -> None:
+        """Forget the payloads."""
+        self.own = self.payloads = ()

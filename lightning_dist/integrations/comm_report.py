@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,8 +14,24 @@ _OF_ONE_STEP = ("raw_bytes", "wire_bytes", "intra_bytes", "inter_bytes")
 _IN_TOTAL = ("raw_bytes", "wire_bytes")
 
 
+@dataclass(frozen=True)
+class FitResults:
+    """A report of a fit in processes that have ended. Its topology is without its groups."""
+
+    topology: Topology
+    comm_stats: Mapping[str, Any]
+    comm_config: dict[str, Any]
+
+    @classmethod
+    def of(cls, reducer: Reducer) -> FitResults:
+        topology = replace(reducer.network.topology, intra_group=None, inter_group=None)
+        return cls(topology, reducer.comm_stats(), reducer.comm_config())
+
+
 class CommReport:
-    """Mixin for what compresses several models; it has ``reducers``, one for each."""
+    """Mixin for what compresses models; it has ``reducers``, one for each."""
+
+    _ended: FitResults | None = None
 
     if TYPE_CHECKING:
 
@@ -24,15 +41,22 @@ class CommReport:
     @property
     def topology(self) -> Topology | None:
         """Hosts and groups of the ranks; None before the first model."""
-        return self.reducers[0].network.topology if self.reducers else None
+        if self.reducers:
+            return self.reducers[0].network.topology
+        return None if self._ended is None else self._ended.topology
 
-    def comm_stats(self) -> list[Mapping[str, Any]]:
+    def comm_stats(self) -> Any:
         """Bytes this rank sent, for each model in the order in which they were given."""
         return [reducer.comm_stats() for reducer in self.reducers]
 
     def comm_config(self) -> dict[str, Any]:
-        """Codec, exchange, hosts and versions; empty before the first model."""
-        return self.reducers[0].comm_config() if self.reducers else {}
+        """Codec, exchange, hosts and versions; empty before the first model.
+
+        A ``WandbLogger`` gets it by itself, as ``lightning_dist`` in the configuration of the run.
+        """
+        if self.reducers:
+            return self.reducers[0].comm_config()
+        return {} if self._ended is None else self._ended.comm_config
 
 
 def comm_metrics(stats: Sequence[Mapping[str, Any]]) -> dict[str, float]:

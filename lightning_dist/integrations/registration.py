@@ -6,7 +6,13 @@ from collections import ChainMap
 from typing import Any
 
 from lightning_dist.codecs import CODECS
-from lightning_dist.integrations.strategy_names import LOCAL_NAMES, NAME, NAMES, register
+from lightning_dist.integrations.strategy_names import (
+    LOCAL_NAMES,
+    NAME,
+    NAMES,
+    SHARDED_NAMES,
+    register,
+)
 from lightning_dist.integrations.wrong_strategy import explain_wrong_strategies
 
 
@@ -17,9 +23,10 @@ def register_all() -> None:
 
     register(StrategyRegistry, lightning_strategy)
     register(StrategyRegistry, local_update_strategy, LOCAL_NAMES, what="local updates")
+    register(StrategyRegistry, sharded_strategy, SHARDED_NAMES, what="compressed FSDP2")
     register(STRATEGY_REGISTRY, fabric_strategy)
     CODECS.on_add(_register_codec)
-    explain_wrong_strategies("lightning", ChainMap(NAMES, LOCAL_NAMES))
+    explain_wrong_strategies("lightning", ChainMap(NAMES, LOCAL_NAMES, SHARDED_NAMES))
 
 
 def _register_codec(codec: str) -> None:
@@ -36,6 +43,15 @@ def lightning_strategy(**arguments: Any) -> Any:
     from lightning_dist.integrations.lightning.strategy import CompressedDDPStrategy
 
     return CompressedDDPStrategy(**arguments)
+
+
+def sharded_strategy(**arguments: Any) -> Any:
+    """A ``lightning_dist.CompressedModelParallelStrategy``."""
+    from lightning_dist.integrations.lightning.model_parallel import (
+        CompressedModelParallelStrategy,
+    )
+
+    return CompressedModelParallelStrategy(**arguments)
 
 
 def fabric_strategy(**arguments: Any) -> Any:

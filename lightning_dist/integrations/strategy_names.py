@@ -25,6 +25,9 @@ LOCAL_NAMES: dict[str, dict[str, Any]] = {
     "compressed_streaming_diloco": {"method": "streaming"},
     "compressed_sparseloco": {"method": "sparseloco"},
 }
+SHARDED = "compressed_model_parallel"
+SHARDED_NAMES: dict[str, dict[str, Any]] = {SHARDED: {}}
+"""Of Lightning's registry alone: Fabric's strategy needs a function of the user's."""
 
 
 def register(

@@ -13,6 +13,8 @@ from typing import Any
 
 import wrapt
 
+from lightning_dist.integrations.strategy_names import SHARDED
+
 _CONNECTORS = {
     "lightning": {
         "Trainer": ("pytorch.trainer.connectors.accelerator_connector", "_AcceleratorConnector"),
@@ -66,6 +68,12 @@ def _check_name(name: str, package: str, user: str, names: Collection[str]) -> N
     known = [*(StrategyRegistry if user == "Trainer" else STRATEGY_REGISTRY)]
     if name.lower() in known:
         return
+    if user == "Fabric" and name.lower() == SHARDED:
+        raise ValueError(
+            f"Fabric takes no {name!r} by name, its strategy needs the function that calls "
+            "fully_shard: strategy=lightning_dist.fabric.CompressedModelParallelStrategy("
+            "parallelize_fn)"
+        )
     if ":" in name and name.lower().split(":")[0] in names:
         option = name.split("_")[-1]
         raise ValueError(
@@ -79,8 +87,9 @@ def _check_name(name: str, package: str, user: str, names: Collection[str]) -> N
 
 def _check_object(strategy: object, package: str, user: str) -> None:
     from lightning_dist.integrations.arguments import CompressionArguments
+    from lightning_dist.integrations.model_parallel import ModelParallelArguments
 
-    if not isinstance(strategy, CompressionArguments):
+    if not isinstance(strategy, CompressionArguments | ModelParallelArguments):
         return
     from lightning_dist.integrations.refusals import of_other_package
 
@@ -91,7 +100,7 @@ def _check_object(strategy: object, package: str, user: str) -> None:
     homes = {"Trainer": "lightning_dist", "Fabric": "lightning_dist.fabric"}
     made_for = "Trainer" if isinstance(strategy, Strategy) else "Fabric"
     if made_for != user:
-        takes, got = (f"{homes[each]}.CompressedDDPStrategy" for each in (user, made_for))
+        takes, got = (f"{homes[each]}.{type(strategy).__name__}" for each in (user, made_for))
         raise ValueError(
             f"{user} takes {takes}, got {got}, which is for {made_for}; import the former"
         )

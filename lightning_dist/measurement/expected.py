@@ -13,9 +13,8 @@ from lightning_dist.codecs.base import Codec, Shape
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan import Planner
-from lightning_dist.reducer.slices import ParameterSlice, by_codec, matrices, slices_of
+from lightning_dist.reducer.slices import ParameterSlice, as_real, by_codec, matrices, slices_of
 from lightning_dist.reducer.state import ReducerState
-from lightning_dist.reducer.strides import as_real
 from lightning_dist.settings import Settings
 
 _META = torch.device("meta")
@@ -59,7 +58,7 @@ def expected_traffic(names: Mapping[Tensor, str], settings: Settings, network: N
     since = policy.boundaries()[-1]
     trained = {name: p for p, name in names.items() if p.requires_grad}
     planner = Planner(
-        _without_memory(network),
+        _without_memory(network, network.device),
         ReducerState(),
         error_feedback=settings.error_feedback,
         intra_codec=settings.intra,
@@ -108,8 +107,8 @@ def _alike(
         yield codec, [part], dtype, len(alike) * whole.numel / part.numel
 
 
-def _without_memory(network: Network) -> Network:
+def _without_memory(network: Network, device: torch.device) -> Network:
     intra = network.intra
     if intra is not None and intra.inter is not None:
-        intra = replace(intra, inter=_without_memory(intra.inter))
-    return replace(network, device=_META, intra=intra)
+        intra = replace(intra, inter=_without_memory(intra.inter, device))
+    return replace(network, device=_META, intra=intra, plans_for=device)

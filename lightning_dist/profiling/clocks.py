@@ -1,7 +1,7 @@
-"""How far the clocks of several hosts are apart: every host asks rank 0 what time it is.
+"""Offsets between the clocks of several hosts: every host asks rank 0 what time it is.
 
-An answer was given some time between question and receipt. Of many the one that came back fastest
-is the best, by far: only then did nothing hold up either way.
+An answer was given some time between question and receipt. The one that came back fastest is the
+best: only then did nothing hold up either way.
 """
 
 from __future__ import annotations
@@ -90,10 +90,9 @@ def _answer(group: dist.ProcessGroup, asker: int, *, clock: Callable[[], int]) -
 
 
 def this_machine() -> str:
-    """The same for two processes only if their monotonic clocks are one.
+    """Identity of a monotonic clock: name of the host, start of its kernel, time namespace.
 
-    Name of the host, start of its kernel, and time namespace; a network namespace makes no
-    difference. Where the kernel does not tell when it has started, every process counts for itself.
+    Where the kernel does not tell when it has started, every process counts for itself.
     """
     boot, zone = f"process {os.getpid()}", ""
     with suppress(OSError):

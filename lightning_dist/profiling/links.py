@@ -1,10 +1,8 @@
 """Rates of idle links: of collectives, of pairs of ranks, and of small messages.
 
 Rates are those of nccl-tests (``doc/PERFORMANCE.md``): the algorithm bandwidth is ``S / t``, and
-the bus bandwidth is that times a factor of the operation and of the number of ranks. The factor
-turns ``S`` into the bytes that pass the link of a rank in one direction, so that the bus bandwidth
-can be compared with the rate of the link, whatever the operation and the number of ranks. Gigabits
-are 10^9 bits.
+the bus bandwidth that times a factor of the operation and of the number of ranks, which turns ``S``
+into the bytes that pass the link of a rank in one direction. Gigabits are 10^9 bits.
 """
 
 from __future__ import annotations
@@ -97,10 +95,7 @@ class Measurement:
 def measure(
     group: dist.ProcessGroup, op: str, nbytes: int, iterations: int, device: Device = "cpu"
 ) -> Measurement:
-    """Use a collective of about ``nbytes`` and see how long it takes. Collective.
-
-    The size is rounded down to as many elements as all ranks can have equally many of. All ranks
-    have the same result.
+    """Use a collective of about ``nbytes`` and see how long it takes, for all ranks. Collective.
 
     Raises:
         ValueError: the operation is unknown, or there is nothing to measure.
@@ -133,9 +128,8 @@ def pairs(
 ) -> tuple[tuple[float | None, ...], ...]:
     """Rates in Gbit/s of each rank sending ``nbytes`` to each other, one pair at a time.
 
-    A ring is as fast as its slowest link, and this says which one that is. Collective, with the
-    same result on all ranks: ``[i][j]`` is from rank ``i`` of the group to ``j``, until ``i`` knew
-    that ``j`` had all bytes; None from a rank to itself.
+    Collective, with the same result on all ranks: ``[i][j]`` is from rank ``i`` of the group to
+    ``j``, until ``i`` knew that ``j`` had all bytes; None from a rank to itself.
 
     Raises:
         ValueError: there is nothing to measure.
@@ -171,10 +165,6 @@ def measure_burst(
     """Gather a few bytes of every rank ``count`` times at once. Collective.
 
     Many small collectives are slow on any link. Medians; the time is equal on all ranks.
-
-    Args:
-        group: of two ranks or more.
-        name: of the group in the record.
     """
     own = torch.zeros(_BURST_BYTES, dtype=torch.uint8, device=device)
     outputs = [own.new_zeros(group.size() * _BURST_BYTES) for _ in range(count)]
@@ -249,13 +239,10 @@ def _timed(
     warmup: int = WARMUP,
     counts: bool = True,
 ) -> tuple[tuple[float, ...], float]:
-    """Seconds of every use, from its call to its result, on the rank where that took longest.
+    """Seconds of every use, on the rank where that took longest; and of all cores of this process.
 
     Args:
         counts: whether the time of this rank does.
-
-    Returns:
-        These, the same on all ranks; and the median of seconds of all cores of this process.
     """
     seconds, cpus = [], []
     for _ in range(warmup + iterations):
@@ -279,8 +266,6 @@ def _finish(device: Device) -> None:
 
 def end_group(group: dist.ProcessGroup) -> None:
     """Let go of the connections of ``group``, which nobody uses any more. Collective.
-
-    They are closed when the caller forgets the group too.
 
     Raises:
         RuntimeError: of gloo: a member is gone or late; the group stays.

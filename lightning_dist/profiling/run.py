@@ -6,7 +6,7 @@ The lines are the truth; everything else in the folder can be made again from th
 from __future__ import annotations
 
 import re
-import struct
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,9 +15,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from typing_extensions import override
 
-from lightning_dist.profiling.analysis.clock_quality import clock_at
 from lightning_dist.profiling.capture.events import (
     SCHEMA,
     BurstRecord,
@@ -32,8 +32,10 @@ from lightning_dist.profiling.capture.events import (
 )
 
 _NAME = re.compile(r"rank(\d+)\.jsonl")
-_HEAD = struct.Struct("qqq?q")
-"""Begin, duration, overhead, and whether it is detailed; place of its line."""
+_DRIFT = 1e-4
+"""Most by which two clocks part: quartz is specified to be off by 50 in a million."""
+_WANDER = 1e-6
+"""By about so much the rate of a quartz changes with its temperature within hours."""
 
 
 class StepLines(Mapping[int, StepRecord]):
@@ -42,35 +44,24 @@ class StepLines(Mapping[int, StepRecord]):
     Minutes of a run are gigabytes of spans.
 
     Raises:
-        OSError: when a step is asked for, and the file is gone.
-        ValueError: the same, and the file is another one.
+        OSError, ValueError: when a step is asked for, and the file is gone or another one.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._heads: dict[int, bytes] = {}  # packed: objects would take several times as much
+        self._places: dict[int, int] = {}
         self._newest: StepRecord | None = None
+        self.heads: dict[int, StepRecord] = {}
+        """Steps without phases, buckets and spans."""
 
     def add(self, step: StepRecord, *, at: int) -> None:
-        """Keep the head of ``step``, whose line begins at byte ``at``.
-
-        Raises:
-            ValueError: a time that no clock has.
-        """
-        times = step.begin, step.duration, step.overhead
-        try:
-            self._heads[step.step] = _HEAD.pack(*times, step.detailed, at)
-        except struct.error:
-            raise ValueError(f"times of a step are nanoseconds, got {times!r:.80}") from None
-
-    def head(self, step: int) -> StepRecord:
-        """The step without phases, buckets and spans; nothing is read for that."""
-        begin, duration, overhead, detailed, _ = _HEAD.unpack(self._heads[step])
-        return StepRecord(step, begin, duration, detailed=detailed, overhead=overhead)
+        """Keep the head of ``step``, whose line begins at byte ``at``."""
+        self.heads[step.step] = replace(step, phases=(), buckets=(), spans=())
+        self._places[step.step] = at
 
     @override
     def __getitem__(self, step: int) -> StepRecord:
-        *_, at = _HEAD.unpack(self._heads[step])
+        at = self._places[step]
         if self._newest is None or self._newest.step != step:  # it is asked for several times
             with self._path.open("rb") as file:
                 file.seek(at)
@@ -85,25 +76,20 @@ class StepLines(Mapping[int, StepRecord]):
 
     @override
     def __iter__(self) -> Iterator[int]:
-        return iter(self._heads)
+        return iter(self.heads)
 
     @override
     def __len__(self) -> int:
-        return len(self._heads)
+        return len(self.heads)
 
     @override
     def __contains__(self, step: object) -> bool:
-        return step in self._heads
+        return step in self.heads
 
 
 @dataclass(frozen=True)
 class RankRun:
-    """Records of one rank, in the order of its lines.
-
-    Args:
-        steps: by number; where they were read from a folder, they stay in its files until they are
-            asked for.
-    """
+    """Records of one rank, in the order of its lines; steps of a folder stay in its files."""
 
     metadata: RankRecord
     steps: Mapping[int, StepRecord]
@@ -115,25 +101,46 @@ class RankRun:
 
     def head(self, step: int) -> StepRecord:
         """The step, maybe without phases, buckets and spans; for a look at all of them."""
-        return self.steps.head(step) if isinstance(self.steps, StepLines) else self.steps[step]
+        return self.steps.heads[step] if isinstance(self.steps, StepLines) else self.steps[step]
 
     def offset(self, at: int) -> int:
         """Nanoseconds to add to this rank's clock at ``at`` to have rank 0's."""
         return clock_at(self.clocks, at).offset if self.clocks else 0
 
     def uncertainty(self, at: int) -> int | None:
-        """By how many nanoseconds that may be off; None: the clocks were never compared."""
+        """Bound of the error of the offset; None: the clocks were never compared."""
         return clock_at(self.clocks, at).uncertainty if self.clocks else None
+
+
+def clock_at(readings: Sequence[ClockRecord], at: int) -> ClockRecord:
+    """Offset and uncertainty of a clock when it shows ``at``, from its ``readings`` in order.
+
+    Between two readings it drifts evenly, and before the first and after the last one as it did
+    between the nearest two. Where these are too close to tell the drift, or there is only one, the
+    offset stays. The uncertainty grows with the time to the nearest reading, by what is not known
+    of the drift.
+    """
+    after = min(max(bisect_right(readings, at, key=lambda each: each.at), 1), len(readings) - 1)
+    left, right = readings[max(after - 1, 0)], readings[after]
+    nearest = left if at - left.at < right.at - at else right
+    apart, away = right.at - left.at, at - nearest.at
+    drift = (right.offset - left.offset) / apart if apart else 0.0
+    # Bound of the error of the drift beyond these two.
+    drift_error = (left.uncertainty + right.uncertainty) / apart + _WANDER if apart else _DRIFT
+    if left.at <= at <= right.at:
+        widening = (right.uncertainty - left.uncertainty) / apart if apart else 0.0
+        uncertainty = nearest.uncertainty + away * widening + _WANDER * abs(away)
+    else:
+        drift = drift if drift_error < _DRIFT else 0.0
+        uncertainty = nearest.uncertainty + abs(away) * min(drift_error, _DRIFT)
+    if not any(each.uncertainty for each in readings):
+        uncertainty = 0.0  # rank 0's own clock, which does not drift from itself
+    return ClockRecord(at, nearest.offset + round(away * drift), round(uncertainty))
 
 
 @dataclass(frozen=True)
 class Run:
-    """All ranks that have left something, and what is missing of the rest.
-
-    Args:
-        ranks: by rank.
-        notes: what could not be read, and why; for the user to see.
-    """
+    """All ranks that have left something; ``notes`` say what could not be read, and why."""
 
     ranks: Mapping[int, RankRun]
     notes: Sequence[str] = ()
@@ -148,6 +155,17 @@ class Run:
         """Steps that all ranks which have left something have recorded."""
         of_ranks = [set(each.steps) for each in self.ranks.values()]
         return sorted(set.intersection(*of_ranks)) if of_ranks else []
+
+    def clock_of(self, rank: int) -> tuple[int, int] | None:
+        """Identity of the clock of a rank, equal on ranks that read the same one.
+
+        None: it is on another host than rank 0, and was never compared with its clock.
+        """
+        of_rank = self.ranks[rank]
+        if of_rank.clocks:
+            return of_rank.clocks[0].offset, of_rank.clocks[0].uncertainty
+        is_reference = 0 in self.ranks and of_rank.metadata.host == self.ranks[0].metadata.host
+        return (0, 0) if is_reference else None
 
     @property
     def unseen(self) -> str:
@@ -175,9 +193,7 @@ def _runs_in(folder: Path) -> list[Path]:
 
 
 def read_run(folder: str | Path) -> Run:
-    """Everything that can be read of a profiled run.
-
-    Lines that are cut short or foreign are left out, and ``notes`` say so.
+    """Everything that can be read of a profiled run; ``notes`` say what is left out.
 
     Raises:
         ValueError: it is no folder, or no rank has left anything in it.

@@ -12,37 +12,41 @@ from functools import partial
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_dist.accelerator import placed
+from lightning_dist.codecs.base import Payload
 from lightning_dist.exchange.rounds import Exchange, TwoShot
 from lightning_dist.kernels.passes import Kernels
+from lightning_dist.reducer.block_plan import BlockPlan, key_name
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 from lightning_dist.reducer.keys import UnitKeys
-from lightning_dist.reducer.placing import placed
-from lightning_dist.reducer.tiles import Tile, columns_of
-from lightning_dist.reducer.unit import CommUnit
+from lightning_dist.reducer.slices import ParameterSlice, neighbours
+from lightning_dist.reducer.tiles import Grid, Tile, columns_of, joined, tile_of
+from lightning_dist.reducer.unit_sizes import unit_elements
+from lightning_dist.reducer.units import CommUnit
 
 
 class BlockUnit(CommUnit):
     """Tiles that travel together.
 
     Args:
-        immediate: state is committed when it is encoded, and not when the mean is decoded.
-        only_sampled: another unit works on the same memory, so what tiles hold of it is old.
+        sampled: the exchange of another unit that works on the same memory: of this one only
+            samples are drawn, and what its tiles hold is old.
     """
 
     def __init__(
-        self,
-        tiles: Sequence[Tile],
-        exchange: Exchange,
-        kernels: Kernels,
-        *,
-        keys: UnitKeys | None,
-        rank: int,
-        immediate: bool,
-        only_sampled: bool = False,
+        self, plan: BlockPlan, tiles: Sequence[Tile], *, sampled: Exchange | None = None
     ) -> None:
-        self._only_sampled = only_sampled
-        self.tiles, self.exchange, self.kernels = tiles, exchange, kernels
-        self._keys, self._rank, self._immediate = keys, rank, immediate
+        self.tiles, self.kernels = tiles, plan.kernels
+        self._rank, self._immediate = plan.network.rank, plan.immediate
+        self._only_sampled = sampled is not None
+        stochastic = plan.codec.stochastic
+        self._keys = UnitKeys(plan.codec, tiles, rank=self._rank) if stochastic else None
+        whole = plan.codec.lossless and len(tiles) == 1
+        self.exchange = exchange = sampled or plan.exchange(
+            tiles[-1].columns.stop,
+            reduce=partial(_reduce, self.kernels, self._keys),
+            in_place=tiles[0].grad if whole else None,
+        )
         self._own = [columns_of(exchange.own, tile.columns) for tile in tiles]
         self._payloads = [
             tuple(columns_of(payload, tile.columns) for payload in exchange.payloads)
@@ -50,7 +54,7 @@ class BlockUnit(CommUnit):
         ]
         # An exchange on the bucket's own memory needs no decoding back into it.
         in_place = exchange.own[0].data_ptr() == tiles[0].grad.data_ptr()
-        self._in_place = in_place and kernels.passes.factors.divisor == 1
+        self._in_place = in_place and self.kernels.passes.factors.divisor == 1
 
     def draw(self, step: int) -> None:
         """Keys for ``step``, where the codec rounds at random."""
@@ -137,3 +141,47 @@ class BlockUnit(CommUnit):
 
 def _chosen(tensor: Tensor, chosen: Tensor | None) -> Tensor:
     return tensor.flatten() if chosen is None else tensor.flatten().index_select(0, chosen)
+
+
+def _reduce(kernels: Kernels, keys: UnitKeys | None, shards: Payload, mean: Payload) -> None:
+    kernels.reduce(shards, None if keys is None else keys.reduce, mean)
+
+
+def tiles_of(
+    plan: BlockPlan, slices: Sequence[ParameterSlice], bucket: Tensor, *, limit: int = 0
+) -> Iterator[list[Tile]]:
+    """Tiles of ``slices``, those of a unit together.
+
+    Args:
+        limit: blocks of a unit; what suits the exchange by default.
+    """
+    rows, codec = plan.rows, plan.codec
+    sparse = codec.wire_bytes(codec.block) / codec.block if codec.exchange == "gather" else 0.0
+    limit = limit or max(1, unit_elements(rows, sparse=sparse) // codec.block)
+    if codec.exchange == "allreduce":
+        limit = bucket.numel()  # a ring's additions depend on positions: as DDP, one a bucket
+    tiles: list[Tile] = []
+    columns = 0
+    # Blocks and state belong to one parameter; without them neighbours are one tile.
+    separate = codec.block > 1 or bool(plan.kernels.memory.kinds)
+    # Uncompressed elements may lie anywhere: the last of all runs share their padding.
+    together = rows > 1 and codec.lossless and codec.block == 1
+    tails: list[Sequence[Tensor]] = []
+    for run in [[part] for part in slices] if separate else neighbours(slices):
+        first, numel = run[0], sum(part.numel for part in run)
+        flats = [bucket[first.offset : first.offset + numel], *plan.state_of(first)]
+        if together and (tail := numel % rows):
+            tails.append([flat[numel - tail :] for flat in flats])
+            numel -= tail
+        for span in Grid(numel, rows, codec.block).spans(limit):
+            if tiles and (columns + span.columns) * rows > limit:
+                yield tiles
+                tiles, columns = [], 0
+            at = slice(columns, columns + span.columns)
+            numbers = span.numbers(bucket.device) if codec.stochastic else bucket.new_empty(0)
+            tiles.append(tile_of(key_name(first), flats, span, columns=at, numbers=numbers))
+            columns += span.columns
+    if tails:
+        tiles.append(joined("uncompressed", tails, rows=rows, start=columns))
+    if tiles:
+        yield tiles

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_dist.reducer.placing import placed
+from lightning_dist.accelerator import placed
 
 _RUN = 4096
 """Elements that are drawn together: scattered ones cost more to read than to look at."""

@@ -1,4 +1,4 @@
-"""When state changes: agreement of all ranks, steps that are not applied, residuals that are paid.
+"""When state changes: agreement of all ranks, and steps that are not applied.
 
 Under the immediate commit units write their state while they encode. Under the deferred one the
 ranks first agree on what became of the step. If it was finite everywhere, all state is committed as
@@ -8,7 +8,7 @@ gradient, and dropped otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakMethod, finalize
@@ -18,13 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from lightning_dist.codecs.base import Codec
-from lightning_dist.kernels.passes import compute_dtype
+from lightning_dist.accelerator import placed
+from lightning_dist.reducer.adjust import free_owed
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.placing import placed
-from lightning_dist.reducer.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
-from lightning_dist.reducer.unit import CodecGroup, decode_all
+from lightning_dist.reducer.units import CodecGroup, decode_all
 
 
 def agree(
@@ -76,7 +74,7 @@ def decode_group(
     state: ReducerState,
     *,
     scale: Tensor,
-    unused: set[str],
+    unused: Collection[str],
     pending: PendingCommit | None,
 ) -> None:
     """Decode ``group`` into its ``bucket`` and commit its state, except that of ``unused`` ones.
@@ -88,15 +86,17 @@ def decode_group(
     state stays as if the step had never been. All ranks have the same mean, so they agree.
 
     Args:
-        pending: None where every gradient of every rank was finite.
+        pending: None where every gradient of every rank was finite, and where units have committed
+            their state when they encoded.
     """
     stateful = group.keeps_state or bool(group.owed)
     undone = [s for s in group.slices if s.name in unused or (pending and stateful)]
     before = [(t, t.clone()) for part in undone for t in state.tensors(part.name)]
     decode_all(group.units, scale)
-    if pending is None:
-        for name in [name for name in group.owed if name not in unused]:
-            free_owed(group, state, name)
+    for part in group.slices if pending is None and group.owed else ():
+        # Waits for a GPU, in the one step in which something is owed.
+        if part.name not in unused and bool(part.of(bucket).isfinite().all()):
+            free_owed(group, state, part.name)
     for part in group.slices if pending is not None and stateful else ():
         assert pending is not None
         mean = part.of(bucket)
@@ -172,68 +172,3 @@ def untraced(hook: Callable[..., None]) -> Any:
             method(*arguments)
 
     return torch.compiler.disable(call)  # type: ignore[no-untyped-call]
-
-
-# Residuals of parameters whose codec no longer keeps any. After a schedule has moved from `int8` to
-# `bf16`, say, nothing would ever send the residuals of the first phase. They are added to the
-# gradients of one synchronised step, the first that is finite on every rank, travel with them under
-# the new codec, and are freed.
-
-
-def owed(
-    codec: Codec, slices: Sequence[ParameterSlice], state: ReducerState, network: Network
-) -> dict[str, float]:
-    """Weight of this rank's part of each residual that ``codec`` does not keep, by parameter.
-
-    Equal on all ranks. A gradient is averaged over ranks, a residual over rows of ranks. Momentum
-    that ``codec`` still applies multiplies what was a sum of momenta already.
-    """
-    weight = network.world_size / network.rows.count
-    return {
-        part.name: weight * (1 - codec.momentum_correction * (part.name in state.momenta))
-        for part in slices
-        if part.name in state.residuals
-    }
-
-
-def add_owed(
-    group: CodecGroup,
-    bucket: Tensor,
-    state: ReducerState,
-    network: Network,
-    scale: Tensor,
-    *,
-    sharded: bool,
-) -> None:
-    """``group``'s gradients in ``bucket``, which carry ``scale``, plus what is owed.
-
-    Args:
-        sharded: every rank has shards of its own in ``bucket``, and owes what belongs to them.
-    """
-    for part in [part for part in group.slices if part.name in group.owed]:
-        dtype = compute_dtype(bucket.dtype)
-        for start, kept in (
-            [(0, state.per_rank("residual", part, dtype=dtype, device=bucket.device))]
-            if sharded
-            else state.residuals.of_row(part.name, network.rows)
-        ):
-            gradient = part.of(bucket)[start : start + len(kept)]
-            kept = kept.to(bucket.device)
-            gradient.copy_(torch.add(gradient, kept * scale, alpha=group.owed[part.name]))
-
-
-def free_owed(group: CodecGroup, state: ReducerState, name: str) -> None:
-    """Forget the residual of ``name`` if ``group`` has sent it and an optimizer applies it."""
-    if group.owed.pop(name, None) is not None:
-        state.residuals.drop(name)
-
-
-def pay_owed(group: CodecGroup, bucket: Tensor, state: ReducerState) -> None:
-    """Forget what ``group`` has sent, of parameters whose mean in ``bucket`` is finite.
-
-    All ranks have the same mean, so they agree. Waits for a GPU, in the one step in which something
-    is owed.
-    """
-    for part in [part for part in group.slices if part.name in group.owed]:
-        if bool(part.of(bucket).isfinite().all()):
-            free_owed(group, state, part.name)

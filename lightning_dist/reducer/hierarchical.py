@@ -10,88 +10,52 @@ rank of each host. So state belongs to a share and not to a rank's whole gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dist.codecs.base import Payload
-from lightning_dist.exchange.reduce_scatter import ReduceScatterAllGather
+from lightning_dist.codecs.base import Codec, Payload
+from lightning_dist.exchange.rounds import ReduceScatterAllGather
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.kernels.passes import Kernels
+from lightning_dist.kernels.triton import Slice, SliceTable
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
-from lightning_dist.reducer.geometry import Grid
-from lightning_dist.reducer.network import IntraLevel
-from lightning_dist.reducer.scratch import PayloadMemory
+from lightning_dist.reducer.intra_plan import IntraKernels, IntraPlan, share_dtype
 from lightning_dist.reducer.shares import Cut, shares_of
 from lightning_dist.reducer.slices import ParameterSlice
-from lightning_dist.reducer.tiles import Tile, columns_of, tile_of
-from lightning_dist.reducer.unit import CommUnit, decode_all, staggered
+from lightning_dist.reducer.tiles import Grid, Tile, columns_of, tile_of
+from lightning_dist.reducer.units import CommUnit, decode_all, staggered
 
 
-@dataclass(frozen=True)
-class IntraKernels:
-    """The two ways inside a host. Nothing is kept of what their codec rounds.
-
-    ``up``: gradients -> mean of the host, weighted. ``down``: mean of all hosts -> gradients.
-    """
-
-    up: Kernels
-    down: Kernels
-
-
-class HierarchicalUnit(CommUnit):
-    """Parts of one bucket.
+class _InTiles:
+    """The passes inside a host, tile by tile; what is not compressed is copied.
 
     Args:
-        cuts: the parts, each with the share of every rank of the host.
-        inter: slices of a flat share, the share -> units of a flat exchange between hosts; not
-            called on ranks that leave the way between hosts to others.
-        share_dtype: of the mean of the host.
-        memory: that units take turns with inside the host.
-        padded: all shares travel as the largest, where all ranks have one: a single collective
-            brings them back.
+        owned: slices of ``bucket`` that each rank owns.
+        own: those of this rank, as they lie in ``share``.
     """
-
-    exchange: ReduceScatterAllGather
 
     def __init__(
         self,
-        cuts: Sequence[Cut],
-        bucket: Tensor,
-        *,
-        intra: IntraLevel,
         kernels: IntraKernels,
-        inter: Callable[[Sequence[ParameterSlice], Tensor], Sequence[CommUnit]],
-        share_dtype: torch.dtype,
-        memory: PayloadMemory,
-        padded: bool,
+        exchange: ReduceScatterAllGather,
+        owned: Sequence[Sequence[ParameterSlice]],
+        bucket: Tensor,
+        own: Sequence[ParameterSlice],
+        share: Tensor,
     ) -> None:
-        self._kernels, codec, world = kernels, kernels.up.codec, intra.topology.world_size
-        owned = [shares_of(cuts, position) for position in range(world)]
-        blocks = [sum(-(-part.numel // codec.block) for part in parts) for parts in owned]
-        memory.restart()
-        self.exchange = ReduceScatterAllGather(
-            codec.planes(bucket.dtype),
-            [max(blocks)] * world if padded and intra.level.owners == world else blocks,
-            channel=intra.data,
-            topology=intra.topology,
-            device=bucket.device,
-            allocate=memory.take,
-        )
-        slices = _one_after_the_other(owned[intra.topology.rank])
-        self._share = bucket.new_zeros(sum(part.numel for part in slices), dtype=share_dtype)
-        self._inter = inter(slices, self._share) if slices else ()
+        self._kernels, codec = kernels, kernels.up.codec
         # What goes up to every owner, and the place to which its result comes down.
         flats = [[part.of(bucket) for part in parts] for parts in owned]
         is_copied = codec.lossless and codec.block == 1  # the payload is the elements
-        own = [self._share] if is_copied else [part.of(self._share) for part in slices]
+        shares = [share] if is_copied else [part.of(share) for part in own]
         self._flats: list[Tensor] = []  # parts of the bucket that travel as they are
         self._places: list[Tensor] = []  # and where, in the payloads
         self._parts: list[tuple[Tile, Sequence[Payload]]] = []
-        for some, payload in zip(flats, self.exchange.payloads, strict=True):
+        for some, payload in zip(flats, exchange.payloads, strict=True):
             if is_copied:
                 sizes = [len(flat) for flat in some]
                 self._flats += some
@@ -99,24 +63,140 @@ class HierarchicalUnit(CommUnit):
             else:
                 self._parts += _tiles(some, codec.block, [payload])
         # What every rank said of the share, and last where its result is encoded.
-        payloads = [*self.exchange.received, self.exchange.own]
-        self._own = list(_tiles(own, codec.block, payloads))
+        payloads = [*exchange.received, exchange.own]
+        self._own = list(_tiles(shares, codec.block, payloads))
         self._one = torch.ones((), dtype=torch.float32, device=bucket.device)
-        self._true = torch.ones((), dtype=torch.bool, device=bucket.device)
 
-    @override
-    def begin(self) -> None:
+    def up(self) -> None:
+        """Bucket -> payload of every owner."""
         if self._flats:
             torch._foreach_copy_(self._places, self._flats)
         for tile, (payload,) in self._parts:
             self._encode(self._kernels.up, tile, payload)
+
+    def reduce(self) -> None:
+        """What was received -> share."""
+        for tile, (*received, _) in self._own:
+            self._decode(self._kernels.up, tile, received)
+
+    def down(self) -> None:
+        """Share -> own payload."""
+        for tile, (*_, own) in self._own:
+            self._encode(self._kernels.down, tile, own)
+
+    def spread(self) -> None:
+        """Payload of every owner -> bucket."""
+        if self._flats:
+            torch._foreach_copy_(self._flats, self._places)
+        for tile, results in self._parts:
+            self._decode(self._kernels.down, tile, results)
+
+    def _encode(self, kernels: Kernels, tile: Tile, payload: Payload) -> None:
+        tile.load()
+        kernels.encode(tile.grad, (), self._one, None, payload)
+
+    def _decode(self, kernels: Kernels, tile: Tile, payloads: Sequence[Payload]) -> None:
+        own = payloads[0]  # of no use where nothing is kept
+        kernels.decode_and_commit(tile.grad, (), self._one, None, own, payloads)
+        tile.store()
+
+
+class _InTables:
+    """The passes of :class:`_InTiles`, each by one kernel launch."""
+
+    def __init__(
+        self,
+        kernels: IntraKernels,
+        exchange: ReduceScatterAllGather,
+        owned: Sequence[Sequence[ParameterSlice]],
+        bucket: Tensor,
+        own: Sequence[ParameterSlice],
+        share: Tensor,
+    ) -> None:
+        assert kernels.tables is not None
+        self._tables, self._exchange, codec = kernels.tables, exchange, kernels.up.codec
+        self._bucket, self._share = bucket, share
+        self._weight = kernels.up.passes.factors.mean
+        blocks = [payload[0].shape[1] for payload in exchange.payloads]
+        rank = next(i for i, each in enumerate(exchange.payloads) if each is exchange.own)
+
+        def table(of: Sequence[Sequence[ParameterSlice]], blocks: Sequence[int]) -> SliceTable:
+            rows = [[Slice(part.name, part.offset, part.numel) for part in row] for row in of]
+            return SliceTable.of_shares(codec, rows, blocks=blocks, device=bucket.device)
+
+        self._every, self._mine = table(owned, blocks), table([own], [blocks[rank]])
+        self._one = torch.ones((), dtype=torch.float32, device=bucket.device)
+
+    def up(self) -> None:
+        payload = self._exchange.payload_bytes
+        self._tables.encode(self._bucket, None, self._one, table=self._every, payload=payload)
+
+    def reduce(self) -> None:
+        received = self._exchange.received_bytes
+        self._tables.decode(received, self._share, table=self._mine, weight=self._weight)
+
+    def down(self) -> None:
+        payload = self._exchange.own_bytes
+        self._tables.encode(self._share, None, self._one, table=self._mine, payload=payload)
+
+    def spread(self) -> None:
+        self._tables.decode(self._exchange.payload_bytes, self._bucket, table=self._every)
+
+
+class HierarchicalUnit(CommUnit):
+    """Parts of one bucket.
+
+    Args:
+        codec: between hosts.
+        cuts: the parts, each with the share of every rank of the host.
+        kernels: of the codec inside the host.
+    """
+
+    exchange: ReduceScatterAllGather
+
+    def __init__(
+        self,
+        plan: IntraPlan,
+        codec: Codec,
+        cuts: Sequence[Cut],
+        bucket: Tensor,
+        *,
+        kernels: IntraKernels,
+    ) -> None:
+        intra, inside = plan.intra, kernels.up.codec
+        world = intra.topology.world_size
+        owned = [shares_of(cuts, position) for position in range(world)]
+        blocks = [sum(-(-part.numel // inside.block) for part in parts) for parts in owned]
+        plan.memory.restart()
+        self.exchange = ReduceScatterAllGather(
+            inside.planes(bucket.dtype),
+            [max(blocks)] * world if plan.padded else blocks,
+            channel=intra.data,
+            topology=intra.topology,
+            device=bucket.device,
+            allocate=plan.memory.take,
+        )
+        slices = _one_after_the_other(owned[intra.topology.rank])
+        wide = share_dtype(codec, bucket.dtype)
+        self._share = bucket.new_zeros(sum(part.numel for part in slices), dtype=wide)
+        self._inter: Sequence[CommUnit] = ()
+        if slices and plan.inter is not None:
+            self._inter = plan.inter.units(codec, slices, self._share)
+        passes = _InTiles if kernels.tables is None else _InTables
+        self._inside: _InTiles | _InTables = passes(
+            kernels, self.exchange, owned, bucket, slices, self._share
+        )
+        self._true = torch.ones((), dtype=torch.bool, device=bucket.device)
+
+    @override
+    def begin(self) -> None:
+        self._inside.up()
         self.exchange.start()
 
     @override
     def encode(self, scale: Tensor, *, step: int) -> None:
         self.exchange.wait()
-        for tile, (*received, _) in self._own:
-            self._decode(self._kernels.up, tile, received)
+        self._inside.reduce()
         for unit in staggered(self._inter):
             unit.encode(scale, step=step)
 
@@ -151,17 +231,13 @@ class HierarchicalUnit(CommUnit):
     @override
     def decode_and_commit(self, scale: Tensor) -> None:
         decode_all(self._inter, scale)
-        for tile, (*_, own) in self._own:
-            self._encode(self._kernels.down, tile, own)
+        self._inside.down()
         self.exchange.start_second()
 
     @override
     def finish(self) -> None:
         self.exchange.wait()
-        if self._flats:
-            torch._foreach_copy_(self._flats, self._places)
-        for tile, results in self._parts:
-            self._decode(self._kernels.down, tile, results)
+        self._inside.spread()
 
     @property
     @override
@@ -173,14 +249,16 @@ class HierarchicalUnit(CommUnit):
     def nbytes(self) -> int:
         return self._share.nbytes + sum(unit.nbytes for unit in self._inter)
 
-    def _encode(self, kernels: Kernels, tile: Tile, payload: Payload) -> None:
-        tile.load()
-        kernels.encode(tile.grad, (), self._one, None, payload)
 
-    def _decode(self, kernels: Kernels, tile: Tile, payloads: Sequence[Payload]) -> None:
-        own = payloads[0]  # of no use where nothing is kept
-        kernels.decode_and_commit(tile.grad, (), self._one, None, own, payloads)
-        tile.store()
+def hierarchical_units(
+    plan: IntraPlan, codec: Codec, slices: Sequence[ParameterSlice], bucket: Tensor
+) -> list[HierarchicalUnit]:
+    """The exchanges of ``slices`` of the flat ``bucket (N,)``, with ``codec`` between hosts."""
+    return [
+        HierarchicalUnit(plan, codec, cuts, bucket, kernels=plan.kernels(inside, bucket.dtype))
+        for inside, some in plan.codecs_of(slices, bucket.dtype).items()
+        for cuts in plan.cuts(codec, some, inside)
+    ]
 
 
 def _one_after_the_other(parts: Sequence[ParameterSlice]) -> list[ParameterSlice]:

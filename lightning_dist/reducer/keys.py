@@ -8,44 +8,35 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_dist.codecs.base import BlockCodec
 from lightning_dist.codecs.noise import block_keys
-
-
-@dataclass(frozen=True)
-class Place:
-    """A parameter's part of a unit."""
-
-    name: str
-    columns: slice
-    numbers: Tensor  # (rows, blocks, 1) int32
+from lightning_dist.reducer.tiles import Tile
 
 
 class UnitKeys:
     """``encode (rows, B, 1)`` for what this rank sends, ``reduce (1, B, 1)`` for the mean."""
 
-    def __init__(self, codec: BlockCodec, places: Sequence[Place], *, rank: int) -> None:
-        self._codec, self._places, self._rank = codec, places, rank
-        rows, blocks = len(places[0].numbers), places[-1].columns.stop
-        device = places[0].numbers.device
+    def __init__(self, codec: BlockCodec, tiles: Sequence[Tile], *, rank: int) -> None:
+        self._codec, self._tiles, self._rank = codec, tiles, rank
+        rows, blocks = len(tiles[0].numbers), tiles[-1].columns.stop
+        device = tiles[0].numbers.device
         self.encode = torch.zeros(rows, blocks, 1, dtype=torch.int32, device=device)
         self.reduce = torch.zeros(1, blocks, 1, dtype=torch.int32, device=device)
 
     def draw(self, step: int) -> None:
         """New keys for ``step``."""
         who = "all" if self._codec.shared_keys else str(self._rank)
-        for place in self._places:
-            own = _salt(self._codec, step, place.name, who)
-            self.encode[:, place.columns] = block_keys(place.numbers, own)
-            if len(place.numbers) > 1:  # this rank owns a row and rounds its mean
-                row = place.numbers[self._rank : self._rank + 1]
-                mean = _salt(self._codec, step, place.name, "mean")
-                self.reduce[:, place.columns] = block_keys(row, mean)
+        for tile in self._tiles:
+            own = _salt(self._codec, step, tile.name, who)
+            self.encode[:, tile.columns] = block_keys(tile.numbers, own)
+            if len(tile.numbers) > 1:  # this rank owns a row and rounds its mean
+                row = tile.numbers[self._rank : self._rank + 1]
+                mean = _salt(self._codec, step, tile.name, "mean")
+                self.reduce[:, tile.columns] = block_keys(row, mean)
 
 
 def unit_salts(codec: BlockCodec, names: Sequence[str], *, step: int, rank: int) -> Tensor:

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_dist.codecs.base import Plane
 from lightning_dist.codecs.powersgd import PowerSGD, matrix_shape, orthonormal
 from lightning_dist.codecs.precision import full_precision
-from lightning_dist.exchange.traffic import Sent, ring_allreduce
+from lightning_dist.exchange.rounds import AllReduce
+from lightning_dist.exchange.traffic import Sent
 from lightning_dist.kernels.passes import compute_dtype
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.slices import ParameterSlice
-from lightning_dist.reducer.state import ReducerState
-from lightning_dist.reducer.unit import CommUnit
-from lightning_dist.reducer.units import units_of
+from lightning_dist.reducer.units import CommUnit, units_of
 
 if TYPE_CHECKING:
     from lightning_dist.reducer.plan import Planner
@@ -28,25 +28,22 @@ if TYPE_CHECKING:
 _Product: TypeAlias = tuple[Tensor, Tensor]  # (n, r) and (m, r): left @ right.T
 
 
-class _Sum:
-    """One flat buffer of all matrices' factors of one side, added by the network."""
+class _Factors:
+    """All matrices' factors of one side, in one allreduce."""
 
     def __init__(self, sizes: Sequence[tuple[int, int]], network: Network, like: Tensor) -> None:
-        self._network = network
-        total = sum(rows * rank for rows, rank in sizes)
-        self.own, self.mean = like.new_zeros(total), like.new_zeros(total)
-        self.owns, self.means = _views(self.own, sizes), _views(self.mean, sizes)
-
-    def start(self) -> None:
-        torch.mul(self.own, 1.0 / self._network.world_size, out=self.mean)
-        self._work = self._network.data.all_reduce(self.mean)
-
-    def wait(self) -> None:
-        self._work.wait()
-
-    @property
-    def sent(self) -> Sent:
-        return ring_allreduce(self.mean.nbytes, self._network.topology)
+        numel = sum(rows * rank for rows, rank in sizes)
+        self.exchange = AllReduce(
+            [Plane(like.dtype, 1)],
+            numel,
+            keep_own=True,
+            weight=1.0 / network.world_size,
+            channel=network.data,
+            topology=network.topology,
+            device=like.device,
+        )
+        self.owns = _views(self.exchange.own[0], sizes)
+        self.means = _views(self.exchange.payloads[0][0], sizes)
 
 
 @dataclass
@@ -76,22 +73,15 @@ class LowRankUnit(CommUnit):
     """All matrices of one bucket."""
 
     def __init__(
-        self,
-        codec: PowerSGD,
-        *,
-        slices: Sequence[ParameterSlice],
-        bucket: Tensor,
-        network: Network,
-        state: ReducerState,
-        error_feedback: bool,
+        self, codec: PowerSGD, slices: Sequence[ParameterSlice], bucket: Tensor, planner: Planner
     ) -> None:
-        self._codec = codec
+        self._codec, network = codec, planner.network
         like = bucket.new_empty(0, dtype=compute_dtype(bucket.dtype))
-        self._matrices = [_matrix(codec, part, bucket, state, error_feedback) for part in slices]
+        self._matrices = [_matrix(codec, part, bucket, planner) for part in slices]
         shapes = [matrix_shape(part.shape) for part in slices]
-        self._p = _Sum([(n, codec.rank) for n, _ in shapes], network, like)
-        self._q = _Sum([(m, codec.rank) for _, m in shapes], network, like)
-        self._sums: list[_Sum] = []  # those in use at this step, in order
+        self._p = _Factors([(n, codec.rank) for n, _ in shapes], network, like)
+        self._q = _Factors([(m, codec.rank) for _, m in shapes], network, like)
+        self._sums: list[_Factors] = []  # those in use at this step, in order
 
     @override
     @full_precision()
@@ -110,17 +100,17 @@ class LowRankUnit(CommUnit):
 
     @override
     def finite(self) -> Tensor:
-        return self._sums[0].own.isfinite().all()
+        return self._sums[0].exchange.own[0].isfinite().all()
 
     @override
     def start(self) -> None:
-        self._sums[0].start()
+        self._sums[0].exchange.start()
 
     @override
     def start_second(self) -> None:
         if not self._codec.two_phase:
             return
-        self._p.wait()
+        self._p.exchange.wait()
         with full_precision():  # not while it waits: other reducers would wait for the setting
             for some in _of_equal_shape(self._p.means, range(len(self._matrices))):
                 ps = [self._p.means[i] for i in some]
@@ -131,11 +121,11 @@ class LowRankUnit(CommUnit):
                 torch._foreach_copy_(ps, left.unbind())
             for matrix, p, q in zip(self._matrices, self._p.means, self._q.owns, strict=True):
                 torch.mm(matrix.compensated.T, p, out=q)
-        self._q.start()
+        self._q.exchange.start()
 
     @override
     def wait(self) -> None:
-        self._sums[-1].wait()
+        self._sums[-1].exchange.wait()
 
     @override
     def samples(self, sampler: Sampler, scale: Tensor) -> Iterator[CodecSample]:
@@ -209,35 +199,26 @@ class LowRankUnit(CommUnit):
     def sent(self) -> Sent:
         """Bytes of the step; before the first one, of the mean of two."""
         if self._sums or self._codec.two_phase:
-            return sum((part.sent for part in self._sums or [self._p, self._q]), Sent())
-        both = self._p.sent + self._q.sent
+            used = self._sums or [self._p, self._q]
+            return sum((each.exchange.sent for each in used), Sent())
+        both = self._p.exchange.sent + self._q.exchange.sent
         return Sent(both.intra // 2, both.inter // 2)
 
     @property
     @override
     def nbytes(self) -> int:
         copies = (m.compensated.nbytes for m in self._matrices if m.compensated is not m.gradient)
-        return 2 * (self._p.own.nbytes + self._q.own.nbytes) + sum(copies)
+        return self._p.exchange.nbytes + self._q.exchange.nbytes + sum(copies)
 
 
 @units_of.register(PowerSGD)
 def _units(
     codec: PowerSGD, slices: Sequence[ParameterSlice], bucket: Tensor, planner: Planner
 ) -> list[LowRankUnit]:
-    unit = LowRankUnit(
-        codec,
-        slices=slices,
-        bucket=bucket,
-        network=planner.network,
-        state=planner.state,
-        error_feedback=bool(codec.memory(planner.error_feedback).kinds),
-    )
-    return [unit]
+    return [LowRankUnit(codec, slices, bucket, planner)]
 
 
-def _matrix(
-    codec: PowerSGD, part: ParameterSlice, bucket: Tensor, state: ReducerState, error_feedback: bool
-) -> _Matrix:
+def _matrix(codec: PowerSGD, part: ParameterSlice, bucket: Tensor, planner: Planner) -> _Matrix:
     size = matrix_shape(part.shape)
     dtype = compute_dtype(bucket.dtype)
     gradient = part.shaped(part.of(bucket))
@@ -246,10 +227,10 @@ def _matrix(
         compensated = gradient if dtype == bucket.dtype else gradient.to(dtype)
     except RuntimeError:  # the bucket cannot be viewed as a matrix
         compensated = gradient.reshape(size).to(dtype)
-    left, right = state.low_rank(codec, part, dtype=dtype, device=bucket.device)
+    left, right = planner.state.low_rank(codec, part, dtype=dtype, device=bucket.device)
     residual = None
-    if error_feedback:
-        flat = state.per_rank("residual", part, dtype=dtype, device=bucket.device)
+    if planner.kinds(codec):
+        flat = planner.state.per_rank("residual", part, dtype=dtype, device=bucket.device)
         residual = part.shaped(flat).view(gradient.shape)
     return _Matrix(gradient, compensated, residual, left, right)
 
@@ -267,5 +248,5 @@ def _of_equal_shape(tensors: Sequence[Tensor], numbers: Iterable[int]) -> list[l
 
 
 def _views(flat: Tensor, sizes: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
-    parts = torch.split_with_sizes(flat, [rows * rank for rows, rank in sizes])
+    parts = torch.split_with_sizes(flat.view(-1), [rows * rank for rows, rank in sizes])
     return [part.view(size) for part, size in zip(parts, sizes, strict=True)]

@@ -8,13 +8,37 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from lightning_dist.accelerator import is_accelerator
 from lightning_dist.exchange.channel import Channel, WaitLimit
-from lightning_dist.reducer.store import Rows
 from lightning_dist.topology import Topology
 from lightning_dist.topology.groups import Level, Tree, levels_of, rows_of
 
 NewGroup = Callable[[Sequence[int]], dist.ProcessGroup]
 """Ranks of the world -> a group of them. Every member calls it, for its groups in one order."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Who holds a row of the gathered state: a rank, or the ranks of a host together.
+
+    The mean over the rows is what is owed to the model, whatever they are.
+    """
+
+    row_of: tuple[int, ...]  # of every rank
+    rank: int
+
+    @property
+    def count(self) -> int:
+        return max(self.row_of) + 1
+
+    @property
+    def own(self) -> int:
+        return self.row_of[self.rank]
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank is the first of its row."""
+        return self.row_of.index(self.own) == self.rank
 
 
 @dataclass(frozen=True)
@@ -29,6 +53,7 @@ class Network:
     device: torch.device
     intra: IntraLevel | None = None
     row_of: tuple[int, ...] | None = None  # who shares the state of one row; None: nobody
+    plans_for: torch.device | None = None  # another device, of which bytes are counted
 
     @property
     def world_size(self) -> int:
@@ -37,6 +62,11 @@ class Network:
     @property
     def rank(self) -> int:
         return self.topology.rank
+
+    @property
+    def whole_buckets(self) -> bool:
+        """Whether units are whole buckets and not pieces that overlap."""
+        return is_accelerator(self.plans_for or self.device)
 
     @property
     def limit(self) -> WaitLimit:

@@ -22,28 +22,32 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_dist.accelerator import is_accelerator
-from lightning_dist.reducer.adjust import Adjustment, clip_group
+from lightning_dist.reducer.adjust import Adjustment, add_owed, clip_group
 from lightning_dist.reducer.commit import (
     PendingCommit,
-    add_owed,
     agree,
     decode_group,
-    pay_owed,
     sum_of_bits,
 )
 from lightning_dist.reducer.executor import Executor, executor_for
-from lightning_dist.reducer.handle import Handle
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.observer import Observer, show_encoded, working
 from lightning_dist.reducer.plan import Planner
-from lightning_dist.reducer.plans import Plans
-from lightning_dist.reducer.run_config import run_config
-from lightning_dist.reducer.slices import ParameterSlice, matrices
-from lightning_dist.reducer.state import ReducerState
-from lightning_dist.reducer.stats import CommStats
-from lightning_dist.reducer.store import STATE_VERSION, Store, Stripes, check_state
-from lightning_dist.reducer.strides import as_laid_out_here, strides_in_bucket
-from lightning_dist.reducer.unit import CodecGroup, decode_all, staggered
+from lightning_dist.reducer.plans import Handle, Plans
+from lightning_dist.reducer.slices import (
+    ParameterSlice,
+    as_laid_out_here,
+    matrices,
+    strides_in_bucket,
+)
+from lightning_dist.reducer.state import (
+    STATE_VERSION,
+    ReducerState,
+    Stripes,
+    own_keys,
+)
+from lightning_dist.reducer.stats import CommStats, run_config
+from lightning_dist.reducer.units import CodecGroup, staggered
 from lightning_dist.settings import Settings
 
 _COMPARED_EVERY = 100
@@ -250,7 +254,7 @@ class Reducer:
         self._looked += show_encoded(self._observers, handle, self._scale)
         before = self._in_flight[:-1]
         if self.immediate and before:  # while this one is on its way
-            self._decode_now(before[-1])
+            self._decode(before[-1])
             before[-1].done.set_result(before[-1].given)
         with working(self._observers, handle.key, "decode"):
             for unit in handle.units():
@@ -260,11 +264,11 @@ class Reducer:
         handles = self._in_flight
         if self.immediate:
             for handle in handles[-1:]:
-                self._decode_now(handle)
+                self._decode(handle)
         finite, unused = self._ask()
         if not self.immediate:
             for handle in handles:
-                self._decode(handle, unused, pending=None if finite else self._pending)
+                self._decode(handle, unused=unused, pending=None if finite else self._pending)
         for call in self._looked:
             call()
         self._looked = []
@@ -278,15 +282,9 @@ class Reducer:
             if not handle.done.done():
                 handle.done.set_result(handle.given)
 
-    def _decode_now(self, handle: Handle) -> None:
-        with working(self._observers, handle.key, "decode"):
-            for group in handle.groups:
-                decode_all(group.units, self._scale)
-                pay_owed(group, handle.flat, self.state)
-                self._count(group, handle.flat, compare=True)
-            handle.store()
-
-    def _decode(self, handle: Handle, unused: set[str], *, pending: PendingCommit | None) -> None:
+    def _decode(
+        self, handle: Handle, *, unused: Collection[str] = (), pending: PendingCommit | None = None
+    ) -> None:
         with working(self._observers, handle.key, "decode"):
             for group in handle.groups:
                 decode_group(
@@ -341,7 +339,7 @@ class Reducer:
             scale = None if self._grad_scale is None else self._grad_scale()
             self._scale.fill_(1.0) if scale is None else self._scale.copy_(scale)
             self._asks = not self.immediate and (
-                self._keeps_state or not self._trained.isdisjoint(self.state.residuals.names())
+                self._keeps_state or not self._trained.isdisjoint(self.state.names("residual"))
             )
         self._in_flight.append(handle)
 
@@ -386,7 +384,7 @@ class Reducer:
             channel.watch = None
 
     @property
-    def residuals(self) -> Store:
+    def residuals(self) -> Mapping[str, Tensor]:
         """What this rank still owes, by parameter name."""
         return self.state.residuals
 
@@ -417,10 +415,9 @@ class Reducer:
         of parameters that are not row-major. With ``dgc`` also ``"momenta"``, with ``powersgd``
         ``"factors"``.
         """
-        network = self.network
         if self._sharded:
-            self.state.know_all(network.data.group, device=network.device)
-        state = self.state.gather(network.data.group, network.rows, device=network.device)
+            self.state.know_all(self.network)
+        state = self.state.gather(self.network)
         return None if state is None else self._described(state)
 
     def striped_state_dict(self) -> tuple[dict[str, Any], list[Stripes]]:
@@ -428,10 +425,9 @@ class Reducer:
 
         The tensors of the state are empty memory; the stripes say which part of each this rank has.
         """
-        network = self.network
         if self._sharded:
-            self.state.know_all(network.data.group, device=network.device)
-        state, stripes = self.state.striped(network.data.group, network.rows, device=network.device)
+            self.state.know_all(self.network)
+        state, stripes = self.state.striped(self.network)
         return self._described(state), stripes
 
     def _described(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -447,18 +443,9 @@ class Reducer:
         """
         self._plans.clear()  # they hold views of the old residuals
         self._pending.drop()
-        if state is None:
-            self.state.load({}, self.network.rows)
-            self.step = 0
-            self._reserve_again()
-            return
-        keys = {
-            key.removeprefix(self._prefix): key for key in state if key.startswith(self._prefix)
-        }
-        state = {key: state[prefixed] for key, prefixed in keys.items()}
-        check_state(state)
-        self.state.load(as_laid_out_here(state, self.names), self.network.rows)
-        self.step = int(state["step"])
+        found = {"step": 0} if state is None else own_keys(state, self._prefix)
+        self.state.load(as_laid_out_here(found, self.names), self.network.rows)
+        self.step = int(found["step"])
         self._reserve_again()
 
     def rebind(self, network: Network, *, executor: Executor | None = None) -> None:
@@ -483,7 +470,7 @@ class Reducer:
         old, self.network = self.network, network
         self.generation += 1
         if old.intra is not None or network.intra is not None:
-            self.state.average(network.data.group, old.rows, device=network.device)
+            self.state.average(network, old.rows)
         compiled, self._plans = self.planner.compiled, self._make_plans()
         for codec, (dtypes, sizes) in compiled.items():
             self.planner.fuse(codec, dtypes, sizes=sizes)

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import TypeAlias
 
-from lightning_dist.reducer.slices import ParameterSlice, neighbours
+from lightning_dist.reducer.slices import ParameterSlice, as_one, neighbours
 from lightning_dist.topology.groups import Level
 
 _ALIGN = 512  # elements; every dense codec's block divides it, so that few blocks are broken
@@ -62,7 +62,7 @@ def units_of_shares(
     """
     most = level.beyond * most
     cuts, filled = list[Cut](), 0
-    for part in slices if separate else map(_joined, neighbours(slices)):
+    for part in slices if separate else map(as_one, neighbours(slices)):
         is_whole = separate and part.name in whole
         for fragment in fragments(
             part.name,
@@ -94,8 +94,3 @@ def shares_of(cuts: Sequence[Cut], position: int) -> list[ParameterSlice]:
             at = part.offset + start
             found.append(ParameterSlice(part.name, at, (end - start,), before, after))
     return found
-
-
-def _joined(run: Sequence[ParameterSlice]) -> ParameterSlice:
-    """Neighbours as one."""
-    return ParameterSlice(run[0].name, run[0].offset, (sum(part.numel for part in run),))

@@ -12,16 +12,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.codecs.threshold import Threshold
-from lightning_dist.exchange.all_gather_v import AllGatherV
+from lightning_dist.exchange.rounds import AllGatherV
 from lightning_dist.kernels.inductor import compiled_sparse_passes
 from lightning_dist.kernels.passes import compute_dtype
 from lightning_dist.kernels.sparse import SparsePasses
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
-from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.slices import ParameterSlice
-from lightning_dist.reducer.state import ReducerState
-from lightning_dist.reducer.unit import CommUnit
-from lightning_dist.reducer.units import compile_passes, units_of
+from lightning_dist.reducer.units import CommUnit, compile_passes, units_of
 
 if TYPE_CHECKING:
     from lightning_dist.reducer.plan import Planner
@@ -33,25 +30,18 @@ class SparseUnit(CommUnit):
     exchange: AllGatherV
 
     def __init__(
-        self,
-        codec: Threshold,
-        *,
-        slices: Sequence[ParameterSlice],
-        bucket: Tensor,
-        network: Network,
-        state: ReducerState,
-        error_feedback: bool,
-        compiled: SparsePasses | None = None,
+        self, codec: Threshold, slices: Sequence[ParameterSlice], bucket: Tensor, planner: Planner
     ) -> None:
         self._codec, self._slices, self._bucket = codec, slices, bucket
+        network, compiled = planner.network, planner.sparse_passes
         self.exchange = AllGatherV(
             channel=network.data, topology=network.topology, device=bucket.device
         )
         self._share = 1.0 / network.world_size
         dtype = compute_dtype(bucket.dtype)
         self._residuals = [
-            state.per_rank("residual", part, dtype=dtype, device=bucket.device)
-            for part in (slices if error_feedback else ())
+            planner.state.per_rank("residual", part, dtype=dtype, device=bucket.device)
+            for part in (slices if planner.kinds(codec) else ())
         ]
         # Compiled passes are of float32.
         self._passes = compiled if compiled and dtype == torch.float32 else SparsePasses()
@@ -128,16 +118,7 @@ class SparseUnit(CommUnit):
 def _units(
     codec: Threshold, slices: Sequence[ParameterSlice], bucket: Tensor, planner: Planner
 ) -> list[SparseUnit]:
-    unit = SparseUnit(
-        codec,
-        slices=slices,
-        bucket=bucket,
-        network=planner.network,
-        state=planner.state,
-        error_feedback=bool(codec.memory(planner.error_feedback).kinds),
-        compiled=planner.sparse_passes,
-    )
-    return [unit]
+    return [SparseUnit(codec, slices, bucket, planner)]
 
 
 @compile_passes.register(Threshold)

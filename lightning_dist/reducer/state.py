@@ -1,8 +1,9 @@
-"""All that a reducer keeps between steps, by parameter name."""
+"""Everything a reducer keeps between steps, by parameter: for any bucket layout and world size."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,38 +13,150 @@ from torch import Tensor
 from lightning_dist.codecs.base import Codec
 from lightning_dist.codecs.powersgd import PowerSGD, matrix_shape
 from lightning_dist.exchange.handshake import all_facts
+from lightning_dist.reducer.network import Network, Rows
 from lightning_dist.reducer.slices import ParameterSlice
-from lightning_dist.reducer.store import Rows, Store, Stripes
+
+STATE_VERSION = 1
+_KINDS = {"residual": "residuals", "momentum": "momenta"}
+"""Kinds of state that differ from rank to rank, and their names in a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Stripes:
+    """A tensor of the gathered state whose parts are still on their ranks.
+
+    ``whole``, of shape (rows, numel), is memory that nobody has filled. ``own`` are this rank's
+    parts, with the element of ``whole`` at which each starts; what no rank has is zero.
+    """
+
+    whole: Tensor
+    own: tuple[tuple[int, Tensor], ...]
+
+
+@dataclass
+class _Held:
+    """State of one kind for a parameter, flat and unscaled.
+
+    A rank holds all of it, or the ``parts`` that it is responsible for on its host, by where they
+    start. What was ``loaded`` waits as a whole until it is asked for part by part.
+    """
+
+    numel: int  # of the parameter
+    dtype: torch.dtype
+    parts: dict[int, Tensor] = field(default_factory=dict)
+    loaded: Tensor | None = None
+
+    @classmethod
+    def from_row(cls, row: Tensor) -> _Held:
+        return cls(row.numel(), row.dtype, loaded=row)
+
+    def in_order(self) -> list[tuple[int, Tensor]]:
+        """Parts that this rank works with, in the order of the parameter."""
+        return sorted(self.parts.items())
+
+    def flat(self) -> Tensor:
+        """All that this rank holds: itself if it is one part, else a copy."""
+        parts = [part for _, part in self.in_order()]
+        if not parts:
+            return torch.empty(0) if self.loaded is None else self.loaded
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def of_row(self, *, first: bool) -> list[tuple[int, Tensor]]:
+        """``(start, part)`` of what this rank contributes to its row; ranks do not overlap.
+
+        Args:
+            first: whether it is the first of its row: what was loaded is the same on all of them.
+        """
+        if self.loaded is None:
+            return self.in_order()
+        return [(0, self.loaded)] if first else []
+
+    def row(self, *, first: bool) -> Tensor:
+        """The same as a whole row, zeros where other ranks of the row hold it."""
+        parts = self.of_row(first=first)
+        if len(parts) == 1 and parts[0][1].numel() == self.numel:
+            return parts[0][1]
+        row = torch.zeros(
+            self.numel, dtype=self.dtype if self.loaded is None else self.loaded.dtype
+        )
+        for start, part in parts:
+            row[start : start + len(part)] = part
+        return row
 
 
 class ReducerState:
     """Residuals and momenta, which differ from rank to rank, and factors, equal where they are."""
 
     def __init__(self) -> None:
-        self.residuals, self.momenta = Store(), Store()
+        self._held: dict[tuple[str, str], _Held] = {}  # by kind and name
         self.factors: dict[str, tuple[Tensor, Tensor]] = {}
-        self._loaded: dict[str, tuple[Tensor, Tensor]] = {}  # on ranks that may never need them
+        self._loaded_factors: dict[str, tuple[Tensor, Tensor]] = {}  # not needed here so far
+
+    @property
+    def residuals(self) -> dict[str, Tensor]:
+        """What this rank holds of every residual, by parameter name."""
+        return self._of_kind("residual")
+
+    @property
+    def momenta(self) -> dict[str, Tensor]:
+        return self._of_kind("momentum")
+
+    def _of_kind(self, kind: str) -> dict[str, Tensor]:
+        return {name: self._held[kind, name].flat() for name in self.names(kind)}
+
+    def names(self, kind: str) -> list[str]:
+        """Parameters that have state of ``kind``, here or on another rank."""
+        return [name for each, name in self._held if each == kind]
+
+    def has(self, kind: str, name: str) -> bool:
+        """Whether there is state of ``kind`` for a parameter, here or on another rank."""
+        return (kind, name) in self._held
 
     def per_rank(
         self, kind: str, part: ParameterSlice, *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """The flat tensor of ``kind`` for ``part``, zeros the first time."""
-        self.know(kind, part, dtype=dtype)
-        store = self._store(kind)
-        return store.get(part.name, start=part.start, numel=part.numel, dtype=dtype, device=device)
+        held = self.know(kind, part, dtype=dtype)
+        found = held.parts.get(part.start)
+        if found is None and held.loaded is not None:
+            found = held.loaded[part.start : part.start + part.numel].clone()
+        if found is None:
+            found = torch.zeros(part.numel, dtype=dtype, device=device)
+        assert found.numel() == part.numel, "a parameter is cut in one way only"
+        held.parts[part.start] = found.to(device=device, dtype=dtype)
+        return held.parts[part.start]
 
-    def know(self, kind: str, part: ParameterSlice, *, dtype: torch.dtype) -> None:
-        """There is state of ``kind`` for the parameter of ``part``, here or on another rank."""
-        self._store(kind).know(part.name, numel=part.whole, dtype=dtype)
+    def know(self, kind: str, part: ParameterSlice, *, dtype: torch.dtype) -> _Held:
+        """There is state of ``kind`` for the parameter of ``part``, here or on another rank.
+
+        Raises:
+            ValueError: what was loaded has another number of elements.
+        """
+        held = self._held.setdefault((kind, part.name), _Held(part.whole, dtype))
+        if held.loaded is not None and held.numel != part.whole:
+            raise ValueError(
+                f"the stored residual of {part.name!r} has {held.numel} elements, the parameter "
+                f"{part.whole}; this state belongs to another model"
+            )
+        held.numel, held.dtype = part.whole, dtype
+        return held
 
     def adopted(self, kind: str, name: str) -> None:
         """All of ``kind`` that this rank needs for ``name`` was asked for."""
-        self._store(kind).adopted(name)
+        self._held[kind, name].loaded = None
+
+    def drop(self, kind: str, name: str) -> None:
+        """Forget the state of ``kind`` for ``name``, here; for all ranks at once."""
+        self._held.pop((kind, name), None)
+
+    def of_row(self, kind: str, name: str, rows: Rows) -> list[tuple[int, Tensor]]:
+        """``(start, part)`` of what this rank contributes to its row; ranks do not overlap."""
+        return self._held[kind, name].of_row(first=rows.first)
 
     def tensors(self, name: str) -> list[Tensor]:
         """All that this rank keeps for a parameter, as it works with it."""
-        parts = [part for store in (self.residuals, self.momenta) for part in store.parts(name)]
-        return [*parts, *self.factors.get(name, ())]
+        held = [self._held[kind, name] for kind in _KINDS if (kind, name) in self._held]
+        return [*(part for of in held for _, part in of.in_order()), *self.factors.get(name, ())]
 
     def keep_for(self, codec: Codec, kinds: Collection[str], name: str) -> None:
         """Free what ``codec``, with memory of ``kinds``, has no use for and what is owed to nobody.
@@ -51,19 +164,16 @@ class ReducerState:
         That is all but the residual, which must be sent first.
         """
         if "momentum" not in kinds:
-            self.momenta.drop(name)
+            self.drop("momentum", name)
         if not codec.keeps_factors:
             self.factors.pop(name, None)
-            self._loaded.pop(name, None)
-
-    def _store(self, kind: str) -> Store:
-        return {"residual": self.residuals, "momentum": self.momenta}[kind]
+            self._loaded_factors.pop(name, None)
 
     def low_rank(
         self, codec: PowerSGD, part: ParameterSlice, *, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor]:
         """Left ``(n, r)`` and right ``(m, r)`` factor; new ones where the rank has changed."""
-        found = self.factors.get(part.name, self._loaded.pop(part.name, None))
+        found = self.factors.get(part.name, self._loaded_factors.pop(part.name, None))
         wanted = [(rows, codec.rank) for rows in matrix_shape(part.shape)]
         if found is None or [tuple(factor.shape) for factor in found] != wanted:
             found = codec.first_factors(part.name, part.shape, dtype)
@@ -74,96 +184,117 @@ class ReducerState:
 
     @property
     def nbytes(self) -> int:
-        factors = sum(left.nbytes + right.nbytes for left, right in self.factors.values())
-        return self.residuals.nbytes + self.momenta.nbytes + factors
+        parts = [part for held in self._held.values() for part in held.parts.values()]
+        return sum(
+            tensor.nbytes for tensor in [*parts, *(f for p in self.factors.values() for f in p)]
+        )
 
     def keep_only(self, numel: Mapping[str, int]) -> None:
         """Forget the state of parameters that are not in ``numel`` or have another size."""
-        self.residuals.keep_only(numel)
-        self.momenta.keep_only(numel)
+        self._held = {k: held for k, held in self._held.items() if numel.get(k[1]) == held.numel}
         self.factors = {name: pair for name, pair in self.factors.items() if name in numel}
-        self._loaded = {name: pair for name, pair in self._loaded.items() if name in numel}
+        loaded = self._loaded_factors
+        self._loaded_factors = {name: pair for name, pair in loaded.items() if name in numel}
 
     def to(self, device: torch.device) -> None:
         """Move everything, for instance off an accelerator after a fit."""
-        self.residuals.to(device)
-        self.momenta.to(device)
+        for held in self._held.values():
+            held.parts = {start: part.to(device) for start, part in held.parts.items()}
         self.factors = {
-            name: (left.to(device), right.to(device))
-            for name, (left, right) in self.factors.items()
+            n: (left.to(device), right.to(device)) for n, (left, right) in self.factors.items()
         }
 
-    def gather(
-        self, group: dist.ProcessGroup, rows: Rows, *, device: torch.device
-    ) -> dict[str, Any] | None:
-        """The state of all ranks on the CPU of rank 0 of ``group``; None elsewhere. Collective."""
-        residuals = self.residuals.gather(group, rows, device=device)
-        momenta = self.momenta.gather(group, rows, device=device)
-        factors = self._factors_of_all(group, device=device)
-        return None if residuals is None else _state(residuals, momenta, factors)
+    def gather(self, network: Network) -> dict[str, Any] | None:
+        """The state of all ranks on the CPU of rank 0; None elsewhere. Collective.
 
-    def know_all(self, group: dist.ProcessGroup, *, device: torch.device) -> None:
-        """Know the names of all ranks: some have no element of a parameter. Collective."""
-        for store in (self.residuals, self.momenta):
-            of_ranks = all_facts(store.sizes(), group=group, device=device)
-            for sizes in of_ranks:
-                for name, (numel, double) in sizes.items():
-                    if name not in store:
-                        dtype = torch.float64 if double else torch.float32
-                        store.know(name, numel=numel, dtype=dtype)
+        Residuals and momenta are ``{name: (rows, numel)}``, one parameter at a time over the
+        network's device. Call it between backward passes.
+        """
+        group, rows, first = network.data.group, network.rows, network.data.group.rank() == 0
+        found: dict[str, dict[str, Tensor]] = {kind: {} for kind in _KINDS}
+        for kind, name, held in self._in_order():
+            mine = held.row(first=rows.first).to(network.device)
+            of_ranks = [torch.empty_like(mine) for _ in range(group.size())] if first else None
+            dist.gather(mine, of_ranks, group=group, group_dst=0)
+            if of_ranks is not None:
+                found[kind][name] = _added([part.cpu() for part in of_ranks], rows)
+        factors = self._factors_of_all(network)
+        return _gathered(found, factors) if first else None
 
-    def striped(
-        self, group: dist.ProcessGroup, rows: Rows, *, device: torch.device
-    ) -> tuple[dict[str, Any], list[Stripes]]:
+    def striped(self, network: Network) -> tuple[dict[str, Any], list[Stripes]]:
         """As :meth:`gather`, on every rank, with residuals and momenta left where they are.
 
         Only factors are communicated. The stripes say what the tensors of the state stand for.
         """
-        residuals, momenta = self.residuals.striped(rows), self.momenta.striped(rows)
-        factors = self._factors_of_all(group, device=device)
-        state = _state(
-            {name: stripes.whole for name, stripes in residuals.items()},
-            {name: stripes.whole for name, stripes in momenta.items()},
-            factors,
-        )
-        return state, [*residuals.values(), *momenta.values()]
+        rows, stripes = network.rows, []
+        found: dict[str, dict[str, Tensor]] = {kind: {} for kind in _KINDS}
+        for kind, name, held in self._in_order():
+            dtype = held.dtype if held.loaded is None else held.loaded.dtype
+            whole = found[kind][name] = torch.empty(rows.count, held.numel, dtype=dtype)
+            begin = rows.own * held.numel
+            own = tuple((begin + start, part) for start, part in held.of_row(first=rows.first))
+            stripes.append(Stripes(whole, own))
+        return _gathered(found, self._factors_of_all(network)), stripes
+
+    def know_all(self, network: Network) -> None:
+        """Know the names of all ranks: some have no element of a parameter. Collective."""
+        own = [(*key, h.numel, h.dtype == torch.float64) for key, h in self._held.items()]
+        for of_rank in all_facts({"held": own}, group=network.data.group, device=network.device):
+            for kind, name, numel, double in of_rank["held"]:
+                dtype = torch.float64 if double else torch.float32
+                self._held.setdefault((kind, name), _Held(numel, dtype))
 
     def load(self, gathered: Mapping[str, Any], rows: Rows) -> None:
-        """Take over what :meth:`gather` returned, in place of everything held now."""
-        self.residuals.load(gathered.get("residuals", {}), rows)
-        self.momenta.load(gathered.get("momenta", {}), rows)
+        """Take over what :meth:`gather` returned, in place of everything held now.
+
+        With the same number of rows each gets its own back. Otherwise each gets the mean: what is
+        still owed to the model is the mean over rows, and the mean of equal rows is that.
+        """
+        self._held = {
+            (kind, name): _Held.from_row(
+                (found[rows.own] if len(found) == rows.count else found.mean(0)).clone()
+            )
+            for kind, plural in _KINDS.items()
+            for name, found in gathered.get(plural, {}).items()
+        }
+        self._load_factors(gathered.get("factors", {}))
+
+    def _load_factors(self, factors: Mapping[str, Sequence[Tensor]]) -> None:
         self.factors = {}
-        self._loaded = {
-            name: (left.clone(), right.clone())
-            for name, (left, right) in gathered.get("factors", {}).items()
+        self._loaded_factors = {
+            n: (left.clone(), right.clone()) for n, (left, right) in factors.items()
         }
 
-    def average(self, group: dist.ProcessGroup, rows: Rows, *, device: torch.device) -> None:
-        """Go on from the mean over the rows that the ranks of ``group`` hold. Collective.
+    def average(self, network: Network, rows: Rows) -> None:
+        """Go on from the mean over the rows that the ranks of ``network`` hold. Collective.
 
         Args:
             rows: of before, in which ranks that are gone may have had a part.
         """
-        of_ranks = [
-            facts["row"] for facts in all_facts({"row": rows.own}, group=group, device=device)
-        ]
+        group, device = network.data.group, network.device
+        own = {"row": rows.own}
+        of_ranks = [facts["row"] for facts in all_facts(own, group=group, device=device)]
         first = of_ranks.index(rows.own) == group.rank()
-        for store in (self.residuals, self.momenta):
-            store.average(group, count=len(set(of_ranks)), first=first, device=device)
-        factors = self._factors_of_all(group, device=device, on_all=True)
-        self.factors, self._loaded = (
-            {},
-            {name: (pair[0], pair[1]) for name, pair in factors.items()},
-        )
+        for kind, name, held in self._in_order():
+            mine = held.row(first=first).to(device, copy=True)
+            dist.all_reduce(mine, group=group)
+            mean = mine.div_(len(set(of_ranks))).cpu()
+            self._held[kind, name] = _Held.from_row(mean)
+        self._load_factors(self._factors_of_all(network, on_all=True))
 
-    def _factors_of_all(
-        self, group: dist.ProcessGroup, *, device: torch.device, on_all: bool = False
-    ) -> dict[str, list[Tensor]]:
+    def _in_order(self) -> Iterator[tuple[str, str, _Held]]:
+        """All of it, in an order that is equal on all ranks."""
+        for kind in _KINDS:
+            for name in sorted(self.names(kind)):
+                yield kind, name, self._held[kind, name]
+
+    def _factors_of_all(self, network: Network, *, on_all: bool = False) -> dict[str, list[Tensor]]:
         """Factors of every matrix, on rank 0 or on all ranks.
 
         On a host with several ranks only the owner of a matrix works with them.
         """
-        held = self._loaded | self.factors
+        group, device = network.data.group, network.device
+        held = self._loaded_factors | self.factors
         own = {
             name: [[*left.shape], [*right.shape], left.dtype == torch.float64, name in self.factors]
             for name, (left, right) in held.items()
@@ -185,6 +316,32 @@ class ReducerState:
         return found
 
 
-def _state(residuals: Any, momenta: Any, factors: Any) -> dict[str, Any]:
-    optional = {"momenta": momenta, "factors": factors}
-    return {"residuals": residuals, **{key: value for key, value in optional.items() if value}}
+def _gathered(of_kinds: Mapping[str, Any], factors: Any) -> dict[str, Any]:
+    found = {_KINDS[kind]: of_kind for kind, of_kind in of_kinds.items()} | {"factors": factors}
+    return {key: value for key, value in found.items() if value or key == "residuals"}
+
+
+def _added(of_ranks: Sequence[Tensor], rows: Rows) -> Tensor:
+    """Parts of the same row do not overlap, so nothing is rounded."""
+    if rows.count == len(of_ranks):
+        return torch.stack(list(of_ranks))
+    whole = torch.zeros(rows.count, *of_ranks[0].shape, dtype=of_ranks[0].dtype)
+    for row, part in zip(rows.row_of, of_ranks, strict=True):
+        whole[row] += part
+    return whole
+
+
+def own_keys(state: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
+    """What a reducer with ``prefix`` has saved among others.
+
+    Raises:
+        ValueError: it is none that this version can read.
+    """
+    found = {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
+    version = found.get("version")
+    if version != STATE_VERSION:
+        raise ValueError(
+            f"the compression state must be of version {STATE_VERSION}, got {version!r}; it was "
+            "written by another version of lightning_dist: resume with that one, or start without"
+        )
+    return found

@@ -10,14 +10,14 @@ _LEAST_SPARSE_BYTES = 1 << 16  # 2.6 ms at 200 Mbit/s; a message costs 0.1 to 0.
 WHOLE_BUCKET = 1 << 62  # an accelerator's network needs no pieces, and each costs launches
 
 
-def unit_elements(rows: int, *, sparse: float = 0.0, device: str = "cpu") -> int:
+def unit_elements(rows: int, *, sparse: float = 0.0, whole: bool = False) -> int:
     """Elements of one unit, of which each of ``rows`` ranks reduces a part.
 
     Args:
-        device: type of the device; on accelerators whole buckets travel.
         sparse: bytes per element of a payload that is gathered; 0: another exchange.
+        whole: whether whole buckets travel, as on accelerators.
     """
-    if device not in ("cpu", "meta"):
+    if whole:
         return WHOLE_BUCKET
     together = int(_LEAST_SPARSE_BYTES / sparse) if sparse else 0
     return max(UNIT_ELEMENTS, rows * _LEAST_ROW_ELEMENTS, together)

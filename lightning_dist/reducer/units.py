@@ -1,23 +1,124 @@
-"""Communication units by the type of a codec: open tables, to which a codec may add its own.
+"""What travels together, whatever the codec, and the tables that say how by the type of the codec.
 
-With the decorator ``@units_of.register(MyCodec)`` on a function of the same arguments.
+A codec may bring communication units of its own, with the decorator ``@units_of.register(MyCodec)``
+on a function of the same arguments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import singledispatch
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_dist.codecs.base import Codec
+from lightning_dist.exchange.rounds import Exchange
+from lightning_dist.exchange.traffic import Sent
+from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 from lightning_dist.reducer.slices import ParameterSlice
-from lightning_dist.reducer.unit import CommUnit
 
 if TYPE_CHECKING:
     from lightning_dist.reducer.plan import Planner
+
+
+class CommUnit(ABC):
+    """Parts of one bucket in one exchange, used once a step in the order of the methods.
+
+    Until :meth:`decode_and_commit` the bucket (the share, where the exchange is hierarchical) holds
+    what is needed to compute the new state, and no state has changed.
+    """
+
+    exchange: Exchange
+
+    def begin(self) -> None:  # noqa: B027  (nothing to do where all ranks are equal)
+        """Where a host reduces among itself first: begin that, asynchronous."""
+
+    @abstractmethod
+    def encode(self, scale: Tensor, *, step: int) -> None:
+        """Gradient and state -> payload. May change the bucket, never the state."""
+
+    @abstractmethod
+    def finite(self) -> Tensor:
+        """0-d bool: whether what was encoded is finite. Between :meth:`encode` and the exchange."""
+
+    def start(self) -> None:
+        """First collective, asynchronous."""
+        self.exchange.start()
+
+    def start_second(self) -> None:
+        """Second collective, where there is one; waits for the first."""
+        self.exchange.start_second()
+
+    def wait(self) -> None:
+        """Until the last collective has landed."""
+        self.exchange.wait()
+
+    @abstractmethod
+    def samples(self, sampler: Sampler, scale: Tensor) -> Iterator[CodecSample]:
+        """Some of what was encoded. Changes nothing.
+
+        Between :meth:`start_second` and :meth:`decode_and_commit`.
+        """
+
+    @abstractmethod
+    def decode_and_commit(self, scale: Tensor) -> None:
+        """Mean of all ranks -> bucket; and the new state, of what is finite."""
+
+    def finish(self) -> None:  # noqa: B027
+        """Where the mean came to one rank of the host: until the bucket has it too."""
+
+    @property
+    def sent(self) -> Sent:
+        """Bytes of the step, known after :meth:`wait`."""
+        return self.exchange.sent
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers held between steps."""
+        return self.exchange.nbytes
+
+
+def staggered(units: Sequence[CommUnit]) -> Iterator[CommUnit]:
+    """Every unit once the next one has staggered: one crosses while the other is reduced inside."""
+    for unit in units[:1]:
+        unit.begin()
+    for unit, following in zip_longest(units, units[1:]):
+        if following is not None:
+            following.begin()
+        yield unit
+
+
+def decode_all(units: Iterable[CommUnit], scale: Tensor) -> None:
+    """Every mean into its bucket; one is spread inside the host while the next is decoded."""
+    unfinished = None
+    for unit in units:
+        unit.decode_and_commit(scale)
+        if unfinished is not None:
+            unfinished.finish()
+        unfinished = unit
+    if unfinished is not None:
+        unfinished.finish()
+
+
+@dataclass
+class CodecGroup:
+    """The parameters of a bucket that share a codec."""
+
+    codec: Codec
+    slices: Sequence[ParameterSlice]
+    units: Sequence[CommUnit]
+    raw_bytes: int  # what DDP itself would send for these parameters
+    keeps_state: bool  # whether anything is kept from one step to the next, on any rank
+    owed: dict[str, float] = field(default_factory=dict)  # see :func:`.adjust.owed`
+
+    @property
+    def sent(self) -> Sent:
+        return sum((unit.sent for unit in self.units), Sent())
 
 
 @singledispatch

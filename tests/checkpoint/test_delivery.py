@@ -1,4 +1,4 @@
-"""Errands are counted by the writer that has them."""
+"""File operations are counted by the writer that has them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Silent:
         pass
 
 
-def test_an_answer_ends_no_errand_of_a_writer_that_is_dying() -> None:
+def test_an_answer_ends_no_operation_of_a_writer_that_is_dying() -> None:
     """Whose end is seen after the next writer has been asked for the same, and has answered."""
     delivery = Delivery(CheckpointSettings(), failed=print, committed=print)
     dying, following = Silent(), Silent()
     for writer in (dying, following):
-        delivery._writer = writer
-        delivery.run_errand(Removal("folder/1.ckpt"))
+        delivery.writer = writer
+        delivery.run(Removal("folder/1.ckpt"))
     delivery._report(following, Done("folder/1.ckpt"))
     delivery._lost(dying, "killed")
     delivery.wait(5)

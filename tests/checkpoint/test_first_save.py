@@ -54,7 +54,7 @@ def test_a_trainer_that_is_killed_before_its_writer_has_started_loses_nothing(
         signal.alarm(int(LIMIT))
         io = AsyncTorchCheckpointIO()
         io.save_checkpoint(small_state(), folder / "1.ckpt")
-        io._checkpointer._delivery._thread.submit(int).result(LIMIT)  # type: ignore[union-attr]
+        io._saves.checkpointer._delivery._thread.submit(int).result(LIMIT)  # type: ignore[union-attr]
         os.kill(os.getpid(), signal.SIGKILL)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     with pytest.raises(ValueError, match="its writer still holds"):

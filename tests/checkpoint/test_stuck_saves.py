@@ -20,6 +20,8 @@ from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.copying import LaterCopy
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Failed
+from lightning_dist.checkpoint.ranks import Ranks
+from lightning_dist.checkpoint.saves import Saves
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.checkpoint.writers import WriterProcess
 
@@ -152,7 +154,7 @@ def test_a_step_waits_for_a_copy_no_longer_than_it_may(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with stuck_copy(tmp_path, monkeypatch) as (checkpointer, step):
-        monkeypatch.setattr(checkpointer._snapshots._fence, "_patience", 0.2)
+        monkeypatch.setattr(checkpointer._snapshots.fence, "_patience", 0.2)
         error = ends(step)
         assert isinstance(error, CheckpointError)
         assert "its copy has not ended within 0.2 s" in str(error)
@@ -194,7 +196,7 @@ def stopped(checkpointer: Checkpointer) -> Iterator[None]:
 def test_the_wait_allows_for_the_bytes_of_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As AsyncState saves them; an upload of 2 MB/s is slow, not stuck."""
+    """As AsyncStateCheckpointer saves them; an upload of 2 MB/s is slow, not stuck."""
     (tmp_path / "optimizer.bin").write_bytes(bytes(1_000_000))
     checkpointer = Checkpointer(CheckpointSettings())
     checkpointer.open(f"{tmp_path}/here")
@@ -218,11 +220,8 @@ def save_files(checkpointer: Checkpointer, group: Any, target: str) -> None:
 
 
 def take_turn(checkpointer: Checkpointer, group: Any, target: str) -> None:
-    pytest.importorskip("accelerate")
-    from lightning_dist.checkpoint.ranks import Ranks
-    from lightning_dist.integrations.accelerate.async_state.saves import Saves
-
-    Saves(checkpointer, ranks=Ranks(group)).take_turn(target)
+    saves = Saves(checkpointer, CheckpointSettings(), ranks=Ranks(group), warn=print)
+    saves.agree({}, error=saves.await_turn())
 
 
 @pytest.mark.parametrize("action", [save_part, save_files, take_turn])

@@ -73,7 +73,7 @@ def test_a_failure_keeps_it_and_the_next_success_removes_it(writer: Scripted) ->
     assert writer.names() == ["d"]
 
 
-def test_a_save_under_a_doomed_name_cancels_its_removal(writer: Scripted) -> None:
+def test_a_save_of_a_pending_deletion_cancels_its_removal(writer: Scripted) -> None:
     writer.save("a")
     writer.save("b", broken=True)
     writer.remove("a")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from processes import port, run, run_together
 
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable
 from lightning_dist.cli.bench import nbytes_of, print_report, sizes_of
-from lightning_dist.cli.bench_run import Report, members_of
+from lightning_dist.cli.bench_run import START, Report, members_of
 from lightning_dist.profiling.links import Measurement
 
 LINK_MBIT = 200.0
@@ -21,11 +20,15 @@ PAYLOAD = 1448 / 1514
 """Of a full frame, which is what the shaper counts: the rest is headers."""
 
 
+def bench_in_fork(python: list[str], *, start: str = "fork") -> list[str]:
+    """The program in a fork that has torch, which starts ranks in this way."""
+    code = f"from lightning_dist.cli import bench_run, main; bench_run.START = {start!r}; main()"
+    return [*python, "-c", code, "bench"]
+
+
 @pytest.fixture(scope="module")
 def quick_bench(quick_python: list[str]) -> list[str]:
-    """The program in a fork that has torch; the ranks that it starts itself are forks too."""
-    start = "from lightning_dist.cli import bench_run, main; bench_run.START = 'fork'; main()"
-    return [*quick_python, "-c", start, "bench"]
+    return bench_in_fork(quick_python)
 
 
 @pytest.fixture(autouse=True)
@@ -120,10 +123,11 @@ def test_a_matrix_names_the_slowest_pair(capsys: pytest.CaptureFixture[str]) -> 
     assert last.startswith("slowest: rank 2 on b to rank 3 on c, 0.250 Gbit/s, 25% of the fastest")
 
 
-def test_ranks_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", ["fork", pytest.param(START, marks=pytest.mark.slow)])
+def test_ranks_of_its_own(tmp_path: Path, quick_python: list[str], start: str) -> None:
     to = tmp_path / "bench.json"
     words = "--nproc 2 --min-bytes 64K --max-bytes 1M --step-factor 16 --iters 3 --device cpu"
-    command = [sys.executable, "-m", "lightning_dist", "bench", *words.split(), "--out", to]
+    command = [*bench_in_fork(quick_python, start=start), *words.split(), "--out", to]
     shown = run(command, limit=100).require_success().output
     assert "2 ranks (flat) on " in shown
     (group,) = json.loads(to.read_text())["groups"]

@@ -73,24 +73,13 @@ def test_json_and_nothing_else(folder: Path) -> None:
     assert only["exposed_ms"] == pytest.approx(24e6 / (50e6 / 8 * 1448 / 1514) * 1e3 - 30)
 
 
-def test_all_codecs_measured_here_and_other_buckets_by_default(folder: Path) -> None:
+def test_all_codecs_measured_here_by_default(folder: Path) -> None:
     found = content(folder)["scenarios"]
     assert {each["codec"] for each in found} == {
         *("ddp", "none", "fp16", "int8", "int4", "sign", "topk", "powersgd")
     }
     assert all(each["step_ms"] > 0 for each in found)
     assert ["matrices" in each["assumption"] for each in found].count(True) == 1
-    own = [each for each in found if each["codec"] == "ddp"]
-    # 16 MB in all: 100 is the same bucket as 25
-    assert sorted(each["bucket_mb"] or 0 for each in own) == [0, 5, 25]
-    assert {each["bucket_mb"] for each in found if each not in own} == {None}
-
-
-def test_buckets_that_are_asked_for(folder: Path) -> None:
-    text = profile("whatif", folder, "--bucket-mb", "10", "--bucket-mb", "2", "--codec", "ddp")
-    assert [row[1:7] for row in rows(text.stdout)] == [
-        ["ddp", "in", "buckets", "of", size, "MB"] for size in ("2", "10")
-    ]
 
 
 REFUSALS = {
@@ -98,7 +87,6 @@ REFUSALS = {
     "--link-gbps 0": "link_gbps must be above 0 Gbit/s, got 0",
     "--inside-gbps nan": "inside_gbps must be above 0 Gbit/s, got nan",
     "--latency-us -1": "latency_us must be 0 or more, got -1",
-    "--bucket-mb 0": "bucket_mb must be above 0 MB, got 0",
     "--form ring": "form must be one of flat, sharded, leader",
     "--codec int9": "codec must be one of",
     "--codec int8 --codec threshold": "codec must have a size that does not depend on the grad",

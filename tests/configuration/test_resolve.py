@@ -13,7 +13,7 @@ import pytest
 
 import lightning_dist
 from lightning_dist.configuration import CODE, LEFT_OUT, OPTIONS, SIDECAR, Resolved, resolve
-from lightning_dist.configuration.places import accelerate_default
+from lightning_dist.configuration.files import accelerate_default
 from lightning_dist.integrations.arguments import CompressionArguments
 from lightning_dist.settings import Settings
 

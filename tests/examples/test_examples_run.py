@@ -53,7 +53,7 @@ def test_lightning_cli_reads_strategy_profiler_and_checkpoints(tmp_path: Path) -
     assert (tmp_path / "cli_out/profile/run-0/report.html").exists()
     (log,) = tmp_path.glob("cli_out/**/metrics.csv")
     names = {name for row in read(log) for name, value in row.items() if value}
-    assert {"comm/compression_ratio", "comm/exposed_fraction", "checkpoint/write_s"} <= names
+    assert {"comm/compression_ratio", "comm/exposed_fraction", "checkpoint/write_ms"} <= names
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from torch import Tensor
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import Payload
-from lightning_dist.exchange.all_gather_v import AllGatherV
 from lightning_dist.exchange.channel import Channel
+from lightning_dist.exchange.rounds import AllGatherV
 
 Lengths = tuple[int, ...]
 

@@ -11,7 +11,7 @@ from worlds import Rank, run_threads
 
 from lightning_dist.codecs.base import Payload, Plane
 from lightning_dist.exchange.channel import Channel
-from lightning_dist.exchange.reduce_scatter import ReduceScatterAllGather
+from lightning_dist.exchange.rounds import ReduceScatterAllGather
 from lightning_dist.exchange.traffic import Sent, broadcasts, ring_all_gather, scatter
 from lightning_dist.exchange.wire import row_bytes
 

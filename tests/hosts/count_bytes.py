@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist import compress_ddp
 
-STEPS = 4
+STEPS = 2
 FORMS: dict[str, Any] = {"flat": False, "sharded": True, "leader": "leader"}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from forks import EVERYTHING, fork_server, with_seeds
+from forks import with_seeds
 from processes import torchrun
 from results import Results
 
@@ -20,12 +20,13 @@ LIMIT = 170.0
 
 
 @pytest.fixture(scope="session")
-def two(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Results:
+def two(
+    tmp_path_factory: pytest.TempPathFactory, quick_python: list[str], torch_python: list[str]
+) -> Results:
     """What every scenario of two ranks left behind. Their hash seeds are different ones."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    with fork_server(*EVERYTHING) as other:
-        python = with_seeds(quick_python, other)
-        finished = torchrun(RUNNER, folder, *OF_TWO, ranks=2, limit=LIMIT, python=python)
+    python = with_seeds(quick_python, torch_python)
+    finished = torchrun(RUNNER, folder, *OF_TWO, ranks=2, limit=LIMIT, python=python)
     return Results(folder, finished, ranks=2)
 
 

@@ -5,6 +5,7 @@ torchrun fsdp_ranks.py FOLDER REPLICAS SHARDS SCENARIO...
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -16,21 +17,28 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from lightning_dist.codecs import CODECS, warmup
 from lightning_dist.integrations.torch.fsdp import ShardedGradients, compress_fsdp
 
 WIDTH = 33
-STEPS = 4
+STEPS = 3
+KERNELS = 16 << 10
+"""Bytes that passes of kernels keep, whatever the model."""
 
 
 class Net(nn.Module):
     """Odd sizes, so that shards are padded; the head's weight is that of the first layer."""
 
-    def __init__(self, *, tied: bool = False, frozen: bool = False) -> None:
+    def __init__(self, *, tied: bool = False, frozen: bool = False, inner: int = 35) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH + 2), nn.Tanh(), nn.Linear(WIDTH + 2, WIDTH))
+            nn.Sequential(nn.Linear(WIDTH, inner), nn.Tanh(), nn.Linear(inner, WIDTH))
             for _ in range(3)
         )
         self.first = nn.Linear(WIDTH, WIDTH)
@@ -50,12 +58,24 @@ class Net(nn.Module):
         return self.last(self.head(x)) + x
 
 
-def sharded(mesh: DeviceMesh, *, checkpoints: bool = False, **given: Any) -> Net:
-    net_keys = {key: given.pop(key) for key in ("tied", "frozen") if key in given}
+def sharded(
+    mesh: DeviceMesh,
+    *,
+    checkpoints: bool = False,
+    compiled: str | None = None,
+    tensor: DeviceMesh | None = None,
+    **given: Any,
+) -> Net:
+    """The net, sharded over ``mesh``; ``compiled``: its blocks, with this backend."""
+    net_keys = {key: given.pop(key) for key in ("tied", "frozen", "inner") if key in given}
     torch.manual_seed(dist.get_rank() if given.pop("unequal", False) else 0)
     net = Net(**net_keys)
     for i, block in enumerate(net.blocks):
+        if tensor is not None:
+            parallelize_module(block, tensor, {"0": ColwiseParallel(), "2": RowwiseParallel()})
         net.blocks[i] = block = checkpoint_wrapper(block) if checkpoints else block
+        if compiled is not None:
+            net.blocks[i] = block = torch.compile(block, backend=compiled)
         fully_shard(block, mesh=mesh, **given)
     return fully_shard(net, mesh=mesh, **given)
 
@@ -101,11 +121,11 @@ def train(
     return weights(net)
 
 
-def both(mesh: DeviceMesh, **given: Any) -> bool:
+def both(mesh: DeviceMesh, *, shard: DeviceMesh | None = None, **given: Any) -> bool:
     """Whether torch's HSDP and codec none end with the same bits."""
     how = {key: given.pop(key) for key in ("accumulate", "clip") if key in given}
     native = train(sharded(mesh, **given), ours=None, **how)
-    net = sharded(mesh["shard"], **given)
+    net = sharded(shard or mesh["shard"], **given)
     ours = compress_fsdp(net, "none", mesh=mesh)
     try:
         found = train(net, ours=ours, **how)
@@ -121,12 +141,68 @@ def equal_to_native(mesh: DeviceMesh) -> dict[str, bool]:
         "plain": both(mesh),
         "accumulation": both(mesh, accumulate=True),
         "clipping": both(mesh, clip=True, accumulate=True),
+        "traced blocks": both(mesh, compiled="aot_eager"),
         "bf16 compute": both(mesh, mp_policy=bf16),
         "activation checkpointing": both(mesh, checkpoints=True),
         "tied weights": both(mesh, tied=True),
         "frozen parts": both(mesh, frozen=True),
         "resharded late": both(mesh, reshard_after_forward=False),
     }
+
+
+def tensor_parallel(_: DeviceMesh) -> dict[str, bool]:
+    """Two replicas of shards whose matrices are split over two ranks."""
+    shape = (2, dist.get_world_size() // 4, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard", "tensor"))
+    data, given = mesh["replicate", "shard"], {"tensor": mesh["tensor"], "inner": 36}
+    net = sharded(mesh["shard"], **given)
+    ours = compress_fsdp(net, "int4", mesh=data, min_compress_numel=0)
+    train(net, ours=ours, accumulate=True)
+    state = ours.state_dict()
+    sizes = {name: p.numel() for name, p in net.named_parameters()}
+    ours.close()
+    of_rank = state is None or all(
+        of.shape == (2, sizes[name] // (2 if "blocks" in name and "2.bias" not in name else 1))
+        for name, of in state["residuals"].items()
+    )
+    return {
+        "equal to native": both(data, shard=mesh["shard"], accumulate=True, **given),
+        "replicas equal": replicas_are_equal(net, data),
+        "state of this part": of_rank,
+        "on the first of each part": (state is not None) == (dist.get_rank() < 2),
+    }
+
+
+def compiled_blocks(mesh: DeviceMesh) -> dict[str, bool]:
+    return {"compiled": both(mesh, compiled="inductor", accumulate=True)}
+
+
+def memory(mesh: DeviceMesh) -> dict[str, bool]:
+    """Between passes there are beside what torch's HSDP has only shards: residuals, payloads, and a
+    flat copy of the gradients. A whole copy of the model would be as large as two.
+    """
+    before = bytes_held()
+    native = sharded(mesh)
+    train(native, ours=None, accumulate=True)
+    of_native = bytes_held() - before
+    net = sharded(mesh["shard"])
+    ours = compress_fsdp(net, "int8", mesh=mesh, min_compress_numel=0)
+    train(net, ours=ours, accumulate=True)
+    shards = sum(local(p).nbytes for p in net.parameters())
+    added, said = bytes_held() - before - 2 * of_native, ours.reducer.memory()
+    ours.close()
+    return {
+        "residuals of a shard": 0.9 * shards < said["residual_bytes"] <= shards,
+        "payloads of a shard": 0 < said["buffer_bytes"] <= 2 * shards,
+        "nothing else": added < shards + sum(said.values()) + KERNELS,
+    }
+
+
+def bytes_held() -> int:
+    """Bytes of all tensors of this process."""
+    gc.collect()
+    storages = [x.untyped_storage() for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def replicas_are_equal(net: nn.Module, mesh: DeviceMesh) -> bool:
@@ -181,8 +257,7 @@ def conservation(mesh: DeviceMesh) -> dict[str, float]:
         names = [name for name, _ in net.named_parameters()]
         for name, got, want in zip(names, applied, wanted, strict=True):
             owed = torch.zeros_like(got)
-            for part in ours.reducer.residuals.parts(name):
-                owed += part.view_as(got)
+            owed += ours.reducer.residuals.get(name, owed).view_as(got)
             dist.all_reduce(owed, group=group)
             if got.numel():
                 error = (got + owed / group.size() - want).norm() / want.norm().clamp(min=1e-30)
@@ -259,7 +334,7 @@ def flushed(mesh: DeviceMesh) -> dict[str, bool]:
     close = [
         torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(applied, wanted, strict=True)
     ]
-    freed = not ours.reducer.residuals.names()
+    freed = not ours.reducer.residuals
     ours.close()
     return {"all is sent": all(close), "freed": freed}
 
@@ -269,7 +344,7 @@ def overflow(mesh: DeviceMesh) -> dict[str, bool]:
     net = sharded(mesh["shard"])
     ours = compress_fsdp(net, "int8", mesh=mesh, min_compress_numel=0, commit="deferred")
     train(net, ours=ours)
-    before = {n: ours.reducer.residuals[n].clone() for n in ours.reducer.residuals.names()}
+    before = {n: ours.reducer.residuals[n].clone() for n in ours.reducer.residuals}
     (batch,) = batches(1)
     bad = batch[0] * (torch.inf if dist.get_rank() == 0 else 1.0)
     net.zero_grad()
@@ -321,6 +396,10 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
         "reduce dtype": lambda: compress_fsdp(
             sharded(mesh["shard"], mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)),
             mesh=mesh,
+        ),
+        "one replica": lambda: compress_fsdp(
+            sharded(init_device_mesh("cpu", (dist.get_world_size(),))),
+            mesh=init_device_mesh("cpu", (1, dist.get_world_size())),
         ),
         "another mesh": lambda: compress_fsdp(
             sharded(init_device_mesh("cpu", (dist.get_world_size(),))), mesh=mesh

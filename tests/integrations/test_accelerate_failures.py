@@ -1,4 +1,4 @@
-"""Saves of AsyncState that fail: said once, and the next one works."""
+"""Saves of AsyncStateCheckpointer that fail: said once, and the next one works."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip("accelerate")
 
 from scenarios.accelerating import Training, kill_writer_during_a_save, names, no_room, writer_of
 
-from lightning_dist.accelerate import AsyncState
+from lightning_dist.accelerate import AsyncStateCheckpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.integrations.accelerate.async_state.scratch import Scratch, sweep
 
@@ -25,10 +25,10 @@ def staging(tmp_path: Path) -> Path:
 
 
 def test_a_dead_writer_is_raised_once_and_replaced(tmp_path: Path) -> None:
-    with Training(tmp_path) as training, AsyncState(training.accelerator) as state:
+    with Training(tmp_path) as training, AsyncStateCheckpointer(training.accelerator) as state:
         kill_writer_during_a_save(state)
         with pytest.raises(
-            CheckpointError, match=r"checkpoint_1 was not saved: the checkpoint writer"
+            CheckpointError, match=r"checkpoint_1 of step 1 was not written: the checkpoint writer"
         ):
             state.wait()
         state.wait()
@@ -43,7 +43,9 @@ def test_a_full_memory_folder_costs_one_checkpoint(
 ) -> None:
     with (
         Training(tmp_path) as training,
-        AsyncState(training.accelerator, on_error=on_error, staging_dir=staging) as state,
+        AsyncStateCheckpointer(
+            training.accelerator, on_error=on_error, staging_dir=staging
+        ) as state,
     ):
         writer_of(state)  # has been started, and has no limit
         with no_room(1000):
@@ -64,21 +66,21 @@ def test_a_failure_is_a_warning_where_that_is_asked_for(
 ) -> None:
     with (
         Training(tmp_path) as training,
-        AsyncState(training.accelerator, on_error="warn") as state,
+        AsyncStateCheckpointer(training.accelerator, on_error="warn") as state,
         no_room(500, pid=writer_of(state)),
     ):
         state.save_state()
         state.wait()
         state.wait()
-    assert caplog.text.count("checkpoint_1 was not saved") == 1
+    assert caplog.text.count("checkpoint_1 of step 1 was not written") == 1
     assert names(tmp_path) == ["checkpoint_0"]
 
 
 def test_closing_raises_what_was_not_reported_yet(tmp_path: Path, staging: Path) -> None:
     with Training(tmp_path) as training:
-        state = AsyncState(training.accelerator, staging_dir=staging)
+        state = AsyncStateCheckpointer(training.accelerator, staging_dir=staging)
         kill_writer_during_a_save(state)
-        with pytest.raises(CheckpointError, match="checkpoint_1 was not saved"):
+        with pytest.raises(CheckpointError, match="checkpoint_1 of step 1 was not written"):
             state.close()
         state.close()
         assert os.listdir(staging) == []
@@ -88,13 +90,13 @@ def test_an_error_in_the_training_is_not_replaced_by_one_of_a_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def train_and_fail() -> None:
-        with AsyncState(training.accelerator) as state:
+        with AsyncStateCheckpointer(training.accelerator) as state:
             kill_writer_during_a_save(state)
             raise KeyError
 
     with Training(tmp_path) as training, pytest.raises(KeyError):
         train_and_fail()
-    assert caplog.text.count("checkpoint_1 was not saved") == 1
+    assert caplog.text.count("checkpoint_1 of step 1 was not written") == 1
 
 
 def test_what_a_killed_process_left_in_memory_is_removed_once_nobody_needs_it(

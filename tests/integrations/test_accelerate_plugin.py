@@ -70,7 +70,7 @@ def test_bf16_mixed_precision(pair: Results) -> None:
     require_replicas(ranks)
 
 
-@pytest.mark.parametrize("way", ["save_state", "AsyncState"])
+@pytest.mark.parametrize("way", ["save_state", "AsyncStateCheckpointer"])
 def test_residuals_of_every_rank_and_model_come_back(pair: Results, way: str) -> None:
     """4 + 4 steps with a load between are 8 steps, bit for bit."""
     ranks = pick(pair("plugin_resumes"), way)

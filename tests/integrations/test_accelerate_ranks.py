@@ -1,4 +1,4 @@
-"""AsyncState on two ranks, and after a kill."""
+"""AsyncStateCheckpointer on two ranks, and after a kill."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytest.importorskip("accelerate")
 
 from scenarios.accelerating import Training
 
-from lightning_dist.accelerate import AsyncState
+from lightning_dist.accelerate import AsyncStateCheckpointer
 from lightning_dist.checkpoint.disk.folder_owner import LOCK
 
 HERE = Path(__file__).parent
@@ -119,7 +119,10 @@ def test_a_failure_on_one_rank_is_raised_once_on_all(pair: Results) -> None:
     ranks = pair("full")
     for facts in ranks:
         assert facts["surfaced"].startswith("CheckpointError: ")
-        assert "checkpoint_1 was not saved: rank 1 could not write: OSError" in facts["surfaced"]
+        assert (
+            "checkpoint_1 of step 1 was not written: rank 1 could not write: OSError"
+            in facts["surfaced"]
+        )
         assert facts["kept"] == ["checkpoint_0"]
         assert facts["waited"] == ""
         assert facts["failed"] == 1
@@ -139,7 +142,7 @@ def test_one_rank_loads_what_two_saved_and_says_what_is_not_exact(pair: Results)
 
 def test_refusals_reach_all_ranks_and_the_next_save_works(pair: Results) -> None:
     ranks = pair("refused_together")
-    assert "AsyncState did not write it" in both(ranks, "foreign")
+    assert "AsyncStateCheckpointer did not write it" in both(ranks, "foreign")
     assert "all ranks must save to the same folder" in both(ranks, "different")
     assert both(ranks, "missing").startswith("FileNotFoundError: there is no folder")
     assert both(ranks, "saved") == "after_refusals"
@@ -155,7 +158,10 @@ def test_a_killed_process_resumes_bit_for_bit(folder: Path, pair: Results) -> No
     with Training(None) as training:
         history, whole = training.train(6), training.facts()
     project = folder / "single"
-    with Training(project, seed=5) as training, AsyncState(training.accelerator) as state:
+    with (
+        Training(project, seed=5) as training,
+        AsyncStateCheckpointer(training.accelerator) as state,
+    ):
         loaded = state.load_state()
         assert (project / "checkpoints" / LOCK).exists()
         done = {"checkpoint_0": 2, "checkpoint_1": 4}[Path(loaded).name]

@@ -1,4 +1,4 @@
-"""What AsyncState refuses, and what to do instead."""
+"""What AsyncStateCheckpointer refuses, and what to do instead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytest.importorskip("accelerate")
 
 from scenarios.accelerating import Training
 
-from lightning_dist.accelerate import AsyncState
+from lightning_dist.accelerate import AsyncStateCheckpointer
 from lightning_dist.checkpoint.disk.errors import CorruptCheckpointError
 
 
@@ -29,7 +29,7 @@ from lightning_dist.checkpoint.disk.errors import CorruptCheckpointError
 )
 def test_settings_that_cannot_take_effect(arguments: dict[str, Any], remedy: str) -> None:
     with Training(None) as training, pytest.raises(ValueError, match=remedy):
-        AsyncState(training.accelerator, **arguments)
+        AsyncStateCheckpointer(training.accelerator, **arguments)
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"])
@@ -37,17 +37,17 @@ def test_accelerators_that_write_together(kind: str) -> None:
     with Training(None) as training:
         training.accelerator.state.distributed_type = kind
         with pytest.raises(ValueError, match=r"use accelerator\.save_state there"):
-            AsyncState(training.accelerator)
+            AsyncStateCheckpointer(training.accelerator)
 
 
 def test_folders_of_each_node(tmp_path: Path) -> None:
     training = Training(tmp_path, save_on_each_node=True)
     with training, pytest.raises(ValueError, match="save_on_each_node"):
-        AsyncState(training.accelerator)
+        AsyncStateCheckpointer(training.accelerator)
 
 
 def test_folders_that_are_refused(tmp_path: Path) -> None:
-    with Training(None) as training, AsyncState(training.accelerator) as state:
+    with Training(None) as training, AsyncStateCheckpointer(training.accelerator) as state:
         with pytest.raises(ValueError, match="save_state needs output_dir="):
             state.save_state()
         with pytest.raises(ValueError, match="load_state needs input_dir="):

@@ -1,4 +1,4 @@
-"""AsyncState: accelerate's save_state and load_state, in the background, complete or not at all."""
+"""Saving and loading with accelerate in the background, complete or not at all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytest.importorskip("accelerate")
 
 from scenarios.accelerating import Training, damage, names, writer_of, writers
 
-from lightning_dist.accelerate import AsyncState
+from lightning_dist.accelerate import AsyncStateCheckpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
 from lightning_dist.checkpoint.disk.folder_owner import own
 from lightning_dist.checkpoint.disk.verify import verify
@@ -34,7 +34,7 @@ def test_stock_accelerate_loads_ours_and_we_load_its_with_a_warning(
 ) -> None:
     with Training(tmp_path) as training:
         history = training.train(3)
-        with AsyncState(training.accelerator) as state:
+        with AsyncStateCheckpointer(training.accelerator) as state:
             ours = state.save_state()
         assert ours is not None
         assert verify(ours).kind == "folder"
@@ -44,7 +44,7 @@ def test_stock_accelerate_loads_ours_and_we_load_its_with_a_warning(
         theirs = tmp_path / "theirs"
         training.accelerator.project_configuration.automatic_checkpoint_naming = False
         training.accelerator.save_state(str(theirs))
-    with Training(None, seed=6) as training, AsyncState(training.accelerator) as state:
+    with Training(None, seed=6) as training, AsyncStateCheckpointer(training.accelerator) as state:
         assert state.load_state(theirs) == str(theirs)
         assert training.tally.seen == history[-1]
     assert "nobody can tell whether it is complete" in caplog.text
@@ -55,7 +55,7 @@ def test_nothing_is_left_in_memory_and_the_metrics_say_what_it_cost(
 ) -> None:
     with (
         Training(tmp_path) as training,
-        AsyncState(training.accelerator, staging_dir=staging) as state,
+        AsyncStateCheckpointer(training.accelerator, staging_dir=staging) as state,
     ):
         target = state.save_state(step=17)
         state.wait()
@@ -64,13 +64,13 @@ def test_nothing_is_left_in_memory_and_the_metrics_say_what_it_cost(
         assert (state.last_committed.target, state.last_committed.origin.step) == (target, 17)
         metrics = state.metrics
         assert (metrics.saves, metrics.failed, metrics.in_flight) == (1, 0, 0)
-        assert 0 < metrics.queue_s < metrics.stall_s
+        assert 0 < metrics.queue_s < metrics.blocking_s
         assert metrics.bytes == verify(str(target)).nbytes > 0
 
 
 def test_an_explicit_folder_is_replaced_as_a_whole_with_what_hooks_wrote(tmp_path: Path) -> None:
     """Also folders inside, as diffusers' hooks write them."""
-    with Training(None) as training, AsyncState(training.accelerator) as state:
+    with Training(None) as training, AsyncStateCheckpointer(training.accelerator) as state:
 
         def write(models: Any, weights: Any, output_dir: str) -> None:
             nested = Path(output_dir, "unet", "part")
@@ -94,7 +94,10 @@ def test_an_explicit_folder_is_replaced_as_a_whole_with_what_hooks_wrote(tmp_pat
 def test_a_busy_writer_makes_a_save_skip_and_numbers_stay_dense(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Training(tmp_path) as training, AsyncState(training.accelerator, on_busy="skip") as state:
+    with (
+        Training(tmp_path) as training,
+        AsyncStateCheckpointer(training.accelerator, on_busy="skip") as state,
+    ):
         writer = writer_of(state)
         os.kill(writer, signal.SIGSTOP)
         assert state.save_state() is not None
@@ -108,7 +111,10 @@ def test_a_busy_writer_makes_a_save_skip_and_numbers_stay_dense(
 
 def test_sync_returns_when_it_is_durable(tmp_path: Path) -> None:
     options: Any = {"snapshot": "sync", "verify": "always"}
-    with Training(tmp_path) as training, AsyncState(training.accelerator, **options) as state:
+    with (
+        Training(tmp_path) as training,
+        AsyncStateCheckpointer(training.accelerator, **options) as state,
+    ):
         target = state.save_state()
         assert verify(str(target)).kind == "folder"
 
@@ -116,7 +122,7 @@ def test_sync_returns_when_it_is_durable(tmp_path: Path) -> None:
 def test_closing_reports_waits_and_ends_everything(tmp_path: Path) -> None:
     threads = set(threading.enumerate())
     with Training(tmp_path) as training:
-        state = AsyncState(training.accelerator, max_in_flight=2)
+        state = AsyncStateCheckpointer(training.accelerator, max_in_flight=2)
         for _ in range(3):
             state.save_state()
         state.close()
@@ -133,7 +139,7 @@ def test_closing_reports_waits_and_ends_everything(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_whole_checkpoint_is_no_reason_to_start_afresh(tmp_path: Path) -> None:
-    with Training(tmp_path) as training, AsyncState(training.accelerator) as state:
+    with Training(tmp_path) as training, AsyncStateCheckpointer(training.accelerator) as state:
         with pytest.raises(FileNotFoundError):
             state.load_state()
         target = state.save_state()
@@ -147,10 +153,13 @@ def test_a_folder_without_a_whole_checkpoint_is_no_reason_to_start_afresh(tmp_pa
 
 
 def test_another_number_of_objects_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
-    with Training(tmp_path) as training, AsyncState(training.accelerator) as state:
+    with Training(tmp_path) as training, AsyncStateCheckpointer(training.accelerator) as state:
         training.train(1)
         state.save_state()
-    with Training(tmp_path, seed=5) as training, AsyncState(training.accelerator) as state:
+    with (
+        Training(tmp_path, seed=5) as training,
+        AsyncStateCheckpointer(training.accelerator) as state,
+    ):
         training.accelerator.register_for_checkpointing(training.tally)
         before = [p.detach().clone() for p in training.model.parameters()]
         with pytest.raises(ValueError, match=r"holds 1 objects .* has 2"):

@@ -26,8 +26,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def writer_pid(io: AsyncTorchCheckpointIO) -> int:
-    assert io._checkpointer is not None
-    return int(io._checkpointer._delivery.writer.pid)
+    assert io._saves is not None
+    return int(io._saves.checkpointer._delivery.writer.pid)
 
 
 @pytest.mark.parametrize("snapshot", ["blocking", "sync"])
@@ -77,8 +77,8 @@ def test_errors_come_out_of_the_next_save(on_error: Any, tmp_path: Path) -> None
         resource.prlimit(writer_pid(io), resource.RLIMIT_FSIZE, (1000, unlimited))
 
     def space_again() -> None:
-        assert io._checkpointer is not None
-        io._checkpointer.wait()
+        assert io._saves is not None
+        io._saves.checkpointer.wait()
         unlimited = resource.RLIM_INFINITY
         resource.prlimit(writer_pid(io), resource.RLIMIT_FSIZE, (unlimited, unlimited))
 

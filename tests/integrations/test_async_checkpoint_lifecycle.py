@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import pickle
 import signal
 import sys
 from collections.abc import Callable
@@ -62,13 +63,13 @@ def test_loggers_hear_of_files_that_are_there(writer: Any, tmp_path: Path) -> No
         assert {name for name in row if name.startswith("checkpoint/")} == {
             f"checkpoint/{name}"
             for name in (
-                *("stall_ms", "queue_ms", "fence_ms", "write_s"),
+                *("blocking_ms", "queue_ms", "optimizer_wait_ms", "write_ms"),
                 *("bytes", "in_flight", "skipped", "failed"),
             )
         }
         assert abs(row["checkpoint/bytes"] - size) < 1000
-        assert row["checkpoint/stall_ms"] > 0
-        assert row["checkpoint/write_s"] > 0
+        assert row["checkpoint/blocking_ms"] > 0
+        assert row["checkpoint/write_ms"] > 0
 
 
 def test_a_line_for_every_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -334,3 +335,23 @@ def test_the_memory_limit_is_kept(enforced: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="host_memory_limit=1000 bytes is less than the "):
         fit(callback)
     assert listing(tmp_path) == []
+
+
+def test_a_pickled_callback_is_the_same(tmp_path: Path) -> None:
+    callback = AsyncCheckpoint(tmp_path, monitor="score", save_last=True)
+    assert vars(pickle.loads(pickle.dumps(callback))) == vars(callback)
+
+
+def test_the_newest_saved_is_the_last_where_that_is_a_file_of_its_own(tmp_path: Path) -> None:
+    callback = AsyncCheckpoint(tmp_path, "{step}", save_last=True)
+    fit(callback, max_epochs=1)
+    assert callback._last_checkpoint_saved == callback.last_model_path == f"{tmp_path}/last.ckpt"
+
+
+def test_outside_of_a_fit_it_saves_at_once_as_a_model_checkpoint(tmp_path: Path) -> None:
+    callback = AsyncCheckpoint(tmp_path, "{step}", save_last=True, monitor=None)
+    trainer = make_trainer(callback)
+    trainer.strategy.connect(Net())
+    callback._save_topk_checkpoint(trainer, {"step": torch.tensor(0), "epoch": torch.tensor(0)})
+    callback._save_last_checkpoint(trainer, {})
+    assert whole_checkpoints(tmp_path) == ["last.ckpt", "step=0.ckpt"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from lightning_dist import AsyncCheckpoint
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.disk.manifest import Origin
+from lightning_dist.checkpoint.ranks import Ranks
+from lightning_dist.checkpoint.saves import Saves
+from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.integrations.lightning.checkpoint import async_checkpoint
 from lightning_dist.integrations.lightning.checkpoint.bookkeeping import Displaced
-from lightning_dist.integrations.lightning.checkpoint.io import surface
 
 PAIRS: dict[str, list[dict[str, Any]]] = {
     "one name": [
@@ -155,16 +158,17 @@ class _Polled:
 
 
 def failed(step: int, *, dropped: bool = False) -> Failed:
-    return Failed(f"/x/{step}.ckpt", Origin("0" * 16, step, 0), f"reason {step}", dropped)
+    return Failed(f"/x/{step}.ckpt", Origin(f"{step:016}", step, 0), f"reason {step}", dropped)
 
 
 def test_all_failures_are_said() -> None:
     polled: Any = _Polled(failed(1), failed(2, dropped=True), failed(3))
+    saves = Saves(polled, CheckpointSettings(), ranks=Ranks(None), warn=warnings.warn)
     with (
         pytest.warns(UserWarning, match="of step 2 was not written") as warned,
         pytest.raises(CheckpointError) as error,
     ):
-        surface(polled, on_error="raise")
+        saves.report_own()
     assert len(warned) == 1
     assert [line.partition(" was ")[0] for line in str(error.value).splitlines()] == [
         "the checkpoint /x/1.ckpt of step 1",
@@ -183,13 +187,13 @@ def test_a_fit_raises_for_all_that_failed(tmp_path: Path) -> None:
             if trainer.global_step == 1:
                 assert callback._session is not None
                 callback._session.deliver = lambda: None
-                callback._session._outcomes.agree = lambda last: None
+                callback._session.agree_on_failures = lambda: [{"busy": False}]
                 faults.short_of_space()
 
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
             if trainer.global_step == 2:
                 callback.wait()
-                del callback._session._outcomes.agree
+                del callback._session.agree_on_failures
 
     with pytest.raises(CheckpointError) as error:
         fit(Late(), callback, max_steps=3)

@@ -35,13 +35,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -
 def test_planted_skew_is_waiting_for_that_rank(codec: str, folders: dict[str, Path]) -> None:
     known = [each["launched"] for each in truth(folders[f"skew {codec}"])]
     profiled, _ = profile(folders[f"skew {codec}"])
-    lates = {step: (known[1][step] - known[0][step]) / MS for step in PLANTED}
+    lates = {}  # at least, at most: a busy machine may stop a rank while it launches
+    for step in PLANTED:
+        (first_begin, first_end), (second_begin, second_end) = known[0][step], known[1][step]
+        lates[step] = (second_begin - first_end) / MS, (second_end - first_begin) / MS
     # A machine with something else to do may hold up rank 0 as well, in some of the steps.
-    assert any(lates[step] > planted / 2 for step, planted in PLANTED.items()), lates
-    for step, late in lates.items():
+    assert any(lates[step][0] > planted / 2 for step, planted in PLANTED.items()), lates
+    for step, (least, most) in lates.items():
         first, second = analyse(profiled, step)
-        assert first.waited_for.get(1, 0) / MS == pytest.approx(max(0.0, late), abs=2)
-        assert sum(second.waited_for.values()) / MS < 2 + max(0.0, -late)
+        assert max(0.0, least) - 2 < first.waited_for.get(1, 0) / MS < max(0.0, most) + 2
+        assert sum(second.waited_for.values()) / MS < 2 + max(0.0, -least)
 
 
 def test_planted_codec_time_is_codec_time(folders: dict[str, Path]) -> None:
@@ -87,7 +90,7 @@ def test_a_residual_that_grows_without_end_is_told_once(folders: dict[str, Path]
         assert output.count(f"[rank: {rank}] CommProfiler: the residual of bucket") == 1
         assert "Use a codec or options that lose less" in output
     for of_rank in profiled.ranks.values():
-        assert len(of_rank.errors) >= 10  # a machine that is busy looks less often
+        assert len(of_rank.errors) == 150
         assert all(each.relative_l2 == pytest.approx(1.2, abs=0.01) for each in of_rank.errors)
         assert all(each.cosine == pytest.approx(-1, abs=0.01) for each in of_rank.errors)
 
@@ -97,7 +100,7 @@ def test_a_residual_that_levels_off_is_no_reason_to_warn(folders: dict[str, Path
     assert not [note for note in summary["notes"] if "residual" in note]
     assert "the residual of" not in (folders["residual healthy"] / "output-0.txt").read_text()
     for of_rank in profiled.ranks.values():
-        assert len(of_rank.errors) >= 10
+        assert len(of_rank.errors) == 150
         assert all(0 < each.relative_l2 < 1 and 0 < each.cosine < 1 for each in of_rank.errors)
         assert max(each.residual_ratio for each in of_rank.errors) > 1
 
@@ -160,5 +163,5 @@ def test_meta_says_what_it_is_of(case: str, codec: str, folders: dict[str, Path]
     assert meta["gradients"]["bytes"] == 4 * parameters
     raw = sum(bucket["raw_mb"] for bucket in summary["buckets"])
     assert raw == pytest.approx(4 * parameters / 1e6, rel=1e-3), "2 ranks: each sends all of it"
-    assert meta["profiler"]["max_overhead"] == run.ranks[0].metadata.max_overhead
+    assert meta["profiler"]["max_overhead"] == 1
     assert meta["versions"]["torch"] == run.ranks[0].metadata.versions["torch"]

@@ -105,7 +105,7 @@ def test_an_optimizer_with_a_closure_has_one_step_with_all_of_its_exchanges(
     for step in profiled.common_steps:
         for each in analyse(profiled, step):
             assert sum(each.parts.values()) == each.duration
-            assert each.exposed > 0
+            assert each.ns["exposed"] > 0
     (note,) = (note for note in summary["notes"] if "gradients are exchanged" in note)
     assert "passes that only accumulate gradients need no exchange" in note
     assert "exchange gradients several times" in summary["unavailable"]["predictions"] or (

@@ -16,7 +16,6 @@ from lightning_dist import CommProfiler
 from lightning_dist.integrations.profiler.comm_profiler import _reason
 from lightning_dist.integrations.profiler.run import ProfileRun
 from lightning_dist.profiling.capture.files import RankFile
-from lightning_dist.profiling.report.files import Wanted
 
 
 class Closing:
@@ -50,7 +49,7 @@ def test_why_nothing_is_predicted_is_known_without_looking(
     file.close()
     run = ProfileRun.__new__(ProfileRun)
     run.folder, run._has_finished, run._predicts = tmp_path, has_finished, asks
-    summary, _ = run.report(Wanted(html=False, trace=False))
+    summary, _ = run.report(html=False, trace=False)
     assert (
         summary.unavailable["predictions"]
         == f"{reason}; `lightning-dist profile whatif DIR` measures"

@@ -32,6 +32,7 @@ def square(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) ->
     """Two replicas of two shards."""
     scenarios = ("equal_to_native", "some_codecs", "resume")
     scenarios += ("another_mesh", "flushed", "overflow", "interrupted", "refusals")
+    scenarios += ("tensor_parallel", "memory")
     return launch(tmp_path_factory.mktemp("fsdp"), quick_python, 2, 2, *scenarios)
 
 
@@ -74,13 +75,26 @@ def test_every_codec(tmp_path: Path, quick_python: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "scenario", ["resume", "another_mesh", "flushed", "overflow", "interrupted"]
+    "scenario",
+    ["resume", "another_mesh", "flushed", "overflow", "interrupted", "tensor_parallel", "memory"],
 )
 def test_state(square: Path, scenario: str) -> None:
     found = facts(square, scenario, "2x2")
     assert len(found) == 4
     for each in found:
         assert all(each.values()), each
+
+
+@pytest.mark.slow
+def test_compiled_blocks_and_tensor_parallel_shards(
+    tmp_path: Path, quick_python: list[str]
+) -> None:
+    launch(tmp_path, quick_python, 2, 2, "compiled_blocks")
+    launch(tmp_path, quick_python, 2, 4, "tensor_parallel")
+    for scenario, shape, ranks in (("compiled_blocks", "2x2", 4), ("tensor_parallel", "2x4", 8)):
+        found = facts(tmp_path, scenario, shape)
+        assert len(found) == ranks
+        assert all(all(each.values()) for each in found), found
 
 
 @pytest.mark.parametrize(
@@ -92,6 +106,7 @@ def test_state(square: Path, scenario: str) -> None:
         ("offload", "CPUOffloadPolicy"),
         ("reduce dtype", "reduce_dtype"),
         ("another mesh", "one dimension of mesh"),
+        ("one replica", "several replicas"),
         ("unequal settings", "codec"),
     ],
 )

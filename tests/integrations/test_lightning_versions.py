@@ -70,10 +70,8 @@ def requirements() -> dict[str, Requirement]:
     return {each.name: each for each in found}
 
 
-def pinned(name: str) -> Version:
-    (version,) = re.findall(
-        rf"^{name}==(.+)$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE
-    )
+def pinned(name: str, file: str = "constraints.txt") -> Version:
+    (version,) = re.findall(rf"^{name}==(.+)$", (ROOT / file).read_text(), flags=re.MULTILINE)
     return Version(version)
 
 
@@ -84,3 +82,9 @@ def test_no_version_beyond_the_tested_ones_is_admitted(name: str) -> None:
     assert admitted.contains(version)
     assert not admitted.contains(f"{version.major}.{version.minor + 1}.0")
     assert not admitted.contains(f"{version.major}.{version.minor - 1}.99")
+
+
+@pytest.mark.parametrize("name", ["lightning", "accelerate"])
+def test_the_lowest_versions_that_are_tested_are_the_lowest_admitted(name: str) -> None:
+    lowest = [each.version for each in requirements()[name].specifier if each.operator == ">="]
+    assert [Version(version) for version in lowest] == [pinned(name, "constraints-lowest.txt")]

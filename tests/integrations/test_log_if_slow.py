@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from lightning_dist.integrations.profiler.log_if_slow import log_if_slow
+from lightning_dist.integrations.profiler.run import log_if_slow
 
 
 def timers() -> set[threading.Timer]:

@@ -180,13 +180,13 @@ def _state(folder: Path, value: Any, **settings: Any) -> Any:
     from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration
 
-    from lightning_dist.accelerate import AsyncState
+    from lightning_dist.accelerate import AsyncStateCheckpointer
 
     project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
     accelerator = Accelerator(cpu=True, project_config=project)
     accelerator.prepare(nn.Linear(2, 2))
     accelerator.register_for_checkpointing(Stateful(value))
-    return AsyncState(accelerator, writer="thread", **settings)
+    return AsyncStateCheckpointer(accelerator, writer="thread", **settings)
 
 
 def test_an_accelerator_is_not_given_what_runs_code(tmp_path: Path) -> None:
@@ -235,13 +235,13 @@ def test_tensors_that_cannot_be_on_meta_hide_nothing_that_runs_code(
 
 
 def test_what_cannot_be_read_at_all_is_not_given_to_an_accelerator(tmp_path: Path) -> None:
-    from lightning_dist.integrations.accelerate.async_state.files import problem_on_load
+    from lightning_dist.integrations.accelerate.async_state.files import OBJECTS, problem_in
 
     file = io.BytesIO()
     torch.jit.save(torch.jit.script(nn.Linear(2, 2)), file)  # torch.load would run its code
     path = tmp_path / "custom_checkpoint_0.pkl"
     path.write_bytes(file.getvalue())
-    problem = problem_on_load(str(tmp_path), rank=0)
+    problem = problem_in(str(tmp_path), OBJECTS)
     assert problem is not None
     assert f"{path} " in str(problem)
     assert "weights_only=False" in str(problem)

@@ -135,18 +135,18 @@ def _state(**project: Any) -> Any:
     from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration
 
-    from lightning_dist.accelerate import AsyncState
+    from lightning_dist.accelerate import AsyncStateCheckpointer
 
     settings = ProjectConfiguration(automatic_checkpoint_naming=True, **project)
     accelerator = Accelerator(cpu=True, project_config=settings)
     accelerator.prepare(nn.Linear(2, 2))
-    return AsyncState(accelerator, writer="thread")
+    return AsyncStateCheckpointer(accelerator, writer="thread")
 
 
 def test_total_limit_counts_and_removes_own_checkpoints_only(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     (folder / "checkpoint_0").mkdir(parents=True)
-    (folder / "checkpoint_0" / "mine.txt").write_text("no checkpoint of AsyncState")
+    (folder / "checkpoint_0" / "mine.txt").write_text("no checkpoint of AsyncStateCheckpointer")
     with _state(project_dir=str(tmp_path), total_limit=2) as state:
         state.save_state()
         state.wait()

@@ -64,10 +64,8 @@ def all_passes(codec_name: str, dtype: torch.dtype, sm: int) -> dict[str, str]:
     own = torch.zeros(table.payload_bytes, dtype=torch.uint8)
     mean, flag = own[: table.row_bytes(0)], torch.tensor(True)
     salts = torch.zeros(2, dtype=torch.int32) if codec.stochastic else None
-    scale, sums = torch.ones(()), torch.zeros(len(table.tiles), 2, dtype=torch.float64)
-    kernels.encode(
-        flat, residual, scale, table=table, payload=own, finite=flag, salts=salts, sums=sums
-    )
+    scale = torch.ones(())
+    kernels.encode(flat, residual, scale, table=table, payload=own, finite=flag, salts=salts)
     kernels.reduce(own, mean, table=table, row=1, residual=residual, scale=scale, salts=salts)
     kernels.decode(torch.cat([own, own]), flat, table=table, weight=0.5)
     return found

@@ -15,15 +15,16 @@ from interpreted import in_tables
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_dist.codecs import NoCompression, resolve_codec
+from lightning_dist.codecs import BlockCodec, resolve_codec
+from lightning_dist.codecs.policies import raw_beside
 from lightning_dist.exchange.channel import Channel
 from lightning_dist.kernels import passes as eager_passes
-from lightning_dist.reducer import plan
+from lightning_dist.reducer import intra_plan, plan
 from lightning_dist.reducer.network import Network, in_levels
 from lightning_dist.reducer.plan import Planner
 from lightning_dist.reducer.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
-from lightning_dist.reducer.unit import CommUnit, decode_all, staggered
+from lightning_dist.reducer.units import CommUnit, decode_all, staggered
 from lightning_dist.topology import Topology
 from lightning_dist.topology.groups import tree_of
 
@@ -64,8 +65,11 @@ def step_of(units: list[CommUnit], counts: Counter[str]) -> None:
         decode_all(units, scale)
 
 
-def planner_of(world_size: int, *, per_host: int = 1, immediate: bool = True) -> Planner:
-    ranks = list(range(world_size))
+def planner_of(
+    world_size: int, *, per_host: int = 1, immediate: bool = True, intra: str = "none"
+) -> Planner:
+    ranks, inside = list(range(world_size)), resolve_codec(intra)
+    assert isinstance(inside, BlockCodec)
     rank = world_size - 1
     hosts = tuple(f"host{of // per_host}" for of in ranks)
     channel = Channel(group_of(ranks, rank))
@@ -79,17 +83,31 @@ def planner_of(world_size: int, *, per_host: int = 1, immediate: bool = True) ->
         network,
         ReducerState(),
         error_feedback=True,
-        intra_codec=NoCompression(),
+        intra_codec=inside,
         immediate=immediate,
     )
 
 
-def step(planner: Planner, codec: str, sizes: Sequence[int], counts: Counter[str]) -> None:
-    """A bucket of parameters of ``sizes``."""
-    slices = [ParameterSlice(f"p{i}", sum(sizes[:i]), (n,)) for i, n in enumerate(sizes)]
+def step(
+    planner: Planner,
+    codec: str,
+    sizes: Sequence[int],
+    counts: Counter[str],
+    *,
+    small: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """A bucket of parameters of ``sizes``, with ``small`` uncompressed elements behind each."""
+    places = [sum(sizes[:i]) + i * small for i in range(len(sizes))]
+    slices = [ParameterSlice(f"p{i}", places[i], (n,)) for i, n in enumerate(sizes)]
+    beside = [ParameterSlice(f"b{i}", places[i] + n, (small,)) for i, n in enumerate(sizes)]
     planner.restart(0)
-    group = planner.group(resolve_codec(codec), slices, torch.zeros(sum(sizes)))
-    step_of(list(group.units), counts)
+    bucket = torch.zeros(sum(sizes) + len(sizes) * small, dtype=dtype)
+    found = resolve_codec(codec)
+    units = list(planner.group(found, slices, bucket).units)
+    if small:
+        units += planner.group(raw_beside(found), beside, bucket).units
+    step_of(units, counts)
 
 
 @contextmanager
@@ -101,7 +119,9 @@ def without_network(counts: Counter[str], launch: Callable[..., None]) -> Iterat
 
     with (
         in_tables(),
-        patch.object(plan, "unit_elements", lambda *arguments, **of: 1 << 62),  # whole buckets
+        patch.object(
+            intra_plan, "unit_elements", lambda *arguments, **of: 1 << 62
+        ),  # whole buckets
         patch.object(passes, "_launch", launch),
         patch.object(eager_passes, "is_accelerator", bool),  # which has no cache to cut for
         patch.object(Channel, "_begin", begin),
@@ -110,7 +130,14 @@ def without_network(counts: Counter[str], launch: Callable[..., None]) -> Iterat
 
 
 def counted(
-    codec: str, parameters: int, world_size: int, *, per_host: int = 1, immediate: bool = True
+    codec: str,
+    parameters: int,
+    world_size: int,
+    *,
+    per_host: int = 1,
+    immediate: bool = True,
+    small: int = 0,
+    intra: str = "none",
 ) -> Counter[str]:
     counts: Counter[str] = Counter()
 
@@ -119,8 +146,8 @@ def counted(
         counts[kernel.__name__] += 1
 
     with without_network(counts, launch):
-        planner = planner_of(world_size, per_host=per_host, immediate=immediate)
-        step(planner, codec, [MODELS[parameters]] * parameters, counts)
+        planner = planner_of(world_size, per_host=per_host, immediate=immediate, intra=intra)
+        step(planner, codec, [MODELS[parameters]] * parameters, counts, small=small)
     return counts
 
 
@@ -133,11 +160,32 @@ def test_flat(parameters: int, world_size: int, immediate: bool) -> None:
     assert counts["collectives"] <= 2, counts
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("parameters", MODELS)
+def test_with_uncompressed_parameters_beside(parameters: int, world_size: int) -> None:
+    """Biases and norms, which have an exchange of their own."""
+    counts = counted("int8", parameters, world_size, small=1000)
+    assert counts["launches"] <= 6, counts
+    assert counts["collectives"] <= 4, counts
+
+
+@pytest.mark.parametrize(
+    ("dtype", "small"), [(torch.float32, 0), (torch.float32, 1000), (torch.bfloat16, 1000)]
+)
 @pytest.mark.parametrize("immediate", [True, False])
 @pytest.mark.parametrize("codec", ["int8", "sign:block_size=48", "qsgd"])
-@pytest.mark.parametrize(("world_size", "per_host"), [(2, 1), (3, 1), (8, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "per_host", "intra"),
+    [(2, 1, "none"), (3, 1, "none"), (8, 1, "none"), (4, 2, "none"), (4, 2, "int4:block_size=48")],
+)
 def test_what_a_step_launches_was_compiled_at_set_up(
-    world_size: int, per_host: int, codec: str, immediate: bool
+    world_size: int,
+    per_host: int,
+    intra: str,
+    codec: str,
+    immediate: bool,
+    small: int,
+    dtype: torch.dtype,
 ) -> None:
     """Triton compiles by which arguments are None, which addresses 16 divides, and constants."""
     compiled, launched = set[Any](), set[Any]()
@@ -159,9 +207,9 @@ def test_what_a_step_launches_was_compiled_at_set_up(
     few = [5000, 300, 40]  # of fewer than a block for every rank
     with without_network(Counter(), launch), patch.object(plan, "is_accelerator", bool):
         for sizes in ([4096, 4096 * 3], [4096, 1111], *([n] for n in few)):
-            planner = planner_of(world_size, per_host=per_host, immediate=immediate)
-            planner.fuse(resolve_codec(codec), [torch.float32], sizes=sizes)
-            step(planner, codec, sizes, Counter())
+            planner = planner_of(world_size, per_host=per_host, immediate=immediate, intra=intra)
+            planner.fuse(resolve_codec(codec), [dtype], sizes=sizes)
+            step(planner, codec, sizes, Counter(), small=small, dtype=dtype)
     assert len({name for name, *_ in launched}) >= 2
     assert launched <= compiled, launched - compiled
 
@@ -169,7 +217,12 @@ def test_what_a_step_launches_was_compiled_at_set_up(
 @pytest.mark.parametrize("immediate", [True, False])
 @pytest.mark.parametrize(("world_size", "per_host"), [(4, 2), (8, 2), (8, 4)])
 @pytest.mark.parametrize("parameters", MODELS)
-def test_hierarchical(parameters: int, world_size: int, per_host: int, immediate: bool) -> None:
-    counts = counted("int8", parameters, world_size, per_host=per_host, immediate=immediate)
+@pytest.mark.parametrize("intra", ["none", "int8"])
+def test_hierarchical(
+    intra: str, parameters: int, world_size: int, per_host: int, immediate: bool
+) -> None:
+    counts = counted(
+        "int8", parameters, world_size, per_host=per_host, immediate=immediate, intra=intra
+    )
     assert counts["launches"] <= 10, counts
     assert counts["collectives"] <= 4, counts

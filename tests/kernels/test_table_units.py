@@ -20,7 +20,7 @@ from lightning_dist.exchange.channel import Channel
 from lightning_dist.reducer.block_unit import BlockUnit
 from lightning_dist.reducer.codec_sample import Sampler
 from lightning_dist.reducer.observer import EncodedBucket, Observer
-from lightning_dist.reducer.table_unit import TableUnit
+from lightning_dist.reducer.table_unit import PackedUnit, TableUnit
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of inf and NaN
 
@@ -158,6 +158,34 @@ def test_samples_are_those_of_tiles(commit: str) -> None:
 @pytest.mark.parametrize("codec", ["int8:block_size=64", "qsgd:block_size=64"])
 def test_steps_are_those_of_tiles(codec: str) -> None:
     check(codec, 3, "immediate")
+
+
+@pytest.mark.parametrize(("size", "commit"), [(2, "deferred"), (3, "immediate"), (3, "deferred")])
+def test_uncompressed_slices_are_packed(size: int, commit: str) -> None:
+    """With the bits of tiles, beside what is compressed."""
+    settings = {"commit": commit, "min_compress_numel": 1500, "ddp": {"bucket_cap_mb": 1}}
+    codec = "int8:block_size=64"
+    eager = run(codec, size, tables=False, **settings)
+    tables = run(codec, size, tables=True, **settings)
+    for before, after in zip(eager, tables, strict=True):
+        assert after.units == {TableUnit, PackedUnit}
+        assert before.units == {BlockUnit}
+        assert all(map(same, after.gradients, before.gradients))
+        assert after.residuals[-1].keys() == {"first"}
+
+
+@pytest.mark.parametrize("leader", [False, True])
+@pytest.mark.parametrize("tree", [[[0, 1], [2, 3]], [[0, 1, 2], [3]]])
+def test_what_travels_inside_a_host_is_that_of_tiles(tree: list[list[int]], leader: bool) -> None:
+    settings = {"tree": tree, "leader": leader, "min_compress_numel": 1000}
+    codec = "int4:block_size=48 > int8:block_size=64"
+    eager = run(codec, 4, tables=False, **settings)
+    with in_tables() as launched:
+        tables = run(codec, 4, tables=False, **settings)
+    assert set(launched) >= {"encode_kernel", "decode_kernel"}
+    for before, after in zip(eager, tables, strict=True):
+        assert all(map(same, after.gradients, before.gradients))
+        assert all(map(same, after.residuals, before.residuals))
 
 
 def test_what_is_not_finite_keeps_its_residual() -> None:

@@ -18,7 +18,7 @@ from lightning_dist.profiling.analysis.parts import (
     Traffic,
 )
 from lightning_dist.profiling.capture.events import PHASES
-from lightning_dist.profiling.whatif.predictions import Prediction, Predictions
+from lightning_dist.profiling.whatif.predict import Prediction, Predictions
 
 MS = 1_000_000
 MEANS = dict(zip(PARTS, (2.1, 20.4, 41.0, 12.3, 30.8, 3.2, 0.6, 5.0, 0.9), strict=True))
@@ -40,9 +40,8 @@ def a_series(*, ranks: int = 2, steps: int = 120, late: int = 1, seed: int = 1) 
         rank: [0.0 if rank == late else rng.uniform(4, 22) for _ in range(steps)]
         for rank in range(ranks)
     }
-    slowest = [None if rng.random() < 0.1 else late for _ in range(steps)]
     totals = [sum(values) for values in zip(*parts.values(), strict=True)]
-    return PerStep(list(range(2, 2 + steps)), totals, parts, waits, slowest)
+    return PerStep(list(range(2, 2 + steps)), totals, parts, waits)
 
 
 def sampled(summary: Summary, steps: Sequence[int]) -> Summary:
@@ -58,7 +57,6 @@ def sampled(summary: Summary, steps: Sequence[int]) -> Summary:
         of(per_step.step_ms),
         {name: of(values) for name, values in per_step.breakdown_ms.items()},
         {rank: of(values) for rank, values in per_step.wait_ms.items()},
-        of(per_step.slowest),
     )
     return replace(summary, per_step=few, detailed_steps=len(at))
 
@@ -205,7 +203,7 @@ def a_whatif(*, ranks: int = 2) -> Predictions:
         scenarios=[
             told("int4", 92.0, sent_mb=8.2, change=-0.179, position=1),
             told("sign", 93.0, sent_mb=2.1, change=-0.17, position=1),
-            told("int8", 111.0, change=-0.009, position=3, bucket_mb=5.0),
+            told("fp8", 111.0, change=-0.009, position=3),
             told("ddp", 280.0, sent_mb=64.0, change=1.5, position=4),
             Prediction("topk", "flat", 2, ranks, 0.196, reason="what topk costs was not measured"),
         ],

@@ -94,7 +94,7 @@ def test_a_mean_after_the_backward_pass_takes_nothing_from_other_phases() -> Non
     record = replace(record, buckets=late, phases=early)
     parts = analyse(replaced(run, 0, steps={0: record}), 0)[0]
     # The mean was never there: all that is left of the step is exposed.
-    assert parts.exposed == 38 * MS
+    assert parts.ns["exposed"] == 38 * MS
     check_identities(parts)
 
 

@@ -91,7 +91,7 @@ def test_plotly_knows_everything_that_it_is_told(shown: Opened) -> None:
         "[...document.querySelectorAll('.picture')].map("
         "  each => [each.id, (Plotly.validate(each.data, each.layout) || []).map(x => x.msg)])"
     )
-    pictures = ["steps", "timeline", "waits", "links", "errors"]
+    pictures = ["steps", "timeline", "waits"]
     assert told == [[name, []] for name in pictures]
 
 
@@ -104,14 +104,12 @@ def test_plotly_knows_everything_that_it_is_told(shown: Opened) -> None:
         ("#timeline .barlayer .point path", 2 * (2 * 4 + 3 * 5) + 5),  # and one of them waits
         ("#timeline .scatterlayer .point", 2 * 5),
         ("#waits .heatmaplayer image", 1),
-        ("#links .heatmaplayer image", 1),
-        ("#links .heatmap-label", 2),  # nobody measures a link to itself
-        ("#errors .scatterlayer .js-line", 3 * 3),
         ("#parts-title ~ .wide tbody tr", len(PARTS) + 1),  # and the step
         ("#whatif-title ~ .wide tbody tr", 1 + 4),  # what is not known has its reason above
         ("#ranks-title ~ .wide tbody tr", 2),
         ("#buckets-title ~ .wide tbody tr", 4),
-        ("#buckets-title ~ .wide th", 11),
+        ("#buckets-title ~ .wide th", 13),
+        ("#links-title ~ .wide tbody tr", 2),
         ("#warnings-title ~ ul li", 1),
     ],
 )
@@ -126,7 +124,7 @@ def test_every_view_is_drawn(shown: Opened, selector: str, count: int) -> None:
 def test_axes_have_units_and_labels_do_not_overlap(shown: Opened) -> None:
     titles = shown.page.locator(".picture .xtitle, .picture .ytitle, .picture .y2title")
     assert {"ms per step", "time in the step, ms", "step"} <= set(titles.all_text_contents())
-    for name in ("steps", "timeline", "waits", "links", "errors"):
+    for name in ("steps", "timeline", "waits"):
         for axis in ("x", "y"):
             boxes = [
                 each.bounding_box()
@@ -146,7 +144,7 @@ def overlap(one: dict[str, float], other: dict[str, float]) -> bool:
 
 def test_tools_are_there_on_hovering_only_and_over_no_legend(shown: Opened) -> None:
     opacity = "getComputedStyle(document.querySelector('#{} .modebar-group')).opacity"
-    for name in ("steps", "timeline", "waits", "links", "errors"):
+    for name in ("steps", "timeline", "waits"):
         shown.page.mouse.move(0, 0)
         shown.page.wait_for_function(f"{opacity.format(name)} === '0'")
         picture = shown.page.locator(f"#{name}")

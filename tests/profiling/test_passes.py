@@ -36,7 +36,7 @@ def test_every_pass_has_its_exposed_part() -> None:
 def test_all_of_it_counts_and_the_parts_add_up() -> None:
     for one, two in zip(analyse(ONCE, 3), analyse(TWICE, 3), strict=True):
         check_identities(two)
-        assert two.exposed == 2 * one.exposed > 0
+        assert two.ns["exposed"] == 2 * one.ns["exposed"] > 0
         assert two.ns["hidden"] == 2 * one.ns["hidden"] > 0
         assert two.parts["exposed_wait"] == 2 * one.parts["exposed_wait"]
     once, both = summarize(ONCE), summarize(TWICE)

@@ -16,7 +16,6 @@ from benchmarks.docs_tables import SECTIONS
 from benchmarks.harness.results import Record, renewed
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable
 from benchmarks.profiler.link_packets import LinkPackets, noted, packets_of
-from benchmarks.profiler.outputs import outputs, write_run
 from benchmarks.profiler.rank import FIRST
 from benchmarks.profiler.rows import (
     clock_rows,
@@ -26,10 +25,9 @@ from benchmarks.profiler.rows import (
     skew_rows,
     wire_rows,
 )
-from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.capture.events import LinkRecord
 from lightning_dist.profiling.capture.files import RankFile
-from lightning_dist.profiling.run import Run, read_run
+from lightning_dist.profiling.run import Run
 
 SENDS = Path(__file__).with_name("send_bytes.py")
 META = {
@@ -37,7 +35,7 @@ META = {
     "versions": {"torch": "2.13.0"},
     "machine": {"cpu": "a CPU", "cores": 2, "load_before": 0.5},
 }
-SHOWN = ("truth", "wire", "clocks", "cost", "outputs")
+SHOWN = ("truth", "wire", "clocks", "cost")
 
 
 def write(folder: Path, run: Run) -> None:
@@ -162,17 +160,6 @@ def test_cost_is_the_difference_of_neighbours(tmp_path: Path) -> None:
     assert 0 < row["overhead"] < 0.01
 
 
-def test_a_run_that_never_was_is_a_run(tmp_path: Path) -> None:
-    write_run(tmp_path, ranks=3, steps=5, seed=0)
-    run = read_run(tmp_path)
-    assert run.notes == []
-    summary = summarize(run)
-    assert summary.steps == 3
-    assert len(summary.buckets) == 8
-    assert summary.traffic is not None
-    assert summary.breakdown_ms["exposed_transfer"] > 0
-
-
 def a_result(tmp_path: Path) -> dict[str, Any]:
     miss = {"planted_ms": 50.0, "count": 2, "median_ms": 0.1, "bias_ms": 0.1, "worst_ms": -0.25}
     readings = [[(0, 0)], [(9_000, 20_000)]]
@@ -194,7 +181,6 @@ def a_result(tmp_path: Path) -> dict[str, Any]:
             "detailed": 0.5,
             **more,
         },
-        outputs(tmp_path / "run", ranks=2, steps=10, seed=0),
     ]
     return {"meta": META, "rows": rows}
 
@@ -204,13 +190,13 @@ def test_every_row_is_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[s
     result["meta"] = {**META, "renewed": {"wire": {**META, "git_commit": "0123456789"}}}
     made = [SECTIONS[f"profile-{name}"][1] for name in SHOWN]
     texts = [make(result) for make in made]
-    commits = ["unknown", "0123456", *["unknown"] * 3]
+    commits = ["unknown", "0123456", *["unknown"] * 2]
     for text, commit in zip(texts, commits, strict=True):
         assert f"2026-11-22, commit {commit}, " in str(text)
     assert "0.25 ms" in str(texts[0])
     assert "| 433.3 | 45 % (45 to 45) | 533.3 | 123.1 % (123.1 to 123.1) | 800.0 |" in str(texts[1])
     assert "| messages one way | 1 | 9 µs | 9 µs | ± 20 µs | 100 % |" in str(texts[2])
     assert "| 0.4 % | 50 % |" in str(texts[3])
-    assert [make({"meta": META, "rows": []}) for make in made] == [None] * 5
+    assert [make({"meta": META, "rows": []}) for make in made] == [None] * 4
     Record(argparse.Namespace(json=None)).add(result["rows"], *made)
-    assert capsys.readouterr().out.count("<sub>") == 5
+    assert capsys.readouterr().out.count("<sub>") == 4

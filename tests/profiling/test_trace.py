@@ -227,7 +227,7 @@ def test_a_planted_step_is_drawn_as_planted(drawn: Any) -> None:
     assert len(of(events, cat="phases")) == (4 + 1) * 4 * 2
     for each in analyse(run, 2):
         shown = of(events, name="exposed communication", rank=each.rank)
-        assert shown[1]["dur"] * 1000 == each.exposed
+        assert shown[1]["dur"] * 1000 == each.ns["exposed"]
         backward = of(events, name="backward", rank=each.rank)
         assert backward[1]["dur"] * 1000 == each.parts["backward"]
     assert len(of(events, cat="exchange")) == len(of(events, ph="i")) == planted.buckets * 4 * 2
@@ -247,7 +247,7 @@ def test_every_backward_pass_of_a_step_has_its_exposed_part(drawn: Any) -> None:
     for each in analyse(run, 1):
         shown = of(events, name="exposed communication", rank=each.rank)
         assert len(shown) == 2
-        assert sum(event["dur"] for event in shown) * 1000 == each.exposed
+        assert sum(event["dur"] for event in shown) * 1000 == each.ns["exposed"]
         backward = of(events, name="backward", rank=each.rank)
         assert sum(event["dur"] for event in backward) * 1000 == each.parts["backward"]
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 from math import inf, nan
 
 import pytest
-from planted import MS, Planted, replace, replaced
-from whatif_runs import CHUNK, COSTS, DDP, INT8, about, asked, duration, only, with_small_exchanges
+from planted import Planted, replace, replaced
+from whatif_runs import CHUNK, COSTS, DDP, INT8, about, asked, duration, only, with_bursts
 
-from lightning_dist.profiling.capture.events import BurstRecord, LinkRecord, Phase
-from lightning_dist.profiling.whatif.observe import begin_of_gradients, observe
+from lightning_dist.profiling.capture.events import BurstRecord, LinkRecord
+from lightning_dist.profiling.whatif.observe import observe
 from lightning_dist.profiling.whatif.predict import (
+    LABEL,
     LEAST_TOLERANCE,
     elsewhere,
     predict,
+    remark,
     scenarios_of,
 )
-from lightning_dist.profiling.whatif.predictions import LABEL, remark
 from lightning_dist.profiling.whatif.simulator import Link, Scenario
 from lightning_dist.reducer.unit_sizes import UNIT_ELEMENTS
 
@@ -29,7 +30,7 @@ def test_what_a_profile_says() -> None:
     assert (scenario.codec, scenario.form, scenario.counts) == ("ddp", "flat", (1, 1))
     assert [bucket.elements for bucket in found.buckets] == [1e6] * 4
     assert [bucket.ready for bucket in found.buckets] == pytest.approx([0.032, 0.042, 0.052, 0.062])
-    assert (found.begin, found.tail) == pytest.approx((0.022, 0.005))
+    assert found.tail == pytest.approx(0.005)
     assert scenario.link.rate == pytest.approx(1e8)
     assert found.step == pytest.approx(duration(DDP) / 1e3)
     assert (found.encode, found.decode) == (None, None)
@@ -39,21 +40,13 @@ def test_what_a_profile_says() -> None:
     assert late.buckets[0].ready == pytest.approx(0.082)  # the last rank says when
 
 
-def test_the_pass_that_fills_the_buckets_is_the_last_of_those_that_add_up() -> None:
-    record = DDP.run().ranks[0].steps[4]
-    assert begin_of_gradients(record) == 22 * MS
-    twice = replace(record, phases=(Phase("backward", 3, 9), *record.phases))
-    assert begin_of_gradients(twice) == 22 * MS
-    assert begin_of_gradients(replace(record, phases=())) == record.buckets[0].ready
-
-
-def test_a_small_exchange_tells_the_latency_and_without_one_there_is_a_reason() -> None:
-    found = observe(with_small_exchanges(DDP.run(), took=0.4))
-    assert found.scenario.link.latency == pytest.approx(0.0002)  # of two rounds
+def test_small_collectives_tell_the_latency_and_without_them_there_is_a_reason() -> None:
+    found = observe(with_bursts(DDP.run(), latency_ms=0.2))
+    assert found.scenario.link.latency == pytest.approx(0.0002)
     assert "latency" not in found.unavailable
     without = observe(DDP.run())
     assert (without.scenario.link.latency, without.scenario.inside) == (None, None)
-    assert "no small exchange" in without.unavailable["latency"]
+    assert "small collectives were not measured" in without.unavailable["latency"]
     assert "inside" in without.unavailable
 
 
@@ -62,12 +55,10 @@ def test_small_collectives_that_were_measured_count() -> None:
         BurstRecord("flat", "all_gather", 4096, count, seconds, cpu)
         for count, seconds, cpu in [(1, 0.003, 0.001), (16, 0.016, 0.008)]
     ]
-    run = with_small_exchanges(DDP.run(), took=0.4)
-    found = observe(replaced(run, 1, bursts=bursts))
+    found = observe(replaced(DDP.run(), 1, bursts=bursts))
     link = found.scenario.link
     assert (link.latency, link.overhead, link.cpu) == (0.003, 0.001, 0.0005)
-    assert not {"latency", "overhead"} & found.unavailable.keys()
-    assert "overhead" in observe(run).unavailable
+    assert "latency" not in found.unavailable
     fast = elsewhere(found.scenario, link_gbps=100.0)
     free = replace(fast, link=replace(fast.link, overhead=0.0))
     counted, without = (predict(found, [each], costs=COSTS).scenarios[0] for each in (fast, free))
@@ -140,7 +131,7 @@ def test_what_is_asked_of_another_link_is_compared_with_the_runs_own_setting_the
     ]
     change = near.scenarios[0].step_ms / near.baseline.step_ms - 1
     assert near.scenarios[0].change == pytest.approx(change)
-    rounds = with_small_exchanges(DDP.run(), took=0.4)
+    rounds = with_bursts(DDP.run(), latency_ms=0.2)
     late = {each.codec: each for each in asked(rounds, {}, FP16, latency_us=1e5).scenarios}
     assert (late["ddp"].change, late["fp16"].change < 0) == (0.0, True)
 
@@ -229,7 +220,7 @@ def test_from_one_host_nothing_is_known_of_links_between_hosts() -> None:
     given = only(one, hosts=4, link_gbps=1.0)
     assert given.step_ms is not None
     assert given.world_size == 8
-    run = with_small_exchanges(one.run(), took=0.4)
+    run = with_bursts(one.run(), latency_ms=0.2)
     here, free, late = (
         asked(run, {}, hosts=64, link_gbps=10.0, latency_us=us) for us in (None, 0.0, 1e3)
     )
@@ -245,8 +236,8 @@ def test_scenarios() -> None:
     ) -> set[tuple[str, str]]:
         observed = observe(replace(DDP, world_size=world_size).run())
         there = elsewhere(observed.scenario, link_gbps=1.0, inside_gbps=inside)
-        found = scenarios_of(observed, there, codecs=codecs, forms=forms)
-        assert {(each.link, each.bucket_mb) for each in found} == {(there.link, None)}
+        found = scenarios_of(observed.scenario, there, codecs=codecs, forms=forms)
+        assert {each.link for each in found} == {there.link}
         assert len(set(found)) == len(found)
         return {(each.codec, each.form) for each in found}
 
@@ -259,28 +250,10 @@ def test_scenarios() -> None:
     assert of(2, "int8") == {ddp, flat}, "with the run's own, which is what it is compared with"
 
 
-def test_one_large_bucket_begins_late() -> None:
-    one, small = (only(DDP, {"bucket_mb": size}) for size in (100.0, 1.0))
-    # ready when all is, after 40 ms of backward pass, and then 16 MB at 100 MB/s
-    assert one.bucket_mb == 100
-    assert one.exposed_ms == pytest.approx(160)
-    assert one.step_ms == pytest.approx(22 + 40 + 160 + 5)
-    assert small.step_ms < duration(DDP)
-    assert small.sent_mb == pytest.approx(one.sent_mb)
-
-
-def test_sizes_that_change_nothing_are_not_asked_about() -> None:
-    observed = observe(DDP.run())  # 4 buckets of 3.8 MB
-    found = [each for each in scenarios_of(observed, observed.scenario) if each.bucket_mb]
-    assert [each.bucket_mb for each in found] == [5, 25]  # and 100 is one bucket, as 25
-    assert {replace(each, bucket_mb=None) for each in found} == {observed.scenario}
-
-
 def test_a_scenario_that_cannot_be_is_refused() -> None:
     run = Scenario("ddp", "flat", (1, 1), Link(1e6))
     for change, rule in [
         ({"form": "ring"}, "form must be one of flat, sharded, leader"),
-        *(({"bucket_mb": size}, "bucket_mb must be above 0 MB") for size in (0.0, -1.0, inf, nan)),
     ]:
         with pytest.raises(ValueError, match=rule):
             replace(run, **change)

@@ -20,13 +20,13 @@ from lightning_dist.profiling.report.files import write_summary
 from lightning_dist.profiling.report.tables import whatif_table
 from lightning_dist.profiling.run import Run, read_run
 from lightning_dist.profiling.whatif.costs import Costs
-from lightning_dist.profiling.whatif.predict import with_whatif
-from lightning_dist.profiling.whatif.predictions import (
+from lightning_dist.profiling.whatif.predict import (
     LABEL,
     Predictions,
     headline,
     notes,
     times_faster,
+    with_whatif,
 )
 
 NOTHING = "No other setting is predicted to be faster than the model can tell."
@@ -67,7 +67,6 @@ def test_where_nothing_is_faster_it_says_so() -> None:
     [
         ({"form": "sharded"}, "Predicted with int4 between hosts: 1.2x."),
         ({"form": "leader"}, "Predicted with int4 between hosts, leader form: 1.2x."),
-        ({"bucket_mb": 100.0}, "Predicted with int4 in buckets of 100 MB: 1.2x."),
         ({"change": -0.019}, NOTHING),
         (
             {"assumption": "matrices", "position": None},
@@ -99,9 +98,7 @@ def test_the_headline_has_the_first_of_the_table() -> None:
     names = [each.codec for each in summary.predictions.scenarios if each.step_ms]
     assert names[:3] == ["int4", "sign", "fp16"]
     assert names[-1] == "powersgd"
-    positions = {
-        each.codec: each.position for each in summary.predictions.scenarios if not each.bucket_mb
-    }
+    positions = {each.codec: each.position for each in summary.predictions.scenarios}
     assert (positions["int4"], positions["sign"], positions["fp16"]) == (1, 1, 3)
     assert positions["powersgd"] is None
     assert " Predicted with int4: " in summary.headline
@@ -109,13 +106,11 @@ def test_the_headline_has_the_first_of_the_table() -> None:
     assert ["1", "int4"] in [row[:2] for row in rows]
 
 
-def test_what_cannot_be_told_of_many_buckets_is_said_once() -> None:
+def test_a_reason_of_several_codecs_is_said_once() -> None:
     missing = replace(a_whatif().scenarios[-1], step_ms=None, reason="not measured")
-    found = replace(
-        a_whatif(), scenarios=[replace(missing, bucket_mb=size) for size in (5.0, 25.0)]
-    )
+    found = replace(a_whatif(), scenarios=[missing, replace(missing, codec="sign")])
     assert [note for note in notes(found) if "n/a for" in note] == [
-        "n/a for topk flat: not measured"
+        "n/a for topk, sign flat: not measured"
     ]
 
 
@@ -135,10 +130,7 @@ def test_summary_json_has_all_of_it(tmp_path: Path) -> None:
     assert (content["label"], content["schema"]) == (LABEL, 2)
     assert content["error"] == pytest.approx(0, abs=1e-9)
     # the run itself is the first row anyway
-    assert "ddp" not in [
-        each["codec"] for each in content["scenarios"] if each["bucket_mb"] is None
-    ]
-    assert {each["bucket_mb"] for each in content["scenarios"]} == {None, 5.0, 25.0}
+    assert "ddp" not in [each["codec"] for each in content["scenarios"]]
 
 
 @pytest.mark.parametrize(
@@ -200,9 +192,7 @@ def test_the_terminal_has_the_best_few() -> None:
     assert "measured 114 ms; error of the simulation -1.9 %" in text
     rows = [line.split() for line in text.splitlines()]
     assert ["1", "int4", "92.0", "22.0", "8.20", "-17.9", "%"] in rows
-    assert [row[:7] for row in rows if "buckets" in row] == [
-        ["3", "int8", "in", "buckets", "of", "5", "MB"]
-    ]
+    assert ["3", "fp8"] in [row[:2] for row in rows]
 
 
 def test_an_old_folder_is_predicted_too() -> None:

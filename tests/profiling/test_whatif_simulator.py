@@ -17,7 +17,6 @@ from lightning_dist.profiling.whatif.simulator import (
     Scenario,
     SimulatedStep,
     collectives,
-    rebucket,
     simulate_step,
 )
 from lightning_dist.reducer.unit_sizes import UNIT_ELEMENTS
@@ -205,53 +204,3 @@ def test_a_faster_link_fewer_bytes_and_a_cheaper_codec_are_never_slower(
     cheaper = step(scenario, replace(cost, encode=encode, decode=decode, store=store))
     assert faster.sent == before.sent
     assert max(each.done for each in (faster, smaller, cheaper)) <= before.done * (1 + 1e-9)
-
-
-MB = 2**18
-"""Elements."""
-
-
-def sizes(found: list[Bucket]) -> list[float]:
-    return [bucket.elements / MB for bucket in found]
-
-
-def test_buckets_are_cut_where_ddp_would() -> None:
-    for before, cap, after in (
-        ([25, 25, 10], 25, [25, 25, 10]),
-        ([28, 30, 26, 4], 25, [28, 30, 26, 4]),  # the last parameter went over the cap
-        ([60, 3], 25, [25, 35, 3]),
-        ([100], 25, [25, 25, 25, 25]),
-        ([10, 10, 10, 10, 10], 25, [30, 20]),
-        ([1, 25, 25], 25, [26, 25]),  # DDP's first bucket is of 1 MB unless a cap is given
-        ([10, 10], 100, [20]),
-        ([3], 5, [3]),
-    ):
-        run = [Bucket(index, size * MB) for index, size in enumerate(before)]
-        assert sizes(rebucket(run, cap, begin=0.0)) == after
-
-
-def test_gradients_become_ready_evenly_between_the_buckets_of_the_run() -> None:
-    # 10 MB from 2 s to 3 s, then 10 MB until 7 s.
-    found = rebucket([Bucket(3.0, 10 * MB), Bucket(7.0, 10 * MB)], 4, begin=2.0)
-    assert sizes(found) == [4, 4, 4, 4, 4]
-    assert [each.ready for each in found] == pytest.approx([2.4, 2.8, 3.8, 5.4, 7.0])
-
-
-@given(
-    st.lists(st.tuples(st.floats(0, 1), st.floats(0.01, 60)), min_size=1, max_size=12),
-    st.floats(0.5, 80),
-)
-def test_nothing_is_lost_and_time_does_not_run_backwards(
-    steps: list[tuple[float, float]], cap: float
-) -> None:
-    run, ready = [], 0.0
-    for wait, size in steps:
-        ready += wait
-        run.append(Bucket(ready, size * MB))
-    found = rebucket(run, cap, begin=0.0)
-    assert sum(sizes(found)) == pytest.approx(sum(sizes(run)))
-    times = [0.0, *(each.ready for each in found)]
-    assert times == sorted(times)
-    assert times[-1] == run[-1].ready
-    assert all(size >= cap * (1 - 1e-9) for size in sizes(found)[:-1])
-    assert sizes(rebucket(found, cap, begin=0.0)) == pytest.approx(sizes(found))

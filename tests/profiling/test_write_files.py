@@ -9,11 +9,12 @@ import pytest
 from planted import Planted
 
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.capture.files import RankFile, replace_file
-from lightning_dist.profiling.report.files import Wanted, write_files
+from lightning_dist.profiling.capture.files import RankFile
+from lightning_dist.profiling.report.files import write_files
 from lightning_dist.profiling.run import read_run
+from lightning_dist.shared_folder import replace_file
 
-ALL = Wanted(html=True, trace=True, csv=True)
+ALL = {"html": True, "trace": True, "csv": True}
 
 
 def recorded(folder: Path) -> None:
@@ -29,8 +30,8 @@ def test_steps_that_are_another_text_meanwhile_keep_the_summary(tmp_path: Path) 
     summary = summarize(run)
     path = tmp_path / "rank1.jsonl"
     path.write_bytes(b"x" * path.stat().st_size)
-    written = write_files(tmp_path, run, summary, wanted=ALL)
-    assert written.names == ("summary.json",)
+    written = write_files(tmp_path, run, summary, **ALL)
+    assert written.names == ["summary.json"]
     assert [each.partition(" not written")[0] for each in written.problems] == [
         "report.html",
         "trace.json.gz",
@@ -59,8 +60,8 @@ def test_a_folder_in_the_place_of_the_page_keeps_the_rest(tmp_path: Path) -> Non
     recorded(tmp_path)
     (tmp_path / "report.html").mkdir()
     run = read_run(tmp_path)
-    written = write_files(tmp_path, run, summarize(run), wanted=ALL)
-    assert written.names == ("summary.json", "trace.json.gz", "steps.csv")
-    assert written.problems == (f"report.html not written to {tmp_path}: Is a directory",)
+    written = write_files(tmp_path, run, summarize(run), **ALL)
+    assert written.names == ["summary.json", "trace.json.gz", "steps.csv"]
+    assert written.problems == [f"report.html not written to {tmp_path}: Is a directory"]
     left = {"report.html", "rank0.jsonl", "rank1.jsonl", *written.names}
     assert {each.name for each in tmp_path.iterdir()} == left

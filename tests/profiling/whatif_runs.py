@@ -7,11 +7,10 @@ from typing import Any
 from planted import MS, Planted, replace, replaced
 
 from lightning_dist.measurement.costs import CodecCost
-from lightning_dist.profiling.capture.events import Span
+from lightning_dist.profiling.capture.events import BurstRecord
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.observe import observe
-from lightning_dist.profiling.whatif.predict import elsewhere, predict
-from lightning_dist.profiling.whatif.predictions import Prediction, Predictions
+from lightning_dist.profiling.whatif.predict import Prediction, Predictions, elsewhere, predict
 from lightning_dist.reducer.unit_sizes import UNIT_ELEMENTS
 
 DDP = Planted(steps=8, codec="ddp", encode=0, decode=0, sent=4_000_000, transfer=40)
@@ -51,13 +50,10 @@ def about(run: Run, **changes: object) -> Run:
     return run
 
 
-def with_small_exchanges(run: Run, took: float) -> Run:
-    """Each step has a vote of a few bytes, too."""
-    begin = round(1 * MS)
-    end = begin + round(took * MS)
-    vote = Span("exchange", -1, begin, end, "all_reduce", "control", 8, order=0)
-    for rank, each in run.ranks.items():
-        steps = {step: replace(of, spans=(vote, *of.spans)) for step, of in each.steps.items()}
-        run = replaced(run, rank, steps=steps)
-    groups = {**run.ranks[0].metadata.groups, "control": [0, 1]}
-    return about(run, groups=groups)
+def with_bursts(run: Run, latency_ms: float) -> Run:
+    """Small collectives were measured before the first step."""
+    bursts = [
+        BurstRecord("flat", "all_gather", 4096, count, seconds=latency_ms / 1e3 * each, cpu=0.0)
+        for count, each in ((1, 1), (16, 0))
+    ]
+    return replaced(run, 1, bursts=bursts)

@@ -118,7 +118,7 @@ def gradients(model: nn.Module) -> Tensors:
 
 
 def residuals(reducer: Reducer) -> Tensors:
-    return {name: reducer.residuals[name].clone() for name in reducer.residuals.names()}
+    return {name: reducer.residuals[name].clone() for name in reducer.residuals}
 
 
 def mean(of_ranks: Sequence[Tensors]) -> Tensors:
@@ -136,7 +136,7 @@ def held(reducer: Reducer) -> list[Tensor]:
     """Everything a reducer keeps: residuals, momenta and factors, in one order."""
     state = reducer.state
     stores = (state.residuals, state.momenta)
-    kept = [store[name] for store in stores for name in sorted(store.names())]
+    kept = [store[name] for store in stores for name in sorted(store)]
     factors = [factor for name in sorted(state.factors) for factor in state.factors[name]]
     return [tensor.clone() for tensor in (*kept, *factors)]
 

@@ -61,7 +61,7 @@ def main() -> None:
         pass
     reducer.rebind(network(store, 1, rank, 2))
     mean = step(1)
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < 8.0  # an executor is waited for up to 10 s
     reducer.close()
     print("after", digest([mean]), flush=True)
     os._exit(0)  # groups of a peer that is gone are not destroyed

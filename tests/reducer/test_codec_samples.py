@@ -48,7 +48,7 @@ class Looking(Observer):
 
 def held(reducer: Reducer, kind: str) -> Tensors:
     store = getattr(reducer.state, kind)
-    return {name: store[name].double().clone() for name in store.names()}
+    return {name: store[name].double().clone() for name in store}
 
 
 def norm(tensors: Mapping[str, Tensor] | Tensor) -> float:

@@ -41,7 +41,8 @@ def digests(rank: Rank, codec: str, commit: str, **settings: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("layout", "codecs"),
     [
-        (flat(2), EVERY_CODEC),
+        (flat(2), EVERY_CODEC[::4]),
+        pytest.param(flat(2), EVERY_CODEC, marks=pytest.mark.slow),
         (flat(3), EVERY_CODEC),
         (Layout(PAIRS), [*FEW, *PER_LEVEL]),
         (Layout(UNEVEN), FEW),

@@ -75,7 +75,7 @@ def test_many_steps_where_hosts_reduce_first(steps: int, layout: Layout) -> None
         assert rank.norms[-1] < 3 * rank.norms[steps // 10 - 1]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_every_codec_conserves_mass(size: int) -> None:
     """And the residual levels off."""
 

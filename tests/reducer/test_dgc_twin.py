@@ -93,8 +93,8 @@ def ours(rank: Rank, case: Case) -> Run:
         v, u = reducer.state.residuals, reducer.state.momenta
         return Run(
             outputs,
-            {name: u[name].clone() for name in u.names()},
-            {name: v[name].clone() for name in v.names()},
+            {name: u[name].clone() for name in u},
+            {name: v[name].clone() for name in v},
         )
 
 

@@ -68,7 +68,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("shapes", ODD)
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_odd_shapes(shapes: str, size: int) -> None:
     """Sizes 0, 1 and odd, everything compressed; zeros, denormals and huge values among them."""
     of = ODD[shapes]

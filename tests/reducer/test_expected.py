@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from feeding import Fed, backward, compressed, feed
 from layouts import Layout, flat
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import CODECS, Codec, after_steps
 from lightning_dist.measurement.expected import Expected, expected_traffic, first_compressed_step
+from lightning_dist.reducer import unit_sizes
+from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
 
 SHAPES = {
@@ -56,6 +60,26 @@ def test_the_bytes_of_a_step(layout: Layout) -> None:
             assert expected.sent is not None
             assert expected.sent.intra == pytest.approx(last["intra_bytes"], rel=0.05), codec
             assert expected.sent.inter == pytest.approx(last["inter_bytes"], rel=0.05), codec
+
+
+def test_on_accelerators_whole_buckets_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside a host all shares of a bucket are padded to the largest."""
+    tree, shapes = [[0, 1], [2, 3]], {"weight": (700, 1)}
+
+    def body(rank: Rank) -> tuple[Reducer, Any]:
+        with compressed(rank, Fed(shapes), min_compress_numel=0, tree=tree) as (model, reducer):
+            backward(model, feed(rank.rank, 0, shapes))
+            return reducer, reducer.comm_stats()
+
+    with monkeypatch.context() as whole_buckets:
+        whole_buckets.setattr(unit_sizes, "UNIT_ELEMENTS", unit_sizes.WHOLE_BUCKET)
+        ranks = run_threads(body, 4)
+    for reducer, counted in ranks:
+        network = replace(reducer.network, device=torch.device("cuda"))
+        expected = expected_traffic(reducer.names, reducer.settings, network)
+        assert expected.sent is not None
+        assert expected.sent.intra == counted["intra_bytes"]
+        assert expected.sent.inter == counted["inter_bytes"]
 
 
 @pytest.mark.parametrize(

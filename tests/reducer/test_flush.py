@@ -78,7 +78,7 @@ def run(
             if all(value.isfinite().all() for value in got.values()):
                 went_in = {name: went_in[name] + fed[name] for name in SHAPES}
                 came_out = {name: came_out[name] + got[name] for name in SHAPES}
-        names, memory = reducer.residuals.names(), reducer.memory()["residual_bytes"]
+        names, memory = list(reducer.residuals), reducer.memory()["residual_bytes"]
         return Run(went_in, came_out, digests, names, memory, saved(reducer))
 
 
@@ -162,7 +162,7 @@ def test_what_is_owed_arrives_in_one_step(last: str, scale: float | None) -> Non
                 return {name: got / (scale or 1.0) for name, got in gradients(model).items()}
 
             step(feed(rank.rank, 0))
-            names = reducer.residuals.names()
+            names = list(reducer.residuals)
             owed = {name: reducer.residuals[name].clone().view(SHAPES[name]) for name in names}
             return owed, step(zeros), step(zeros)
 
@@ -226,9 +226,9 @@ def test_a_parameter_that_is_not_used_at_the_switch_stays_owed_until_it_is() -> 
             zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
             left = []
             backward(model, {name: zeros[name] for name in ("first", "bias")})
-            left.append(set(reducer.residuals.names()))
+            left.append(set(reducer.residuals))
             got = backward(model, zeros)
-            left.append(set(reducer.residuals.names()))
+            left.append(set(reducer.residuals))
             return left, owed, got["second"]
 
     ranks = run_threads(body, 2)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dist.codecs import DGC, TopK
-from lightning_dist.reducer.geometry import Grid, Span
+from lightning_dist.reducer.tiles import Grid, Span
 from lightning_dist.reducer.unit_sizes import UNIT_ELEMENTS, unit_elements
 
 grids = st.builds(

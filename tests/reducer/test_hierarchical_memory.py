@@ -21,7 +21,7 @@ def held(layout: Layout, shapes: dict[str, tuple[int, ...]], codec: str) -> list
         form = {**layout.form, "min_compress_numel": 256}
         with compressed(rank, Fed(shapes), codec, **form) as (model, reducer):
             backward(model, feed(rank.rank, 0, shapes))
-            sizes = {name: reducer.residuals[name].numel() for name in reducer.residuals.names()}
+            sizes = {name: reducer.residuals[name].numel() for name in reducer.residuals}
             if codec != "powersgd":
                 assert reducer.memory()["residual_bytes"] == 4 * sum(sizes.values())
             return sizes

@@ -57,7 +57,7 @@ def idle(reducer: Reducer) -> None:
     """Wait until the worker has done all that it was given."""
     done = threading.Event()
     reducer._executor.submit(done.set)
-    assert done.wait(10), "the worker is gone"
+    assert done.wait(60), "the worker is gone"
 
 
 def trained(rank: Rank, model: Model, *, buckets: int, bad: bool = False) -> list[str]:

@@ -12,25 +12,29 @@ from torch import Tensor
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import QSGD, BlockCodec, RandomK, TernGrad
-from lightning_dist.reducer.geometry import Grid
-from lightning_dist.reducer.keys import Place, UnitKeys
+from lightning_dist.reducer.keys import UnitKeys
+from lightning_dist.reducer.tiles import Grid, Tile
 
 CODEC = QSGD(block_size=64)
 
 
-def places(*names: str, rows: int = 3, blocks: int = 4, block: int = 64) -> list[Place]:
+def tile(name: str, columns: slice, numbers: Tensor) -> Tile:
+    return Tile(name, torch.empty(0), (), columns, numbers)
+
+
+def tiles(*names: str, rows: int = 3, blocks: int = 4, block: int = 64) -> list[Tile]:
     """Whole parameters of ``rows * blocks`` blocks, one after the other in a unit."""
     grid = Grid(rows * blocks * block, rows, block)
     (span,) = grid.spans(10**6)
     numbers = span.numbers(torch.device("cpu"))
     columns = (slice(i * blocks, (i + 1) * blocks) for i in range(len(names)))
-    return [Place(name, at, numbers) for name, at in zip(names, columns, strict=True)]
+    return [tile(name, at, numbers) for name, at in zip(names, columns, strict=True)]
 
 
 def drawn(
     *names: str, codec: BlockCodec = CODEC, rank: int = 0, step: int = 0, **shape: int
 ) -> UnitKeys:
-    keys = UnitKeys(codec, places(*names, **shape), rank=rank)
+    keys = UnitKeys(codec, tiles(*names, **shape), rank=rank)
     keys.draw(step)
     return keys
 
@@ -105,9 +109,9 @@ def test_a_parameter_in_pieces_has_the_keys_of_the_whole() -> None:
     first = 0
     for span in spans:
         numbers = span.numbers(torch.device("cpu"))
-        tile = UnitKeys(CODEC, [Place("weight", slice(0, span.columns), numbers)], rank=0)
-        tile.draw(0)
-        assert torch.equal(tile.encode, whole[:, first : first + span.columns])
+        keys = UnitKeys(CODEC, [tile("weight", slice(0, span.columns), numbers)], rank=0)
+        keys.draw(0)
+        assert torch.equal(keys.encode, whole[:, first : first + span.columns])
         first += span.columns
     assert first == 5
 

@@ -41,9 +41,11 @@ EACH_ALONE: list[Bad] = [
 # Rank 1 never leads, rank 2 leads in pairs and not of three.
 OF_HOSTS: Bad = {1: (1, "second", torch.inf), 2: (2, "bias", torch.nan)}
 CASES = [
-    (flat(2), WITH_FEEDBACK, OF_FLAT),
+    (flat(2), WITH_FEEDBACK[::4], OF_FLAT),
+    pytest.param(flat(2), WITH_FEEDBACK, OF_FLAT, marks=pytest.mark.slow),
     (flat(3), WITH_FEEDBACK, OF_FLAT),
-    *((flat(size), ["int8"], bad) for size in (2, 3) for bad in EACH_ALONE),
+    *((flat(3), ["int8"], bad) for bad in EACH_ALONE),
+    *(pytest.param(flat(2), ["int8"], bad, marks=pytest.mark.slow) for bad in EACH_ALONE),
     (Layout(PAIRS), ALL, OF_HOSTS),
     (Layout(PAIRS, leader=True), SOME, OF_HOSTS),
     (Layout(UNEVEN), SOME, OF_HOSTS),  # uneven hosts are in the leader form

@@ -21,8 +21,7 @@ from lightning_dist.exchange.traffic import Sent
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 from lightning_dist.reducer.plan import Planner
 from lightning_dist.reducer.slices import ParameterSlice
-from lightning_dist.reducer.unit import CommUnit
-from lightning_dist.reducer.units import require_units, units_of
+from lightning_dist.reducer.units import CommUnit, require_units, units_of
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def ours(rank: Rank, steps: int, *, two_phase: bool) -> Run:
             run.factors.append(digest([factor for n in sorted(pairs) for factor in pairs[n]]))
             run.wire.append(dict(reducer.comm_stats()["last_step"]))
         kept = reducer.residuals
-        run.residuals = {name: kept[name].clone() for name in kept.names()}
+        run.residuals = {name: kept[name].clone() for name in kept}
     return run
 
 
@@ -180,7 +180,7 @@ def constant(rank: Rank, steps: int, gradient: Tensor, **settings: Any) -> tuple
         for _ in range(steps):
             outputs.append(backward(model, {"first": gradient})["first"])
             kept = red.residuals
-            owed.append(kept["first"].clone() if "first" in kept.names() else torch.zeros(1))
+            owed.append(kept["first"].clone() if "first" in kept else torch.zeros(1))
     return torch.stack(outputs), torch.stack(owed)
 
 

@@ -22,7 +22,8 @@ IN_ORDER = [c for c in EVERY_CODEC if resolve_codec(c).exchange != "allreduce"]
 HOSTS = [Layout(PAIRS), Layout(PAIRS, leader=True), Layout(UNEVEN)]
 CASES = [
     (flat(2), EVERY_CODEC),
-    (flat(3), IN_ORDER),
+    (flat(3), IN_ORDER[::3]),
+    pytest.param(flat(3), IN_ORDER, marks=pytest.mark.slow),
     (flat(4), ["int8"]),
     (HOSTS[0], [*KEEP, *PER_LEVEL]),
     (HOSTS[1], ["int8", *PER_LEVEL]),

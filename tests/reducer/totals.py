@@ -50,7 +50,7 @@ def totals(
             got = backward(model, given)
             found.inputs, found.outputs = plus(found.inputs, given), plus(found.outputs, got)
             found.digests.append(digest([got[name] for name in shapes]))
-            kept = [reducer.residuals[name] for name in reducer.residuals.names()]
+            kept = [reducer.residuals[name] for name in reducer.residuals]
             found.norms.append(float(torch.cat(kept).norm()) if kept else 0.0)
         state = reducer.state_dict()
     rows = {} if state is None else state["residuals"]

@@ -346,7 +346,7 @@ def test_a_stream_that_does_not_end_is_given_up() -> None:
     executor.submit(lambda: None)
     start = time.monotonic()
     assert not executor.drain(0.2)
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < 5.0
     release()
     assert executor.close(5.0)
 
@@ -359,7 +359,7 @@ def test_a_step_in_other_groups_is_that_of_before() -> None:
             network = replace(reducer.network, data=channels[0], control=channels[1])
             start = time.monotonic()
             reducer.rebind(network)
-            assert time.monotonic() - start < 1.0
+            assert time.monotonic() - start < 8.0  # an executor is waited for up to 10 s
             return [first, digest(to_cpu(list(backward(model, given(rank, 0)).values())))]
 
     for before, after in run_on_devices(body, 2):

@@ -26,7 +26,7 @@ class Description:
     """What a checkpoint says it is.
 
     ``kind``: ``"single"`` and ``"sharded"`` as AsyncCheckpoint writes them, ``"folder"`` of
-    ordinary files (AsyncState), ``"foreign"``: a file of torch.save.
+    ordinary files (AsyncStateCheckpointer), ``"foreign"``: a file of torch.save.
     """
 
     path: str

@@ -54,7 +54,7 @@ class Writer:
         self._orphaned = orphaned
         self._find_storage = find_storage
         self._failed = False
-        self._doomed: dict[str, None] = {}
+        self._pending_deletions: dict[str, None] = {}
 
     def do(self, job: Job, snapshot: memoryview) -> None:
         """Do one job and report it; raises nothing but what ends the process.
@@ -68,14 +68,14 @@ class Writer:
             elif isinstance(job, Link):
                 self._link(job)
             elif isinstance(job, Remove):
-                self._doomed[job.target] = None
+                self._pending_deletions[job.target] = None
             else:
-                self._doomed.pop(job.target, None)
-            failures = {} if self._failed else self._remove_doomed()
+                self._pending_deletions.pop(job.target, None)
+            failures = {} if self._failed else self._remove_pending()
             if job.target in failures and not isinstance(job, Save):
                 raise failures[job.target]
             if not isinstance(job, Save):
-                self._report(Done(job.target, waits=job.target in self._doomed))
+                self._report(Done(job.target, waits=job.target in self._pending_deletions))
         except Exception as error:
             origin = job.origin if isinstance(job, Save) else None
             dropped = isinstance(error, DroppedCheckpointError)
@@ -87,7 +87,7 @@ class Writer:
     def _save(self, save: Save, snapshot: memoryview) -> None:
         began = time.monotonic()
         self._failed = True  # until it has been committed
-        self._doomed.pop(save.target, None)
+        self._pending_deletions.pop(save.target, None)
         if save.dropped and isinstance(save, SaveFile):
             raise DroppedCheckpointError(save.dropped)
         storage, target = self._find_storage(save.target)
@@ -115,7 +115,7 @@ class Writer:
             return shared.write(snapshot)
         except Exception:
             if shared.save.rank == 0 and shared.save.origin.ranks > 1:
-                self._doomed[shared.remains] = None
+                self._pending_deletions[shared.remains] = None
             raise
 
     def _save_file(
@@ -153,14 +153,14 @@ class Writer:
                 f"it is complete, and {free / 1e6:.1f} MB are free in {os.path.dirname(target)}"
             )
 
-    def _remove_doomed(self) -> dict[str, Exception]:
+    def _remove_pending(self) -> dict[str, Exception]:
         """Remove what may go; what cannot be removed is tried again with the next job."""
         failures: dict[str, Exception] = {}
-        for path in list(self._doomed):
+        for path in list(self._pending_deletions):
             try:
                 storage, inside = self._find_storage(path)
                 storage.remove(inside)
-                del self._doomed[path]
+                del self._pending_deletions[path]
             except Exception as error:
                 failures[path] = error
         return failures

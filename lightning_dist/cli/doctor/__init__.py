@@ -16,8 +16,7 @@ class Finding:
 
     Args:
         state: ``"error"``: training will fail or hang. ``"warning"``: it may, or is slow.
-            ``"n/a"``: it could not be checked, or there is nothing to check; ``what`` says why.
-        what: was found.
+            ``"n/a"``: it could not be checked, or there is nothing to check.
         fix: a command or a line to paste, or a sentence where there is none; empty if all is well.
     """
 

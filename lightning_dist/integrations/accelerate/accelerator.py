@@ -16,7 +16,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
 
     Beside what attaching does by hand, ``prepare`` connects optimizers (``OneBitAdam``),
     ``init_trackers`` records the compression in the run's configuration, and ``end_training`` waits
-    for the checkpoints of every ``AsyncState``.
+    for the checkpoints of every ``AsyncStateCheckpointer``.
 
     Args:
         kwargs_handlers: as Accelerate's, and at most one CompressedDDPPlugin.
@@ -52,7 +52,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
     def prepare_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super().prepare_optimizer(*args, **kwargs)
         if self.compression is not None:
-            self.compression.connect(prepared)
+            self.compression.register_optimizers(prepared)
         return prepared
 
     def init_trackers(

@@ -7,16 +7,15 @@ out at the end.
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
 )
 
-from lightning_dist.integrations.accelerate.async_state.refusals import kind_of
 from lightning_dist.integrations.accelerate.private import ddp_handler, prepared_models
 from lightning_dist.integrations.refusals import second_hook
 from lightning_dist.topology.launcher import promised_ranks
@@ -32,6 +31,11 @@ _TWO_ON_CPU = (
     "ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 --num_machines 1 "
     "train.py"
 )
+
+
+def kind_of(accelerator: Accelerator) -> str:
+    """``NO``, ``MULTI_GPU``, ``FSDP``, ..."""
+    return str(accelerator.distributed_type).rpartition(".")[2]
 
 
 def require_attachable(accelerator: Accelerator) -> None:
@@ -107,16 +111,6 @@ def _about_one_process() -> None:
     )
 
 
-class CompressesModels(Protocol):
-    """What a plugin has attached to an Accelerator."""
-
-    def compress(self, model: DistributedDataParallel) -> object:
-        """Compress the gradients of a model that was wrapped."""
-
-    def saved_by_another(self) -> AbstractContextManager[None]:
-        """Leave residuals to whoever saves and loads meanwhile."""
-
-
 class CompressionHandler(DistributedDataParallelKwargs):  # type: ignore[misc]  # no types
     """The user's arguments of DDP, and a hook of ours.
 
@@ -124,16 +118,20 @@ class CompressionHandler(DistributedDataParallelKwargs):  # type: ignore[misc]  
 
     Args:
         given: the user's, or None.
-        compression: is told of every model.
+        compress: called with every model that was wrapped.
     """
 
     def __init__(
-        self, given: DistributedDataParallelKwargs | None, compression: CompressesModels
+        self,
+        given: DistributedDataParallelKwargs | None,
+        compress: Callable[[DistributedDataParallel], object],
     ) -> None:
         self._given = given or DistributedDataParallelKwargs()
         known = fields(DistributedDataParallelKwargs)
         super().__init__(**{field.name: getattr(self._given, field.name) for field in known})
-        self.compression = compression
+        self._compress = compress
+        self.saved_by_another = False
+        """Whether another than the plugin saves and loads residuals just now."""
 
     def to_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         found: dict[str, Any] = self._given.to_dict(*args, **kwargs)
@@ -146,7 +144,7 @@ class CompressionHandler(DistributedDataParallelKwargs):  # type: ignore[misc]  
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
         """Called for every model that was wrapped, before torch.compile."""
-        self.compression.compress(model)
+        self._compress(model)
 
 
 def handler_of(accelerator: Accelerator) -> CompressionHandler | None:

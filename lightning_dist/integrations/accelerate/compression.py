@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -13,14 +12,13 @@ from lightning_dist.integrations.accelerate import private, residuals
 from lightning_dist.integrations.accelerate.attach import (
     CompressionHandler,
     handler_of,
-    require_attachable,
 )
 from lightning_dist.integrations.arguments import CONFIG_KEY
 from lightning_dist.integrations.comm_report import CommReport, comm_metrics
 from lightning_dist.integrations.torch.ddp import attach, connect_to_own, reducer_of
 from lightning_dist.private import loss_scale_of
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.reducer.run_config import run_config
+from lightning_dist.reducer.stats import run_config
 from lightning_dist.settings import Settings
 
 if TYPE_CHECKING:
@@ -34,14 +32,10 @@ class Compression(CommReport):
         accelerator: which has prepared nothing yet.
         settings: of every model.
 
-    Raises:
-        ValueError: see :meth:`CompressedDDPPlugin.attach`.
     """
 
     def __init__(self, accelerator: Accelerator, settings: Settings) -> None:
-        require_attachable(accelerator)
         self._accelerator, self._settings = accelerator, settings
-        self._saved_by_another = False
         self.take_place()
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(self._load)
@@ -50,7 +44,7 @@ class Compression(CommReport):
         """Stand where Accelerate asks for the arguments of DDP, around those that are there."""
         if handler_of(self._accelerator) is None:
             found = private.ddp_handler(self._accelerator)
-            private.set_ddp_handler(self._accelerator, CompressionHandler(found, self))
+            private.set_ddp_handler(self._accelerator, CompressionHandler(found, self.compress))
 
     def compress(self, model: DistributedDataParallel) -> Reducer:
         """What the handler does when Accelerate has wrapped a model. Collective."""
@@ -65,7 +59,7 @@ class Compression(CommReport):
             one_of_several=True,
         )
 
-    def connect(self, *optimizers: Any) -> None:
+    def register_optimizers(self, *optimizers: Any) -> None:
         """Let prepared optimizers work with the compression: OneBitAdam sends its momentum.
 
         ``lightning_dist.accelerate.Accelerator`` does it in ``prepare``. Collective.
@@ -106,15 +100,6 @@ class Compression(CommReport):
         for reducer in self.reducers:
             reducer.close()
 
-    @contextmanager
-    def saved_by_another(self) -> Iterator[None]:
-        """Whoever calls ``save_state`` and ``load_state`` meanwhile takes care of residuals."""
-        before, self._saved_by_another = self._saved_by_another, True
-        try:
-            yield
-        finally:
-            self._saved_by_another = before
-
     def save(self, folder: str) -> None:
         """Write what all ranks owe beside what Accelerate or Trainer writes. Collective."""
         if self.reducers and self._accelerator.project_configuration.save_on_each_node:
@@ -134,12 +119,16 @@ class Compression(CommReport):
         residuals.load(self._accelerator, folder, says=self._accelerator.is_main_process)
 
     def _save(self, models: Iterable[nn.Module], weights: Any, folder: str) -> None:
-        if not self._saved_by_another:
+        if self._is_asked():
             self.save(folder)
 
     def _load(self, models: Iterable[nn.Module], folder: str) -> None:
-        if not self._saved_by_another:
+        if self._is_asked():
             self.load(folder)
+
+    def _is_asked(self) -> bool:
+        handler = handler_of(self._accelerator)
+        return handler is None or not handler.saved_by_another
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, str | int | float]]:

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from lightning_dist.codecs import Codec
 from lightning_dist.configuration import LEFT_OUT, OPTIONS, Resolved, resolve
 from lightning_dist.configuration.options import require_known
+from lightning_dist.integrations.accelerate.attach import require_attachable
 from lightning_dist.integrations.accelerate.compression import Compression
 from lightning_dist.integrations.refusals import refuse_codec_options
 from lightning_dist.settings import Settings
@@ -93,6 +94,7 @@ class CompressedDDPPlugin:
                 does not use DDP or was given a communication hook, or a launcher has started
                 several processes and this Accelerator knows of one.
         """
+        require_attachable(accelerator)
         compression = Compression(accelerator, self._settings())
         if accelerator.is_main_process and (told := self._resolved.told()):
             # Not logged: Accelerate shows no log below a warning, and this is none.

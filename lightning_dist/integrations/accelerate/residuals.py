@@ -32,11 +32,13 @@ def reducers(accelerator: Accelerator) -> list[Reducer]:
 def in_our_hands(accelerator: Accelerator) -> Iterator[None]:
     """Let an attached plugin leave residuals alone while Accelerate saves or loads."""
     handler = handler_of(accelerator)
-    if handler is None:
+    if handler is not None:
+        handler.saved_by_another = True
+    try:
         yield
-        return
-    with handler.compression.saved_by_another():
-        yield
+    finally:
+        if handler is not None:
+            handler.saved_by_another = False
 
 
 def write(states: Iterable[Any], folder: str) -> None:

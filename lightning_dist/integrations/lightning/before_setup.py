@@ -10,3 +10,12 @@ class BeforeSetup:
 
     def before_setup(self, trainer: pl.Trainer) -> None:
         """Called on every rank."""
+
+
+def call_before_setup(module: pl.LightningModule | None) -> None:
+    """Call :class:`BeforeSetup` callbacks; None: there is no Trainer, which alone has callbacks."""
+    if module is None:
+        return
+    for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, BeforeSetup):
+            callback.before_setup(module.trainer)

@@ -62,12 +62,19 @@ NAMES: Table = {
         "_configure_launcher _get_process_group_backend _launcher _start_method _timeout "
         "configure_ddp load_optimizer_state_dict save_checkpoint"
     ),
+    f"{_PYTORCH}.strategies:ModelParallelStrategy": (
+        "_device_mesh _get_process_group_backend _setup_distributed _timeout"
+    ),
+    f"{_PYTORCH}:LightningModule": "_device_mesh",
     f"{_PYTORCH}.strategies.launchers:_MultiProcessingLauncher": (
         "get_extra_results update_main_process_results"
     ),
     "lightning.fabric.connector:_Connector": "__init__",
     "lightning.fabric.strategies.ddp:DDPStrategy": (
         "_configure_launcher _get_process_group_backend _setup_distributed _timeout setup_module"
+    ),
+    "lightning.fabric.strategies:ModelParallelStrategy": (
+        "_backward_sync_control _device_mesh _get_process_group_backend _setup_distributed _timeout"
     ),
     "lightning.fabric.utilities.distributed": "_init_dist_connection",
     "lightning.fabric.wrappers:_FabricModule": "_forward_module",
@@ -100,6 +107,12 @@ def group_timeout(strategy: Any) -> timedelta | None:
     """The timeout of the process groups of a ``DDPStrategy``; None for torch's default."""
     timeout: timedelta | None = strategy._timeout
     return timeout
+
+
+# `LightningModule.device_mesh` has no setter.
+def give_device_mesh(module: pl.LightningModule, mesh: Any) -> None:
+    """Let ``module.device_mesh`` be ``mesh``."""
+    module._device_mesh = mesh
 
 
 # `dirpath` is set in setup(), and `ckpt_path="last"` asks before it.

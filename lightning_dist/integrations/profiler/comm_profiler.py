@@ -26,6 +26,7 @@ from typing_extensions import override
 from lightning_dist.integrations.lightning.private import without_fabric
 from lightning_dist.integrations.profiler.live import LiveProfile, Upload, log_summary
 from lightning_dist.integrations.profiler.run import ProfileRun
+from lightning_dist.integrations.profiler.sharded import ShardedModel, as_ddp
 from lightning_dist.integrations.profiler.sigterm import CODE, Sigterm, sigterm_raises
 from lightning_dist.private import before_compile
 from lightning_dist.profiling.analysis.imbalance import ResidualAlarm
@@ -33,7 +34,6 @@ from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.capture.events import ErrorRecord
 from lightning_dist.profiling.capture.session import SessionSettings
 from lightning_dist.profiling.capture.torch_tools import require_traceable
-from lightning_dist.profiling.report.files import Wanted
 
 _NO_WANDB = (
     "upload='all' needs a WandbLogger of Lightning's trainer, and there is none; leave upload out"
@@ -144,7 +144,7 @@ class CommProfiler(pl.Callback):
             on_error=self._on_error,
             on_problem=_warn_here,
         )
-        self._wanted = Wanted(html=html, trace=trace, csv=csv)
+        self._files = {"html": html, "trace": trace, "csv": csv}
         self._print_summary = print_summary
         self._run: ProfileRun | None = None
         self._live: LiveProfile | None = None
@@ -202,8 +202,9 @@ class CommProfiler(pl.Callback):
         if self._nothing:
             rank_zero_warn(self._nothing)
             return
-        model = trainer.strategy.model
-        assert isinstance(model, DistributedDataParallel)
+        assert trainer.strategy.model is not None
+        model = as_ddp(trainer.strategy.model)
+        assert model is not None
         if self._upload == "all" and not any(isinstance(x, WandbLogger) for x in trainer.loggers):
             raise ValueError(_NO_WANDB)
         self._live = LiveProfile()
@@ -213,8 +214,11 @@ class CommProfiler(pl.Callback):
         self.summary = None
         self.errors.clear()
         self._alarm = ResidualAlarm()
+        # Predictions are of steps of DDP.
+        how: dict[str, Any] = {"predict": False} if isinstance(model, ShardedModel) else {}
         self._run = self._start(
             model,
+            **how,
             parent=self._dirpath or parent,
             first=first,
             on_step=(lambda step: None) if self._live is None else self._live.add,
@@ -267,7 +271,7 @@ class CommProfiler(pl.Callback):
         if run.metadata.rank != 0:
             return
         try:
-            self.summary, written = run.report(self._wanted)
+            self.summary, written = run.report(**self._files)
         except ValueError as error:
             rank_zero_warn(f"CommProfiler: no report: {error}")
             return
@@ -285,7 +289,7 @@ def _why_nothing(trainer: pl.Trainer) -> str:
     because = ""
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         because = "fast_dev_run only tries the training out"
-    elif not isinstance(trainer.strategy.model, DistributedDataParallel):
+    elif trainer.strategy.model is None or as_ddp(trainer.strategy.model) is None:
         wanted = "strategy='ddp' or 'compressed_ddp'"
         name = type(trainer.strategy).__name__
         because = f"{name} does not use DistributedDataParallel; use {wanted}"
@@ -296,8 +300,8 @@ def _why_nothing(trainer: pl.Trainer) -> str:
 
 def _unwrapped(model: nn.Module) -> DistributedDataParallel:
     """The DDP module of what Fabric or Accelerate have made."""
-    inner = before_compile(without_fabric(model))
-    if not isinstance(inner, DistributedDataParallel):
+    inner = as_ddp(before_compile(without_fabric(model)))
+    if inner is None:
         raise ValueError(
             f"CommProfiler profiles a DistributedDataParallel, got {type(model).__name__}; give "
             "it the model that DDP, fabric.setup() or accelerator.prepare() returned. Without "

@@ -82,11 +82,7 @@ class LiveProfile:
 
 
 def log_summary(trainer: pl.Trainer, summary: Summary, folder: Path, *, upload: Upload) -> None:
-    """Tell the loggers what all ranks together have to say; wandb gets table and files too.
-
-    Args:
-        upload: files of ``folder`` that wandb gets.
-    """
+    """Tell the loggers what all ranks together have to say; wandb gets table and files too."""
     metrics = metrics_of(summary)
     for logger in trainer.loggers:
         if metrics:  # without a step there are none, and a logger would have a row of nothing
@@ -96,7 +92,7 @@ def log_summary(trainer: pl.Trainer, summary: Summary, folder: Path, *, upload: 
 
 
 def metrics_of(summary: Summary) -> dict[str, float]:
-    """What is a number in a summary, by the name it has in loggers; what is None is left out."""
+    """Numbers of a summary, by the name they have in loggers; what is None is left out."""
     parts, traffic = summary.breakdown_ms, summary.traffic
     of_all, in_detail = summary.step_ms.get("mean"), summary.detailed_step_ms
     found: dict[str, float | None] = {
@@ -144,8 +140,8 @@ def _log_files(logger: Any, summary: Summary, folder: Path, *, with_lines: bool)
 def of_one_rank(record: StepRecord) -> dict[str, float]:
     """Metrics by name, of a step that was recorded in detail; empty if nothing was exchanged.
 
-    What is exposed is what it is in a summary. Waiting for others is part of it here: to tell it
-    apart takes the other ranks. Stock DDP has no codec, and no time of one.
+    Waiting for others is part of what is exposed: to tell it apart takes the other ranks. Stock DDP
+    has no codec, and no time of one.
     """
     if not (record.detailed and record.buckets and record.duration):
         return {}
@@ -171,7 +167,7 @@ def of_one_rank(record: StepRecord) -> dict[str, float]:
 
 
 def of_errors(errors: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Metrics by name, of compression errors by field: medians, without what no error has."""
+    """Medians of compression errors, by name, without what no error has."""
     values: dict[str, list[float]] = {name: [] for name in _OF_ERRORS}
     for error in errors:
         for name, field in _OF_ERRORS.items():

@@ -28,7 +28,7 @@ _OF_RANK_0 = (
 
 
 def rank_metadata(
-    model: DistributedDataParallel, reducer: Reducer | None, *, host: str, max_overhead: float
+    model: DistributedDataParallel, reducer: Reducer | None, *, host: str
 ) -> RankRecord:
     """The first line of the file of this rank; ``reducer``: of ``model``, if it is compressed."""
     if reducer is None:
@@ -48,7 +48,6 @@ def rank_metadata(
         device=model.device.type,
         pid=os.getpid(),
         cores=len(os.sched_getaffinity(0)),
-        max_overhead=max_overhead,
         unseen="" if reducer is not None else why_not_watched(model),
         versions=versions(),
         script=sys.argv[0],
@@ -64,13 +63,7 @@ def run_metadata(
     hosts: Sequence[str],
     settings: SessionSettings,
 ) -> bytes:
-    """Content of ``meta.json``, which rank 0 writes when a profile begins.
-
-    Args:
-        reducer: of ``model``, if it is compressed.
-        of_rank: of rank 0.
-        hosts: of every rank.
-    """
+    """Content of ``meta.json``, which rank 0 writes when a profile begins."""
     gradients = [each for each in model.parameters() if each.requires_grad]
     content: dict[str, Any] = {
         **{name: getattr(of_rank, name) for name in _OF_RANK_0},

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -16,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.accelerator import is_accelerator
 from lightning_dist.exchange.handshake import all_facts
-from lightning_dist.integrations.profiler.log_if_slow import log_if_slow
 from lightning_dist.integrations.profiler.metadata import (
     rank_metadata,
     run_metadata,
@@ -33,13 +33,13 @@ from lightning_dist.profiling.capture.ddp_hook import (
     watch_allreduce,
 )
 from lightning_dist.profiling.capture.events import ErrorRecord, StepRecord
-from lightning_dist.profiling.capture.files import await_ends, new_run_folder, replace_file
+from lightning_dist.profiling.capture.files import await_ends, new_run_folder
 from lightning_dist.profiling.capture.gather import gather_records, ranks_apart
 from lightning_dist.profiling.capture.session import Session, SessionSettings
 from lightning_dist.profiling.capture.torch_tools import TorchTracer, dump_flight_record
 from lightning_dist.profiling.clocks import read_offset
 from lightning_dist.profiling.links import end_group, first_sentence, measure_links
-from lightning_dist.profiling.report.files import Wanted, Written, write_files
+from lightning_dist.profiling.report.files import Written, write_files
 from lightning_dist.profiling.run import Run, read_run
 from lightning_dist.profiling.whatif.costs import (
     MEASURES,
@@ -50,6 +50,7 @@ from lightning_dist.profiling.whatif.costs import (
 )
 from lightning_dist.profiling.whatif.observe import Observed
 from lightning_dist.profiling.whatif.predict import with_whatif
+from lightning_dist.shared_folder import replace_file
 from lightning_dist.topology import this_host
 
 _TIMEOUT = 60.0
@@ -70,11 +71,10 @@ class ProfileRun:
     Args:
         parent: of the folder of this run; ranks may have different ones, that of rank 0 counts.
         first: number of the step that comes next.
-        on_step: called with every step of this rank that nothing disturbs, when its times are
-            known.
+        on_step, on_error: called with every step of this rank that nothing disturbs, and every
+            compression error.
         measure_links: measure them first.
         torch_profiler: steps, or a signal after which steps are traced by ``torch.profiler``.
-        on_error: called with every compression error that this rank has looked at.
         on_problem: called with what goes wrong on this rank, which others may not know of.
         predict: measure what codecs cost when the training is over, on rank 0.
     """
@@ -119,9 +119,7 @@ class ProfileRun:
                 f"phases, buckets and compression errors: n/a, {why_not}; step times are taken"
             )
         host = self._hosts[rank]
-        self.metadata = rank_metadata(
-            model, self._reducer, host=host, max_overhead=settings.max_overhead
-        )
+        self.metadata = rank_metadata(model, self._reducer, host=host)
         if rank == 0:
             try:
                 meta = run_metadata(
@@ -193,8 +191,7 @@ class ProfileRun:
 
         Args:
             reason: ``"finished"``, or what happened.
-            together: all ranks close now, so that they can compare clocks once more; one that is
-                gone, or does not come within a minute, costs only that.
+            together: all ranks close now, so that they can compare clocks once more.
         """
         if self._watching is None:
             return ()
@@ -263,10 +260,13 @@ class ProfileRun:
             return False
         return True
 
-    def report(self, wanted: Wanted) -> tuple[Summary, Written]:
+    def report(self, **files: bool) -> tuple[Summary, Written]:
         """Make the files of the folder from the lines of all ranks.
 
         After a training that has ended as it should, what codecs cost is measured first.
+
+        Args:
+            files: as of :func:`~lightning_dist.profiling.report.files.write_files`.
 
         Raises:
             ValueError: there are no lines.
@@ -278,7 +278,7 @@ class ProfileRun:
             summary = replace(summary, unavailable=unavailable)
         else:
             summary = with_whatif(summary, run, partial(self._costs, run))
-        return summary, write_files(self.folder, run, summary, wanted=wanted)
+        return summary, write_files(self.folder, run, summary, **files)
 
     def _why_no_prediction(self) -> str:
         if not self._has_finished:
@@ -293,3 +293,15 @@ class ProfileRun:
             with suppress(OSError):  # the other files say that the folder cannot be written to
                 write_costs(self.folder, costs)
         return costs
+
+
+@contextmanager
+def log_if_slow(seconds: float, say: Callable[[str], None], text: str) -> Iterator[None]:
+    """Call ``say`` with ``text`` if this is not over after so many seconds, from a thread."""
+    timer = threading.Timer(seconds, say, [text])
+    timer.daemon = True  # nobody waits for it where the process ends meanwhile
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -19,7 +19,7 @@ _PATIENCE = 10.0
 
 
 class Sigterm:
-    """What has become of it.
+    """State of SIGTERM.
 
     Args:
         when_stuck: called from a thread where the main one does not come back to Python, as in a

@@ -21,8 +21,7 @@ from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.private import communication_hooks
 from lightning_dist.reducer.plan import Planner
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.reducer.slices import ParameterSlice
-from lightning_dist.reducer.strides import as_real
+from lightning_dist.reducer.slices import ParameterSlice, as_real
 from lightning_dist.reducer.units import require_units
 from lightning_dist.settings import Settings
 

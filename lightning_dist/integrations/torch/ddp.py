@@ -36,7 +36,7 @@ from lightning_dist.measurement.exposure import ExposureWatch
 from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.private import loss_scale_of, name_before_compile
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.reducer.strides import as_real
+from lightning_dist.reducer.slices import as_real
 from lightning_dist.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -195,16 +195,22 @@ def attach(
 
     _refuse_second_momentum(reducer)
     model.register_comm_hook(buckets, lightning_dist_hook)
-    _attached[model.module] = ref(reducer)
+    remember(model.module, reducer)
     if first:
         tell_in_force(reducer, begins=begins)
     return reducer
 
 
-def reducer_of(module: nn.Module) -> Reducer | None:
-    """The reducer that compresses the gradients of ``module``, which DDP has wrapped.
+def remember(module: nn.Module, reducer: Reducer) -> None:
+    """Let :func:`reducer_of` find ``reducer``, which compresses the gradients of ``module``."""
+    _attached[module] = ref(reducer)
 
-    The last one that was attached; None if there is none, or it is closed.
+
+def reducer_of(module: nn.Module) -> Reducer | None:
+    """The reducer that compresses the gradients of ``module``.
+
+    DDP has wrapped it, or FSDP sharded. The last one that was attached; None if there is none, or
+    it is closed.
     """
     attached = _attached.get(module)
     reducer = None if attached is None else attached()

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lightning_dist.reducer.slices import ParameterSlice, slices_of
-from lightning_dist.reducer.strides import as_real
+from lightning_dist.reducer.slices import ParameterSlice, as_real, slices_of
 
 
 @dataclass

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
+from math import prod
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,18 +18,22 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_dist.codecs import Codec
-from lightning_dist.integrations.torch.ddp import describe_parameters
+from lightning_dist.integrations.torch.checks import require_effect
+from lightning_dist.integrations.torch.ddp import describe_parameters, remember
 from lightning_dist.integrations.torch.fsdp_checks import (
     ParameterGroup,
     parameter_groups,
     shard_dimension,
 )
 from lightning_dist.integrations.torch.networks import sharded_network
-from lightning_dist.private import at_end_of_backward
-from lightning_dist.reducer.handle import Handle
+from lightning_dist.private import at_end_of_backward, name_before_compile
+from lightning_dist.reducer.plans import Handle
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.slices import ParameterSlice
 from lightning_dist.settings import Settings
+
+_attached: WeakValueDictionary[int, ShardedGradients] = WeakValueDictionary()
+"""By the id of the model, which must stay copyable, so that nothing may be hung on it."""
 
 
 def compress_fsdp(
@@ -41,7 +48,8 @@ def compress_fsdp(
 ) -> ShardedGradients:
     """Compress the gradients of a sharded ``model`` between its replicas. Collective.
 
-    ``mesh`` has two dimensions, replicas and shards, and ``fully_shard`` was called over the
+    ``mesh`` has two dimensions, replicas and shards (of a mesh that has more, such as one for
+    tensor parallelism, give these two), and ``fully_shard`` was called over the
     dimension of the shards::
 
         mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("replicate", "shard"))
@@ -58,7 +66,7 @@ def compress_fsdp(
     Args:
         codec: as for :func:`~lightning_dist.compress_ddp`, between replicas. ``"none"`` gives the
             bits of ``fully_shard`` over both dimensions with a reduction in float32.
-        mesh: of all ranks, the same on each of them.
+        mesh: replicas and shards; the same on each of its ranks.
         commit: as for :func:`~lightning_dist.compress_ddp`.
 
     Returns:
@@ -69,22 +77,77 @@ def compress_fsdp(
         ValueError: a model that ``fully_shard`` did not shard over one dimension of ``mesh``, or in
             a way in which gradients cannot be exchanged afterwards; ranks whose settings differ.
     """
-    settings = Settings.check(
+    settings = sharded_settings(
         codec,
         error_feedback=error_feedback,
         min_compress_numel=min_compress_numel,
         start_step=start_step,
-        compile_kernels=False,
         commit=commit,
     )
+    return attach(model, settings, mesh=mesh)
+
+
+def sharded_settings(codec: str | Codec | Mapping[str, str | Codec], **settings: Any) -> Settings:
+    """The checked settings of :func:`compress_fsdp`.
+
+    Raises:
+        ValueError: a setting is out of range, or cannot take effect for shards.
+    """
+    checked = Settings.check(codec, compile_kernels=False, **settings)
+    if not checked.intra.lossless:
+        raise ValueError(
+            f"inside a replica FSDP reduces gradients itself, got the codec {checked.intra.name!r} "
+            "for it; give the codec between replicas alone"
+        )
+    return checked
+
+
+def attach(
+    model: nn.Module,
+    settings: Settings,
+    *,
+    mesh: DeviceMesh,
+    continue_from: Reducer | None = None,
+    grad_scale: Callable[[], Tensor | None] | None = None,
+    timeout: timedelta | None = None,
+) -> ShardedGradients:
+    """What :func:`compress_fsdp` does, with checked settings.
+
+    Args:
+        continue_from: the reducer of an earlier fit; its residuals and step count go on.
+        grad_scale: as of :class:`Reducer`.
+        timeout: of the new process groups.
+    """
     groups = parameter_groups(model, mesh)
-    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    names: dict[Tensor, str] = {p: name_before_compile(n) for n, p in model.named_parameters()}
     shards = shard_dimension(groups, mesh)
-    network = sharded_network(mesh, shards, settings, parameters=describe_parameters(model))
+    parameters = describe_parameters(model)
+    network = sharded_network(mesh, shards, settings, parameters=parameters, timeout=timeout)
+    require_effect(settings, names, says=dist.get_rank() == 0)
     _broadcast_from_first_replica(model, network.intra.inter if network.intra else network)
-    # FSDP launches collectives of its own during the backward pass: ours follow in its order.
-    reducer = Reducer(names, settings=settings, network=network, sharded=True, in_order=True)
-    return ShardedGradients(model, reducer, [_layout_of(group, names) for group in groups])
+    layouts = [_layout_of(group, names) for group in groups]
+    reducer = Reducer(
+        names,
+        settings=settings,
+        network=network,
+        state=None if continue_from is None else continue_from.state,
+        grad_scale=grad_scale,
+        sharded=True,
+        in_order=True,  # FSDP launches collectives of its own in the backward pass
+    )
+    if continue_from is not None:
+        reducer.step = continue_from.step
+        parts = [part for layout in layouts for part in layout.slices]
+        reducer.state.keep_only({part.name: part.whole for part in parts})
+    remember(model, reducer)
+    gradients = _attached[id(model)] = ShardedGradients(model, reducer, layouts)
+    return gradients
+
+
+def gradients_of(model: nn.Module) -> ShardedGradients | None:
+    """What exchanges the gradients of a sharded ``model``; None if nothing does, or no more."""
+    found = _attached.get(id(model))
+    return None if found is None or found.reducer.closed else found
 
 
 @dataclass
@@ -106,14 +169,15 @@ class ShardedGradients:
     """
 
     def __init__(self, model: nn.Module, reducer: Reducer, groups: Sequence[_Group]) -> None:
-        self.reducer, self._groups = reducer, groups
-        self._syncs = True
+        self.model, self.reducer, self._groups = model, reducer, groups
+        self.synchronises = True
+        """Whether the next backward pass exchanges gradients between replicas."""
         self._under_way: dict[int, tuple[Handle, Callable[[], None]]] = {}
         self._queued = False
         for index, group in enumerate(groups):
             reducer.reserve(group.slices, group.parameters[0].dtype)
             group.module.set_all_reduce_hook(partial(self._reduced, index))
-        self._unhook = model.register_forward_pre_hook(lambda *_: self._begin())
+        self._unhook = model.register_forward_pre_hook(lambda *_: self.begin())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -121,11 +185,11 @@ class ShardedGradients:
 
         Gradients stay sharded; the first backward pass after it exchanges what has accumulated.
         """
-        before, self._syncs = self._syncs, False
+        before, self.synchronises = self.synchronises, False
         try:
             yield
         finally:
-            self._syncs = before
+            self.synchronises = before
 
     def comm_stats(self) -> Mapping[str, Any]:
         """Bytes this rank sent between replicas, as of ``Reducer.comm_stats``."""
@@ -150,8 +214,11 @@ class ShardedGradients:
             group.module.set_all_reduce_hook(_nothing)
         self.reducer.close()
 
-    def _begin(self) -> None:
-        """A backward pass that an exception has cut short has left what nobody waits for."""
+    def begin(self) -> None:
+        """Give up what a backward pass that an exception has cut short has left.
+
+        Called before each forward pass of the model; by whoever does not call the model itself.
+        """
         if self._queued:
             self._queued = False
             self._under_way.clear()
@@ -168,7 +235,7 @@ class ShardedGradients:
             )
         accumulates = group.parameters[0].grad is not None
         group.accumulated = accumulates
-        if not self._syncs:
+        if not self.synchronises:
             return
         if not self._queued:
             self._queued = True
@@ -211,11 +278,11 @@ def _flat_gradients(group: _Group) -> tuple[Tensor, Callable[[], None]]:
 def _layout_of(group: ParameterGroup, names: Mapping[Tensor, str]) -> _Group:
     """Each parameter's shard, one after the other, padded to the largest of all ranks."""
     slices, offset = [], 0
-    for parameter, padded in zip(group.parameters, group.padded, strict=True):
-        assert isinstance(parameter, DTensor)
-        local, whole = parameter.to_local(), parameter.numel()
-        start = group.first_row(parameter) * (whole // max(1, parameter.shape[0]))
-        rest = whole - start - local.numel()
+    of_all = zip(group.parameters, group.shapes, group.padded, strict=True)
+    for parameter, shape, padded in of_all:
+        local = _local(parameter)
+        start = group.first_row(shape) * prod(shape[1:])
+        rest = prod(shape) - start - local.numel()
         slices.append(
             ParameterSlice(names[parameter], offset, tuple(local.shape), start=start, rest=rest)
         )

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
-from lightning_dist.private import averages_replicas, parameter_groups_of
+from lightning_dist.private import (
+    averages_replicas,
+    parameter_groups_of,
+    shard_group_of,
+    size_before_sharding,
+)
 
 
 @dataclass(frozen=True)
@@ -20,19 +25,21 @@ class ParameterGroup:
     """The trained parameters that one ``fully_shard`` call has put together, in FSDP's order.
 
     Args:
+        shapes: of the parameters before they were sharded over ``group``; with tensor parallelism
+            those of this rank's parts.
         padded: elements of each parameter's shard in the flat gradient.
     """
 
     module: FSDPModule
+    group: dist.ProcessGroup
     parameters: Sequence[nn.Parameter]
+    shapes: Sequence[Sequence[int]]
     padded: Sequence[int]
 
-    def first_row(self, parameter: DTensor) -> int:
-        """Row of the whole parameter at which this rank's shard begins."""
-        mesh = parameter.device_mesh
-        shards, index = mesh.size(), mesh.get_local_rank()
-        rows = -(-parameter.shape[0] // shards)
-        return min(index * rows, parameter.shape[0])
+    def first_row(self, shape: Sequence[int]) -> int:
+        """Row of a parameter of ``shape`` at which this rank's shard begins."""
+        rows = -(-shape[0] // self.group.size())
+        return min(self.group.rank() * rows, shape[0])
 
 
 def parameter_groups(model: nn.Module, mesh: DeviceMesh) -> list[ParameterGroup]:
@@ -71,22 +78,23 @@ def shard_dimension(groups: Sequence[ParameterGroup], mesh: DeviceMesh) -> int:
     """The dimension of ``mesh`` that parameters are sharded over.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or there is only one replica.
     """
-    own = {_ranks(parameter) for group in groups for parameter in group.parameters}
+    own = {tuple(dist.get_process_group_ranks(group.group)) for group in groups}
     for dimension in range(2):
         line = _line_of(mesh, dimension)
         if own == {line}:
+            if mesh.size(1 - dimension) == 1:
+                raise ValueError(
+                    "compress_fsdp needs several replicas, got one: nothing crosses between "
+                    "replicas, and FSDP alone does the rest; leave it out, or shard over fewer "
+                    "ranks"
+                )
             return dimension
     raise ValueError(
         f"parameters must be sharded over one dimension of mesh, got shards on the ranks "
         f"{sorted(own)} and the mesh {mesh.mesh.tolist()}; call fully_shard with mesh['shard']"
     )
-
-
-def _ranks(parameter: Any) -> tuple[int, ...]:
-    assert isinstance(parameter, DTensor)
-    return tuple(parameter.device_mesh.mesh.flatten().tolist())
 
 
 def _line_of(mesh: DeviceMesh, dimension: int) -> tuple[int, ...]:
@@ -121,12 +129,17 @@ def _groups_of(module: FSDPModule) -> list[ParameterGroup]:
     for each in fsdp_params:
         kept = each.sharded_param.dtype
         reduced = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype or kept
-        if reduced != kept or reduced == torch.float16:
+        if kept == torch.float16:
             raise ValueError(
-                f"fully_shard({name}) must reduce gradients in the dtype of its parameters, not in "
-                f"float16, got reduce_dtype {reduced} for parameters in {kept}: FSDP copies the "
-                "gradients before they are exchanged; set MixedPrecisionPolicy(reduce_dtype="
-                f"{kept})"
+                f"fully_shard({name}) must not have parameters in float16, in which FSDP divides "
+                "gradients once more after they are exchanged; keep parameters in bfloat16 or "
+                "float32"
+            )
+        if reduced != kept:
+            raise ValueError(
+                f"fully_shard({name}) must reduce gradients in the dtype of its parameters, got "
+                f"reduce_dtype {reduced} for parameters in {kept}: FSDP copies the gradients "
+                f"before they are exchanged; set MixedPrecisionPolicy(reduce_dtype={kept})"
             )
         if each.fsdp_placement != Shard(0):
             raise ValueError(
@@ -136,7 +149,9 @@ def _groups_of(module: FSDPModule) -> list[ParameterGroup]:
     return [
         ParameterGroup(
             module,
+            shard_group_of(group),
             [each.sharded_param for each in fsdp_params],
+            [size_before_sharding(each) for each in fsdp_params],
             [each.padded_sharded_param_size.numel() for each in fsdp_params],
         )
     ]

@@ -32,7 +32,7 @@ def tell_in_force(reducer: Reducer, *, begins: int | None) -> None:
             reducer.settings.codec,
         )
         return
-    _show(in_force(reducer))
+    show(in_force(reducer))
     if begins is not None:
         reducer.never_compressed = finalize(reducer, _never_begun, reducer.stats, begins)
 
@@ -63,10 +63,11 @@ def _amount(nbytes: int) -> str:
     return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e6 else f"{nbytes / 1e3:.1f} kB"
 
 
-def _show(line: str) -> None:
-    """Show it where nobody has configured logging, too; Python shows no more than warnings there.
+def show(line: str) -> None:
+    """Show what is in force, where nobody has configured logging, too.
 
-    Lightning shows its own log. A level that was set for the logger ``lightning_dist`` holds.
+    Python shows no more than warnings there. Lightning shows its own log. A level that was set for
+    the logger ``lightning_dist`` holds.
     """
     if "lightning" in sys.modules:
         rank_zero.log.info(line)

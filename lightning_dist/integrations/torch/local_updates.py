@@ -26,10 +26,10 @@ from lightning_dist.integrations.torch.local_settings import (
 )
 from lightning_dist.integrations.torch.networks import Groups, network_over
 from lightning_dist.private import name_before_compile
-from lightning_dist.reducer.handle import Handle
 from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.plans import Handle
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.reducer.strides import as_real
+from lightning_dist.reducer.slices import as_real
 from lightning_dist.settings import Settings
 
 log = logging.getLogger(__name__)

@@ -194,7 +194,12 @@ def _on_all_ranks(here: bool, model: DistributedDataParallel) -> bool:
 
 
 def sharded_network(
-    mesh: DeviceMesh, shard_dimension: int, settings: Settings, *, parameters: str
+    mesh: DeviceMesh,
+    shard_dimension: int,
+    settings: Settings,
+    *,
+    parameters: str,
+    timeout: timedelta | None = None,
 ) -> Network:
     """The groups between the replicas of a model that is sharded over one dimension of ``mesh``.
 
@@ -203,13 +208,13 @@ def sharded_network(
     ranks = mesh.mesh if shard_dimension == 1 else mesh.mesh.T  # (replicas, shards)
     world = dist.group.WORLD
     assert world is not None
-    if sorted(ranks.flatten().tolist()) != list(range(world.size())):
-        raise ValueError(f"mesh must be of all ranks, got {ranks.tolist()} of {world.size()} ranks")
-    replicas, shards = ranks.shape
+    if ranks.numel() < world.size():  # others are the rest of a mesh of more dimensions
+        world = dist.new_group(ranks.flatten().tolist(), use_local_synchronization=True)
+    order = {rank: number for number, rank in enumerate(dist.get_process_group_ranks(world))}
     device = torch.device(mesh.device_type)
     if device.type != "cpu":
         device = torch.device(device.type, torch.accelerator.current_device_index())
-    data, control = new_groups(world)
+    data, control = new_groups(world, timeout=timeout)
     limit = WaitLimit()
     own = {**settings.fingerprint(), "mesh": str(ranks.tolist()), "parameters": parameters}
     facts = all_facts({**own, "host": this_host()}, group=data, device=device)
@@ -217,9 +222,8 @@ def sharded_network(
     topology = Topology(tuple(fact["host"] for fact in facts), world.rank())
     flags = Channel(control, name="control", limit=limit)
     network = Network(Channel(data, limit=limit), flags, topology, device)
-    if shards == 1 or replicas == 1:
+    if ranks.shape[1] == 1:
         return network
-    tree: Tree = tuple(tuple(row) for row in ranks.tolist())
-    return in_levels(
-        network, tree, leader=False, new_group=_made(world, tree, leader=False, timeout=None)
-    )
+    tree: Tree = tuple(tuple(order[rank] for rank in row) for row in ranks.tolist())
+    new_group = _made(world, tree, leader=False, timeout=timeout)
+    return in_levels(network, tree, leader=False, new_group=new_group)

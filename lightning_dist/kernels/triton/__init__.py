@@ -25,14 +25,17 @@ GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def sum_of(passes: Passes, *, dtype: torch.dtype) -> SumOfPayloads | None:
-    """``decode_and_commit`` of an uncompressed exchange in one launch; None where there is none."""
+    """The mean of uncompressed payloads in one launch; None where there is none.
+
+    As ``decode_and_commit``, or as ``reduce`` where that weights the payloads.
+    """
     codec, factors = passes.codec, passes.factors
     plain = codec.lossless and codec.block == 1 and not passes.memory.kinds and factors.own == 1
     if not plain or dtype not in GRADIENT_DTYPES or find_spec("triton") is None:
         return None
     from lightning_dist.kernels.triton.passes import SumOfPayloads
 
-    return SumOfPayloads(factors.mean)
+    return SumOfPayloads(1.0 / passes.world_size if factors.mean == 1 else factors.mean)
 
 
 def available_on(device: torch.device) -> bool:

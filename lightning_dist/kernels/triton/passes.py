@@ -56,10 +56,9 @@ class TableKernels:
         scale: Tensor,
         *,
         table: SliceTable,
-        payload: Tensor,
+        payload: Tensor | None,
         finite: Tensor | None = None,
         salts: Tensor | None = None,
-        sums: Tensor | None = None,
         commit: bool = True,
     ) -> None:
         """``payload <- C(p)`` and ``residual <- (p - D(payload)) / scale``.
@@ -68,57 +67,35 @@ class TableKernels:
         keeps its residual, and so does an element whose new one is not.
 
         Args:
-            payload: uint8, ``table.payload_bytes`` of any shape, contiguous.
+            payload: uint8, ``table.payload_bytes`` of any shape, contiguous. None: only the
+                residual is wanted, which an encoding of the same ``flat``, not yet overwritten by
+                :meth:`decode`, and ``salts`` has left as it was.
             finite: bool, one element; set to False if any block is not finite, never to True.
-            sums: float64 ``(tiles, 2)``; sums of ``p**2`` and of the error's squares, of each tile,
-                over the finite blocks.
-            commit: False leaves the residuals to a later :meth:`commit`.
+            commit: False leaves the residual as it is.
         """
-        self._encode(
-            flat,
+        assert payload is None or payload.numel() == table.payload_bytes, "another table's payload"
+        _check(torch.float32, residual, scale)
+        _check(torch.bool, finite)
+        _check(torch.uint8, payload)
+        _launch(
+            skeletons.encode_kernel,
+            table.tiles,
+            _gradient(flat),
             residual,
             scale,
-            None,
             payload,
-            finite,
-            sums,
-            table=table,
-            salts=salts,
-            writes_residual=commit and residual is not None,
-        )
-
-    def commit(
-        self,
-        flat: Tensor,
-        residual: Tensor,
-        scale: Tensor,
-        ok: Tensor | None = None,
-        *,
-        table: SliceTable,
-        salts: Tensor | None = None,
-    ) -> None:
-        """The residuals of ``encode(..., commit=False)``, computed again, where ``ok`` is True.
-
-        ``flat``, not yet overwritten by :meth:`decode`, and ``salts`` are those of the encoding;
-        ``ok`` is one bool on the device, or None for True.
-        """
-        self._encode(
-            flat,
-            residual,
-            scale,
-            ok,
-            None,
-            None,
-            None,
-            table=table,
-            salts=salts,
-            writes_residual=True,
+            None if finite is None else finite.view(torch.uint8),
+            self._salts(salts),
+            WRITES_RESIDUAL=commit and residual is not None,
+            BF16=flat.dtype == torch.bfloat16,
+            **self._rounding(),
+            **self._constants(table),
         )
 
     def reduce(
         self,
         shards: Tensor,
-        mean: Tensor,
+        mean: Tensor | None,
         *,
         table: SliceTable,
         row: int,
@@ -130,29 +107,31 @@ class TableKernels:
 
         With ``residual`` also ``residual += W (m - D(mean)) / scale`` in the places of ``row``,
         where the mean's block is finite: what the second rounding loses, see
-        :meth:`lightning_dist.kernels.passes.Kernels.carry`.
+        :meth:`lightning_dist.kernels.passes.Kernels.server_feedback`.
 
         Args:
             shards: uint8 ``(W, table.row_bytes(row))``: the row that this rank owns, as every rank
                 encoded it.
-            mean: uint8, one such row.
+            mean: uint8, one such row. None: only the residual is wanted.
             salts: of the mean, which is rounded anew.
         """
-        self._reduce(shards, mean, residual, scale, None, table=table, row=row, salts=salts)
-
-    def server_feedback(
-        self,
-        shards: Tensor,
-        residual: Tensor,
-        scale: Tensor,
-        ok: Tensor | None = None,
-        *,
-        table: SliceTable,
-        row: int,
-        salts: Tensor | None = None,
-    ) -> None:
-        """The second error of ``reduce`` without a residual, computed again, where ``ok``."""
-        self._reduce(shards, None, residual, scale, ok, table=table, row=row, salts=salts)
+        size = table.row_bytes(row)
+        assert mean is None or mean.numel() == size, "a mean of another row"
+        _check(torch.float32, residual, scale)
+        _check(torch.uint8, shards, mean)
+        _launch(
+            skeletons.reduce_kernel,
+            table.tiles[table.tile_starts[row] : table.tile_starts[row + 1]],
+            shards,
+            size // 8,
+            mean,
+            residual,
+            scale,
+            self._salts(salts),
+            COUNT=_count(shards, size),
+            **self._rounding(),
+            **self._constants(table),
+        )
 
     def decode(
         self, payloads: Tensor, flat: Tensor, *, table: SliceTable, weight: float = 1.0
@@ -173,74 +152,6 @@ class TableKernels:
             COUNT=_count(payloads, size),
             WEIGHT=weight,
             BF16=flat.dtype == torch.bfloat16,
-            **self._constants(table),
-        )
-
-    def _encode(
-        self,
-        flat: Tensor,
-        residual: Tensor | None,
-        scale: Tensor,
-        ok: Tensor | None,
-        payload: Tensor | None,
-        finite: Tensor | None,
-        sums: Tensor | None,
-        *,
-        table: SliceTable,
-        salts: Tensor | None,
-        writes_residual: bool,
-    ) -> None:
-        assert payload is None or payload.numel() == table.payload_bytes, "another table's payload"
-        _check(torch.float32, residual, scale)
-        _check(torch.bool, ok, finite)
-        _check(torch.uint8, payload)
-        _check(torch.float64, sums)
-        _launch(
-            skeletons.encode_kernel,
-            table.tiles,
-            _gradient(flat),
-            residual,
-            scale,
-            _bytes(ok),
-            payload,
-            _bytes(finite),
-            self._salts(salts),
-            sums,
-            WRITES_RESIDUAL=writes_residual,
-            BF16=flat.dtype == torch.bfloat16,
-            **self._rounding(),
-            **self._constants(table),
-        )
-
-    def _reduce(
-        self,
-        shards: Tensor,
-        mean: Tensor | None,
-        residual: Tensor | None,
-        scale: Tensor | None,
-        ok: Tensor | None,
-        *,
-        table: SliceTable,
-        row: int,
-        salts: Tensor | None,
-    ) -> None:
-        size = table.row_bytes(row)
-        assert mean is None or mean.numel() == size, "a mean of another row"
-        _check(torch.float32, residual, scale)
-        _check(torch.bool, ok)
-        _check(torch.uint8, shards, mean)
-        _launch(
-            skeletons.reduce_kernel,
-            table.tiles[table.tile_starts[row] : table.tile_starts[row + 1]],
-            shards,
-            size // 8,
-            mean,
-            residual,
-            scale,
-            _bytes(ok),
-            self._salts(salts),
-            COUNT=_count(shards, size),
-            **self._rounding(),
             **self._constants(table),
         )
 
@@ -272,10 +183,7 @@ class TableKernels:
 
 @dataclass(frozen=True)
 class SumOfPayloads:
-    """Mean of uncompressed payloads, as ``Kernels.decode_and_commit`` without state.
-
-    ``payloads`` are rows of one tensor, at equal distances.
-    """
+    """Mean of uncompressed payloads, as ``Kernels.decode_and_commit`` without state."""
 
     weight: float
     only_compile: bool = False
@@ -289,10 +197,18 @@ class SumOfPayloads:
         own: Payload,
         payloads: Sequence[Payload],
     ) -> None:
-        """``grad <- sum of weight * payload``, each weighted and added in their order."""
         assert not state
+        self.add(grad, payloads)
+
+    def add(self, total: Tensor, payloads: Sequence[Payload]) -> None:
+        """``total <- sum of weight * payload``, each weighted and added in their order.
+
+        Args:
+            total: contiguous; may be the memory of the first payload.
+            payloads: rows of one tensor, at equal distances.
+        """
         sources = [_gradient(plane) for (plane,) in payloads]
-        first, target = sources[0], _gradient(grad)
+        first, target = sources[0], _gradient(total)
         distances = {b.data_ptr() - a.data_ptr() for a, b in pairwise(sources)} or {0}
         (distance,) = distances
         _launch(
@@ -300,14 +216,14 @@ class SumOfPayloads:
             target,
             first,
             distance // first.itemsize,
-            grad.numel(),
-            programs=-(-grad.numel() // _SUMMED_ELEMENTS),
+            total.numel(),
+            programs=-(-total.numel() // _SUMMED_ELEMENTS),
             only_compile=self.only_compile,
             COUNT=len(sources),
             WEIGHT=self.weight,
             SIZE=_SUMMED_ELEMENTS,
             BF16=payloads[0][0].dtype == torch.bfloat16,
-            TARGET_BF16=grad.dtype == torch.bfloat16,
+            TARGET_BF16=total.dtype == torch.bfloat16,
         )
 
     def compile(self, dtype: torch.dtype, target: torch.dtype, *, count: int, like: Tensor) -> None:
@@ -317,7 +233,7 @@ class SumOfPayloads:
             source = like.new_zeros(count, 32, dtype=dtype)[:, start : start + 16]
             rows = [(row.view(1, -1, 1),) for row in source]
             mean = like.new_zeros(32, dtype=target)[target_start : target_start + 16]
-            again(mean.view(1, -1, 1), (), like, None, rows[0], rows)
+            again.add(mean.view(1, -1, 1), rows)
 
 
 def _launch(
@@ -355,10 +271,6 @@ def _count(payloads: Tensor, size: int) -> int:
         return 1
     assert payloads.numel() % size == 0, "payloads of another table"
     return payloads.numel() // size
-
-
-def _bytes(flag: Tensor | None) -> Tensor | None:
-    return None if flag is None else flag.view(torch.uint8)
 
 
 def _check(dtype: torch.dtype, *tensors: Tensor | None) -> None:

@@ -42,39 +42,20 @@ def device_codec(codec: Codec) -> DeviceCodec | None:
     return None if found is None or found.codec.block > _LARGEST_BLOCK else found
 
 
-def _int8(codec: Int8) -> DeviceCodec:
-    return DeviceCodec(codec, functions.int8_encode, functions.int8_level, levels=127)
-
-
-def _int4(codec: Int4) -> DeviceCodec | None:
-    if codec.hadamard:  # a matrix product, whose order of adding is the library's
-        return None
-    return DeviceCodec(codec, functions.int4_encode, functions.offset_level, levels=7)
-
-
-def _fp8(codec: FP8) -> DeviceCodec:
-    return DeviceCodec(codec, functions.fp8_encode, functions.fp8_level, levels=448)
-
-
-def _sign(codec: Sign) -> DeviceCodec:
-    return DeviceCodec(codec, functions.sign_encode, functions.sign_level)
-
-
-def _qsgd(codec: QSGD) -> DeviceCodec:
-    encode, level = functions.qsgd_encode, functions.offset_level
-    return DeviceCodec(codec, encode, level, levels=codec.levels, option=codec.norm == "l2")
-
-
-def _terngrad(codec: TernGrad) -> DeviceCodec:
-    encode, level = functions.terngrad_encode, functions.offset_level
-    return DeviceCodec(codec, encode, level, levels=1, option=codec.clip_sigma)
-
-
 _DEVICE_CODECS: dict[type[Codec], Callable[[Any], DeviceCodec | None]] = {
-    Int8: _int8,
-    Int4: _int4,
-    FP8: _fp8,
-    Sign: _sign,
-    QSGD: _qsgd,
-    TernGrad: _terngrad,
+    Int8: lambda of: DeviceCodec(of, functions.int8_encode, functions.int8_level, levels=127),
+    # The rotation is a matrix product, whose order of adding is the library's.
+    Int4: lambda of: (
+        None
+        if of.hadamard
+        else DeviceCodec(of, functions.int4_encode, functions.offset_level, levels=7)
+    ),
+    FP8: lambda of: DeviceCodec(of, functions.fp8_encode, functions.fp8_level, levels=448),
+    Sign: lambda of: DeviceCodec(of, functions.sign_encode, functions.sign_level),
+    QSGD: lambda of: DeviceCodec(
+        of, functions.qsgd_encode, functions.offset_level, of.levels, option=of.norm == "l2"
+    ),
+    TernGrad: lambda of: DeviceCodec(
+        of, functions.terngrad_encode, functions.offset_level, levels=1, option=of.clip_sigma
+    ),
 }

@@ -21,11 +21,9 @@ def encode_kernel(
     flat,  # gradients; bfloat16 as int16
     residual,  # float32, or None
     scale,  # float32, the GradScaler's
-    ok,  # uint8, whether residuals may change; None: where block and residual are finite
     payload,  # uint8, or None: only the residuals are wanted
     finite,  # uint8, set to 0 where a block is not finite; or None
     salts,  # int32, one for each slice; or None
-    sums,  # float64 (tiles, 2), or None
     WRITES_RESIDUAL: tl.constexpr,
     ENCODE: tl.constexpr,
     LEVEL: tl.constexpr,
@@ -66,16 +64,10 @@ def encode_kernel(
         )
     if finite is not None:
         tl.store(finite, 0, mask=tl.sum(tl.where(good, 0, 1)) > 0)
-    if WRITES_RESIDUAL or sums is not None:
+    if WRITES_RESIDUAL:
         error = x - LEVEL(codes, LEVELS).to(tl.float32) * step
-        wanted = filled & good
-        if WRITES_RESIDUAL:
-            new = tl.div_rn(error, tl.zeros_like(error) + factor)
-            tl.store(kept, new, mask=_allowed(wanted & is_finite(new), ok, element))
-        if sums is not None:
-            out = sums + tl.program_id(0).to(tl.int64) * 2
-            tl.store(out, _square_sum(x, wanted))
-            tl.store(out + 1, _square_sum(error, wanted))
+        new = tl.div_rn(error, tl.zeros_like(error) + factor)
+        tl.store(kept, new, mask=filled & good & is_finite(new))
 
 
 @triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["salts"])
@@ -86,7 +78,6 @@ def reduce_kernel(
     mean,  # uint8, or None: only the second error is wanted
     residual,  # float32, or None
     scale,
-    ok,
     salts,
     COUNT: tl.constexpr,
     ENCODE: tl.constexpr,
@@ -124,7 +115,6 @@ def reduce_kernel(
         _store_payload(mean, tile, step, codes, BLOCKS, PARTS, WIDTH, REAL, CODE_ALIGNMENT)
     if residual is not None:
         writes = _filled(tile, element, WIDTH, REAL, ALIGNMENT) & is_finite(step)
-        writes = _allowed(writes, ok, element)
         kept = residual + tl.multiple_of(tl.load(tile + 1), ALIGNMENT) + element
         error = (exact - LEVEL(codes, LEVELS).to(tl.float32) * step) * (COUNT * 1.0)
         error = tl.div_rn(error, tl.zeros_like(error) + tl.load(scale))
@@ -212,15 +202,6 @@ def _filled(tile, element, WIDTH: tl.constexpr, REAL: tl.constexpr, ALIGNMENT: t
 
 
 @triton.jit
-def _allowed(mask, ok, element):
-    """``mask`` if the flag ``ok`` is set or there is none."""
-    if ok is None:
-        return mask
-    else:  # Triton compiles what follows a return in a branch
-        return mask & (element * 0 + tl.load(ok) > 0)  # the interpreter joins tensors of one shape
-
-
-@triton.jit
 def _row_start(tile):
     """Bytes of the payload before the tile's row; times 8, so that the compiler sees a multiple."""
     return tl.load(tile + 4) * 8
@@ -251,12 +232,6 @@ def _bfloat16_bits(x):
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where(x == x, rounded, 0x7FC0).to(tl.int16)
-
-
-@triton.jit
-def _square_sum(x, mask):
-    wide = tl.where(mask, x, 0.0).to(tl.float64)
-    return tl.sum(wide * wide)
 
 
 @triton.jit

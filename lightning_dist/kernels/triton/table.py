@@ -1,7 +1,7 @@
 """The table of tiles over which one kernel launch walks all slices of a bucket.
 
 A slice of ``numel`` elements is seen as ``rows`` rows of ``blocks_per_row`` blocks of ``block``
-elements, as in :class:`lightning_dist.reducer.geometry.Grid`; the last rows may be partly empty. A
+elements, as in :class:`lightning_dist.reducer.tiles.Grid`; the last rows may be partly empty. A
 tile is a run of blocks of one row of one slice, and the work of one program of a kernel.
 """
 
@@ -72,13 +72,10 @@ class Slice:
 class SliceTable:
     """Tiles of one codec over the slices of one flat gradient; built once for each bucket.
 
-    ``names`` are those of the slices, in the order of a stochastic codec's salts.
-
     Row ``r`` of a payload begins ``payload_starts[r]`` bytes into the payload and is made by the
     tiles ``tile_starts[r]`` to ``tile_starts[r + 1]``.
     """
 
-    names: tuple[str, ...]
     tiles: Tensor  # (tiles, FIELDS) int64
     tile_starts: tuple[int, ...]  # rows + 1
     payload_starts: tuple[int, ...]  # rows + 1
@@ -114,7 +111,7 @@ class SliceTable:
         Payloads are ``(rows, row_bytes)``, as :class:`~lightning_dist.exchange.rounds.TwoShot` and
         (one row) :class:`~lightning_dist.exchange.rounds.AllGather` send them.
         """
-        return _table(codec, [list(slices)], rows, device, tile_elements)
+        return _table(codec, [list(slices)], rows, device, tile_elements, None)
 
     @classmethod
     def of_shares(
@@ -122,15 +119,16 @@ class SliceTable:
         codec: BlockCodec,
         shares: Sequence[Sequence[Slice]],
         *,
+        blocks: Sequence[int] | None = None,
         device: torch.device,
         tile_elements: int | None = None,
     ) -> SliceTable:
-        """Row ``r`` has the slices of ``shares[r]`` as they are, perhaps none.
+        """Row ``r`` has the slices of ``shares[r]`` as they are, perhaps none, and ``blocks[r]``.
 
         Rows follow each other without a gap, as in
-        :class:`~lightning_dist.exchange.reduce_scatter.ReduceScatterAllGather`.
+        :class:`~lightning_dist.exchange.rounds.ReduceScatterAllGather`.
         """
-        return _table(codec, [list(share) for share in shares], 1, device, tile_elements)
+        return _table(codec, [list(share) for share in shares], 1, device, tile_elements, blocks)
 
 
 def _table(
@@ -139,6 +137,7 @@ def _table(
     rows: int,
     device: torch.device,
     tile_elements: int | None,
+    blocks_of_groups: Sequence[int] | None,
 ) -> SliceTable:
     planes, shape = codec.planes(torch.float32), BlockShape.of(codec)
     if tile_elements is None:
@@ -147,10 +146,11 @@ def _table(
     per_tile = 1 << (per_tile.bit_length() - 1)
 
     tiles: list[Tensor] = []
-    tile_starts, payload_starts, columns, names = [0], [0], list[int](), list[str]()
-    for group in groups:
+    tile_starts, payload_starts, columns, slices = [0], [0], list[int](), 0
+    for i, group in enumerate(groups):
         counts = [-(-part.numel // (rows * codec.block)) for part in group]
-        blocks, size = sum(counts), row_bytes(planes, sum(counts))
+        blocks = sum(counts) if blocks_of_groups is None else blocks_of_groups[i]
+        size = row_bytes(planes, blocks)
         codes = size - row_bytes(planes[1:], blocks)  # bytes of a row before its codes
         first = 0
         parts = [torch.empty(rows, 0, FIELDS, dtype=torch.int64)]
@@ -170,12 +170,12 @@ def _table(
                 (first + column) * 2,
                 (codes + (first + column) * shape.real) // shape.alignment,
                 number,
-                torch.tensor(len(names)),
+                torch.tensor(slices),
                 torch.tensor(0),
             )
             parts.append(torch.stack([field.expand(number.shape) for field in fields], dim=-1))
             first += count
-            names.append(part.name)
+            slices += 1
         of_group = torch.cat(parts, dim=1)
         for of_row in of_group:
             tiles.append(of_row)
@@ -184,7 +184,6 @@ def _table(
             columns.append(blocks)
     every = [number for group in groups for p in group for number in (p.offset, p.memory, p.numel)]
     return SliceTable(
-        names=tuple(names),
         tiles=torch.cat(tiles).to(device),
         tile_starts=tuple(tile_starts),
         payload_starts=tuple(payload_starts),

@@ -1,13 +1,13 @@
-"""Parts of a step on every rank, and its spans on one time line."""
+"""Collectives matched over ranks, and the parts of a step on every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from msgspec.structs import replace
 
-from lightning_dist.profiling.analysis.collectives import begin_of, spans_of
 from lightning_dist.profiling.analysis.intervals import (
     Interval,
     Intervals,
@@ -17,7 +17,7 @@ from lightning_dist.profiling.analysis.intervals import (
     union,
 )
 from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, Timeline, TimelineSpan
-from lightning_dist.profiling.capture.events import PHASES, BucketTimes, StepRecord
+from lightning_dist.profiling.capture.events import PHASES, BucketTimes, Span, StepRecord
 from lightning_dist.profiling.run import Run
 
 _OTHERS = tuple(name for name in PHASES if name != "backward")
@@ -29,10 +29,8 @@ class Analysed:
 
     Args:
         begin: on rank 0's clock.
-        spans: in their order.
-        moving: while any exchange moved, until all its members were done.
-        inter_moving: the same of exchanges with other hosts.
-        ns: all of :data:`PARTS`, which add up to the duration, and the other columns of
+        inter_moving: while any exchange with other hosts moved, until all its members were done.
+        ns: :data:`PARTS`, which add up to the duration, and the other columns of
             :class:`~lightning_dist.profiling.analysis.tables.StepTable`.
         waited_for: waiting, hidden or not, by the rank that came last.
     """
@@ -41,7 +39,6 @@ class Analysed:
     rank: int
     begin: int
     spans: Sequence[TimelineSpan]
-    moving: Intervals
     inter_moving: Intervals
     ns: Mapping[str, int]
     waited_for: Mapping[int, int]
@@ -57,14 +54,83 @@ class Analysed:
         return {name: self.ns[name] for name in PARTS}
 
     @property
-    def exposed(self) -> int:
-        """Communication that compute does not hide."""
-        return self.ns["exposed"]
-
-    @property
     def exchanges(self) -> list[TimelineSpan]:
         """Collectives, in their order."""
         return [span for span in self.spans if span.phase == "exchange"]
+
+
+def begin_of(run: Run, rank: int, step: int) -> int:
+    """Begin of a step on a rank, on rank 0's clock: one offset for all of a step."""
+    of_rank = run.ranks[rank]
+    begin = of_rank.head(step).begin
+    return begin + of_rank.offset(begin)
+
+
+def spans_of(run: Run, step: int) -> dict[int, list[TimelineSpan]]:
+    """Spans of every rank that has recorded the step in detail, in their order.
+
+    The same collective has the same group and order on all its members. Groups of one name are the
+    same if their ranks are.
+    """
+    records = {
+        rank: each.steps[step]
+        for rank, each in run.ranks.items()
+        if step in each.steps and each.head(step).detailed
+    }
+    spans = {rank: [_unknown(span) for span in of.spans] for rank, of in records.items()}
+    groups: dict[tuple[str, tuple[int, ...]], int] = {}  # their numbers in this step
+    collectives: dict[tuple[int, int], dict[int, int]] = {}  # index of the span on every rank
+    for rank, record in records.items():
+        own = {
+            name: groups.setdefault((name, tuple(members)), len(groups))
+            for name, members in run.ranks[rank].metadata.groups.items()
+        }
+        for index, span in enumerate(record.spans):
+            if span.phase == "exchange" and span.group in own and span.order >= 0:
+                collectives.setdefault((own[span.group], span.order), {})[rank] = index
+    begins = {rank: begin_of(run, rank, step) for rank in records}
+    clocks = {rank: run.clock_of(rank) for rank in records}
+    members = [of for _, of in groups]
+    for number, ((group, _), indices) in enumerate(collectives.items()):
+        of_members = {rank: spans[rank][index] for rank, index in indices.items()}
+        if missing := tuple(rank for rank in members[group] if rank not in indices):
+            known = {rank: {"missing": missing} for rank in indices}
+        else:
+            known = _arrivals(of_members, begins, clocks)
+        for rank, index in indices.items():
+            spans[rank][index] = replace(of_members[rank], collective_id=number, **known[rank])
+    return spans
+
+
+def _unknown(span: Span) -> TimelineSpan:
+    """A span of one rank, before it is compared with those of others."""
+    times = span.begin, span.end
+    return TimelineSpan(span.phase, span.bucket, *times, None, span.op, span.group, span.sent)
+
+
+def _arrivals(
+    spans: Mapping[int, TimelineSpan], begins: Mapping[int, int], clocks: Mapping[int, Hashable]
+) -> dict[int, dict[str, Any]]:
+    """Fields of a collective on every member, from begins of the step on rank 0's clock."""
+    of_members = {clocks[rank] for rank in spans}
+    if len(spans) > 1 and None in of_members:
+        # Without clocks: all leave a collective together, so who took longer has waited.
+        begins = {rank: -span.end for rank, span in spans.items()}
+    launches = {rank: begins[rank] + span.begin for rank, span in spans.items()}
+    arrival = max(launches.values())
+    last = min(rank for rank, launch in launches.items() if launch == arrival)
+    over = max(begins[rank] + span.end for rank, span in spans.items())
+    shortest = min(span.end - span.begin for span in spans.values())
+    return {
+        rank: {
+            "arrival": arrival - begins[rank],
+            "over": over - begins[rank],
+            "last": last,
+            # The root of a broadcast may leave it first: its duration says nothing.
+            "shortest": shortest if len(of_members) > 1 and span.op != "broadcast" else None,
+        }
+        for rank, span in spans.items()
+    }
 
 
 def analyse(run: Run, step: int) -> list[Analysed]:
@@ -134,7 +200,6 @@ def _analyse(run: Run, rank: int, step: int, spans: Sequence[TimelineSpan]) -> A
     waits = {late: difference(of, transfer) for late, of in sorted(_waits(exchanges).items())}
     waited_for = {late: length(of) for late, of in waits.items() if of}
     intra, inter = _reach(run, rank)
-    moving = union(each.moving for each in exchanges)
     inter_moving = union(each.moving for each in exchanges if each.group in inter)
     # Between clocks that differ, the least that a collective took any member, at its end.
     doubted = [(each, each.shortest) for each in exchanges if each.shortest is not None]
@@ -145,7 +210,7 @@ def _analyse(run: Run, rank: int, step: int, spans: Sequence[TimelineSpan]) -> A
         "exchange": length(in_flight),
         "hidden": length(difference(in_flight, window)),
         "waited": sum(waited_for.values()),
-        "moving": length(moving),
+        "moving": length(union(each.moving for each in exchanges)),
         "intra_moving": length(union(each.moving for each in exchanges if each.group in intra)),
         "inter_moving": length(inter_moving),
         "raw": sum(bucket.raw for bucket in record.buckets),
@@ -160,7 +225,7 @@ def _analyse(run: Run, rank: int, step: int, spans: Sequence[TimelineSpan]) -> A
         "by_durations": length(union((each.end - least, each.end) for each, least in doubted)),
     }
     begin = begin_of(run, rank, step)
-    return Analysed(record, rank, begin, spans, moving, inter_moving, ns, waited_for)
+    return Analysed(record, rank, begin, spans, inter_moving, ns, waited_for)
 
 
 def exposed_in(record: StepRecord) -> list[Interval]:
@@ -211,10 +276,7 @@ def _reach(run: Run, rank: int) -> tuple[set[str], set[str]]:
 
 
 def passes_of(record: StepRecord) -> list[list[BucketTimes]]:
-    """Buckets of every backward pass, in the order in which they were ready.
-
-    A bucket that comes again is of the next pass.
-    """
+    """Buckets of every backward pass, as they became ready: one that comes again is of the next."""
     passes: list[list[BucketTimes]] = []
     seen: set[int] = set()
     for bucket in record.buckets:

@@ -2,8 +2,8 @@
 
 Of medians over steps. Each has the interval of a notched box plot, 1.58 quartile distances by the
 root of the number of steps to both sides; a difference that is not larger than both together is
-what two runs of the same may show. That errs to the careful side for steps that are independent;
-neighbouring steps are not wholly, so a difference just above it may still be chance.
+what two runs of the same may show. Neighbouring steps are not wholly independent, so a difference
+just above it may still be chance.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import numpy as np
 
 from lightning_dist.profiling.analysis.metrics import METRICS, why
 from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, Summary
-from lightning_dist.profiling.analysis.sample import sample
-from lightning_dist.profiling.analysis.tables import MS, mean
+from lightning_dist.profiling.analysis.tables import MS, mean, sample
 from lightning_dist.profiling.run import Run
 
 _NOTCH = 1.58
@@ -43,14 +42,11 @@ Figures: TypeAlias = Mapping[str, Sequence[float] | str]
 
 @dataclass(frozen=True)
 class Difference:
-    """One line of a comparison.
+    """One line of a comparison: medians over steps, and ``b - a``; None: see ``reason``.
 
     Args:
-        a, b: medians over steps; None: not measured, see ``reason``.
-        difference: ``b - a``; None if one is not known.
         spread: how much of ``b - a`` the spread of the steps can explain; None: too few steps.
         is_explained: the spread alone can explain the difference; None: not known.
-        reason: why a figure is None.
     """
 
     name: str
@@ -104,17 +100,15 @@ def verdict(differences: Sequence[Difference]) -> str:
 
 
 def _largest(differences: Sequence[Difference], of_step: float) -> str:
-    """In words, the three parts that differ most; without any, what is sent.
+    """The three parts that differ most, in words; without any, what is sent.
 
     Parts that changed in the direction of the step come first: they explain it.
     """
     signed = [(each.name.rpartition("_")[0], each.difference or 0.0) for each in differences]
-    parts = sorted((each for each in signed if each[0] in PARTS), key=lambda each: -abs(each[1]))
+    parts = [each for each in signed if each[0] in PARTS]
     if parts:
-        along = [each for each in parts if each[1] * of_step > 0]
-        against = [each for each in parts if each not in along]
-        largest = [*along[: 2 if against else 3], *against]
-        return ", ".join(f"{METRICS[name].label} {value:+.3g} ms" for name, value in largest[:3])
+        parts.sort(key=lambda each: (each[1] * of_step <= 0, -abs(each[1])))
+        return ", ".join(f"{METRICS[name].label} {value:+.3g} ms" for name, value in parts[:3])
     return ", ".join(f"{name} {value:+.3g} MB" for name, value in signed if name == "sent")
 
 

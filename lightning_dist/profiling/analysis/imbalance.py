@@ -35,11 +35,7 @@ _EXPLAINED = 0.5
 
 
 def straggler(table: StepTable, phase_skew: Sequence[PhaseSkew]) -> tuple[int | None, str]:
-    """The rank that the others wait for, or why it is not clearly one; no reason if nobody waits.
-
-    Args:
-        phase_skew: phases in which ranks differ.
-    """
+    """The rank that others wait for, or why it is not clearly one; no reason if nobody waits."""
     late = table.of("late")
     total, duration = late.sum(axis=0), table.total("duration")
     if not total.any():
@@ -72,8 +68,8 @@ def find_phase_skew(table: StepTable) -> list[PhaseSkew]:
     """Phases in which ranks differ without waiting for each other in exchanges of gradients.
 
     Ranks make their steps together: what one of them takes longer the others spend elsewhere. Where
-    that is not in an exchange, they may wait in a collective that the profiler does not see.
-    In the order in which they come after an exchange; none where waiting is not known.
+    that is not in an exchange, they may wait in a collective that the profiler does not see. None
+    where waiting is not known.
     """
     if table.unknown_wait or not table.total("exchange"):
         return []
@@ -134,8 +130,8 @@ class Growth:
 class ResidualAlarm:
     """Compares the newest residuals of a bucket with those of before.
 
-    A residual fills while training begins, with sparse codecs for hundreds of steps: the first
-    quarter of the samples of a bucket counts for nothing, the second is what was before.
+    A residual fills while training begins: the first quarter of the samples of a bucket counts for
+    nothing, the second is what was before.
     """
 
     def __init__(self) -> None:

@@ -50,10 +50,7 @@ def length(intervals: Intervals) -> int:
 
 
 def lanes(spans: Sequence[Interval]) -> list[int]:
-    """The lane of every span: from 0 on, as few as can be, so that no two of a lane overlap.
-
-    Spans that only touch share one.
-    """
+    """The lane of every span, as few as can be; no two of a lane overlap, though they may touch."""
     chosen = [0] * len(spans)
     free: list[int] = []  # from when on, by lane
     for index in sorted(range(len(spans)), key=spans.__getitem__):

@@ -16,13 +16,7 @@ TEXT = "text"
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric, or a column of a table.
-
-    Args:
-        key: name in ``summary.json``.
-        unit: as :func:`format_value` takes it; :data:`TEXT` for a column without numbers.
-        meaning: definition, as the report prints it.
-    """
+    """A metric, or a column of a table; its unit as :func:`format_value` takes it, or ``TEXT``."""
 
     key: str
     label: str
@@ -149,8 +143,7 @@ def format_value(value: float | None, unit: str = "", *, signed: bool = False) -
     """A number with three significant digits and its unit; ``"n/a"`` if it is not finite.
 
     Args:
-        unit: ``"%"`` of a share from 0 to 1, ``"B"`` and ``"Gbit/s"`` choose their prefix, any
-            other is appended.
+        unit: ``"%"`` of a share from 0 to 1; ``"B"`` and ``"Gbit/s"`` choose their prefix.
     """
     value = finite(value)
     if value is None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from lightning_dist.profiling.analysis.clock_quality import clock_of
 from lightning_dist.profiling.analysis.imbalance import growth_of
 from lightning_dist.profiling.analysis.metrics import METRICS, format_value
 from lightning_dist.profiling.analysis.parts import PhaseSkew, Summary
-from lightning_dist.profiling.analysis.sample import Sample
-from lightning_dist.profiling.analysis.tables import MS, StepTable
+from lightning_dist.profiling.analysis.tables import MS, Sample, StepTable
 from lightning_dist.profiling.run import Run
 
 ONE_HOST = (
@@ -36,11 +34,7 @@ _LEAST_GAP_MS = 2.0
 
 
 def headline(summary: Summary, *, cut: str = "") -> str:
-    """The most important figures, in one or two sentences.
-
-    Args:
-        cut: such as ``"9 of 40 steps"``, where the rest has to be mentioned.
-    """
+    """The most important figures, in one or two sentences; ``cut``: such as ``"9 of 40 steps"``."""
     here, world_size = len(summary.ranks), summary.run.get("world_size", 0)
     ranks = f"{here} of {world_size} ranks" if 0 < here < world_size else ""
     found = ", ".join(filter(None, (ranks, cut)))
@@ -96,7 +90,7 @@ def notes_of(run: Run, chosen: Sample, table: StepTable, summary: Summary) -> li
         "passes that only accumulate gradients need no exchange; `no_sync()` or Lightning's "
         "`accumulate_grad_batches` avoids it"
     )
-    uncompared = ", ".join(str(rank) for rank in run.ranks if clock_of(run, rank) is None)
+    uncompared = ", ".join(str(rank) for rank in run.ranks if run.clock_of(rank) is None)
     by_clocks, by_durations = table.mean_ms("by_clocks"), table.mean_ms("by_durations")
     gap = abs(by_clocks - by_durations)
     uncertainty = float(table.of("uncertainty").max(initial=0)) / MS
@@ -143,9 +137,9 @@ def notes_of(run: Run, chosen: Sample, table: StepTable, summary: Summary) -> li
 
 
 def _ended_by(run: Run) -> list[str]:
-    """Errors and signals that ended the training, by the ranks that have noted them.
+    """Errors and signals that ended the training, in the order of their times.
 
-    In the order of their times: a rank that has lost its peer says nothing of why that peer went.
+    A rank that has lost its peer says nothing of why that peer went.
     """
     ends = {rank: each.end for rank, each in run.ranks.items() if each.end is not None}
     times = {
@@ -197,11 +191,7 @@ def missing_ranks(run: Run, ranks: Iterable[int]) -> list[int]:
 
 
 def unavailable_of(run: Run, chosen: Sample, table: StepTable, *, has_link: bool) -> dict[str, str]:
-    """Reasons by field of the summary; all but that of the straggler.
-
-    Args:
-        has_link: the bandwidth of a link was measured.
-    """
+    """Reasons by field of the summary; all but that of the straggler."""
     none, is_alone = chosen.reason, run.world_size < 2
     alone = "one rank exchanges nothing" if is_alone else ""
     no_bucket = run.unseen or "no bucket of gradients was seen, nor an exchange"

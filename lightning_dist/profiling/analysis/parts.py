@@ -1,21 +1,22 @@
 """Names of the parts of a step, and the types of a summary and of a time line.
 
-Milliseconds are means over steps and ranks unless said otherwise; bytes are per step and rank; a
-figure that could not be measured is None, and ``unavailable`` says why. All but
-``Summary.step_ms`` and ``profiler_overhead`` is of the steps that were recorded in detail, where
-any were.
+Milliseconds are means over steps and ranks unless said otherwise; bytes are per step and rank. All
+but ``Summary.step_ms`` and ``profiler_overhead`` is of the steps that were recorded in detail,
+where any were. A figure that could not be measured is None, and ``unavailable`` says why.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
 from lightning_dist.profiling.analysis.intervals import Interval, Intervals
-from lightning_dist.profiling.whatif.predictions import Predictions
+
+if TYPE_CHECKING:
+    from lightning_dist.profiling.whatif.predict import Predictions
 
 SCHEMA = 2
 
@@ -40,15 +41,14 @@ EXPOSED = ("exposed_wait", "exposed_transfer", "exposed_codec", "exposed_other")
 class TimelineSpan(Struct, frozen=True, gc=False):
     """A span of a rank in a step, in nanoseconds from the begin of the step on this rank.
 
-    In a :class:`Timeline` they count from its begin on the first rank that began it.
+    In a :class:`Timeline` they count from its begin on the first rank that began it. None: unknown,
+    or not an exchange.
 
     Args:
-        arrival: of an exchange, launch on the last member; None: unknown.
-        last: that member; the lowest of several.
-        collective_id: of an exchange, its number in the step, equal on all members; None: unknown.
-        over: of an exchange, end on the last member; None: unknown.
-        shortest: of an exchange between clocks that differ, its least duration on any member,
-            which no clock can falsify; None: unknown.
+        arrival, last: launch on the last member, and that member; the lowest of several.
+        collective_id: number in the step, equal on all members.
+        over: end on the last member.
+        shortest: least duration on any member, of an exchange between clocks that differ.
         missing: members of which there is no record of it.
     """
 
@@ -79,11 +79,7 @@ class TimelineSpan(Struct, frozen=True, gc=False):
 
     @property
     def moving(self) -> Interval:
-        """The transfer, and on until the last member is done.
-
-        A rank is done when it has what the others have sent. What it has sent itself may still be
-        on its way to them, in buffers of the kernel.
-        """
+        """The transfer, and on until the last member is done: bytes may be on their way to it."""
         begin, end = self.transfer
         return begin, end if self.over is None else max(end, self.over)
 
@@ -96,14 +92,13 @@ class TimelineSpan(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step on all ranks.
+    """One step on all ranks; times are nanoseconds, by rank.
 
     Args:
         label: why this step, such as ``"median step"``.
-        phases: by rank: ``(name, begin, end)``.
-        buckets: by rank: ``(index, ready, done)``.
-        spans: by rank, in the order in which they began.
-        exposed: by rank: when communication was exposed, once for each backward pass.
+        phases: ``(name, begin, end)``.
+        buckets: ``(index, ready, done)``.
+        exposed: when communication was exposed, once for each backward pass.
     """
 
     step: int
@@ -116,17 +111,14 @@ class Timeline:
 
 @dataclass(frozen=True)
 class RankSummary:
-    """One rank.
+    """One rank, of the steps that the parts are of.
 
     Args:
-        step_ms: of the steps that the parts are of.
         wait_ms: waiting for others, per step, hidden or not.
         waited_for_ms: waiting of the others for this rank, per step, added up over them.
-        clock_uncertainty_ms: at the worst detailed step; None: there is none, or the clock was
-            never compared.
+        clock_uncertainty_ms: at the worst detailed step.
         intra_gbps, inter_gbps: bytes sent over the time with an exchange in flight.
-        phases_ms: ``between_steps``, ``forward``, ``backward`` and ``optimizer`` as they are in
-            ``Summary.breakdown_ms``; empty: not recorded.
+        phases_ms: as in ``Summary.breakdown_ms``; empty: not recorded.
     """
 
     rank: int
@@ -176,7 +168,7 @@ class BucketSummary:
 class Traffic:
     """Bytes per step and rank, and rates in Gbit/s over the union of exchanges without waiting.
 
-    An exchange lasts until its last member is done: until then bytes may be on their way to it.
+    An exchange lasts until its last member is done.
 
     Args:
         wire_gbps: what all ranks of a host sent to other hosts, the mean over hosts: comparable
@@ -208,19 +200,17 @@ class Traffic:
 
 @dataclass(frozen=True)
 class PerStep:
-    """One value per step that all ranks have recorded, for pictures over time.
+    """Values of the steps that all ranks have recorded, for pictures over time.
 
     Args:
         breakdown_ms: by part, the mean over ranks.
         wait_ms: by rank, hidden or not.
-        slowest: the rank that most waiting was for; None: there was none.
     """
 
     steps: Sequence[int]
     step_ms: Sequence[float]
     breakdown_ms: Mapping[str, Sequence[float]]
     wait_ms: Mapping[int, Sequence[float]]
-    slowest: Sequence[int | None]
 
 
 @dataclass(frozen=True)
@@ -228,32 +218,27 @@ class Summary:
     """A profile in numbers; ``summary.json`` is this.
 
     Args:
-        headline: the most important in one or two sentences.
         run: what ran, as of rank 0: codec, backend, device, host of every rank, versions.
         warmup_steps: first steps that were left out: buckets are not built yet.
-        step_ms: of all steps; None: there is none.
-        breakdown_ms: of ``detailed_steps`` of them; every share of a part is of
-            ``detailed_step_ms``, their mean, which is the sum of the parts. None: not measured.
+        step_ms: ``"mean"``, ``"median"`` and ``"p95"`` of all steps.
+        breakdown_ms: of ``detailed_steps`` of them; shares are of ``detailed_step_ms``, their
+            mean, which is the sum of the parts.
         overlap_fraction: hidden share of the time in which an exchange was under way, 0 to 1.
         straggler: the rank that others wait for, if it is clearly one
             (:mod:`~lightning_dist.profiling.analysis.imbalance`).
         profiler_overhead: share of the time that the profiler took.
-        errors: per step and bucket: ``{"step", "bucket", "rank", "relative_l2", "cosine",
-            "residual_ratio"}``, as in
+        errors: compression errors, ``"rank"`` and the fields of
             :class:`~lightning_dist.profiling.capture.events.ErrorRecord`.
         links: ``{"rank", "peer", "group", "sent", "seconds"}`` each.
         unavailable: by field, why it is None; ``steps``: why there are none, and what helps.
-        notes: what is missing or odd.
-        predictions: what is predicted of other settings.
-        phase_skew: phases in which ranks differ, and do not wait for each other in exchanges
-            (:mod:`~lightning_dist.profiling.analysis.imbalance`).
+        phase_skew: phases in which ranks differ, and do not wait for each other in exchanges.
     """
 
     headline: str
     run: Mapping[str, Any]
     steps: int
     warmup_steps: int
-    step_ms: Mapping[str, float | None]  # "mean", "median", "p95"
+    step_ms: Mapping[str, float | None]
     breakdown_ms: Mapping[str, float | None]
     exposed_ms: float | None
     hidden_ms: float | None

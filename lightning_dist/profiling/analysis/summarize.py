@@ -27,8 +27,7 @@ from lightning_dist.profiling.analysis.parts import (
     Timeline,
     Traffic,
 )
-from lightning_dist.profiling.analysis.sample import Sample, sample
-from lightning_dist.profiling.analysis.tables import MS, StepTable, mean, step_table
+from lightning_dist.profiling.analysis.tables import MS, Sample, StepTable, mean, sample, step_table
 from lightning_dist.profiling.capture.events import PHASES
 from lightning_dist.profiling.run import Run
 
@@ -139,17 +138,16 @@ def _per_step(
     unavailable: Mapping[str, str],
 ) -> PerStep:
     if not table.steps:
-        return PerStep(chosen.steps, chosen.durations_ms(), {}, {}, [None] * len(chosen.steps))
+        return PerStep(chosen.steps, chosen.durations_ms(), {}, {})
     known = ("duration", *(name for name, value in breakdown_ms.items() if value is not None))
     means = {name: (table.of(name).mean(axis=1) / MS).tolist() for name in known}
-    waited, late = table.of("waited") / MS, table.of("late")
+    waited = table.of("waited") / MS
     has_waits = "exposed_wait" not in unavailable or waited.any()
     return PerStep(
         table.steps,
         means.pop("duration"),
         means,
         dict(zip(table.ranks, waited.T.tolist(), strict=True)) if has_waits else {},
-        [table.ranks[int(of_step.argmax())] if of_step.any() else None for of_step in late],
     )
 
 

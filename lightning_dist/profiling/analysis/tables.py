@@ -1,7 +1,9 @@
-"""A run as arrays: nanoseconds and bytes of every step and rank, and of every bucket."""
+"""Steps of a run that count, and their times and bytes as arrays."""
 
 from __future__ import annotations
 
+import math
+import random
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -12,11 +14,19 @@ import numpy.typing as npt
 
 from lightning_dist.profiling.analysis.breakdown import Analysed, analyse, passes_of, unknown_wait
 from lightning_dist.profiling.analysis.intervals import Interval, difference, length, union
+from lightning_dist.profiling.analysis.metrics import count
 from lightning_dist.profiling.analysis.parts import PARTS, BucketSummary, TimelineSpan
-from lightning_dist.profiling.run import Run
+from lightning_dist.profiling.run import RankRun, Run
 
 MS = 1e6
 """Nanoseconds in a millisecond; bytes in a megabyte, as links count them."""
+
+MOST = 500
+"""Steps that are looked at span by span: minutes become seconds, and means stay means."""
+_LEAST_MISSING = 0.05
+"""Share of the steps up to which the end of a rank changes nothing: a killed one loses a second."""
+_FEWEST = 50
+_SPANS = 500_000
 
 COLUMNS = (
     *PARTS,
@@ -53,8 +63,6 @@ class StepTable:
     """Nanoseconds, bytes and counts of a run: whole numbers, as floats, which sum them exactly.
 
     Args:
-        steps, ranks: two of the axes.
-        hosts: of every rank.
         values: by step, rank and :data:`COLUMNS`; NaN: the step was not recorded in detail.
         waited_for: by rank that waited and rank that was late, all steps added up.
         host_moving: by step and host, in the order of ``dict.fromkeys(hosts)``, while any rank of
@@ -111,8 +119,8 @@ class StepTable:
     def bucket_summaries(self, unknown: Container[str]) -> list[BucketSummary]:
         """Means of every bucket; a zero of what is ``unknown`` was not measured."""
         found = []
-        for index, (codec, count, sums) in sorted(self.buckets.items()):
-            means = dict(zip(BUCKET_COLUMNS, (sums / count / MS).tolist(), strict=True))
+        for index, (codec, times, sums) in sorted(self.buckets.items()):
+            means = dict(zip(BUCKET_COLUMNS, (sums / times / MS).tolist(), strict=True))
             for name, part in _PART_OF.items():
                 if not means[name] and part in unknown:
                     means[name] = None
@@ -123,12 +131,7 @@ class StepTable:
 def step_table(
     run: Run, steps: Sequence[int], analysed: Iterable[Sequence[Analysed]] | None = None
 ) -> StepTable:
-    """The table of these steps.
-
-    Args:
-        analysed: every step as :func:`~lightning_dist.profiling.analysis.breakdown.analyse` has it,
-            where that is there already.
-    """
+    """The table of these steps; ``analysed``: every step as ``analyse`` has it, if it is there."""
     hosts = {rank: each.metadata.host for rank, each in run.ranks.items() if each.steps}
     rows = {rank: row for row, rank in enumerate(hosts)}
     values = np.full((len(steps), len(rows), len(COLUMNS)), np.nan)
@@ -148,8 +151,8 @@ def step_table(
                 waited_for[row, rows[last]] += waited
             of_hosts[hosts[each.rank]] += [(begin + a, begin + b) for a, b in each.inter_moving]
             for index, codec, sums in _bucket_rows(each):
-                _, count, before = buckets.get(index, ("", 0, 0.0))
-                buckets[index] = codec, count + 1, before + sums
+                _, times, before = buckets.get(index, ("", 0, 0.0))
+                buckets[index] = codec, times + 1, before + sums
         # Ranks of one host may send at the same time or one after the other: the clock tells.
         host_moving[i] = [length(union(each)) for each in of_hosts.values()]
         unknown = unknown or unknown_wait(of_step)
@@ -187,3 +190,92 @@ def _bucket_rows(step: Analysed) -> Iterator[tuple[int, str, Array]]:
 def mean(values: Sequence[float]) -> float:
     """The mean; 0 of nothing."""
     return sum(values) / len(values) if values else 0.0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Steps of a run that count, in order.
+
+    Args:
+        ranks: that have recorded any step.
+        steps: that all of these have recorded, without the first ``warmup_steps``.
+        detailed: those of them to look at span by span; ``reason``: why there are none.
+        notes: what was left out, for the user to see.
+        cut: such as ``"9 of 40 steps"``, where a rank ends much earlier than another.
+    """
+
+    ranks: Mapping[int, RankRun]
+    steps: Sequence[int]
+    detailed: Sequence[int]
+    warmup_steps: int
+    reason: str
+    notes: Sequence[str]
+    cut: str = ""
+
+    def durations_ms(self) -> list[float]:
+        """Duration of every step, the mean over ranks."""
+        ranks = self.ranks.values()
+        return [mean([each.head(step).duration for each in ranks]) / MS for step in self.steps]
+
+
+def sample(run: Run, *, warmup_steps: int) -> Sample:
+    """The steps that count, and those of them to look at in detail.
+
+    Raises:
+        ValueError: ``warmup_steps`` is negative.
+    """
+    if warmup_steps < 0:
+        raise ValueError(
+            f"warmup_steps must not be negative, it is {warmup_steps}; 0 counts all steps"
+        )
+    ranks = {rank: each for rank, each in run.ranks.items() if each.steps}
+    common = Run(ranks).common_steps
+    recorded = set[int]().union(*(each.steps for each in ranks.values()))
+    left_out = warmup_steps if len(common) > warmup_steps else 0
+    steps = common[left_out:]
+    detailed = [step for step in steps if all(each.head(step).detailed for each in ranks.values())]
+    spans = sum(len(each.steps[step].spans) for each in ranks.values() for step in detailed[-1:])
+    most = min(MOST, max(_FEWEST, _SPANS // max(spans, 1)))
+    of_all = f"{len(common)} of {len(recorded)} steps"
+    end = min((max(each.steps) for each in ranks.values()), default=0)
+    lost = sum(step > end for step in recorded) if common else 0
+    notes = (
+        (len(common) < len(recorded), f"{of_all} are of all ranks; only these count"),
+        (
+            len(common) > 0 and left_out < warmup_steps,
+            f"with only {count(len(common), 'step')} the first are not left out, in which DDP "
+            "still builds its buckets",
+        ),
+        (
+            0 < len(detailed) < len(steps),
+            f"parts and communication are of the {count(len(detailed), 'step')} of {len(steps)} "
+            "that were looked at in detail; step times are of all",
+        ),
+        (
+            len(detailed) > most,
+            f"communication is of {most} of {len(detailed)} steps, spread evenly; step times are "
+            "of all",
+        ),
+    )
+    reason = "no rank has recorded a step"
+    if recorded:
+        of_what = "in detail on all ranks" if steps else "on all ranks"
+        reason = "" if detailed else f"no step is recorded {of_what}"
+    return Sample(
+        ranks,
+        steps,
+        _spread(detailed, most),
+        left_out,
+        reason=reason,
+        notes=[note for holds, note in notes if holds],
+        cut=of_all if lost > _LEAST_MISSING * len(recorded) else "",
+    )
+
+
+def _spread(steps: Sequence[int], most: int) -> list[int]:
+    """One of every stretch, at random: whatever happens every n-th step has its share."""
+    if len(steps) <= most:
+        return list(steps)
+    rng = random.Random(0)
+    edges = [math.floor(len(steps) * i / most) for i in range(most + 1)]
+    return [steps[rng.randrange(edges[i], edges[i + 1])] for i in range(most)]

@@ -23,11 +23,7 @@ Sample: TypeAlias = Callable[[], ErrorRecord | None]
 
 
 class CompressionErrorSampler:
-    """Samples the next bucket in turn, in a step that it is asked for.
-
-    Args:
-        clock: in nanoseconds.
-    """
+    """Samples the next bucket in turn, in a step that it is asked for; ``clock``: nanoseconds."""
 
     def __init__(self, clock: Callable[[], int]) -> None:
         self._clock = clock

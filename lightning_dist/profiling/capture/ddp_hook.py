@@ -37,13 +37,7 @@ _Reduced: TypeAlias = "Future[list[Tensor]]"
 
 
 class Watching:
-    """Tells a timer of the passes of ``model`` and of the steps of its optimizers.
-
-    As long as it is kept.
-
-    Args:
-        model: whose forward passes in training begin a step.
-    """
+    """Tells a timer of the passes of ``model`` and of the steps of its optimizers."""
 
     def __init__(self, model: DistributedDataParallel, timer: StepTimer) -> None:
         self._model, self._timer = model, timer
@@ -116,10 +110,9 @@ def _at_the_end(call: Callable[[], None]) -> None:
 class Promises:
     """Futures of means that DDP waits for, completed by the thread of the backward pass.
 
-    A callback runs in a thread of gloo, which is none of the interpreter's and has to become one:
-    that takes longer than all the rest of a hook. So the hook of a later bucket completes what has
-    arrived before it, and one callback, with the last bucket, what is left. With 40 buckets a
-    callback for each takes 2 to 3 ms more of a core in every step, recorded or not.
+    A callback runs in a thread of gloo, which first has to become one of the interpreter's. So the
+    hook of a later bucket completes what has arrived before it, and one callback, with the last
+    bucket, what is left. With 40 buckets a callback for each takes 2 to 3 ms more of a core a step.
     """
 
     def __init__(self) -> None:
@@ -129,11 +122,7 @@ class Promises:
     def make(
         self, gradients: Tensor, reduced: _Reduced, *, is_first: bool, is_last: bool
     ) -> Future[Tensor]:
-        """The promise of the mean of a bucket: ``gradients``, when ``reduced`` is done.
-
-        Args:
-            is_first: of its backward pass; the one before may have failed half way.
-        """
+        """The promise of the mean of a bucket: ``gradients``, when ``reduced`` is done."""
         if is_first:
             self._held.clear()
             self._bytes = 0
@@ -191,9 +180,8 @@ class WatchedAllReduce:
     """State of the hook that stands in for DDP's own allreduce.
 
     Args:
-        recorder: takes the times; that of the newest profile of this model.
-        group: of the model.
-        crosses: whether the next rank of the ring is on another host.
+        recorder: that of the newest profile of this model.
+        crosses: the next rank of the ring is on another host.
     """
 
     recorder: Recorder
@@ -232,7 +220,7 @@ class WatchedAllReduce:
 
 
 def why_not_watched(model: DistributedDataParallel) -> str:
-    """Why gradients of ``model`` cannot be seen: another hook reduces them; empty if they can."""
+    """Reason why gradients of ``model`` cannot be seen; empty if they can."""
     for hook, state in communication_hooks(model):
         if not isinstance(state, WatchedAllReduce):
             return (
@@ -248,22 +236,22 @@ def why_not_watched(model: DistributedDataParallel) -> str:
 
 
 def is_watched(model: DistributedDataParallel) -> bool:
-    """Whether somebody sees its gradients now."""
-    states = [
-        state for _, state in communication_hooks(model) if isinstance(state, WatchedAllReduce)
-    ]
-    return any(not state.recorder.is_closed for state in states)
+    """True while a profile sees the gradients of ``model``."""
+    return any(
+        isinstance(state, WatchedAllReduce) and not state.recorder.is_closed
+        for _, state in communication_hooks(model)
+    )
 
 
 def watch_allreduce(model: DistributedDataParallel, recorder: Recorder, *, crosses: bool) -> None:
     """Let ``model`` reduce its gradients where ``recorder`` sees them.
 
     The means are DDP's own, to the bit; where gradients are views of buckets and kept from step to
-    step, only with a power of two of ranks, since DDP divides there. The hook stays, and with a
-    recorder that is off it costs what a hook costs: a call and a pass over every bucket.
+    step, only with a power of two of ranks, since DDP divides there. The hook stays after the
+    profile, and costs a call and a pass over every bucket.
 
     Args:
-        crosses: whether the next rank of the ring is on another host.
+        crosses: the next rank of the ring is on another host.
     """
 
     for _, state in communication_hooks(model):

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 
 SCHEMA = 2
 """Raised when a field changes its meaning; a new field or kind does not raise it."""
@@ -33,18 +33,16 @@ class _Row(Struct, frozen=True, array_like=True, gc=False):
 
 
 class RankRecord(_Record, frozen=True, tag="rank"):
-    """Who writes this file. The first line.
+    """Rank that writes this file; the first line. Empty or 0: not known.
 
     Args:
         groups: ranks of each process group that exchanges gradients, by name: ``"flat"``, or
             ``"intra"`` and ``"inter"``; with more levels ``"inter2"`` and so on.
         clock: monotonic nanoseconds when it was ``unix`` seconds since 1970.
         codec: as the user would write it; ``"ddp"`` where gradients are not ours to compress.
-        cores: that the processes of this host may use; 0: not known.
-        max_overhead: most that the profiler was to take of a step; 0: not known.
+        cores: that the processes of this host may use.
         unseen: why no bucket of this model can be seen; empty: they can.
-        script: the program, as it was called; empty: not known.
-        commit: of residuals, ``"immediate"`` or ``"deferred"``; empty: not known, or stock DDP.
+        commit: of residuals, ``"immediate"`` or ``"deferred"``.
     """
 
     rank: int
@@ -58,7 +56,6 @@ class RankRecord(_Record, frozen=True, tag="rank"):
     device: str = ""
     pid: int = 0
     cores: int = 0
-    max_overhead: float = 0.0
     unseen: str = ""
     schema: int = SCHEMA
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -95,14 +92,11 @@ class Phase(_Row, frozen=True):
 
 
 class BucketTimes(_Row, frozen=True):
-    """One bucket of gradients in one step.
+    """A bucket of gradients in a step: ready with its last gradient, done when the mean is there.
 
     Args:
-        ready: its last gradient was there, and the hook was called.
-        done: the mean over ranks was there.
         raw: bytes that uncompressed DDP would have sent from this rank.
-        intra: bytes sent to ranks of the same host.
-        inter: bytes sent to other hosts.
+        intra, inter: bytes sent to ranks of the same host, and to other hosts.
         codec: of its parameters, ``"int8"``; several as ``"int8+none"``.
     """
 
@@ -116,17 +110,15 @@ class BucketTimes(_Row, frozen=True):
 
 
 class Span(_Row, frozen=True):
-    """Something that was done for a bucket.
+    """Work for a bucket.
 
     Args:
         phase: ``"encode"``; ``"decode"``; or ``"exchange"``: one collective from its launch on this
             rank to its completion here.
-        bucket: index of the bucket.
         op: of an exchange: ``"all_reduce"``, ``"all_gather"``, ``"all_to_all"``, ``"broadcast"``.
         group: of an exchange: a name in :attr:`RankRecord.groups`.
         sent: of an exchange: bytes that this rank sends.
-        order: of an exchange: its number among those of this step on this group; the same
-            collective has the same number on every member.
+        order: of an exchange: its number in this step on this group, the same on every member.
     """
 
     phase: str
@@ -139,25 +131,22 @@ class Span(_Row, frozen=True):
     order: int = -1
 
 
-class StepRecord(_Record, frozen=True, tag="step"):
-    """One optimizer step. It begins where the one before it has ended.
+_Nanoseconds: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
-    It begins later by as long as evaluations took in between, also by those that interrupted it.
+
+class StepRecord(_Record, frozen=True, tag="step"):
+    """One optimizer step, from the end of the one before, without evaluations in between.
 
     Args:
         step: number of the step, equal on all ranks.
-        begin: on this rank's clock.
-        duration: to the end of the step.
         phases: in order, without overlap; what they leave out is nobody's.
-        buckets: in the order in which they were ready.
-        spans: in the order in which they began. Empty with ``detailed=False``.
-        detailed: whether buckets and spans were recorded.
+        buckets, spans: in order of time; none with ``detailed=False``.
         overhead: nanoseconds of this step that the profiler itself took.
     """
 
     step: int
-    begin: int
-    duration: int
+    begin: _Nanoseconds
+    duration: _Nanoseconds
     phases: tuple[Phase, ...] = ()
     buckets: tuple[BucketTimes, ...] = ()
     spans: tuple[Span, ...] = ()
@@ -166,18 +155,18 @@ class StepRecord(_Record, frozen=True, tag="step"):
 
 
 class ErrorRecord(_Record, frozen=True, tag="error"):
-    """What compression lost of one bucket, on this rank; of a sample of its elements.
+    """Compression error of one bucket on this rank, of a sample of its elements.
 
     ``p`` is what was encoded: the gradient of this rank, and the residual where one is kept (with
-    ``dgc`` the momentum too); ``C(p)`` what the payload of this rank says of it. What is rounded
-    once more on the way to the mean is not in it. Parameters that travel uncompressed are left out.
-    In a hierarchical exchange the gradient is the mean of the host, on the share of this rank.
+    ``dgc`` the momentum too); ``C(p)`` what the payload of this rank says of it. Parameters that
+    travel uncompressed are left out. In a hierarchical exchange the gradient is the mean of the
+    host, on the share of this rank.
 
     Args:
         relative_l2: ``|p - C(p)| / |p|``.
         cosine: of ``p`` and ``C(p)``; None: nothing was sent.
-        residual_ratio: ``|e| / |g|``, of the residual that is kept after the step, with all that
-            the exchange adds to it, and the gradient; None without residual.
+        residual_ratio: ``|e| / |g|`` of the residual after the step and the gradient; None
+            without residual.
     """
 
     step: int
@@ -188,13 +177,11 @@ class ErrorRecord(_Record, frozen=True, tag="error"):
 
 
 class LinkRecord(_Record, frozen=True, tag="link"):
-    """A measured transfer with nothing else on the link.
+    """A measured transfer with nothing else on the link: bytes that this rank sent, and seconds.
 
     Args:
         group: a name in :attr:`RankRecord.groups`.
         peer: the rank at the other end; None: a collective of the group.
-        sent: bytes that this rank sent.
-        seconds: it took.
     """
 
     group: str
@@ -207,10 +194,7 @@ class BurstRecord(_Record, frozen=True, tag="burst"):
     """Collectives of a few bytes, issued at once, with nothing else on the link.
 
     Args:
-        group: a name in :attr:`RankRecord.groups`.
-        op: as in :class:`Span`.
         sent: bytes that this rank sent in each.
-        count: of them; 1: what is found is how long one takes, not how many fit into a time.
         seconds: from the call of the first to the end of all, on the rank where it took longest.
         cpu: seconds of all threads of this process meanwhile.
     """
@@ -262,10 +246,8 @@ def from_line(line: bytes | str) -> Record | None:
     """
     try:
         return _DECODER.decode(line)
-    except RecursionError:
-        raise ValueError(f"not a record, it has too many brackets: {line[:80]!r}") from None
-    except ValueError as error:
-        with suppress(ValueError):
+    except (ValueError, RecursionError) as error:  # the latter of many brackets
+        with suppress(ValueError, RecursionError):
             if _KIND_DECODER.decode(line).kind not in _KINDS:
                 return None
         problem = f"not a record of a communication profile: {error}: {line[:80]!r}"

@@ -1,4 +1,4 @@
-"""Files of a profile: its folder, the lines of a rank, and files that are replaced as a whole."""
+"""Files of a profile: its folder, and the lines of a rank."""
 
 from __future__ import annotations
 
@@ -34,13 +34,10 @@ def new_run_folder(parent: Path, *, on_problem: Callable[[str], None]) -> Path:
 
 
 class RankFile:
-    """Lines of one rank, in the order of its records. Only whole lines are there while it is open.
+    """Lines of one rank, in the order of its records; an older file under its name is replaced.
 
-    A disk that fails is no reason to stop training: nothing more is written then, because the last
+    A disk that fails does not stop the training: nothing more is written then, because the last
     line may be incomplete.
-
-    What an older run has left under its name goes: only rank 0 sees whether the number of a run is
-    taken, and only on its own disk.
 
     Args:
         folder: of the run; None: nothing is kept.
@@ -99,8 +96,7 @@ class RankFile:
 def await_ends(folder: Path, ranks: Iterable[int], *, timeout: float) -> bool:
     """Wait until all of ``ranks`` have written how they ended, for ``timeout`` seconds at most.
 
-    Ranks that fail together end within a moment of each other, and their last lines are in no file
-    before that.
+    Ranks that fail together end within a moment of each other.
     """
     missing, until = set(ranks), time.monotonic() + timeout
     while missing := {rank for rank in missing if not _has_ended(folder / f"rank{rank}.jsonl")}:
@@ -119,21 +115,3 @@ def _has_ended(path: Path) -> bool:
             return isinstance(from_line(last), EndRecord)
     except (OSError, ValueError):  # not there yet, empty, or half a line
         return False
-
-
-def replace_file(path: str | Path, content: bytes) -> None:
-    """Write a file; what was there is replaced when all of the new one is on disk.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    path = Path(path)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with draft.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())  # else a crash can leave the new name, and nothing under it
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)

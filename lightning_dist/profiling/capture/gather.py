@@ -18,7 +18,7 @@ _CHUNK = 8 * 2**20
 
 
 def ranks_apart(folder: str | Path, group: dist.ProcessGroup) -> list[int]:
-    """Ranks whose ``folder`` is not that of rank 0. Collective, with the same result on all ranks.
+    """Ranks whose ``folder`` is not that of rank 0. Collective, the same on all ranks.
 
     All others are, where rank 0 cannot write to its own.
 
@@ -38,13 +38,11 @@ def ranks_apart(folder: str | Path, group: dist.ProcessGroup) -> list[int]:
 
 
 def gather_records(path: Path, *, ranks: Sequence[int], group: dist.ProcessGroup) -> list[str]:
-    """Copy ``rank<r>.jsonl`` of each of ``ranks`` into the folder of rank 0.
-
-    Called by rank 0 and by ``ranks``; others return at once. Nothing that goes wrong is raised.
+    """Copy ``rank<r>.jsonl`` of each of ``ranks`` into the folder of rank 0; raises nothing.
 
     Args:
         path: file of this rank, complete.
-        ranks: as from :func:`ranks_apart`.
+        ranks: as from :func:`ranks_apart`; others but rank 0 return at once.
         group: of all ranks, on gloo, used for nothing else meanwhile.
 
     Returns:

@@ -17,7 +17,7 @@ from lightning_dist.measurement.device_clock import DeviceClock, HostClock, Stre
 from lightning_dist.profiling.capture.codec_error import CompressionErrorSampler
 from lightning_dist.profiling.capture.events import GLOO_AT_ONCE
 from lightning_dist.reducer.observer import EncodedBucket, Observer, Phase
-from lightning_dist.reducer.unit import CodecGroup
+from lightning_dist.reducer.units import CodecGroup
 
 _UNSEEN = 3.0
 """What recording adds to a step, over what can be counted of it: threads change places, caches are
@@ -180,10 +180,10 @@ class Recorder(Observer):
 
 
 class StreamCompletionWatcher:
-    """Sets a mark behind a collective when that is launched, in a stream that waits for it.
+    """Records an event behind each collective, in a stream that waits for it.
 
-    In one stream for each group, whose collectives complete in their order. A device has few
-    queues: with more streams than these, some share one, and hold up each other.
+    One stream for each group, whose collectives complete in their order. A device has few queues:
+    with more streams than these, some share one, and hold up each other.
     """
 
     def __init__(self, clock: StreamClock) -> None:
@@ -215,10 +215,8 @@ class StreamCompletionWatcher:
 class ThreadCompletionWatcher:
     """Waits for collectives in threads, of each group in as many as gloo runs at once.
 
-    gloo begins those of a group in their order, and so do its threads here wait for them: always
-    for just those that are under way, of which any may be the first to complete.
-
-    A callback would run in the thread of gloo that has done the work: waiting there for the
+    gloo begins those of a group in their order, so these threads wait for just those that are under
+    way. A callback would run in the thread of gloo that has done the work: waiting there for the
     interpreter holds up every collective behind it.
     """
 

@@ -37,7 +37,7 @@ _TIMEOUT = 2.0
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """How a profile is taken.
+    """Settings of a profile.
 
     Args:
         max_overhead: share of a step that it may take, 0 to 1; above it looks at fewer steps.
@@ -65,20 +65,18 @@ class SessionSettings:
 
 
 class Session:
-    """One rank's profile: writes steps down, in the thread of the training.
+    """One rank's profile while it is taken: writes steps down, in the thread of the training.
 
-    What happens on an accelerator is known later: a step is written down when the next ones are
-    over on the host. Nothing waits for it before the end.
+    On an accelerator a step is written down when it is past there, steps later; nothing waits for
+    it before the end.
 
     Args:
         folder: of the run; None: nothing is kept.
-        metadata: of this rank.
         first: number of the step that comes next.
         device_clock: of the work; None: of the host, by ``clock``.
-        begin_step: called with the number of a step before it begins; whether something makes it
-            longer than it is, such as a trace.
-        on_step: called with every step that nothing disturbed, when its times are known.
-        on_error: called with every compression error that was.
+        begin_step: called with the number of a step before it begins; True: something makes it
+            longer than it is, such as a trace, and it is not written down.
+        on_step, on_error: called with every record of a step or a compression error.
         on_problem: called with what goes wrong on this rank, and what that costs.
         clock: of the host, in nanoseconds.
     """
@@ -127,8 +125,7 @@ class Session:
         """The training is over: all of it is in the file. More may be noted before it is closed.
 
         Args:
-            timeout: seconds for an accelerator to come to the end of the last steps; it may hang or
-                have failed.
+            timeout: seconds for an accelerator to come to the end of the last steps.
         """
         at, because = self._clock(), ""
         try:
@@ -216,11 +213,10 @@ class Session:
 
 
 class Governor:
-    """Steps that are recorded in detail: fewer, where that costs more than is allowed.
+    """Chooses the steps that are recorded in detail: fewer, where that costs more than is allowed.
 
-    Ranks decide for themselves: the steps of a rank that looks at fewer are among those of the
-    others. The distance between two steps varies, so that what happens every n-th step is seen as
-    often as it happens.
+    Ranks decide for themselves; the steps of one that looks at fewer are among those of the others.
+    Their distance varies, so that what happens every n-th step is seen as often as it happens.
 
     Args:
         max_overhead: share of a step that the profiler may take.
@@ -237,10 +233,7 @@ class Governor:
         return step * _GOLDEN % 2**64 < 2**64 // self.period
 
     def spent(self, nanoseconds: float, *, of: int) -> None:
-        """A step that took ``of`` nanoseconds was recorded in detail, which took so many of them.
-
-        What one detailed step costs is spread over its period.
-        """
+        """A step of ``of`` nanoseconds was recorded in detail, which took so many of them."""
         share = nanoseconds / max(of, 1)
         self._share += (share - self._share) * (_WEIGHT if self._share else 1.0)
         mean = self._share / self.period

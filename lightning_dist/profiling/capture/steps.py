@@ -25,15 +25,12 @@ class PendingStep(NamedTuple):
     Rows are values of a record in the order of its fields, with timestamps, which may be to come.
 
     Args:
-        phases: rows; some of them may have taken no time.
         excluded: begin and end of what lies between phases and is not of the step, as a validation
             between the micro-batches of an accumulation.
-        buckets, spans: rows; none, if the step was not ``detailed``.
-        error: of a codec, where that was sampled.
-        recording: nanoseconds of the host that recording it took.
-        sampling: the same of sampling a codec's error.
-        overhead: the same of all that a profile took of it.
-        was_disturbed: whether it was longer than such a step is.
+        error: compression error, where one was sampled.
+        recording, sampling, overhead: nanoseconds of the host that recording, sampling the error,
+            and all of the profiler took.
+        was_disturbed: the step was longer than such a step is.
     """
 
     begin: Timestamp
@@ -58,8 +55,7 @@ class PendingStep(NamedTuple):
     def read(self, clock: DeviceClock) -> StepRecord:
         """Its times in nanoseconds; all of it is past.
 
-        What is before an excluded interval is moved to the end of that interval: exchanges, which
-        come last, stay where they were.
+        What is before an excluded interval is moved to the end of that interval.
         """
         first = self.begin
 
@@ -102,10 +98,10 @@ class PendingStep(NamedTuple):
 
 
 class StepTimer:
-    """Is told of events as they happen, and tells where steps end.
+    """Finds the end of steps from events as they happen.
 
     Args:
-        now: time of an event; from when on the timer is made, time is counted.
+        now: time of an event.
         recorder: knows whether gradients have travelled.
         on_step: called with every step, when it is known to be over.
     """
@@ -165,7 +161,7 @@ class StepTimer:
     def stepping(self) -> None:
         """An optimizer begins its step.
 
-        A backward pass that nobody saw ran within the forward pass; ``backward`` has both of them.
+        A backward pass that nobody saw ran within the forward pass: ``backward`` has both then.
         """
         self._passes = 0
         self._evaluated = None
@@ -186,8 +182,8 @@ class StepTimer:
     def exclude_interval(self) -> None:
         """Time since the last event belongs to no step: a validation, a checkpoint.
 
-        Where a pass or a step of an optimizer is to come it may be of the step, as a target that
-        the model computes without gradients: then the next event tells.
+        Between a forward pass and the optimizer's step it may be of the step, as a target that the
+        model computes without gradients: then the next event tells.
         """
         now = self._now()
         if self._phase != "between_steps" and self._stepped is None:

@@ -39,10 +39,8 @@ class TorchTracer:
     """Writes ``torch-trace-rank<r>-step<n>.json.gz``, a trace of every operator, for Perfetto.
 
     Args:
-        folder: of the run.
         wanted: which steps; or a signal, after which come :data:`STEPS` steps of the process that
             received it.
-        on_problem: called with what went wrong.
     """
 
     def __init__(
@@ -77,7 +75,7 @@ class TorchTracer:
     def begin_step(self, step: int) -> bool:
         """Trace ``step``, which comes next, or not.
 
-        Returns whether that makes it longer: it is traced, or the trace before it was just written.
+        Returns True if that makes it longer: it is traced, or the trace before it was just written.
         """
         if self._is_asked and self._profiler is None:
             self._is_asked = False
@@ -115,9 +113,7 @@ class TorchTracer:
 def dump_flight_record(folder: Path, *, rank: int) -> Path | None:
     """Write ``flight-rank<r>.json``: the newest collectives of this rank, where torch keeps them.
 
-    torch does, the newest 2,000, unless ``TORCH_FR_BUFFER_SIZE`` is 0 when the process begins.
-
-    Returns the file, or None where there is nothing to write.
+    Returns the file, or None where there is nothing to write (``TORCH_FR_BUFFER_SIZE=0``).
     """
     content: bytes = c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
     if not json.loads(content).get("entries"):

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import html
-from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
-import numpy as np
 import plotly.graph_objects as go
-from plotly.colors import hex_to_rgb
-from plotly.subplots import make_subplots
 
-from lightning_dist.profiling.analysis.metrics import METRICS, finite
-from lightning_dist.profiling.analysis.parts import PARTS, Summary
+from lightning_dist.profiling.analysis.intervals import lanes
+from lightning_dist.profiling.analysis.metrics import METRICS, finite, format_value, why
+from lightning_dist.profiling.analysis.parts import PARTS, Summary, Timeline, TimelineSpan
+from lightning_dist.profiling.capture.events import PHASES
 from lightning_dist.profiling.report.tables import View, missing
 
 _LOOKS = {
@@ -59,12 +58,21 @@ _TEMPLATE = {
 }
 """Look of all figures, light and dark; the page adds the colour of its text."""
 
-HOVER = "%{hovertext}<extra></extra>"
-_MOST_POINTS = 250
-_MOST_RATES = 16
-"""Hosts up to which the cells of the heat map have room for text."""
+_HOVER = "%{hovertext}<extra></extra>"
 _MOST_NAMES = 40
 _LONGEST_NAME = 24
+
+_MOST_RANKS = 16
+_WORK = {
+    "encode": "encode",
+    "decode": "decode",
+    "wait": "wait for the last rank",
+    "transfer": "transfer",
+    "exchange": "collective, launches not known",
+}
+_BACKGROUND, _PHASE, _SPAN = range(3)
+_LAYERS: tuple[dict[str, Any], ...] = ({"opacity": 0.16, "showlegend": False}, {"opacity": 0.9}, {})
+"""Of the background of a phase, of its strip, and of work."""
 
 
 def steps_over_time(summary: Summary) -> View:
@@ -76,7 +84,7 @@ def steps_over_time(summary: Summary) -> View:
             name=label,
             x=list(summary.per_step.steps),
             y=list(parts[name]),
-            marker=fill(name),
+            marker=_fill(name),
             hovertemplate=f"step %{{x}}<br>{label}: %{{y:,.3~r}} ms<extra></extra>",
         )
         bars.append(bar)
@@ -93,7 +101,7 @@ def steps_over_time(summary: Summary) -> View:
 
 
 def waits_over_time(summary: Summary) -> View:
-    """Heat map of waiting by rank and step, with a mark on the rank that was waited for."""
+    """Heat map of waiting by rank and step."""
     per_step, title = summary.per_step, "Waiting by rank and step"
     waits = dict(sorted(per_step.wait_ms.items()))
     longest = max((finite(each) or 0 for of_rank in waits.values() for each in of_rank), default=0)
@@ -103,7 +111,7 @@ def waits_over_time(summary: Summary) -> View:
         return View("waits", title, missing="There is one rank, and nobody it could wait for.")
     if not longest:
         return View("waits", title, missing="No rank has waited for another.")
-    hosts = {each.rank: f" · {short(each.host)}" for each in summary.ranks}
+    hosts = {each.rank: f" · {_short(each.host)}" for each in summary.ranks}
     names = {rank: f"rank {rank}{hosts.get(rank, '')}" for rank in waits}
     heat = go.Heatmap(
         x=list(per_step.steps),
@@ -115,15 +123,6 @@ def waits_over_time(summary: Summary) -> View:
         colorbar={"title": {"text": "ms"}},
         hovertemplate="%{y}<br>step %{x}: wait %{z:,.3~r} ms<extra></extra>",
     )
-    marks = go.Scatter(
-        mode="markers",
-        name="rank that most waiting was for",
-        showlegend=True,
-        x=list(per_step.steps),
-        y=[None if rank is None else names.get(rank) for rank in per_step.slowest],
-        marker={"symbol": "circle-open", "size": 5, "color": _LOOKS["wait"][0]},
-        hoverinfo="skip",
-    )
     ticks = {"type": "category", "nticks": min(len(names), _MOST_NAMES)}
     y_axis = {"autorange": "reversed", "showgrid": False, **ticks}
     caption = (
@@ -131,7 +130,7 @@ def waits_over_time(summary: Summary) -> View:
         "waiting while others wait."
     )
     height = 120 + max(110, min(24 * len(names), 640))
-    drawn = styled([heat, marks], height, xaxis=_steps_axis(summary), yaxis=y_axis)
+    drawn = styled([heat], height, xaxis=_steps_axis(summary), yaxis=y_axis)
     return View("waits", title, caption, figures={"": drawn})
 
 
@@ -141,99 +140,148 @@ def _steps_axis(summary: Summary) -> dict[str, Any]:
     return {"title": "step", "type": "category", "range": ends, "showgrid": False, "nticks": 20}
 
 
-def links_between_hosts(summary: Summary) -> View:
-    """Heat map of Gbit/s, from the row's host to the column's: all bits over all seconds."""
-    title, hosts = "Bandwidth between hosts", {each.rank: each.host for each in summary.ranks}
-    sent: Counter[tuple[str, ...]] = Counter()
-    seconds: Counter[tuple[str, ...]] = Counter()
-    for link in (each for each in summary.links if each.get("peer") is not None):
-        ends = (link["rank"], link["peer"])
-        pair = tuple(hosts.get(rank, f"host of rank {rank}") for rank in ends)
-        sent[pair] += link["sent"]
-        seconds[pair] += link["seconds"]
-    rates = {pair: sent[pair] * 8e-9 / of for pair, of in seconds.items() if of > 0}
-    if not rates:
-        only_groups = "n/a between two hosts: only groups of ranks were measured."
-        sentence = only_groups if summary.links else missing(summary, "links")
-        return View("links", title, missing=sentence)
-    names = sorted({name for pair in rates for name in pair})
-    labels = [plain(name) for name in names]
-    heat = go.Heatmap(
-        zmin=0,
-        zmax=max([of for (row, column), of in rates.items() if row != column] or rates.values()),
-        colorbar={"title": {"text": "Gbit/s"}},
-        x=labels,
-        y=labels,
-        z=[[rates.get((row, column)) for column in names] for row in names],
-        texttemplate="%{z:.3r}" if len(names) <= _MOST_RATES else "",
-        hovertemplate="%{y} to %{x}<br>%{z:.3r} Gbit/s<extra></extra>",
-        xgap=2,
-        ygap=2,
-    )
-    ticks = {"tickvals": labels, "ticktext": [short(name) for name in names]}
-    axis = {"type": "category", "showgrid": False, **ticks}
+class _Bar(NamedTuple):
+    """A horizontal bar: begin and duration in milliseconds, middle and height in lanes."""
+
+    base: float
+    x: float
+    y: float
+    width: float
+    text: str
+    hovertext: str
+
+
+def timeline(summary: Summary, steps: Sequence[Timeline]) -> View:
+    """One step on all ranks, of several to choose from."""
+    title = "Time line of a step"
+    if not steps:
+        return View("timeline", title, missing=missing(summary, "step_ms"))
+    if not any(of for each in steps for of in (*each.phases.values(), *each.spans.values())):
+        reason = why(summary.unavailable, "buckets")
+        return View("timeline", title, missing=f"Nothing was recorded inside this step: {reason}.")
+    everyone = sorted({rank for each in steps for rank in (*each.phases, *each.spans)})
+    ranks = most_telling(summary, everyone)
     caption = (
-        "Gbit/s from the host of the row to that of the column, on the idle link. The colours end "
-        "at the fastest link between two hosts; an empty cell was not measured."
+        "Below the phases of each rank: codec work, then collectives from their launch on this "
+        "rank to their end, with the number of their bucket. What lies behind a rank's last "
+        "triangle is exposed. Times count from the begin of the step on the first rank."
     )
-    drawn = styled(
-        [heat],
-        150 + max(110, min(44 * len(names), 720)),
-        xaxis={"title": "to", "side": "top", **axis},
-        yaxis={"title": "from", "autorange": "reversed", **axis},
+    if not any(of for each in steps for of in each.spans.values()):
+        caption = "Only phases: buckets and collectives of this step were not recorded."
+    if len(ranks) < len(everyone):
+        caption += f" Shown are {len(ranks)} of {len(everyone)} ranks: those that waited most, or"
+        caption += " that others waited for."
+    drawn = {f"{each.label} ({each.step})": _figure(summary, each, ranks) for each in steps}
+    return View("timeline", title, caption, figures=drawn)
+
+
+def most_telling(summary: Summary, ranks: Sequence[int]) -> list[int]:
+    """All ranks; of too many those with the most waiting, that of others for them included."""
+    waits = {each.rank: (each.waited_for_ms or 0) + (each.wait_ms or 0) for each in summary.ranks}
+    return sorted(sorted(ranks, key=lambda rank: -waits.get(rank, 0))[:_MOST_RANKS])
+
+
+def _figure(summary: Summary, step: Timeline, ranks: Sequence[int]) -> go.Figure:
+    bars: dict[tuple[int, str], list[_Bar]] = defaultdict(list)
+    ready: list[tuple[float, float, str]] = []
+    hosts = {each.rank: f"<br>{_short(each.host)}" for each in summary.ranks}
+    top, names = 0.0, {}
+    for rank in ranks:
+        bottom, spans = top + 1, step.spans.get(rank, ())
+        for is_exchange in (False, True):
+            work = [span for span in spans if (span.phase == "exchange") is is_exchange]
+            chosen = lanes([(span.begin, span.end) for span in work])
+            for span, lane in zip(work, chosen, strict=True):
+                for name, bar in _bars(span, rank, bottom + 0.5 + lane):
+                    bars[_SPAN, name].append(bar)
+            bottom += len({*chosen})
+        middle = (top + bottom) / 2
+        for phase, begin, end in step.phases.get(rank, ()):
+            label, times = _label(phase), (begin / 1e6, (end - begin) / 1e6)
+            hover = f"rank {rank}: {label}, {_ms(end - begin)}"
+            bars[_BACKGROUND, phase].append(_Bar(*times, middle, bottom - top, "", hover))
+            bars[_PHASE, phase].append(_Bar(*times, top + 0.5, 0.86, label, hover))
+        for index, time, done in step.buckets.get(rank, ()):
+            hover = f"rank {rank}, bucket {index}<br>gradients ready at {_ms(time)}, "
+            ready.append((time / 1e6, top + 1, f"{hover}averaged at {_ms(done)}"))
+        names[middle] = f"rank {rank}{hosts.get(rank, '')}"
+        top = bottom + 0.6
+    order = [*PHASES, *_WORK]
+    keys = sorted(bars, key=lambda key: (key[0], order.index(key[1]) if key[1] in order else 99))
+    traces = [_trace(layer, name, bars[layer, name]) for layer, name in keys]
+    if ready:
+        x, heights, hovers = (list(of) for of in zip(*ready, strict=True))
+        marks = go.Scatter(
+            mode="markers",
+            name="gradients of a bucket ready",
+            x=x,
+            y=heights,
+            marker={"symbol": "triangle-down", "size": 9},
+            hovertext=hovers,
+            hovertemplate=_HOVER,
+        )
+        traces.append(marks)
+    last = max(bar.base + bar.x for of in bars.values() for bar in of)
+    return styled(
+        traces,
+        round(165 + max(60, top * max(5.0, min(22.0, 1500 / top)))),
+        barmode="overlay",
+        xaxis={"title": "time in the step, ms", "range": [0, last]},
+        yaxis={"range": [top - 0.3, -0.3], "showgrid": False},
+        yaxis_tickvals=list(names),
+        yaxis_ticktext=list(names.values()),
+        uniformtext={"minsize": 8, "mode": "hide"},
     )
-    return View("links", title, caption, figures={"": drawn})
 
 
-def errors_over_time(summary: Summary) -> View:
-    """Compression error over steps: the median with the range as a band."""
-    looks = {"relative_l2": "transfer", "cosine": "backward", "residual_ratio": "exposed_codec"}
-    found = {}
-    for key in looks:
-        values = ((each["step"], finite(each.get(key))) for each in summary.errors)
-        if known := [(step, value) for step, value in values if value is not None]:
-            found[key] = np.array(known)
-    if not found:
-        return View("errors", "Compression error", missing=missing(summary, "errors"))
-    drawn = make_subplots(rows=len(found), cols=1, shared_xaxes=True, vertical_spacing=0.06)
-    for row, (key, points) in enumerate(found.items(), 1):
-        for curve in _band(METRICS[key].label, _LOOKS[looks[key]][0], points):
-            drawn.add_trace(curve, row=row, col=1)
-        drawn.update_yaxes(title_text=METRICS[key].label, row=row, col=1)
-    drawn.update_xaxes(title_text="step", row=len(found), col=1)
-    caption = "Median over the sampled buckets and ranks; the band is the range."
-    if "residual_ratio" not in found:
-        caption += " There is no residual ratio: no residual was kept."
-    return View(
-        "errors", "Compression error", caption, figures={"": styled(drawn, 100 + 170 * len(found))}
+def _bars(span: TimelineSpan, rank: int, y: float) -> Iterator[tuple[str, _Bar]]:
+    """A bar with its name; of a collective two where it is known when the last rank launched it."""
+    hover, lasted = f"rank {rank}, bucket {span.bucket}<br>", _ms(span.end - span.begin)
+    if span.phase != "exchange":
+        parts = [("encode" if span.phase == "encode" else "decode", span.begin, span.end)]
+        hover += f"{_plain(span.phase)}: {lasted}"
+    else:
+        hover += (
+            f"{_plain(span.op)} in {_plain(span.group)}, {format_value(span.sent, 'B')} sent<br>"
+        )
+        moves = span.moves_from
+        if span.arrival is None:
+            parts = [("exchange", span.begin, span.end)]
+            hover += f"{lasted}, wait not told apart"
+        else:
+            parts = [("wait", span.begin, moves), ("transfer", moves, span.end)]
+            hover += f"wait {_ms(moves - span.begin)}, transfer {_ms(span.end - moves)}"
+    longest = max(parts, key=lambda part: part[2] - part[1])
+    for name, begin, end in parts:
+        if begin < end or len(parts) == 1:
+            text = str(span.bucket) if name == longest[0] else ""
+            yield name, _Bar(begin / 1e6, (end - begin) / 1e6, y, 0.86, text, hover)
+
+
+def _trace(layer: int, name: str, bars: Sequence[_Bar]) -> go.Bar:
+    outline = {"width": 0.5 if layer == _SPAN else 0}
+    return go.Bar(
+        orientation="h",
+        name=_WORK[name] if layer == _SPAN else _label(name),
+        **dict(zip(_Bar._fields, map(list, zip(*bars, strict=True)), strict=True)),
+        hovertemplate=_HOVER,
+        textposition="inside",
+        insidetextanchor="middle",
+        textangle=0,
+        marker={**_fill("exposed_other" if name == "exchange" else name), "line": outline},
+        **_LAYERS[layer],
     )
 
 
-def _band(name: str, color: str, points: Any) -> list[go.Scatter]:
-    """The median of points ``(step, value)`` as a line, and their range as a band behind it."""
-    of_runs = []  # of steps, where there are many
-    steps = np.unique(points[:, 0])
-    for run in np.array_split(steps, min(len(steps), _MOST_POINTS)):
-        values = points[(run[0] <= points[:, 0]) & (points[:, 0] <= run[-1]), 1]
-        of_runs.append((run.mean(), values.min(), np.median(values), values.max()))
-    x, low, middle, high = np.transpose(of_runs).tolist()
-    edge = {"x": x, "mode": "lines", "line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"}
-    line = go.Scatter(
-        x=x,
-        y=middle,
-        name=name,
-        mode="lines+markers",
-        line={"width": 2, "color": color},
-        marker={"size": 4, "color": color},
-        customdata=list(zip(low, high, strict=True)),
-        hovertemplate=f"step %{{x:.0f}}<br>{name}: %{{y:.6~g}} "
-        "(%{customdata[0]:.6~g} to %{customdata[1]:.6~g})<extra></extra>",
-    )
-    inside = {"fill": "tonexty", "fillcolor": f"rgba{(*hex_to_rgb(color), 0.25)}"}
-    return [go.Scatter(y=low, **edge), go.Scatter(y=high, **inside, **edge), line]
+def _label(phase: str) -> str:
+    return METRICS[phase].label if phase in METRICS else _plain(phase)
 
 
-def fill(name: str) -> dict[str, Any]:
+def _ms(nanoseconds: int) -> str:
+    return format_value(nanoseconds / 1e6, "ms")
+
+
+def _fill(name: str) -> dict[str, Any]:
     """Colour of a bar, with the pattern that goes with it."""
     color, shape = _LOOKS.get(name, _LOOKS["other"])
     return {"color": color, "pattern": {"shape": shape}}
@@ -253,11 +301,11 @@ def styled(drawn: go.Figure | Sequence[Any], height: int, **layout: Any) -> go.F
     )
 
 
-def plain(text: Any) -> str:
+def _plain(text: Any) -> str:
     """Text of the run without tags, which plotly would read."""
     return html.escape(str(text), quote=False)
 
 
-def short(text: str) -> str:
+def _short(text: str) -> str:
     """Text of the run with a limited length, without tags."""
-    return plain(text if len(text) <= _LONGEST_NAME else f"{text[: _LONGEST_NAME - 1]}…")
+    return _plain(text if len(text) <= _LONGEST_NAME else f"{text[: _LONGEST_NAME - 1]}…")

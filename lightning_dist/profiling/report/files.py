@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from csv import writer
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from lightning_dist.profiling.analysis.collectives import begin_of
+from lightning_dist.profiling.analysis.breakdown import begin_of
 from lightning_dist.profiling.analysis.parts import PARTS, Summary, Timeline
 from lightning_dist.profiling.analysis.summarize import pick_steps
 from lightning_dist.profiling.analysis.tables import MS, step_table
-from lightning_dist.profiling.capture.files import replace_file
 from lightning_dist.profiling.report.trace import write_trace
 from lightning_dist.profiling.run import Run
+from lightning_dist.shared_folder import replace_file
 
 _TIMES = (*PARTS, "exposed", "hidden", "exchange")
 STEP_COLUMNS = (
@@ -29,31 +28,23 @@ STEP_COLUMNS = (
 )
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Files to write beside ``summary.json``.
-
-    Args:
-        html: ``report.html``.
-        trace: ``trace.json.gz``.
-        csv: ``steps.csv``.
-    """
-
-    html: bool = True
-    trace: bool = False
-    csv: bool = False
-
-
-@dataclass(frozen=True)
-class Written:
+class Written(NamedTuple):
     """Names of the files that were written, and a sentence for each that was not."""
 
-    names: tuple[str, ...]
-    problems: tuple[str, ...]
+    names: list[str]
+    problems: list[str]
 
 
-def write_files(folder: str | Path, run: Run, summary: Summary, *, wanted: Wanted) -> Written:
-    """Write the files that are wanted to ``folder``."""
+def write_files(
+    folder: str | Path,
+    run: Run,
+    summary: Summary,
+    *,
+    html: bool = True,
+    trace: bool = False,
+    csv: bool = False,
+) -> Written:
+    """Write ``summary.json`` to ``folder``, and the other files that are wanted."""
 
     @cache
     def timelines() -> list[Timeline]:
@@ -67,23 +58,23 @@ def write_files(folder: str | Path, run: Run, summary: Summary, *, wanted: Wante
     hosts = {rank: each.metadata.host for rank, each in run.ranks.items()}
     writers: dict[str, tuple[bool, Callable[[Path], None]]] = {
         "summary.json": (True, lambda path: write_summary(path, summary)),
-        "report.html": (wanted.html, write_page),
-        "trace.json.gz": (wanted.trace, lambda path: write_trace(path, timelines(), hosts)),
-        "steps.csv": (wanted.csv, lambda path: write_csv(path, run, summary)),
+        "report.html": (html, write_page),
+        "trace.json.gz": (trace, lambda path: write_trace(path, timelines(), hosts)),
+        "steps.csv": (csv, lambda path: write_csv(path, run, summary)),
     }
-    names, problems = [], []
+    written = Written([], [])
     for name, (is_wanted, write) in writers.items():
         try:
             if is_wanted:
                 Path(folder).mkdir(parents=True, exist_ok=True)
                 write(Path(folder) / name)
-                names.append(name)
+                written.names.append(name)
         except Exception as error:  # the training, and the other files, are worth more
             known = isinstance(error, OSError | ImportError)
             why = str(error) if known else f"{type(error).__name__}: {error}"
             why = getattr(error, "strerror", None) or why
-            problems.append(f"{name} not written to {folder}: {why}")
-    return Written(tuple(names), tuple(problems))
+            written.problems.append(f"{name} not written to {folder}: {why}")
+    return written
 
 
 def to_json(content: Mapping[str, Any]) -> str:
@@ -92,27 +83,19 @@ def to_json(content: Mapping[str, Any]) -> str:
 
 
 def write_summary(path: str | Path, summary: Summary) -> None:
-    """Write ``summary.json``.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write ``summary.json``."""
     replace_file(path, to_json(summary.as_dict()).encode() + b"\n")
 
 
 def write_csv(path: str | Path, run: Run, summary: Summary) -> None:
     """Write ``steps.csv``, for spreadsheets and pandas.
 
-    It has a row for every step and rank, also for those that the summary leaves out
-    (``in_summary`` 0). ``begin_ms`` counts from the first of them, ``exchange_ms`` is how long any
-    exchange was under way. What was not recorded is empty, and so is a zero of what the summary
-    does not know.
-
-    Raises:
-        OSError: it cannot be written.
+    A row for every step and rank, also for those that the summary leaves out (``in_summary`` 0).
+    ``begin_ms`` counts from the first of them, ``exchange_ms`` is how long any exchange was under
+    way. What is not known is empty.
     """
     text = io.StringIO(newline="")
-    csv.writer(text, lineterminator="\n").writerows([STEP_COLUMNS, *_rows(run, summary)])
+    writer(text, lineterminator="\n").writerows([STEP_COLUMNS, *_rows(run, summary)])
     replace_file(path, text.getvalue().encode())
 
 

@@ -13,20 +13,12 @@ from plotly.offline import get_plotlyjs
 
 from lightning_dist.profiling.analysis.metrics import METRICS
 from lightning_dist.profiling.analysis.parts import PARTS, Summary, Timeline
-from lightning_dist.profiling.capture.files import replace_file
 from lightning_dist.profiling.report import figures, tables
-from lightning_dist.profiling.report.timeline import timeline
+from lightning_dist.shared_folder import replace_file
 
 
 def write_report(path: str | Path, summary: Summary, timelines: Sequence[Timeline]) -> None:
-    """Write the page; equal arguments give equal bytes.
-
-    Args:
-        timelines: the steps to choose from in the time line, in this order.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the page; equal arguments give equal bytes. ``timelines``: the steps to choose from."""
     replace_file(path, page(summary, timelines).encode())
 
 
@@ -43,13 +35,12 @@ def page(summary: Summary, timelines: Sequence[Timeline]) -> str:
     views = (
         figures.steps_over_time(summary),
         tables.parts_table(summary),
-        timeline(summary, timelines),
+        figures.timeline(summary, timelines),
         tables.ranks_table(summary),
         figures.waits_over_time(summary),
         tables.whatif_table(summary),
-        figures.links_between_hosts(summary),
+        tables.links_table(summary),
         tables.buckets_table(summary),
-        figures.errors_over_time(summary),
         tables.run_table(summary),
     )
     drawn = {each.id: list(each.figures.values()) for each in views if each.figures}

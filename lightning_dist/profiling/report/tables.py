@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -20,7 +20,7 @@ from lightning_dist.profiling.analysis.metrics import (
 )
 from lightning_dist.profiling.analysis.parts import PARTS, Summary
 from lightning_dist.profiling.capture.events import PHASES
-from lightning_dist.profiling.whatif.predictions import (
+from lightning_dist.profiling.whatif.predict import (
     LABEL,
     Predictions,
     name_of,
@@ -38,6 +38,7 @@ _BUCKET_COLUMNS = (
     *("bucket", "bucket_codec", "raw_mb", "wire_mb", "ready_ms", "encode_ms", "wait_ms"),
     *("transfer_ms", "decode_ms", "end_after_last_gradient_ms"),
 )
+_ERROR_COLUMNS = ("relative_l2", "cosine", "residual_ratio")
 _WHATIF_COLUMNS = ("position", "setting", "step_ms", "exposed_ms", "sent_mb", "change", "remark")
 
 
@@ -57,7 +58,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class View:
-    """A section of the page: a table or figures, or a sentence that says why there is neither.
+    """A section of the page: a table, figures, or a sentence that says why there is neither.
 
     Args:
         rows: text of the cells.
@@ -152,7 +153,7 @@ def parts_table(summary: Summary) -> View:
     for name in (each for each in PARTS if each in summary.breakdown_ms):
         value, meaning = finite(summary.breakdown_ms[name]), METRICS[name].meaning
         if value is None:
-            meaning = f"n/a: {why(summary.unavailable, name)}"
+            meaning = why(summary.unavailable, name)
         share = None if value is None or not total else value / total
         rows.append((METRICS[name].label, format_value(value), format_value(share, "%"), meaning))
     label, exposed = "detailed step", f"{_ms(summary.exposed_ms)}."
@@ -183,25 +184,57 @@ def ranks_table(summary: Summary) -> View:
 
 
 def buckets_table(summary: Summary) -> View:
-    """Every bucket, with the error of its compression if it was measured."""
+    """Every bucket, with the medians of its compression errors if they were sampled."""
     if not summary.buckets:
         return View("buckets", "Buckets", missing=missing(summary, "buckets"))
-    errors = defaultdict(list)
+    errors: dict[tuple[int, str], list[float]] = defaultdict(list)
     for error in summary.errors:
-        if (value := finite(error.get("relative_l2"))) is not None:
-            errors[int(error["bucket"])].append(value)
+        for name in _ERROR_COLUMNS:
+            if (value := finite(error.get(name))) is not None:
+                errors[int(error["bucket"]), name].append(value)
+    sampled = [name for name in _ERROR_COLUMNS if any(key == name for _, key in errors)]
     records = []
     for each in summary.buckets:
-        loss = median(errors[each.index]) if each.index in errors else None
         own = {"bucket": str(each.index), "bucket_codec": each.codec or "none"}
-        times = {"end_after_last_gradient_ms": each.exposed_ms, "relative_l2": loss}
-        records.append({**vars(each), **own, **times})
+        own["end_after_last_gradient_ms"] = format_value(each.exposed_ms)
+        known = {x: median(errors[each.index, x]) for x in sampled if (each.index, x) in errors}
+        records.append({**vars(each), **own, **known})
     caption = (
         "Means over ranks and detailed steps; errors are medians. Buckets share the link, so times "
         "of several do not add up to time of the step. Ready counts from the begin of the step."
     )
-    columns = (*_BUCKET_COLUMNS, *(["relative_l2"] if errors else []))
-    return _view("buckets", "Buckets", caption, columns, records)
+    if "errors" in summary.unavailable:
+        caption += f" Compression errors: n/a, {summary.unavailable['errors']}."
+    return _view("buckets", "Buckets", caption, (*_BUCKET_COLUMNS, *sampled), records)
+
+
+def links_table(summary: Summary) -> View:
+    """Gbit/s from the host of the row to that of the column: all bits over all seconds."""
+    title, hosts = "Bandwidth between hosts", {each.rank: each.host for each in summary.ranks}
+    sent: Counter[tuple[str, str]] = Counter()
+    seconds: Counter[tuple[str, str]] = Counter()
+    for link in (each for each in summary.links if each.get("peer") is not None):
+        source, target = (
+            hosts.get(link[end], f"host of rank {link[end]}") for end in ("rank", "peer")
+        )
+        sent[source, target] += link["sent"]
+        seconds[source, target] += link["seconds"]
+    rates = {pair: sent[pair] * 8e-9 / of for pair, of in seconds.items() if of > 0}
+    if not rates:
+        sentence = "n/a between two hosts: only groups of ranks were measured."
+        sentence = sentence if summary.links else missing(summary, "links")
+        return View("links", title, missing=sentence)
+    names = sorted({name for pair in rates for name in pair})
+    rows = [
+        (row, *(format_value(rates[row, to]) if (row, to) in rates else "" for to in names))
+        for row in names
+    ]
+    caption = (
+        "Gbit/s from the host of the row to that of the column, on the idle link; an empty cell "
+        "was not measured."
+    )
+    columns = _text("from"), *(Metric(name, f"to {name}") for name in names)
+    return View("links", title, caption, columns, rows)
 
 
 def whatif_table(summary: Summary) -> View:

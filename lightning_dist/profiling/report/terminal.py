@@ -55,9 +55,7 @@ def _overview(summary: Summary) -> Table:
     parts = parts_table(summary)
     exposed = {METRICS[name].label for name in EXPOSED}
     for name, time, share, meaning in parts.rows:
-        value, remark = (f"{time} ms", share)
-        if time == MISSING:
-            value, remark = MISSING, meaning.removeprefix(f"{MISSING}: ")
+        value, remark = (time, meaning) if time == MISSING else (f"{time} ms", share)
         style = "yellow" if name in exposed else ""
         table.add_row(Text(f"  {name}", style=style), Text(value), Text(remark))
     if parts.missing:

@@ -2,9 +2,8 @@
 
 Chrome's trace event format, of which viewers agree on this much: complete events (``X``) of one
 thread nest or do not overlap; a flow (``s`` to ``f``) ties the slices that are open where it begins
-and ends, and its ``id`` is a number; of events at one time the first in the file came first. Times
-are whole microseconds: viewers multiply fractions by 1000 and cut, and slices that touch would
-overlap.
+and ends; of events at one time the first in the file came first. Times are whole microseconds:
+viewers multiply fractions by 1000 and cut, and slices that touch would overlap.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any, TypeAlias
 
 from lightning_dist.profiling.analysis.intervals import difference, lanes
 from lightning_dist.profiling.analysis.parts import Timeline, TimelineSpan
-from lightning_dist.profiling.capture.files import replace_file
+from lightning_dist.shared_folder import replace_file
 
 Event: TypeAlias = dict[str, Any]
 _Slice: TypeAlias = list[Event]
@@ -40,14 +39,7 @@ def write_trace(path: str | Path, timelines: Sequence[Timeline], hosts: Mapping[
 
     A rank has its phases, with exposed communication cut out of the backward pass, codec work,
     exchanges on as many lanes as were in flight at once, and the rate at which it sent. Where an
-    exchange waited for the last rank, wait and transfer are nested in it, and an arrow leads from
-    the last rank's exchange to the transfer.
-
-    Args:
-        hosts: by rank.
-
-    Raises:
-        OSError: it cannot be written.
+    exchange waited for the last rank, an arrow leads from its exchange to the transfer.
     """
     content = {
         "traceEvents": _events(timelines, hosts),

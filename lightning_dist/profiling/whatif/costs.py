@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from lightning_dist.measurement.costs import CANDIDATES, CodecCost
-from lightning_dist.profiling.capture.files import replace_file
 from lightning_dist.profiling.run import Run
+from lightning_dist.shared_folder import replace_file
 
 if TYPE_CHECKING:  # torch takes seconds, and reading needs none of it
     import torch
@@ -39,11 +39,7 @@ class Costs(msgspec.Struct, frozen=True):
 
 
 def write_costs(folder: str | Path, costs: Costs) -> None:
-    """Write ``costs.json``.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write ``costs.json``."""
     text = msgspec.json.format(msgspec.json.encode(costs), indent=2)
     replace_file(Path(folder) / NAME, text + b"\n")
 
@@ -63,8 +59,6 @@ def read_costs(folder: str | Path) -> Costs:
 
 def runs_compiled(observed: Observed, wish: bool | Literal["auto"] = "auto") -> bool:
     """True if gradients as large as those of a run get compiled kernels on a device like its own.
-
-    Also those that nobody has compressed yet: a codec may be several times faster with them.
 
     Args:
         wish: ``compile_kernels`` of the run.

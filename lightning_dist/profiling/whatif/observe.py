@@ -11,8 +11,7 @@ import numpy as np
 
 from lightning_dist.profiling.analysis.breakdown import Analysed, analyse, passes_of
 from lightning_dist.profiling.analysis.intervals import length, union
-from lightning_dist.profiling.analysis.sample import sample
-from lightning_dist.profiling.analysis.tables import Array, step_table
+from lightning_dist.profiling.analysis.tables import Array, sample, step_table
 from lightning_dist.profiling.capture.events import GLOO_AT_ONCE, StepRecord
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.simulator import (
@@ -29,23 +28,17 @@ from lightning_dist.profiling.whatif.simulator import (
 NS = 1e9
 """Nanoseconds in a second."""
 
-_SMALL = 1 << 16
-"""Bytes of an exchange below which it is its rounds that take the time."""
-
 
 @dataclass(frozen=True)
 class Observed:
     """Inputs of a simulation; seconds, medians over steps.
 
     Args:
-        scenario: of the run.
         buckets: ready when the last rank has its gradients, in that order.
         tail: from the mean of all gradients to the end of the step.
-        step: duration.
         sent: bytes over the link of the busiest host.
         encode, decode: of the codec on a rank in a step; None: there is none.
         unavailable: figures that are not known, and why.
-        begin: of the backward pass, of the last rank.
         one_core: a codec has to share a core with the backward pass.
         device: kind of device that trains, and compresses.
     """
@@ -58,7 +51,6 @@ class Observed:
     encode: float | None
     decode: float | None
     unavailable: Mapping[str, str]
-    begin: float = 0.0
     one_core: bool = False
     device: str = "cpu"
 
@@ -71,8 +63,7 @@ class Observed:
 def observe(run: Run, *, skip: int = 2) -> Observed:
     """Inputs from a run, without its first ``skip`` steps.
 
-    Ranks begin a step together, because they ended the one before together: times of several ranks
-    count from the begin of each, and no clock is asked.
+    Ranks begin a step together: times of several ranks count from the begin of each.
 
     Raises:
         ValueError: something is missing in the profile, with what it is.
@@ -99,21 +90,24 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
         raise ValueError(f"nothing can be predicted from this profile: {problem}")
     codec, device = _codec(every), run.ranks[min(run.ranks)].metadata.device or "cpu"
     across, hosts = ["inter" in each.groups for each in abouts], Counter(x.host for x in abouts)
-    link, inside = _link(run, every, sent[used] / moving[used] * NS), _inside(every)
+    link, inside = _link(run, sent[used] / moving[used] * NS), _inside(every)
     form = FLAT if not any(across) else SHARDED if all(across) else LEADER
     at_once = GLOO_AT_ONCE if device == "cpu" else 1
     immediate = all(about.commit == "immediate" for about in abouts) or codec == DDP
     counts = tuple(hosts.values())
     scenario = Scenario(codec, form, counts, link, inside, at_once=at_once, immediate=immediate)
     unknown = (
-        ("overhead", link.overhead, "small collectives were not measured; each counts bytes only"),
-        ("latency", link.latency is not None, "no small exchange was seen; rounds count nothing"),
+        (
+            "latency",
+            link.latency is not None,
+            "small collectives were not measured; rounds count nothing",
+        ),
         ("inside", inside, "no exchange inside a host was measured"),
     )
     ranks = chosen.ranks.values()
     durations = np.array([[each.head(step).duration for each in ranks] for step in chosen.steps])
     times = np.array([[_times(each.record) for each in of_step] for of_step in steps])
-    encode, decode, tail, _ = (np.median(times.mean(axis=1), axis=0) / NS).tolist()
+    encode, decode, tail = (np.median(times.mean(axis=1), axis=0) / NS).tolist()
     return Observed(
         scenario,
         _buckets(steps, run.world_size),
@@ -123,7 +117,6 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
         encode=None if codec == DDP else encode,
         decode=None if codec == DDP else decode,
         unavailable={name: reason for name, is_known, reason in unknown if not is_known},
-        begin=float(np.median(times[:, :, -1].max(axis=1))) / NS,
         one_core=any(
             0 < about.cores < 2 * hosts[about.host] and about.device in ("", "cpu")
             for about in abouts
@@ -132,20 +125,13 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     )
 
 
-def _times(record: StepRecord) -> tuple[int, int, int, int]:
-    """Nanoseconds: encoding, decoding, after the last mean; and the begin of the gradients."""
+def _times(record: StepRecord) -> tuple[int, int, int]:
+    """Nanoseconds: encoding, decoding, after the last mean."""
     spent = Counter[str]()
     for span in record.spans:
         spent[span.phase] += span.end - span.begin
     after = min((record.duration - bucket.done for bucket in record.buckets), default=0)
-    return spent["encode"], spent["decode"], max(after, 0), begin_of_gradients(record)
-
-
-def begin_of_gradients(record: StepRecord) -> int:
-    """Begin of the backward pass that has filled the buckets: others before it only added up."""
-    first = min((bucket.ready for bucket in record.buckets), default=record.duration)
-    begins = [each.begin for each in record.phases if each.name == "backward"]
-    return max((begin for begin in begins if begin <= first), default=first)
+    return spent["encode"], spent["decode"], max(after, 0)
 
 
 def _buckets(steps: Sequence[Sequence[Analysed]], world_size: int) -> list[Bucket]:
@@ -172,7 +158,7 @@ def _codec(every: Sequence[Analysed]) -> str:
     return max(weights, key=lambda name: weights[name])
 
 
-def _link(run: Run, every: Sequence[Analysed], rates: Array) -> Link:
+def _link(run: Run, rates: Array) -> Link:
     """Link between hosts, of bytes per second on every link and step that sent something."""
     hosts = {each.metadata.host for each in run.ranks.values()}
     alone = [0.0]
@@ -190,16 +176,7 @@ def _link(run: Run, every: Sequence[Analysed], rates: Array) -> Link:
             overhead=median(burst.seconds / burst.count for burst in several),
             cpu=median(burst.cpu / burst.count for burst in several),
         )
-    rounds = []  # seconds of one in small exchanges, of which some queued behind large ones
-    for each in every:
-        groups = run.ranks[each.rank].metadata.groups
-        for exchange in each.exchanges:
-            begin, end = exchange.transfer
-            peers = len(groups.get(exchange.group, ()))
-            if exchange.group != "intra" and exchange.sent <= _SMALL and peers > 1:
-                count = (2 if exchange.op == "all_reduce" else 1) * (peers - 1)
-                rounds.append((end - begin) / count / NS)
-    return Link(rate, min(rounds, default=None))
+    return Link(rate)
 
 
 def _inside(every: Sequence[Analysed]) -> Link | None:

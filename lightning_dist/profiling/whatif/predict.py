@@ -1,35 +1,100 @@
-"""Predicted step times of other scenarios, beside the run itself, with the error of the model."""
+"""Predicted step times of other scenarios beside the run itself, and their words."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from math import inf
+from typing import TYPE_CHECKING, Any
 
 from lightning_dist.measurement.costs import CANDIDATES, CodecCost
-from lightning_dist.profiling.analysis.parts import Summary
+from lightning_dist.profiling.analysis.metrics import count, format_value
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.costs import Costs
 from lightning_dist.profiling.whatif.observe import Observed, observe
-from lightning_dist.profiling.whatif.predictions import Prediction, Predictions, headline
 from lightning_dist.profiling.whatif.simulator import (
     DDP,
     FLAT,
     FORMS,
     FREE,
+    LEADER,
     Link,
     Scenario,
     decoding,
     rate_of,
-    rebucket,
     simulate_step,
 )
+
+if TYPE_CHECKING:
+    from lightning_dist.profiling.analysis.parts import Summary
+
+SCHEMA = 2
+LABEL = "Predicted step time (simulated)"
 
 LEAST_TOLERANCE = 0.02
 """Two runs of the same scenario differ by as much, however exact the model is for one of them."""
 
-BUCKET_SIZES = (5.0, 25.0, 100.0)
-"""MB to ask about; 25 is DDP's own."""
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted step of one scenario, in milliseconds; None with a ``reason`` where unknown.
+
+    Args:
+        gbps: of the link between hosts, headers included.
+        exposed_ms: from the last gradient to the mean of all.
+        sent_mb: over the link of a host.
+        change: of the step against the run's own codec and form with the same link and hosts, as
+            predicted; -0.5: half as long.
+        position: 1 for the fastest; settings closer than the tolerance share one. None: not ranked.
+        source: of the codec's cost.
+        assumption: condition of the prediction, which is not ranked then; empty: none.
+    """
+
+    codec: str
+    form: str
+    hosts: int
+    world_size: int
+    gbps: float
+    step_ms: float | None = None
+    exposed_ms: float | None = None
+    sent_mb: float | None = None
+    change: float | None = None
+    position: int | None = None
+    source: str = ""
+    assumption: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Predictions for a run and for other settings on the same links and hosts.
+
+    Args:
+        measured_ms: median step of the run.
+        baseline: prediction for the run itself; ``error``: of it, -0.1: a tenth shorter than
+            measured.
+        tolerance: share of a step; settings that differ by less are not ranked.
+        scenarios: the fastest first; those without a prediction last.
+        link: measured speed of the links.
+        unavailable: figures that are not known, and why.
+    """
+
+    measured_ms: float
+    baseline: Prediction
+    error: float
+    tolerance: float
+    scenarios: Sequence[Prediction]
+    link: Mapping[str, float | None]
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+    label: str = LABEL
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+    def is_faster(self, each: Prediction) -> bool:
+        """Faster than the run's own setting by more than the tolerance."""
+        return each.change is not None and each.change < -self.tolerance
 
 
 def elsewhere(
@@ -40,12 +105,11 @@ def elsewhere(
     inside_gbps: float | None = None,
     latency_us: float | None = None,
 ) -> Scenario:
-    """Scenario of a run on other links and hosts; None: as in the run.
+    """Scenario of a run on other links and hosts; None: as in the run. Rates include headers.
 
     Args:
         hosts: number, each with as many ranks as the largest host of the run.
-        link_gbps: of a host's link, headers included.
-        inside_gbps: of a rank inside its host, headers included.
+        link_gbps, inside_gbps: of a host's link, and of a rank inside its host.
         latency_us: microseconds of a round between hosts.
 
     Raises:
@@ -73,44 +137,29 @@ def elsewhere(
 
 
 def scenarios_of(
-    observed: Observed,
-    there: Scenario,
-    *,
-    codecs: Sequence[str] = (),
-    forms: Sequence[str] = (),
-    bucket_mb: Sequence[float] = (),
+    run: Scenario, there: Scenario, *, codecs: Sequence[str] = (), forms: Sequence[str] = ()
 ) -> list[Scenario]:
     """Every codec and form on the links and hosts of ``there``, and that itself.
 
     Args:
         codecs: only these, and :data:`DDP` only flat.
         forms: only these; otherwise flat and, where hosts have several ranks, by hosts.
-        bucket_mb: only these sizes. If nothing at all is chosen, the run's own setting is also in
-            buckets of :data:`BUCKET_SIZES`, but for those that change nothing.
 
     Raises:
         ValueError: none of them can be predicted.
     """
     found = [
-        replace(there, codec=codec, form=form, bucket_mb=size)
-        for size in bucket_mb or (None,)
+        replace(there, codec=codec, form=form)
         for form in forms or (FORMS if max(there.counts) > 1 else (FLAT,))
         for codec in codecs or (DDP, *CANDIDATES)
         if codec != DDP or form == FLAT
     ]
-    if not (codecs or forms or bucket_mb):
-        seen = [list(observed.buckets)]
-        for size in BUCKET_SIZES:
-            buckets = rebucket(observed.buckets, size, begin=observed.begin)
-            if buckets not in seen:
-                seen.append(buckets)
-                found.append(replace(there, bucket_mb=size))
     reasons = dict.fromkeys(each.unsupported for each in found)
     if "" not in reasons:  # none, too: ddp in another form
         because = "; ".join(reasons) or "DDP itself knows no hosts"
         raise ValueError(f"nothing of this can be predicted: {because}")
     # Elsewhere it is what the others are compared with.
-    return found if there in (observed.scenario, *found) else [there, *found]
+    return found if there in (run, *found) else [there, *found]
 
 
 def predict(
@@ -122,7 +171,7 @@ def predict(
         ValueError: the run itself cannot be simulated, so that the error is unknown.
     """
     run, unavailable = observed.scenario, dict(observed.unavailable)
-    own = replace(next(iter(scenarios), run), codec=run.codec, form=run.form, bucket_mb=None)
+    own = replace(next(iter(scenarios), run), codec=run.codec, form=run.form)
     assert all((each.link, each.counts) == (own.link, own.counts) for each in scenarios)
     known = {DDP: FREE, **costs, **_cost_in_run(observed, costs)}
     baseline, own_there = (_prediction(observed, each, known) for each in (run, own))
@@ -157,7 +206,7 @@ def with_whatif(summary: Summary, run: Run, costs: Callable[[Observed], Costs]) 
         if not known.by_name:
             raise ValueError(known.reason)
         own = observed.scenario
-        scenarios = [each for each in scenarios_of(observed, own) if each != own]
+        scenarios = [each for each in scenarios_of(own, own) if each != own]
         found = predict(observed, scenarios, costs=known.by_name)
     except Exception as error:  # the rest of the report is worth more than this part of it
         reason = f"the prediction failed: {type(error).__name__}: {error}"
@@ -181,13 +230,10 @@ def _cost_in_run(observed: Observed, costs: Mapping[str, CodecCost]) -> dict[str
         return {cost.name: cost}  # what it does inside a host is in its times
     expected = sum(decoding(cost, run.world_size))
     slower = observed.decode / observed.elements / expected if expected else 1.0
-    encode, decode, store = (
-        observed.encode / observed.elements,
-        cost.decode,
-        cost.store,
-    )
-    cost = replace(cost, encode=encode, decode=decode * slower, store=store * slower)
-    return {cost.name: replace(cost, source="this run")}
+    decode, store = cost.decode * slower, cost.store * slower
+    encode = observed.encode / observed.elements
+    cost = replace(cost, encode=encode, decode=decode, store=store, source="this run")
+    return {cost.name: cost}
 
 
 def _prediction(
@@ -197,14 +243,12 @@ def _prediction(
     missing = [name for name in needed if name not in costs]
     reason = f"what {missing[0]} costs was not measured" if missing else scenario.unsupported
     codec, shape = scenario.codec, (scenario.hosts, scenario.world_size, scenario.link.gbps)
-    found = Prediction(codec, scenario.form, *shape, reason=reason, bucket_mb=scenario.bucket_mb)
+    found = Prediction(codec, scenario.form, *shape, reason=reason)
     if reason:
         return found
     # What the run's own codec took has its share of the core in it.
     one_core = observed.one_core and codec != observed.scenario.codec
     buckets, cost, inside = observed.buckets, costs[codec], costs.get("none")
-    if scenario.bucket_mb is not None:
-        buckets = rebucket(buckets, scenario.bucket_mb, begin=observed.begin)
     step = simulate_step(buckets, scenario, cost=cost, inside_cost=inside, one_core=one_core)
     last = max(bucket.ready for bucket in buckets)
     done = max(step.done, last)
@@ -222,8 +266,8 @@ def _ranked(found: Iterable[Prediction], own_ms: float, tolerance: float) -> lis
     """Predictions with positions: one within the tolerance of the one before it shares its own.
 
     Those of a position that cannot be told from its fastest are listed by what they send, because
-    more bytes lose less, and first those that are faster than the run's own by more than the
-    tolerance. A prediction with an assumption has no position, and comes after all that have.
+    more bytes lose less, first those that are faster than the run's own by more than the tolerance.
+    A prediction with an assumption has no position, and comes after all that have.
     """
     position, fastest, before, number = 0, 0.0, -inf, 0
     ordered: list[tuple[tuple[float, ...], Prediction]] = []
@@ -245,3 +289,62 @@ def _ranked(found: Iterable[Prediction], own_ms: float, tolerance: float) -> lis
             order = position, float(change >= -tolerance), -round(sent, 6)  # to a byte
         ordered.append((order, replace(each, change=change, position=position)))
     return [each for _, each in sorted(ordered, key=lambda pair: pair[0])]
+
+
+def headline(found: Predictions) -> str:
+    """Sentence about the best setting."""
+    best = next(iter(found.scenarios), None)
+    if best is not None and best.change is not None and best.position and found.is_faster(best):
+        return f"Predicted with {name_of(best, found.baseline)}: {times_faster(best.change)}."
+    only = dict.fromkeys(each.codec for each in found.scenarios if found.is_faster(each))
+    unless = f"; {', '.join(only)} may be, under its assumption" if only else ""
+    return f"No other setting is predicted to be faster than the model can tell{unless}."
+
+
+def times_faster(change: float) -> str:
+    """Factor of two digits, such as ``1.9x``."""
+    factor = 1 / (1 + change)
+    return f"{factor:.0f}x" if factor >= 10 else f"{factor:.2g}x"
+
+
+def name_of(each: Prediction, baseline: Prediction) -> str:
+    """Codec, and the form where it is not a flat one as in the run."""
+    flat = "" if baseline.form == FLAT else ", flat"
+    words = each.codec + (flat if each.form == FLAT else " between hosts")
+    return f"{words}, leader form" if each.form == LEADER else words
+
+
+def where(each: Prediction) -> str:
+    """Hosts of a scenario, and the rate of their links."""
+    between = "between them" if each.hosts > 1 else "per rank, no network"
+    ranks, hosts = count(each.world_size, "rank"), count(each.hosts, "host")
+    return f"{ranks} on {hosts}, {format_value(each.gbps, 'Gbit/s')} {between}"
+
+
+def remark(each: Prediction, found: Predictions) -> str:
+    """Remark on a prediction, beside its figures."""
+    if each.assumption:
+        return f"not ranked: for {each.assumption}"
+    is_same = each.change is not None and abs(each.change) <= found.tolerance
+    return "no difference from this run within the error" if is_same else ""
+
+
+def notes(found: Predictions) -> list[str]:
+    """Error of the simulation, sources of costs, and what is unavailable."""
+    baseline = found.baseline
+    names: dict[str, dict[str, None]] = {}
+    for each in (baseline, *found.scenarios):
+        names.setdefault(each.source, {})[each.codec] = None
+    missing: dict[tuple[str, str], dict[str, None]] = {}
+    for each in found.scenarios:
+        if each.reason:
+            missing.setdefault((each.form, each.reason), {})[each.codec] = None
+    error = format_value(found.error, "%", signed=True)
+    least = f"differences within {format_value(found.tolerance, '%')} are not ranked"
+    return [
+        f"this run simulated: {baseline.step_ms:.1f} ms ({error}); {least}",
+        f"change: against {baseline.codec} {baseline.form} with the same link and hosts",
+        *(f"cost of {', '.join(codecs)}: {source}" for source, codecs in names.items() if source),
+        *(f"{name}: n/a, {reason}" for name, reason in found.unavailable.items()),
+        *(f"n/a for {', '.join(of)} {form}: {reason}" for (form, reason), of in missing.items()),
+    ]

@@ -20,11 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from math import ceil, inf
 from typing import NamedTuple
-
-import numpy as np
 
 from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.capture.events import GLOO_AT_ONCE
@@ -79,11 +76,10 @@ class Scenario:
         link: between hosts; inside the host where there is only one.
         inside: inside a host; None: unknown.
         at_once: collectives of a group that run at once; 1 with NCCL, which has one stream.
-        bucket_mb: ``bucket_cap_mb`` of DDP; None: the buckets as they are.
         immediate: a bucket is decoded while the next one travels, not when all have landed.
 
     Raises:
-        ValueError: an unknown form, or buckets without a size.
+        ValueError: an unknown form.
     """
 
     codec: str
@@ -92,14 +88,11 @@ class Scenario:
     link: Link
     inside: Link | None = None
     at_once: int = GLOO_AT_ONCE
-    bucket_mb: float | None = None
     immediate: bool = False
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
             raise ValueError(f"form must be one of {', '.join(FORMS)}, got {self.form!r}")
-        if self.bucket_mb is not None and not 0 < self.bucket_mb < inf:
-            raise ValueError(f"bucket_mb must be above 0 MB, got {self.bucket_mb}")
 
     @property
     def hosts(self) -> int:
@@ -167,7 +160,6 @@ def collectives(exchange: str, size: float, counts: Sequence[int]) -> tuple[Coll
     """Collectives of an exchange, one after the other, over the link of the busiest host.
 
     Args:
-        exchange: of the codec.
         size: bytes of a rank's payload.
         counts: ranks of every host. One rank of each: bytes that a peer sends.
     """
@@ -198,7 +190,7 @@ class _Queue:
         self.link_free = self.issued = self.sent = 0.0
 
     def send(self, at: float, unit: Collective, elements: float) -> float:
-        """Time at which a collective issued ``at`` has ended; ``unit`` is of one element.
+        """End of a collective issued ``at``; ``unit`` is of one element.
 
         Its rounds come on top of its bytes and hold up its thread, not the link.
         """
@@ -298,29 +290,3 @@ def simulate_step(
         # Vote on whether all were finite: a few bytes, in as many rounds as a ring has.
         now += scenario.link.overhead + 2 * (world - 1) * (scenario.link.latency or 0.0)
     return SimulatedStep(decoded(chunks, now), link.sent)
-
-
-def rebucket(buckets: Sequence[Bucket], cap_mb: float, *, begin: float) -> list[Bucket]:
-    """Buckets of ``cap_mb`` with the gradients of a run, in the order in which they came.
-
-    Gradients become ready evenly, by elements, between the times at which the run's own buckets
-    were. A profile does not know the sizes of parameters, one of which closes a bucket in DDP:
-    where a bucket of the run ended within half a cap, the new one ends too, so that the cap of the
-    run gives the buckets of the run.
-
-    Args:
-        cap_mb: 2**20 bytes each, as ``bucket_cap_mb`` of DDP; the first bucket has it too.
-        begin: of the backward pass, seconds since the begin of the step.
-    """
-    cap = cap_mb * (1 << 20) / ELEMENT_BYTES
-    known = [0.0, *accumulate(bucket.elements for bucket in buckets)]
-    ends = [0.0]
-    for total in known[1:]:
-        while total - ends[-1] >= cap * (1 - 1e-9):  # sums of elements are not exact
-            ends.append(total if total - ends[-1] < 1.5 * cap else ends[-1] + cap)
-    if ends[-1] < known[-1]:
-        ends.append(known[-1])
-    times = [min(begin, buckets[0].ready), *(bucket.ready for bucket in buckets)]
-    ready = np.interp(ends[1:], known, times).tolist()
-    sizes = [end - start for start, end in pairwise(ends)]
-    return [Bucket(*each) for each in zip(ready, sizes, strict=True)]

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dist.accelerate import Accelerator, AsyncState
+from lightning_dist.accelerate import Accelerator, AsyncStateCheckpointer
 from scenarios.accelerate_runs import TOPK, Run
 from scenarios.accelerate_states import error_of, warnings
 from scenarios.accelerating import forget_accelerators
@@ -17,15 +17,19 @@ from scenarios.models import WIDTH
 
 @scenario
 def plugin_resumes() -> Facts:
-    """By save_state, and by AsyncState; two models each."""
+    """By save_state, and by AsyncStateCheckpointer; two models each."""
     facts: Facts = {}
-    for way in ("save_state", "AsyncState"):
+    for way in ("save_state", "AsyncStateCheckpointer"):
         target = str(folder() / f"plugin_{way}")
         with Run(models=2) as whole:
             whole.train(4)
-            state = whole.accelerator if way == "save_state" else AsyncState(whole.accelerator)
+            state = (
+                whole.accelerator
+                if way == "save_state"
+                else AsyncStateCheckpointer(whole.accelerator)
+            )
             state.save_state(target)
-            if way == "AsyncState":
+            if way == "AsyncStateCheckpointer":
                 state.close()
             whole.train(4)
             facts[way] = {"whole": whole.facts()}
@@ -33,11 +37,15 @@ def plugin_resumes() -> Facts:
         with Run(models=2, by_hand=False) as resumed:
             for _ in range(4):
                 next(resumed.batches)
-            state = resumed.accelerator if way == "save_state" else AsyncState(resumed.accelerator)
+            state = (
+                resumed.accelerator
+                if way == "save_state"
+                else AsyncStateCheckpointer(resumed.accelerator)
+            )
             with warnings() as messages:
                 state.load_state(target)
             resumed.train(4)
-            if way == "AsyncState":
+            if way == "AsyncStateCheckpointer":
                 state.close()
             facts[way] |= {"resumed": resumed.facts(), "messages": messages}
     return facts
@@ -91,7 +99,7 @@ def plugin_for_others() -> Facts:
 def plugin_end_training() -> Facts:
     """The last save is durable when `end_training` returns, and threads are gone."""
     with Run(by_hand=False) as run:
-        state = AsyncState(run.accelerator)
+        state = AsyncStateCheckpointer(run.accelerator)
         run.train(1)
         state.save_state(folder() / "at_the_end")
         reducers = run.compression.reducers
@@ -150,7 +158,7 @@ class Adversaries:
                 for name, value in parameters(self.accelerator.unwrap_model(model)).items()
             },
             "residuals": [
-                {name: each.residuals[name].clone() for name in each.residuals.names()}
+                {name: each.residuals[name].clone() for name in each.residuals}
                 for each in compression.reducers
             ],
             "stats": [dict(each) for each in compression.comm_stats()],

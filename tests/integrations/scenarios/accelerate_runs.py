@@ -81,7 +81,7 @@ class Run:
             "residuals": {
                 f"{index}.{name}": reducer.residuals[name].clone()
                 for index, reducer in enumerate(reducers)
-                for name in reducer.residuals.names()
+                for name in reducer.residuals
             },
             "step": [reducer.step for reducer in reducers],
         }

@@ -1,4 +1,4 @@
-"""AsyncState on two ranks."""
+"""AsyncStateCheckpointer on two ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lightning_dist.accelerate import AsyncState
+from lightning_dist.accelerate import AsyncStateCheckpointer
 from scenarios.accelerating import Facts, Training, damage, names, no_room, writers
 from scenarios.catalogue import alone, folder, rank, scenario
 
@@ -59,7 +59,10 @@ def uninterrupted() -> Facts:
 @scenario
 def resumed() -> Facts:
     """From what the killed one has left."""
-    with Training(folder() / "killed", seed=5) as training, AsyncState(training.accelerator) as st:
+    with (
+        Training(folder() / "killed", seed=5) as training,
+        AsyncStateCheckpointer(training.accelerator) as st,
+    ):
         loaded = st.load_state()
         done = training.schedule.scheduler.last_epoch // training.accelerator.num_processes
         history = training.train(6 - done)
@@ -83,14 +86,17 @@ def limited() -> Facts:
     """Four saves of which two are kept, and on in another process."""
     project = folder() / "limited"
     with Training(project, total_limit=2) as training:
-        with AsyncState(training.accelerator) as st:
+        with AsyncStateCheckpointer(training.accelerator) as st:
             saved = [base(st.save_state()) for _ in range(4)]
             st.wait()
             committed = base(st.last_committed.target)
         dist.barrier()
         first = names(project)
         training.accelerator.load_state()  # accelerate finds the newest by itself
-    with Training(project, total_limit=2) as training, AsyncState(training.accelerator) as st:
+    with (
+        Training(project, total_limit=2) as training,
+        AsyncStateCheckpointer(training.accelerator) as st,
+    ):
         again = base(st.save_state())  # without loading
         st.wait()
         dist.barrier()
@@ -112,7 +118,7 @@ def limited() -> Facts:
 def passed_over() -> Facts:
     """The newest is damaged, and one with a higher number is not even complete."""
     project = folder() / "passed_over"
-    with Training(project) as training, AsyncState(training.accelerator) as st:
+    with Training(project) as training, AsyncStateCheckpointer(training.accelerator) as st:
         training.train(1)
         st.save_state()
         st.wait()
@@ -149,7 +155,10 @@ def passed_over() -> Facts:
 def full() -> Facts:
     """The writer of rank 1 cannot write more than some bytes."""
     project = folder() / "full"
-    with Training(project, total_limit=1) as training, AsyncState(training.accelerator) as st:
+    with (
+        Training(project, total_limit=1) as training,
+        AsyncStateCheckpointer(training.accelerator) as st,
+    ):
         st.save_state()
         st.wait()
         dist.barrier()
@@ -177,14 +186,14 @@ def full() -> Facts:
 def fewer_ranks() -> Facts:
     """One rank loads what two have saved."""
     target = folder() / "of_two"
-    with Training(None) as training, AsyncState(training.accelerator) as st:
+    with Training(None) as training, AsyncStateCheckpointer(training.accelerator) as st:
         training.train(2)
         st.save_state(target)
         st.wait()
         first = training.facts()
     dist.barrier()
     with alone(), Training(None, seed=5) as training:
-        with AsyncState(training.accelerator) as st, warnings() as messages:
+        with AsyncStateCheckpointer(training.accelerator) as st, warnings() as messages:
             st.load_state(target)
         facts = training.facts()
     return {"first": first, "facts": facts, "messages": messages}
@@ -192,7 +201,7 @@ def fewer_ranks() -> Facts:
 
 @scenario
 def refused_together() -> Facts:
-    with Training(None) as training, AsyncState(training.accelerator) as st:
+    with Training(None) as training, AsyncStateCheckpointer(training.accelerator) as st:
         foreign = folder() / "foreign"
         foreign.mkdir(exist_ok=True)
         (foreign / "notes.txt").write_text("mine")

@@ -21,7 +21,7 @@ from accelerate.utils import ProjectConfiguration
 from torch import nn
 
 from lightning_dist import compress_ddp
-from lightning_dist.accelerate import AsyncState
+from lightning_dist.accelerate import AsyncStateCheckpointer
 
 Facts = dict[str, Any]
 
@@ -98,7 +98,7 @@ class Training:
         return {
             "parameters": {name: p.detach().clone() for name, p in plain.named_parameters()},
             "optimizer": {f"{i}.{key}": v.clone() for i, s in adam.items() for key, v in s.items()},
-            "residuals": {} if owed is None else {n: owed[n].clone() for n in owed.names()},
+            "residuals": {} if owed is None else {n: owed[n].clone() for n in owed},
             "rate": self.schedule.get_last_lr()[0],
             "seen": self.tally.seen,
             "drawn": [torch.rand(()).item(), random.random(), float(np.random.rand())],
@@ -126,7 +126,7 @@ def writers() -> list[int]:
     return [pid for pid in children if b"disk.service" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def writer_of(state: AsyncState) -> int:
+def writer_of(state: AsyncStateCheckpointer) -> int:
     """The writer process of ``state``, which has saved something then."""
     state.save_state()
     state.wait()
@@ -134,7 +134,7 @@ def writer_of(state: AsyncState) -> int:
     return writer
 
 
-def kill_writer_during_a_save(state: AsyncState) -> None:
+def kill_writer_during_a_save(state: AsyncStateCheckpointer) -> None:
     """The second one."""
     writer = writer_of(state)
     os.kill(writer, signal.SIGSTOP)

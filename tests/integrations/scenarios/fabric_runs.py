@@ -55,7 +55,7 @@ class Run:
     def facts(self) -> Facts:
         ours = hasattr(self.fabric.strategy, "reducers")
         reducer = self.fabric.strategy.reducers[0] if ours else None
-        names = reducer.residuals.names() if ours else []
+        names = reducer.residuals if ours else []
         return {
             "parameters": parameters(self.model),
             "digests": self.digests,

@@ -105,7 +105,7 @@ def residuals(strategy: Any) -> dict[str, Tensor]:
     reducer = strategy._reducer
     if reducer is None:
         return {}
-    return {name: reducer.residuals[name].clone() for name in reducer.residuals.names()}
+    return {name: reducer.residuals[name].clone() for name in reducer.residuals}
 
 
 def digest(module: nn.Module) -> str:

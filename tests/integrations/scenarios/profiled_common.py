@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dist import CommProfiler
+
 STEPS = 12
 LIMIT = timedelta(seconds=60)
+
+quiet_profiler = partial(CommProfiler, print_summary=False, html=False)
+"""For a run of which neither the printed summary nor the page is looked at."""
 
 
 def network() -> nn.Module:

@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
-from profiled_common import STEPS, busy, network, tell
+from profiled_common import STEPS, busy, network, quiet_profiler, tell
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist import CommProfiler, compress_ddp
@@ -95,7 +95,7 @@ class Manual(Module):
 
 
 def lightning_manual(folder: Path, *, strategy: str) -> None:
-    profiler = CommProfiler(dirpath=folder)
+    profiler = quiet_profiler(dirpath=folder)
     trainer = fit(folder, profiler, module=Manual(), strategy=strategy)
     tell(folder, steps=trainer.global_step)
 
@@ -103,7 +103,7 @@ def lightning_manual(folder: Path, *, strategy: str) -> None:
 def lightning_predicted(folder: Path) -> None:
     """As if the training had been long enough for what codecs cost to be measured."""
     costs.LEAST_TRAINING, costs.LARGEST_SHARE = 0.0, 1e3
-    fit(folder, CommProfiler(), strategy="ddp")
+    fit(folder, CommProfiler(html=False), strategy="ddp")
     tell(folder)
 
 
@@ -131,7 +131,7 @@ def fabric(folder: Path) -> None:
     fabric.launch()
     model = fabric.setup_module(network())
     optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.01))
-    with CommProfiler(model, dirpath=folder, predict=False, print_summary=False):
+    with quiet_profiler(model, dirpath=folder, predict=False):
         for _ in range(STEPS):
             fabric.backward(model(torch.ones(4, 256)).sum())
             optimizer.step()
@@ -147,7 +147,7 @@ def accelerate(folder: Path) -> None:
         module := network(), torch.optim.SGD(module.parameters(), lr=0.01)
     )
     compress_ddp(model, "int8", compile_kernels=False)
-    with CommProfiler(model, dirpath=folder, print_summary=False):
+    with quiet_profiler(model, dirpath=folder):
         for _ in range(STEPS):
             accelerator.backward(model(torch.ones(4, 256)).sum())
             optimizer.step()

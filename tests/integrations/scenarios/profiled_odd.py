@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from profiled_common import STEPS, busy, ddp, digest, network, tell, train
+from profiled_common import STEPS, ddp, digest, network, quiet_profiler, tell, train
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
@@ -45,7 +45,7 @@ def told_to_end(folder: Path) -> None:
 
 def lost_at_the_end(folder: Path) -> None:
     """Rank 1 is killed after its last step, before the ranks compare clocks."""
-    with CommProfiler(ddp(), dirpath=folder) as profiler:
+    with CommProfiler(ddp(), dirpath=folder, html=False) as profiler:
         train(profiler._model)
         if dist.get_rank() == 1:
             os._exit(0)
@@ -57,7 +57,7 @@ def lost_at_the_end(folder: Path) -> None:
 def late_at_the_end(folder: Path) -> None:
     """Rank 1 leaves by an error that is its own, and goes on."""
     begin = time.monotonic()
-    with suppress(ArithmeticError), CommProfiler(ddp(), dirpath=folder) as profiler:
+    with suppress(ArithmeticError), CommProfiler(ddp(), dirpath=folder, html=False) as profiler:
         train(profiler._model)
         profile_run._TIMEOUT = 1.0
         if dist.get_rank() == 1:
@@ -91,33 +91,27 @@ def twice(folder: Path) -> None:
     model = ddp()
     opened = [sockets()]
     for _ in range(2):
-        with CommProfiler(model, dirpath=folder, print_summary=False):
+        with quiet_profiler(model, dirpath=folder):
             train(model)
         opened.append(sockets())
     tell(folder, opened=opened)
 
 
 def traced(folder: Path) -> None:
-    with CommProfiler(
+    with quiet_profiler(
         model := ddp(),
         dirpath=folder,
-        max_overhead=1,
         torch_profiler=range(3, 5),
-        print_summary=False,
     ):
         train(model)
     for traced_steps in (range(3, 5), range(4, 6)):  # while it is on, and just before
-        with CommProfiler(
+        with quiet_profiler(
             model,
             dirpath=folder / "short",
-            max_overhead=1,
             torch_profiler=traced_steps,
-            print_summary=False,
         ):
             train(model, steps=4)
-    with CommProfiler(
-        model, dirpath=folder, max_overhead=1, torch_profiler=signal.SIGUSR2, print_summary=False
-    ):
+    with quiet_profiler(model, dirpath=folder, torch_profiler=signal.SIGUSR2):
         train(model, steps=4)
         os.kill(os.getpid(), signal.SIGUSR2)
         train(model)
@@ -141,17 +135,17 @@ def compiled(folder: Path) -> None:
     whole = DistributedDataParallel(network(), bucket_cap_mb=1)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", UserWarning)
-        with CommProfiler(whole, dirpath=folder, max_overhead=1, print_summary=False):
+        with quiet_profiler(whole, dirpath=folder):
             train(torch.compile(whole, backend="aot_eager"))
     tell(folder, said=[str(each.message) for each in said], model=digest(whole))
 
 
 def two_at_once(folder: Path) -> None:
     model, said = ddp(), ""
-    with CommProfiler(model, dirpath=folder, print_summary=False):
+    with quiet_profiler(model, dirpath=folder):
         train(model, steps=3)
         try:
-            with CommProfiler(model, dirpath=folder / "other", print_summary=False):
+            with quiet_profiler(model, dirpath=folder / "other"):
                 pass
         except ValueError as error:
             said = str(error)
@@ -161,7 +155,7 @@ def two_at_once(folder: Path) -> None:
 
 def destroyed(folder: Path) -> None:
     """By the training function, at its end."""
-    with CommProfiler(model := ddp(), dirpath=folder, print_summary=False):
+    with quiet_profiler(model := ddp(), dirpath=folder):
         train(model)
         rank = dist.get_rank()
         dist.barrier()
@@ -171,18 +165,19 @@ def destroyed(folder: Path) -> None:
 
 
 def together(folder: Path) -> None:
-    """All ranks leave by the same error; rank 1 takes a second longer to write its last lines."""
+    """All ranks leave by the same error; rank 1 writes its last lines after rank 0."""
     try:
-        with CommProfiler(model := ddp(), dirpath=folder, print_summary=False) as profiler:
+        with quiet_profiler(model := ddp(), dirpath=folder) as profiler:
             train(model, steps=8)
             if dist.get_rank() == 1:
                 of_session = profiler._run._session.end
 
-                def slowly(reason: str) -> None:
-                    busy(1.0)
+                def later(reason: str) -> None:
+                    while '"end"' not in (folder / "run-0" / "rank0.jsonl").read_text():
+                        time.sleep(0.01)  # the run has a limit
                     of_session(reason)
 
-                profiler._run._session.end = slowly
+                profiler._run._session.end = later
             raise ArithmeticError("the loss is odd")
     except ArithmeticError:
         tell(folder)
@@ -194,7 +189,7 @@ def steps_in_backward(folder: Path) -> None:
     module = network()
     apply(torch.optim.SGD, module.parameters(), {"lr": 0.01})
     model = DistributedDataParallel(module)
-    with CommProfiler(model, dirpath=folder, print_summary=False):
+    with quiet_profiler(model, dirpath=folder):
         pass  # DDP takes its own hook at the first pass, where there is an accelerator
     model.register_comm_hook(None, lambda state, bucket: None)  # as it does
     tell(folder)
@@ -215,7 +210,7 @@ def closures(folder: Path) -> None:
         loss.backward()
         return loss
 
-    with CommProfiler(model, dirpath=folder, max_overhead=1, print_summary=False):
+    with quiet_profiler(model, dirpath=folder):
         for _ in range(STEPS):
             optimizer.step(closure)
     tell(folder, asked=asked)
@@ -234,7 +229,7 @@ def other_hook(folder: Path) -> None:
 def no_folder(folder: Path) -> None:
     if dist.get_rank() == 0:
         (folder / "taken").touch()
-    with CommProfiler(ddp(), dirpath=folder / "taken", print_summary=False) as profiler:
+    with quiet_profiler(ddp(), dirpath=folder / "taken") as profiler:
         train(profiler._model)
     tell(folder, found=str(profiler.folder))
 
@@ -246,7 +241,7 @@ def no_folder_on_one(folder: Path) -> None:
         os.mkdir("elsewhere")
         os.chdir("elsewhere")
         Path("profiles").touch()
-    with CommProfiler(ddp(), dirpath="profiles", print_summary=False) as profiler:
+    with quiet_profiler(ddp(), dirpath="profiles") as profiler:
         train(profiler._model)
     tell(folder, summary=profiler.summary is not None)
 
@@ -264,10 +259,10 @@ def own_folders(folder: Path) -> None:
     os.chdir(own)
     model = ddp()
     before = sockets()
-    with CommProfiler(model, dirpath="profiles", print_summary=False) as profiler:
+    with quiet_profiler(model, dirpath="profiles") as profiler:
         train(model, steps=230)
     left = sockets() - before
-    with suppress(ArithmeticError), CommProfiler(model, dirpath="failed", print_summary=False):
+    with suppress(ArithmeticError), quiet_profiler(model, dirpath="failed"):
         train(model, steps=5, fails_at=3)
     tell(
         folder,

@@ -10,17 +10,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from profiled_common import STEPS, busy, ddp, digest, tell, train
+from profiled_common import STEPS, busy, ddp, digest, quiet_profiler, tell, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist import CommProfiler, compress_ddp
 from lightning_dist.codecs import Int8
+from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.reducer.block_unit import BlockUnit
 
 
-def noted(call: Callable[..., Any], launched: list[int]) -> Callable[..., Any]:
-    """``call``, which notes when it is called for gradients; of a group or torch.distributed."""
+def noted(
+    call: Callable[..., Any], before: list[int], launched: list[tuple[int, int]]
+) -> Callable[..., Any]:
+    """``call``, which notes when it is called for gradients; of a group or torch.distributed.
+
+    And when the profiler was asked ``before``: what it records is between the two.
+    """
 
     def noting(*given: Any, **named: Any) -> Any:
         if isinstance(given[0], dist.ProcessGroup):
@@ -29,7 +35,7 @@ def noted(call: Callable[..., Any], launched: list[int]) -> Callable[..., Any]:
         else:
             tensor, is_async = given[0], named.get("async_op")
         if tensor.numel() > 1000 and is_async:
-            launched.append(time.monotonic_ns())
+            launched.append((before[-1], time.monotonic_ns()))
         return call(*given, **named)
 
     return noting
@@ -54,13 +60,18 @@ def skew(folder: Path, *, codec: str | None) -> None:
     if codec is not None:
         compress_ddp(model, codec, compile_kernels=False)
     late = {4: 0.05, 6: 0.1, 8: 0.1} if dist.get_rank() == 1 else {}
-    launched: list[int] = []
+    before, launched = list[int](), list[tuple[int, int]]()
+    launches = Recorder.launches
+
+    def asked(*given: Any, **named: Any) -> Any:
+        before.append(time.monotonic_ns())
+        return launches(*given, **named)
+
+    Recorder.launches = asked
     for owner, name in ((dist.ProcessGroup, "allreduce"), (dist, "all_gather_single")):
-        setattr(owner, name, noted(vars(owner)[name], launched))
+        setattr(owner, name, noted(vars(owner)[name], before, launched))
     # Links would be measured with the functions that are watched.
-    with CommProfiler(
-        model, dirpath=folder, max_overhead=1, print_summary=False, measure_links=False
-    ):
+    with quiet_profiler(model, dirpath=folder, measure_links=False):
         train(model, late=lambda step: late.get(step, 0.0))
     tell(folder, launched=launched)
 
@@ -72,7 +83,7 @@ def codec_time(folder: Path) -> None:
         setattr(BlockUnit, name, timed(getattr(BlockUnit, name), planted, spent))
     model = DistributedDataParallel(nn.Linear(256, 256, bias=False))
     compress_ddp(model, "int8", compile_kernels=False)
-    with CommProfiler(model, dirpath=folder, max_overhead=1, print_summary=False):
+    with quiet_profiler(model, dirpath=folder):
         train(model)
     tell(folder, encode_ms=1e3 * sum(spent) / STEPS)
 
@@ -85,9 +96,7 @@ def same_bits(folder: Path) -> None:
             if codec is not None:
                 compress_ddp(model, codec, compile_kernels=False)
             if profiled:
-                with CommProfiler(
-                    model, dirpath=folder, error_every_n_steps=1, print_summary=False, html=False
-                ):
+                with quiet_profiler(model, dirpath=folder, error_every_n_steps=1):
                     train(model)
             else:
                 train(model)
@@ -107,7 +116,7 @@ def residual(folder: Path, codec: str | Int8) -> None:
     """One bucket, so that it is looked at often."""
     model = DistributedDataParallel(nn.Linear(256, 256, bias=False))
     compress_ddp(model, codec, error_feedback=True, compile_kernels=False)
-    with CommProfiler(model, dirpath=folder, max_overhead=1, error_every_n_steps=1, html=False):
+    with CommProfiler(model, dirpath=folder, error_every_n_steps=1, html=False):
         train(model, steps=150)
     tell(folder)
 
@@ -115,7 +124,7 @@ def residual(folder: Path, codec: str | Int8) -> None:
 def accumulation(folder: Path) -> None:
     model = ddp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with CommProfiler(model, dirpath=folder, max_overhead=1, print_summary=False):
+    with quiet_profiler(model, dirpath=folder):
         for _ in range(6):
             with model.no_sync():
                 model(torch.ones(2, 256)).sum().backward()

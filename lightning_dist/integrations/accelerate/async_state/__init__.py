@@ -1,1 +1,1 @@
-"""AsyncState."""
+"""AsyncStateCheckpointer."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
 from lightning_dist.checkpoint.disk.manifest import NAME
@@ -16,38 +19,74 @@ log = logging.getLogger(__name__)
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 
+@dataclass(frozen=True)
+class Destination:
+    """Where to save."""
+
+    target: str
+    number: int
+    superseded: list[str]
+    """Checkpoints that are over ``total_limit`` once this one is there."""
+
+
 def local(path: str | os.PathLike[str]) -> str:
     """An absolute path. Raises ValueError for a URL."""
     text = os.fspath(path)
     if "://" in text:
         raise ValueError(
-            f"AsyncState saves to a local or mounted folder, got {text!r}; save to one and copy "
-            "the finished folder, which is complete as soon as it has its name"
+            f"AsyncStateCheckpointer saves to a local or mounted folder, got {text!r}; save to one "
+            "and copy the finished folder, which is complete as soon as it has its name"
         )
     return os.path.abspath(os.path.expanduser(text))
 
 
-def numbered(folder: str, number: int) -> str:
-    """Where accelerate's automatic naming puts a checkpoint."""
+def automatic(project: Any, *, needed: str) -> str:
+    """The folder in which accelerate's automatic naming puts checkpoints.
+
+    Args:
+        project: an Accelerator's ``ProjectConfiguration``.
+        needed: what is missing where it does not ask for automatic naming.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if not project.automatic_checkpoint_naming or project.project_dir is None:
+        raise ValueError(
+            f"{needed}, or an Accelerator with "
+            "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
+        )
+    return os.path.join(local(project.project_dir), "checkpoints")
+
+
+def next_in(folder: str, project: Any, *, pending: Iterable[str]) -> Destination:
+    """The next ``checkpoint_n`` in ``folder``.
+
+    Only what AsyncStateCheckpointer saved as ``checkpoint_n`` is superseded: no copies, nor what
+    accelerate saved.
+
+    Args:
+        pending: where saves that are under way will be.
+    """
+    under_way = _numbers(path for path in pending if os.path.dirname(path) == folder)
+    number = max({project.iteration - 1} | _numbers(os.listdir(folder)) | under_way) + 1
+    superseded: list[int] = []
+    if project.total_limit is not None:
+        found = (each.description for each in checkpoints(folder))
+        own = _numbers(each.path for each in found if each is not None and is_original(each))
+        superseded = sorted(own | under_way | {number})[: -max(project.total_limit, 1)]
+    return Destination(
+        _numbered(folder, number), number, [_numbered(folder, each) for each in superseded]
+    )
+
+
+def _numbered(folder: str, number: int) -> str:
     return os.path.join(folder, f"checkpoint_{number}")
 
 
-def number_of(path: str) -> int | None:
-    """``n`` of ``checkpoint_n``."""
-    match = _NUMBERED.fullmatch(os.path.basename(path))
-    return None if match is None else int(match[1])
-
-
-def numbers(folder: str) -> set[int]:
-    """Every ``n`` for which there is something named ``checkpoint_n``."""
-    return {number for name in os.listdir(folder) if (number := number_of(name)) is not None}
-
-
-def own_numbers(folder: str) -> set[int]:
-    """Every ``n`` for which AsyncState has saved ``checkpoint_n``: no copies, nor accelerate's."""
-    found = (each.description for each in checkpoints(folder))
-    numbers = (number_of(each.path) for each in found if each is not None and is_original(each))
-    return {number for number in numbers if number is not None}
+def _numbers(paths: Iterable[str]) -> set[int]:
+    """``n`` of every ``checkpoint_n`` among ``paths``."""
+    found = (_NUMBERED.fullmatch(os.path.basename(path)) for path in paths)
+    return {int(match[1]) for match in found if match is not None}
 
 
 def require_ours(target: str) -> None:
@@ -56,13 +95,12 @@ def require_ours(target: str) -> None:
         return
     if os.path.exists(os.path.join(target, NAME)):
         _require_original(target)
-        return
-    if not os.path.isdir(target):
+    elif not os.path.isdir(target):
         raise ValueError(f"a checkpoint is a folder, and {target} is a file; choose another name")
-    if os.listdir(target):
+    elif os.listdir(target):
         raise ValueError(
-            f"{target} holds files and no {NAME}, so AsyncState did not write it and will not "
-            "replace it; remove it, or choose another name"
+            f"{target} holds files and no {NAME}, so AsyncStateCheckpointer did not write it and "
+            "will not replace it; remove it, or choose another name"
         )
 
 
@@ -73,13 +111,14 @@ def _require_original(target: str) -> None:
         return  # damaged, and about to be replaced by a whole one
     if found.origin is not None and not is_original(found):
         raise ValueError(
-            f"{target} was saved as {found.origin.name!r}, so it is a copy that AsyncState did not "
-            "make and will not replace; remove it, or choose another name"
+            f"{target} was saved as {found.origin.name!r}, so it is a copy that "
+            "AsyncStateCheckpointer did not make and will not replace; remove it, or choose "
+            "another name"
         )
 
 
 def newest(folder: str, *, check: bool) -> Description:
-    """The newest complete checkpoint of AsyncState in ``folder``; others are named in warnings.
+    """The newest complete checkpoint of ours in ``folder``; others are named in warnings.
 
     Raises:
         FileNotFoundError: there is none, not even a damaged one.
@@ -95,10 +134,10 @@ def newest(folder: str, *, check: bool) -> Description:
                 chosen = verify(found.path) if check else found.description
             except (CheckpointError, OSError) as error:
                 passed[found.path] = getattr(error, "reason", str(error))
-    number_chosen = -1 if chosen is None else number_of(chosen.path) or -1
-    for number in sorted(numbers(folder), reverse=True):
-        path = numbered(folder, number)
-        if number > number_chosen and not os.path.exists(os.path.join(path, NAME)):
+    chosen_number = -1 if chosen is None else max(_numbers([chosen.path]), default=-1)
+    for number in sorted(_numbers(os.listdir(folder)), reverse=True):
+        path = _numbered(folder, number)
+        if number > chosen_number and not os.path.exists(os.path.join(path, NAME)):
             passed[path] = (
                 f"it has no {NAME}: accelerate itself wrote it, whole or not; if it is whole, "
                 "give it by name"
@@ -114,7 +153,7 @@ def newest(folder: str, *, check: bool) -> Description:
 
 
 def given(path: str, *, check: bool) -> Description | None:
-    """What the folder at ``path`` is; None if accelerate itself wrote it.
+    """The checkpoint in the folder ``path``; None if accelerate itself wrote it.
 
     Raises:
         FileNotFoundError: there is no such folder.

@@ -1,4 +1,4 @@
-"""What AsyncState does not do, said before anything is saved."""
+"""What AsyncStateCheckpointer does not do, said before anything is saved."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch.distributed.tensor import DTensor
 
 from lightning_dist.integrations.accelerate.async_state.folders import local
+from lightning_dist.integrations.accelerate.attach import kind_of
 from lightning_dist.integrations.accelerate.private import prepared_models
 
 if TYPE_CHECKING:
@@ -38,11 +39,6 @@ def staging_folder(given: str | os.PathLike[str] | None) -> str | None:
     return folder
 
 
-def kind_of(accelerator: Accelerator) -> str:
-    """``NO``, ``MULTI_GPU``, ``FSDP``, ..."""
-    return str(accelerator.distributed_type).rpartition(".")[2]
-
-
 def require_separable(accelerator: Accelerator) -> None:
     """Raise ValueError unless every rank can write its files into a folder of its own."""
     kind = kind_of(accelerator)
@@ -60,6 +56,6 @@ def require_separable(accelerator: Accelerator) -> None:
 
 def _not_separable(reason: str) -> ValueError:
     return ValueError(
-        "AsyncState works for one process and for DDP, where every rank's files are written "
-        f"apart; {reason}; use accelerator.save_state there"
+        "AsyncStateCheckpointer works for one process and for DDP, where every rank's files are "
+        f"written apart; {reason}; use accelerator.save_state there"
     )

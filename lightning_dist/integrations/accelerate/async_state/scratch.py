@@ -11,6 +11,8 @@ from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
+import psutil
+
 _MEMORY = "/dev/shm"
 _PREFIX = "lightning_dist-state-"
 _MARK = "handed_over"
@@ -49,7 +51,9 @@ def base_for(nbytes: int, given: str | None) -> str:
     """Where to put a folder of about ``nbytes``: in memory if there is room, else on disk."""
     if given is not None:
         return given
-    room = min(_free(_MEMORY), _available_memory())
+    room = 0
+    if os.access(_MEMORY, os.W_OK | os.X_OK):
+        room = min(shutil.disk_usage(_MEMORY).free, psutil.virtual_memory().available)
     return _MEMORY if nbytes + nbytes // 10 + _MARGIN <= room else tempfile.gettempdir()
 
 
@@ -78,18 +82,3 @@ def _remove_unlocked(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     finally:
         os.close(descriptor)
-
-
-def _free(folder: str) -> int:
-    if not os.access(folder, os.W_OK | os.X_OK):
-        return 0
-    state = os.statvfs(folder)
-    return state.f_bavail * state.f_frsize
-
-
-def _available_memory() -> int:
-    with suppress(OSError), open("/proc/meminfo") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    return 0

@@ -115,12 +115,12 @@ class AsyncCheckpoint(CheckpointNames):
     @property
     def last_committed(self) -> Committed | None:
         """The newest checkpoint of this run that is durable; on a rank that writes."""
-        return self._last_committed if self._session is None else self._session.last_committed
+        return self._last_committed if self._session is None else self._session.saves.last_committed
 
     @property
     def metrics(self) -> Metrics:
         """What checkpoints have cost this rank."""
-        return self._metrics if self._session is None else self._session.metrics
+        return self._metrics if self._session is None else self._session.saves.metrics
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until all saves so far are durable, or have failed.
@@ -228,15 +228,16 @@ class AsyncCheckpoint(CheckpointNames):
             try:
                 session.close(timeout)
             finally:
-                self._metrics, self._last_committed = session.metrics, session.last_committed
+                self._metrics = session.saves.metrics
+                self._last_committed = session.saves.last_committed
 
     @override
     def _save_topk_checkpoint(
         self, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]
     ) -> None:
-        assert self._session is not None
-        self._session.agree_on_failures()
-        if self._session.must_skip():
+        if self._session is None:  # outside of a fit
+            return super()._save_topk_checkpoint(trainer, monitor_candidates)
+        if not self._session.may_begin():
             self._skipped_step = trainer.global_step
             return
         if self.save_last is True:
@@ -250,15 +251,16 @@ class AsyncCheckpoint(CheckpointNames):
     def _update_best_and_save(
         self, current: Tensor, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]
     ) -> None:
-        assert self._session is not None
         before = dict(self.best_k_models)
         super()._update_best_and_save(current, trainer, monitor_candidates)
-        saved = self._last_checkpoint_saved
-        self._session.note_displaced(saved, before=before, after=self.best_k_models)
+        if self._session is not None:
+            saved = self._last_checkpoint_saved
+            self._session.displaced.note(saved, before=before, after=self.best_k_models)
 
     @override
     def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
-        assert self._session is not None
+        if self._session is None:  # outside of a fit
+            return super()._save_checkpoint(trainer, filepath)
         self._claim(trainer, filepath)
         at_once = weights_may_change(trainer)
         self._session.save(filepath, weights_only=self.save_weights_only, at_once=at_once)

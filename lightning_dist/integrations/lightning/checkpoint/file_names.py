@@ -30,13 +30,14 @@ class CheckpointNames(ModelCheckpoint):
     def _save_last_checkpoint(
         self, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]
     ) -> None:
+        if self._session is None:  # outside of a fit
+            return super()._save_last_checkpoint(trainer, monitor_candidates)
         if self._skipped_step != trainer.global_step:
             saved_now = self._last_global_step_saved == trainer.global_step
             if self.save_last is True and saved_now and self._last_checkpoint_saved:
                 self._link_last(trainer, self._last_path(trainer, monitor_candidates))
             else:
                 super()._save_last_checkpoint(trainer, monitor_candidates)
-        assert self._session is not None
         self._session.flush_removals()
 
     def _link_last(self, trainer: pl.Trainer, path: str) -> None:
@@ -44,6 +45,7 @@ class CheckpointNames(ModelCheckpoint):
         previous, self.last_model_path = self.last_model_path, path
         self._claim(trainer, path)
         self._session.link(self._last_checkpoint_saved, path)
+        self._last_checkpoint_saved = path
         if previous and self._should_remove_checkpoint(trainer, previous, path):
             self._remove_checkpoint(trainer, previous)
 
@@ -83,11 +85,10 @@ class CheckpointNames(ModelCheckpoint):
         """Write to ``path`` next; others that share the folder must not remove it after that."""
         for callback in callbacks_of(trainer):
             session = callback._session
-            if callback is self and session is not None:
-                session.claim(path)
-            elif session is not None and session.is_pending_deletion(path):
+            if session is not None and session.is_pending_deletion(path):
                 session.keep(path)
-                session.wait()
+                if callback is not self:
+                    session.wait()
 
     @override
     def file_exists(self, filepath: Any, trainer: pl.Trainer) -> bool:

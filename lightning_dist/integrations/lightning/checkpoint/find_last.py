@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
@@ -16,11 +17,13 @@ from lightning_dist.checkpoint.disk.manifest import NAME
 from lightning_dist.checkpoint.disk.scan import newest_valid
 from lightning_dist.checkpoint.disk.storage import LocalStorage, storage_of
 from lightning_dist.checkpoint.disk.verify import Description, describe, verify
+from lightning_dist.checkpoint.saves import cannot_open
 
 _PATIENCE = 60.0
 """Seconds that other ranks wait for rank 0 to own a folder."""
 
 
+@dataclass
 class LastCheckpoint:
     """Finds the last checkpoint in the folder of one callback.
 
@@ -33,14 +36,14 @@ class LastCheckpoint:
         lock: whether the folder has a lock; otherwise nothing is cleaned up.
     """
 
-    def __init__(self, *, check: bool, lock: bool = True) -> None:
-        self._check, self._has_lock = check, lock
-        self._folder = ""
-        self._list_others: Callable[[], Iterable[str]] = tuple
-        self._problem: Exception | None = None
-        self._lock: Lock | None = None
-        self.found: str | None = None
-        """What Lightning was told."""
+    check: bool
+    lock: bool = True
+    found: str | None = None
+    """The path that Lightning was told."""
+    _folder: str = ""
+    _list_others: Callable[[], Iterable[str]] = tuple
+    _problem: Exception | None = None
+    _lock: Lock | None = None
 
     def find(
         self, trainer: pl.Trainer, folder: str, list_others: Callable[[], Iterable[str]]
@@ -67,7 +70,7 @@ class LastCheckpoint:
         """Let the writer of a dead trainer finish, and what it left half done be removed."""
         fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.fast_dev_run  # type: ignore[attr-defined]
         storage, inside = storage_of(self._folder)
-        if not fitting or not self._has_lock or not isinstance(storage, LocalStorage):
+        if not fitting or not self.lock or not isinstance(storage, LocalStorage):
             return
         if not is_owned(self._folder) and not storage.leftovers(inside):
             return  # whoever has written there has ended in good order
@@ -108,7 +111,7 @@ class LastCheckpoint:
         Raises:
             CheckpointError: none of them is whole.
         """
-        return newest_checkpoint(self._folder, self._list_others(), check=self._check)
+        return newest_checkpoint(self._folder, self._list_others(), check=self.check)
 
     def release(self) -> None:
         """Let others own the folder, unless this process owns it otherwise too."""
@@ -147,12 +150,6 @@ def newest_checkpoint(folder: str, others: Iterable[str], *, check: bool = True)
         except (CheckpointError, OSError) as error:
             rank_zero_warn(f"passing over a damaged checkpoint: {error}")
     return best
-
-
-def cannot_open(folder: str, error: Exception) -> str:
-    """What to tell a user whose folder cannot be written to."""
-    kind = f"{type(error).__name__}: " if isinstance(error, OSError) else ""
-    return f"no checkpoints can be written to {folder}: {kind}{error}"
 
 
 def list_in(folder: str, paths: Iterable[str]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -12,10 +12,10 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
-from lightning_dist.checkpoint.disk.errors import CheckpointError
-from lightning_dist.checkpoint.disk.jobs import Committed, Failed
-from lightning_dist.checkpoint.failures import failure, is_fatal
+from lightning_dist.checkpoint.disk.jobs import Committed
+from lightning_dist.checkpoint.ranks import Ranks
 from lightning_dist.checkpoint.reading import load
+from lightning_dist.checkpoint.saves import Saves
 from lightning_dist.checkpoint.settings import CheckpointSettings
 
 
@@ -69,7 +69,7 @@ class AsyncTorchCheckpointIO(TorchCheckpointIO):
             host_memory_limit=host_memory_limit,
             lock=lock,
         )
-        self._checkpointer: Checkpointer | None = None
+        self._saves: Saves | None = None
         self._alone = True
 
     @override
@@ -86,7 +86,8 @@ class AsyncTorchCheckpointIO(TorchCheckpointIO):
                 f"storage_options={storage_options!r} has no meaning for {type(self).__name__}; "
                 "give them in the URL or in fsspec's configuration"
             )
-        self._surface()
+        if self._saves is not None:
+            self._saves.report_own()
         target = os.fspath(path)
         checkpointer = self._open(os.path.dirname(target) or ".")
         # Lightning's weights alone are not enough to go on from; Fabric's users know what they do.
@@ -94,7 +95,7 @@ class AsyncTorchCheckpointIO(TorchCheckpointIO):
         step = int(checkpoint.get("global_step", 0))
         checkpointer.save(checkpoint, target, step=step, resumable=not alone)
         if self.settings.snapshot == "sync":
-            self._surface()
+            self.wait()
 
     @override
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -138,60 +139,37 @@ class AsyncTorchCheckpointIO(TorchCheckpointIO):
             TimeoutError: after ``timeout`` seconds.
             CheckpointError: a save failed.
         """
-        if self._checkpointer is not None:
-            self._checkpointer.wait(timeout)
-            self._surface()
+        if self._saves is not None:
+            self._saves.wait(timeout)
 
     @property
     def last_committed(self) -> Committed | None:
         """The newest checkpoint that is durable."""
-        return None if self._checkpointer is None else self._checkpointer.last_committed
+        return None if self._saves is None else self._saves.last_committed
 
     @property
     def metrics(self) -> Mapping[str, float]:
         """What checkpoints have cost, see :class:`.Metrics`; empty before the first."""
-        return {} if self._checkpointer is None else vars(self._checkpointer.metrics)
+        return {} if self._saves is None else vars(self._saves.metrics)
 
     @override
     def teardown(self) -> None:
         """Wait for the last save, and end the writer."""
-        checkpointer, self._checkpointer = self._checkpointer, None
-        if checkpointer is not None:
-            checkpointer.close()
-            surface(checkpointer, on_error=self.settings.on_error)
+        saves, self._saves = self._saves, None
+        if saves is not None:
+            saves.close()
 
     def _open(self, folder: str) -> Checkpointer:
-        if self._checkpointer is None:
+        if self._saves is None:
             ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-            self._checkpointer = Checkpointer(self.settings, ranks=ranks)
-        self._checkpointer.open(folder, alone=self._alone)
-        return self._checkpointer
-
-    def _surface(self) -> None:
-        if self._checkpointer is not None:
-            surface(self._checkpointer, on_error=self.settings.on_error)
+            checkpointer = Checkpointer(self.settings, ranks=ranks)
+            alone = Ranks(None)  # others do not write, and this rank does not tell them
+            self._saves = Saves(checkpointer, self.settings, ranks=alone, warn=rank_zero_warn)
+        assert self._saves.checkpointer is not None
+        self._saves.checkpointer.open(folder, alone=self._alone)
+        return self._saves.checkpointer
 
 
 def is_http(path: str | os.PathLike[str]) -> bool:
     """Whether torch.hub has to fetch it."""
     return str(path).startswith(("http:", "https:"))
-
-
-def surface(checkpointer: Checkpointer, *, on_error: str) -> None:
-    """Say what failed in the background, each failure once.
-
-    Raises:
-        CheckpointError: there were some, and ``on_error`` is ``"raise"``; it names them all.
-    """
-    failed = [event for event in checkpointer.poll() if isinstance(event, Failed)]
-    raised = [event for event in failed if on_error == "raise" and is_fatal(event)]
-    for event in failed:
-        if event not in raised:
-            rank_zero_warn(failure(event, checkpointer.last_committed))
-    raise_all(failure(event, checkpointer.last_committed) for event in raised)
-
-
-def raise_all(messages: Iterable[str]) -> None:
-    """Raise one CheckpointError that says all of them, if there are any."""
-    if text := "\n".join(messages):
-        raise CheckpointError(text)

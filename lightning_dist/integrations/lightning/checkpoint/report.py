@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from pathlib import PurePath
 from typing import Any
 
-from lightning.pytorch.loggers import Logger
 from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
@@ -19,20 +17,13 @@ _PATIENCE = 1.0
 _REFRESH = 0.1
 
 
-def line(event: Committed, *, stall_s: float) -> str:
+def line(event: Committed, *, blocking_s: float) -> str:
     """One line for a checkpoint that is durable."""
     return (
         f"checkpoint {PurePath(event.target).name} of step {event.origin.step} is complete: "
         f"{decimal(event.total)} in {event.seconds:.2f} s, for which training stood still "
-        f"{stall_s * 1e3:.1f} ms"
+        f"{blocking_s * 1e3:.1f} ms"
     )
-
-
-def log_metrics(loggers: Iterable[Logger], checkpointer: Checkpointer, *, step: int) -> None:
-    """``checkpoint/*`` of the last save, to every logger."""
-    values = checkpointer.metrics.by_name()
-    for logger in loggers:
-        logger.log_metrics(values, step=step)
 
 
 def drain(checkpointer: Checkpointer, *, show: bool, timeout: float | None = None) -> None:

@@ -11,19 +11,24 @@ from weakref import proxy
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
-from lightning_dist.checkpoint.disk.folder_owner import is_owned
-from lightning_dist.checkpoint.disk.jobs import Committed
-from lightning_dist.checkpoint.metrics import Metrics
+from lightning_dist.checkpoint.disk.jobs import Committed, Failed
+from lightning_dist.checkpoint.ranks import Facts, Ranks
+from lightning_dist.checkpoint.saves import Saves
 from lightning_dist.checkpoint.settings import CheckpointSettings
-from lightning_dist.integrations.lightning.checkpoint.bookkeeping import Outcomes, Scores
-from lightning_dist.integrations.lightning.checkpoint.find_last import cannot_open
-from lightning_dist.integrations.lightning.checkpoint.report import drain, line, log_metrics
+from lightning_dist.integrations.lightning.checkpoint.bookkeeping import (
+    Displaced,
+    Scores,
+    forget,
+)
+from lightning_dist.integrations.lightning.checkpoint.report import drain, line
 from lightning_dist.integrations.lightning.checkpoint.session_io import save_into
 
 
@@ -47,28 +52,27 @@ class CheckpointSession:
         sharded: bool,
         group: dist.ProcessGroup | None,
     ) -> None:
-        self._settings = settings
-        self._callback = callback
-        self._trainer = trainer
-        self._sharded = sharded
+        self._settings, self._sharded = settings, sharded
+        self._callback, self._trainer = callback, trainer
         self._removals: list[str] = []  # of this trigger
         self._has_saved = False
-        self._pending_deletions: set[str] = set()  # files that stay for now, but not for a user
         self._watched: list[Optimizer] = []
-        self._outcomes = Outcomes(self, settings, callback=callback, trainer=trainer)
-        self._idle = Metrics()
-        self._stalls: dict[str, float] = {}  # of the last save to each path
+        self._blocking: dict[str, float] = {}  # seconds of the last save to each path
+        self._committed: list[str] = []  # what the other ranks do not know of yet
+        self.displaced = Displaced()
         self._checkpointer: Checkpointer | None = None
         if trainer.is_global_zero or sharded:
             self._checkpointer = Checkpointer(settings, group=group, ranks=trainer.world_size)
+        world = dist.group.WORLD if trainer.world_size > 1 else None
+        self._ranks = Ranks(world, device=trainer.strategy.root_device)
+        self.saves = Saves(
+            self._checkpointer, settings, ranks=self._ranks, warn=rank_zero_warn, ended=self._ended
+        )
 
     @property
-    def metrics(self) -> Metrics:
-        return self._idle if self._checkpointer is None else self._checkpointer.metrics
-
-    @property
-    def last_committed(self) -> Committed | None:
-        return None if self._checkpointer is None else self._checkpointer.last_committed
+    def _first(self) -> Checkpointer | None:
+        """The checkpointer of rank 0, which links and removes; None on other ranks."""
+        return self._checkpointer if self._trainer.is_global_zero else None
 
     def open(self, folder: str) -> None:
         """Become the one trainer that writes to ``folder``. Collective.
@@ -76,40 +80,14 @@ class CheckpointSession:
         Raises:
             ValueError: on all ranks, if it cannot be written to by this job.
         """
+        if find_spec("omegaconf") is not None:  # Lightning would import it within the first save
+            import_module("omegaconf")
         try:
-            self._open(folder)
+            self.saves.open(folder, together=self._sharded)
         except BaseException:
             if self._checkpointer is not None:
                 self._checkpointer.close()
             raise
-
-    def _open(self, folder: str) -> None:
-        if find_spec("omegaconf") is not None:  # Lightning would import it within the first save
-            import_module("omegaconf")
-        problem = self._try_to_open(folder) if self._trainer.is_global_zero else ""
-        if problem := self._trainer.strategy.broadcast(problem):
-            raise ValueError(problem)
-        if not self._sharded:
-            return
-        if not self._all(self._trainer.is_global_zero or is_owned(folder)):
-            raise ValueError(
-                f"with format='sharded' all ranks write to one folder, and some do not see rank "
-                f"0's {folder}; put it on a filesystem that all hosts mount, or use format='single'"
-            )
-        problem = "" if self._trainer.is_global_zero else self._try_to_open(folder)
-        if not self._all(not problem):
-            raise ValueError(problem or f"no checkpoints can be written to {folder} by some ranks")
-
-    def _all(self, fine: bool) -> bool:
-        return bool(self._trainer.strategy.reduce_boolean_decision(fine, all=True))
-
-    def _try_to_open(self, folder: str) -> str:
-        try:
-            if self._checkpointer is not None:
-                self._checkpointer.open(folder)
-        except (ValueError, OSError, CheckpointError) as error:
-            return cannot_open(folder, error)
-        return ""
 
     def watch_optimizers(self) -> None:
         """Know the optimizers; other ones if a module has put others in their place."""
@@ -119,84 +97,74 @@ class CheckpointSession:
             self._checkpointer.watch(optimizers)
             self._watched = optimizers
 
+    def may_begin(self) -> bool:
+        """Whether a save may begin, or is skipped; what failed before is said. Collective.
+
+        Raises:
+            CheckpointError: see :meth:`agree_on_failures`.
+        """
+        by_rank = self.agree_on_failures()
+        return not self.saves.skips(by_rank, step=f" at step {self._trainer.global_step}")
+
     def save(self, path: str, *, weights_only: bool, at_once: bool) -> None:
         """Take a snapshot of the training. On all ranks.
 
         Args:
             at_once: all of it, for something may change the weights before the next step.
         """
-        began, trainer = time.perf_counter(), self._trainer
+        began = time.perf_counter()
         self.watch_optimizers()
         save_into(
-            self._checkpointer, trainer, path, sharded=self._sharded, weights_only=weights_only
+            self._checkpointer,
+            self._trainer,
+            path,
+            sharded=self._sharded,
+            weights_only=weights_only,
         )
         self._has_saved = True
         if self._checkpointer is not None and at_once:
             self._checkpointer.wait_for_copy()
-        self.metrics.stall_s = time.perf_counter() - began
-        if self._checkpointer is not None:
-            self._stalls[path] = self.metrics.stall_s
+        self.saves.metrics.blocking_s = time.perf_counter() - began
+        self._blocking[path] = self.saves.metrics.blocking_s
 
     def link(self, source: str, target: str, *, symbolic: bool = False) -> None:
         """Show ``source`` as ``target`` too, unless it has that name anyway."""
-        first = self._checkpointer is not None and self._checkpointer.is_first
-        if first and source != target:
-            assert self._checkpointer is not None
-            self._checkpointer.link(source, target, symbolic=symbolic)
+        if self._first is not None and source != target:
+            self._first.link(source, target, symbolic=symbolic)
 
     def remove(self, path: str) -> None:
         """Remove ``path`` after this trigger's link is made: `last` may still be what it is."""
         self._removals.append(path)
-        self._pending_deletions.add(path)
 
     def flush_removals(self) -> None:
         """Ask for them, once there is a save behind which they are done."""
-        if not self._has_saved:
-            return
-        removals, self._removals = self._removals, []
-        if self._checkpointer is None or not self._checkpointer.is_first:
-            self._pending_deletions = set()
-            return
-        for path in removals:
-            self._checkpointer.remove(path)
-        self._pending_deletions = set(
-            filter(self._checkpointer.is_removing, self._pending_deletions)
-        )
+        if self._has_saved:
+            removals, self._removals = self._removals, []
+            if self._first is not None:
+                for path in removals:
+                    self._first.remove(path)
 
     def keep(self, path: str) -> None:
         """Do not remove ``path`` after all."""
-        self._pending_deletions.discard(path)
         self._removals = [each for each in self._removals if each != path]
-        if self._checkpointer is not None and self._checkpointer.is_first:
-            self._checkpointer.keep(path)
+        if self._first is not None:
+            self._first.keep(path)
 
     def is_pending_deletion(self, path: str) -> bool:
         """Whether ``path`` is there only until a later checkpoint is."""
-        return path in self._pending_deletions
-
-    def claim(self, path: str) -> None:
-        """``path`` is about to be written, so it is not going any more."""
-        self._pending_deletions.discard(path)
-        self._removals = [each for each in self._removals if each != path]
+        asked = self._first is not None and self._first.is_removing(path)
+        return asked or path in self._removals
 
     def is_pending(self, path: str) -> bool:
+        """Whether ``path`` is being written, or linked to."""
         return self._checkpointer is not None and self._checkpointer.is_pending(path)
 
-    def must_skip(self) -> bool:
-        """Whether a save would wait, and the user prefers not to. Collective."""
-        if self._settings.on_busy == "wait":
-            return False
-        busy = self._checkpointer is not None and self._checkpointer.busy
-        if not self._trainer.strategy.reduce_boolean_decision(busy, all=False):
-            return False
-        self.metrics.skipped += 1
-        rank_zero_warn(
-            f"no checkpoint at step {self._trainer.global_step}: an earlier one is still being "
-            "written (on_busy='skip')"
-        )
-        return True
-
     def wait(self, timeout: float | None = None) -> None:
+        """Wait until everything is written, linked and removed.
+
+        Raises:
+            TimeoutError: after ``timeout`` seconds.
+        """
         if self._checkpointer is not None:
             self._checkpointer.wait(timeout)
 
@@ -206,27 +174,68 @@ class CheckpointSession:
         Raises:
             CheckpointError: some have failed, on rank 0, and ``on_error`` says so.
         """
-        self._collect()
-        self._outcomes.raise_fatal(self.last_committed)
+        self.saves.poll()
+        if self._trainer.is_global_zero and self._settings.on_error == "raise":
+            fatal = self.saves.take(fatal=True).values()
+            self._correct([each.target for each in fatal])
+            self.saves.report(fatal)
 
-    def agree_on_failures(self) -> None:
+    def agree_on_failures(self) -> list[Facts]:
         """Tell all ranks what could not be written: all raise, or all forget it. Collective.
 
         Raises:
             CheckpointError: on all ranks; it names all that failed.
         """
-        self._collect()
-        self._outcomes.agree(self.last_committed)
+        self.saves.poll()
+        last, committed = self.saves.last_committed, self._committed
+        self._committed = []
+        news = {"committed": committed, "last": last.target if last else ""}
+        failures, by_rank = self.saves.agree(news)
+        for target in by_rank[0]["committed"]:
+            self.displaced.commit(target)
+        if failures:
+            targets = [each.target for each in failures]
+            back = self._back(targets)
+            # Rank 0 knows the files, every rank the scores.
+            files = self._ranks.all(
+                {"back": [*filter(_exists, back)], "gone": self._last_is_gone()}
+            )[0]
+            back = {path: back[path] for path in files["back"]}
+            self._forget(targets, kept=by_rank[0]["last"], back=back)
+            if files["gone"]:
+                self._callback.last_model_path = ""
+        self.saves.report(failures)
+        return by_rank
 
-    def note_displaced(self, path: str, *, before: Scores, after: Scores) -> None:
-        """See :meth:`.Displaced.note`."""
-        self._outcomes.displaced.note(path, before=before, after=after)
+    def _correct(self, targets: list[str]) -> None:
+        """Take what was not written out of the paths that users read, on this rank alone."""
+        last = self.saves.last_committed
+        there = {path: v for path, v in self._back(targets).items() if _exists(path)}
+        self._forget(targets, kept=last.target if last else "", back=there)
+
+    def _forget(self, targets: list[str], *, kept: str, back: Scores) -> None:
+        for target in targets:
+            forget(self._callback, target, kept=kept, back=back if target == targets[-1] else None)
+
+    def _back(self, targets: list[str]) -> dict[str, Tensor]:
+        """What is among the best again since ``targets`` failed, where it is still there."""
+        back = self.displaced.fail_all(targets)
+        for path in back:
+            self.keep(path)
+        if back:
+            self.wait()  # a later save that is under way may have removed it
+        return back
+
+    def _last_is_gone(self) -> bool:
+        """Whether nothing has the name of the last checkpoint, which failed to be the first."""
+        path = self._callback.last_model_path
+        return bool(path) and not self.is_pending(path) and not _exists(path)
 
     def drain(self, timeout: float | None = None) -> None:
         """Wait until everything is written, linked and removed; a bar if it takes long."""
         if self._checkpointer is not None:
             drain(self._checkpointer, show=self._trainer.is_global_zero, timeout=timeout)
-            self._collect()
+            self.saves.poll()
 
     def close(self, timeout: float | None = None) -> None:
         """Drain, say what failed and has not been said, and end the writer.
@@ -239,8 +248,11 @@ class CheckpointSession:
         deadline = None if timeout is None else time.monotonic() + timeout
         with suppress(TimeoutError):
             self.drain(timeout)
-        self._collect()
-        self._outcomes.warn(self.last_committed)
+        self.saves.poll()
+        failures = self.saves.take().values()
+        self._correct([each.target for each in failures])
+        for each in failures:
+            rank_zero_warn(each.message)
         try:
             left = None if deadline is None else max(deadline - time.monotonic(), 1.0)
             self._checkpointer.close(left)
@@ -249,19 +261,21 @@ class CheckpointSession:
                 raise
             rank_zero_warn(f"the training ends before its checkpoints are complete: {error}")
 
-    def _collect(self) -> None:
-        if self._checkpointer is None:
-            return
-        for event in self._checkpointer.poll():
-            self._outcomes.add(event)
-            stall_s = self._stalls.pop(event.target, 0.0)
-            if isinstance(event, Committed) and self._trainer.is_global_zero:
-                self._announce(self._checkpointer, event, stall_s=stall_s)
+    def _ended(self, event: Committed | Failed) -> None:
+        blocking_s = self._blocking.pop(event.target, 0.0)
+        if isinstance(event, Committed):
+            self._committed.append(event.target)
+            if self._trainer.is_global_zero:
+                self._announce(event, blocking_s=blocking_s)
 
-    def _announce(self, checkpointer: Checkpointer, event: Committed, *, stall_s: float) -> None:
-        rank_zero_info(line(event, stall_s=stall_s))
+    def _announce(self, event: Committed, *, blocking_s: float) -> None:
+        rank_zero_info(line(event, blocking_s=blocking_s))
         step = max(self._trainer.global_step - 1, 0)
-        log_metrics(self._trainer.loggers, checkpointer, step=step)
         callback: Any = proxy(self._callback)
         for logger in self._trainer.loggers:
+            logger.log_metrics(self.saves.metrics.by_name(), step=step)
             logger.after_save_checkpoint(callback)
+
+
+def _exists(path: str) -> bool:
+    return bool(get_filesystem(path).exists(path))

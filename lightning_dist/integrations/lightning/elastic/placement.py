@@ -40,7 +40,7 @@ class TrainerPlacement(Placement):
 
     def __init__(self, trainer: pl.Trainer, session: Session) -> None:
         self._trainer, self._session = trainer, session
-        self._stalls: dict[str, float] = {}  # of saves under way, by path
+        self._blocking: dict[str, float] = {}  # of saves under way, by path
         self._watched: list[Optimizer] = []
         self._epoch: int | None = None
         self._before_iteration: int | None = None  # batches of this epoch, of other iterations
@@ -98,11 +98,11 @@ class TrainerPlacement(Placement):
         save_into(checkpointer, self._trainer, path, sharded=sharded)
         if checkpointer is not None and weights_may_change(self._trainer):
             checkpointer.wait_for_copy()
-        self._session.metrics.stall_s = self._stalls[path] = time.perf_counter() - began
+        self._session.metrics.blocking_s = self._blocking[path] = time.perf_counter() - began
 
     @override
     def committed(self, event: Committed) -> None:
-        rank_zero_info(line(event, stall_s=self._stalls.pop(event.target, 0.0)))
+        rank_zero_info(line(event, blocking_s=self._blocking.pop(event.target, 0.0)))
         self._log(self._session.metrics.by_name())
 
     def log_costs(self) -> None:

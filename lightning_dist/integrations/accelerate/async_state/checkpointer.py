@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,20 +13,19 @@ import torch.distributed as dist
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
-from lightning_dist.checkpoint.disk.jobs import Committed
+from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.ranks import Ranks
+from lightning_dist.checkpoint.saves import Failure, Saves
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.integrations.accelerate.accelerator import Accelerator
-from lightning_dist.integrations.accelerate.async_state.loading import load
-from lightning_dist.integrations.accelerate.async_state.places import Places
+from lightning_dist.integrations.accelerate.async_state import files, folders
 from lightning_dist.integrations.accelerate.async_state.refusals import (
     require_effect,
     require_separable,
     staging_folder,
 )
-from lightning_dist.integrations.accelerate.async_state.saves import Saves
-from lightning_dist.integrations.accelerate.async_state.snapshot import take
+from lightning_dist.integrations.accelerate.async_state.scratch import Scratch, sweep
 
 if TYPE_CHECKING:
     from accelerate import Accelerator as AnyAccelerator
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class AsyncState:
+class AsyncStateCheckpointer:
     """Saves and loads an Accelerator's state in the background, complete or not at all.
 
     Accelerate writes its files into memory; a writer puts them in a folder that appears under its
@@ -97,13 +97,16 @@ class AsyncState:
             group = dist.new_group(backend="gloo")  # not the training's: it may be on the GPU
         self._ranks = Ranks(group)
         self._checkpointer = Checkpointer(self._settings, group=group)
-        self._places = Places(
-            accelerator,
-            checkpointer=self._checkpointer,
+        self._saves = Saves(
+            self._checkpointer,
+            self._settings,
             ranks=self._ranks,
-            staging_dir=self._staging_dir,
+            warn=self._warn,
+            ended=self._ended,
         )
-        self._saves = Saves(self._checkpointer, ranks=self._ranks)
+        self._under_way: dict[str, tuple[str, Scratch]] = {}  # target and files, by save id
+        self._swept: set[str] = set()
+        sweep(self._staging_dir)
         self._closed = False
         if isinstance(accelerator, Accelerator):
             accelerator.before_end(self.close)
@@ -119,7 +122,7 @@ class AsyncState:
     @property
     def metrics(self) -> Metrics:
         """What checkpoints have cost the training so far, on this rank."""
-        self._saves.collect()
+        self._saves.poll()
         return self._checkpointer.metrics
 
     def save_state(
@@ -151,12 +154,14 @@ class AsyncState:
         self._require_open()
         require_separable(self._accelerator)  # models may have been prepared since
         wanted = None if output_dir is None else os.fspath(output_dir)
-        if not self._saves.take_turn(wanted):
+        if not self._take_turn(wanted):
             return None
-        destination = self._places.to_save(wanted, pending=self._saves.targets)
-        target, number = destination.target, destination.number
+        place = folders.Destination(**self._ranks.on_first(lambda: asdict(self._choose(wanted))))
+        folder = os.path.dirname(place.target)
+        self._saves.open(folder, together=True)
+        self._sweep(folder)
         try:
-            snapshot = take(
+            scratch, staged = files.stage(
                 self._accelerator,
                 ranks=self._ranks,
                 staging_dir=self._staging_dir,
@@ -165,19 +170,61 @@ class AsyncState:
             )
         except CheckpointError as error:
             self._checkpointer.metrics.failed += 1
-            self._saves.complain(CheckpointError(f"{target} was not saved: {error}"))
+            text = f"{place.target} was not saved: {error}"
+            self._saves.report([Failure(place.target, text, fatal=True)])
             return None
         self._to_prove = False
-        self._saves.begin(snapshot, target, step=number if step is None else step)
+        scratch.hand_over(folder)
+        save_id = self._checkpointer.save_files(
+            staged,
+            place.target,
+            step=place.number if step is None else step,
+            scratch=scratch.path,
+        )
+        self._under_way[save_id] = place.target, scratch
         if self._ranks.rank == 0:
-            for path in destination.superseded:
+            for path in place.superseded:
                 self._checkpointer.remove(path)  # never before a success
         if wanted is None:
-            self._accelerator.project_configuration.iteration = number + 1
+            self._accelerator.project_configuration.iteration = place.number + 1
         if self._settings.snapshot == "sync":
             self.wait()
-        self._checkpointer.metrics.stall_s = time.perf_counter() - began
-        return target
+        self._checkpointer.metrics.blocking_s = time.perf_counter() - began
+        return place.target
+
+    def _take_turn(self, wanted: str | None) -> bool:
+        """Wait until a save may begin, or skip it. Collective."""
+        began = time.perf_counter()
+        error = self._saves.await_turn()
+        queue_s = time.perf_counter() - began
+        failures, by_rank = self._saves.agree({"output_dir": wanted}, error=error)
+        self._saves.report(failures)
+        if len({facts["output_dir"] for facts in by_rank}) > 1:
+            names = ", ".join(f"rank {r}: {f['output_dir']}" for r, f in enumerate(by_rank))
+            raise ValueError(f"all ranks must save to the same folder, got {names}")
+        if self._saves.skips(by_rank):
+            return False
+        self._checkpointer.metrics.queue_s = queue_s
+        return True
+
+    def _choose(self, wanted: str | None) -> folders.Destination:
+        """On rank 0, which keeps other trainers from the folder."""
+        project = self._accelerator.project_configuration
+        if wanted is not None:
+            target = folders.local(wanted)
+            self._saves.open_here(os.path.dirname(target))
+            folders.require_ours(target)
+            return folders.Destination(target, project.iteration, [])
+        folder = folders.automatic(project, needed="save_state needs output_dir=")
+        self._saves.open_here(folder)  # what a killed trainer left has got its name, or is gone
+        pending = [target for target, _ in self._under_way.values()]
+        return folders.next_in(folder, project, pending=pending)
+
+    def _sweep(self, folder: str) -> None:
+        """Free the memory of killed trainers that wrote to ``folder``."""
+        if folder not in self._swept:
+            self._swept.add(folder)
+            sweep(self._staging_dir, released=folder)
 
     def load_state(
         self,
@@ -205,16 +252,37 @@ class AsyncState:
         self._require_open()
         self._checkpointer.wait()
         wanted = None if input_dir is None else os.fspath(input_dir)
-        source = self._places.to_load(wanted, check=self._settings.verify != "never")
+        check = self._settings.verify != "never"
+        found = self._ranks.on_first(lambda: self._find(wanted, check=check))
+        path: str = found["path"]
+        if wanted is None:
+            self._sweep(os.path.dirname(path))
         load_kwargs = {"weights_only": self._weights_only, **(load_kwargs or {})}
-        load(
+        files.load(
             self._accelerator,
-            source,
+            path,
+            saved_by=found["ranks"],
             ranks=self._ranks,
             restricted=load_kwargs["weights_only"] is not False,
             arguments={"load_kwargs": load_kwargs, **load_model_func_kwargs},
         )
-        return source.path
+        return path
+
+    def _find(self, wanted: str | None, *, check: bool) -> dict[str, Any]:
+        """Path of the checkpoint to load, and how many ranks saved it; on rank 0."""
+        if wanted is not None:
+            path = folders.local(wanted)
+            description = folders.given(path, check=check)
+        else:
+            project = self._accelerator.project_configuration
+            folder = folders.automatic(project, needed="load_state needs input_dir=")
+            if not os.path.isdir(folder):
+                raise FileNotFoundError(f"there is no checkpoint: {folder} does not exist")
+            self._checkpointer.open(folder)  # a writer of a dead trainer may have one to finish
+            description = folders.newest(folder, check=check)
+            path = description.path
+        origin = None if description is None else description.origin
+        return {"path": path, "ranks": None if origin is None else origin.ranks}
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every save of this rank is committed or has failed.
@@ -224,8 +292,7 @@ class AsyncState:
             TimeoutError: after ``timeout`` seconds.
         """
         self._require_open()
-        self._checkpointer.wait(timeout)
-        self._saves.report([self._saves.collect()])
+        self._saves.wait(timeout)
 
     def close(self, timeout: float | None = None) -> None:
         """Wait, and give everything back. Not needed for what was saved to be written.
@@ -236,13 +303,18 @@ class AsyncState:
         if self._closed:
             return
         self._closed = True
-        try:
-            self._checkpointer.close(timeout)
-        finally:
-            failures = self._saves.collect()
-        self._saves.report([failures])
+        self._saves.close(timeout)
 
-    def __enter__(self) -> AsyncState:
+    def _ended(self, event: Committed | Failed) -> None:
+        if event.origin is not None:
+            _, scratch = self._under_way.pop(event.origin.save_id)
+            scratch.remove()
+
+    def _warn(self, message: str) -> None:
+        if self._ranks.rank == 0:
+            log.warning("%s", message)
+
+    def __enter__(self) -> AsyncStateCheckpointer:
         return self
 
     def __exit__(
@@ -261,4 +333,4 @@ class AsyncState:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise ValueError("this AsyncState is closed; make a new one")
+            raise ValueError("this AsyncStateCheckpointer is closed; make a new one")

@@ -1,0 +1,94 @@
+"""Rows of the step-time benchmark for sharded models (FSDP2); `__main__.py` explains them."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from benchmarks.step_time.rank import LAYERS, LEARNING_RATE, WIDTH, Tail, digest_of
+from lightning_dist import compress_fsdp
+
+FORM = "fsdp"
+NATIVE, DEFERRED, ALL = "native-hsdp", "native-hsdp-deferred", "all-ranks"
+_MARK = "@"
+"""Before the number of micro-batches of a step."""
+ROWS = [
+    *(f"{FORM}/{name}" for name in (NATIVE, ALL, "none", "bf16", "int8", "int4")),
+    *(f"{FORM}/{name}{_MARK}4" for name in (NATIVE, DEFERRED, ALL, "none", "bf16", "int8", "int4")),
+]
+
+
+def is_sharded(row: str) -> bool:
+    """Whether the row is one of these."""
+    return row.startswith(f"{FORM}/")
+
+
+def micro_batches(row: str) -> int:
+    """Backward passes of a step."""
+    return int(row.partition(_MARK)[2] or 1)
+
+
+class ShardedRow:
+    """One sharded model of its own with its optimizer; what ``rank.Row`` is for DDP."""
+
+    def __init__(self, name: str, *, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.name, self._passes = name, micro_batches(name)
+        self._kind = name.removeprefix(f"{FORM}/").partition(_MARK)[0]
+        ranks, world = int(os.environ["LOCAL_WORLD_SIZE"]), dist.get_world_size()
+        mesh = init_device_mesh(
+            "cpu", (world // ranks, ranks), mesh_dim_names=("replicate", "shard")
+        )
+        native = self._kind in (NATIVE, DEFERRED)
+        own = mesh if native else mesh["shard"]
+        if self._kind == ALL:
+            own = init_device_mesh("cpu", (world,))
+        self._model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+        for layer in self._model:
+            fully_shard(layer, mesh=own)
+        fully_shard(self._model, mesh=own)
+        self.optimizer = torch.optim.SGD(self._model.parameters(), lr=LEARNING_RATE)
+        self._gradients, self.tail = None, Tail()
+        if not native and self._kind != ALL:
+            self._gradients = compress_fsdp(self._model, self._kind, mesh=mesh)
+            self._gradients.reducer.observe(self.tail)
+
+    @property
+    def handle(self) -> Any | None:
+        """Our reducer; None for torch's own."""
+        return None if self._gradients is None else self._gradients.reducer
+
+    def step(self, inputs: Tensor, targets: Tensor) -> None:
+        """One training step, of all micro-batches; returns when the parameters are updated."""
+        for number in range(self._passes):
+            last = number + 1 == self._passes
+            if self._kind == DEFERRED:
+                self._model.set_requires_all_reduce(last)
+            ours = self._gradients
+            with nullcontext() if ours is None or last else ours.no_sync():
+                (self._model(inputs) - targets).square().sum(dim=1).mean().backward()
+        self.optimizer.step()
+
+    def digest(self) -> int:
+        """Of the whole parameters; 0 where no rank has another's shard."""
+        return 0 if self._kind == ALL else digest_of(self._model)
+
+    def forget(self) -> None:
+        """Free the gradients, so that only the row whose turn it is holds any."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def counted(self, key: str) -> int:
+        """Bytes of the last step as our own counters have them; 0 where nothing counts."""
+        return 0 if self.handle is None else int(self.handle.comm_stats()["last_step"][key])
+
+    def close(self) -> None:
+        """Let go of the model."""
+        if self._gradients is not None:
+            self._gradients.close()

@@ -1,0 +1,229 @@
+"""Saves of a job on their way to disk: whose turn it is, and what failed, said once on all ranks.
+
+Lightning's and Accelerate's checkpoints stage what they save in ways of their own. The rest is one:
+open a folder together, agree that a save may begin, hand it over, and report what became of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from lightning_dist.checkpoint.checkpointer import Checkpointer
+from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.disk.folder_owner import is_owned
+from lightning_dist.checkpoint.disk.jobs import Committed, Failed
+from lightning_dist.checkpoint.failures import failure, is_fatal
+from lightning_dist.checkpoint.metrics import Metrics
+from lightning_dist.checkpoint.ranks import Facts, Ranks
+from lightning_dist.checkpoint.settings import CheckpointSettings
+
+
+class Failure(NamedTuple):
+    """A save or a file operation that failed."""
+
+    target: str
+    message: str
+    fatal: bool
+    """Whether a checkpoint is missing that the disk did not take."""
+
+
+class Saves:
+    """The saves of this rank.
+
+    Args:
+        checkpointer: writes them; None on ranks that do not write.
+        settings: of the checkpointer.
+        ranks: that save together.
+        warn: tells the user something; on the ranks that talk to them.
+        ended: called with every event, before failures are reported.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer | None,
+        settings: CheckpointSettings,
+        *,
+        ranks: Ranks,
+        warn: Callable[[str], None],
+        ended: Callable[[Committed | Failed], None] = lambda event: None,
+    ) -> None:
+        self.checkpointer, self.ranks = checkpointer, ranks
+        self._settings, self._warn, self._ended = settings, warn, ended
+        self._idle = Metrics()
+        self._opened: set[str] = set()  # on all ranks
+        self._failed: dict[str, Failed] = {}  # by save id; not reported yet
+        self._reported: set[str] = set()
+        self._operations = itertools.count()  # that failed: they have no id
+
+    @property
+    def metrics(self) -> Metrics:
+        """What checkpoints have cost this rank."""
+        return self._idle if self.checkpointer is None else self.checkpointer.metrics
+
+    @property
+    def last_committed(self) -> Committed | None:
+        """The newest checkpoint that is durable; on a rank that writes."""
+        return None if self.checkpointer is None else self.checkpointer.last_committed
+
+    def open(self, folder: str, *, together: bool) -> None:
+        """Become the one trainer that writes to ``folder``. Collective.
+
+        Args:
+            together: all ranks write to it; otherwise only rank 0.
+
+        Raises:
+            ValueError: on all ranks, if it cannot be written to by this job, or some do not see it.
+        """
+        if folder not in self._opened:
+            self.ranks.on_first(lambda: self.open_here(folder))
+            if together:
+                self.ranks.all({}, error=self._try_to_join(folder))
+            self._opened.add(folder)
+
+    def open_here(self, folder: str) -> Facts:
+        """Own ``folder`` on rank 0, or write to what rank 0 owns. No facts.
+
+        Raises:
+            ValueError: it cannot be written to.
+        """
+        assert self.checkpointer is not None
+        try:
+            self.checkpointer.open(folder)
+        except (ValueError, OSError, CheckpointError) as error:
+            raise ValueError(cannot_open(folder, error)) from error
+        return {}
+
+    def _try_to_join(self, folder: str) -> ValueError | None:
+        if not is_owned(folder):
+            return ValueError(
+                f"rank {self.ranks.rank} does not see rank 0's {folder}, to which all ranks write; "
+                "put it on a filesystem that all hosts mount"
+            )
+        try:
+            self.open_here(folder)
+        except ValueError as error:
+            return error
+        return None
+
+    def poll(self) -> None:
+        """Learn what became of saves since the last call. Failures wait until they are reported."""
+        for event in () if self.checkpointer is None else self.checkpointer.poll():
+            self._ended(event)
+            save_id = "" if event.origin is None else event.origin.save_id
+            if isinstance(event, Failed) and save_id not in self._reported:
+                self._failed[save_id or f"{event.target} {next(self._operations)}"] = event
+
+    def await_turn(self) -> Exception | None:
+        """Wait until a save may begin, unless it would be skipped; the reason if it is stuck.
+
+        Not raised: the others have to know before they wait for this rank.
+        """
+        if self.checkpointer is not None and self._settings.on_busy == "wait":
+            try:
+                self.checkpointer.wait_for_turn()
+            except Exception as error:
+                return error
+        return None
+
+    def take(self, *, fatal: bool = False) -> dict[str, Failure]:
+        """Failures of this rank that are not reported yet, and are now.
+
+        Args:
+            fatal: only of checkpoints that the disk did not take.
+        """
+        last = self.last_committed
+        taken = {
+            key: Failure(event.target, failure(event, last), is_fatal(event))
+            for key, event in self._failed.items()
+            if is_fatal(event) or not fatal
+        }
+        self._failed = {key: e for key, e in self._failed.items() if key not in taken}
+        self._reported |= taken.keys()
+        return taken
+
+    def agree(
+        self, facts: Facts, *, error: Exception | None = None
+    ) -> tuple[list[Failure], list[Facts]]:
+        """Failures on all ranks that are not reported yet, and facts of each. Collective.
+
+        The lowest rank that knows of a failure says it; others may learn of it later.
+
+        Args:
+            facts: JSON-able, of this rank; ``"busy"`` and ``"failed"`` are added.
+            error: why this rank cannot go on. Then all raise, and failures wait.
+        """
+        self.poll()
+        mine = {**facts, "busy": self.checkpointer is not None and self.checkpointer.busy}
+        by_rank = self.ranks.all({**mine, "failed": {} if error else self.take()}, error=error)
+        found: dict[str, Failure] = {}
+        for of_rank in by_rank:
+            found = {key: Failure(*each) for key, each in of_rank["failed"].items()} | found
+        self._reported |= found.keys()
+        return list(found.values()), by_rank
+
+    def skips(self, by_rank: Iterable[Facts], *, step: str = "") -> bool:
+        """Whether a save would wait on some rank, and the user prefers to skip it; says so.
+
+        Args:
+            by_rank: what :meth:`agree` returned.
+            step: of the training, as in ``" at step 3"``.
+        """
+        if self._settings.on_busy == "wait" or not any(facts["busy"] for facts in by_rank):
+            return False
+        self.metrics.skipped += 1
+        self._warn(f"no checkpoint{step}: an earlier one is still being written (on_busy='skip')")
+        return True
+
+    def report_own(self) -> None:
+        """Report what has failed on this rank, whatever the others know.
+
+        Raises:
+            CheckpointError: see :meth:`report`.
+        """
+        self.poll()
+        self.report(self.take().values())
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until every save of this rank is committed or has failed, and report that.
+
+        Raises:
+            CheckpointError: see :meth:`report`.
+            TimeoutError: after ``timeout`` seconds.
+        """
+        if self.checkpointer is not None:
+            self.checkpointer.wait(timeout)
+            self.report_own()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Wait, report, and give everything back.
+
+        Raises:
+            CheckpointError: see :meth:`report`; or not all was done within ``timeout`` seconds.
+        """
+        if self.checkpointer is not None:
+            try:
+                self.checkpointer.close(timeout)
+            finally:
+                self.poll()
+            self.report(self.take().values())
+
+    def report(self, failures: Iterable[Failure]) -> None:
+        """Say what failed.
+
+        Raises:
+            CheckpointError: a checkpoint is missing and ``on_error`` says so; it names them all.
+        """
+        failures, raises = list(failures), self._settings.on_error == "raise"
+        for each in failures:
+            if not (raises and each.fatal):
+                self._warn(each.message)
+        if text := "\n".join(each.message for each in failures if raises and each.fatal):
+            raise CheckpointError(text)
+
+
+def cannot_open(folder: str, error: Exception) -> str:
+    """The message for a folder that cannot be written to."""
+    kind = f"{type(error).__name__}: " if isinstance(error, OSError) else ""
+    return f"no checkpoints can be written to {folder}: {kind}{error}"

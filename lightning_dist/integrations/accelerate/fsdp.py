@@ -1,0 +1,158 @@
+"""FSDP2 through Accelerate, with compressed gradients between replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from accelerate.utils import ParallelismConfig
+from torch import nn
+
+from lightning_dist.codecs import Codec
+from lightning_dist.integrations.accelerate import private
+from lightning_dist.integrations.accelerate.compression import Compression
+from lightning_dist.integrations.torch.checks import require_one_momentum
+from lightning_dist.integrations.torch.fsdp import ShardedGradients, attach, sharded_settings
+from lightning_dist.settings import Settings
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+_MESH = ("dp_replicate", "dp_shard_cp")
+"""Dimensions of Accelerate's mesh: replicas, and the shards of one."""
+
+
+@dataclass(frozen=True)
+class CompressedFSDPPlugin:
+    """What :func:`lightning_dist.compress_fsdp` takes, for the model that Accelerate prepares.
+
+    For an ``Accelerator`` with ``FullyShardedDataParallelPlugin(fsdp_version=2)`` and a
+    ``ParallelismConfig`` of several replicas (HSDP): those are averaged by us, compressed.
+
+    Args:
+        codec: a name of ``lightning_dist.CODECS``, with options as in ``"topk:ratio=0.01"``, a
+            codec object, or a policy.
+        error_feedback: keep what the codec loses and send it with the next gradient; 4 bytes per
+            compressed element of a shard. ``"auto"``: where the codec needs it.
+        min_compress_numel: smaller parameters, and 1-D ones, travel uncompressed; 0 compresses all.
+            None: the codec's own choice.
+        start_step: synchronised steps before compression starts.
+        commit: when residuals are written, as for ``CompressedDDPPlugin``.
+
+    Raises:
+        ValueError: a setting that is out of range or cannot take effect.
+    """
+
+    codec: str | Codec = "int8"
+    _: KW_ONLY
+    error_feedback: bool | Literal["auto"] = "auto"
+    min_compress_numel: int | None = None
+    start_step: int = 0
+    commit: Literal["auto", "immediate", "deferred"] = "auto"
+
+    def __post_init__(self) -> None:
+        self._settings()
+
+    def attach(self, accelerator: Accelerator) -> Compression:
+        """Compress the gradients of the model that ``accelerator`` prepares from now on.
+
+        In ``accelerator.accumulate`` and ``accelerator.no_sync`` nothing is sent between replicas,
+        and gradients stay sharded. Residuals go with ``save_state`` and ``load_state``.
+
+        Raises:
+            ValueError: the Accelerator has not FSDP2 with several replicas, or with tensor
+                parallelism; a model is prepared already, or a plugin attached.
+        """
+        _require_attachable(accelerator)
+        return ShardedCompression(accelerator, self._settings())
+
+    def _settings(self) -> Settings:
+        return sharded_settings(
+            self.codec,
+            error_feedback=self.error_feedback,
+            min_compress_numel=self.min_compress_numel,
+            start_step=self.start_step,
+            commit=self.commit,
+        )
+
+
+class ShardedParallelism(ParallelismConfig):  # type: ignore[misc]  # it has no types
+    """The user's configuration, of which FSDP is told the dimension of the shards alone."""
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        return [_MESH[1]]
+
+
+class ShardedCompression(Compression):
+    """The compression of one Accelerator; made by :meth:`CompressedFSDPPlugin.attach`."""
+
+    def __init__(self, accelerator: Accelerator, settings: Settings) -> None:
+        super().__init__(accelerator, settings)
+        self._gradients: dict[nn.Module, ShardedGradients] = {}
+        config = copy(accelerator.parallelism_config)
+        config.__class__ = ShardedParallelism
+        accelerator.state.parallelism_config = config
+        # Accelerate has no hook for either.
+        accelerator.prepare = partial(self._prepare, accelerator.prepare)
+        accelerator.no_sync = self._no_sync
+
+    def take_place(self) -> None:
+        """Nothing: FSDP2 asks nobody for a hook."""
+
+    def _prepare(self, prepare: Any, *args: Any, **kwargs: Any) -> Any:
+        prepared = prepare(*args, **kwargs)
+        for model in private.prepared_models(self._accelerator):
+            if model not in self._gradients:
+                for optimizer in private.prepared_optimizers(self._accelerator):
+                    require_one_momentum(optimizer.optimizer, self._settings)
+                self._gradients[model] = attach(
+                    model,
+                    self._settings,
+                    mesh=self._accelerator.torch_device_mesh[_MESH],
+                    timeout=private.group_timeout(self._accelerator),
+                )
+        return prepared
+
+    @contextmanager
+    def _no_sync(self, *models: nn.Module) -> Iterator[None]:
+        with ExitStack() as stack:
+            for model in models:
+                stack.enter_context(self._gradients[model].no_sync())
+            yield
+
+
+def _require_attachable(accelerator: Accelerator) -> None:
+    if not accelerator.is_fsdp2:
+        raise ValueError(
+            "a CompressedFSDPPlugin compresses the gradients of FSDP2, got an Accelerator with "
+            f"{accelerator.distributed_type}; give it FullyShardedDataParallelPlugin("
+            "fsdp_version=2), or attach a CompressedDDPPlugin"
+        )
+    config = accelerator.parallelism_config
+    if isinstance(config, ShardedParallelism):
+        raise ValueError(
+            "one CompressedFSDPPlugin can be attached to an Accelerator; attach it once"
+        )
+    if config is None or not config.dp_replicate_enabled:
+        raise ValueError(
+            "gradients are compressed between replicas, and there is one; give the Accelerator "
+            "parallelism_config=ParallelismConfig(dp_replicate_size=hosts, dp_shard_size=ranks of "
+            "a host)"
+        )
+    if config.tp_enabled:
+        raise ValueError(
+            "a CompressedFSDPPlugin does not work with tensor parallelism yet, got "
+            f"tp_size={config.tp_size}; leave it at 1, or use compress_fsdp or Lightning's strategy"
+        )
+    prepared = private.prepared_models(accelerator)
+    if prepared:
+        raise ValueError(
+            "a CompressedFSDPPlugin must be attached before accelerator.prepare, got an "
+            f"Accelerator with a prepared {type(prepared[0]).__name__}; attach it right after "
+            "Accelerator(...)"
+        )

@@ -1,0 +1,97 @@
+"""``Fabric(strategy=CompressedModelParallelStrategy(parallelize_fn))``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from itertools import zip_longest
+from typing import Any
+
+from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
+from lightning.fabric.strategies.parallel import ParallelStrategy
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_dist.codecs import Codec
+from lightning_dist.integrations.arguments import CHECKPOINT_KEY
+from lightning_dist.integrations.comm_report import CommReport
+from lightning_dist.integrations.lightning.launcher import FollowsLauncher, init_process_group
+from lightning_dist.integrations.model_parallel import ModelParallelArguments
+from lightning_dist.integrations.torch.fsdp import ShardedGradients
+from lightning_dist.reducer.reducer import Reducer
+
+
+class CompressedModelParallelStrategy(
+    CommReport, ModelParallelArguments, FollowsLauncher, ModelParallelStrategy
+):
+    """Fabric's model parallelism with compressed gradients between replicas.
+
+    ``parallelize_fn(module, device_mesh)`` calls ``fully_shard`` with
+    ``device_mesh["data_parallel"]``; the other arguments are as of the Lightning strategy of that
+    name. Under ``fabric.no_backward_sync`` nothing is sent between replicas, and gradients stay
+    sharded. ``fabric.save`` stores residuals under ``"lightning_dist"``; ``fabric.load`` after
+    ``fabric.setup`` restores them.
+    """
+
+    def __init__(
+        self,
+        parallelize_fn: Callable[[Any, DeviceMesh], Module],
+        codec: str | Codec = "int8",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(codec, parallelize_fn=parallelize_fn, **kwargs)
+        self._models: list[tuple[Module, ShardedGradients]] = []
+        self._backward_sync_control: Any = self
+
+    @property
+    def reducers(self) -> list[Reducer]:
+        """Of the modules, in the order of ``fabric.setup``."""
+        return [gradients.reducer for _, gradients in self._models]
+
+    @override
+    def setup_environment(self) -> None:
+        # Not that of ModelParallelStrategy, whose mesh has no replicas.
+        ParallelStrategy.setup_environment(self)
+        self._setup_distributed()
+        self._device_mesh = self._replicated_mesh()
+
+    @override
+    def _setup_distributed(self) -> None:
+        init_process_group(self)
+        super()._setup_distributed()
+
+    @override
+    def setup_module(self, module: Module) -> Module:
+        model = super().setup_module(module)
+        gradients = self._compress(model)
+        if gradients is not None:
+            self._models.append((model, gradients))
+        return model
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        self._require_optimizer(optimizer)
+        return super().setup_optimizer(optimizer)
+
+    def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
+        """What ``fabric.no_backward_sync`` enters."""
+        found = (gradients for model, gradients in self._models if model is module and enabled)
+        return next((gradients.no_sync() for gradients in found), nullcontext())
+
+    @override
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        states = [self._state_of(gradients) for _, gradients in self._models]
+        super().save_checkpoint(path, {**state, CHECKPOINT_KEY: states}, *args, **kwargs)
+
+    @override
+    def load_checkpoint(
+        self, path: Any, state: Any | None = None, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        rest = super().load_checkpoint(path, state, *args, **kwargs)
+        if isinstance(state, dict):  # otherwise somebody loads one module
+            states = rest.pop(CHECKPOINT_KEY, [])[: len(self._models)]
+            for (_, gradients), of_model in zip_longest(self._models, states):
+                self._load_state(gradients, of_model)  # None, from a plain one: nothing owed
+        return rest

@@ -1,0 +1,105 @@
+"""Topology, bytes and settings of a strategy for the Trainer, and what its loggers get."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import WandbLogger
+from typing_extensions import override
+
+from lightning_dist.integrations.arguments import CONFIG_KEY
+from lightning_dist.integrations.comm_report import CommReport, comm_metrics
+from lightning_dist.integrations.torch.checks import require_begun
+
+if TYPE_CHECKING:
+    from lightning_dist.reducer.reducer import Reducer
+
+
+class ReportsCommunication(CommReport):
+    """Mixin before a strategy that has a reducer in a fit."""
+
+    _reducer: Reducer | None = None
+    _logged_step = 0
+    _max_steps = -1
+
+    if TYPE_CHECKING:
+        lightning_module: pl.LightningModule | None
+        optimizers: list[Any]
+
+        def barrier(self, name: str | None = None) -> None: ...
+
+    @property
+    def reducers(self) -> list[Reducer]:
+        """Of the module; empty before the first fit."""
+        return [] if self._reducer is None else [self._reducer]
+
+    @override
+    def comm_stats(self) -> Mapping[str, Any]:
+        """Bytes this rank sent since the start of the fit.
+
+        ``raw_bytes`` (what plain DDP would have sent), ``wire_bytes``, ``ratio``, ``intra_bytes``,
+        ``inter_bytes`` and ``steps`` in total, the same for ``last_step`` and ``per_codec``. Empty
+        before the first fit. After a fit by spawn, fork or in a notebook those of rank 0.
+        """
+        if self._reducer is not None:
+            return self._reducer.comm_stats()
+        return {} if self._ended is None else self._ended.comm_stats
+
+    def on_train_start(self) -> None:
+        super().on_train_start()  # type: ignore[misc]
+        assert self.lightning_module is not None
+        if self._reducer is not None:
+            self._require_begun(self.lightning_module.trainer)
+        for logger in self.lightning_module.trainer.loggers:
+            # Others keep hyperparameters that cannot change later, as they do after a restart.
+            if isinstance(logger, WandbLogger):
+                logger.log_hyperparams({CONFIG_KEY: self.comm_config()})
+
+    def _require_begun(self, trainer: pl.Trainer) -> None:
+        """Raise ValueError if this training is over before compression begins.
+
+        Not in trial runs, of a tuner or one's own, nor after a restart: the first start has passed.
+        """
+        assert self._reducer is not None
+        assert self.lightning_module is not None
+        is_trial = trainer.fast_dev_run or trainer.max_steps != self._max_steps  # type: ignore[attr-defined]
+        alone = self._reducer.network.world_size == 1
+        known = self.lightning_module.automatic_optimization
+        if is_trial and self._reducer.never_compressed is not None:
+            self._reducer.never_compressed.detach()
+        if is_trial or alone or trainer.global_step or not known:
+            return
+        steps = trainer.estimated_stepping_batches
+        if steps > 0:  # or nobody knows
+            require_begun(self._reducer, self.optimizers, steps=steps)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if every and trainer.global_step % every == 0:
+            self._log_comm(trainer)
+
+    def on_train_end(self) -> None:
+        super().on_train_end()  # type: ignore[misc]
+        # A process that exits with messages unread resets its connections, and with them what the
+        # other ranks have not read of its last ones.
+        self.barrier("end of training")
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.log_every_n_steps:  # type: ignore[attr-defined]
+            self._log_comm(self.lightning_module.trainer)
+
+    def _log_comm(self, trainer: pl.Trainer) -> None:
+        stats = self.comm_stats()
+        if not stats or stats["steps"] in (0, self._logged_step):
+            return
+        self._logged_step = stats["steps"]
+        metrics = self._comm_metrics(stats)
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.global_step - 1)
+
+    def _comm_metrics(self, stats: Mapping[str, Any]) -> dict[str, float]:
+        return comm_metrics([stats])

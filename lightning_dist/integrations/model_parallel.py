@@ -1,0 +1,225 @@
+"""What both CompressedModelParallelStrategy share: arguments, mesh, samplers and state."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from datetime import timedelta
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+
+from lightning_dist.codecs import Codec
+from lightning_dist.exchange.handshake import all_facts
+from lightning_dist.integrations.refusals import (
+    refuse_codec_options,
+    refuse_pytorch_lightning,
+    refuse_unknown,
+)
+from lightning_dist.integrations.torch.checks import require_one_momentum
+from lightning_dist.integrations.torch.fsdp import ShardedGradients, attach, sharded_settings
+from lightning_dist.integrations.torch.in_force import show
+from lightning_dist.onebit_adam import OneBitAdam
+from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.topology import this_host
+from lightning_dist.topology.hosts import describe_counts, ranks_by
+from lightning_dist.topology.launcher import claim, contradiction
+
+log = logging.getLogger(__name__)
+
+DIMENSIONS = ("replicate", "data_parallel", "tensor_parallel")
+_PARTS = "tensor_parallel"
+"""Key of a state that has one of each tensor-parallel rank."""
+
+
+class ModelParallelArguments:
+    """Mixin before a ``ModelParallelStrategy`` of Lightning or Fabric.
+
+    Its device mesh has the dimensions ``"replicate"``, ``"data_parallel"`` and
+    ``"tensor_parallel"``. ``fully_shard`` is called with ``device_mesh["data_parallel"]``, as under
+    ``ModelParallelStrategy``: these are the ranks of one replica.
+    """
+
+    if TYPE_CHECKING:
+        _timeout: timedelta | None
+
+        @property
+        def device_mesh(self) -> DeviceMesh: ...
+
+        @property
+        def root_device(self) -> torch.device: ...
+
+    def __init__(
+        self,
+        codec: str | Codec = "int8",
+        *,
+        replicate_size: int | Literal["auto"] = "auto",
+        data_parallel_size: int | Literal["auto"] = "auto",
+        tensor_parallel_size: int = 1,
+        error_feedback: bool | Literal["auto"] = "auto",
+        min_compress_numel: int | None = None,
+        start_step: int = 0,
+        commit: Literal["auto", "immediate", "deferred"] = "auto",
+        **kwargs: Any,
+    ) -> None:
+        """Check the arguments; nothing here may depend on rank or device.
+
+        Args:
+            codec: of the gradients between replicas: a name of ``lightning_dist.CODECS``, with
+                options as in ``"topk:ratio=0.01"``, a codec object, or a policy (``by_name``,
+                ``by_size``, ``warmup``, ``after_steps``).
+            replicate_size: replicas of the model. ``"auto"``: as many as hosts, so that each host
+                holds the model once.
+            data_parallel_size: ranks that shard a replica. ``"auto"``: all that are left.
+            tensor_parallel_size: ranks that have a part of each layer, within a shard.
+            error_feedback: keep what the codec loses and send it with the next gradient; 4 bytes
+                per compressed element of a shard. ``"auto"``: where the codec needs it.
+            min_compress_numel: smaller parameters, and 1-D ones, travel uncompressed; 0 compresses
+                all. None: the codec's own choice.
+            start_step: synchronised steps before compression starts.
+            commit: when residuals are written, as for ``CompressedDDPStrategy``.
+            **kwargs: everything else that ``ModelParallelStrategy`` takes.
+
+        Raises:
+            ValueError: a setting that does not exist, is out of range or cannot take effect.
+        """
+        refuse_codec_options(kwargs, codec, of=type(self))
+        refuse_unknown(kwargs, of=type(self))
+        refuse_pytorch_lightning(**kwargs)
+        for name, size in (
+            ("replicate_size", replicate_size),
+            ("data_parallel_size", data_parallel_size),
+            ("tensor_parallel_size", tensor_parallel_size),
+        ):
+            is_auto = size == "auto" and name != "tensor_parallel_size"
+            if not (is_auto or (isinstance(size, int) and size > 0)):
+                raise ValueError(f"{name} must be a number of ranks above 0, got {size!r}")
+        self._replicas, self._shards, self._tensors = (
+            replicate_size,
+            data_parallel_size,
+            tensor_parallel_size,
+        )
+        self._settings = sharded_settings(
+            codec,
+            error_feedback=error_feedback,
+            min_compress_numel=min_compress_numel,
+            start_step=start_step,
+            commit=commit,
+        )
+        super().__init__(**kwargs)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """All data-parallel ranks, those of other replicas too, get data of their own."""
+        replicate, data = (self.device_mesh[name] for name in DIMENSIONS[:2])
+        return {
+            "num_replicas": replicate.size() * data.size(),
+            "rank": replicate.get_local_rank() * data.size() + data.get_local_rank(),
+        }
+
+    def _replicated_mesh(self) -> DeviceMesh:
+        """The mesh of all ranks. Collective.
+
+        Raises:
+            ValueError: the sizes do not make up the world size, or hosts are no blocks of ranks.
+        """
+        world, tensor = dist.get_world_size(), self._tensors
+        hosts = _count_hosts(self.root_device) if self._replicas == "auto" else self._replicas
+        left = max(1, world // (hosts * tensor))
+        sizes = (hosts, left if self._shards == "auto" else self._shards, tensor)
+        if prod(sizes) != world:
+            raise ValueError(
+                "replicate_size * data_parallel_size * tensor_parallel_size must be the world "
+                f"size, got {' * '.join(map(str, sizes))} for {world} ranks; leave "
+                "data_parallel_size at 'auto', or start another number of ranks"
+            )
+        if hosts == 1 and dist.get_rank() == 0:
+            log.warning(
+                "one replica: nothing crosses between hosts and nothing is compressed, codec %s "
+                "takes effect with two hosts or more, or with replicate_size=",
+                self._settings.codec,
+            )
+        return init_device_mesh(self.root_device.type, sizes, mesh_dim_names=DIMENSIONS)
+
+    def _require_optimizer(self, optimizer: Optimizer) -> None:
+        require_one_momentum(optimizer, self._settings)
+        if isinstance(optimizer, OneBitAdam):
+            raise ValueError(
+                "OneBitAdam exchanges momenta of whole parameters, and here they are sharded; use "
+                "torch.optim.AdamW"
+            )
+
+    def _compress(
+        self, model: nn.Module, *, continue_from: Reducer | None = None
+    ) -> ShardedGradients | None:
+        """Compress the gradients of ``model``; None where there is one replica. Collective."""
+        mesh = self.device_mesh
+        if mesh[DIMENSIONS[0]].size() == 1:
+            return None
+        gradients = attach(
+            model,
+            self._settings,
+            mesh=mesh[DIMENSIONS[:2]],
+            continue_from=continue_from,
+            timeout=self._timeout,
+        )
+        if dist.get_rank() == 0:
+            sizes = dict(zip(DIMENSIONS, mesh.shape, strict=True))
+            show(f"compressed FSDP2: codec {self._settings.codec}, mesh {sizes}")
+        return gradients
+
+    def _state_of(self, gradients: ShardedGradients) -> dict[str, Any] | None:
+        """State of all replicas and tensor-parallel parts on rank 0, None elsewhere. Collective."""
+        state, tensor = gradients.state_dict(), self.device_mesh[DIMENSIONS[2]]
+        if tensor.size() == 1 or state is None:
+            return state
+        states = [None] * tensor.size() if tensor.get_local_rank() == 0 else None
+        dist.gather_object(state, states, group=tensor.get_group(), group_dst=0)
+        return None if states is None else {_PARTS: states}
+
+    def _load_state(self, gradients: ShardedGradients, state: Mapping[str, Any] | None) -> None:
+        """Go on from :meth:`_state_of`, the same on every rank; None starts afresh."""
+        tensor = self.device_mesh[DIMENSIONS[2]]
+        parts = [state] if state is None or _PARTS not in state else state[_PARTS]
+        if len(parts) != tensor.size() and state is not None:
+            if dist.get_rank() == 0:
+                log.warning(
+                    "the checkpoint has residuals of %d tensor-parallel ranks, and there are %d: "
+                    "what they owe is lost",
+                    len(parts),
+                    tensor.size(),
+                )
+            parts = [None] * tensor.size()
+        gradients.load_state_dict(parts[tensor.get_local_rank()] if state is not None else None)
+
+
+def _count_hosts(device: torch.device) -> int:
+    """Hosts of equally many ranks that follow each other. Collective.
+
+    Raises:
+        ValueError: they are not such.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    place = claim(rank=world.rank())
+    fact = {"host": this_host(), "claim": None if place is None else place.as_fact()}
+    facts = all_facts(fact, group=world, device=device)
+    hosts = [each["host"] for each in facts]
+    remedy = "give replicate_size=, the number of replicas"
+    found = contradiction(hosts, [each["claim"] for each in facts])
+    if found is not None and world.rank() == 0:
+        log.warning("%s. The names of the hosts are used; %s", found, remedy)
+    blocks = ranks_by(hosts)
+    if len(set(map(len, blocks))) > 1 or [r for ranks in blocks for r in ranks] != [
+        *range(len(hosts))
+    ]:
+        raise ValueError(
+            "replicate_size='auto' needs hosts with equally many ranks, numbered host by host, got "
+            f"{describe_counts([len(ranks) for ranks in blocks])}: {blocks}; {remedy}"
+        )
+    return len(blocks)

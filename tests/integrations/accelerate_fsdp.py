@@ -1,0 +1,119 @@
+"""FSDP2 through Accelerate, on two hosts of two ranks; a part of `model_parallel_ranks.py`."""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+)
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_dist.accelerate import CompressedFSDPPlugin
+
+WIDTH = 18
+
+
+def accelerator(**given: Any) -> Accelerator:
+    """One with HSDP. Accelerate shards on no CPU, so it is told that this is none."""
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    os.environ.pop("ACCELERATE_USE_FSDP", None)
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1
+    )
+    plugin.cpu_ram_efficient_loading = False
+    config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    return Accelerator(
+        **{"fsdp_plugin": plugin, "parallelism_config": config, "cpu": True, **given}
+    )
+
+
+class Run:
+    def __init__(self, codec: str | None, *, accumulate: int = 1) -> None:
+        self.accelerator = accelerator(gradient_accumulation_steps=accumulate)
+        self.compression = None
+        if codec is not None:
+            plugin = CompressedFSDPPlugin(codec, min_compress_numel=0)
+            self.compression = plugin.attach(self.accelerator)
+        torch.manual_seed(3)
+        net = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise((WIDTH, 2 * WIDTH, WIDTH))))
+        data = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(0))
+        loader = DataLoader(TensorDataset(data), batch_size=2)
+        optimizer = torch.optim.Adam(net.parameters())
+        self.net, self.optimizer, self.loader = self.accelerator.prepare(net, optimizer, loader)
+
+    def train(self) -> list[Tensor]:
+        """One pass over the data."""
+        for (x,) in self.loader:
+            with self.accelerator.accumulate(self.net):
+                self.accelerator.backward((self.net(x) - x.flip(-1)).square().mean())
+                if self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.net.parameters(), 0.5)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        return [p.detach().to_local().clone() for p in self.net.parameters()]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+def facts(folder: Path) -> dict[str, bool]:
+    expected = Run(None).train()
+    got = Run("none")
+    equal = same(expected, got.train())
+    straight = Run("int4")
+    straight.train()
+    whole = straight.train()
+    first = Run("int4")  # not before: Accelerators share what they count
+    first.train()
+    first.accelerator.save_state(str(folder / "accelerate"))
+    owed = first.compression.reducers[0].residuals
+    first.train()  # to be forgotten
+    first.accelerator.load_state(str(folder / "accelerate"))
+    resumed = same(whole, first.train())
+    several = Run("int8", accumulate=4)
+    several.train()
+    (stats,) = several.compression.comm_stats()
+    return {
+        "batches of all ranks": len(got.loader) == 8,
+        "equal to native": equal,
+        "resumed": resumed,
+        "residuals": bool(owed.names()),
+        "accumulates": stats["steps"] == 2,
+        "bytes": stats["inter_bytes"] < 0.4 * stats["raw_bytes"],
+        "metrics": several.compression.metrics()["comm/inter_bytes"] > 0,
+        "refusals": refusals(),
+    }
+
+
+def refusals() -> bool:
+    """Whether each is refused with its reason."""
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"parallelism_config": ParallelismConfig(dp_shard_size=4)}, "there is one"),
+        ({"fsdp_plugin": None, "parallelism_config": None}, "fsdp_version=2"),
+    )
+    found = [says in refusal(accelerator(**given)) for given, says in cases]
+    twice = accelerator()
+    CompressedFSDPPlugin("int8").attach(twice)
+    return all([*found, "attach it once" in refusal(twice)])
+
+
+def refusal(found: Accelerator) -> str:
+    try:
+        CompressedFSDPPlugin("int8").attach(found)
+    except ValueError as error:
+        return str(error)
+    return ""

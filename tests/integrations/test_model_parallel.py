@@ -1,0 +1,93 @@
+"""``compressed_model_parallel`` under a Trainer and Fabric: two hosts of two ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import torchrun
+
+RANKS = Path(__file__).with_name("model_parallel_ranks.py")
+LIMIT = 240.0
+pytestmark = pytest.mark.timeout(LIMIT + 30)
+RESUMES = ("resume", "resume_one_file", "resume_tensor_parallel")
+
+
+@pytest.fixture(scope="module")
+def square(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Path:
+    folder = tmp_path_factory.mktemp("model_parallel")
+    scenarios = ["equal_to_native", "reports", "accumulation", *RESUMES, "tensor_parallel"]
+    scenarios += ["evaluation", "refusals", "fabric", "profile", "accelerate"]
+    finished = torchrun(RANKS, folder, *scenarios, ranks=4, limit=LIMIT, python=quick_python)
+    finished.require_success()
+    return folder
+
+
+def facts(folder: Path, scenario: str) -> list[dict[str, Any]]:
+    found = [torch.load(folder / f"{scenario}.{rank}.pt", weights_only=True) for rank in range(4)]
+    return [each["facts"] for each in found]
+
+
+@pytest.mark.parametrize(
+    "scenario", ["equal_to_native", *RESUMES, "evaluation", "fabric", "accelerate"]
+)
+def test_it_holds(square: Path, scenario: str) -> None:
+    for each in facts(square, scenario):
+        assert all(each.values()), each
+
+
+def test_mesh_samplers_and_bytes(square: Path) -> None:
+    for rank, each in enumerate(facts(square, "reports")):
+        assert each["sampler"] == {"num_replicas": 4, "rank": rank}
+        assert each["mesh"] == {"replicate": 2, "data_parallel": 2, "tensor_parallel": 1}
+        assert each["topology"] == ((0, 1), (2, 3))
+        assert "int8" in each["codec"].lower()
+        stats = each["stats"]
+        assert stats["steps"] == 8
+        assert stats["inter_bytes"] == stats["wire_bytes"] < 0.4 * stats["raw_bytes"]
+        assert each["logged"]["comm/total_wire_bytes"] == stats["wire_bytes"]
+        assert each["equal"]
+        assert each["residuals"]
+        assert each["by name"]
+        assert each["steps"] == 12, "the second fit goes on with the residuals of the first"
+
+
+def test_only_the_last_micro_batch_is_exchanged(square: Path) -> None:
+    for each in facts(square, "accumulation"):
+        assert each == {"steps": 2, "optimizer": 2}
+
+
+def test_tensor_parallel_ranks_get_the_same_data(square: Path) -> None:
+    for rank, each in enumerate(facts(square, "tensor_parallel")):
+        assert each == {"equal": True, "sampler": {"num_replicas": 2, "rank": rank // 2}}
+
+
+def test_the_profiler_sees_what_crosses_between_replicas(square: Path) -> None:
+    first, *others = facts(square, "profile")
+    assert [each["rank"] for each in others] == [1, 2, 3]
+    assert first["steps"] == 4, "of two micro-batches"
+    assert first["buckets"] == 2
+    assert first["bytes"] == first["inter bytes"] > 0
+    assert first["transfer"] > 0
+    assert first["waits"] == [0, 1, 2, 3]
+    assert first["errors"]
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("offload", "CPUOffloadPolicy"),
+        ("reduce dtype", "reduce_dtype"),
+        ("native HSDP", "call it with mesh"),
+        ("16-true", "keep parameters in bfloat16 or float32"),
+        ("sizes", "replicate_size * data_parallel_size"),
+        ("OneBitAdam", "use torch.optim.AdamW"),
+        ("AsyncCheckpoint", "use ModelCheckpoint"),
+        ("second momentum", "has its own"),
+    ],
+)
+def test_what_cannot_work_is_refused(square: Path, case: str, says: str) -> None:
+    for each in facts(square, "refusals"):
+        assert says in each[case], each
