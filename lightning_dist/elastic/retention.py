@@ -10,12 +10,11 @@ from torch.optim import Optimizer
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
-from lightning_dist.checkpoint.disk.folder_owner import is_owned
-from lightning_dist.checkpoint.disk.jobs import Committed
+from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.disk.scan import checkpoints, newest_valid, saved_by
 from lightning_dist.checkpoint.disk.storage import storage_of
-from lightning_dist.checkpoint.failures import failure, is_fatal
 from lightning_dist.checkpoint.metrics import Metrics
+from lightning_dist.checkpoint.saves import Saves
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.elastic.membership import Membership
 
@@ -59,19 +58,20 @@ class Retention:
             self.checkpointer = Checkpointer(
                 settings, group=members.writers, ranks=members.world_size
             )
+        self._saves = Saves(
+            self.checkpointer, settings, ranks=members.ranks, warn=warn, ended=self._ended
+        )
         self._ledger: list[str] = []  # durable checkpoints of this run, the oldest first
-        self._fatal: list[str] = []  # failures that the other ranks do not know yet
-        self._idle = Metrics()
 
     @property
     def metrics(self) -> Metrics:
         """What checkpoints have cost this rank."""
-        return self._idle if self.checkpointer is None else self.checkpointer.metrics
+        return self._saves.metrics
 
     @property
     def last_committed(self) -> Committed | None:
         """The last checkpoint of this start that is durable; on a rank that writes."""
-        return None if self.checkpointer is None else self.checkpointer.last_committed
+        return self._saves.last_committed
 
     def open(self) -> str | None:
         """Become the one trainer of the folder; the newest complete checkpoint in it. Collective.
@@ -81,14 +81,12 @@ class Retention:
                 checkpoints are in it.
             CheckpointError: there are checkpoints, and none is complete.
         """
-        ranks = self._members.ranks
-        found: str | None = ranks.on_first(lambda: {"path": self._open_first()})["path"]
-        if self._members.writers is not None:
-            ranks.on_each(self._join_folder)
+        # A writer of the dead may have one to finish.
+        self._saves.open(self._folder, together=self._members.writers is not None)
+        found: str | None = self._members.ranks.on_first(lambda: {"path": self._find()})["path"]
         return found
 
-    def _open_first(self) -> str | None:
-        self._take_folder()  # a writer of the dead may have one to finish
+    def _find(self) -> str | None:
         newest = newest_valid(self._folder, check=self._settings.verify != "never")
         if newest is not None:
             return newest.path
@@ -96,27 +94,6 @@ class Retention:
             if other.description is not None and other.description.origin is None:
                 raise ValueError(not_ours(other.path))
         return None
-
-    def _join_folder(self) -> None:
-        if self._members.ranks.is_leader:
-            return
-        if not is_owned(self._folder):
-            raise ValueError(
-                f"with format='sharded' all ranks write to one folder, and some do not see rank "
-                f"0's {self._folder}; put it on a filesystem that all hosts mount, or use "
-                "format='single'"
-            )
-        self._take_folder()
-
-    def _take_folder(self) -> None:
-        assert self.checkpointer is not None
-        try:
-            self.checkpointer.open(self._folder)
-        except (ValueError, OSError, CheckpointError) as error:
-            kind = f"{type(error).__name__}: " if isinstance(error, OSError) else ""
-            raise ValueError(
-                f"no checkpoints can be written to {self._folder}: {kind}{error}"
-            ) from error
 
     def save_for(self, run: str, *, restricted: bool, resumed: str | None) -> None:
         """Be ``run``, whose checkpoints here count from now on.
@@ -143,15 +120,11 @@ class Retention:
         Raises:
             CheckpointError: an earlier one has failed, on all ranks.
         """
-        self.collect()
-        busy = self.checkpointer is not None and self.checkpointer.busy
+        leader = self._members.ranks.leader
         path = self._free_path(name) if self._members.ranks.is_leader else ""
-        facts = self._members.ranks.all({"busy": busy, "path": path}, error=self._take_fatal())
-        if self._settings.on_busy == "wait" or not any(each["busy"] for each in facts):
-            return str(facts[self._members.ranks.leader]["path"])
-        self.metrics.skipped += 1
-        self._warn("no checkpoint: an earlier one is still being written (on_busy='skip')")
-        return None
+        failures, by_rank = self._saves.agree({"path": path})
+        self._saves.report(failures)
+        return None if self._saves.skips(by_rank) else str(by_rank[leader]["path"])
 
     def _free_path(self, name: str) -> str:
         """A path in the folder where nothing is that this run did not write."""
@@ -167,15 +140,15 @@ class Retention:
 
     def collect(self) -> None:
         """Take note of what became of saves since the last call."""
-        events = [] if self.checkpointer is None else self.checkpointer.poll()
-        for event in events if self._members.ranks.is_leader else ():
-            if isinstance(event, Committed):
-                self._keep_newest(event.target)
-                self._committed(event)
-            elif is_fatal(event) and self._settings.on_error == "raise":
-                self._fatal.append(failure(event, self.last_committed))
-            else:
-                self._warn(failure(event, self.last_committed))
+        if self._settings.on_error == "warn" and self._members.ranks.is_leader:
+            self._saves.report_own()
+        else:  # all ranks will raise what failed
+            self._saves.poll()
+
+    def _ended(self, event: Committed | Failed) -> None:
+        if isinstance(event, Committed) and self._members.ranks.is_leader:
+            self._keep_newest(event.target)
+            self._committed(event)
 
     def _keep_newest(self, path: str) -> None:
         assert self.checkpointer is not None
@@ -186,8 +159,8 @@ class Retention:
 
     @property
     def has_failed(self) -> bool:
-        """Whether there is a failure for all ranks to raise; on rank 0."""
-        return bool(self._fatal)
+        """Whether this rank knows of a failure for all ranks to raise."""
+        return self._saves.has_to_raise
 
     def agree_on_failures(self) -> None:
         """Let all ranks know what could not be written. Collective.
@@ -195,12 +168,8 @@ class Retention:
         Raises:
             CheckpointError: something could not, on all ranks.
         """
-        self.collect()
-        self._members.ranks.all({}, error=self._take_fatal())
-
-    def _take_fatal(self) -> CheckpointError | None:
-        fatal, self._fatal = self._fatal, []
-        return CheckpointError("\n".join(fatal)) if fatal else None
+        failures, _ = self._saves.agree({})
+        self._saves.report(failures)
 
     def is_saved_within(self, seconds: float | None) -> bool:
         """Wait for what this rank writes, for so long; whether all of it is durable."""
@@ -219,10 +188,8 @@ class Retention:
             return
         limit = None if patiently else _PATIENCE
         is_saved = self.is_saved_within(limit)
-        for each in self._fatal:
-            self._warn(each)
         try:
-            self.checkpointer.close(limit if is_saved else 1.0)
+            self._saves.close(limit if is_saved else 1.0)
         except (CheckpointError, TimeoutError) as error:
             if patiently:
                 raise
