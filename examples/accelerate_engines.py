@@ -43,7 +43,7 @@ def main() -> None:
         f"{folder}/elastic",  # what a restart goes on from
         loader=loader,
         state={"model": model, "optimizer": optimizer},
-        every_n_steps=5,
+        every_n_train_steps=5,
         device=accelerator.device,
     )
     with (
@@ -54,11 +54,11 @@ def main() -> None:
         for epoch in loop.epochs(arguments.epochs):
             for inputs, targets in loop.batches():
                 loss = nn.functional.mse_loss(model(inputs), targets)
-                accelerator.backward(loop.weighted(loss))
-                if loop.ends_step:
+                accelerator.backward(loop.scale_loss(loss))
+                if loop.sync_gradients:
                     optimizer.step()
                     optimizer.zero_grad()
-                    loop.step_ended()
+                    loop.step_done()
             for_others.save_state(f"{folder}/epochs/epoch-{epoch}")
             accelerator.print(f"epoch {epoch}: step {loop.steps}, loss {loss.item():.4f}")
     accelerator.end_training()

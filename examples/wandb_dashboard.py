@@ -48,8 +48,8 @@ SECTIONS: Mapping[str, Panels] = {
         "Ranks": ("elastic/world_size",),
         "Restarts and their cost": (
             "elastic/restarts",
-            "elastic/seconds_lost",
-            "elastic/samples_redone",
+            "elastic/lost_time_s",
+            "elastic/samples_recomputed",
         ),
     },
 }

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         register_codec,
         warmup,
     )
-    from lightning_dist.elastic.meeting import init_process_group
+    from lightning_dist.elastic.rendezvous import init_process_group
     from lightning_dist.integrations.lightning.checkpoint.async_checkpoint import AsyncCheckpoint
     from lightning_dist.integrations.lightning.checkpoint.io import AsyncTorchCheckpointIO
     from lightning_dist.integrations.lightning.elastic.restart import ElasticRestart
@@ -74,7 +74,7 @@ _HOME = {
     "OneBitAdam": "onebit_adam",
     "compress_ddp": "integrations.torch.ddp",
     "compress_fsdp": "integrations.torch.fsdp",
-    "init_process_group": "elastic.meeting",
+    "init_process_group": "elastic.rendezvous",
     "local_updates": "integrations.torch.local_updates",
 }
 """Modules of the public names that are not in ``codecs``."""

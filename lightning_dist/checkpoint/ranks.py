@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckp
 from lightning_dist.exchange.handshake import all_facts
 
 Facts = dict[str, Any]
+T = TypeVar("T")
 _CPU = torch.device("cpu")
 
 
@@ -64,6 +65,16 @@ class Ranks:
         values: list[Any] = [None] * self.count
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def on_each(self, action: Callable[[], T]) -> T:
+        """What ``action`` returns on this rank. What it raises on one, all raise."""
+        error: Exception | None = None
+        try:
+            result = action()
+        except Exception as raised:
+            error = raised
+        self.all({}, error=error)
+        return result
 
     def on_first(self, action: Callable[[], Facts]) -> Facts:
         """What ``action`` returns on the leader, which alone runs it. What it raises, all raise."""

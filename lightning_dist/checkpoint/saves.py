@@ -67,6 +67,12 @@ class Saves:
         """The newest checkpoint that is durable; on a rank that writes."""
         return None if self.checkpointer is None else self.checkpointer.last_committed
 
+    @property
+    def has_to_raise(self) -> bool:
+        """Whether this rank knows of a failure that :meth:`report` would raise."""
+        raises = self._settings.on_error == "raise"
+        return raises and any(map(is_fatal, self._failed.values()))
+
     def open(self, folder: str, *, together: bool) -> None:
         """Become the one trainer that writes to ``folder``. Collective.
 

@@ -11,8 +11,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lightning_dist.shared_folder import has_token, leave_token
-
 FINISHED = "finished"
 """The reason of an end that needs no restart."""
 
@@ -31,19 +29,20 @@ class Journal:
     def __init__(
         self, folder: str | None, *, rank: int, clock: Callable[[], float] = time.time
     ) -> None:
-        self._folder = None if folder is None else Path(folder) / _FOLDER
+        self.folder = None if folder is None else Path(folder) / _FOLDER
+        """None where nothing is kept: there is no folder, or the disk has refused a line."""
         self._rank = rank
         self._clock = clock
         self._progress: int | None = None
 
     def write(self, event: str, **facts: Any) -> None:
         """Append one line at once. A disk that refuses it is no reason to stop training."""
-        if self._folder is None:
+        if self.folder is None:
             return
         line = {"event": event, "time": self._clock(), "rank": self._rank, **facts}
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            path = self._folder / f"rank-{self._rank}.jsonl"
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path = self.folder / f"rank-{self._rank}.jsonl"
             handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
             try:
                 size = os.fstat(handle).st_size
@@ -52,49 +51,35 @@ class Journal:
             finally:
                 os.close(handle)
         except OSError:
-            self._folder = None
+            self.folder = None
 
     def progress(self, samples: int) -> None:
         """Note how far training is; a few microseconds, at every step."""
-        if self._folder is None:
+        if self.folder is None:
             return
         record = json.dumps({"samples": samples, "time": self._clock()}).ljust(_WIDTH - 1) + "\n"
         try:
             if self._progress is None:
-                self._folder.mkdir(parents=True, exist_ok=True)
+                self.folder.mkdir(parents=True, exist_ok=True)
                 flags = os.O_WRONLY | os.O_CREAT
-                self._progress = os.open(self._folder / _PROGRESS, flags, 0o644)
+                self._progress = os.open(self.folder / _PROGRESS, flags, 0o644)
             os.pwrite(self._progress, record.encode(), 0)
         except OSError:
-            self._folder = None
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether there is a folder for it."""
-        return self._folder is not None
-
-    def leave_token(self) -> str:
-        """A file for others to look for; its name, or nothing if it cannot be written."""
-        assert self._folder is not None
-        return leave_token(self._folder)
-
-    def has_token(self, name: str) -> bool:
-        """Whether this process sees the file that another has left."""
-        return self._folder is not None and has_token(self._folder, name)
+            self.folder = None
 
     def last_progress(self) -> Progress | None:
         """How far the processes before this one came."""
-        if self._folder is None:
+        if self.folder is None:
             return None
         try:
-            return Progress(**json.loads((self._folder / _PROGRESS).read_text()))
+            return Progress(**json.loads((self.folder / _PROGRESS).read_text()))
         except (OSError, ValueError, TypeError):
             return None
 
     def read(self) -> list[dict[str, Any]]:
         """All lines of all ranks, by time. Lines that a crash has cut short are left out."""
         lines: list[dict[str, Any]] = []
-        for path in sorted(self._folder.glob("rank-*.jsonl")) if self._folder is not None else ():
+        for path in sorted(self.folder.glob("rank-*.jsonl")) if self.folder is not None else ():
             try:
                 texts = path.read_text(errors="replace").splitlines()
             except OSError:
@@ -130,14 +115,14 @@ class Summary:
     Args:
         restarts: how often it has been started again before its end.
         causes: why, in order.
-        seconds_lost: from the last step before a fault to the same step after it, added up.
-        samples_redone: samples that were computed again.
+        lost_time_s: from the last step before a fault to the same step after it, added up.
+        samples_recomputed: samples that were computed again.
     """
 
     restarts: int = 0
     causes: list[str] = field(default_factory=list)
-    seconds_lost: float = 0.0
-    samples_redone: int = 0
+    lost_time_s: float = 0.0
+    samples_recomputed: int = 0
 
 
 def summarize(lines: list[dict[str, Any]], *, run_id: str) -> Summary:
@@ -155,8 +140,8 @@ def summarize(lines: list[dict[str, Any]], *, run_id: str) -> Summary:
     return Summary(
         restarts=len(causes),
         causes=causes,
-        seconds_lost=sum(each["seconds"] for each in mine),
-        samples_redone=sum(each.get("redone") or 0 for each in starts[1:]),
+        lost_time_s=sum(each["seconds"] for each in mine),
+        samples_recomputed=sum(each.get("redone") or 0 for each in starts[1:]),
     )
 
 
@@ -168,4 +153,5 @@ def _cause(ends: list[dict[str, Any]], *, before: dict[str, Any], now: dict[str,
         return f"rank {first['rank']}: {first['reason']}"
     gone = sorted(set(range(before["world_size"])) - {each["rank"] for each in ends})
     ranks = ", ".join(map(str, gone)) or "unknown"
-    return f"rank{'s' if len(gone) > 1 else ''} {ranks} ended without a word (killed)"
+    who = f"rank{'s' if len(gone) > 1 else ''} {ranks}"
+    return f"{who} terminated without a record (SIGKILL or out of memory?)"

@@ -1,11 +1,89 @@
-"""The passes of one epoch, from wherever it is resumed, on one rank."""
+"""How a global batch is dealt to ranks, and which micro-batches an epoch has on one of them."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-from lightning_dist.elastic.layout import Layout
+BatchPolicy = Literal["fixed_global_batch", "scale_lr", "scale_lr:sqrt", "fixed_micro_batch"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who takes how many samples of an optimizer step.
+
+    Args:
+        world_size: ranks.
+        micro_batch: samples that a rank takes in one forward and backward pass, at most.
+        accumulate: micro-batches per optimizer step.
+        global_batch: samples per optimizer step, of all ranks together.
+    """
+
+    world_size: int
+    micro_batch: int
+    accumulate: int
+    global_batch: int
+
+    @classmethod
+    def of_script(cls, *, world_size: int, micro_batch: int, accumulate: int) -> Layout:
+        """What a script means that sets a batch size per rank and micro-batches per step."""
+        return cls(world_size, micro_batch, accumulate, world_size * micro_batch * accumulate)
+
+    def share(self, rank: int, *, begin: int, count: int) -> range:
+        """Which samples of ``begin .. begin + count`` a rank takes: every world_size-th.
+
+        Sample ``p`` goes to rank ``p % world_size``, so the shares of a step differ by one sample
+        at most and the ranks take turns in having more.
+        """
+        first = begin + (rank - begin) % self.world_size
+        return range(first, max(first, begin + count), self.world_size)
+
+    def micro_batches_for(self, count: int) -> int:
+        """Passes that a step of ``count`` samples takes; the same on every rank."""
+        largest = math.ceil(count / self.world_size)
+        return max(1, math.ceil(largest / self.micro_batch))
+
+
+def require_policy(policy: str) -> None:
+    """Raise a ValueError if there is no such policy."""
+    if policy not in get_args(BatchPolicy):
+        names = ", ".join(map(repr, get_args(BatchPolicy)))
+        raise ValueError(f"batch_policy is one of {names}; got {policy!r}")
+
+
+def layout_for(policy: BatchPolicy, first: Layout, *, script: Layout) -> Layout:
+    """The layout for the ranks of ``script`` in a run that began with the layout ``first``.
+
+    Args:
+        policy: ``"fixed_global_batch"`` keeps the global batch and changes the micro-batches per
+            step; the others do what the script says, and the global batch grows with the ranks.
+        script: what the script asks for now.
+
+    Raises:
+        ValueError: more ranks than samples in a global batch.
+    """
+    if policy != "fixed_global_batch":
+        return script
+    world_size, micro_batch = script.world_size, script.micro_batch
+    if world_size > first.global_batch:
+        raise ValueError(
+            f"batch_policy='fixed_global_batch' deals a global batch of {first.global_batch} "
+            f"samples to at most as many ranks; got {world_size} ranks. Start fewer, or use "
+            "batch_policy='scale_lr'"
+        )
+    accumulate = math.ceil(math.ceil(first.global_batch / world_size) / micro_batch)
+    return Layout(world_size, micro_batch, accumulate, first.global_batch)
+
+
+def lr_factor(policy: BatchPolicy, *, before: Layout, now: Layout) -> float:
+    """What the learning rate is multiplied with when the layout changes.
+
+    Linear scaling: Goyal et al. 2017, arXiv 1706.02677. Square root: Krizhevsky 2014,
+    arXiv 1404.5997.
+    """
+    ratio = now.global_batch / before.global_batch
+    return {"scale_lr": ratio, "scale_lr:sqrt": math.sqrt(ratio)}.get(policy, 1.0)
 
 
 @dataclass(frozen=True)
@@ -24,13 +102,13 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Pass:
+class MicroBatch:
     """One forward and backward pass of one rank.
 
     Args:
         samples: which samples of the epoch's order this rank takes; may be empty.
         weight: what its loss, a mean over its samples, is multiplied with, so that the mean over
-            passes and ranks is the mean over the samples of the step.
+            micro-batches and ranks is the mean over the samples of the step.
         ends_step: whether the optimizer steps after it.
     """
 
@@ -41,13 +119,13 @@ class Pass:
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """The passes of an epoch: those before ``begin`` are counted, not described.
+    """The micro-batches of an epoch: those before ``begin`` are counted, not described.
 
     Args:
         layout: how steps are dealt.
-        rank: whose passes these are.
+        rank: whose micro-batches these are.
         begin: where this epoch is resumed; before it are ``begin.steps`` steps of
-            ``layout.accumulate`` passes, as far as counting goes.
+            ``layout.accumulate`` micro-batches, as far as counting goes.
         size: samples of the epoch.
         drop_last: leave out the samples that do not fill a global batch.
     """
@@ -77,37 +155,44 @@ class EpochPlan:
         return self.begin.steps + self._full_steps + (self._tail > 0)
 
     @property
-    def first_pass(self) -> int:
-        """The number of the first pass that is left."""
+    def first_micro_batch(self) -> int:
+        """The number of the first micro-batch that is left."""
         return self.begin.steps * self.layout.accumulate
 
     def __len__(self) -> int:
         """Passes of the whole epoch, those before ``begin`` included."""
-        tail = self.layout.passes_for(self._tail) if self._tail else 0
-        return self.first_pass + self._full_steps * self.layout.accumulate + tail
+        tail = self.layout.micro_batches_for(self._tail) if self._tail else 0
+        return self.first_micro_batch + self._full_steps * self.layout.accumulate + tail
 
-    def pass_at(self, index: int) -> Pass:
-        """The pass with this number in the epoch, from ``first_pass`` on."""
-        assert self.first_pass <= index < len(self), (index, self.first_pass, len(self))
-        step, which = divmod(index - self.first_pass, self.layout.accumulate)
+    def micro_batch_at(self, index: int) -> MicroBatch:
+        """The micro-batch with this number in the epoch, from ``first_micro_batch`` on."""
+        assert self.first_micro_batch <= index < len(self), (
+            index,
+            self.first_micro_batch,
+            len(self),
+        )
+        step, which = divmod(index - self.first_micro_batch, self.layout.accumulate)
         is_tail = step >= self._full_steps
         if is_tail:
-            step, which = self._full_steps, index - len(self) + self.layout.passes_for(self._tail)
+            step, which = (
+                self._full_steps,
+                index - len(self) + self.layout.micro_batches_for(self._tail),
+            )
         count = self._tail if is_tail else self.layout.global_batch
-        passes = self.layout.passes_for(count) if is_tail else self.layout.accumulate
+        passes = self.layout.micro_batches_for(count) if is_tail else self.layout.accumulate
         begin = self.begin.samples + step * self.layout.global_batch
         share = self.layout.share(self.rank, begin=begin, count=count)
         samples = _piece(share, which, of=passes)
-        # DDP divides by the ranks, and a trainer by the passes of a full step.
+        # DDP divides by the ranks, and a trainer by the micro-batches of a full step.
         weight = len(samples) * self.layout.world_size * self.layout.accumulate / count
-        return Pass(samples, weight, which + 1 == passes)
+        return MicroBatch(samples, weight, which + 1 == passes)
 
     def after(self, passes: int) -> Position:
         """The position when ``passes`` of the epoch are done: that of the last optimizer step."""
         if passes >= len(self):
             done = self._left if self._tail else self._full_steps * self.layout.global_batch
             return Position(self.begin.epoch, self.begin.samples + done, self.steps)
-        steps = max(passes - self.first_pass, 0) // self.layout.accumulate
+        steps = max(passes - self.first_micro_batch, 0) // self.layout.accumulate
         steps = min(steps, self._full_steps)
         samples = self.begin.samples + steps * self.layout.global_batch
         return Position(self.begin.epoch, samples, self.begin.steps + steps)
@@ -117,7 +202,7 @@ class EpochPlan:
         """Samples of the epoch that steps use; ``drop_last`` leaves out the rest."""
         return self.after(len(self)).samples
 
-    def passes_after(self, steps: int) -> int:
+    def micro_batches_after(self, steps: int) -> int:
         """Passes that the first ``steps`` optimizer steps of the epoch have taken."""
         return len(self) if steps >= self.steps else steps * self.layout.accumulate
 
@@ -129,8 +214,8 @@ def _piece(share: range, which: int, *, of: int) -> range:
     return share[begin : begin + size + (which < more)]
 
 
-def full_size(size: int, *, limit_passes: int | None, layout: Layout) -> int:
-    """Samples of an epoch of which ``limit_passes`` passes of ``layout`` are wanted."""
-    if limit_passes is None:
+def full_size(size: int, *, limit: int | None, layout: Layout) -> int:
+    """Samples of an epoch of which ``limit`` micro-batches of ``layout`` are wanted."""
+    if limit is None:
         return size
-    return min(size, math.ceil(limit_passes / layout.accumulate) * layout.global_batch)
+    return min(size, math.ceil(limit / layout.accumulate) * layout.global_batch)

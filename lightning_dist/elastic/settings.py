@@ -1,35 +1,71 @@
-"""When a process ends by itself."""
+"""What users set of a run: when it saves, how it deals, and when a process ends by itself."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.elastic.plan import BatchPolicy, require_policy
 
 
 @dataclass(frozen=True)
-class EndSettings:
-    """What counts as a notice, and the bounds on hanging.
+class RunSettings:
+    """What users set of a run, in a Trainer or a loop of their own; see ElasticRestart.
 
     Args:
-        preempted: asked every ``poll_s`` seconds; whether the machine is about to go.
-        poll_s: seconds.
-        grace_period: seconds from a notice to the forced end of the process.
-        hang_timeout: seconds without progress after which the process ends itself; None: never.
+        saving: how checkpoints are taken and written.
+        sharded: every rank writes its part of a checkpoint.
 
     Raises:
-        ValueError: a number that is not positive.
+        ValueError: a setting that is out of range or cannot take effect.
     """
 
-    preempted: Callable[[], bool] | None = None
-    poll_s: float = 5.0
+    dirpath: str | os.PathLike[str]
+    every_n_train_steps: int | None = None
+    every_n_epochs: int = 1
+    max_to_keep: int = 2
+    batch_policy: BatchPolicy = "fixed_global_batch"
+    seed: int | None = None
+    weights_only: bool = True
+    preemption_check: Callable[[], bool] | None = None
+    preemption_poll_interval: float = 5.0
     grace_period: float = 25.0
     hang_timeout: float | None = 600.0
+    saving: CheckpointSettings = field(default_factory=CheckpointSettings)
+    sharded: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("poll_s", "grace_period"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} has to be positive; got {getattr(self, name)}")
+        require_policy(self.batch_policy)
+        if not self.dirpath:
+            raise ValueError("dirpath is the folder that every start looks into; give one")
+        positive = ("every_n_train_steps", "max_to_keep")
+        for name in (*positive, "preemption_poll_interval", "grace_period"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} has to be positive; got {value}")
         if self.hang_timeout is not None and self.hang_timeout <= 0:
             raise ValueError(
                 f"hang_timeout is positive, or None for never; got {self.hang_timeout}"
             )
+        if self.every_n_epochs < 0 or not (self.every_n_train_steps or self.every_n_epochs):
+            raise ValueError(
+                "checkpoints are taken after steps, after epochs or both; got every_n_train_steps="
+                f"{self.every_n_train_steps} and every_n_epochs={self.every_n_epochs}"
+            )
+
+    @property
+    def folder(self) -> str:
+        """An absolute path, or a URL."""
+        folder = os.fspath(self.dirpath)
+        return folder if "://" in folder else os.path.realpath(os.path.expanduser(folder))
+
+    def is_due_after_step(self, steps: int) -> bool:
+        """Whether to save when so many steps are done."""
+        return self.every_n_train_steps is not None and steps % self.every_n_train_steps == 0
+
+    def is_due_after_epoch(self, epoch: int, *, steps: int) -> bool:
+        """Whether to save when ``epoch``, counted from 0, has ended."""
+        by_epochs = self.every_n_epochs > 0 and (epoch + 1) % self.every_n_epochs == 0
+        return by_epochs or self.is_due_after_step(steps)

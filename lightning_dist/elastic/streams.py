@@ -38,11 +38,11 @@ class Shardable(Protocol):
 
 
 class ShardedStream(IterableDataset[list[Any]]):
-    """Lists of samples, one for every pass of one rank, also in the workers of a loader.
+    """Lists of samples, one for every micro-batch of one rank, also in the workers of a loader.
 
     Args:
         dataset: read by every worker, which keeps its part.
-        plan: the passes of the present epoch.
+        plan: the micro-batches of the present epoch.
         on_first: called before the first sample is read in the trainer's own process.
     """
 
@@ -75,8 +75,8 @@ class ShardedStream(IterableDataset[list[Any]]):
             epoch=plan.begin.epoch, start=start, step=plan.layout.world_size
         )
         spare: list[Any] | None = None
-        for number, index in enumerate(range(plan.first_pass, len(plan))):
-            samples = [_next(drawn, self.dataset) for _ in plan.pass_at(index).samples]
+        for number, index in enumerate(range(plan.first_micro_batch, len(plan))):
+            samples = [_next(drawn, self.dataset) for _ in plan.micro_batch_at(index).samples]
             if not samples and spare is None:
                 spare = [
                     next(iter(self.dataset.iter_shard(epoch=plan.begin.epoch, start=0, step=1)))

@@ -13,8 +13,7 @@ from typing import NoReturn
 
 import psutil
 
-from lightning_dist.elastic.deadline import Deadline
-from lightning_dist.elastic.launch import Launch
+from lightning_dist.elastic.rendezvous import Launch
 
 EXIT_STUCK = 76
 """Exit code of a process that ended itself because it hung, or its grace period was over."""
@@ -24,11 +23,38 @@ _PATIENCE = 5.0
 """Seconds for a word before the end."""
 
 
+class Deadline:
+    """A time by which something must have happened; readable from any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._due: float | None = None
+        self._why = ""
+
+    def set(self, seconds: float, why: str) -> None:
+        """Be due in ``seconds`` from now."""
+        self._due, self._why = self._clock() + seconds, why
+
+    @property
+    def is_set(self) -> bool:
+        """Whether it will be due."""
+        return self._due is not None
+
+    def clear(self) -> None:
+        """Not be due."""
+        self._due = None
+
+    def expired(self) -> str:
+        """Why it was set, if it is due; otherwise nothing."""
+        due = self._due
+        return self._why if due is not None and self._clock() >= due else ""
+
+
 class Watchdog:
     """A thread with two deadlines: of the next sign of progress, and of the end.
 
     Args:
-        hang_timeout: seconds without a :meth:`beat` after which the process ends; None: never.
+        hang_timeout: seconds without a :meth:`heartbeat` after which the process ends; None: never.
         last_words: called before that with the reason.
         end: how the process ends.
         clock: in seconds.
@@ -50,15 +76,15 @@ class Watchdog:
         self._progress, self._limit = Deadline(clock), Deadline(clock)
 
     def start(self) -> None:
-        """Begin to watch; :meth:`beat` has to be called from now on."""
-        self.beat()
+        """Begin to watch; :meth:`heartbeat` has to be called from now on."""
+        self.heartbeat()
         threading.Thread(target=self._watch, daemon=True).start()
 
     def stop(self) -> None:
         """Watch no more."""
         self._stopped.set()
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """There is progress."""
         if self._hang_timeout is not None:
             why = f"no progress for {self._hang_timeout:g} s"
@@ -123,7 +149,7 @@ def _end(why: str, siblings: Siblings | None) -> NoReturn:
 
 
 def _say(why: str) -> None:
-    print(f"lightning_dist: this process ends itself: {why}", file=sys.stderr, flush=True)
+    print(f"lightning_dist: watchdog: {why}, exiting ({EXIT_STUCK})", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
 
 

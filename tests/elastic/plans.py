@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from lightning_dist.elastic.layout import Layout, layout_for
-from lightning_dist.elastic.plan import EpochPlan, Pass, Position
+from lightning_dist.elastic.plan import EpochPlan, Layout, MicroBatch, Position, layout_for
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    """What a script says, or what ``constant_global`` makes of it on other ranks."""
+    """What a script says, or what ``fixed_global_batch`` makes of it on other ranks."""
     sizes = {
         "world_size": st.integers(1, 5),
         "micro_batch": st.integers(1, 4),
@@ -31,11 +30,11 @@ def relaid(draw: st.DrawFn, first: Layout) -> Layout:
 
 
 def constant(first: Layout, *, world_size: int, micro_batch: int) -> Layout:
-    """What ``constant_global`` makes of ``first`` where the script asks for this."""
+    """What ``fixed_global_batch`` makes of ``first`` where the script asks for this."""
     script = Layout.of_script(
         world_size=world_size, micro_batch=micro_batch, accumulate=first.accumulate
     )
-    return layout_for("constant_global", first, script=script)
+    return layout_for("fixed_global_batch", first, script=script)
 
 
 @dataclass(frozen=True)
@@ -66,11 +65,11 @@ class Epoch:
         return steps
 
 
-def steps_of(plan: EpochPlan) -> list[list[Pass]]:
+def steps_of(plan: EpochPlan) -> list[list[MicroBatch]]:
     """The passes of a rank that are left, step by step."""
-    steps: list[list[Pass]] = [[]]
-    for index in range(plan.first_pass, len(plan)):
-        steps[-1].append(plan.pass_at(index))
+    steps: list[list[MicroBatch]] = [[]]
+    for index in range(plan.first_micro_batch, len(plan)):
+        steps[-1].append(plan.micro_batch_at(index))
         if steps[-1][-1].ends_step:
             steps.append([])
     assert not steps[-1], "an epoch ends with the end of a step"

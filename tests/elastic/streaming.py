@@ -9,10 +9,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_dist.elastic.layout import Layout
-from lightning_dist.elastic.loading import shard
-from lightning_dist.elastic.plan import EpochPlan, Position
+from lightning_dist.elastic.plan import EpochPlan, Layout, Position
 from lightning_dist.elastic.sampling import Cursor
+from lightning_dist.elastic.sharding import shard
 
 
 class Squares(Dataset[int]):
@@ -68,7 +67,9 @@ class Rank:
     def expected(self) -> list[list[int]]:
         """Positions of every pass that is left, one that is repeated for a rank without."""
         plan = self.plan()
-        passes = [plan.pass_at(index).samples for index in range(plan.first_pass, len(plan))]
+        passes = [
+            plan.micro_batch_at(index).samples for index in range(plan.first_micro_batch, len(plan))
+        ]
         return [list(each) for each in passes]
 
     def go_to(self, epoch: int) -> None:

@@ -165,9 +165,9 @@ def test_what_restarts_have_cost() -> None:
         line("end", 6, 0, reason="ValueError: bad sample", kind="own"),
         start(10, 16, ranks=3),
         line("caught_up", 12, run_id="a", seconds=7.5),
-        line("end", 20, 0, reason="told by others", kind="echo"),
+        line("end", 20, 0, reason="peer preempted", kind="echo"),
         line("end", 21, 2, reason="SIGTERM", kind=""),
-        line("end", 22, 1, reason="told by others", kind="echo"),
+        line("end", 22, 1, reason="peer preempted", kind="echo"),
         start(30, 0),
         line("caught_up", 33, run_id="a", seconds=2.0),
         line("end", 40, 0, reason="finished"),
@@ -175,18 +175,18 @@ def test_what_restarts_have_cost() -> None:
     assert summarize(lines, run_id="a") == Summary(
         restarts=2,
         causes=["rank 0: ValueError: bad sample", "rank 2: SIGTERM"],
-        seconds_lost=9.5,
-        samples_redone=16,
+        lost_time_s=9.5,
+        samples_recomputed=16,
     )
 
 
 @pytest.mark.parametrize(
     ("echoes", "cause"),
     [
-        ([0, 2], "rank 1 ended without a word (killed)"),
-        ([1], "ranks 0, 2 ended without a word (killed)"),
-        ([0, 1, 2], "rank unknown ended without a word (killed)"),
-        ([], "ranks 0, 1, 2 ended without a word (killed)"),
+        ([0, 2], "rank 1 terminated without a record (SIGKILL or out of memory?)"),
+        ([1], "ranks 0, 2 terminated without a record (SIGKILL or out of memory?)"),
+        ([0, 1, 2], "rank unknown terminated without a record (SIGKILL or out of memory?)"),
+        ([], "ranks 0, 1, 2 terminated without a record (SIGKILL or out of memory?)"),
     ],
 )
 def test_who_was_killed_has_not_written(echoes: list[int], cause: str) -> None:
@@ -205,12 +205,14 @@ def test_other_runs_in_the_folder_do_not_count() -> None:
         line("caught_up", 8, run_id="a", seconds=1.0),
     ]
     assert summarize(lines, run_id="a") == Summary(
-        1, ["ranks 0, 1 ended without a word (killed)"], 1.0, 4
+        1, ["ranks 0, 1 terminated without a record (SIGKILL or out of memory?)"], 1.0, 4
     )
 
 
 def test_a_start_that_knows_of_no_progress_has_redone_nothing() -> None:
-    assert summarize([start(0, None), start(1, None), start(2, 3)], run_id="a").samples_redone == 3
+    assert (
+        summarize([start(0, None), start(1, None), start(2, 3)], run_id="a").samples_recomputed == 3
+    )
 
 
 def test_the_account_of_a_journal_is_read_back(journal: Make, clock: Clock) -> None:

@@ -1,16 +1,108 @@
-"""Laws of plans: whatever ranks there are, and wherever an epoch is resumed."""
+"""A global batch, dealt to any number of ranks; laws of plans, wherever an epoch is resumed."""
 
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import Epoch, constant, epochs, relaid, steps_of
+from plans import Epoch, constant, epochs, layouts, relaid, steps_of
 
-from lightning_dist.elastic.layout import Layout
-from lightning_dist.elastic.plan import EpochPlan, Position, full_size
+from lightning_dist.elastic.plan import (
+    BatchPolicy,
+    EpochPlan,
+    Layout,
+    Position,
+    full_size,
+    layout_for,
+    lr_factor,
+    require_policy,
+)
+
+FIRST = Layout(world_size=4, micro_batch=8, accumulate=2, global_batch=64)
+
+
+def test_what_a_script_means() -> None:
+    assert Layout.of_script(world_size=4, micro_batch=8, accumulate=2) == FIRST
+
+
+@given(layouts(), st.integers(0, 50), st.integers(0, 50))
+def test_every_sample_is_of_one_rank(layout: Layout, begin: int, count: int) -> None:
+    shares = [layout.share(r, begin=begin, count=count) for r in range(layout.world_size)]
+    assert sorted(p for share in shares for p in share) == list(range(begin, begin + count))
+    for rank, share in enumerate(shares):
+        assert all(position % layout.world_size == rank for position in share)
+
+
+@given(layouts(), st.integers(0, 50), st.integers(0, 50))
+def test_shares_differ_by_one_sample_at_most(layout: Layout, begin: int, count: int) -> None:
+    sizes = [len(layout.share(r, begin=begin, count=count)) for r in range(layout.world_size)]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(layouts(), st.integers(0, 50))
+def test_no_fewer_passes_would_do(layout: Layout, count: int) -> None:
+    passes = layout.micro_batches_for(count)
+    room = layout.world_size * layout.micro_batch
+    assert count <= passes * room
+    assert passes == 1 or count > (passes - 1) * room
+
+
+@pytest.mark.parametrize(
+    ("world_size", "micro_batch", "accumulate"),
+    [(4, 8, 2), (3, 8, 3), (1, 8, 8), (8, 8, 1), (64, 8, 1), (4, 5, 4), (4, 64, 1), (5, 1, 13)],
+)
+def test_a_constant_global_batch_takes_other_passes(
+    world_size: int, micro_batch: int, accumulate: int
+) -> None:
+    layout = constant(FIRST, world_size=world_size, micro_batch=micro_batch)
+    assert layout == Layout(world_size, micro_batch, accumulate, 64)
+    assert layout.micro_batches_for(64) == accumulate
+
+
+@pytest.mark.parametrize("policy", ["scale_lr", "scale_lr:sqrt", "fixed_micro_batch"])
+def test_other_policies_do_what_the_script_says(policy: BatchPolicy) -> None:
+    script = Layout.of_script(world_size=6, micro_batch=8, accumulate=3)
+    assert layout_for(policy, FIRST, script=script) == script == Layout(6, 8, 3, 144)
+
+
+def test_more_ranks_than_samples() -> None:
+    message = (
+        "batch_policy='fixed_global_batch' deals a global batch of 64 samples to at most as many "
+        "ranks; got 65 ranks. Start fewer, or use batch_policy='scale_lr'"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        constant(FIRST, world_size=65, micro_batch=8)
+
+
+@pytest.mark.parametrize(
+    ("policy", "factor"),
+    [
+        ("fixed_global_batch", 1.0),
+        ("fixed_micro_batch", 1.0),
+        ("scale_lr", 0.25),
+        ("scale_lr:sqrt", 0.5),
+    ],
+)
+def test_learning_rates_follow_the_global_batch(policy: BatchPolicy, factor: float) -> None:
+    script = Layout.of_script(world_size=1, micro_batch=8, accumulate=FIRST.accumulate)
+    now = layout_for(policy, FIRST, script=script)
+    assert lr_factor(policy, before=FIRST, now=now) == factor
+    assert lr_factor(policy, before=now, now=FIRST) == 1 / factor
+    assert lr_factor(policy, before=FIRST, now=FIRST) == 1.0
+
+
+def test_a_policy_that_there_is_not() -> None:
+    for policy in ("fixed_global_batch", "scale_lr", "scale_lr:sqrt", "fixed_micro_batch"):
+        require_policy(policy)
+    message = (
+        "batch_policy is one of 'fixed_global_batch', 'scale_lr', 'scale_lr:sqrt', "
+        "'fixed_micro_batch'; got 'scale'"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        require_policy("scale")
 
 
 @given(epochs())
@@ -29,7 +121,7 @@ def test_all_ranks_take_equally_many_passes(epoch: Epoch) -> None:
     assert all(shape == shapes[0] for shape in shapes)
     assert all(size <= epoch.layout.accumulate for size in shapes[0])
     assert all(size == epoch.layout.accumulate for size in shapes[0][:-1])
-    assert {len(plan) for plan in epoch.plans} == {epoch.plan(0).first_pass + sum(shapes[0])}
+    assert {len(plan) for plan in epoch.plans} == {epoch.plan(0).first_micro_batch + sum(shapes[0])}
 
 
 @given(epochs())
@@ -71,18 +163,18 @@ def test_full_passes_have_weight_one(epoch: Epoch) -> None:
 def test_positions_are_those_of_whole_steps(epoch: Epoch) -> None:
     plan, begin = epoch.plan(0), epoch.begin
     samples, steps = begin.samples, begin.steps
-    for done in range(plan.first_pass + 1):
+    for done in range(plan.first_micro_batch + 1):
         assert plan.after(done) == begin
-    for index in range(plan.first_pass, len(plan)):
-        if plan.pass_at(index).ends_step:
+    for index in range(plan.first_micro_batch, len(plan)):
+        if plan.micro_batch_at(index).ends_step:
             samples += len(epoch.steps_of_samples()[steps - begin.steps])
             steps += 1
-            assert plan.passes_after(steps) == index + 1
+            assert plan.micro_batches_after(steps) == index + 1
         assert plan.after(index + 1) == Position(begin.epoch, samples, steps)
     assert plan.steps == steps
     assert plan.used == samples
     assert plan.after(len(plan) + 5) == plan.after(len(plan))
-    assert plan.passes_after(plan.steps + 5) == len(plan)
+    assert plan.micro_batches_after(plan.steps + 5) == len(plan)
 
 
 @given(epochs(), st.data())
@@ -90,7 +182,7 @@ def test_another_layout_goes_on_with_the_samples_that_are_left(
     epoch: Epoch, data: st.DataObject
 ) -> None:
     plan = epoch.plan(0)
-    done = data.draw(st.integers(plan.first_pass, max(plan.first_pass, len(plan))))
+    done = data.draw(st.integers(plan.first_micro_batch, max(plan.first_micro_batch, len(plan))))
     begin = plan.after(done)
     layout = data.draw(st.composite(lambda draw: relaid(draw, epoch.layout))())
     resumed = Epoch(layout, begin, epoch.size, epoch.drop_last)
@@ -125,7 +217,7 @@ def test_an_epoch_of_many_restarts_has_every_sample_once(
     now, wanted = epoch, [s for step in epoch.steps_of_samples() for s in step]
     for passes in [*lives, 10**6]:
         plan = now.plan(0)
-        end = plan.after(min(plan.first_pass + passes, len(plan)))
+        end = plan.after(min(plan.first_micro_batch + passes, len(plan)))
         for each in now.plans:
             for step in steps_of(each)[: end.steps - now.begin.steps]:
                 seen += [s for piece in step for s in piece.samples]
@@ -153,15 +245,15 @@ def test_an_example() -> None:
 def test_an_epoch_that_has_ended_has_no_passes_left(drop_last: bool) -> None:
     layout = Layout(2, 2, 2, 8)
     plan = EpochPlan(layout, 0, EpochPlan(layout, 0, Position(), 20, drop_last).after(99), 20)
-    assert EpochPlan(layout, 0, plan.begin, 20, drop_last).first_pass == len(
+    assert EpochPlan(layout, 0, plan.begin, 20, drop_last).first_micro_batch == len(
         EpochPlan(layout, 0, plan.begin, 20, drop_last)
     )
 
 
 def test_a_limit_in_passes_is_one_of_whole_steps() -> None:
     layout = Layout(2, 4, 3, 24)
-    assert full_size(100, limit_passes=None, layout=layout) == 100
-    assert full_size(100, limit_passes=3, layout=layout) == 24
-    assert full_size(100, limit_passes=4, layout=layout) == 48
-    assert full_size(100, limit_passes=99, layout=layout) == 100
-    assert full_size(100, limit_passes=0, layout=layout) == 0
+    assert full_size(100, limit=None, layout=layout) == 100
+    assert full_size(100, limit=3, layout=layout) == 24
+    assert full_size(100, limit=4, layout=layout) == 48
+    assert full_size(100, limit=99, layout=layout) == 100
+    assert full_size(100, limit=0, layout=layout) == 0

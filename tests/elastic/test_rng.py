@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_dist.elastic import rng
-from lightning_dist.elastic.seeds import derive_seed
+from lightning_dist.elastic.rng import derive_seed
 
 
 def draw() -> list[float]:

@@ -11,7 +11,7 @@ from hypothesis import given
 from plans import Epoch, epochs
 from streaming import Numbers, Rank
 
-from lightning_dist.elastic.layout import Layout
+from lightning_dist.elastic.plan import Layout
 from lightning_dist.elastic.streams import Shardable, ShardedStream
 
 
@@ -21,7 +21,9 @@ def test_lists_are_the_passes_of_the_plan(epoch: Epoch) -> None:
     for plan in epoch.plans:
         stream = ShardedStream(Numbers(epoch.size), lambda plan=plan: plan)
         got = list(stream)
-        passes = [plan.pass_at(index).samples for index in range(plan.first_pass, len(plan))]
+        passes = [
+            plan.micro_batch_at(index).samples for index in range(plan.first_micro_batch, len(plan))
+        ]
         for samples, positions in zip(got, passes, strict=True):
             assert samples == [first + p for p in positions] or (not positions and samples)
             assert len(samples) == max(len(positions), 1)
@@ -56,7 +58,7 @@ def test_a_rank_without_a_sample_takes_one_of_no_weight() -> None:
     rank.go_to(2)
     plan = rank.plan()
     assert list(ShardedStream(Numbers(8), rank.plan)) == [[2002, 2005], [2000]]
-    assert plan.pass_at(1).weight == 0
+    assert plan.micro_batch_at(1).weight == 0
 
 
 def test_a_length_that_is_too_large() -> None:

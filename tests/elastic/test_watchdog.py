@@ -12,8 +12,7 @@ import pytest
 from processes import Finished, run
 
 from lightning_dist.elastic import watchdog
-from lightning_dist.elastic.deadline import Deadline
-from lightning_dist.elastic.watchdog import EXIT_STUCK, Watchdog
+from lightning_dist.elastic.watchdog import EXIT_STUCK, Deadline, Watchdog
 
 LIMIT = 20.0
 HANGING = Path(__file__).with_name("hanging.py")
@@ -79,7 +78,7 @@ def test_progress_puts_it_off() -> None:
     watched.dog.start()
     for watched.clock.now in (29.0, 58.0, 87.0):
         watched.clock.wait_until_looked_at()
-        watched.dog.beat()
+        watched.dog.heartbeat()
     assert watched.said == []
     watched.dog.stop()
 
@@ -102,7 +101,7 @@ def test_progress_does_not_put_off_the_end() -> None:
     watched.dog.start()
     watched.dog.end_within(20, "the grace period is over")
     watched.clock.now = 19.0
-    watched.dog.beat()
+    watched.dog.heartbeat()
     watched.clock.now = 20.0
     assert watched.ended.wait(LIMIT)
     assert watched.said[-1] == "the grace period is over"
@@ -111,7 +110,7 @@ def test_progress_does_not_put_off_the_end() -> None:
 def test_without_a_timeout_only_the_end_counts() -> None:
     watched = Watched(None)
     watched.dog.start()
-    watched.dog.beat()
+    watched.dog.heartbeat()
     watched.clock.now = 10.0**9
     watched.dog.end_within(5, "enough")
     watched.clock.wait_until_looked_at()
@@ -140,7 +139,7 @@ def test_a_process_in_a_call_that_does_not_return(hang: Callable[[str], Finished
     assert finished.returncode == EXIT_STUCK == 76
     _, _, after = finished.output.partition("hangs\n")
     assert after.startswith("last words: no progress for 0.2 s\n")
-    assert "lightning_dist: this process ends itself: no progress for 0.2 s\n" in after
+    assert "lightning_dist: watchdog: no progress for 0.2 s, exiting (76)\n" in after
     assert "in train_a_step" in after, "where its threads are"
     assert "in _watch" in after
 
@@ -148,7 +147,7 @@ def test_a_process_in_a_call_that_does_not_return(hang: Callable[[str], Finished
 def test_a_process_whose_grace_period_is_over(hang: Callable[[str], Finished]) -> None:
     finished = hang("told")
     assert finished.returncode == EXIT_STUCK
-    assert "ends itself: SIGTERM, and the grace period is over\n" in finished.output
+    assert "watchdog: SIGTERM, and the grace period is over, exiting (76)\n" in finished.output
 
 
 @pytest.mark.parametrize("way", ["words fail", "words hang", "nobody reads", "stderr closed"])

@@ -238,7 +238,8 @@ def _fit(job: Job, folder: Path, strike: Strike, hooks: Sequence[str]) -> dict[s
         module=module,
         **{**_strategy_of(job.codec), **job.fit},
     )
-    return {"hash": hash_of(module), "step": trainer.global_step, "epoch": trainer.current_epoch}
+    where = {"step": trainer.global_step, "epoch": trainer.current_epoch}
+    return {"hash": hash_of(module), **where, "left": _left()}
 
 
 def _watch(hook: str, module: Any, strike: Strike) -> Any:
@@ -273,7 +274,15 @@ def _loop(job: Job, folder: Path, strike: Strike, hooks: Sequence[str]) -> dict[
     found, step = train(
         folder, job.framework, codec=job.codec, strike=strike, loader=job.loader, **job.fit
     )
-    return {"hash": found, "step": step}
+    return {"hash": found, "step": step, "left": _left()}
+
+
+def _left() -> list[str]:
+    """Process groups of elastic restart that are still there."""
+    from torch.distributed import distributed_c10d
+
+    groups = distributed_c10d._world.pg_map
+    return [each.group_desc for each in groups if each.group_desc.startswith("elastic-")]
 
 
 def _strategy_of(codec: str | None) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class Account(L.Callback):
         self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, index: int
     ) -> None:
         restart = next(c for c in trainer.callbacks if isinstance(c, ElasticRestart))
-        if restart.this_pass is None or restart.this_pass.weight:
+        if restart.micro_batch is None or restart.micro_batch.weight:
             self.ids += batch[0].tolist()
         if trainer.global_step == self.before:
             return

@@ -39,7 +39,7 @@ def train(
     }
     # It computes from the rate that it began with, which has to be scaled too.
     falling = torch.optim.lr_scheduler.LambdaLR(optimizers["judge"], lambda n: 0.5 ** (n // 5))
-    settings = {"every_n_steps": 2, "seed": 5, "accumulate": 2, **elastic}
+    settings = {"every_n_train_steps": 2, "seed": 5, "gradient_accumulation_steps": 2, **elastic}
     state = {
         **{f"{name}_model": each for name, each in models.items()},
         **{f"{name}_optimizer": each for name, each in optimizers.items()},
@@ -53,11 +53,11 @@ def train(
         for epoch in loop.epochs(2):
             for numbers, x in loop.batches():
                 made = models["maker"](x)
-                _backward(loop.weighted, models["judge"], real=x, made=made.detach())
+                _backward(loop.scale_loss, models["judge"], real=x, made=made.detach())
                 with frozen(inner["judge"]):
-                    loop.weighted(-inner["judge"](made).mean()).backward()
-                ids += numbers.tolist() if loop.this_pass.weight else []
-                if not loop.ends_step:
+                    loop.scale_loss(-inner["judge"](made).mean()).backward()
+                ids += numbers.tolist() if loop.micro_batch.weight else []
+                if not loop.sync_gradients:
                     continue
                 rates.append([each.param_groups[0]["lr"] for each in optimizers.values()])
                 for each in optimizers.values():
@@ -66,7 +66,7 @@ def train(
                 falling.step()
                 _note(folder / "account", loop.steps + 1, epoch, ids, inner)
                 ids = []
-                loop.step_ended()
+                loop.step_done()
                 if loop.steps == fail_at:
                     raise Fault
     return {"hash": hash_of(inner), "steps": loop.steps, "rates": rates}
@@ -99,7 +99,7 @@ def main(folder: Path) -> None:
     with suppress(Fault):
         train(folder / "run", fail_at=5)
     found["run"] = train(folder / "run")
-    for policy in ("scale_lr", "scale_lr:sqrt", "constant_global"):
+    for policy in ("scale_lr", "scale_lr:sqrt", "fixed_global_batch"):
         with suppress(Fault):
             train(folder / policy, fail_at=5, batch_policy=policy)
     (folder / f"found-{os.environ['RANK']}.json").write_text(json.dumps(found))

@@ -102,7 +102,7 @@ def train(
     model, optimizer, backward = FRAMEWORKS[framework](module, optimizer, codec)
     torch.manual_seed(2), random.seed(2), np.random.seed(2)
     ids: list[int] = []
-    settings = {"every_n_steps": 2, "seed": 5, **(elastic or {})}
+    settings = {"every_n_train_steps": 2, "seed": 5, **(elastic or {})}
     if saving is not None:
         settings["checkpoint"] = CheckpointSettings(**{"snapshot": "blocking", **saving})
     with ElasticLoop(
@@ -115,17 +115,17 @@ def train(
             for numbers, x in loop.batches():
                 loss = nn.functional.mse_loss(model(x), x.flip(1))
                 strike("in_pass", loop.steps)
-                backward(loop.weighted(loss))
+                backward(loop.scale_loss(loss))
                 strike("after_backward", loop.steps)
-                ids += numbers.tolist() if loop.this_pass.weight else []
-                if loop.ends_step:
+                ids += numbers.tolist() if loop.micro_batch.weight else []
+                if loop.sync_gradients:
                     optimizer.step()
                     strike("after_optimizer", loop.steps)
                     scheduler.step()
                     optimizer.zero_grad()
                     _note(folder / "account", loop.steps + 1, epoch, ids, module)
                     ids = []
-                    loop.step_ended()
+                    loop.step_done()
                     strike("after_step", loop.steps)
                     watch(loop)
             strike("after_epoch", loop.steps)

@@ -45,6 +45,12 @@ def test_best_is_of_the_callback_that_monitors(tmp_path: Path, kind: Any, order:
     assert trainer.checkpoint_callback is monitors
 
 
+def test_best_is_the_newest_where_nobody_monitors(tmp_path: Path) -> None:
+    trainer, module = fit(tmp_path, max_epochs=2)
+    trainer.validate(module, validation(), ckpt_path="best", verbose=False)
+    assert str(trainer.ckpt_path).endswith("step=24.ckpt")
+
+
 def start_of(caplog: pytest.LogCaptureFixture) -> str:
     (line,) = [each for each in caplog.messages if each.startswith("elastic: world")]
     return line

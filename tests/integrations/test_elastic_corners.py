@@ -15,8 +15,8 @@ from elastic_runs import FailAt, Fault, Net, committed, fit, hash_of, make_loade
 from lightning.pytorch.callbacks import EarlyStopping
 from torch.utils.data import DataLoader
 
-from lightning_dist.elastic.state import KEY
-from lightning_dist.integrations.lightning.elastic.signals import Preempted
+from lightning_dist.elastic.progress import KEY
+from lightning_dist.integrations.lightning.elastic.connectors import Preempted
 
 
 def ids_of(folder: Path) -> list[list[int]]:
@@ -148,7 +148,11 @@ def test_a_training_in_a_thread_hears_its_cloud(tmp_path: Path) -> None:
 
     def train() -> None:
         try:
-            fit(tmp_path, elastic={"preempted": lambda: True, "poll_s": 0.01}, max_epochs=1000)
+            fit(
+                tmp_path,
+                elastic={"preemption_check": lambda: True, "preemption_poll_interval": 0.01},
+                max_epochs=1000,
+            )
         except BaseException as error:
             ended.append(error)
 

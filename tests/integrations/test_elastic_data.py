@@ -34,12 +34,14 @@ def test_a_restart_goes_on_in_the_data(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_stream_that_does_not_say_how_it_is_dealt_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"SilentStream .* __len__ and iter_shard.*exact_data=Fal"):
+    with pytest.raises(
+        ValueError, match=r"SilentStream .* __len__ and iter_shard.*strict_data=Fal"
+    ):
         fit(tmp_path, loader=lambda: DataLoader(SilentStream(), batch_size=4))
 
 
 def test_without_exactness_the_epoch_begins_anew(tmp_path: Path) -> None:
-    settings = {"elastic": {"exact_data": False}, "max_epochs": 2}
+    settings = {"elastic": {"strict_data": False}, "max_epochs": 2}
 
     def loader() -> DataLoader:
         return DataLoader(SilentStream(), batch_size=4)

@@ -58,7 +58,7 @@ def test_a_launcher_that_is_told_to_end_leaves_a_checkpoint(tmp_path: Path) -> N
     script = SCRIPT.with_name("elastic_told.py")
     command = [*PROGRAM, "--nproc-per-node", "2", str(script), str(tmp_path)]
     (done,) = run_together([command], [{}], limit=LIMIT)
-    assert "everything is saved" in done.output
+    assert "checkpoint committed" in done.output
     assert list(tmp_path.glob("*.ckpt"))
 
 
@@ -68,7 +68,7 @@ def test_the_example_runs_under_the_launcher(tmp_path: Path) -> None:
     command = [*PROGRAM, "--nproc-per-node", "2", str(example), *arguments]
     (done,) = run_together([command], [{}], limit=LIMIT)
     done.require_success()
-    assert "elastic: world 2, fresh start; global batch 16: 1 pass on 2 ranks" in done.output
+    assert "elastic: world 2, fresh start; global batch 16: 1 micro-batch on 2 ranks" in done.output
     assert list((tmp_path / "out").glob("*step=12.ckpt"))
 
 

@@ -14,7 +14,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from processes import Finished, run
 
 from lightning_dist.elastic.watchdog import EXIT_STUCK
-from lightning_dist.integrations.lightning.elastic.signals import Preempted, requeue
+from lightning_dist.integrations.lightning.elastic.connectors import Preempted, requeue
 
 MAIN = """
 import signal, sys, os
@@ -32,7 +32,7 @@ elif what == "slow":
     import threading
     from lightning_dist.checkpoint.disk.writer import Writer
     from lightning_dist.elastic.watchdog import Watchdog
-    beats, enough, do, beat = [], threading.Event(), Writer.do, Watchdog.beat
+    beats, enough, do, beat = [], threading.Event(), Writer.do, Watchdog.heartbeat
     def noted(self):
         beats.append(1)
         if len(beats) == 5:  # a quarter of hang_timeout each
@@ -43,7 +43,7 @@ elif what == "slow":
         do(self, *arguments)
     def hold():
         beats.clear()
-        Writer.do, Watchdog.beat = slow, noted
+        Writer.do, Watchdog.heartbeat = slow, noted
     trainer, _ = fit(folder, FailAt("on_train_end", 12, hold), max_epochs=1,
                      elastic={"hang_timeout": 5.0})
     print("all saved after", len(beats), "beats", enough.is_set())
@@ -53,7 +53,7 @@ elif what == "hang":
     Watchdog.start = lambda self: (dogs.append(self), start(self))
     def hang():
         dogs[0]._hang_timeout = 0.3  # the start may take longer
-        dogs[0].beat()
+        dogs[0].heartbeat()
         os.read(os.pipe()[0], 1)
     fit(folder, FailAt("on_after_backward", 7, hang), elastic={"hang_timeout": 60.0})
 else:
@@ -74,7 +74,7 @@ def start(quick_python: list[str]) -> Start:
 
 def test_a_signal_ends_a_process_well(start: Start, tmp_path: Path) -> None:
     done = start("SIGTERM", tmp_path / "run").require_success()
-    assert "elastic: stopped at step 8 (rank 0: SIGTERM), everything is saved" in done.output
+    assert "elastic: preempted at step 8 (rank 0: SIGTERM); checkpoint committed" in done.output
     assert max(committed(tmp_path / "run" / "account")) == 8
 
 
@@ -115,7 +115,7 @@ def test_a_process_that_cannot_stop_is_ended(
 ) -> None:
     done = start(what, tmp_path / "run")
     assert done.returncode == EXIT_STUCK
-    assert f"this process ends itself: {why}" in done.output
+    assert f"watchdog: {why}" in done.output
     assert "in fail" in done.output, "where it hung"
 
 
@@ -133,7 +133,7 @@ def test_a_notice_of_the_cloud(tmp_path: Path) -> None:
         noticed.set()
         return True
 
-    settings = {"preempted": preempted, "poll_s": 0.01}
+    settings = {"preemption_check": preempted, "preemption_poll_interval": 0.01}
     waits = FailAt("on_train_batch_start", 3, lambda: noticed.wait(30) and None)
     with pytest.raises(Preempted) as ended:
         fit(tmp_path / "run", waits, max_epochs=1, elastic=settings)

@@ -12,7 +12,7 @@ from elastic_jobs import Fault, Job, run_jobs
 from processes import Finished, run
 
 from lightning_dist.checkpoint.disk.scan import newest_valid
-from lightning_dist.elastic.life import EXIT_UNSAVED
+from lightning_dist.elastic.lifecycle import EXIT_UNSAVED
 
 MAIN = """
 import json, logging, resource, sys, threading
@@ -21,7 +21,7 @@ from elastic_jobs import KINDS, limit_files_of_writer
 from elastic_runs import FailAt, fit
 from loop_runs import train
 from lightning_dist.checkpoint.checkpointer import Checkpointer
-from lightning_dist.elastic.notice import Notices
+from lightning_dist.elastic.preemption import PreemptionListener
 saving = {"on_error": "warn", "writer": "process", "snapshot": "sync"}
 framework, folder, steps = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
 def space_after_a_failure():
@@ -31,11 +31,11 @@ def space_after_a_failure():
         on_failed(self, event)
     Checkpointer._on_failed = mended
 def terminate():  # and wait until the thread of signals has taken note of it
-    heard, give = threading.Event(), Notices.give
+    heard, give = threading.Event(), PreemptionListener.give
     def told(self, reason):
         give(self, reason)
         heard.set()
-    Notices.give = told
+    PreemptionListener.give = told
     KINDS["terminate"]()
     assert heard.wait(60)
 kinds = KINDS | {"terminate": terminate}
@@ -50,7 +50,7 @@ if framework == "trainer":
     hooks = [FailAt("on_after_backward", at, action) for at, action in actions.items()]
     fit(folder, *hooks, elastic={**saving, "every_n_train_steps": 4})
 else:
-    train(folder, "plain", strike=strike, saving=saving, elastic={"every_n_steps": 4})
+    train(folder, "plain", strike=strike, saving=saving, elastic={"every_n_train_steps": 4})
 """
 FRAMEWORKS = ("trainer", "loop")
 
@@ -70,7 +70,7 @@ def end(quick_python: list[str]) -> Callable[..., Finished]:
 def test_without_any_checkpoint(framework: str, end: Any, tmp_path: Path) -> None:
     done = end(framework, tmp_path, full_disk=0, terminate=7)
     assert (
-        "elastic: stopped at step 8 (rank 0: SIGTERM), which could not be saved; there is no "
+        "elastic: preempted at step 8 (rank 0: SIGTERM), which could not be saved; there is no "
         "complete checkpoint;" in done.output
     )
     assert "is saved" not in done.output
@@ -82,8 +82,8 @@ def test_without_any_checkpoint(framework: str, end: Any, tmp_path: Path) -> Non
 def test_with_an_earlier_checkpoint(framework: str, end: Any, tmp_path: Path) -> None:
     done = end(framework, tmp_path, full_disk=5, terminate=7)
     assert (
-        "elastic: stopped at step 8 (rank 0: SIGTERM), which could not be saved; the last complete "
-        "checkpoint is of step 4;" in done.output
+        "elastic: preempted at step 8 (rank 0: SIGTERM), which could not be saved; the last "
+        "complete checkpoint is of step 4;" in done.output
     )
     assert done.returncode == EXIT_UNSAVED
     newest = newest_valid(str(tmp_path / "ckpt"))
@@ -105,31 +105,43 @@ def test_a_save_of_this_step_that_failed_is_tried_again(
 ) -> None:
     """Step 8 is due, and the one at which all stop; after its failure there is space again."""
     done = end(framework, tmp_path, full_disk=5, space=8, terminate=7)
-    assert "elastic: stopped at step 8 (rank 0: SIGTERM), everything is saved" in done.output
+    assert "elastic: preempted at step 8 (rank 0: SIGTERM); checkpoint committed" in done.output
     assert done.returncode == 0
     newest = newest_valid(str(tmp_path / "ckpt"))
     assert newest is not None
     assert "step=8" in newest.path
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(240)
 def test_all_ranks_know(tmp_path: Path, quick_python: list[str]) -> None:
-    """Rank 0 cannot write, and rank 1 is told."""
-    saving = {"on_error": "warn", "writer": "process", "snapshot": "sync"}
-    settings: dict[str, dict[str, Any]] = {
-        "trainer": {"elastic": {**saving, "every_n_train_steps": 4}},
-        "plain": {"elastic": {"every_n_steps": 4}, "saving": saving},
-    }
+    """Rank 0 cannot write. Rank 1 is told to end; or else a failure ends all at one step."""
     jobs = []
     for framework, hook in (("trainer", "on_after_backward"), ("plain", "after_backward")):
-        faults = Fault("full_disk", hook, 5, (0,)), Fault("terminate", hook, 7)
-        folder, fit = str(tmp_path / framework), settings[framework]
-        jobs.append(
-            Job(framework, folder, faults=faults, max_restarts=0, framework=framework, fit=fit)
-        )
+        for on_error in ("warn", "raise"):
+            faults = [Fault("full_disk", hook, 5, (0,))]
+            faults += [Fault("terminate", hook, 7)] if on_error == "warn" else []
+            saving = {"on_error": on_error, "writer": "process", "snapshot": "sync"}
+            fit: dict[str, Any] = {"elastic": {"every_n_train_steps": 4}}
+            if framework == "trainer":
+                fit["elastic"] |= saving
+            else:
+                fit["saving"] = saving
+            name = f"{framework}-{on_error}"
+            folder = str(tmp_path / name)
+            jobs.append(
+                Job(name, folder, faults=faults, max_restarts=0, framework=framework, fit=fit)
+            )
     done = run_jobs(jobs, tmp_path, python=quick_python)
     for job in jobs:
         assert not done[job.name]["hung"]
-        # The agent ends the other one as soon as the first is gone.
-        codes = {path.read_text() for path in Path(job.folder).glob("exit-0-*")}
-        assert codes == {"74"}, job.name
+        if job.name.endswith("warn"):
+            # The agent ends the other one as soon as the first is gone.
+            codes = {path.read_text() for path in Path(job.folder).glob("exit-0-*")}
+            assert codes == {"74"}, job.name
+        else:
+            journals = Path(job.folder, "ckpt", "elastic").glob("rank-*.jsonl")
+            ends = [json.loads(each.read_text().splitlines()[-1]) for each in journals]
+            assert {each["rank"] for each in ends} == {0, 1}
+            (reason,) = {each["reason"] for each in ends}
+            assert reason.startswith("CheckpointError: the checkpoint "), job.name
+            assert "was not written: OSError" in reason

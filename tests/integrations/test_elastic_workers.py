@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader
 
 from lightning_dist.elastic.workers import ToldOnce
-from lightning_dist.integrations.lightning.elastic.sources import KeptSource
+from lightning_dist.integrations.lightning.elastic.connectors import KeptSource
 
 
 def test_workers_have_the_seeds_of_seed_everything(tmp_path: Path) -> None:

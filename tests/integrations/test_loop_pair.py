@@ -32,7 +32,7 @@ def test_a_second_start_goes_on_to_the_same_end(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("policy", "factor", "batch"),
-    [("scale_lr", 0.5, 8), ("scale_lr:sqrt", 0.5**0.5, 8), ("constant_global", 1.0, 16)],
+    [("scale_lr", 0.5, 8), ("scale_lr:sqrt", 0.5**0.5, 8), ("fixed_global_batch", 1.0, 16)],
 )
 def test_one_rank_goes_on_with_other_learning_rates(
     policy: Any, factor: float, batch: int, folder: Path

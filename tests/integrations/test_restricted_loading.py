@@ -20,7 +20,7 @@ from lightning_dist import ElasticLoop
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.restricted import require_loadable
 from lightning_dist.checkpoint.settings import CheckpointSettings
-from lightning_dist.elastic.state import KEY
+from lightning_dist.elastic.progress import KEY
 
 ODD = {
     "path": (pathlib.PurePosixPath("data"), "PurePosixPath"),
@@ -149,8 +149,8 @@ def loop_with(folder: Path, value: Any, **settings: Any) -> ElasticLoop:
 def one_epoch(loop: ElasticLoop) -> None:
     for _ in loop.epochs(1):
         for _batch in loop.batches():
-            loop.weighted(torch.ones((), requires_grad=True)).backward()
-            loop.step_ended()
+            loop.scale_loss(torch.ones((), requires_grad=True)).backward()
+            loop.step_done()
 
 
 def test_a_loop_refuses_at_once_what_it_could_not_load(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_runs import FailAt, Fault, fit
+from elastic_runs import FailAt, Fault, Numbered, fit, make_loader
 from loop_runs import train
 from torch import nn
 
@@ -46,6 +46,7 @@ FINISH = {
     "ElasticLoop": lambda folder: train(folder, "plain"),
     "ElasticRestart": lambda folder: fit(folder, validate=False),
 }
+OTHER = {"sampler": range(40), "shuffle": None}
 KINDS = pytest.mark.parametrize("kind", UNTIL)
 
 
@@ -168,11 +169,32 @@ def test_async_state_does_not_replace_a_copy(tmp_path: Path) -> None:
         state.wait()
 
 
-def test_a_start_that_finds_nothing_whole_removes_nothing(tmp_path: Path) -> None:
-    loop_until(tmp_path, 5)
+@KINDS
+def test_a_start_that_finds_nothing_whole_removes_nothing(tmp_path: Path, kind: str) -> None:
+    UNTIL[kind](tmp_path, 5)
     for path in (tmp_path / "ckpt").glob("*.ckpt"):
         path.write_bytes(path.read_bytes()[:-100])
     before = names(tmp_path / "ckpt")
     with pytest.raises(CheckpointError, match="none of the checkpoints"):
-        train(tmp_path, "plain")
+        FINISH[kind](tmp_path)
     assert names(tmp_path / "ckpt") == before
+
+
+@KINDS
+def test_a_folder_of_others_only_is_refused(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "ckpt").mkdir()
+    torch.save({"weights": torch.ones(3)}, tmp_path / "ckpt" / "theirs.ckpt")
+    with pytest.raises(ValueError, match=r"theirs.ckpt was not saved under ElasticRestart or"):
+        FINISH[kind](tmp_path)
+    assert names(tmp_path / "ckpt") == {"theirs.ckpt"}
+
+
+@KINDS
+def test_a_folder_of_another_dataset_is_refused(tmp_path: Path, kind: str) -> None:
+    other = {
+        "ElasticLoop": lambda: train(tmp_path, "plain", loader=OTHER),
+        "ElasticRestart": lambda: fit(tmp_path, loader=lambda: make_loader(Numbered(40))),
+    }
+    UNTIL[kind](tmp_path, 7)
+    with pytest.raises(ValueError, match=r"of another run: its epochs have 48 samples.* has 40"):
+        other[kind]()

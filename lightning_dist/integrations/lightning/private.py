@@ -27,12 +27,10 @@ _CONNECTORS = f"{_PYTORCH}.trainer.connectors"
 
 NAMES: Table = {
     f"{_PYTORCH}.callbacks:ModelCheckpoint": (
-        "_ModelCheckpoint__resolve_ckpt_dir _ModelCheckpoint__warn_if_dir_not_empty "
-        "_enable_version_counter _every_n_train_steps _find_last_checkpoints _fs "
-        "_last_checkpoint_saved _last_global_step_saved _link_checkpoint _monitor_candidates "
-        "_remove_checkpoint _save_checkpoint _save_last_checkpoint _save_topk_checkpoint "
-        "_should_remove_checkpoint _should_save_on_exception _update_best_and_save "
-        "file_exists"
+        "_ModelCheckpoint__resolve_ckpt_dir _enable_version_counter _find_last_checkpoints _fs "
+        "_last_checkpoint_saved _last_global_step_saved _link_checkpoint _remove_checkpoint "
+        "_save_checkpoint _save_last_checkpoint _save_topk_checkpoint _should_remove_checkpoint "
+        "_should_save_on_exception _update_best_and_save file_exists"
     ),
     f"{_PYTORCH}.callbacks:BatchSizeFinder": "_early_exit",
     f"{_PYTORCH}.callbacks:LearningRateFinder": "_early_exit",

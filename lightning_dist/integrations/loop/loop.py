@@ -13,12 +13,11 @@ from torch import Tensor
 
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.elastic.journal import Summary
-from lightning_dist.elastic.layout import BatchPolicy
-from lightning_dist.elastic.plan import Pass
-from lightning_dist.elastic.settings import EndSettings
-from lightning_dist.elastic.state import ElasticState
-from lightning_dist.integrations.loop.run import LoopRun
-from lightning_dist.integrations.loop.settings import LoopSettings
+from lightning_dist.elastic.plan import BatchPolicy, MicroBatch
+from lightning_dist.elastic.progress import ElasticState
+from lightning_dist.elastic.session import Session
+from lightning_dist.elastic.settings import RunSettings
+from lightning_dist.integrations.loop.placement import LoopPlacement
 
 
 class ElasticLoop:
@@ -28,18 +27,18 @@ class ElasticLoop:
     DDP::
 
         state = {"model": model, "optimizer": optimizer}
-        with ElasticLoop("ckpts/", loader=loader, state=state, every_n_steps=50) as loop:
+        with ElasticLoop("ckpts/", loader=loader, state=state, every_n_train_steps=50) as loop:
             for epoch in loop.epochs(3):
                 for x, y in loop.batches():
                     loss = criterion(model(x), y)
-                    loop.weighted(loss).backward()  # or accelerator.backward(...), fabric.backward
-                    if loop.ends_step:
+                    loop.scale_loss(loss).backward()  # or {accelerator,fabric}.backward(...)
+                    if loop.sync_gradients:
                         optimizer.step()
                         optimizer.zero_grad()
-                        loop.step_ended()
+                        loop.step_done()
 
     Every rank makes one. Entering it is collective, and loads; leave it by an exception or at the
-    end only. Gradients are exchanged in the last pass of a step: no ``no_sync`` is needed.
+    end only. Gradients are exchanged in the last micro-batch of a step: no ``no_sync`` is needed.
 
     Args:
         dirpath: folder of the checkpoints, one for each run; all ranks have to see it.
@@ -47,24 +46,20 @@ class ElasticLoop:
         state: what is saved, by name: models (as ``prepare``, ``setup`` or DDP returned them),
             optimizers, schedulers, a GradScaler, anything with a ``state_dict``. Residuals of
             compressed models go with them.
-        every_n_steps: optimizer steps between two checkpoints. None: at the end of epochs only.
+        every_n_train_steps: optimizer steps between two checkpoints. None: at the end of epochs
+            only.
         every_n_epochs: epochs between two checkpoints at the end of an epoch; 0: never.
-        keep: how many of the newest stay; a damaged one is passed over for the one before.
+        max_to_keep: how many of the newest stay; a damaged one is passed over for the one before.
         batch_policy: what stays when the number of ranks changes, as of ``ElasticRestart``.
-        accumulate: passes per optimizer step of the first start.
+        gradient_accumulation_steps: micro-batches per optimizer step of the first start.
         device: where batches are moved to. None: they stay where the loader makes them.
         seed: of the order of the samples; None: a random one that the run keeps.
-        weights_only: checkpoints are read by the restricted unpickler of ``torch.load``, which runs
-            no code of theirs, and a state that it could not read is refused at the start and at the
-            first save. False: anything is saved and loaded; for folders to which only those can
-            write whom you trust.
         signals: that end the training at a checkpoint of all ranks.
-        preempted: asked every ``poll_s`` seconds on a thread of local rank 0; whether the machine
-            is about to go.
-        poll_s: seconds.
-        grace_period: seconds from a signal to the forced end of the process (exit code 76).
+        weights_only, preemption_check, preemption_poll_interval, grace_period: as of
+            ``ElasticRestart``.
         hang_timeout: seconds without a batch after which the process ends itself (exit code 76).
-            What you do between epochs counts, call :meth:`beat` there if it is longer. None: never.
+            What you do between epochs counts, call :meth:`heartbeat` there if it is longer. None:
+            never.
         checkpoint: how checkpoints are written, ``CheckpointSettings(...)``. None: copied at once,
             written in the background.
 
@@ -78,40 +73,46 @@ class ElasticLoop:
         *,
         loader: Any,
         state: Mapping[str, Any],
-        every_n_steps: int | None = None,
+        every_n_train_steps: int | None = None,
         every_n_epochs: int = 1,
-        keep: int = 2,
-        batch_policy: BatchPolicy = "constant_global",
-        accumulate: int = 1,
+        max_to_keep: int = 2,
+        batch_policy: BatchPolicy = "fixed_global_batch",
+        gradient_accumulation_steps: int = 1,
         device: Any = None,
         seed: int | None = None,
         weights_only: bool = True,
         signals: Sequence[signal.Signals] = (signal.SIGTERM,),
-        preempted: Callable[[], bool] | None = None,
-        poll_s: float = 5.0,
+        preemption_check: Callable[[], bool] | None = None,
+        preemption_poll_interval: float = 5.0,
         grace_period: float = 25.0,
         hang_timeout: float | None = 600.0,
         checkpoint: CheckpointSettings | None = None,
     ) -> None:
-        self._settings = LoopSettings(
+        if gradient_accumulation_steps < 1:
+            raise ValueError(
+                f"gradient_accumulation_steps has to be positive; got {gradient_accumulation_steps}"
+            )
+        self._settings = RunSettings(
             dirpath,
-            every_n_steps=every_n_steps,
+            every_n_train_steps=every_n_train_steps,
             every_n_epochs=every_n_epochs,
-            keep=keep,
+            max_to_keep=max_to_keep,
             batch_policy=batch_policy,
-            accumulate=accumulate,
-            device=device,
             seed=seed,
             weights_only=weights_only,
-            signals=tuple(signals),
+            preemption_check=preemption_check,
+            preemption_poll_interval=preemption_poll_interval,
+            grace_period=grace_period,
+            hang_timeout=hang_timeout,
+            saving=checkpoint or CheckpointSettings(snapshot="blocking"),
         )
-        self._loader, self._given = loader, state
-        ending = EndSettings(preempted, poll_s, grace_period, hang_timeout)
-        saving = checkpoint or CheckpointSettings(snapshot="blocking")
-        self._run = LoopRun(self._settings, ending=ending, saving=saving)
+        self._loader, self._given, self._device = loader, state, device
+        self._run = LoopPlacement(
+            Session(self._settings), accumulate=gradient_accumulation_steps, signals=signals
+        )
         self._in_epoch = False
-        self._this: Pass | None = None
-        self._index = -1  # of this pass in its epoch
+        self._this: MicroBatch | None = None
+        self._index = -1  # of this micro-batch in its epoch
         self._is_weighted = self._has_stepped = False
 
     def __enter__(self) -> ElasticLoop:
@@ -119,7 +120,6 @@ class ElasticLoop:
         if run.is_open or run.is_complete:
             raise ValueError("an ElasticLoop is entered once; make a new one")
         try:
-            run.meet()
             run.open(self._loader, self._given)
         except BaseException as error:
             run.close(error)
@@ -129,32 +129,32 @@ class ElasticLoop:
     @property
     def resumed(self) -> ElasticState | None:
         """What the checkpoint said that this start goes on from; None for a fresh start."""
-        return self._run.progress.resumed
+        return self._run.session.resumed
 
     @property
     def steps(self) -> int:
         """Optimizer steps so far, of all starts."""
-        return self._run.progress.steps
+        return self._run.steps
 
     @property
-    def this_pass(self) -> Pass | None:
+    def micro_batch(self) -> MicroBatch | None:
         """Which samples this rank is computing, and their weight; None outside of an epoch."""
         return self._this
 
     @property
-    def ends_step(self) -> bool:
-        """Whether the optimizer has to step after this pass."""
+    def sync_gradients(self) -> bool:
+        """Whether the optimizer has to step after this micro-batch."""
         return self._this is not None and self._this.ends_step
 
     @property
     def summary(self) -> Summary:
         """What restarts have cost this run so far; on rank 0."""
-        return self._run.account.summary
+        return self._run.session.history.summary
 
     @property
     def run_id(self) -> str:
         """A name that stays over restarts: ``id=`` of a wandb run, with ``resume="allow"``."""
-        return self._run.account.run_id
+        return self._run.session.history.run_id
 
     def metrics(self) -> dict[str, float]:
         """``elastic/*`` and ``checkpoint/*`` of the run so far, under the names of a Trainer's.
@@ -162,13 +162,14 @@ class ElasticLoop:
         For ``accelerator.log``, ``fabric.log_dict`` or ``wandb.log``, as often as you log, and
         once more after the ``with``. Of rank 0, which is who logs: empty on the others, and before
         ``epochs()``. What is not known yet is left out: times of saves before the first, and
-        ``elastic/seconds_lost`` until training is where it was before the restart.
+        ``elastic/lost_time_s`` until training is where it was before the restart.
         """
-        return self._run.metrics()
+        costs = self._run.session.costs
+        return {**costs, **self._run.session.metrics.by_name()} if costs else {}
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """There is progress, outside of batches too; see ``hang_timeout``."""
-        self._run.life.beat()
+        self._run.session.lifecycle.heartbeat()
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs of the training that are left, of ``count``."""
@@ -176,18 +177,18 @@ class ElasticLoop:
             raise ValueError("epochs() is for the inside of `with ElasticLoop(...) as loop:`")
         if not self._run.begin(epochs=count):
             return
-        for epoch in range(self._run.progress.position.epoch, count):
+        for epoch in range(self._run.position.epoch, count):
             self._begin_epoch(epoch)
             yield epoch
             self._end_epoch(epoch)
         self._run.complete()
 
     def _begin_epoch(self, epoch: int) -> None:
-        self._run.data.set_epoch(epoch)
+        self._run.data.cursor.set_epoch(epoch)
         self._in_epoch = True
-        self._run.life.beat()
-        if self._run.data.begin.samples == 0:
-            self._run.progress.restore_rng()
+        self._run.session.lifecycle.heartbeat()
+        if self._run.data.cursor.begin.samples == 0:
+            self._run.generators.restore()
 
     def _end_epoch(self, epoch: int) -> None:
         if self._in_epoch:
@@ -195,74 +196,75 @@ class ElasticLoop:
                 f"epoch {epoch} has batches left, which the next one would leave out; to end the "
                 "training early leave epochs() too, with break, return or an exception"
             )
-        self._run.progress.end_epoch(epoch)
-        if self._settings.is_due_after_epoch(epoch, steps=self._run.progress.steps):
-            self._run.save()
+        self._run.end_epoch(epoch)
+        if self._settings.is_due_after_epoch(epoch, steps=self._run.steps):
+            self._run.session.save()
         self._run.stop_if_told()
 
     def batches(self) -> Iterator[Any]:
         """This rank's batches of the epoch that are left.
 
         Raises:
-            ValueError: a loss was not :meth:`weighted`, or a step not told of, in the pass before.
+            ValueError: the micro-batch before had no :meth:`scale_loss`, or its step no
+                :meth:`step_done`.
         """
         if not self._in_epoch:
             raise ValueError("batches() is for the inside of a loop over epochs(), once in each")
-        plan, device = self._run.data.plan(), self._settings.device
-        self._run.progress.restore_rng()
-        for index, batch in enumerate(self._run.data.batches, start=plan.first_pass):
-            self._this = plan.pass_at(index)
+        plan, device = self._run.data.plan(), self._device
+        self._run.generators.restore()
+        for index, batch in enumerate(self._run.batches, start=plan.first_micro_batch):
+            self._this = plan.micro_batch_at(index)
             self._is_weighted = self._has_stepped = False
             self._index = index
             with self._run.objects.exchanging(self._this.ends_step):
                 yield batch if device is None else move_data_to_device(batch, device)
             self._require_told()
-            self._run.life.beat()
+            self._run.session.lifecycle.heartbeat()
         self._this, self._in_epoch = None, False
 
     def _require_told(self) -> None:
         if not self._is_weighted:
             raise ValueError(
-                "a pass ended whose loss was not weighted, so on another number of ranks the "
-                "gradients would be wrong; use loop.weighted(loss).backward()"
+                "a micro-batch ended whose loss was not scaled, so on another number of ranks the "
+                "gradients would be wrong; use loop.scale_loss(loss).backward()"
             )
-        if self.ends_step and not self._has_stepped:
+        if self.sync_gradients and not self._has_stepped:
             raise ValueError(
-                "a step ended without loop.step_ended(), so it would not be in a checkpoint; call "
-                "it after the optimizer's step(), where loop.ends_step"
+                "a step ended without loop.step_done(), so it would not be in a checkpoint; call "
+                "it after the optimizer's step(), where loop.sync_gradients"
             )
 
-    def weighted(self, loss: Tensor) -> Tensor:
+    def scale_loss(self, loss: Tensor) -> Tensor:
         """What to call ``backward`` on: ``loss``, a mean over the batch, by its share of the step.
 
-        With it the gradient of a step is the mean over its samples, however many passes and ranks
-        there are.
+        With it the gradient of a step is the mean over its samples, however many micro-batches and
+        ranks there are.
         """
         if self._this is None:
-            raise ValueError("weighted() is for the loss of a batch of batches()")
+            raise ValueError("scale_loss() is for the loss of a batch of batches()")
         self._is_weighted = True
-        weight = self._this.weight / self._run.data.layout.accumulate
+        weight = self._this.weight / self._run.data.layouts[1].accumulate
         return loss if weight == 1.0 else loss * weight
 
-    def step_ended(self) -> None:
+    def step_done(self) -> None:
         """The optimizer has stepped. Collective: saves if it is due, and ends if a rank was told.
 
         Raises:
-            ValueError: the optimizer should not have stepped after this pass.
+            ValueError: the optimizer should not have stepped after this micro-batch.
             CheckpointError: an earlier save has failed, on all ranks.
             SystemExit: a rank was told to end; code 74 where the last checkpoint was not written.
         """
-        if not self.ends_step or self._has_stepped:
+        if not self.sync_gradients or self._has_stepped:
             raise ValueError(
-                "step_ended() is for the last pass of a step, once; ask loop.ends_step before the "
-                "optimizer steps"
+                "step_done() is for the last micro-batch of a step, once; ask loop.sync_gradients "
+                "before the optimizer steps"
             )
         plan, done = self._run.data.plan(), self._index + 1
         self._has_stepped = True
         self._run.step(plan.after(done))
         if done < len(plan):  # or else a checkpoint waits for what the user does after the epoch
-            if self._settings.is_due_after_step(self._run.progress.steps):
-                self._run.save()
+            if self._settings.is_due_after_step(self._run.steps):
+                self._run.session.save()
             self._run.stop_if_told()
 
     def __exit__(

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dist.checkpoint.restricted import require_loadable
-from lightning_dist.elastic.state import KEY, ElasticState
+from lightning_dist.elastic.progress import KEY, ElasticState
 from lightning_dist.integrations.torch.ddp import reducer_of
 from lightning_dist.reducer.reducer import Reducer
 
@@ -106,7 +106,7 @@ class Objects:
 
     @contextmanager
     def exchanging(self, exchange: bool) -> Iterator[None]:
-        """Whether passes inside exchange gradients, or leave them for a later one."""
+        """Whether micro-batches inside exchange gradients, or leave them for a later one."""
         with ExitStack() as stack:
             for ddp in () if exchange else self._wrapped:
                 stack.enter_context(ddp.no_sync())
@@ -142,13 +142,13 @@ def _require_state(name: str, each: Any) -> None:
 
 
 def _require_plain_counting(name: str, each: Any) -> None:
-    """What Accelerate does itself with passes and steps, by the number of ranks of this start."""
+    """Refuse what Accelerate would do itself with steps, by the number of ranks of this start."""
     passes = getattr(getattr(each, "gradient_state", None), "num_steps", 1)
     if passes != 1:
         raise ValueError(
-            f"ElasticLoop decides how many passes a step takes, so gradient_accumulation_steps="
-            f"{passes} of the Accelerator would divide losses once more; leave it out, and give "
-            f"accumulate={passes} to ElasticLoop"
+            "ElasticLoop decides how many micro-batches a step takes, so "
+            f"gradient_accumulation_steps={passes} of the Accelerator would divide losses once "
+            "more; leave it out, and give it to ElasticLoop"
         )
     if getattr(each, "step_with_optimizer", False) and not getattr(each, "split_batches", True):
         raise ValueError(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from lightning_dist.elastic.notice import Notices
+from lightning_dist.elastic.preemption import PreemptionListener
 
 CODE = 128 + signal.SIGTERM
 """That a shell has for it."""
@@ -74,7 +74,7 @@ def sigterm_raises(when_stuck: Callable[[], None] = lambda: None) -> Iterator[Si
             return
         state.arrive()
 
-    notices = Notices([signal.SIGTERM], on_notice=state.watch)
+    notices = PreemptionListener([signal.SIGTERM], on_notice=state.watch)
     notices.start()
     signal.signal(signal.SIGTERM, leave)
     try:

@@ -101,7 +101,7 @@ def job_of(trial: Trial, folder: Path) -> elastic_jobs.Job:
     """The trainings of tests/integrations/, for the faults of a trial."""
     setup = trial.setup
     elastic = {
-        "keep": trial.keep,
+        "max_to_keep": trial.keep,
         "batch_policy": trial.policy,
         **({"hang_timeout": HANG_TIMEOUT_S} if trial.has_stop else {}),
     }
@@ -117,7 +117,10 @@ def job_of(trial: Trial, folder: Path) -> elastic_jobs.Job:
     data = {"size": setup.size, "noisy": setup.noisy}
     codec = None if setup.codec == "ddp" else setup.codec
     if trial.is_loop:
-        elastic |= {"every_n_steps": trial.every, "accumulate": setup.accumulate}
+        elastic |= {
+            "every_n_train_steps": trial.every,
+            "gradient_accumulation_steps": setup.accumulate,
+        }
         fit = {**data, "epochs": EPOCHS, "elastic": elastic}
         return elastic_jobs.Job(**common, codec=codec, framework="plain", fit=fit)
     elastic |= {"every_n_train_steps": trial.every, "format": trial.format}

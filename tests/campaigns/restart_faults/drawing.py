@@ -16,7 +16,10 @@ _DATA = (
     (53, True, 2),
     (47, False, 3),
 )
-"""Samples, drop_last, passes per step."""
+"""Samples, drop_last, micro-batches per step."""
+
+_POLICIES = {"scale_lr": "scale_lr", "fixed_micro": "fixed_micro_batch"}
+"""Batch policies of kinds of trials; the others keep the global batch."""
 _UNWATCHED = ("before the trainer", "loading a checkpoint")
 """Where a stopped rank is waited for: nobody watches before the training begins."""
 _BEFORE_STEPS = ("before the trainer", "loading a checkpoint", "train start")
@@ -63,7 +66,7 @@ def draw(number: int, *, seed: int, kinds: Sequence[str], is_loop: bool = False)
 class _Drawing:
     def __init__(self, chance: random.Random, number: int, kind: str, *, is_loop: bool) -> None:
         self.chance, self.number, self.kind, self.is_loop = chance, number, kind, is_loop
-        self.changes_world = kind.startswith("other world") or kind in ("scale_lr", "fixed_micro")
+        self.changes_world = kind.startswith("other world") or kind in _POLICIES
         self.format = chance.choice(("single", "single", "single" if is_loop else "sharded"))
         self.setup = self._setup()
 
@@ -92,7 +95,7 @@ class _Drawing:
             worlds=worlds,
             faults=faults,
             max_restarts=restarts,
-            policy=self.kind if self.kind in ("scale_lr", "fixed_micro") else "constant_global",
+            policy=_POLICIES.get(self.kind, "fixed_global_batch"),
             format=self.format,
             every=self.chance.choice((1, 2, 2, 3)),
             is_loop=self.is_loop,
@@ -255,7 +258,7 @@ class Trial:
     worlds: Sequence[int]
     faults: Sequence[Fault] = ()
     max_restarts: int = 0
-    policy: str = "constant_global"
+    policy: str = "fixed_global_batch"
     format: str = "single"
     every: int = 2
     keep: int = 3

@@ -114,7 +114,7 @@ def _check_ids(verdict: Verdict, steps: dict[int, elastic_runs.Step], setup: Set
         twice = sorted(each for each, count in counts.items() if count > 1)
         fits = not missing
         if setup.drop_last:
-            if trial.policy == "constant_global" or len(set(trial.worlds)) == 1:
+            if trial.policy == "fixed_global_batch" or len(set(trial.worlds)) == 1:
                 fits = len(missing) == setup.size % setup.global_batch
             else:
                 fits = len(missing) < setup.batch * setup.accumulate * max(trial.worlds)
@@ -128,7 +128,7 @@ def _check_against(
     """Beside the run without a fault: global batches; weights, where they can be the same."""
     trial, wanted = verdict.trial, elastic_runs.committed(reference / "account")
     same_world = set(trial.worlds) == {trial.setup.world}
-    if same_world or trial.policy == "constant_global":
+    if same_world or trial.policy == "fixed_global_batch":
         verdict.require(len(steps) == len(wanted), "order", f"{len(steps)} of {len(wanted)} steps")
         wrong = [n for n in steps if n in wanted and steps[n].ids != wanted[n].ids]
         verdict.require(not wrong, "order", f"other samples in steps {wrong}")
@@ -137,7 +137,7 @@ def _check_against(
         verdict.require(not off, "weights", f"other weights from step {min(off, default=0)} on")
         mine, theirs = ([end["hash"] for end in _ends(each)][-1:] for each in (folder, reference))
         verdict.require(mine == theirs, "weights", f"ended with {mine}, not {theirs}")
-    elif trial.policy == "constant_global" and trial.setup.codec != "int8":
+    elif trial.policy == "fixed_global_batch" and trial.setup.codec != "int8":
         mine, theirs = (_weights(each) for each in (folder, reference))
         largest = max(float(value.abs().max()) for value in theirs.values())
         away = max(float((mine[name] - theirs[name]).abs().max()) for name in theirs)

@@ -89,11 +89,6 @@ class CheckpointSession:
                 self._checkpointer.close()
             raise
 
-    def save_for(self, run: str, *, weights_only: bool) -> None:
-        """Note the name of the run in what is saved, and prove that it can be read again."""
-        if self._checkpointer is not None:
-            self._checkpointer.run, self._checkpointer.proves_loadable = run, weights_only
-
     def watch_optimizers(self) -> None:
         """Know the optimizers; other ones if a module has put others in their place."""
         optimizers = list(self._trainer.strategy.optimizers)

@@ -4,52 +4,59 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from inspect import signature
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch.distributed as dist
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from typing_extensions import override
 
-from lightning_dist.elastic.layout import BatchPolicy, lr_factor, require_policy
-from lightning_dist.elastic.plan import Pass
-from lightning_dist.elastic.rates import scale_learning_rates
-from lightning_dist.elastic.settings import EndSettings
-from lightning_dist.elastic.state import KEY, ElasticState
-from lightning_dist.elastic.vote import Vote
+from lightning_dist.checkpoint.disk.jobs import Committed
+from lightning_dist.checkpoint.metrics import Metrics
+from lightning_dist.checkpoint.restricted import require_loadable
+from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.elastic.plan import BatchPolicy, MicroBatch
+from lightning_dist.elastic.progress import KEY, ElasticState
+from lightning_dist.elastic.retention import not_ours
+from lightning_dist.elastic.session import Session
+from lightning_dist.elastic.settings import RunSettings
 from lightning_dist.integrations.lightning import private
 from lightning_dist.integrations.lightning.before_setup import BeforeSetup
-from lightning_dist.integrations.lightning.elastic.account import RunAccount
+from lightning_dist.integrations.lightning.checkpoint.resume import resume_io
+from lightning_dist.integrations.lightning.checkpoint.supported import (
+    require_effective,
+    require_supported,
+)
+from lightning_dist.integrations.lightning.elastic.connectors import (
+    NoticeConnector,
+    Preempted,
+    RestartConnector,
+    identify,
+    notice_signals,
+    place_sources,
+    restore_usual,
+)
 from lightning_dist.integrations.lightning.elastic.data import (
-    ElasticData,
+    TrainerDeal,
     is_trial,
     require_plain_trainer,
 )
-from lightning_dist.integrations.lightning.elastic.life import RunLife
-from lightning_dist.integrations.lightning.elastic.position import ElasticPosition
-from lightning_dist.integrations.lightning.elastic.resume import RestartConnector, restore_usual
-from lightning_dist.integrations.lightning.elastic.saves import (
-    NewestCheckpoint,
-    require_loadable_hparams,
-)
-from lightning_dist.integrations.lightning.elastic.signals import NoticeConnector
-from lightning_dist.integrations.lightning.elastic.sources import place_sources
-from lightning_dist.integrations.lightning.launcher import (
-    FollowsLauncher,
-    follow_launcher,
-)
-from lightning_dist.integrations.lightning.private import checkpoint_folder
+from lightning_dist.integrations.lightning.elastic.placement import TrainerPlacement
+from lightning_dist.integrations.lightning.launcher import FollowsLauncher, follow_launcher
+from lightning_dist.integrations.refusals import refuse_pytorch_lightning, refuse_unknown
 
 _UNRESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 
 
-class ElasticRestart(BeforeSetup, NewestCheckpoint):
+class ElasticRestart(BeforeSetup, Checkpoint):
     """Saves, and goes on by itself from the newest whole checkpoint of ``dirpath`` at every start.
 
     Under ``torchrun`` the number of ranks may be another one after every restart. Parameters,
     optimizer, schedulers, scaler, callbacks, loops, residuals, random number generators and the
     position in the data are what they were; the sequence of global batches is that of a run
-    without a fault. A signal to end (SIGTERM, SLURM's requeue signal, ``preempted``) on any rank
-    leads to one checkpoint of all ranks, and to the end of the process.
+    without a fault. A signal to end (SIGTERM, SLURM's requeue signal, ``preemption_check``) on any
+    rank leads to one checkpoint of all ranks, and to the end of the process. For the best of a
+    metric put any ``ModelCheckpoint`` or ``AsyncCheckpoint`` beside it, with a folder of its own.
 
     Args:
         dirpath: folder of the checkpoints, one for each run; all ranks have to see it.
@@ -57,17 +64,16 @@ class ElasticRestart(BeforeSetup, NewestCheckpoint):
             the end of epochs only.
         every_n_epochs: epochs between two checkpoints at the end of an epoch. None: 1, unless
             ``every_n_train_steps`` is given.
-        keep: how many of the newest stay; a damaged one is passed over for the one before.
-        batch_policy: when the number of ranks changes, ``"constant_global"`` keeps the global
-            batch: passes per step change, losses are weighted by samples. ``"scale_lr"`` and
+        max_to_keep: how many of the newest stay; a damaged one is passed over for the one before.
+        batch_policy: when the number of ranks changes, ``"fixed_global_batch"`` keeps the global
+            batch: micro-batches per step change, losses are weighted by samples. ``"scale_lr"`` and
             ``"scale_lr:sqrt"`` let it grow with the ranks and the learning rate with it, or with
-            its square root; ``"fixed_micro"`` leaves the learning rate.
-        exact_data: raise for a train dataloader whose samples cannot be kept track of; False:
+            its square root; ``"fixed_micro_batch"`` leaves the learning rate.
+        strict_data: raise for a train dataloader whose samples cannot be kept track of; False:
             warn, and begin the epoch anew after a restart.
         seed: of the order of the samples; None: that of ``seed_everything``, or a random one.
-        preempted: asked every ``poll_s`` seconds on a thread of local rank 0; whether the machine
-            is about to go.
-        poll_s: seconds.
+        preemption_check: asked on a thread of local rank 0; whether the machine is about to go.
+        preemption_poll_interval: seconds between two such questions.
         grace_period: seconds from a signal to the forced end of the process; less than what the
             launcher waits (torchrun: 30).
         hang_timeout: seconds without a batch (from the set-up on: without one, or the next stage of
@@ -78,8 +84,11 @@ class ElasticRestart(BeforeSetup, NewestCheckpoint):
             no code of theirs, and a state that it could not read is refused before training and at
             the first save. False: anything is saved and loaded; for folders to which only those can
             write whom you trust. ``fit(weights_only=...)`` comes first.
-        **kwargs: as of :class:`~lightning_dist.AsyncCheckpoint`, without ``monitor``,
-            ``save_top_k`` and what goes with them.
+        format: ``"single"``: one file that ``torch.load`` reads, written by rank 0. ``"sharded"``:
+            a folder to which every rank writes an equal part.
+        **saving: of the checkpoints, as of :class:`~lightning_dist.AsyncCheckpoint`: ``snapshot``,
+            ``max_in_flight``, ``on_busy``, ``writer``, ``verify``, ``on_error``,
+            ``host_memory_limit``, ``lock``.
 
     Raises:
         ValueError: a setting that is out of range or cannot take effect.
@@ -91,165 +100,189 @@ class ElasticRestart(BeforeSetup, NewestCheckpoint):
         *,
         every_n_train_steps: int | None = None,
         every_n_epochs: int | None = None,
-        keep: int = 2,
-        batch_policy: BatchPolicy = "constant_global",
-        exact_data: bool = True,
+        max_to_keep: int = 2,
+        batch_policy: BatchPolicy = "fixed_global_batch",
+        strict_data: bool = True,
         seed: int | None = None,
-        preempted: Callable[[], bool] | None = None,
-        poll_s: float = 5.0,
+        preemption_check: Callable[[], bool] | None = None,
+        preemption_poll_interval: float = 5.0,
         grace_period: float = 25.0,
         hang_timeout: float | None = 600.0,
         weights_only: bool = True,
         format: Literal["single", "sharded"] = "single",
-        **kwargs: Any,
+        **saving: Any,
     ) -> None:
-        require_policy(batch_policy)
-        super().__init__(
+        _refuse_choices(saving)
+        refuse_unknown(saving, of=type(self), handed_to=CheckpointSettings.__init__)
+        if format not in ("single", "sharded"):
+            raise ValueError(f"format is one of 'single', 'sharded'; got {format!r}")
+        if every_n_epochs is None:
+            every_n_epochs = 0 if every_n_train_steps else 1
+        self._settings = RunSettings(
             dirpath,
             every_n_train_steps=every_n_train_steps,
             every_n_epochs=every_n_epochs,
-            keep=keep,
-            format=format,
-            **kwargs,
-        )
-        self._policy = batch_policy
-        self._exact = exact_data
-        self._seed = seed
-        self._weights_only = weights_only
-        self._account = RunAccount()
-        ending = EndSettings(
-            preempted=preempted,
-            poll_s=poll_s,
+            max_to_keep=max_to_keep,
+            batch_policy=batch_policy,
+            seed=seed,
+            weights_only=weights_only,
+            preemption_check=preemption_check,
+            preemption_poll_interval=preemption_poll_interval,
             grace_period=grace_period,
             hang_timeout=hang_timeout,
+            saving=CheckpointSettings(**saving),
+            sharded=format == "sharded",
         )
-        self._life = RunLife(ending, self._account)
-        self._vote = Vote(None)
-        self._vote_group: dist.ProcessGroup | None = None
-        self._state: ElasticState | None = None
-        self._data: ElasticData | None = None
-        self._at: ElasticPosition | None = None
-        self._resumed_own: str | None = None
-        self._foreign: str | None = None
+        self._exact = strict_data
+        self._session = Session(self._settings)
+        self.best_model_path = ""
+        """The newest checkpoint at the end of a fit: what ``ckpt_path="best"`` means alone."""
+        self._at: TrainerPlacement | None = None  # while a fit of the run is under way
+        self._found: str | None = None  # the checkpoint of this run that is loaded
+        self._foreign = ""
         self._is_restricted = True
-        self._has_begun = False
-        self._epoch_is_due = False
-        self._polls_validation = False
+        self._has_begun = self._epoch_is_due = self._polls_validation = False
 
     @property
-    def this_pass(self) -> Pass | None:
+    def micro_batch(self) -> MicroBatch | None:
         """Which samples this rank is computing, and their weight; None outside of a fit."""
-        return None if self._at is None else self._at.this_pass
+        return None if self._at is None else self._at.micro_batch
+
+    @property
+    def metrics(self) -> Metrics:
+        """What checkpoints have cost this rank."""
+        return self._session.metrics
+
+    @property
+    def last_committed(self) -> Committed | None:
+        """The newest checkpoint of this fit that is durable; on a rank that writes."""
+        return self._session.last_committed
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        refuse_pytorch_lightning(trainer=trainer)
+        require_supported(trainer.strategy)
         restore_usual(trainer)  # after a fit that ended with an exception
+        io = resume_io(trainer, verify=self._settings.saving.verify)
         if stage != "fit" or is_trial(trainer):
-            super().setup(trainer, pl_module, stage)
             return
+        require_effective(self._settings.saving, trainer)
         require_plain_trainer(trainer)
         self._require_own_folder(trainer)
         self._stand_last(trainer)
         if not isinstance(trainer.strategy, FollowsLauncher):
             follow_launcher(trainer.strategy)  # for the samplers of validation
-        self._state = self._data = self._at = None
-        self._has_begun = False
-        self._life.open()
-        self._account.join(trainer, checkpoint_folder(self, trainer), seed=self._seed)
-        found = self._find_last_checkpoints(trainer)
-        super().setup(trainer, pl_module, stage)
-        if trainer.world_size > 1 and self._vote_group is None:
-            self._vote_group = dist.new_group(backend="gloo")
-        self._vote = Vote(self._vote_group)
+        self._at, self._has_begun = None, False
+        self._session.meet()
+        placement = TrainerPlacement(trainer, self._session)
+        self._found = io.verified = self._session.open(placement)
         connector = RestartConnector(
             private.checkpoint_connector(trainer),
-            path=next(iter(found), None),
-            weights_only=self._weights_only,
-            on_loaded=lambda *loaded: self._take_up(trainer, *loaded),
-            on_loops=self._place_loops,
+            path=self._found,
+            weights_only=self._settings.weights_only,
+            on_loaded=lambda *loaded: self._take_up(placement, trainer, *loaded),
+            on_loops=placement.place_loops,
         )
         private.set_checkpoint_connector(trainer, connector)
         signals = private.signal_connector(trainer)
-        listening = NoticeConnector(signals, lambda: self._life.listen(trainer))
+        listening = NoticeConnector(signals, lambda: self._listen(trainer))
         private.set_signal_connector(trainer, listening)
         warnings.filterwarnings("ignore", message=_UNRESUMABLE)  # our loaders are
 
+    def _require_own_folder(self, trainer: pl.Trainer) -> None:
+        own = self._settings.folder
+        for other in trainer.checkpoint_callbacks:
+            if isinstance(other, ModelCheckpoint) and (
+                private.checkpoint_folder(other, trainer) == own
+            ):
+                raise ValueError(
+                    f"{type(other).__name__} saves into {own} too, and a start would go on from "
+                    "its checkpoints; give it a folder of its own with dirpath="
+                )
+
+    def _stand_last(self, trainer: pl.Trainer) -> None:
+        """Let another callback be ``trainer.checkpoint_callback``, which knows what is best."""
+        inner: Any = trainer
+        inner.callbacks = [*(each for each in inner.callbacks if each is not self), self]
+
+    def _listen(self, trainer: pl.Trainer) -> None:
+        """Begin to note signals."""
+        launcher: Any = trainer.strategy.launcher
+
+        def end_the_others() -> None:
+            for process in getattr(launcher, "procs", ()):  # ranks that Lightning has started
+                process.terminate()
+
+        signals = notice_signals(private.cluster_environment(trainer))
+        self._session.lifecycle.note(signals, asks=trainer.local_rank == 0, on_told=end_the_others)
+
     @override
     def before_setup(self, trainer: pl.Trainer) -> None:
-        if trainer.state.fn == "fit" and not is_trial(trainer):
-            self._account.identify(trainer, checkpoint_folder(self, trainer))
+        if trainer.state.fn == "fit" and not is_trial(trainer) and trainer.is_global_zero:
+            account = self._session.history
+            account.look(self._settings.folder, rank=trainer.global_rank)
+            identify(trainer, run_id=account.run_id)
 
-    def _take_up(self, trainer: pl.Trainer, checkpoint: dict[str, Any], weights_only: bool) -> None:
+    def _take_up(
+        self,
+        placement: TrainerPlacement,
+        trainer: pl.Trainer,
+        checkpoint: dict[str, Any],
+        weights_only: bool,
+    ) -> None:
         """Know where to go on, before anything is restored."""
         self._is_restricted = weights_only
         if weights_only:
-            require_loadable_hparams(trainer)
+            _require_loadable_hparams(trainer)
         path = str(trainer.ckpt_path)
+        state: ElasticState | None = None
         if KEY in checkpoint:
-            self._state = ElasticState.from_dict(checkpoint[KEY], path=path)
-        elif checkpoint and self._last.found is not None:
-            raise ValueError(
-                f"{path} was not saved under ElasticRestart, so nobody knows which samples it has "
-                "seen; give ElasticRestart a folder of its own, and fit(ckpt_path=...) to begin "
-                "from this checkpoint"
-            )
-        self._life.beat()
-        is_own = self._last.found is not None
-        self._foreign = path if checkpoint and self._state is None else None
-        self._resumed_own = path if is_own else None
-        self._account.resume(self._state, is_own=is_own)
-        data = ElasticData(
+            state = ElasticState.from_dict(checkpoint[KEY], path=path)
+        elif checkpoint and self._found is not None:
+            raise ValueError(not_ours(path))
+        self._foreign = path if checkpoint and state is None else ""
+        self._session.load(state, is_own=self._found is not None)
+        data = TrainerDeal(
             trainer,
-            policy=self._policy,
             exact=self._exact,
-            resumed=self._state,
-            begun=self._account.first,
-            seed=self._account.seed,
-            on_first=self._restore_rng,
-        )
-        self._data = data
-        self._at = ElasticPosition(
-            trainer,
-            data=data,
-            resumed=self._state,
+            on_first=lambda: placement.generators.restore(),
+            policy=self._settings.batch_policy,
+            resumed=state,
             path=path,
-            vote=self._vote,
-            run_id=self._account.run_id,
-            seed=self._account.seed,
+            begun=self._session.history.first,
+            seed=self._session.history.seed,
         )
+        placement.take_up(data)
+        self._at = placement
         place_sources(trainer, data)
-
-    def _place_loops(self) -> None:
-        if self._at is not None:
-            self._at.place_loops()
-
-    def _restore_rng(self) -> None:
-        if self._at is not None:
-            self._at.restore_rng()
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
-        if self._at is None or self._data is None:
+        session = self._session
+        if self._at is None:
             return
-        if self._data.layout is not None:
-            first, _ = self._data.layouts()
-            before = first if self._state is None else self._state.layout
-            factor = lr_factor(self._policy, before=before, now=self._data.layout)
+        self._at.watch_optimizers()
+        data = self._at.data
+        first, now = data.layouts
+        if data.is_dealt:
             schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-            scale_learning_rates(trainer.optimizers, schedulers, factor=factor)
+            session.scale_rates(trainer.optimizers, schedulers, first=first, now=now)
         self._at.restore_metrics()
-        self._take_over(
-            trainer,
-            run=self._account.run_id,
-            resumed=self._resumed_own,
-            weights_only=self._is_restricted,
-        )
+        run = session.history.run_id
+        session.retention.save_for(run, restricted=self._is_restricted, resumed=self._found)
         self._has_begun = True
-        self._account.begin(trainer, self._state, self._data, foreign=self._foreign)
-        self._life.begin()
+        foreign = ""
+        if self._foreign:
+            epoch, step = trainer.current_epoch, trainer.global_step
+            foreign = (
+                f"{self._foreign} (epoch {epoch}, step {step}), which was not saved under "
+                f"ElasticRestart: its samples of epoch {epoch} are not known, and the order of "
+                "samples begins anew"
+            )
+        session.begin(first, data.layout, foreign=foreign)
+        session.lifecycle.heartbeat()
         if self._at.validates_first:  # it begins with seeds for the workers of its loader
-            self._restore_rng()
+            self._at.generators.restore()
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -257,9 +290,9 @@ class ElasticRestart(BeforeSetup, NewestCheckpoint):
             return
         if self._epoch_is_due:
             self._epoch_is_due = False
-            self._save_now(trainer)
+            self._session.save()
         if self._at.has_begun:
-            self._stop_if_told(trainer)
+            self._stop_if_told()
         self._at.begin_epoch()
 
     @override
@@ -267,58 +300,58 @@ class ElasticRestart(BeforeSetup, NewestCheckpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._at is not None:
-            self._at.begin_pass(batch_idx)
+            self._at.begin_micro_batch(batch_idx)
 
     @override
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any
     ) -> None:
-        now = self.this_pass
+        now = self.micro_batch
         if now is not None and now.weight != 1.0 and loss.requires_grad:
             weight = now.weight
             loss.register_hook(lambda gradient: gradient * weight)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        session = self._session
         if self._at is None:
             return
-        self._at.end_pass()
-        self._life.beat()
+        self._at.end_micro_batch()
+        session.lifecycle.heartbeat()
         if private.is_accumulating(trainer):
             return
-        self._account.stepped(trainer, self._at.total_samples)
+        if session.step(self._at.total_samples):
+            self._at.log_costs()
+        # What ends an epoch comes after this hook; a checkpoint waits for it.
         if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            super().on_train_batch_end(trainer, *args, **kwargs)
-            self._life.beat()
-            self._stop_if_told(trainer)
-        elif self._session is not None:
-            # What ends an epoch comes after this hook; a checkpoint waits for it.
-            self._session.deliver()
+            if self._settings.is_due_after_step(trainer.global_step):
+                session.save()
+            self._stop_if_told()
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The checkpoint of an epoch is taken at the begin of the next, when all has ended."""
-        self._epoch_is_due = self._at is not None and self._is_due_after_epoch(trainer)
+        epoch, steps = trainer.current_epoch, trainer.global_step
+        due = self._settings.is_due_after_epoch(epoch, steps=steps)
+        self._epoch_is_due = self._at is not None and due
         # What waits for a metric (ReduceLROnPlateau) is not stepped in an epoch that was resumed.
         private.end_restart(trainer.fit_loop)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_validation_start(trainer, pl_module)
         if trainer.sanity_checking or self._at is None:
             return
-        self._restore_rng()
+        self._at.generators.restore()
         batches = sum(trainer.num_val_batches)
         number = int(batches) if batches != float("inf") else -1
-        self._polls_validation = self._vote.are_equal(number) and number >= 0
+        numbers = self._session.members.ranks.gather(number)
+        self._polls_validation = number >= 0 and len(set(numbers)) == 1
 
     @override
     def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        self._life.beat()
-        if trainer.sanity_checking or self._at is None:
-            return
-        if self._polls_validation:
-            self._stop_if_told(trainer)
+        self._session.lifecycle.heartbeat()
+        if self._polls_validation and self._at is not None and not trainer.sanity_checking:
+            self._stop_if_told()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -327,60 +360,44 @@ class ElasticRestart(BeforeSetup, NewestCheckpoint):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._life.beat()
-        if self._at is not None and self._at.has_begun:
-            self._epoch_is_due = False
-            self._save_at_last(trainer)
-            self._await_saves()
-        super().on_train_end(trainer, pl_module)
-        self._vote.end()
-        if self._at is not None:
-            self._life.finish()
-            self._account.finish(trainer)
+        self._session.lifecycle.heartbeat()
+        if self._at is None:
+            return
+        self._epoch_is_due = False
+        self._session.complete(saves=self._at.has_begun)
+        self.best_model_path = self._session.newest
+        if self._session.costs.get("elastic/restarts"):
+            self._at.log_costs()
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_fit_end(trainer, pl_module)
-        if self._data is not None and not self._has_begun:
-            self._account.say_nothing_is_left(trainer, self._state, self._data)
+        if self._at is not None and not self._has_begun:
+            self._session.nothing_is_left(self._at.data.layout)
 
     @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        self._life.fail(exception)
-        super().on_exception(trainer, pl_module, exception)
-        self._end(trainer)  # Lightning calls no teardown() then
+        self._session.close(exception, stopped=isinstance(exception, Preempted))
+        self._end()  # Lightning calls no teardown() then
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().teardown(trainer, pl_module, stage)
-        self._end(trainer)
-        self._life.close()
+        self._end()
+        self._session.close()
         restore_usual(trainer)
 
-    @override
-    def _await_saves(self) -> None:
-        """Writing may take long. That all ranks have come to a round of waiting is progress."""
-        while not all(self._vote.gather(self._is_saved_within(self._life.round_s))):
-            self._life.beat()
-        self._life.beat()
+    def _end(self) -> None:
+        if self._at is not None:
+            self._at.data.close()
+        self._at = None
+        self._epoch_is_due = self._polls_validation = False
 
-    def _end(self, trainer: pl.Trainer) -> None:
-        if self._data is not None:
-            self._data.close()
-        self._data = self._at = None
-        self._epoch_is_due = False
-
-    def _stop_if_told(self, trainer: pl.Trainer) -> None:
+    def _stop_if_told(self) -> None:
         """Where any rank is to end: one checkpoint of all, and the end of this process."""
-        if not self._vote.cast(self._life.is_told):
-            return
-        saved = self._save_for_good(trainer)
-        if saved is None and self._state is not None:
-            saved = self._state.total_steps  # of the checkpoint that this start went on from
-        reasons = self._vote.gather(self._life.reason)
-        raise self._life.preempted(trainer, reasons, saved=saved)
+        code = self._session.stop_if_told()
+        if code is not None:
+            raise Preempted(code)
 
     @override
     def on_save_checkpoint(
@@ -388,3 +405,24 @@ class ElasticRestart(BeforeSetup, NewestCheckpoint):
     ) -> None:
         if self._at is not None:
             self._at.add_to(checkpoint)
+
+
+def _refuse_choices(arguments: dict[str, Any]) -> None:
+    """Raise ValueError for arguments of a ModelCheckpoint."""
+    if taken := sorted(arguments.keys() & signature(ModelCheckpoint).parameters.keys()):
+        raise ValueError(
+            "ElasticRestart keeps the newest checkpoints (max_to_keep=), so "
+            f"{', '.join(taken)} could not take effect; use an AsyncCheckpoint beside it, with a "
+            "folder of its own, for the best"
+        )
+
+
+def _require_loadable_hparams(trainer: pl.Trainer) -> None:
+    """Raise ValueError for what ``save_hyperparameters`` keeps and no start could load."""
+    inner: Any = trainer
+    for each in (trainer.lightning_module, inner.datamodule):
+        hparams = getattr(each, "hparams", None)
+        if hparams:
+            name = f"{type(each).__name__}.hparams"
+            plain = dict(hparams) if isinstance(hparams, dict) else hparams
+            require_loadable(plain, name=name)

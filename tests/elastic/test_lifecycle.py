@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_dist.elastic.life import EXIT_LEAVE, EXIT_RESTART, EXIT_UNSAVED, Life
-from lightning_dist.elastic.notice import PREEMPTED, Notices
-from lightning_dist.elastic.settings import EndSettings
+from lightning_dist.elastic.lifecycle import (
+    EXIT_LEAVE,
+    EXIT_RESTART,
+    EXIT_UNSAVED,
+    ProcessLifecycle,
+)
+from lightning_dist.elastic.preemption import PREEMPTED, PreemptionListener
+from lightning_dist.elastic.settings import RunSettings
 
 
 class Account:
@@ -28,11 +33,11 @@ def codes_of(patch: pytest.MonkeyPatch, reasons: list[str], *, is_saved: bool = 
         patch.setenv("RANK", str(rank))
         patch.setenv("LOCAL_RANK", str(rank % 2))
         account = Account()
-        life = Life(EndSettings(), account)
-        life._notices = Notices([])
+        life = ProcessLifecycle(RunSettings("folder"), account)
+        life._notices = PreemptionListener([])
         life._notices.reason = reason
         codes.append(life.stop(reasons, is_saved=is_saved))
-        assert account.ends == [(reason or "told by others", not reason)]
+        assert account.ends == [(reason or "peer preempted", not reason)]
     return codes
 
 
@@ -63,4 +68,6 @@ def test_a_machine_that_goes_is_left_without_a_checkpoint_too(
 
 
 def test_where_nobody_restarts_ranks_all_end_well() -> None:
-    assert Life(EndSettings(), Account()).stop(["", "SIGTERM"], is_saved=True) == 0
+    assert (
+        ProcessLifecycle(RunSettings("folder"), Account()).stop(["", "SIGTERM"], is_saved=True) == 0
+    )

@@ -1,4 +1,4 @@
-"""Notices that a process is about to go: real signals, to this process."""
+"""PreemptionListener that a process is about to go: real signals, to this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import pytest
 
-from lightning_dist.elastic.notice import Notices
+from lightning_dist.elastic.preemption import PreemptionListener
 
 LIMIT = 20.0
 
@@ -39,8 +39,8 @@ def _signals_as_they_were() -> Iterator[None]:
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def started(*signals: signal.Signals, heard: Heard) -> Notices:
-    notices = Notices(signals, on_notice=heard)
+def started(*signals: signal.Signals, heard: Heard) -> PreemptionListener:
+    notices = PreemptionListener(signals, on_notice=heard)
     notices.start()
     return notices
 
@@ -67,7 +67,9 @@ def test_a_signal_is_noted_while_the_main_thread_is_in_a_call_that_does_not_retu
     """As in a collective: Python handlers do not run in there."""
     heard = Heard()
     here, there = socket.socketpair()
-    notices = Notices([signal.SIGTERM], on_notice=lambda reason: (heard(reason), there.close()))
+    notices = PreemptionListener(
+        [signal.SIGTERM], on_notice=lambda reason: (heard(reason), there.close())
+    )
     notices.start()
     sender = kill_when_waiting(signal.SIGTERM)
     assert here.recv(1) == b"", "only the notice ends this"
@@ -172,7 +174,7 @@ def test_a_cloud_is_asked_on_a_thread_until_it_says_so() -> None:
         asked.append(threading.current_thread())
         return len(asked) == 3
 
-    notices = Notices([], preempted=preempted, poll_s=0.001, on_notice=heard)
+    notices = PreemptionListener([], check=preempted, poll_interval=0.001, on_notice=heard)
     notices.start()
     assert heard.event.wait(LIMIT)
     asked[0].join(LIMIT)
@@ -191,7 +193,7 @@ def test_a_question_that_fails_is_not_asked_again() -> None:
         called.set()
         raise OSError("no route to the metadata server")
 
-    notices = Notices([], preempted=preempted, poll_s=0.001)
+    notices = PreemptionListener([], check=preempted, poll_interval=0.001)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         notices.start()
@@ -199,7 +201,7 @@ def test_a_question_that_fails_is_not_asked_again() -> None:
         asked[0].join(LIMIT)
     notices.stop()
     assert [str(each.message) for each in caught] == [
-        "preempted() failed and is not asked again: OSError: no route to the metadata server"
+        "preemption_check() failed and is not asked again: OSError: no route to the metadata server"
     ]
     assert len(asked) == 1
     assert notices.reason == ""
@@ -215,7 +217,7 @@ def test_nobody_asks_after_the_end() -> None:
         go_on.wait(LIMIT)
         return False
 
-    notices = Notices([], preempted=preempted, poll_s=0.001)
+    notices = PreemptionListener([], check=preempted, poll_interval=0.001)
     notices.start()
     assert called.wait(LIMIT)
     notices.stop()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
-from lightning_dist.elastic.launch import Launch
-from lightning_dist.elastic.notice import PREEMPTED, Notices
-from lightning_dist.elastic.settings import EndSettings
+from lightning_dist.elastic.history import RunHistory
+from lightning_dist.elastic.preemption import PREEMPTED, PreemptionListener
+from lightning_dist.elastic.rendezvous import Launch
+from lightning_dist.elastic.settings import RunSettings
 from lightning_dist.elastic.watchdog import Watchdog
 
 EXIT_UNSAVED = 74
@@ -28,25 +28,18 @@ _LAST_SECONDS = 20.0
 _ROUND = 10.0
 
 
-class TakesNote(Protocol):
-    """What is told of the end of a process."""
-
-    def end(self, reason: str, *, is_echo: bool = False) -> None:
-        """It ends; ``is_echo``: because another one did."""
-
-
-class Life:
+class ProcessLifecycle:
     """The life of one process, from its set-up to its end.
 
     Args:
         settings: when it ends by itself.
-        account: takes note of why.
+        history: takes note of why.
     """
 
-    def __init__(self, settings: EndSettings, account: TakesNote) -> None:
+    def __init__(self, settings: RunSettings, history: RunHistory) -> None:
         self._settings = settings
-        self._notes = account
-        self._notices: Notices | None = None
+        self._history = history
+        self._notices: PreemptionListener | None = None
         self._watchdog: Watchdog | None = None
 
     @property
@@ -80,10 +73,10 @@ class Life:
         """Begin to note signals.
 
         Args:
-            asks: whether this process asks ``preempted``; one of a host does.
+            asks: whether this process asks ``preemption_check``; one of a host does.
             on_told: called from a thread at the first notice.
         """
-        self.beat()
+        self.heartbeat()
         watchdog = self._watchdog
 
         def on_notice(reason: str) -> None:
@@ -93,18 +86,18 @@ class Life:
             )
             on_told()
 
-        self._notices = Notices(
+        self._notices = PreemptionListener(
             signals,
-            preempted=self._settings.preempted if asks else None,
-            poll_s=self._settings.poll_s,
+            check=self._settings.preemption_check if asks else None,
+            poll_interval=self._settings.preemption_poll_interval,
             on_notice=on_notice,
         )
         self._notices.start()
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """A batch, or a stage of the start, is done."""
         if self._watchdog is not None:
-            self._watchdog.beat()
+            self._watchdog.heartbeat()
 
     def finish(self) -> None:
         """The training has ended as it should: no batch is to be expected any more."""
@@ -119,7 +112,7 @@ class Life:
             is_saved: the step at which they stop is in a checkpoint that is durable.
         """
         told = self.reason
-        self._notes.end(told or "told by others", is_echo=not told)
+        self._history.end(told or "peer preempted", is_echo=not told)
         launch = Launch.from_env()
         first = launch.rank - launch.local_rank  # ranks of a node follow each other
         here = reasons[first : first + (launch.local_world_size or 1)]
@@ -140,7 +133,7 @@ class Life:
         """The training ends with an exception; others may have had it first."""
         text = str(exception).strip().split("\n")[0][:200]
         is_echo = _is_of_a_peer(exception)
-        self._notes.end(f"{type(exception).__name__}: {text}", is_echo=is_echo)
+        self._history.end(f"{type(exception).__name__}: {text}", is_echo=is_echo)
         if is_echo and Launch.from_env().is_elastic:
             self.finish()
             self._be_gone_soon(f"after {type(exception).__name__}")
@@ -153,7 +146,7 @@ class Life:
             self._watchdog.end_within(_LAST_SECONDS, f"still there {_LAST_SECONDS:g} s {why}")
 
     def _last_words(self, why: str) -> None:
-        self._notes.end(why, is_echo=not why.startswith("no progress"))
+        self._history.end(why, is_echo=not why.startswith("no progress"))
 
     def end_listening(self) -> None:
         """Note no more signals."""
@@ -177,9 +170,9 @@ def stop_line(step: int, reasons: list[str], *, saved: int | None) -> str:
         saved: step of the newest checkpoint that is durable; None: there is none.
     """
     told = ", ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
-    line = f"elastic: stopped at step {step} ({told})"
+    line = f"elastic: preempted at step {step} ({told})"
     if saved == step:
-        return f"{line}, everything is saved"
+        return f"{line}; checkpoint committed"
     last = "there is no complete checkpoint"
     if saved is not None:
         last = f"the last complete checkpoint is of step {saved}"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
-from lightning_dist.elastic.rates import scale_learning_rates
+from lightning_dist.elastic.progress import scale_learning_rates
 
 STEPS = 24
 Make = Callable[[torch.optim.Optimizer, float], Any]

@@ -1,4 +1,4 @@
-"""Notices that this process, or its machine, is about to go."""
+"""PreemptionListener that this process, or its machine, is about to go."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from types import FrameType
 from weakref import WeakSet
 
 PREEMPTED = "preemption notice"
-"""The reason where ``preempted()`` said that the machine is about to go."""
+"""The reason where the check said that the machine is about to go."""
 
 _PATIENCE = 1.0
 """Seconds for the thread to end."""
 
-_LISTENING: WeakSet[Notices] = WeakSet()
+_LISTENING: WeakSet[PreemptionListener] = WeakSet()
 
 
-class Notices:
+class PreemptionListener:
     """Listens to signals and to a cloud's notice, without ever interrupting the training.
 
     A signal only leaves its number; a thread reads it at once, also while the main thread waits in
@@ -29,7 +29,8 @@ class Notices:
 
     Args:
         signals: which of them are notices.
-        preempted: asked every ``poll_s`` seconds, on a thread; whether the machine is about to go.
+        check: asked every ``poll_interval`` seconds, on a thread; whether the machine is about to
+            go.
         on_notice: called from a thread with the reason, at the first notice.
     """
 
@@ -37,13 +38,13 @@ class Notices:
         self,
         signals: Iterable[signal.Signals],
         *,
-        preempted: Callable[[], bool] | None = None,
-        poll_s: float = 5.0,
+        check: Callable[[], bool] | None = None,
+        poll_interval: float = 5.0,
         on_notice: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._signals = tuple(signals)
-        self._preempted = preempted
-        self._poll_s = poll_s
+        self._check = check
+        self._poll_s = poll_interval
         self._on_notice = on_notice
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -57,14 +58,14 @@ class Notices:
         assert self._open is None
         if threading.current_thread() is threading.main_thread():
             self._start_handlers()
-        elif self._preempted is None:
+        elif self._check is None:
             warnings.warn(
                 "signals reach the main thread only, and this training runs in another: SIGTERM "
-                "leads to no checkpoint; give preempted=, or train in the main thread",
+                "leads to no checkpoint; give preemption_check=, or train in the main thread",
                 stacklevel=2,
             )
-        if self._preempted is not None:
-            threading.Thread(target=self._poll, args=(self._preempted,), daemon=True).start()
+        if self._check is not None:
+            threading.Thread(target=self._poll, args=(self._check,), daemon=True).start()
 
     def _start_handlers(self) -> None:
         here, there = socket.socketpair()
@@ -109,15 +110,16 @@ class Notices:
                         with suppress(OSError):  # full, or closed: not our loss
                             os.write(self._old_fd, bytes([number]))
 
-    def _poll(self, preempted: Callable[[], bool]) -> None:
+    def _poll(self, check: Callable[[], bool]) -> None:
         while not self._ended.wait(self._poll_s):
             try:
-                if preempted():
+                if check():
                     self.give(PREEMPTED)
                     return
             except Exception as error:
                 warnings.warn(
-                    f"preempted() failed and is not asked again: {type(error).__name__}: {error}",
+                    "preemption_check() failed and is not asked again: "
+                    f"{type(error).__name__}: {error}",
                     stacklevel=2,
                 )
                 return

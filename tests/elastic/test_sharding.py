@@ -12,8 +12,8 @@ from streaming import Numbers, Rank, Squares, as_list
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_dist.elastic.layout import Layout
-from lightning_dist.elastic.loading import LoaderFacts, NotExactError, facts_of
+from lightning_dist.elastic.plan import Layout
+from lightning_dist.elastic.sharding import LoaderFacts, NotExactError, facts_of
 
 LAYOUT = Layout(world_size=2, micro_batch=3, accumulate=2, global_batch=10)
 SIZE = 27  # two steps and a tail of 7: passes of 3, 2 | 3, 2 | 2, 2 (or 2, 1) samples

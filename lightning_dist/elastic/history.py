@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from lightning_dist.checkpoint.disk.storage import LocalStorage, storage_of
-from lightning_dist.elastic.journal import FINISHED, Journal, Progress, Summary, summarize
-from lightning_dist.elastic.layout import Layout
-from lightning_dist.elastic.state import ElasticState
+from lightning_dist.checkpoint.ranks import Ranks
+from lightning_dist.elastic.journal import Journal, Progress, Summary, summarize
+from lightning_dist.elastic.plan import Layout
+from lightning_dist.elastic.progress import ElasticState
+from lightning_dist.shared_folder import has_token, leave_token
 
 
-class Account:
+class RunHistory:
     """What one process knows of the run that it is a part of, and writes down for the next."""
 
     def __init__(self) -> None:
@@ -23,7 +24,7 @@ class Account:
         self._before: Progress | None = None
         self._to_catch_up: int | None = None
         self._given_seed: int | None = None
-        self._is_first = True
+        self._leads = True
         self.run_id = ""
         self.seed = 0
         self.first: Layout | None = None
@@ -34,60 +35,44 @@ class Account:
         self._open_journal(folder, rank=rank)
         self.run_id = self._last_start().get("run_id") or secrets.token_hex(6)
 
-    def open(
-        self,
-        folder: str,
-        *,
-        rank: int,
-        seed: int | None,
-        broadcast: Callable[[Any], Any],
-        all_agree: Callable[[bool], bool],
-    ) -> None:
+    def open(self, folder: str, *, ranks: Ranks, seed: int | None) -> None:
         """Agree on which run this is. Collective.
 
         Args:
             seed: of the order of the samples; None: that of the run.
-            broadcast: returns what rank 0 gives.
-            all_agree: whether all ranks give True.
 
         Raises:
             ValueError: not all ranks see the folder.
         """
-        self._open_journal(folder, rank=rank)
-        said: tuple[str, int, dict[str, Any] | None] = (self.run_id, 0, None)
-        if self._is_first:
-            start = self._last_start()
-            self._before = self._journal.last_progress()
-            run_id = self.run_id or start.get("run_id") or secrets.token_hex(6)
-            begun = None if self._before is None else start.get("first")  # if it did any step
-            said = run_id, _seed(seed, start.get("seed")), begun
-        self.run_id, self.seed, first = broadcast(said)
-        self.first = None if first is None else Layout(**first)
+        self._open_journal(folder, rank=ranks.rank)
+        self._leads = ranks.is_leader
+        said = ranks.on_first(lambda: self._said(seed))
+        self.run_id, self.seed = said["run_id"], said["seed"]
+        self.first = None if said["first"] is None else Layout(**said["first"])
         self._given_seed = seed
-        self._require_shared(folder, broadcast=broadcast, all_agree=all_agree)
-
-    def _require_shared(
-        self,
-        folder: str,
-        *,
-        broadcast: Callable[[Any], Any],
-        all_agree: Callable[[bool], bool],
-    ) -> None:
-        """Find out now, and not when another host has to go on, that it could not."""
-        if not self._journal.is_kept:
-            return
-        name = broadcast(self._journal.leave_token() if self._is_first else "")
-        if not all_agree(not name or self._journal.has_token(name)):
+        # Find out now, and not when another host has to go on, that it could not.
+        folder_here, token = self._journal.folder, said["token"]
+        sees = not token or (folder_here is not None and has_token(folder_here, token))
+        if not all(each["sees"] for each in ranks.all({"sees": sees})):
             raise ValueError(
                 f"some ranks do not see rank 0's {folder}, so they could not go on from its "
                 "checkpoints; put it on a filesystem that all hosts mount, or in an object store"
             )
 
+    def _said(self, seed: int | None) -> dict[str, Any]:
+        """What the leader knows, for all."""
+        start = self._last_start()
+        self._before = self._journal.last_progress()
+        return {
+            "run_id": self.run_id or start.get("run_id") or secrets.token_hex(6),
+            "seed": _seed(seed, start.get("seed")),
+            "first": None if self._before is None else start.get("first"),  # if it did any step
+            "token": "" if self._journal.folder is None else leave_token(self._journal.folder),
+        }
+
     def _open_journal(self, folder: str, *, rank: int) -> None:
         storage, inside = storage_of(folder)
-        local = inside if isinstance(storage, LocalStorage) else None
-        self._journal = Journal(local, rank=rank)
-        self._is_first = rank == 0
+        self._journal = Journal(inside if isinstance(storage, LocalStorage) else None, rank=rank)
 
     def _last_start(self) -> dict[str, Any]:
         starts = [each for each in self._journal.read() if each["event"] == "start"]
@@ -115,7 +100,7 @@ class Account:
 
     def start(self, state: ElasticState | None, *, first: Layout, world_size: int) -> None:
         """Write down where training goes on."""
-        if not self._is_first:
+        if not self._leads:
             return
         samples = 0 if state is None else state.total_samples
         before = self._before
@@ -136,7 +121,7 @@ class Account:
 
         Returns whether the run has now caught up with what it had done before the restart.
         """
-        if not self._is_first:
+        if not self._leads:
             return False
         caught_up = self._to_catch_up is not None and samples > self._to_catch_up
         if caught_up:
@@ -150,23 +135,19 @@ class Account:
 
     @property
     def summary(self) -> Summary:
-        """What restarts have cost this run so far; on rank 0."""
+        """What restarts have cost this run so far; on the leader."""
         return summarize(self._journal.read(), run_id=self.run_id)
 
     def metrics(self, *, world_size: int) -> dict[str, float]:
-        """``elastic/*``, as loggers are told it; without what is not known. On rank 0."""
+        """``elastic/*``, as loggers are told it; without what is not known. On the leader."""
         found = {"elastic/world_size": float(world_size)}
-        if self._journal.is_kept:
+        if self._journal.folder is not None:
             summary = self.summary
             found["elastic/restarts"] = float(summary.restarts)
-            found["elastic/samples_redone"] = float(summary.samples_redone)
+            found["elastic/samples_recomputed"] = float(summary.samples_recomputed)
             if self._to_catch_up is None:
-                found["elastic/seconds_lost"] = summary.seconds_lost
+                found["elastic/lost_time_s"] = summary.lost_time_s
         return found
-
-    def complete(self) -> None:
-        """The training has ended as it should."""
-        self.end(FINISHED)
 
     def end(self, reason: str, *, is_echo: bool = False) -> None:
         """This process ends; ``is_echo``: because another one did."""
@@ -209,7 +190,7 @@ def start_line(
         return start
     rest = now.global_batch % (now.world_size * now.accumulate)
     uneven = ", not all of them equal" if rest else ""
-    passes, ranks = _counted(now.accumulate, "pass"), _counted(now.world_size, "rank")
+    passes, ranks = _counted(now.accumulate, "micro-batch"), _counted(now.world_size, "rank")
     return f"{start}; global batch {now.global_batch}: {passes} on {ranks}{uneven}"
 
 
@@ -217,11 +198,11 @@ def cost_line(summary: Summary) -> str:
     """What restarts have cost, for the user."""
     restarts, causes = _counted(summary.restarts, "restart"), "; ".join(summary.causes)
     return (
-        f"elastic: {restarts}, {summary.seconds_lost:.1f} s lost, "
-        f"{summary.samples_redone} samples redone ({causes})"
+        f"elastic: {restarts}, {summary.lost_time_s:.1f} s lost, "
+        f"{summary.samples_recomputed} samples recomputed ({causes})"
     )
 
 
 def _counted(number: int, what: str) -> str:
-    plural = "" if number == 1 else "es" if what.endswith("s") else "s"
+    plural = "" if number == 1 else "es" if what.endswith("ch") else "s"
     return f"{number} {what}{plural}"

@@ -1,0 +1,102 @@
+"""The ranks of one start of a job: the groups they have, what they agree on, and when they stop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_dist.checkpoint.ranks import Ranks
+from lightning_dist.elastic.rendezvous import Launch
+
+
+class StopConsensus:
+    """Whether any rank wants to stop; known one call later, on all ranks at once.
+
+    Every call sends this rank's wish and returns the result of the call before, so the round trip
+    runs while the next step does. All ranks have to call equally often.
+
+    Args:
+        group: of all ranks, on CPU, used for nothing else; None for a single rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._sent: tuple[torch.Tensor, Any] | None = None
+
+    def ask(self, wish: bool) -> bool:
+        """Send ``wish``; whether any rank wished so at the call before. False at the first.
+
+        A single rank has nobody to ask, and its wish counts at once.
+        """
+        if self._group is None:
+            return wish
+        before = self._take()
+        flag = torch.tensor([int(wish)])
+        work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._sent = (flag, work)
+        return before
+
+    def end(self) -> None:
+        """Wait for the last answer: a process must not leave while others still count with it."""
+        self._take()
+
+    def _take(self) -> bool:
+        sent, self._sent = self._sent, None
+        if sent is None:
+            return False
+        flag, work = sent
+        work.wait()
+        return bool(flag.item())
+
+
+class Membership:
+    """Who takes part, in one generation of the job. Making it is collective, as is all of it.
+
+    Args:
+        sharded: whether every rank writes its part of a checkpoint.
+        generation: counts the memberships of this process.
+
+    Raises:
+        ValueError: the launcher started several ranks, and there is no process group.
+    """
+
+    def __init__(self, *, sharded: bool = False, generation: int = 0) -> None:
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        expected = Launch.from_env().world_size
+        if expected > 1 and not several:
+            raise ValueError(
+                f"the launcher started {expected} ranks, and there is no process group; call "
+                "lightning_dist.init_process_group() first (Accelerator() and fabric.launch() make "
+                "one, on CPU with ACCELERATE_USE_CPU=true)"
+            )
+        self.generation = generation
+        self._groups: list[dist.ProcessGroup] = []
+        self.ranks = Ranks(self._group("facts") if several else None)
+        self.stop = StopConsensus(self._group("stop") if several else None)
+        self.writers = self._group("writers") if several and sharded else None
+        """Of the ranks that write one checkpoint together; None where rank 0 writes alone."""
+
+    def _group(self, purpose: str) -> dist.ProcessGroup:
+        group = dist.new_group(backend="gloo", group_desc=f"elastic-{self.generation}-{purpose}")
+        assert isinstance(group, dist.ProcessGroup)  # all ranks are in it
+        self._groups.append(group)
+        return group
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+        return self.ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of this generation."""
+        return self.ranks.count
+
+    def close(self) -> None:
+        """Give the groups back. For an end in good order: where a peer hangs, this would too."""
+        self.stop.end()
+        groups, self._groups = self._groups, []
+        for group in groups:
+            dist.destroy_process_group(group)

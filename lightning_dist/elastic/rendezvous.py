@@ -1,0 +1,247 @@
+"""How the ranks of one start meet: what the launcher says, and a store of this start's own.
+
+torchrun's ranks share the store of its agent over all restarts, so a restarted rank finds the
+addresses of dead ones there. The restart count is no remedy: it stays where the membership changes.
+So the ranks of one start agree on a name that nobody had before. The agents stop all old ranks
+before they start new ones, therefore what is left is stale, but nobody who wrote it writes again:
+
+- rank 0 draws the name of the attempt;
+- every other rank draws a nonce, queues it, and waits for the answer of that name;
+- rank 0 answers all, also the dead, and is done when every rank has confirmed the new name.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from uuid import UUID
+
+import torch.distributed as dist
+from torch.distributed import (  # type: ignore[attr-defined]  # torch re-exports them silently
+    PrefixStore,
+    Store,
+    TCPStore,
+)
+from torch.distributed.constants import default_pg_timeout
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One start of this rank. ``restart_count`` does not rise where only the membership changed.
+
+    ``local_world_size`` is None where the launcher does not say it: torchrun does, other agents may
+    not. ``shares_store``: the ranks use the store of their agent, which outlives them.
+    ``is_elastic`` is False where torchrun (or another launcher on torch's elastic agent) did not
+    start this process.
+    """
+
+    is_elastic: bool
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int | None = None
+    node_rank: int = 0
+    nodes: int = 1
+    restart_count: int = 0
+    max_restarts: int = 0
+    run_id: str = ""
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    shares_store: bool = False
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> Launch:
+        """Read the variables of torch's elastic agent; defaults where they are not set.
+
+        Raises:
+            ValueError: a variable that should be a number is not one.
+        """
+        return cls(
+            is_elastic="TORCHELASTIC_RUN_ID" in environ,
+            rank=_number(environ, "RANK", 0),
+            world_size=_number(environ, "WORLD_SIZE", 1),
+            local_rank=_number(environ, "LOCAL_RANK", 0),
+            local_world_size=_number(environ, "LOCAL_WORLD_SIZE", 0) or None,
+            node_rank=_number(environ, "GROUP_RANK", 0),
+            nodes=_number(environ, "GROUP_WORLD_SIZE", 1),
+            restart_count=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+            max_restarts=_number(environ, "TORCHELASTIC_MAX_RESTARTS", 0),
+            run_id=environ.get("TORCHELASTIC_RUN_ID", ""),
+            master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
+            master_port=_number(environ, "MASTER_PORT", 0),
+            shares_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
+
+    def missing_settings(self) -> list[str]:
+        """Settings of the launcher that restarts need and that this rank can see are missing.
+
+        One sentence each, with the remedy. Empty where nothing is missing, or where torchrun did
+        not start this process.
+        """
+        missing = []
+        if self.is_elastic and self.max_restarts == 0:
+            missing.append(
+                "a failed rank ends the job, because max_restarts is 0: "
+                "start torchrun with --max-restarts=3, or use `lightning-dist launch`"
+            )
+        if self.is_elastic and self.shares_store and not self._is_alone:
+            # torch 2.13: an agent that stays does not publish the address of its store again, and
+            # the agent that joins waits for it until both give up.
+            missing.append(
+                "nodes cannot join this job (--nnodes=MIN:MAX), because its ranks share the "
+                "launcher's store: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun starts, "
+                "or use `lightning-dist launch`"
+            )
+        return missing
+
+    @property
+    def _is_alone(self) -> bool:
+        """The only node for good: torchrun draws the run id where nobody else needs to know it."""
+        try:
+            return self.nodes == 1 and str(UUID(self.run_id)) == self.run_id
+        except ValueError:
+            return False
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    value = environ.get(name, "")
+    try:
+        return int(value or default)
+    except ValueError:
+        raise ValueError(
+            f"{name} must be an integer, it is {value!r}; launchers set it, so leave it to them"
+        ) from None
+
+
+ROOT = "lightning_dist/attempts"
+POLL_SECONDS = (0.002, 0.1)
+"""First and longest pause between two looks: the store's own waits cannot be interrupted."""
+
+
+def attempt_store(launch: Launch, *, timeout: timedelta) -> Store:
+    """The store at ``MASTER_ADDR`` under a prefix that only the ranks of this start know.
+
+    All ranks call it. Works with every rendezvous backend of torchrun.
+
+    Args:
+        timeout: for the ranks to meet here, and then of every operation on the store.
+
+    Raises:
+        TimeoutError: on rank 0, naming the ranks that did not come; on others, if rank 0 did not.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    # As torch's env:// rendezvous makes it, except that the host does not wait for the others here,
+    # where it could not say who is missing.
+    store = TCPStore(
+        launch.master_addr,
+        launch.master_port,
+        is_master=launch.rank == 0 and not launch.shares_store,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    return meet(store, rank=launch.rank, world_size=launch.world_size, deadline=deadline)
+
+
+def meet(store: Store, *, rank: int, world_size: int, deadline: float) -> Store:
+    """``store`` under the prefix on which the ``world_size`` callers agree.
+
+    Args:
+        deadline: of ``time.monotonic()``, in seconds.
+
+    Raises:
+        TimeoutError: as :func:`attempt_store`.
+    """
+    lobby = PrefixStore(ROOT, store)
+    if rank == 0:
+        attempt = secrets.token_hex(8)
+        _gather(lobby, attempt, set(range(1, world_size)), deadline)
+        _forget_others(lobby, attempt)
+    else:
+        attempt = _join(lobby, rank, deadline)
+    return PrefixStore(f"{ROOT}/{attempt}", store)
+
+
+def _gather(lobby: Store, attempt: str, missing: set[int], deadline: float) -> None:
+    """Tell every rank of ``missing`` the name ``attempt``."""
+    others = len(missing)
+    while missing:
+        if not _wait(lambda: lobby.queue_len("mail") > 0, deadline):
+            raise TimeoutError(
+                f"{len(missing)} of {others} other ranks did not reach rank 0 in time: "
+                f"{', '.join(map(str, sorted(missing)))}; see the output of these ranks, and "
+                "whether they can connect to MASTER_ADDR and MASTER_PORT"
+            )
+        rank, nonce, *confirmed = lobby.queue_pop("mail").decode().split()
+        if not confirmed:
+            lobby.set(f"answer-{nonce}", attempt)
+        elif confirmed == [attempt]:
+            missing.discard(int(rank))
+
+
+def _join(lobby: Store, rank: int, deadline: float) -> str:
+    """The name that rank 0 has drawn."""
+    nonce = secrets.token_hex(8)
+    answer = f"answer-{nonce}"
+    lobby.queue_push("mail", f"{rank} {nonce}")
+    if not _wait(lambda: lobby.check([answer]), deadline):
+        raise TimeoutError(
+            f"rank {rank} had no answer from rank 0 in time; see the output of rank 0, and whether "
+            "all ranks have the same MASTER_ADDR and MASTER_PORT"
+        )
+    attempt: str = lobby.get(answer).decode()
+    lobby.delete_key(answer)
+    lobby.queue_push("mail", f"{rank} {nonce} {attempt}")
+    return attempt
+
+
+def _wait(ready: Callable[[], bool], deadline: float) -> bool:
+    """Whether ``ready`` came true before ``deadline``. Signal handlers run meanwhile."""
+    pause, longest = POLL_SECONDS
+    while not ready():
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, longest)
+    return True
+
+
+def _forget_others(lobby: Store, attempt: str) -> None:
+    """Remove what earlier attempts left, so that a store does not grow with every restart.
+
+    Answers that are still there were for the dead: the living removed theirs before they confirmed.
+    """
+    with suppress(RuntimeError):  # not every store can list its keys
+        for key in lobby.list_keys():
+            if not key.startswith(f"{attempt}/"):
+                lobby.delete_key(key)
+
+
+def init_process_group(backend: str | None = None, *, timeout: timedelta | None = None) -> None:
+    """``torch.distributed.init_process_group``, over a store of this start's own.
+
+    torchrun's ranks share a store over all restarts, in which restarted ones find the addresses of
+    the dead. For a loop of your own; call it before ``Accelerator()``, which takes the group that
+    is there. Strategies of this package do it by themselves. Without torchrun nothing is different.
+
+    Args:
+        backend: as of torch; None: torch's choice.
+        timeout: for the ranks to meet, and of every collective; None: torch's default.
+
+    Raises:
+        TimeoutError: ranks did not come in time; rank 0 names them.
+    """
+    launch = Launch.from_env()
+    if not launch.is_elastic:
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    store = attempt_store(launch, timeout=timeout or default_pg_timeout)
+    dist.init_process_group(
+        backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
+    )

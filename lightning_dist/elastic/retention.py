@@ -1,0 +1,205 @@
+"""The newest checkpoints of a run: written in the background, and only as many kept as wanted."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable
+
+from torch.optim import Optimizer
+
+from lightning_dist.checkpoint.checkpointer import Checkpointer
+from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.disk.jobs import Committed, Failed
+from lightning_dist.checkpoint.disk.scan import checkpoints, newest_valid, saved_by
+from lightning_dist.checkpoint.disk.storage import storage_of
+from lightning_dist.checkpoint.metrics import Metrics
+from lightning_dist.checkpoint.saves import Saves
+from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.elastic.membership import Membership
+
+_PATIENCE = 5.0
+"""Seconds that a failed process waits for its checkpoints: the next one waits for their writer."""
+
+
+class Retention:
+    """Saves, and keeps the newest ``keep`` that are durable.
+
+    Removes only what its own run has saved under its present name, and only when something newer
+    is durable, so that failed saves count for nothing.
+
+    Args:
+        folder: a path or URL that all ranks see.
+        keep: how many stay.
+        settings: how they are taken and written.
+        members: all ranks; with ``members.writers`` each writes its part.
+        warn: told on the leader what the user should know.
+        committed: told on the leader of each checkpoint that is durable.
+        wait: waits for the writer, for so many seconds.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        *,
+        keep: int,
+        settings: CheckpointSettings,
+        members: Membership,
+        warn: Callable[[str], None],
+        committed: Callable[[Committed], None],
+        wait: Callable[[Checkpointer, float | None], None] = Checkpointer.wait,
+    ) -> None:
+        self._wait = wait
+        self._folder, self._keep, self._settings = folder, keep, settings
+        self._members, self._warn, self._committed = members, warn, committed
+        self.checkpointer: Checkpointer | None = None
+        """None on ranks that do not write."""
+        if members.ranks.is_leader or members.writers is not None:
+            self.checkpointer = Checkpointer(
+                settings, group=members.writers, ranks=members.world_size
+            )
+        self._saves = Saves(
+            self.checkpointer, settings, ranks=members.ranks, warn=warn, ended=self._ended
+        )
+        self._ledger: list[str] = []  # durable checkpoints of this run, the oldest first
+
+    @property
+    def metrics(self) -> Metrics:
+        """What checkpoints have cost this rank."""
+        return self._saves.metrics
+
+    @property
+    def last_committed(self) -> Committed | None:
+        """The last checkpoint of this start that is durable; on a rank that writes."""
+        return self._saves.last_committed
+
+    def open(self) -> str | None:
+        """Become the one trainer of the folder; the newest complete checkpoint in it. Collective.
+
+        Raises:
+            ValueError: another trainer writes there, it cannot be written, or somebody else's
+                checkpoints are in it.
+            CheckpointError: there are checkpoints, and none is complete.
+        """
+        # A writer of the dead may have one to finish.
+        self._saves.open(self._folder, together=self._members.writers is not None)
+        found: str | None = self._members.ranks.on_first(lambda: {"path": self._find()})["path"]
+        return found
+
+    def _find(self) -> str | None:
+        newest = newest_valid(self._folder, check=self._settings.verify != "never")
+        if newest is not None:
+            return newest.path
+        for other in checkpoints(self._folder):
+            if other.description is not None and other.description.origin is None:
+                raise ValueError(not_ours(other.path))
+        return None
+
+    def save_for(self, run: str, *, restricted: bool, resumed: str | None) -> None:
+        """Be ``run``, whose checkpoints here count from now on.
+
+        What is newer than ``resumed`` was passed over, and goes first.
+
+        Args:
+            restricted: prove at the first save that torch's restricted unpickler can read it.
+        """
+        if self.checkpointer is not None:
+            self.checkpointer.run, self.checkpointer.proves_loadable = run, restricted
+        if self._members.ranks.is_leader:
+            own = saved_by(run, self._folder, resumed=resumed)
+            self._ledger = [each.path for each in own]
+
+    def watch(self, optimizers: Iterable[Optimizer]) -> None:
+        """See :meth:`.Checkpointer.watch`."""
+        if self.checkpointer is not None:
+            self.checkpointer.watch(optimizers)
+
+    def begin(self, name: str) -> str | None:
+        """Path for a save under ``name``; None: ``on_busy`` says to skip it. Collective.
+
+        Raises:
+            CheckpointError: an earlier one has failed, on all ranks.
+        """
+        leader = self._members.ranks.leader
+        path = self._free_path(name) if self._members.ranks.is_leader else ""
+        failures, by_rank = self._saves.agree({"path": path})
+        self._saves.report(failures)
+        return None if self._saves.skips(by_rank) else str(by_rank[leader]["path"])
+
+    def _free_path(self, name: str) -> str:
+        """A path in the folder where nothing is that this run did not write."""
+        assert self.checkpointer is not None
+        stem, suffix = os.path.splitext(f"{self._folder.rstrip('/')}/{name}")
+        for version in itertools.count():
+            path = f"{stem}-v{version}{suffix}" if version else f"{stem}{suffix}"
+            storage, inside = storage_of(path)
+            is_own = path in self._ledger or self.checkpointer.is_pending(path)
+            if is_own or not storage.exists(inside):
+                break
+        return path
+
+    def collect(self) -> None:
+        """Take note of what became of saves since the last call."""
+        if self._settings.on_error == "warn" and self._members.ranks.is_leader:
+            self._saves.report_own()
+        else:  # all ranks will raise what failed
+            self._saves.poll()
+
+    def _ended(self, event: Committed | Failed) -> None:
+        if isinstance(event, Committed) and self._members.ranks.is_leader:
+            self._keep_newest(event.target)
+            self._committed(event)
+
+    def _keep_newest(self, path: str) -> None:
+        assert self.checkpointer is not None
+        ledger = [*(each for each in self._ledger if each != path), path]
+        self._ledger = ledger[-self._keep :]
+        for each in ledger[: -self._keep]:
+            self.checkpointer.remove(each)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank knows of a failure for all ranks to raise."""
+        return self._saves.has_to_raise
+
+    def agree_on_failures(self) -> None:
+        """Let all ranks know what could not be written. Collective.
+
+        Raises:
+            CheckpointError: something could not, on all ranks.
+        """
+        failures, _ = self._saves.agree({})
+        self._saves.report(failures)
+
+    def is_saved_within(self, seconds: float | None) -> bool:
+        """Wait for what this rank writes, for so long; whether all of it is durable."""
+        if self.checkpointer is not None:
+            try:
+                self._wait(self.checkpointer, seconds)
+                self.collect()
+                self._wait(self.checkpointer, seconds)  # for removals
+            except TimeoutError:
+                return False
+        return True
+
+    def close(self, *, patiently: bool) -> None:
+        """Give the folder back; ``patiently``: when everything is durable."""
+        if self.checkpointer is None:
+            return
+        limit = None if patiently else _PATIENCE
+        is_saved = self.is_saved_within(limit)
+        try:
+            self._saves.close(limit if is_saved else 1.0)
+        except (CheckpointError, TimeoutError) as error:
+            if patiently:
+                raise
+            self._warn(f"the training ends before its checkpoints are complete: {error}")
+
+
+def not_ours(path: str) -> str:
+    """What to tell a user whose folder has a checkpoint without a position in the data."""
+    return (
+        f"{path} was not saved under ElasticRestart or ElasticLoop, so nobody knows which samples "
+        "it has seen; give a folder of its own, and to begin a Trainer's run from this checkpoint "
+        "fit(ckpt_path=...)"
+    )

@@ -1,0 +1,337 @@
+"""One process of a run: it opens its folder, loads, saves, stops with all others, and completes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from lightning_dist.checkpoint.checkpointer import Checkpointer
+from lightning_dist.checkpoint.disk.jobs import Committed
+from lightning_dist.checkpoint.metrics import Metrics
+from lightning_dist.elastic.history import RunHistory, cost_line, start_line
+from lightning_dist.elastic.journal import FINISHED
+from lightning_dist.elastic.lifecycle import ProcessLifecycle, stop_line
+from lightning_dist.elastic.membership import Membership
+from lightning_dist.elastic.plan import Layout, Position, lr_factor
+from lightning_dist.elastic.progress import ElasticState, scale_learning_rates
+from lightning_dist.elastic.rendezvous import Launch
+from lightning_dist.elastic.retention import Retention
+from lightning_dist.elastic.settings import RunSettings
+
+
+class Placement:
+    """What a session leaves to a Trainer, or to a loop of the user's own."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps so far, of all starts."""
+        raise NotImplementedError
+
+    @property
+    def epoch(self) -> int:
+        """Epochs so far, for the names of checkpoints."""
+        raise NotImplementedError
+
+    def write(self, checkpointer: Checkpointer | None, path: str) -> None:
+        """Hand the state of the training to ``checkpointer``, if this rank writes. Collective."""
+        raise NotImplementedError
+
+    def tell(self, text: str) -> None:
+        """Tell the user, on the leader."""
+        raise NotImplementedError
+
+    def warn(self, text: str) -> None:
+        """Warn the user, on the leader."""
+        raise NotImplementedError
+
+    def committed(self, event: Committed) -> None:
+        """A checkpoint is durable; on the leader."""
+
+    def wait(self, checkpointer: Checkpointer, seconds: float | None) -> None:
+        """Wait for what is being written."""
+        checkpointer.wait(seconds)
+
+    def all_saved(self) -> None:
+        """All ranks stop, and what can be saved is: signals may end this process now."""
+
+    def stopping(self, reasons: list[str]) -> None:
+        """All ranks stop, for ``reasons`` by rank; empty for those that were not told."""
+
+
+class Session:
+    """From the set-up of a training to its end.
+
+    Args:
+        settings: of the run.
+    """
+
+    def __init__(self, settings: RunSettings) -> None:
+        self.settings = settings
+        self.history = RunHistory()
+        self.lifecycle = ProcessLifecycle(settings, self.history)
+        self._members: Membership | None = None
+        self._retention: Retention | None = None
+        self.resumed: ElasticState | None = None
+        """What the checkpoint said that this start goes on from; None for a fresh start."""
+        self._costs: dict[str, float] = {}  # of restarts; rank 0 reads them from its account
+        self._saved_step = -1  # of the last save that this start has asked for
+        self.newest = ""
+        """The newest checkpoint that is known to be durable, on all ranks."""
+        self._is_open = False
+
+    @property
+    def members(self) -> Membership:
+        """All ranks, from :meth:`meet` on."""
+        assert self._members is not None
+        return self._members
+
+    @property
+    def retention(self) -> Retention:
+        """The checkpoints, from :meth:`open` on."""
+        assert self._retention is not None
+        return self._retention
+
+    def meet(self) -> None:
+        """Begin to watch for progress, and make the groups of all ranks. Collective."""
+        self.lifecycle.open()
+        self._members = Membership(sharded=self.settings.sharded)
+
+    def open(self, placement: Placement) -> str | None:
+        """Own the folder; the newest complete checkpoint in it. Collective.
+
+        Raises:
+            ValueError: not all ranks see it, it cannot be written, or is not of such a run.
+            CheckpointError: there are checkpoints, and none is complete.
+        """
+        self._placement, self._saved_step, self.resumed = placement, -1, None
+        folder = self.settings.folder
+        self.history.open(folder, ranks=self.members.ranks, seed=self.settings.seed)
+        self._retention = Retention(
+            folder,
+            keep=self.settings.max_to_keep,
+            settings=self.settings.saving,
+            members=self.members,
+            warn=placement.warn,
+            committed=placement.committed,
+            wait=placement.wait,
+        )
+        self._is_open = True
+        found = self.retention.open()
+        self.newest = found or ""
+        return found
+
+    def load(self, state: ElasticState | None, *, is_own: bool) -> None:
+        """Go on from ``state``, or begin afresh.
+
+        Args:
+            is_own: its checkpoint was in the folder of this run; or else another run begins with
+                it.
+        """
+        self.lifecycle.heartbeat()
+        self.resumed = state
+        self.history.resume(state, is_own=is_own)
+
+    def scale_rates(
+        self, optimizers: Iterable[Any], schedulers: Iterable[Any], *, first: Layout, now: Layout
+    ) -> None:
+        """Scale learning rates where the batch policy says so and the layout has changed."""
+        before = first if self.resumed is None else self.resumed.layout
+        factor = lr_factor(self.settings.batch_policy, before=before, now=now)
+        scale_learning_rates(optimizers, schedulers, factor=factor)
+
+    def begin(self, first: Layout, now: Layout | None, *, foreign: str = "") -> None:
+        """Say where training goes on, and write it down.
+
+        Args:
+            first: the layout that the run began with.
+            now: None where samples are not counted.
+            foreign: without a state, the checkpoint of somebody else that training goes on from.
+        """
+        world_size = self.members.world_size
+        line = start_line(self.resumed, now, world_size=world_size, foreign=foreign)
+        self._placement.tell(line)
+        for missing in Launch.from_env().missing_settings():
+            self._placement.warn(missing)
+        self.history.start(self.resumed, first=first, world_size=world_size)
+        self._count_costs()
+
+    def nothing_is_left(self, now: Layout | None) -> None:
+        """Say that this start does not train: it is no restart, and the account is as it was."""
+        line = start_line(self.resumed, now, world_size=self.members.world_size)
+        self._placement.tell(f"{line}; there is nothing left to do")
+        self._count_costs()
+
+    def _count_costs(self) -> None:
+        if self.members.ranks.is_leader:
+            self._costs = self.history.metrics(world_size=self.members.world_size)
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """``elastic/*``; empty on all ranks but 0, and before training begins."""
+        return self._costs
+
+    @property
+    def metrics(self) -> Metrics:
+        """What checkpoints have cost this rank."""
+        return Metrics() if self._retention is None else self._retention.metrics
+
+    @property
+    def last_committed(self) -> Committed | None:
+        """The newest checkpoint of this start that is durable; on a rank that writes."""
+        return None if self._retention is None else self._retention.last_committed
+
+    def step(self, samples: int) -> bool:
+        """An optimizer step is done, of all ranks, and ``samples`` so far.
+
+        Returns whether the run has now caught up with what it had done before the restart.
+        """
+        self.lifecycle.heartbeat()
+        if caught_up := self.history.step(samples):
+            self._count_costs()
+        return caught_up
+
+    def describe(
+        self,
+        layouts: tuple[Layout, Layout],
+        position: Position,
+        *,
+        samples: int,
+        steps: int,
+        rng: dict[str, Any],
+        loader: Any = None,
+        metrics: dict[str, float] | None = None,
+        **facts: Any,
+    ) -> dict[str, Any]:
+        """The :class:`.ElasticState` of now, as it goes into a checkpoint. Collective.
+
+        Args:
+            layouts: of the run's first start, and now.
+            samples: that optimizer steps have used, of all epochs.
+            steps: of all epochs.
+            rng: of this rank's generators; ``{"seed": ...}`` if they are still to be seeded.
+            loader: state of this rank's loader, if it keeps one.
+            metrics: what this rank has logged.
+            **facts: others of the state.
+        """
+        gathered = self.members.ranks.gather((rng, loader, metrics or {}))
+        states, loaders, logged = (list(each) for each in zip(*gathered, strict=True))
+        first, layout = layouts
+        return ElasticState(
+            run_id=self.history.run_id,
+            seed=self.history.seed,
+            first=first,
+            layout=layout,
+            position=position,
+            total_samples=samples,
+            total_steps=steps,
+            rng=[] if any("seed" in each for each in states) else states,
+            loaders=[] if any(each is None for each in loaders) else loaders,
+            metrics=logged,
+            **facts,
+        ).as_dict()
+
+    def save(self) -> None:
+        """Save this step, unless it is saved or ``on_busy`` says to skip it. Collective."""
+        steps = self._placement.steps
+        if self._saved_step == steps:
+            return
+        path = self.retention.begin(f"epoch={self._placement.epoch}-step={steps}.ckpt")
+        if path is None:
+            return
+        self._placement.write(self.retention.checkpointer, path)
+        self._saved_step = steps
+        self.lifecycle.heartbeat()
+
+    def _save_for_good(self) -> int | None:
+        """Save this step if it is not saved yet, and wait; the newest step that is durable then."""
+        self._await_saves()
+        if self._durable_step() != self._placement.steps:
+            self._saved_step = -1  # a save of this step that was asked for has failed
+            self.save()
+            self._await_saves()
+        self.retention.agree_on_failures()
+        return self._durable_step()
+
+    def _durable_step(self) -> int | None:
+        """Step of the newest checkpoint that is durable; collective."""
+        last = self.retention.last_committed
+        step = None if self.resumed is None else self.resumed.total_steps
+        facts: dict[str, Any] = {"step": step, "path": self.newest}
+        if last is not None:
+            facts = {"step": last.origin.step, "path": last.target}
+        durable = self.members.ranks.of_leader(facts)  # which publishes
+        self.newest = durable["path"]
+        newest: int | None = durable["step"]
+        return newest
+
+    def _await_saves(self) -> None:
+        """Writing may take long. That all ranks have come to a round of waiting is progress."""
+        while not all(
+            self.members.ranks.gather(self.retention.is_saved_within(self.lifecycle.round_s))
+        ):
+            self.lifecycle.heartbeat()
+        self.lifecycle.heartbeat()
+
+    def stop_if_told(self) -> int | None:
+        """Where any rank is to end: one checkpoint of all, and this process's exit code.
+
+        Collective, once for every step; asked one call later.
+
+        Raises:
+            CheckpointError: a checkpoint could not be written, on all ranks.
+        """
+        self.retention.collect()
+        if not self.members.stop.ask(self.lifecycle.is_told or self.retention.has_failed):
+            return None
+        self.retention.agree_on_failures()
+        saved = self._save_for_good()
+        # A launcher that sees a rank go tells the others once more. That must end them, also where
+        # they would wait for the launcher, as functions that it has called do.
+        self._placement.all_saved()
+        reasons = self.members.ranks.gather(
+            self.lifecycle.reason
+        )  # no rank goes before all have come here
+        self.members.stop.end()
+        steps = self._placement.steps
+        code = self.lifecycle.stop(reasons, is_saved=saved == steps)
+        self._placement.stopping(reasons)
+        say = self._placement.tell if saved == steps else self._placement.warn
+        say(stop_line(steps, reasons, saved=saved))
+        self.lifecycle.leave()
+        return code
+
+    def complete(self, *, saves: bool = True) -> None:
+        """The training has ended as it should. Collective.
+
+        Args:
+            saves: False: it took no step.
+        """
+        if saves:
+            self._save_for_good()
+        self.members.stop.end()
+        self.lifecycle.finish()
+        self.history.end(FINISHED)
+        self._count_costs()
+        if self.members.ranks.is_leader and self.history.summary.restarts:
+            self._placement.tell(cost_line(self.history.summary))
+
+    def close(self, error: BaseException | None = None, *, stopped: bool = False) -> None:
+        """The end of this process's part, with what has ended it.
+
+        Args:
+            stopped: it was :meth:`stop_if_told`.
+        """
+        was_open, self._is_open = self._is_open, False
+        if error is not None and not stopped:
+            self.lifecycle.fail(error)
+        try:
+            if was_open:
+                self.retention.close(patiently=error is None or stopped)
+        finally:
+            if stopped:
+                self.lifecycle.end_listening()
+            elif error is None:
+                self.lifecycle.close()
+            self.history.close()
+        if error is None and self._members is not None:
+            self._members.close()

@@ -1,0 +1,305 @@
+"""A user's train dataloader, dealt to the ranks of this start."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from lightning_dist.elastic.plan import BatchPolicy, EpochPlan, Layout, full_size, layout_for
+from lightning_dist.elastic.progress import ElasticState, require_same_data
+from lightning_dist.elastic.rng import derive_seed
+from lightning_dist.elastic.sampling import Cursor, ElasticBatchSampler, EpochOrder, EpochSetter
+from lightning_dist.elastic.streams import Shardable, ShardedStream
+from lightning_dist.elastic.workers import end_workers
+
+
+class NotExactError(ValueError):
+    """A loader whose samples cannot be seen exactly once over restarts; says why."""
+
+
+@dataclass(frozen=True)
+class LoaderFacts:
+    """What a loader says of an epoch.
+
+    Args:
+        size: samples of an epoch.
+        batch_size: samples of a batch of one rank.
+        drop_last: leave out what does not fill a batch.
+    """
+
+    size: int
+    batch_size: int
+    drop_last: bool
+
+
+def facts_of(loader: Any, *, seed: int = 0) -> LoaderFacts:
+    """Read the facts.
+
+    Raises:
+        NotExactError: this kind of loader is not understood.
+    """
+    if not isinstance(loader, DataLoader):
+        raise NotExactError(
+            f"the position in a {type(loader).__name__} is not known; give one DataLoader"
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        if not isinstance(loader.dataset, Shardable):
+            raise NotExactError(
+                f"{type(loader.dataset).__name__} is an iterable dataset that does not say how it "
+                "is dealt to ranks; give it __len__ and iter_shard(epoch=, start=, step=) "
+                "(lightning_dist.elastic.streams.Shardable), or use a map-style dataset"
+            )
+        if loader.batch_size is None:
+            raise NotExactError(
+                f"{type(loader.dataset).__name__} makes its batches itself (batch_size=None), so "
+                "its samples cannot be counted; let the DataLoader make them"
+            )
+        return LoaderFacts(len(loader.dataset), loader.batch_size, loader.drop_last)
+    batches = loader.batch_sampler
+    if not isinstance(batches, BatchSampler) or type(batches).__name__ != "BatchSampler":
+        what = "no batches" if batches is None else f"batches of {type(batches).__name__}"
+        raise NotExactError(
+            f"the samples of a loader with {what} cannot be dealt anew when the number of ranks "
+            "changes; give the DataLoader batch_size= and a sampler"
+        )
+    size = EpochOrder(loader.sampler, seed=seed).size
+    return LoaderFacts(size, batches.batch_size, batches.drop_last)
+
+
+def shard(
+    loader: DataLoader[Any],
+    plan: Callable[[], EpochPlan],
+    *,
+    cursor: Cursor,
+    seed: int,
+    on_first: Callable[[], None] = lambda: None,
+) -> DataLoader[Any]:
+    """A copy of ``loader`` that yields one rank's share, from ``cursor`` on.
+
+    Everything else of it stays: its class, dataset, workers, collate function. (Workers of an
+    iterable dataset are started anew for every epoch: they have to learn where it begins.) The copy
+    draws the seeds of its workers from a generator of its own, so that beginning an epoch changes
+    none that the training uses.
+    """
+    assert cursor.begin.epoch == plan().begin.epoch
+    made = copy.copy(loader)
+    setter = EpochSetter(
+        _Sized(plan().size), cursor, world_size=plan().layout.world_size, rank=plan().rank
+    )
+    generator, rank = torch.Generator(), plan().rank
+    cursor.follow(lambda epoch: _seed(generator, derive_seed(seed, "workers", epoch, rank)))
+    changed: dict[str, Any] = {
+        "batch_size": None,
+        "drop_last": False,
+        "generator": generator,
+        "_iterator": None,
+    }
+    if isinstance(loader.dataset, IterableDataset):
+        changed["dataset"] = ShardedStream(
+            loader.dataset,  # type: ignore[arg-type]
+            plan,
+            on_first=on_first,
+        )
+        changed["batch_sampler"] = None
+        changed["persistent_workers"] = False  # they would keep the plan of their first epoch
+    else:
+        order = EpochOrder(loader.sampler, seed=seed)
+        changed["sampler"] = setter
+        changed["batch_sampler"] = ElasticBatchSampler(order, plan, on_first=on_first)
+    made.__dict__.update(changed)  # a loader refuses assignments to these after its __init__
+    made.__dict__["epoch_setter"] = setter
+    return made
+
+
+def _seed(generator: torch.Generator, seed: int) -> None:
+    generator.manual_seed(seed)
+
+
+class _Sized:
+    """Stands for a dataset where only its length is wanted."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+
+@runtime_checkable
+class StatefulLoader(Protocol):
+    """An iterable that can say where it is and go on from there, with as many ranks."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any, /) -> None: ...
+
+
+class Remembered:
+    """A stateful loader that knows where it was some batches ago.
+
+    Trainers fetch batches ahead, and optimizers step after several: what a checkpoint wants is the
+    position after the last batch that a step has used.
+
+    Args:
+        loader: asked for its state after every batch.
+        back: how many batches it may be asked to go back.
+    """
+
+    def __init__(self, loader: StatefulLoader, *, back: int) -> None:
+        self._loader = loader
+        self._back = back
+        self._states: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        """As the loader's, which may not have one."""
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        self._states.clear()
+        for number, batch in enumerate(self._loader, start=1):
+            self._states[number] = self._loader.state_dict()
+            self._states.pop(number - self._back - 1, None)
+            yield batch
+
+    def close(self) -> None:
+        """No more batches are wanted."""
+        end_workers(self._loader)
+
+    def state_after(self, batches: int) -> Any:
+        """The state when ``batches`` of this iteration had been taken; None for none."""
+        assert batches == 0 or batches in self._states, (batches, sorted(self._states))
+        return self._states.get(batches)
+
+
+class Deal:
+    """This rank's share of every epoch.
+
+    Args:
+        policy: see :func:`~lightning_dist.elastic.plan.layout_for`.
+        accumulate: micro-batches per optimizer step, as the script says.
+        rank: this one.
+        world_size: ranks.
+        resumed: what a checkpoint said; None for a fresh start.
+        path: of that checkpoint.
+        begun: the layout of a start that left no checkpoint; its global batch is kept too, if the
+            script still asks for the same batches.
+        seed: of the order.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: BatchPolicy,
+        accumulate: int,
+        rank: int,
+        world_size: int,
+        resumed: ElasticState | None,
+        path: str,
+        begun: Layout | None,
+        seed: int,
+    ) -> None:
+        self.policy, self._accumulate, self._seed = policy, accumulate, seed
+        self.rank, self.world_size = rank, world_size
+        self.resumed, self._path, self._begun = resumed, path, begun
+        self.cursor = Cursor()
+        if resumed is not None:
+            self.cursor.begin = resumed.position
+        self.facts: LoaderFacts | None = None
+        self.first: Layout | None = None
+        self.layout: Layout | None = None
+        """The layout of now; None where samples are not counted."""
+        self._epoch_size = 0
+        self._dealt: DataLoader[Any] | None = None
+
+    @property
+    def is_dealt(self) -> bool:
+        """Whether the position in the data is known by samples."""
+        return self.facts is not None
+
+    @property
+    def size(self) -> int | None:
+        """Samples of an epoch, as the dataset has them."""
+        return None if self.facts is None else self.facts.size
+
+    def deal(
+        self,
+        loader: Any,
+        *,
+        limit: Callable[[Layout, LoaderFacts], int | None] = lambda first, facts: None,
+        accept: Callable[[Layout, Layout], None] = lambda first, now: None,
+        on_first: Callable[[], None] = lambda: None,
+    ) -> DataLoader[Any]:
+        """This rank's share of the user's ``loader``.
+
+        Args:
+            limit: micro-batches of an epoch that are wanted, in the layout of the first start.
+            accept: told the layout of the first start and that of now; may refuse.
+            on_first: called before the first batch of an epoch is drawn in this process.
+
+        Raises:
+            NotExactError: its samples cannot be dealt.
+            ValueError: they are not those of the checkpoint.
+        """
+        facts = facts_of(loader, seed=self._seed)
+        if self.resumed is not None:
+            require_same_data(self.resumed, size=facts.size, path=self._path)
+        self.facts = facts
+        script = self._script_layout()
+        self.first = self._first_layout(script)
+        self.layout = layout_for(self.policy, self.first, script=script)
+        passes = limit(self.first, facts)
+        self._epoch_size = full_size(facts.size, limit=passes, layout=self.first)
+        accept(self.first, self.layout)
+        self._dealt = shard(
+            loader, self.plan, cursor=self.cursor, seed=self._seed, on_first=on_first
+        )
+        return self._dealt
+
+    def close(self) -> None:
+        """No more batches are wanted: end the workers that the loader keeps."""
+        end_workers(self._dealt)
+
+    def _first_layout(self, script: Layout) -> Layout:
+        if self.resumed is not None:
+            return self.resumed.first
+        begun = self._begun
+        if begun is None:
+            return script
+        same = replace(begun, world_size=0, global_batch=0) == replace(
+            script, world_size=0, global_batch=0
+        )
+        return begun if same else script
+
+    def _script_layout(self) -> Layout:
+        return Layout.of_script(
+            world_size=self.world_size,
+            micro_batch=1 if self.facts is None else self.facts.batch_size,
+            accumulate=self._accumulate,
+        )
+
+    @property
+    def layouts(self) -> tuple[Layout, Layout]:
+        """Of the run's first start, and now. Samples are counted as batches where nobody knows."""
+        if self.first is not None and self.layout is not None:
+            return self.first, self.layout
+        now = self._script_layout()
+        return (now if self.resumed is None else self.resumed.first), now
+
+    def plan(self) -> EpochPlan:
+        """The micro-batches of the present epoch on this rank."""
+        assert self.facts is not None
+        assert self.layout is not None
+        return EpochPlan(
+            self.layout,
+            self.rank,
+            self.cursor.begin,
+            self._epoch_size,
+            drop_last=self.facts.drop_last,
+        )

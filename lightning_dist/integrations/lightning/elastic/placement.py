@@ -1,0 +1,272 @@
+"""A session of a fit: where Lightning's loops are, and how its checkpoints are written."""
+
+from __future__ import annotations
+
+import time
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_dist.checkpoint.checkpointer import Checkpointer
+from lightning_dist.checkpoint.disk.jobs import Committed
+from lightning_dist.elastic.plan import MicroBatch, Position
+from lightning_dist.elastic.progress import KEY, Generators
+from lightning_dist.elastic.session import Placement, Session
+from lightning_dist.integrations.lightning import private
+from lightning_dist.integrations.lightning.checkpoint.report import drain, line
+from lightning_dist.integrations.lightning.checkpoint.session_io import save_into
+from lightning_dist.integrations.lightning.checkpoint.supported import weights_may_change
+from lightning_dist.integrations.lightning.elastic.connectors import requeue
+from lightning_dist.integrations.lightning.elastic.data import TrainerDeal
+from lightning_dist.integrations.lightning.elastic.loops import (
+    place_at_epoch_begin,
+    place_within_epoch,
+)
+
+
+class TrainerPlacement(Placement):
+    """What a fit does for its session, and where it is in its data.
+
+    Args:
+        trainer: of the fit.
+        session: from the set-up of the fit to its end.
+    """
+
+    def __init__(self, trainer: pl.Trainer, session: Session) -> None:
+        self._trainer, self._session = trainer, session
+        self._blocking: dict[str, float] = {}  # of saves under way, by path
+        self._watched: list[Optimizer] = []
+        self._epoch: int | None = None
+        self._before_iteration: int | None = None  # batches of this epoch, of other iterations
+        self._before_epoch = self._in_epoch = 0  # samples
+        self._validated_step = -1
+        self._rng_of_step: dict[str, Any] | None = None
+        self.validates_first = False
+        """Whether the loop begins with a validation that a fault has cut short."""
+        self.micro_batch: MicroBatch | None = None
+        """What this rank is computing; None where samples are not counted."""
+        if find_spec("omegaconf") is not None:  # Lightning would import it within the first save
+            import_module("omegaconf")
+
+    @property
+    @override
+    def steps(self) -> int:
+        return self._trainer.global_step
+
+    @property
+    @override
+    def epoch(self) -> int:
+        return self._trainer.current_epoch
+
+    @override
+    def tell(self, text: str) -> None:
+        rank_zero_info(text)
+
+    @override
+    def warn(self, text: str) -> None:
+        rank_zero_warn(text)
+
+    @override
+    def wait(self, checkpointer: Checkpointer, seconds: float | None) -> None:
+        drain(checkpointer, show=self._trainer.is_global_zero, timeout=seconds)
+
+    @override
+    def stopping(self, reasons: list[str]) -> None:
+        if self._trainer.is_global_zero:
+            requeue(private.cluster_environment(self._trainer), reasons)
+
+    def watch_optimizers(self) -> None:
+        """Know the optimizers; other ones if a module has put others in their place."""
+        optimizers = list(self._trainer.strategy.optimizers)
+        checkpointer = self._session.retention.checkpointer
+        if checkpointer is not None and [*map(id, optimizers)] != [*map(id, self._watched)]:
+            checkpointer.wait_for_copy()
+            checkpointer.watch(optimizers)
+            self._watched = optimizers
+
+    @override
+    def write(self, checkpointer: Checkpointer | None, path: str) -> None:
+        began = time.perf_counter()
+        self.watch_optimizers()
+        sharded = self._session.settings.sharded
+        save_into(checkpointer, self._trainer, path, sharded=sharded)
+        if checkpointer is not None and weights_may_change(self._trainer):
+            checkpointer.wait_for_copy()
+        self._session.metrics.blocking_s = self._blocking[path] = time.perf_counter() - began
+
+    @override
+    def committed(self, event: Committed) -> None:
+        rank_zero_info(line(event, blocking_s=self._blocking.pop(event.target, 0.0)))
+        self._log(self._session.metrics.by_name())
+
+    def log_costs(self) -> None:
+        """Tell the loggers what restarts have cost; on rank 0."""
+        if self._session.costs:
+            self._log(self._session.costs)
+
+    def _log(self, values: dict[str, float]) -> None:
+        for logger in self._trainer.loggers:
+            logger.log_metrics(values, step=max(self._trainer.global_step - 1, 0))
+
+    def take_up(self, data: TrainerDeal) -> None:
+        """Know where to go on: the session has been loaded."""
+        trainer, state = self._trainer, self._session.resumed
+        self.data = data
+        self.generators = Generators(
+            state,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            device=trainer.strategy.root_device,
+        )
+        if state is not None:
+            self._before_epoch = state.total_samples - state.position.samples
+            self._validated_step = state.total_steps if state.validated else -1
+
+    @property
+    def _loop(self) -> Any:
+        return self._trainer.fit_loop
+
+    @property
+    def _processed(self) -> int:
+        """Batches of this epoch that are computed; asked when needed: hooks have any order."""
+        return int(self._loop.epoch_loop.batch_progress.current.processed)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a batch was taken in this process."""
+        return self._epoch is not None
+
+    def begin_epoch(self) -> None:
+        """A new epoch; the loader is about to be iterated."""
+        self._before_epoch += self._in_epoch
+        self._in_epoch = 0
+        self._before_iteration = None
+        self.data.cursor.set_epoch(self._trainer.current_epoch)
+        self.data.refresh()
+        self.generators.restore()
+
+    def begin_micro_batch(self, index: int) -> None:
+        """Batch ``index`` of the epoch is there."""
+        self.generators.restore()
+        self._epoch = self._trainer.current_epoch
+        if self._before_iteration is None:
+            self._before_iteration = self._processed
+        self.micro_batch = self.data.plan().micro_batch_at(index) if self.data.is_dealt else None
+
+    def end_micro_batch(self) -> None:
+        """The optimizer has stepped, or gradients are accumulated."""
+        if self.data.is_dealt:
+            self._in_epoch = self.data.plan().after(self._processed).samples
+        # A validation that is cut short begins anew, so it has to draw the same again.
+        due = private.is_validation_due(self._trainer)
+        self._rng_of_step = self.generators.capture() if due else None
+
+    def end_validation(self) -> None:
+        """What was due at this step is over."""
+        self._validated_step = self._trainer.global_step
+        self._rng_of_step = None
+
+    @property
+    def position(self) -> Position:
+        """Of the last optimizer step."""
+        ended = self._loop.epoch_progress.current.processed
+        if not self.data.is_dealt:
+            return Position(ended)
+        if self._epoch is None:
+            return self.data.cursor.begin
+        if self._has_ended:
+            return Position(ended)
+        return self.data.plan().after(self._processed)
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether the epoch of the last batch is over; one that max_steps has cut short is not."""
+        if self._epoch is None or self._loop.epoch_progress.current.processed <= self._epoch:
+            return False
+        return bool(self._loop.epoch_loop.batch_progress.is_last_batch)
+
+    @property
+    def total_samples(self) -> int:
+        """Samples that optimizer steps have used, of all epochs."""
+        if not self.data.is_dealt:
+            return 0
+        return self._before_epoch + (self._in_epoch if self._has_ended else self.position.samples)
+
+    def place_loops(self) -> None:
+        """Let Lightning's loops, just restored, count as this number of ranks does."""
+        state, data = self._session.resumed, self.data
+        if state is None:
+            return
+        if state.stopped:
+            self._trainer.should_stop = True
+            rank_zero_info(
+                f"elastic: the training was stopped at step {state.total_steps} before its last "
+                "epoch; nothing is left to do"
+            )
+        private.forget_loader_states(self._trainer)
+        self._loop.setup_data()
+        if data.goes_on_by_itself:
+            return  # within an epoch, as Lightning counts it
+        position, steps = state.position, state.total_steps
+        before = position.epoch * len(data.plan()) if data.is_dealt else 0
+        if not data.is_dealt or position.samples == 0:
+            place_at_epoch_begin(self._trainer, position.epoch, steps=steps, passes=before)
+            return
+        passes = data.plan().micro_batches_after(position.steps)
+        self.validates_first = place_within_epoch(
+            self._trainer,
+            position,
+            steps=steps,
+            passes=passes,
+            total_passes=before + passes,
+            validated=state.validated,
+        )
+
+    def _loader_state(self) -> Any:
+        """Of a loader that keeps its position itself; None between epochs."""
+        loader = self.data.remembered
+        if loader is None or self._has_ended:
+            return None
+        if self._before_iteration is None:
+            return self.data.own_state
+        done = self._processed
+        accumulate = self._trainer.accumulate_grad_batches
+        beyond = done % accumulate if private.is_accumulating(self._trainer) else 0
+        return loader.state_after(done - beyond - self._before_iteration)
+
+    def restore_metrics(self) -> None:
+        """What had been logged at the checkpoint: schedulers and callbacks may wait for it."""
+        saved = [] if self._session.resumed is None else self._session.resumed.metrics
+        if saved:
+            own = saved[self._trainer.global_rank % len(saved)]
+            metrics = {name: torch.tensor(value) for name, value in own.items()}
+            self._trainer.callback_metrics.update(metrics)
+
+    def add_to(self, checkpoint: dict[str, Any]) -> None:
+        """Put all of this into a checkpoint. Collective.
+
+        Nothing where the train dataloader has not been made yet: no position is known then.
+        """
+        trainer, position = self._trainer, self.position
+        if not self.data.is_known:
+            return
+        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
+        logged = trainer.callback_metrics
+        checkpoint[KEY] = self._session.describe(
+            self.data.layouts,
+            position,
+            samples=self.total_samples,
+            steps=trainer.global_step,
+            rng=self._rng_of_step or self.generators.capture(),
+            loader=self._loader_state(),
+            metrics={name: float(each) for name, each in logged.items() if each.numel() == 1},
+            size=self.data.size,
+            validated=position.samples == 0 or self._validated_step == trainer.global_step,
+            stopped=trainer.should_stop and private.may_stop_early(trainer),
+        )
