@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
@@ -287,18 +288,23 @@ def _fill(name: str) -> dict[str, Any]:
     return {"color": color, "pattern": {"shape": shape}}
 
 
-def styled(drawn: go.Figure | Sequence[Any], height: int, **layout: Any) -> go.Figure:
+def styled(traces: Sequence[Any], height: int, **layout: Any) -> go.Figure:
     """A figure of the page. Its tools stand in the right margin, over nothing."""
-    figure = go.Figure(drawn)
-    has_scale = any(isinstance(each, go.Heatmap) for each in figure.data)
-    return figure.update_layout(
-        template=_TEMPLATE,
-        height=height,
-        margin={"l": 60, "r": 16 if has_scale else 44, "t": 16, "b": 48},
-        modebar={"orientation": "h" if has_scale else "v", "bgcolor": "rgba(0,0,0,0)"},
-        uirevision="keep",
-        **layout,
-    )
+    has_scale = any(isinstance(each, go.Heatmap) for each in traces)
+    of_page = {
+        "template": _template(),
+        "height": height,
+        "margin": {"l": 60, "r": 16 if has_scale else 44, "t": 16, "b": 48},
+        "modebar": {"orientation": "h" if has_scale else "v", "bgcolor": "rgba(0,0,0,0)"},
+        "uirevision": "keep",
+    }
+    return go.Figure(traces, layout={**of_page, **layout})
+
+
+@cache
+def _template() -> go.layout.Template:
+    # plotly checks every entry, which takes longer than all else of a figure.
+    return go.Figure().update_layout(template=_TEMPLATE).layout.template
 
 
 def _plain(text: Any) -> str:
