@@ -163,5 +163,5 @@ def test_meta_says_what_it_is_of(case: str, codec: str, folders: dict[str, Path]
     assert meta["gradients"]["bytes"] == 4 * parameters
     raw = sum(bucket["raw_mb"] for bucket in summary["buckets"])
     assert raw == pytest.approx(4 * parameters / 1e6, rel=1e-3), "2 ranks: each sends all of it"
-    assert meta["profiler"]["max_overhead"] == 1
+    assert meta["profiler"]["max_overhead"] == 0.01
     assert meta["versions"]["torch"] == run.ranks[0].metadata.versions["torch"]
