@@ -19,7 +19,7 @@ METRIC = re.compile(r"\b(?:comm|checkpoint|elastic)/[a-z]\w*\b")
 OF_LOGGERS = [
     PACKAGE / "integrations" / "comm_report.py",
     PACKAGE / "checkpoint" / "metrics.py",
-    PACKAGE / "elastic" / "account.py",
+    PACKAGE / "elastic" / "history.py",
     *PACKAGE.rglob("live*.py"),
 ]
 

@@ -6,8 +6,8 @@ import signal
 from collections.abc import Callable, Iterable
 
 from lightning_dist.elastic.history import RunHistory
+from lightning_dist.elastic.launch import Launch
 from lightning_dist.elastic.preemption import PREEMPTED, PreemptionListener
-from lightning_dist.elastic.rendezvous import Launch
 from lightning_dist.elastic.settings import RunSettings
 from lightning_dist.elastic.watchdog import Watchdog
 

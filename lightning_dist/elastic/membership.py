@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dist.checkpoint.ranks import Ranks
-from lightning_dist.elastic.rendezvous import Launch
+from lightning_dist.elastic.launch import Launch
 
 
 class StopConsensus:

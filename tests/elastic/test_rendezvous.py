@@ -14,7 +14,8 @@ import pytest
 import torch.distributed as dist
 from processes import port
 
-from lightning_dist.elastic.rendezvous import Launch, attempt_store, meet
+from lightning_dist.elastic.launch import Launch
+from lightning_dist.elastic.rendezvous import attempt_store, meet
 
 TORCHRUN = {
     "RANK": "5",

@@ -105,7 +105,7 @@ def test_yaml_refuses_a_bad_option(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 BAD: list[tuple[dict[str, Any], str]] = [
     (
         {"codec": "topk:size=3"},
-        r"codec 'topk' takes ratio=0.01, block_size=4096, values=bf16; got 'size=3' in "
+        r"codec 'topk' takes ratio=0.01, block_size=4096, values=bf16, decay=1.0; got 'size=3' in "
         r"'topk:size=3', write 'topk:option=value,option=value'",
     ),
     ({"codec": "none:ratio=1"}, "codec 'none' takes no options; got 'ratio=1'"),
@@ -116,7 +116,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"codec": "powersgd:two_phase=1"}, "option two_phase .* must be true or false, got '1'"),
     ({"codec": "topk:ratio=2"}, "topk: ratio must be a number above 0 and up to 1, got 2.0"),
-    ({"codec": "topk:values=fp64"}, "topk: values must be 'bf16', 'fp32' or 'int8', got 'fp64'"),
+    (
+        {"codec": "topk:values=fp64"},
+        "topk: values must be 'bf16', 'fp32', 'int8' or 'int2', got 'fp64'",
+    ),
     ({"codec": "threshold:tau=0"}, r"threshold: tau must be a positive number, got 0\.0; 3"),
     ({"codec": "powersgd:rank=0"}, "powersgd: rank must be a whole number from 1 to 1024, got 0"),
     ({"codec": "dgc:momentum=1"}, "dgc: momentum must be a number from 0 to below 1, got 1.0"),

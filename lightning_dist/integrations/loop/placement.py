@@ -12,9 +12,9 @@ from typing_extensions import override
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.reading import load
+from lightning_dist.elastic.launch import Launch
 from lightning_dist.elastic.plan import Position
 from lightning_dist.elastic.progress import KEY, Generators
-from lightning_dist.elastic.rendezvous import Launch
 from lightning_dist.elastic.session import Placement, Session
 from lightning_dist.elastic.sharding import Deal, NotExactError
 from lightning_dist.elastic.workers import keep_workers
