@@ -55,8 +55,10 @@ class ElasticLoop:
         device: where batches are moved to. None: they stay where the loader makes them.
         seed: of the order of the samples; None: a random one that the run keeps.
         signals: that end the training at a checkpoint of all ranks.
-        weights_only, preemption_check, preemption_poll_interval, grace_period: as of
-            ``ElasticRestart``.
+        weights_only: as of ``ElasticRestart``, like the next three.
+        preemption_check: whether this machine is about to go.
+        preemption_poll_interval: seconds between two such questions.
+        grace_period: seconds from a signal to the end of the process.
         hang_timeout: seconds without a batch after which the process ends itself (exit code 76).
             What you do between epochs counts, call :meth:`heartbeat` there if it is longer. None:
             never.
