@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def judge(verdict: Verdict, result: dict[str, Any], folder: Path, reference: Pat
         return
     verdict.resumed_at = _resumed_within_epochs(lines)
     begun = min(lines, key=lambda line: line["time"])["world"]
-    _check_ids(verdict, steps, replace(trial.setup, world=begun))
+    _check_ids(verdict, steps, trial.setup, begun=begun)
     if begun != trial.setup.world:
         return  # struck before the first step, and begun with other ranks
     _check_against(verdict, steps, folder, reference)
@@ -101,8 +101,13 @@ def _check_ends(verdict: Verdict, ends: list[dict[str, Any]]) -> None:
     verdict.require(done, "end", f"not after epoch {EPOCHS}: {ends}")
 
 
-def _check_ids(verdict: Verdict, steps: dict[int, elastic_runs.Step], setup: Setup) -> None:
+def _check_ids(
+    verdict: Verdict, steps: dict[int, elastic_runs.Step], setup: Setup, *, begun: int
+) -> None:
+    """Every sample once in each epoch; ``begun``: the number of ranks that did the first step."""
     trial = verdict.trial
+    # The micro-batch stays that of the job, also where it was struck before its first step.
+    global_batch = setup.batch * setup.accumulate * begun
     verdict.require(list(steps) == list(range(1, len(steps) + 1)), "ids", f"steps {list(steps)}")
     for number, step in steps.items():
         verdict.require(len(step.hashes) == 1, "hash", f"step {number}: {sorted(step.hashes)}")
@@ -115,7 +120,7 @@ def _check_ids(verdict: Verdict, steps: dict[int, elastic_runs.Step], setup: Set
         fits = not missing
         if setup.drop_last:
             if trial.policy == "fixed_global_batch" or len(set(trial.worlds)) == 1:
-                fits = len(missing) == setup.size % setup.global_batch
+                fits = len(missing) == setup.size % global_batch
             else:
                 fits = len(missing) < setup.batch * setup.accumulate * max(trial.worlds)
         what = f"epoch {epoch}: missing {missing}, twice {twice}"
