@@ -253,7 +253,7 @@ class Checkpointer:
         return self._delivery.progress()
 
     def poll(self) -> list[Committed | Failed]:
-        """What has become of saves since the last call, and which file operations failed."""
+        """Outcomes of saves since the last call, and file operations that failed."""
         return self._delivery.poll()
 
     def wait(self, timeout: float | None = None) -> None:

@@ -187,7 +187,7 @@ class Delivery:
         self._thread.submit(self._put, operation, None, writer)
 
     def poll(self) -> list[Committed | Failed]:
-        """What became of saves since the last call, and which file operations failed."""
+        """Outcomes of saves since the last call, and file operations that failed."""
         with self._changed:
             events, self._events = self._events, []
             return events
@@ -321,7 +321,7 @@ class Delivery:
             self._report(writer, Failed(link.target, None, reason))
 
     def _is_missing(self, operation: FileOperation) -> bool:
-        """Whether something is missing because ``operation`` was lost with its writer.
+        """True if something is missing because ``operation`` was lost with its writer.
 
         Removals are asked for again, and a link to what was lost too has been reported with it.
         """
