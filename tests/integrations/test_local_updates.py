@@ -16,7 +16,7 @@ from worlds import Rank, run_threads
 
 from lightning_dist import OneBitAdam, local_updates
 from lightning_dist.codecs import CODECS, TopK, resolve_codec
-from lightning_dist.integrations.torch.local_updates import LocalUpdates
+from lightning_dist.integrations.torch.outer_steps import LocalUpdates
 
 WIDTH = 24
 T = TypeVar("T")
@@ -345,6 +345,52 @@ def test_a_resumed_training_is_bit_exact(at: int) -> None:
 
     for whole, resumed in run(train, 2):
         assert all(map(torch.equal, whole, resumed))
+
+
+def test_saving_in_an_overlap_changes_nothing() -> None:
+    """Running statistics too are averaged when the mean is used, not when it has landed."""
+
+    def train(world: World) -> list[dict[str, Tensor]]:
+        found = []
+        for saves in (False, True):
+            model = Net()
+            generator = torch.Generator().manual_seed(0)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) / 5)
+            worker = world.worker(model, sync_every=4, overlap_steps=2, codec="int8")
+            for step in range(1, 8):
+                worker.train(1)
+                if saves and step == 5:
+                    worker.updates.state_dict()
+            found.append({name: each.clone() for name, each in model.state_dict().items()})
+        return found
+
+    for plain_run, saved_run in run(train, 2):
+        for name, value in plain_run.items():
+            assert torch.equal(value, saved_run[name]), name
+
+
+def test_memory_is_what_the_guide_says() -> None:
+    """Anchor, outer momentum and residual of 4 bytes a parameter, and a buffer of a fragment."""
+
+    def train(world: World) -> tuple[int, int, int, int, int]:
+        model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(4)])
+        worker = world.worker(model, sync_every=4, fragments=4, codec="int8")
+        worker.data = iter([torch.randn(4, 256) for _ in range(8)])
+        worker.train(8)
+        outer = worker.updates.outer_optimizer
+        momenta = [state["momentum_buffer"].nbytes for state in outer.state.values()]
+        anchors = sum(each.nbytes for each in worker.anchors())
+        memory = worker.updates.reducer.memory()
+        of_fragment = worker.updates._flat.nbytes
+        return anchors, sum(momenta), memory["residual_bytes"], of_fragment, memory["buffer_bytes"]
+
+    n = 4 * 256 * 256
+    for anchors, momenta, residuals, of_fragment, payloads in run(train, 2):
+        assert anchors == momenta == residuals == 4 * n
+        assert of_fragment == n
+        assert payloads < n
 
 
 def test_another_number_of_workers_goes_on_from_the_anchor() -> None:

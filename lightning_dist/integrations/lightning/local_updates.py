@@ -22,8 +22,9 @@ from lightning_dist.integrations.torch.local_settings import (
     Method,
     default_codec,
 )
-from lightning_dist.integrations.torch.local_updates import LocalUpdates, OuterOptimizer, attach
+from lightning_dist.integrations.torch.local_updates import attach
 from lightning_dist.integrations.torch.networks import host_group
+from lightning_dist.integrations.torch.outer_steps import LocalUpdates, OuterOptimizer
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -1,0 +1,373 @@
+"""Outer steps of a model that is trained in local ones: send, wait, apply, save."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_dist.integrations.torch.checks import require_effect
+from lightning_dist.integrations.torch.fragments import Fragment, cut
+from lightning_dist.integrations.torch.local_settings import LocalUpdateSettings
+from lightning_dist.private import name_before_compile
+from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.plans import Handle
+from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.reducer.slices import as_real
+from lightning_dist.settings import Settings
+
+log = logging.getLogger(__name__)
+
+STATE_VERSION = 1
+OuterOptimizer = Callable[[Sequence[Tensor]], Optimizer]
+
+
+@dataclass
+class _Exchange:
+    """A pseudo-gradient that is under way, or has landed and is not used yet."""
+
+    fragment: int
+    due: int  # the local step after which its mean is used
+    squares: float  # sum of this worker's pseudo-gradient
+    finite: bool  # whether it takes part
+    handle: Handle | None = field(default=None)  # None: the mean is there
+
+
+class LocalUpdates:
+    """The outer steps of a model that is trained in local ones; see :func:`local_updates`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        schedule: LocalUpdateSettings,
+        *,
+        settings: Settings,
+        network: Network,
+        outer_optimizer: OuterOptimizer | None = None,
+        synced: DistributedDataParallel | None = None,
+    ) -> None:
+        self.schedule, self._module, self._synced = schedule, module, synced
+        named = {name_before_compile(name): p for name, p in module.named_parameters()}
+        self._trained = {name: p for name, p in named.items() if p.requires_grad}
+        self.reducer = Reducer(
+            {p: name for name, p in named.items()}, settings=settings, network=network
+        )
+        require_effect(settings, self.reducer.names, says=network.rank == 0)
+        for tensor in [*module.parameters(), *module.buffers()]:
+            network.data.broadcast(tensor.detach(), owner=0).wait()
+        self._fragments = cut(self._trained, schedule.fragments)
+        anchors = [anchor for each in self._fragments for anchor in each.anchors]
+        self.outer_optimizer = (
+            torch.optim.SGD(
+                anchors,
+                lr=schedule.outer_lr,
+                momentum=schedule.outer_momentum,
+                nesterov=schedule.outer_momentum > 0,
+            )
+            if outer_optimizer is None
+            else outer_optimizer(anchors)
+        )
+        """Any learning rate scheduler of torch may change its learning rate."""
+        largest = max(each.numel for each in self._fragments)
+        self._flat = torch.zeros(largest, dtype=anchors[0].dtype, device=network.device)
+        for each in self._fragments:
+            self.reducer.reserve(each.slices, self._flat.dtype)
+        self.attempted = 0
+        """Optimizer steps that were attempted so far."""
+        self._exchange: _Exchange | None = None
+        self._set_aside: dict[str, Tensor] | None = None  # own weights, while the anchor's are used
+        self._metrics: dict[str, float] = {}
+
+    def step(self) -> bool:
+        """Count an attempted optimizer step; at the end of a window exchange. Collective then.
+
+        Every rank calls it as often, also where the optimizer was not stepped: a GradScaler that
+        has skipped a step, a worker without a batch.
+
+        Returns:
+            Whether the anchor has moved.
+        """
+        self.attempted += 1
+        local = self.attempted - self.schedule.ddp_steps
+        if local < 0:
+            return False
+        if local == 0:
+            self._begin()
+            return False
+        moved = self._exchange is not None and self._exchange.due == local
+        if moved:
+            self._apply()
+        fragment = self.schedule.fragment_at(local)
+        if fragment is not None:
+            self._send(fragment, due=local + self.schedule.overlap_steps)
+            if not self.schedule.overlap_steps:
+                self._apply()
+                moved = True
+        return moved
+
+    def wait(self) -> None:
+        """Wait for the exchange that is under way, if any; its mean is used when it is due."""
+        if self._exchange is not None:
+            self._wait()
+
+    def finish(self) -> None:
+        """End the training: every worker gets the mean of all. Collective.
+
+        Without momentum: it would go on although the learning rate has come to its end.
+        """
+        if self.attempted < self.schedule.ddp_steps:
+            return
+        if self._exchange is not None:
+            self._apply()
+        for index, fragment in enumerate(self._fragments):
+            self._send(index, due=0)
+            _, mean = self._wait()
+            self._exchange = None
+            for anchor, part in zip(fragment.anchors, fragment.slices, strict=True):
+                anchor.data.sub_(part.shaped(part.of(mean)))
+            self._take_anchor(fragment, keep=0.0)
+        self._average_buffers()
+
+    @contextmanager
+    def anchor_weights(self) -> Iterator[None]:
+        """The anchor's weights in the model, equal on all ranks, for an evaluation."""
+        self._set_aside = self.worker_weights()
+        self.start_from_anchor()
+        try:
+            yield
+        finally:
+            own, self._set_aside = self._set_aside, None
+            with torch.no_grad():
+                for name, parameter in self._trained.items():
+                    parameter.copy_(own[name])
+
+    def worker_weights(self) -> dict[str, Tensor]:
+        """This worker's own trained parameters by name, also inside :meth:`anchor_weights`."""
+        if self._set_aside is not None:
+            return self._set_aside
+        return {name: p.detach().clone() for name, p in self._trained.items()}
+
+    def anchor_state_dict(self) -> dict[str, Any]:
+        """The model's ``state_dict`` with the anchor in the place of trained parameters."""
+        names = {id(parameter): name for name, parameter in self._trained.items()}
+        anchors = self._anchors()
+        found = {}
+        for key, value in self._module.state_dict(keep_vars=True).items():
+            name = names.get(id(value))
+            if name is None:
+                found[key] = value.detach() if isinstance(value, Tensor) else value
+                continue
+            found[key] = torch.empty_like(value, requires_grad=False)
+            as_real(found[key]).copy_(anchors[name].detach())
+        return found
+
+    def metrics(self) -> Mapping[str, float]:
+        """Of the last outer step, for a logger; empty before it.
+
+        ``outer/pseudo_gradient_norm``: of the mean; ``outer/drift``: root mean square of the
+        workers' own norms; ``outer/cosine``: mean cosine between two workers' pseudo-gradients,
+        weighted by their norms (two workers or more); ``outer/workers``: those whose weights were
+        finite, which alone take part.
+        """
+        return dict(self._metrics)
+
+    def comm_stats(self) -> Mapping[str, Any]:
+        """Bytes this rank sent, as of ``Reducer.comm_stats``; a step is one fragment's exchange."""
+        return self.reducer.comm_stats()
+
+    def close(self) -> None:
+        """Exchange nothing more."""
+        self.reducer.close()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What the workers share, and their residuals, on rank 0; None elsewhere. Collective.
+
+        Parameters and optimizers differ between workers inside a window: each saves its own.
+        """
+        under_way = None
+        if self._exchange is not None:
+            sent, mean = self._wait()
+            under_way = {"fragment": sent.fragment, "due": sent.due, "mean": mean.cpu().clone()}
+        residuals = self.reducer.state_dict()
+        if self.reducer.network.rank:
+            return None
+        return {
+            "version": STATE_VERSION,
+            "attempted": self.attempted,
+            "anchor": {
+                name: anchor.detach().cpu().clone() for name, anchor in self._anchors().items()
+            },
+            "outer_optimizer": self.outer_optimizer.state_dict(),
+            "exchange": under_way,
+            "residuals": residuals,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`, the same object on every rank. Collective.
+
+        Load the worker's own parameters and optimizer first; a new worker, which has none, calls
+        :meth:`start_from_anchor` afterwards. With another number of workers each has the mean
+        residual.
+
+        Raises:
+            ValueError: the state is of other parameters, or of other fragments in an exchange.
+        """
+        anchors = self._anchors()
+        if state["anchor"].keys() != anchors.keys():
+            different = sorted(state["anchor"].keys() ^ anchors.keys())
+            raise ValueError(
+                f"the state must be of the same trained parameters, and differs in {different[:3]};"
+                " use the model that it was saved with"
+            )
+        with torch.no_grad():
+            for name, anchor in anchors.items():
+                anchor.copy_(state["anchor"][name])
+        self.outer_optimizer.load_state_dict(state["outer_optimizer"])
+        self.attempted = int(state["attempted"])
+        self.reducer.load_state_dict(state["residuals"])
+        self._exchange = None
+        if state["exchange"] is not None:
+            self._load_exchange(state["exchange"])
+        if self._synced is not None:
+            self._synced.require_backward_grad_sync = self.attempted < self.schedule.ddp_steps
+
+    @torch.no_grad()
+    def load_worker(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """Give this worker its own weights and buffers of before."""
+        held = {name_before_compile(name): each for name, each in self._module.named_buffers()}
+        for name, value in weights.items():
+            self._trained[name].copy_(value)
+        for name, value in buffers.items():
+            held[name_before_compile(name)].copy_(value)
+
+    def start_from_anchor(self) -> None:
+        """Give this worker the anchor's weights."""
+        for fragment in self._fragments:
+            self._take_anchor(fragment, keep=0.0)
+
+    def _begin(self) -> None:
+        """The last step of plain DDP is over: the anchor is what all ranks have now."""
+        assert self._synced is not None
+        self._synced.require_backward_grad_sync = False
+        for fragment in self._fragments:
+            for parameter, anchor in zip(fragment.parameters, fragment.anchors, strict=True):
+                anchor.data.copy_(as_real(parameter.detach()))
+
+    @torch.no_grad()
+    def _send(self, index: int, *, due: int) -> None:
+        """Start to average ``anchor - weights`` of a fragment."""
+        fragment = self._fragments[index]
+        flat = self._flat[: fragment.numel]
+        for parameter, anchor, part in fragment.rows():
+            difference = part.shaped(part.of(flat))
+            torch.sub(anchor, as_real(parameter.detach()).to(anchor.dtype), out=difference)
+        squares = float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2
+        finite = squares < float("inf")  # not where it is NaN
+        if not finite:
+            flat.zero_()  # this worker goes on from the anchor, and the others without it
+            log.warning(
+                "the weights of this worker are not finite after %d optimizer steps: it takes no "
+                "part in this exchange and goes on from the anchor, with its optimizer's state as "
+                "it is",
+                self.attempted,
+            )
+        handle = self.reducer.start(flat, fragment.slices, key=index)
+        self.reducer.finish()
+        self._exchange = _Exchange(index, due, squares if finite else 0.0, finite, handle)
+
+    def _wait(self) -> tuple[_Exchange, Tensor]:
+        """What was sent, and its mean over the workers that take part, once that is there."""
+        exchange = self._exchange
+        assert exchange is not None
+        mean = self._flat[: self._fragments[exchange.fragment].numel]
+        if exchange.handle is not None:
+            exchange.handle.done.wait()
+            exchange.handle = None
+            self._complete(exchange, mean)
+        return exchange, mean
+
+    def _complete(self, exchange: _Exchange, mean: Tensor) -> None:
+        """Leave out workers that are not finite, and note the metrics."""
+        network = self.reducer.network
+        told = torch.tensor([exchange.finite, exchange.squares], dtype=torch.float64)
+        told = told.to(network.device)
+        network.control.all_reduce(told).wait()
+        workers, squares = told.tolist()
+        if 0 < workers < network.world_size:
+            mean.mul_(network.world_size / workers)
+        of_mean = float(torch.linalg.vector_norm(mean, dtype=torch.float64)) ** 2
+        self._metrics = {
+            "outer/pseudo_gradient_norm": of_mean**0.5,
+            "outer/drift": (squares / max(workers, 1)) ** 0.5,
+            "outer/workers": workers,
+        }
+        if workers > 1 and squares:
+            cosine = (workers**2 * of_mean - squares) / ((workers - 1) * squares)
+            self._metrics["outer/cosine"] = cosine
+
+    @torch.no_grad()
+    def _average_buffers(self) -> None:
+        """Running statistics of the workers whose own are finite; integers stay the worker's."""
+        buffers = [b for b in self._module.buffers() if b.is_floating_point() and b.numel()]
+        if not buffers:
+            return
+        own = [buffer.reshape(-1).to(self._flat.dtype) for buffer in buffers]
+        flat = torch.cat([*own, self._flat.new_ones(1)])  # the last counts workers
+        if not bool(flat.isfinite().all()):
+            flat.zero_()
+        self.reducer.network.data.all_reduce(flat).wait()
+        *means, workers = torch.split(flat, [*map(len, own), 1])
+        if not bool(workers):
+            return
+        for buffer, total in zip(buffers, means, strict=True):
+            buffer.copy_((total / workers).view_as(buffer))
+
+    @torch.no_grad()
+    def _apply(self) -> None:
+        """Take the outer step that is due."""
+        exchange, mean = self._wait()
+        self._exchange = None
+        fragment = self._fragments[exchange.fragment]
+        for anchor, part in zip(fragment.anchors, fragment.slices, strict=True):
+            anchor.grad = part.shaped(part.of(mean))
+        self.outer_optimizer.step()
+        for anchor in fragment.anchors:
+            anchor.grad = None
+        self._take_anchor(fragment, keep=self.schedule.mixing)
+        if exchange.fragment == 0:  # once a window
+            self._average_buffers()
+
+    @torch.no_grad()
+    def _take_anchor(self, fragment: Fragment, *, keep: float) -> None:
+        for parameter, anchor, _ in fragment.rows():
+            own = as_real(parameter.detach())
+            if not keep:
+                own.copy_(anchor)
+                continue
+            mixed = torch.lerp(anchor, own.to(anchor.dtype), keep)
+            own.copy_(torch.where(mixed.isfinite(), mixed, anchor))
+
+    def _anchors(self) -> dict[str, nn.Parameter]:
+        return {
+            part.name: anchor
+            for fragment in self._fragments
+            for anchor, part in zip(fragment.anchors, fragment.slices, strict=True)
+        }
+
+    def _load_exchange(self, saved: Mapping[str, Any]) -> None:
+        index, mean = int(saved["fragment"]), saved["mean"]
+        sizes = [each.numel for each in self._fragments]
+        if index >= len(sizes) or sizes[index] != len(mean):
+            raise ValueError(
+                "the state was saved in the middle of an exchange of another fragment; use the "
+                "number of fragments that it was saved with"
+            )
+        self._flat[: len(mean)].copy_(mean)
+        self._exchange = _Exchange(index, int(saved["due"]), squares=0.0, finite=True)
