@@ -59,7 +59,13 @@ LOADERS: dict[str, Callable[[], Any]] = {
         Stream(), batch_size=4, num_workers=2, persistent_workers=True
     ),
     "map-style, workers that stay": lambda: DataLoader(
-        _QUIET, batch_size=4, shuffle=True, num_workers=2, persistent_workers=True
+        _QUIET,
+        batch_size=4,
+        shuffle=True,
+        num_workers=2,
+        persistent_workers=True,
+        # A fork of a process in which other tests have left threads may crash.
+        multiprocessing_context="forkserver",
     ),
     "map-style, stateful loader": lambda: StatefulDataLoader(
         Numbered(), batch_size=4, shuffle=True
