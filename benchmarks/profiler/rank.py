@@ -133,7 +133,7 @@ def codec(folder: Path, *, planted_ms: float, steps: int) -> list[float]:
     with (
         timing("encode", planted_ms / 1000),
         timing("finite"),
-        timing("issue"),
+        timing("start"),
         training.every_step(folder),
     ):
         for _ in range(steps):

@@ -1,0 +1,1 @@
+"""Recovery within the process: the ranks that are left go on when others die."""

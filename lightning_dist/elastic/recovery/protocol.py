@@ -1,0 +1,221 @@
+"""What workers, agents and the coordinator tell each other in the launcher's store.
+
+A *generation* is a list of workers that train together; process groups live as long as one. The
+coordinator, a thread of the launcher that hosts the store, is the only one that makes generations,
+so there is never a second opinion about who takes part: whoever cannot reach the store stops.
+
+- A worker that is ready to train writes a :class:`Report` with ``generation=-1`` and waits for a
+  generation that has it.
+- A worker that cannot go on (a peer is gone), or pauses at a step boundary since others want to
+  join, writes a report for its generation, and waits for the next one.
+- An agent writes which of its workers are dead, and starts others in their place. It kills workers
+  that a generation has left out although they may still live.
+- The coordinator asks :func:`next_generation` again and again.
+
+The step protocol is a deferred commit: nothing of a step is applied before every rank has all its
+payloads, and the answer to one all-reduce, the vote, says so. A rank that dies before or in it
+leaves every survivor at step ``s``, or some at ``s`` that hold all payloads and miss the answer
+only, and some at ``s + 1``. In the second case the generation tells the first ones to commit
+(``Generation.commits``); they need nobody's help for that. Otherwise the step is taken again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+ROOT = "lightning_dist/recovery"
+"""Prefix of all keys in the store."""
+
+NOT_YET = -1
+"""The generation of a worker that has not been in one."""
+
+
+class Worker(NamedTuple):
+    """One process of the training. Workers are ranked in this order.
+
+    ``incarnation`` counts the processes that an agent has started in this place, so a name is never
+    used twice.
+    """
+
+    node: int
+    local_rank: int
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"{self.node}.{self.local_rank}.{self.incarnation}"
+
+    @classmethod
+    def parse(cls, text: str) -> Worker:
+        """The worker that ``str`` gave ``text`` for."""
+        node, local_rank, incarnation = map(int, text.split("."))
+        return cls(node, local_rank, incarnation)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Where a worker stands; it writes nothing more of ``generation`` and waits for the next one.
+
+    Attributes:
+        step: optimizer steps that it has applied; of a newcomer -1.
+        holds: it has all payloads of the next step, and misses only the answer to the vote.
+        verdict: of the last vote that it has the answer to: whether that step was finite.
+        failed: False where it pauses at a step boundary, for newcomers.
+        reason: of the failure, for people.
+        fingerprint: of model, settings and versions; a newcomer whose is another is refused.
+    """
+
+    worker: str
+    generation: int = NOT_YET
+    step: int = -1
+    holds: bool = False
+    verdict: bool = True
+    failed: bool = False
+    reason: str = ""
+    fingerprint: str = ""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The workers that train together from now on.
+
+    Attributes:
+        number: greater than that of all before.
+        members: names by rank.
+        step: optimizer steps that every member has applied before it goes on.
+        commits: members that hold all payloads of step ``step`` and apply it before they go on.
+        verdict: whether that step was finite.
+        heals: members, newcomers among them, that receive the state of ``source``.
+        source: who sends its state; it has applied ``step`` steps. None where nobody needs one:
+            all begin.
+        newcomers: members that were in no generation.
+        refused: newcomers that are of another training, and end with an error.
+        reason: for people: who is gone and why, who has joined.
+        ends: why there can be no such generation, so that all end and are restarted from a
+            checkpoint; empty if it can.
+    """
+
+    number: int
+    members: Sequence[str] = ()
+    step: int = 0
+    commits: Sequence[str] = ()
+    verdict: bool = True
+    heals: Sequence[str] = ()
+    source: str | None = None
+    newcomers: Sequence[str] = ()
+    refused: Sequence[str] = ()
+    reason: str = ""
+    ends: str = ""
+
+
+def encode(record: Report | Generation) -> str:
+    """``record`` as a value of the store."""
+    return json.dumps(asdict(record))
+
+
+def decode_report(value: bytes | str) -> Report:
+    """The report that :func:`encode` gave ``value`` for."""
+    return Report(**json.loads(value))
+
+
+def decode_generation(value: bytes | str) -> Generation:
+    """The generation that :func:`encode` gave ``value`` for."""
+    return Generation(**json.loads(value))
+
+
+class Keys:
+    """Keys of the store, under :data:`ROOT`."""
+
+    newest = "newest"
+    """The number of the newest generation; written after its record."""
+    waiting = "waiting"
+    """A counter that rises with every newcomer that is ready; workers look at it between steps."""
+
+    @staticmethod
+    def generation(number: int) -> str:
+        """The record of a generation."""
+        return f"generation/{number}"
+
+    @staticmethod
+    def broken(number: int) -> str:
+        """Set by the first who knows that a generation cannot go on; the reason."""
+        return f"broken/{number}"
+
+    @staticmethod
+    def report(number: int, worker: str) -> str:
+        """The report of ``worker`` at the end of a generation."""
+        return f"report/{number}/{worker}"
+
+    @staticmethod
+    def beat(worker: str) -> str:
+        """A number that changes as long as ``worker`` lives."""
+        return f"beat/{worker}"
+
+    @staticmethod
+    def dead(worker: str) -> str:
+        """Set by the agent, or by the coordinator for whom no beats come; the reason."""
+        return f"dead/{worker}"
+
+
+def next_generation(
+    now: Generation,
+    reports: Mapping[str, Report],
+    *,
+    ready: Mapping[str, Report],
+    dead: Mapping[str, str],
+    late: Collection[str] = (),
+    min_workers: int,
+    max_workers: int,
+) -> Generation | None:
+    """What follows ``now``; None: it goes on, or not all of its members have come yet.
+
+    Args:
+        reports: of members of ``now``, at its end.
+        ready: reports of newcomers.
+        dead: workers that are known to be dead, and why.
+        late: members that did not report in time after the first did; they are left out.
+        min_workers: with fewer there is no generation.
+        max_workers: newcomers beyond are left waiting.
+    """
+    gone = {name: dead.get(name, "does not answer") for name in (*dead, *late)}
+    members = [name for name in now.members if name not in gone]
+    stopped = [name for name in members if name in reports]
+    newcomers = sorted((name for name in ready if name not in gone), key=Worker.parse)
+    if now.members:
+        is_broken = len(members) < len(now.members) or bool(stopped)
+        if not is_broken or len(stopped) < len(members):
+            return None
+    elif len(newcomers) < min_workers:
+        return None
+    reasons = [f"worker {name} is gone: {gone[name]}" for name in now.members if name in gone]
+    number = now.number + 1
+    if now.members and not stopped:
+        return Generation(number, ends="; ".join([*reasons, "nobody is left"]))
+    known = {reports[name].fingerprint for name in stopped} or {
+        ready[name].fingerprint for name in newcomers[:1]
+    }
+    refused = [name for name in newcomers if ready[name].fingerprint not in known]
+    room = max(0, max_workers - len(stopped))
+    admitted = [name for name in newcomers if name not in refused][:room]
+    if len(stopped) + len(admitted) < min_workers:
+        few = f"{len(stopped) + len(admitted)} workers are left, fewer than {min_workers}"
+        return Generation(number, refused=refused, ends="; ".join([*reasons, few]))
+    reasons += [f"worker {name} has joined" for name in admitted if now.members]
+    step = max((reports[name].step for name in stopped), default=0)
+    newest = [name for name in stopped if reports[name].step == step]
+    commits = [n for n in stopped if reports[n].holds and reports[n].step == step - 1]
+    heals = [name for name in stopped if name not in newest and name not in commits]
+    return Generation(
+        number,
+        members=sorted((*stopped, *admitted), key=Worker.parse),
+        step=step,
+        commits=commits,
+        verdict=reports[newest[0]].verdict if newest else True,
+        heals=[*heals, *(admitted if stopped else ())],
+        source=newest[0] if newest else None,
+        newcomers=admitted,
+        refused=refused,
+        reason="; ".join(reasons),
+    )
