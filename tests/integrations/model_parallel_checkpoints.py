@@ -33,7 +33,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_dist import AsyncCheckpoint
+from lightning_dist.checkpoint.plan import Plan
 from lightning_dist.checkpoint.reading import load as load_checkpoint
+from lightning_dist.checkpoint.snapshot import Snapshots
 
 FOLDER = Path(sys.argv[1])
 SAVED = FOLDER / "epoch"
@@ -70,7 +72,9 @@ def fit(strategy: Any, *callbacks: Any, **given: Any) -> tuple[L.Trainer, Module
 def resume() -> dict[str, Any]:
     """Two epochs in one go, and with a checkpoint between them."""
     straight, expected = fitted(ours("int4"))
-    fit(ours("int4"), saving(SAVED), max_epochs=1)
+    with pytest.MonkeyPatch.context() as patch:
+        copied = watch_copies(patch)
+        fit(ours("int4"), saving(SAVED), max_epochs=1)
     again, got = fit(ours("int4"), saving(FOLDER / "again"), Seen(), ckpt_path=SAVED / NAME)
     before, after = held(straight.strategy), held(again.strategy)
     manifest = json.loads((SAVED / NAME / "manifest.json").read_text())["body"]
@@ -78,12 +82,27 @@ def resume() -> dict[str, Any]:
         "equal": same(weights(expected), weights(got)),
         "residuals": same(before, after) and any(bool(part.any()) for part in after),
         "steps": again.strategy._reducer.step,
+        "copied": copied,
         "bytes": [file["nbytes"] for file in manifest["files"]],
         "listing": sorted(os.listdir(FOLDER / "again")),
     }
 
 
 NAME = "epoch=0.ckpt"
+
+
+def watch_copies(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Bytes that each save copies at the trigger, and while training goes on."""
+    copied: list[tuple[int, int]] = []
+    usual = Snapshots.take
+
+    def take(self: Snapshots, save: Any, divided: Plan, owned: Any) -> None:
+        runs = divided.now, divided.later
+        copied.append(tuple(sum(run.piece.nbytes for run in each) for each in runs))
+        usual(self, save, divided, owned)
+
+    patch.setattr(Snapshots, "take", take)
+    return copied
 
 
 def load() -> dict[str, Any]:

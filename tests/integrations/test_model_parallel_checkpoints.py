@@ -62,6 +62,15 @@ def test_every_rank_writes_its_share(saved: Path) -> None:
     verify(str(saved / "epoch" / NAME))
 
 
+def test_parameters_and_optimizer_states_are_copied_while_training_goes_on(saved: Path) -> None:
+    numel, steps = 2700, 8
+    states = 3 * 4 * numel + 4 * steps  # parameters, two of Adam, and its step of each
+    for each in facts(saved, "resume"):
+        ((now, later),) = each["copied"]
+        assert abs(later - states / 4) < 64
+        assert now < states / 4, "residuals"
+
+
 def test_one_file_loads_into_the_plain_module(single: Path) -> None:
     state = torch.load(single, weights_only=True)
     plain = Plain()
