@@ -1,4 +1,4 @@
-"""Writes the measured tables of README.md and docs/ from the JSON of the benchmarks.
+"""Writes the measured tables and figures of README.md and docs/ from the JSON of the benchmarks.
 
     python -m benchmarks.docs_tables            # or `make tables`
     python -m benchmarks.docs_tables --check    # exit status 1 where a document is not up to date
@@ -25,6 +25,7 @@ from pathlib import Path
 from benchmarks import codecs
 from benchmarks.checkpoint import tables as checkpoint
 from benchmarks.convergence.tables import convergence, time_to_accuracy
+from benchmarks.figures import FIGURES
 from benchmarks.harness.launch import REPOSITORY
 from benchmarks.harness.tables import Result
 from benchmarks.profiler import tables as profiler
@@ -34,6 +35,7 @@ from benchmarks.step_time.tables import forms, step_times
 DOCUMENTS = (
     "README.md",
     "docs/choosing-a-codec.md",
+    "docs/measurements.md",
     "docs/hierarchical.md",
     "docs/checkpoints.md",
     "docs/elastic.md",
@@ -104,13 +106,15 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="write nothing, tell by exit status")
     check = parser.parse_args().check
     results = load_results(REPOSITORY / "benchmarks" / "results")
+    fresh = {name: render((REPOSITORY / name).read_text(), results) for name in DOCUMENTS}
+    fresh |= {name: draw(results) for name, draw in FIGURES.items()}
     stale = []
-    for path in (REPOSITORY / name for name in DOCUMENTS):
-        before = path.read_text()
-        after = render(before, results)
-        if after != before:
+    for name, after in fresh.items():
+        path = REPOSITORY / name
+        if not path.exists() or path.read_text() != after:
             stale.append(path.name)
             if not check:
+                path.parent.mkdir(exist_ok=True)
                 path.write_text(after)
     if stale:
         print(", ".join(stale), "not up to date" if check else "written", file=sys.stderr)
