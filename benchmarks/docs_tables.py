@@ -39,7 +39,6 @@ DOCUMENTS = (
     "docs/hierarchical.md",
     "docs/checkpoints.md",
     "docs/elastic.md",
-    "docs/profiling.md",
 )
 
 
