@@ -36,7 +36,6 @@ DOCUMENTS = (
     "README.md",
     "docs/choosing-a-codec.md",
     "docs/measurements.md",
-    "docs/hierarchical.md",
     "docs/checkpoints.md",
     "docs/elastic.md",
 )
