@@ -30,7 +30,7 @@ from benchmarks.harness.launch import REPOSITORY
 from benchmarks.harness.tables import Result
 from benchmarks.profiler import tables as profiler
 from benchmarks.restart import tables as restart
-from benchmarks.step_time.tables import forms, step_times
+from benchmarks.step_time.tables import forms, overview, step_times
 
 DOCUMENTS = (
     "README.md",
@@ -42,6 +42,7 @@ DOCUMENTS = (
 
 
 SECTIONS: dict[str, tuple[str, Callable[[Result], str | None]]] = {
+    "overview": ("allreduce", overview),
     "steps-2-hosts": ("allreduce", partial(step_times, hosts=2)),
     "steps-4-hosts": ("allreduce", partial(step_times, hosts=4)),
     "hierarchical": ("hierarchical", forms),
