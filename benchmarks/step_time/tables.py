@@ -49,7 +49,8 @@ def overview(result: Result) -> str | None:
     rows = [row for row in result["rows"] if row["hosts"] == 2 and row["codec"] in chosen]
     columns: list[Column] = [("", "{codec!n}"), ("MB sent", "{wire_bytes!b}")]
     for link in links_of(rows):
-        columns.append((of_link(link), ["{step_ms_median:,.0f} ms", "{speedup_vs_fp32:.1f}x"], link))
+        cell = ["{step_ms_median:,.0f} ms", "{speedup_vs_fp32:.1f}x"]
+        columns.append((of_link(link), cell, link))
     lines = {row["codec"]: row for row in pivot(rows, of=["codec"], by="link_mbit")}
     text = (
         "Time of a step, and how many times faster than fp32 DDP's. 10.5 M parameters, 2 hosts on "
