@@ -161,7 +161,10 @@ class Training:
                 method=cast(Method, method),
                 sync_every=int(every),
                 codec=job.codec,
-                **{name: float(value) for name, value in chosen_rates.items()},
+                **{
+                    name: int(value) if value.isdigit() else float(value)
+                    for name, value in chosen_rates.items()
+                },
                 **options,
             )
             self._handle = self._updates.reducer
