@@ -166,6 +166,7 @@ def any_facts(draw: st.DrawFn) -> Facts:
 
 @given(any_facts())
 @example(Facts(generation(2), {name(1): Report("", 3, -1)}, dead={name(0): ""}))
+@example(Facts(generation(1), {name(0): Report("", 3, 1)}, {name(0): Report("")}))
 def test_the_rules_hold(facts: Facts) -> None:
     verify(facts)
 

@@ -123,8 +123,11 @@ def decode_report(value: bytes | str) -> Report:
 
 def decode_generation(value: bytes | str) -> Generation:
     """The generation that :func:`encode` gave ``value`` for."""
-    fields: dict[str, Any] = json.loads(value)
-    return Generation(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+    fields: dict[str, Any] = {
+        name: tuple(field) if isinstance(field, list) else field
+        for name, field in json.loads(value).items()
+    }
+    return Generation(**fields)
 
 
 class Keys:
