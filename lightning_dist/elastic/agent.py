@@ -157,7 +157,7 @@ class RecoveringAgent(PlannedStops):
                     self._note_end(local_rank, handler, code)
                     store_at = now
             if any(code in ALL_STOP for code in self._ended.values()):
-                return RunResult(WorkerState.FAILED, failures=self._failures())
+                return self._restart_all()
             if now >= store_at:
                 if (result := self._look_at_store(worker_group, now)) is not None:
                     return result
@@ -172,6 +172,12 @@ class RecoveringAgent(PlannedStops):
         if not self._running() and not any(self._ended.values()):
             return _success(worker_group)
         log.warning("recovery: the store is lost, all are restarted: %s", error)
+        return RunResult(WorkerState.FAILED, failures=self._failures())
+
+    def _restart_all(self) -> RunResult:
+        assert self._node is not None
+        if why := self._node.newest().ends:
+            log.warning("recovery: all are restarted: %s", why)
         return RunResult(WorkerState.FAILED, failures=self._failures())
 
     def _note_end(self, local_rank: int, handler: SubprocessHandler, code: int) -> None:
@@ -192,14 +198,14 @@ class RecoveringAgent(PlannedStops):
             self._end_by = min(self._end_by, now + END_SECONDS)
             if now < self._end_by and self._running():
                 return None
-            log.warning("recovery: all are restarted: %s", newest.ends)
-            return RunResult(WorkerState.FAILED, failures=self._failures())
+            return self._restart_all()
         if self._node.is_over():
             for _, handler in self._running():
                 _kill(handler)  # newcomers that wait
             return _success(worker_group)
         for local_rank, handler in self._running():
-            if self._node.is_dead(workers[local_rank]):
+            if reason := self._node.death_of(workers[local_rank]):
+                log.warning("recovery: worker %s is killed: %s", workers[local_rank], reason)
                 _kill(handler)
         for local_rank, code in [*self._ended.items()]:
             name = str(workers[local_rank])

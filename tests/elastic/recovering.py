@@ -3,7 +3,8 @@
     recovering.py FOLDER
 
 It tells in ``FOLDER/<worker>.<pid>`` which generations it has been in, a line of JSON each, and
-ends with 0 when there is ``FOLDER/end``. ``FOLDER/crash-<worker>`` makes it end with 1.
+ends with 0 when there is ``FOLDER/end``. ``FOLDER/exit-<worker>`` has the code with which it ends
+before, and ``FOLDER/mute-<worker>`` makes it hang, though it beats.
 """
 
 from __future__ import annotations
@@ -84,11 +85,17 @@ def main(folder: Path) -> None:
         while True:
             if (folder / "end").exists():
                 sys.exit(0)
-            if (folder / f"crash-{name}").exists():
-                sys.exit(1)
+            if (told := folder / f"exit-{name}").exists():
+                code = int(told.read_text())
+                told.unlink()
+                sys.exit(code)
+            if (folder / f"mute-{name}").exists():
+                threading.Event().wait()
             failed = store.check([Keys.broken(made.number)])
-            if failed or store.add(Keys.waiting, 0) > waiting:
+            if failed or store.check([pause := f"pause/{made.number}"]):
                 break
+            if store.add(Keys.waiting, 0) > waiting:
+                store.set(pause, "1")  # in place of the vote: all pause, or nobody
             time.sleep(LOOK)
         report = Report(name, made.number, step, failed=failed)
         store.set(Keys.report(made.number, name), encode(report))

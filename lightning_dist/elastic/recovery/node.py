@@ -100,9 +100,10 @@ class RecoveryNode:
         """Whether all workers of the newest generation, on all nodes, have ended with 0."""
         return bool(self._store.check([Keys.over]))
 
-    def is_dead(self, worker: Worker) -> bool:
-        """Whether the coordinator, or this node, has said so."""
-        return bool(self._store.check([Keys.dead(str(worker))]))
+    def death_of(self, worker: Worker) -> str:
+        """Why the coordinator says that ``worker`` is dead; empty if it does not."""
+        key = Keys.dead(str(worker))
+        return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def tell_end(self, worker: Worker, reason: str) -> None:
         """A process has ended; with 0 if ``reason`` is empty."""
