@@ -1,14 +1,20 @@
-"""The coordinator: by a clock of the test, and as a thread over a TCPStore with scripted workers."""
+"""The coordinator: by a clock of the test, and over a TCPStore with scripted workers."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 
 import pytest
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import (  # type: ignore[attr-defined]  # torch re-exports them silently
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 
 from lightning_dist.elastic.recovery.coordinator import (
     Coordinator,
@@ -237,11 +243,19 @@ def test_settings_of_the_environment() -> None:
     settings = RecoverySettings.from_env(nodes=(1, 4), ranks=2, environ=environ)
     assert settings == RecoverySettings(3, 8, 0.5, 30.0)
     assert RecoverySettings.from_env(nodes=(2, 4), ranks=2, environ={}).min_workers == 2
-    with pytest.raises(ValueError, match=r"BEAT_TIMEOUT must be a number, it is 'soon'"):
-        environ = {"LIGHTNING_DIST_BEAT_TIMEOUT": "soon"}
-        RecoverySettings.from_env(nodes=(1, 1), ranks=2, environ=environ)
-    with pytest.raises(ValueError, match="they are 3 and 2"):
-        environ = {"LIGHTNING_DIST_MIN_WORKERS": "3"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("BEAT_TIMEOUT", "soon", "BEAT_TIMEOUT must be a number, it is 'soon'"),
+        ("BEAT_TIMEOUT", "0", "they are 0 s without a beat"),
+        ("MIN_WORKERS", "3", "they are 3 and 2"),
+    ],
+)
+def test_settings_that_cannot_be(name: str, value: str, told: str) -> None:
+    environ = {f"LIGHTNING_DIST_{name}": value}
+    with pytest.raises(ValueError, match=told):
         RecoverySettings.from_env(nodes=(1, 1), ranks=2, environ=environ)
 
 
@@ -249,9 +263,9 @@ LIMIT = timedelta(seconds=60)
 
 
 @pytest.fixture
-def server() -> Iterator[TCPStore]:
+def server() -> TCPStore:
     """As of the launcher."""
-    yield TCPStore("127.0.0.1", 0, is_master=True, timeout=LIMIT, wait_for_workers=False)
+    return TCPStore("127.0.0.1", 0, is_master=True, timeout=LIMIT, wait_for_workers=False)
 
 
 def connect(server: TCPStore) -> Store:
@@ -264,6 +278,10 @@ def wait_for(true: Callable[[], bool]) -> None:
     while not true():
         assert time.monotonic() < end
         time.sleep(0.002)
+
+
+def is_past(store: Store, barrier: str, size: int, broken: str) -> bool:
+    return bool(store.add(barrier, 0) == size or store.check([broken]))
 
 
 def work(store: Store, name: str, steps: int, *, dies_at: int | None = None) -> list[int]:
@@ -292,16 +310,13 @@ def work(store: Store, name: str, steps: int, *, dies_at: int | None = None) -> 
             store.set(Keys.dead(name), "as the test wants it")
             return sizes
         # The barrier stands for collectives: it ends when all have come, or the generation breaks.
-        here = f"barrier/{made.number}/{step}"
+        here, broken = f"barrier/{made.number}/{step}", Keys.broken(made.number)
+        size = len(made.members)
         store.add(here, 1)
-        wait_for(
-            lambda: (
-                store.add(here, 0) == len(made.members) or store.check([Keys.broken(made.number)])
-            )
-        )
-        if store.add(here, 0) == len(made.members):
+        wait_for(partial(is_past, store, here, size, broken))
+        if store.add(here, 0) == size:
             step += 1
-            sizes.append(len(made.members))
+            sizes.append(size)
             continue
         store.set(
             Keys.report(made.number, name), encode(Report(name, made.number, step, failed=True))
