@@ -26,7 +26,7 @@ from lightning_dist.reducer.adjust import Adjustment, add_owed, clip_group
 from lightning_dist.reducer.commit import (
     PendingCommit,
     agree,
-    decode_group,
+    decode_groups,
     sum_of_bits,
 )
 from lightning_dist.reducer.executor import Executor, executor_for
@@ -286,15 +286,15 @@ class Reducer:
         self, handle: Handle, *, unused: Collection[str] = (), pending: PendingCommit | None = None
     ) -> None:
         with working(self._observers, handle.key, "decode"):
+            decode_groups(
+                handle.groups,
+                handle.flat,
+                self.state,
+                scale=self._scale,
+                unused=unused,
+                pending=pending,
+            )
             for group in handle.groups:
-                decode_group(
-                    group,
-                    handle.flat,
-                    self.state,
-                    scale=self._scale,
-                    unused=unused,
-                    pending=pending,
-                )
                 self._count(group, handle.flat, compare=pending is None)
                 handle.restore(group, unused)
             handle.store()
