@@ -29,7 +29,7 @@ from lightning_dist.reducer.commit import (
     PendingCommit,
     Recovery,
     agree,
-    decode_group,
+    decode_groups,
     sum_of_bits,
 )
 from lightning_dist.reducer.executor import Executor, executor_for
@@ -323,15 +323,15 @@ class Reducer:
         self, handle: Handle, *, unused: Collection[str] = (), pending: PendingCommit | None = None
     ) -> None:
         with working(self._observers, handle.key, "decode"):
+            decode_groups(
+                handle.groups,
+                handle.flat,
+                self.state,
+                scale=self._scale,
+                unused=unused,
+                pending=pending,
+            )
             for group in handle.groups:
-                decode_group(
-                    group,
-                    handle.flat,
-                    self.state,
-                    scale=self._scale,
-                    unused=unused,
-                    pending=pending,
-                )
                 self._count(group, handle.flat, compare=pending is None)
                 handle.restore(group, unused)
             handle.store()
