@@ -41,8 +41,16 @@ NAMES: Table = {
 AGENT: Table = {
     "torch.distributed.launcher.api": "LocalElasticAgent",
     "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent": (
-        "_monitor_workers _remaining_restarts"
+        "_exit_barrier _monitor_workers _pcontext _remaining_restarts _rendezvous "
+        "_set_local_rank_env _shutdown _worker_group"
     ),
+    "torch.distributed.elastic.multiprocessing.api:SubprocessContext": (
+        "_numa_options subprocess_handlers"
+    ),
+    "torch.distributed.elastic.multiprocessing.subprocess_handler:SubprocessHandler": (
+        "_popen _stderr _stdout"
+    ),
+    "torch.distributed.elastic.rendezvous.dynamic_rendezvous:DynamicRendezvousHandler": "_store",
     "torch.distributed.run": "get_args_parser",
 }
 """Names of torchrun."""
