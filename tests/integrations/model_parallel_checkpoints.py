@@ -246,10 +246,22 @@ def meshes() -> dict[str, Any]:
     return {"changed": elastic_run("meshes", replicas=2, codec="none")}
 
 
+class Reshaped(torch.optim.SGD):
+    """Keeps something of another shape than its parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["column"] = parameter.detach().unsqueeze(-1)
+        return loss
+
+
 def refusals() -> dict[str, str]:
     """Messages by what is wrong."""
     cases: dict[str, Any] = {
         "single": lambda: fit(ours(), AsyncCheckpoint(FOLDER / "single")),
+        "shapes": lambda: fit(ours(), saving(FOLDER / "x"), module=Module(optimizer=Reshaped)),
         "tensor parallel": lambda: elastic_fit(
             FOLDER / "refused",
             module=ShardedNet(),

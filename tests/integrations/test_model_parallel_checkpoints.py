@@ -137,6 +137,7 @@ def test_any_mesh_loads_it(saved: Path, single: Path, ranks: int, replicas: int)
     [
         ("single", "set format='sharded'"),
         ("damaged", "shard-00003-of-00004-"),
+        ("shapes", "the state of Reshaped must have the shapes of its sharded parameters"),
         ("tensor parallel", "set tensor_parallel_size=1"),
     ],
 )

@@ -176,9 +176,9 @@ class CompressedModelParallelStrategy(
         ranks = Ranks(dist.group.WORLD, device=self.root_device)
         if ranks.on_each(lambda: describe(path)).kind != "sharded":
             return super().load_checkpoint(path, weights_only=weights_only)
-        optimizers = self.optimizers
+        rows = None if self._gradients is None else self._gradients.reducer.network.rows
         checkpoint = ranks.on_each(
-            lambda: load_shards(path, module, optimizers, weights_only=weights_only)
+            lambda: load_shards(path, module, self.optimizers, weights_only=weights_only, rows=rows)
         )
         io.say_what_changed(path)
         return checkpoint
