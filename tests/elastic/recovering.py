@@ -102,4 +102,7 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    try:
+        main(Path(sys.argv[1]))
+    except RuntimeError:  # the store is gone
+        sys.exit(EXIT_RESTART)

@@ -22,7 +22,7 @@ from lightning_dist.elastic.recovery.protocol import (
 
 log = logging.getLogger(__name__)
 
-QUIET_SECONDS, BUSY_SECONDS, CARE_SECONDS = 0.05, 0.005, 0.5
+QUIET_SECONDS, BUSY_SECONDS, CARE_SECONDS = 0.02, 0.005, 0.5
 """Pauses between two looks: while all train, while a generation ends, and at every beat."""
 
 
