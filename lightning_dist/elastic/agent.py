@@ -168,6 +168,9 @@ class RecoveringAgent(PlannedStops):
         if self._node is not None:
             self._left = self._node.address
         if self._host is not None:
+            with suppress(RuntimeError):
+                if self._is_recovering and (lobby := _lobby(self._worker_group.spec)):
+                    lobby.set(_key(self._worker_group.spec), "")
             self._host.close()
         self._host, self._node, self._is_recovering = None, None, False
 
@@ -189,7 +192,7 @@ class RecoveringAgent(PlannedStops):
         except RuntimeError as error:  # of the store; there is no other base class
             if self._is_recovering:
                 return self._end_without_store(worker_group, error)
-            self._node = None  # the script may know nothing of recovery
+            self._close_recovery()  # the script may know nothing of it
         return super()._watch(worker_group)
 
     def _is_planned(self, codes: Sequence[int]) -> bool:
