@@ -22,7 +22,8 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
     TCPStore,
 )
 
-from lightning_dist.elastic.lifecycle import EXIT_EVICTED, EXIT_RESTART
+from lightning_dist.elastic.lifecycle import EXIT_RESTART
+from lightning_dist.elastic.recovery.member import EXIT_EVICTED
 from lightning_dist.elastic.recovery.protocol import (
     ROOT,
     Generation,
@@ -77,7 +78,6 @@ def main(folder: Path) -> None:
     made, step = Generation(-1), 0
     while True:
         made = next_generation(store, name, made.number)
-        waiting = store.add(Keys.waiting, 0)
         step = max(step, made.step)
         facts = {"number": made.number, "members": made.members, "step": step}
         print(json.dumps({**facts, "time": time.monotonic()}), file=log)
@@ -94,7 +94,7 @@ def main(folder: Path) -> None:
             failed = store.check([Keys.broken(made.number)])
             if failed or store.check([pause := f"pause/{made.number}"]):
                 break
-            if store.add(Keys.waiting, 0) > waiting:
+            if store.add(Keys.waiting, 0) > made.waiting:
                 store.set(pause, "1")  # in place of the vote: all pause, or nobody
             time.sleep(LOOK)
         report = Report(name, made.number, step, failed=failed)

@@ -184,6 +184,32 @@ def test_a_replacement_joins_at_the_next_pause(three: Job) -> None:
     assert three.pass_time(30).number == 2
 
 
+def test_a_newcomer_that_is_not_seen_yet_is_not_counted_as_seen() -> None:
+    """Or members would not pause for it: it came while the generation was being made."""
+    job = Job(1)
+    job.be_ready("0.0.0")
+    assert job.look().waiting == 1
+    job.start("0.1.0")
+    store = job.store
+
+    class Late:
+        """The store, into which somebody writes just after newcomers were looked for."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(store, name)
+
+        def check(self, keys: list[str]) -> bool:
+            if keys == [Keys.broken(0)]:
+                job.be_ready("0.1.0")
+            return store.check(keys)
+
+    job.coordinator._store = Late()
+    job.report("0.0.0", failed=False)
+    job.look()
+    assert job.newest.waiting == 1
+    assert job.store.add(Keys.waiting, 0) == 2
+
+
 def test_a_second_fault_while_the_first_is_recovered(three: Job) -> None:
     three.store.set(Keys.dead("0.1.0"), "SIGKILL")
     three.report("0.0.0")

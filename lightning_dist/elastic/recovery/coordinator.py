@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # re-exported silently
 
@@ -127,6 +127,7 @@ class Coordinator:
         if now - self._cared >= CARE_SECONDS:
             self._cared = now
             self._care(now)
+        waiting = self._store.add(Keys.waiting, 0)  # before, so that none is counted but not seen
         self._read_newcomers()
         if self.newest.members and not self._is_ending(now):
             return QUIET_SECONDS
@@ -144,7 +145,7 @@ class Coordinator:
             max_workers=self._settings.max_workers,
         )
         if made is not None:
-            self._publish(made)
+            self._publish(replace(made, waiting=waiting))
         return QUIET_SECONDS if self._ends_since is None else BUSY_SECONDS
 
     def end(self, reason: str) -> None:

@@ -174,7 +174,7 @@ class Member:
         with self._lock:
             self.generation, self._reason, self._is_noted = generation, "", False
             # Those that came in time, whether or not there was room for them.
-            self._admitted = self.store.add(Keys.waiting, 0)
+            self._admitted = generation.waiting
         return generation
 
     def _guarded(self) -> _Guard:
