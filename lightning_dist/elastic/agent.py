@@ -233,7 +233,7 @@ class RecoveringAgent(PlannedStops):
 
     def _restart_all(self) -> RunResult:
         assert self._node is not None
-        if why := self._node.newest().ends:
+        if why := self._node.newest().ends or (self._host.ended if self._host else ""):
             log.warning("recovery: all are restarted: %s", why)
         return RunResult(WorkerState.FAILED, failures=self._failures())
 
@@ -251,7 +251,7 @@ class RecoveringAgent(PlannedStops):
         """Do what the newest generation asks for; a result where all end."""
         assert self._node is not None
         newest, workers = self._node.newest(), self._node.workers
-        if newest.ends:
+        if newest.ends or (self._host and self._host.ended):
             self._end_by = min(self._end_by, now + END_SECONDS)
             if now < self._end_by and self._running():
                 return None

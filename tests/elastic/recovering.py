@@ -71,6 +71,7 @@ def next_generation(store: PrefixStore, name: str, after: int) -> Generation:
 def main(folder: Path) -> None:
     name = os.environ["LIGHTNING_DIST_WORKER"]
     log = (folder / f"{name}.{os.getpid()}").open("w", buffering=1)
+    print(f"worker {name} has come", flush=True)
     threading.Thread(target=beat, args=(name,), daemon=True).start()
     store = connect()
     store.set(Keys.report(-1, name), encode(Report(name)))

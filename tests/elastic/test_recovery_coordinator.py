@@ -107,6 +107,13 @@ def test_the_first_generation_waits_for_all_places() -> None:
     assert job.look().number == 0
 
 
+def test_the_first_generation_is_not_below_the_minimum() -> None:
+    """Until another node comes, at which the launchers start all again."""
+    job = Job(2, RecoverySettings(min_workers=3, max_workers=4))
+    job.be_ready(*job.names)
+    assert job.pass_time(60).number == -1
+
+
 def test_nothing_happens_while_all_beat(three: Job) -> None:
     assert three.pass_time(100).number == 0
 

@@ -273,6 +273,21 @@ def test_replaced_workers_count_as_restarts(start: Callable[..., Job]) -> None:
     assert "max_restarts is reached, worker 0.0.0 is not replaced" in job.output
 
 
+def test_output_of_replacements_follows_that_of_the_dead(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    logs = tmp_path / "logs"
+    options = ("--max-restarts=1", f"--log-dir={logs}", "--tee=3")
+    job = start(*STANDALONE, *options)
+    job.wait_for(*THREE)
+    job.signal("0.1.0", signal.SIGKILL)
+    job.wait_for("0.0.0", "0.1.1", "0.2.0")
+    job.end()
+    (log,) = logs.glob("*/attempt_0/1/stdout.log")
+    assert log.read_text() == "worker 0.1.0 has come\nworker 0.1.1 has come\n"
+    assert "[default1]:worker 0.1.1 has come" in job.output
+
+
 def test_the_launcher_grows_by_nothing(start: Callable[..., Job]) -> None:
     """After twenty deaths in a row it has as many threads and open files as after five."""
     job = start(*STANDALONE, "--max-restarts=20", launcher=[sys.executable])

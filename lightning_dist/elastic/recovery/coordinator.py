@@ -133,6 +133,7 @@ class Coordinator:
             return QUIET_SECONDS
         reports = self._reports()
         late: list[str] = []
+        fewest = self._settings.min_workers
         if now - (self._ends_since or now) > self._settings.report_timeout:
             late = [name for name in self.newest.members if name not in reports]
         made = next_generation(
@@ -141,7 +142,7 @@ class Coordinator:
             ready=self._ready,
             dead={**self._done, **self._dead},
             late=late,
-            min_workers=self._settings.min_workers if self.newest.members else self._places,
+            min_workers=max(fewest, 0 if self.newest.members else self._places),
             max_workers=self._settings.max_workers,
         )
         if made is not None:

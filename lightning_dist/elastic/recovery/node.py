@@ -45,6 +45,11 @@ class RecoveryHost:
         )
         self._thread.start()
 
+    @property
+    def ended(self) -> str:
+        """Why no more generations are made; empty while they are."""
+        return self._thread.ended
+
     def close(self) -> None:
         """End the coordinator and the store."""
         self._thread.close()
