@@ -165,6 +165,11 @@ class Reducer:
         return self._plans.planner
 
     @property
+    def has_grad_scaler(self) -> bool:
+        """Whether gradients are scaled."""
+        return self._grad_scale is not None
+
+    @property
     def failure(self) -> BaseException | None:
         """The first error of an exchange; nothing is exchanged after it."""
         return self._executor.failure
@@ -519,6 +524,17 @@ class Reducer:
         self.step = int(found["step"])
         self._reserve_again()
 
+    def shared_state(self) -> dict[str, Any]:
+        """What is equal on all ranks of a flat exchange, for a rank that joins them."""
+        return {"step": self.step, "factors": self.state.factors}
+
+    def join(self, shared: Mapping[str, Any]) -> None:
+        """Be as the rank that :meth:`shared_state` is of, and owe nothing."""
+        self._plans.clear()
+        self.state.load({"factors": shared["factors"]}, self.network.rows)
+        self.step = int(shared["step"])
+        self._reserve_again()
+
     def rebind(self, network: Network, *, executor: Executor | None = None) -> None:
         """Go on in other groups, with other members or another hierarchy. Collective there.
 
@@ -537,6 +553,7 @@ class Reducer:
                 handle.done.set_exception(RuntimeError("lightning_dist: other groups"))  # type: ignore[arg-type]
         self._in_flight, self._finite, self._sums, self._looked = [], [], [], []
         self._pending.drop()
+        self.answer = Answer()
         self.stats.drop_step()
         old, self.network = self.network, network
         self.generation += 1
