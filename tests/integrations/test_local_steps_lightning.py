@@ -39,6 +39,19 @@ def test_validation_uses_the_anchor_or_the_workers_own_weights(two: Results) -> 
         require_equal(facts["anchor"]["parameters"], facts["worker"]["parameters"])
 
 
+def test_fabric_resumes_bit_exact_with_the_anchor_as_weights(two: Results) -> None:
+    ranks = two("local_steps_fabric")
+    for facts in ranks:
+        assert facts["resumed"] == facts["whole"][4:]
+        require_equal(facts["ends"], facts["end"])
+        require_equal(facts["end"], ranks[0]["end"])
+        require_equal(facts["saved"], facts["anchor"])
+        require_equal(facts["taken"], facts["plain"])
+        assert "call fabric.setup(model, optimizer)" in facts["alone"]
+        assert "got a second one" in facts["second"]
+    assert ranks[0]["whole"][0] != ranks[1]["whole"][0]
+
+
 def test_by_name_with_statistics_and_metrics(two: Results) -> None:
     ranks = two("local_steps_by_name")
     for facts in ranks:

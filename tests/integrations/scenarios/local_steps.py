@@ -13,7 +13,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_dist import LocalUpdateStrategy, local_updates
+from lightning_dist.fabric import LocalUpdateStrategy as FabricStrategy
 from scenarios.catalogue import TIMEOUT, Facts, folder, rank, scenario, world_size
+from scenarios.fabric_runs import Run
 from scenarios.fitting import QUIET, digest, parameters, plain
 from scenarios.models import Regression
 
@@ -108,6 +110,59 @@ def local_steps_evaluate() -> Facts:
         settings = {"limit_val_batches": 1, "val_check_interval": 2}
         _, found[evaluate] = fit(strategy(codec="int8", evaluate=evaluate), **settings)
     return found
+
+
+def fabric(of: Any, *, path: Any = None, skipped: int = 0) -> Run:
+    run = Run(of, momentum=0.5)
+    if path is not None:
+        run.fabric.load(path, run.state())
+    for _ in range(skipped):
+        next(run.batches)
+    return run
+
+
+@scenario
+def local_steps_fabric() -> Facts:
+    """Saved after 4 steps, inside a window and an overlap; and the weights of plain DDP loaded."""
+    settings = {"min_compress_numel": 0, "timeout": TIMEOUT, "codec": "int4", **SCHEDULE}
+    path = folder() / "local_fabric.ckpt"
+    whole = fabric(FabricStrategy(**settings))
+    whole.train(4)
+    whole.fabric.save(path, whole.state())
+    anchor = whole.fabric.strategy.updates.anchor_state_dict()
+    whole.train(4)
+    resumed = fabric(FabricStrategy(**settings), path=path, skipped=4)
+    resumed.train(4)
+    for run in (whole, resumed):
+        run.fabric.strategy.updates.finish()
+    plain_run = fabric("ddp")
+    plain_run.train(2)
+    plain_run.fabric.save(folder() / "plain_fabric.ckpt", plain_run.state())
+    other = fabric("compressed_local_sgd", path=folder() / "plain_fabric.ckpt")
+    with other.fabric.no_backward_sync(other.model):
+        taken = other.fabric.strategy.updates.anchor_state_dict()
+    found = {"alone": "", "second": ""}
+    for name in found:
+        try:
+            model = Regression().net
+            if name == "alone":
+                other.fabric.setup_module(model)
+            else:
+                other.fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        except ValueError as error:
+            found[name] = str(error)
+    return {
+        "whole": whole.digests,
+        "resumed": resumed.digests,
+        "end": parameters(whole.model),
+        "ends": parameters(resumed.model),
+        "saved": torch.load(path, weights_only=True)["model"],
+        "anchor": anchor,
+        "taken": taken,
+        "plain": parameters(plain_run.model.module),
+        "stats": dict(other.fabric.strategy.comm_stats()[0]),
+        **found,
+    }
 
 
 @scenario
