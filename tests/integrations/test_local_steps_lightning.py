@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from results import Results, require_equal
 
 
@@ -27,6 +28,24 @@ def test_a_checkpoint_has_the_anchor_as_weights(two: Results) -> None:
     for facts in ranks:
         require_equal(facts["weights"], facts["anchor"])
         require_equal(facts["other"], facts["anchor"])
+
+
+def test_a_restarted_training_is_bit_exact(two: Results) -> None:
+    for facts in two("local_steps_elastic"):
+        assert facts["resumed"]["own"] == facts["whole"]["own"][5:]
+        require_equal(facts["resumed"]["parameters"], facts["whole"]["parameters"])
+        assert "use format='single'" in facts["sharded"]
+
+
+def test_workers_that_join_take_the_anchor(three: Results) -> None:
+    ranks = three("local_steps_of_two_go_on_as_three")
+    for rank, facts in enumerate(ranks):
+        require_equal(facts["start"], facts["saved"][rank] if rank < 2 else facts["anchor"])
+        before = facts["saved_moments"][rank % 2]
+        assert all(torch.equal(a, b) for a, b in zip(facts["moments"], before, strict=True))
+        require_equal(facts["parameters"], ranks[0]["parameters"])
+        assert facts["steps"] > 5
+    assert not torch.equal(ranks[0]["start"]["net.0.weight"], ranks[1]["start"]["net.0.weight"])
 
 
 def test_validation_uses_the_anchor_or_the_workers_own_weights(two: Results) -> None:

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
+from lightning_dist.integrations.lightning.checkpoint.session_io import CheckpointerIO
 from lightning_dist.integrations.lightning.strategy import CompressedDDPStrategy
 from lightning_dist.integrations.local_arguments import LOCAL_KEY, LocalUpdateArguments
 from lightning_dist.integrations.strategy_names import LOCAL_NAMES, register
@@ -35,7 +36,8 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
 
     A checkpoint holds the anchor as the model's weights, so that it loads anywhere, and under
     ``"lightning_dist_local_updates"`` what every worker has of its own: weights inside a window and
-    optimizer states, put together by rank 0. Another number of workers goes on from the anchor.
+    optimizer states, put together by rank 0. With another number of workers those who join take the
+    anchor, and those who leave take with them what they have not sent.
     """
 
     def __init__(
@@ -163,6 +165,13 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
     @override
     def _add_state(self, checkpoint: dict[str, Any], reducer: Reducer) -> None:
         assert self._updates is not None
+        io = self.checkpoint_io
+        if isinstance(io, CheckpointerIO) and io.sharded:
+            raise ValueError(
+                "format='sharded' lets every rank write a part of what all have in common, and "
+                "the optimizers of workers in local steps have nothing in common; use "
+                "format='single'"
+            )
         state = WorkerStates(self._updates, self.optimizers).state_dict()
         if state is not None:
             checkpoint[LOCAL_KEY] = state

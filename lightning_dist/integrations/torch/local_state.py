@@ -42,8 +42,9 @@ class WorkerStates:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`, the same object on every rank. Collective.
 
-        With another number of workers each goes on from the anchor and the mean residual, with the
-        moments of a worker of before: those who join need some.
+        With another number of workers those that were there go on where they were, whatever ranks
+        they are now; those who join take the anchor, and moments of a worker of before. Those who
+        leave take with them what they have not sent. All have the mean residual.
 
         Raises:
             ValueError: see :meth:`LocalUpdates.load_state_dict`.
@@ -53,7 +54,7 @@ class WorkerStates:
         for optimizer, saved in zip(self._optimizers, own["optimizer_states"], strict=True):
             optimizer.load_state_dict(saved)
         self._updates.load_state_dict(state["shared"])
-        if len(workers) == network.world_size:
+        if network.rank < len(workers):
             self._updates.load_worker(own["parameters"], own["buffers"])
         else:
             self._updates.start_from_anchor()

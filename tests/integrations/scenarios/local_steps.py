@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from lightning_dist import LocalUpdateStrategy, local_updates
+from lightning_dist import AsyncCheckpoint, ElasticRestart, LocalUpdateStrategy, local_updates
 from lightning_dist.fabric import LocalUpdateStrategy as FabricStrategy
 from scenarios.catalogue import TIMEOUT, Facts, folder, rank, scenario, world_size
 from scenarios.fabric_runs import Run
@@ -38,6 +39,13 @@ class Watched(L.Callback):
         self.own.append(digest(module))
 
 
+class SameData(Regression):
+    """The same number of samples on any number of ranks."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Subset(super().train_dataloader().dataset, range(64)), batch_size=8)
+
+
 def strategy(**settings: Any) -> LocalUpdateStrategy:
     settings = {"min_compress_numel": 0, "timeout": TIMEOUT, **SCHEDULE, **settings}
     return LocalUpdateStrategy(**settings)
@@ -48,7 +56,7 @@ def fit(of: Any, *, ckpt_path: Any = None, **arguments: Any) -> tuple[L.Trainer,
     callbacks = [*arguments.pop("callbacks", []), watched]
     given = {**QUIET, "devices": world_size(), "default_root_dir": folder(), "max_epochs": 2}
     trainer = L.Trainer(strategy=of, callbacks=callbacks, **{**given, **arguments})
-    model = Regression(optimizer="adam")
+    model = SameData(optimizer="adam")
     trainer.fit(model, ckpt_path=ckpt_path)
     facts = {"parameters": parameters(model), "own": watched.own, "validated": watched.validated}
     return trainer, facts
@@ -100,6 +108,31 @@ def local_steps_resume() -> Facts:
         "anchor": anchor,
         "other": other["parameters"],
     }
+
+
+ELASTIC: dict[str, Any] = {"codec": "int4", "sync_every": 3, "overlap_steps": 1}
+
+
+def elastic(name: str, *, extra: Any = (), **arguments: Any) -> tuple[L.Trainer, Facts]:
+    restart = ElasticRestart(folder() / name, every_n_train_steps=5, hang_timeout=None)
+    arguments = {"callbacks": [restart, *extra], "enable_checkpointing": True, **arguments}
+    return fit(strategy(**ELASTIC), **arguments)
+
+
+@scenario
+def local_steps_elastic() -> Facts:
+    """Stopped after 5 steps of 8, inside a window; a third start is for another world."""
+    _, whole = elastic("local_elastic_whole")
+    elastic("local_elastic", max_steps=5)
+    if rank() == 0:
+        shutil.copytree(folder() / "local_elastic", folder() / "local_elastic_other")
+    _, resumed = elastic("local_elastic")
+    try:
+        saver = AsyncCheckpoint(folder() / "local_parts", format="sharded")
+        fit(strategy(), callbacks=[saver], enable_checkpointing=True, max_epochs=1)
+    except ValueError as error:
+        return {"whole": whole, "resumed": resumed, "sharded": str(error)}
+    raise AssertionError("a sharded checkpoint of workers that differ")
 
 
 @scenario
