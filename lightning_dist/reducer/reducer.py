@@ -25,9 +25,12 @@ from torch.futures import Future
 from lightning_dist.accelerator import is_accelerator
 from lightning_dist.reducer.adjust import Adjustment, add_owed, clip_group
 from lightning_dist.reducer.commit import (
+    Answer,
+    DriftError,
     PendingCommit,
+    Recovery,
     agree,
-    decode_group,
+    decode_groups,
     sum_of_bits,
 )
 from lightning_dist.reducer.delayed import DelayedMeans
@@ -108,6 +111,9 @@ class Reducer:
         self.step = 0  # synchronised steps so far
         self.generation = 0  # networks before this one
         self.closed = False
+        self.answer = Answer()
+        """What the ranks have agreed on about the last step that was committed."""
+        self._recovery: Recovery | None = None
         self.at_close: list[Callable[[], None]] = []
         self.never_compressed: finalize[..., Any] | None = None  # says so at the end
         self._observers: tuple[Observer, ...] = tuple(observers)
@@ -187,6 +193,33 @@ class Reducer:
             with suppress(ValueError):  # state of another model: the next step says so
                 self.reserve(slices, dtype)
 
+    def leave_failures_to(self, recovery: Recovery) -> None:
+        """From now on an exchange that fails does not raise, and ``recovery`` decides.
+
+        A tensor whose exchange has failed stays as it is. :attr:`step` tells whether a step was
+        committed, which is known as soon as the futures of its tensors are ready; if it was not,
+        all state is as before it. After a failure nothing is exchanged until :meth:`rebind`.
+
+        Raises:
+            ValueError: a setting with which steps cannot be committed without other ranks.
+        """
+        if self.immediate:
+            raise ValueError(
+                "a step that fails can be taken again only under the deferred commit; use "
+                "compress_ddp(..., commit='deferred')"
+            )
+        if self._allow_absent:
+            raise ValueError(
+                "with find_unused_parameters=True DDP itself asks other ranks in a backward pass, "
+                "which fails where one is lost; leave it out, and use every parameter"
+            )
+        if self.network.intra is not None or self._sharded:
+            raise ValueError(
+                "a step that fails can be taken again only where the exchange is flat; use "
+                "compress_ddp(..., hierarchical=False)"
+            )
+        self._recovery = recovery
+
     def start(
         self,
         flat: Tensor,
@@ -251,6 +284,8 @@ class Reducer:
         Returns before that is done; the handles tell.
         """
         if self.network.world_size == 1:
+            recovery = self._recovery
+            self.answer = Answer(pauses=recovery is not None and recovery.pauses())
             self._end_step()
         else:
             self._executor.submit(partial(self._guarded, self._finish))
@@ -296,10 +331,12 @@ class Reducer:
         if self.immediate:
             for handle in handles[-1:]:
                 self._decode(handle)
-        finite, unused = self._ask()
+        answer = self._ask()
         if not self.immediate:
+            pending = None if answer.finite else self._pending
             for handle in handles:
-                self._decode(handle, unused=unused, pending=None if finite else self._pending)
+                self._decode(handle, unused=answer.unused, pending=pending)
+        self.answer = answer
         for call in self._looked:
             call()
         self._looked = []
@@ -317,15 +354,15 @@ class Reducer:
         self, handle: Handle, *, unused: Collection[str] = (), pending: PendingCommit | None = None
     ) -> None:
         with working(self._observers, handle.key, "decode"):
+            decode_groups(
+                handle.groups,
+                handle.flat,
+                self.state,
+                scale=self._scale,
+                unused=unused,
+                pending=pending,
+            )
             for group in handle.groups:
-                decode_group(
-                    group,
-                    handle.flat,
-                    self.state,
-                    scale=self._scale,
-                    unused=unused,
-                    pending=pending,
-                )
                 self._count(group, handle.flat, compare=pending is None)
                 handle.restore(group, unused)
             handle.store()
@@ -352,19 +389,35 @@ class Reducer:
         if self._delayed is not None:  # some of its means are in buckets that nobody applies
             self._delayed.clear()
 
-    def _ask(self) -> tuple[bool, set[str]]:
+    def _ask(self) -> Answer:
         """See :func:`agree`; no allreduce where nothing depends on it."""
+        recovery = self._recovery
         finite, self._finite = self._finite, []
         sums, self._sums = self._sums, []
-        if not (self._allow_absent or self._asks or sums):
-            return True, set()
+        if not (self._allow_absent or self._asks or sums or recovery is not None):
+            return Answer()
         used = {
             part.name: part.name not in handle.absent
             for handle in self._in_flight
             for group in (handle.groups if self._allow_absent else ())
             for part in group.slices
         }
-        return agree(finite, used, sums, self.network)
+        if recovery is None:
+            return agree(finite, used, sums, self.network)
+        # Whoever hears the answer must know that all the others can commit without anybody's help.
+        for handle in self._in_flight:
+            for unit in handle.units():
+                unit.wait()
+        try:
+            return agree(finite, used, sums, self.network, pauses=recovery.pauses())
+        except DriftError:
+            raise
+        except RuntimeError as error:
+            self._fail(error)
+            verdict = recovery.verdict()
+            if verdict is None:
+                raise
+            return Answer(finite=verdict)
 
     def _enter(self, handle: Handle) -> None:
         if not self._in_flight:
@@ -390,14 +443,32 @@ class Reducer:
                 raise RuntimeError(f"an earlier exchange failed: {self.failure}") from self.failure
             task()
         except BaseException as error:  # every waiting future must hear of it, whatever it is
-            self._executor.failure = self.failure or error
+            self._fail(error)
             waiting, self._in_flight = self._in_flight, []
             if handle is not None and handle not in waiting:
                 waiting.append(handle)
             self._looked = []
             for waiter in [each for each in waiting if not each.done.done()]:
+                if self._is_recovered(error):
+                    waiter.done.set_result(waiter.given)
+                    continue
                 failed = RuntimeError(f"lightning_dist: {error}")
                 waiter.done.set_exception(failed)  # type: ignore[arg-type]  # the stub is wrong
+
+    def _is_recovered(self, error: BaseException) -> bool:
+        """Whether ``error`` is somebody's to recover from: collectives fail with RuntimeErrors."""
+        first = self.failure or error
+        is_of_collective = isinstance(first, RuntimeError) and not isinstance(first, DriftError)
+        return self._recovery is not None and is_of_collective
+
+    def _fail(self, error: BaseException) -> None:
+        """Exchange nothing from now on."""
+        is_first = self.failure is None
+        self._executor.failure = self.failure or error
+        if is_first and self._is_recovered(error):
+            assert self._recovery is not None
+            assert isinstance(error, RuntimeError)
+            self._recovery.failed(error)
 
     def observe(self, observer: Observer) -> None:
         """Tell ``observer`` of everything, collectives too, from the next bucket on."""
