@@ -277,7 +277,8 @@ class Reducer:
         if self._delayed is None or self.network.world_size == 1 or self.closed:
             return
         landed = self._future()
-        self._executor.submit(partial(landed.set_result, None))
+        # Of a tensor: a future waits for the streams of what is in it.
+        self._executor.submit(partial(landed.set_result, self._scale))
         landed.wait()
         if self.failure is not None:
             raise RuntimeError(f"lightning_dist: {self.failure}") from self.failure
