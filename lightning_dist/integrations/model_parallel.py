@@ -64,6 +64,7 @@ class ModelParallelArguments:
         error_feedback: bool | Literal["auto"] = "auto",
         min_compress_numel: int | None = None,
         start_step: int = 0,
+        compile_kernels: bool | Literal["auto"] = "auto",
         commit: Literal["auto", "immediate", "deferred"] = "auto",
         **kwargs: Any,
     ) -> None:
@@ -82,6 +83,8 @@ class ModelParallelArguments:
             min_compress_numel: smaller parameters, and 1-D ones, travel uncompressed; 0 compresses
                 all. None: the codec's own choice.
             start_step: synchronised steps before compression starts.
+            compile_kernels: fuse the codec's kernels at set-up (about 20 s the first time).
+                ``"auto"``: for shards of 4 Mi elements or more, and on an accelerator with Triton.
             commit: when residuals are written, as for ``CompressedDDPStrategy``.
             **kwargs: everything else that ``ModelParallelStrategy`` takes.
 
@@ -109,6 +112,7 @@ class ModelParallelArguments:
             error_feedback=error_feedback,
             min_compress_numel=min_compress_numel,
             start_step=start_step,
+            compile_kernels=compile_kernels,
             commit=commit,
         )
         super().__init__(**kwargs)

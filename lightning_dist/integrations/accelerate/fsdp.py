@@ -41,6 +41,8 @@ class CompressedFSDPPlugin:
         min_compress_numel: smaller parameters, and 1-D ones, travel uncompressed; 0 compresses all.
             None: the codec's own choice.
         start_step: synchronised steps before compression starts.
+        compile_kernels: fuse the codec's kernels at set-up. ``"auto"``: for shards of 4 Mi elements
+            or more, and on an accelerator with Triton.
         commit: when residuals are written, as for ``CompressedDDPPlugin``.
 
     Raises:
@@ -52,6 +54,7 @@ class CompressedFSDPPlugin:
     error_feedback: bool | Literal["auto"] = "auto"
     min_compress_numel: int | None = None
     start_step: int = 0
+    compile_kernels: bool | Literal["auto"] = "auto"
     commit: Literal["auto", "immediate", "deferred"] = "auto"
 
     def __post_init__(self) -> None:
@@ -76,6 +79,7 @@ class CompressedFSDPPlugin:
             error_feedback=self.error_feedback,
             min_compress_numel=self.min_compress_numel,
             start_step=self.start_step,
+            compile_kernels=self.compile_kernels,
             commit=self.commit,
         )
 
