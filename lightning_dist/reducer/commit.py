@@ -4,13 +4,17 @@ Under the immediate commit units write their state while they encode. Under the 
 ranks first agree on what became of the step. If it was finite everywhere, all state is committed as
 it is decoded. If it was not, the state of a parameter is committed when an optimizer applies its
 gradient, and dropped otherwise.
+
+The all-reduce in which they agree is also the vote of a training that goes on where ranks are lost
+(:class:`Recovery`): a rank takes part once it has all payloads, so whoever has the answer knows
+that every other rank can commit the step by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakMethod, finalize
 
 import torch
@@ -25,10 +29,49 @@ from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.units import CodecGroup, decode_all
 
 
+class Recovery(Protocol):
+    """Who decides about a step whose exchange fails; asked on the reducer's thread."""
+
+    def pauses(self) -> bool:
+        """Whether this rank wants all ranks to stop after this step. Must be quick."""
+
+    def failed(self, error: RuntimeError) -> None:
+        """The exchange has failed, for the first time in these groups. Must be quick."""
+
+    def verdict(self) -> bool | None:
+        """The answer to a vote that this rank has taken part in and did not hear: was it finite.
+
+        None: nobody has heard it, and the step is given up. May wait for the other ranks.
+        """
+
+
+class DriftError(RuntimeError):
+    """Ranks have applied different gradients."""
+
+
+class Answer(NamedTuple):
+    """What the ranks have agreed on.
+
+    Attributes:
+        finite: every gradient of every rank is.
+        unused: names of parameters that no rank has used.
+        pauses: some rank wants all to stop after this step.
+    """
+
+    finite: bool = True
+    unused: frozenset[str] = frozenset()
+    pauses: bool = False
+
+
 def agree(
-    finite: Sequence[Tensor], used: Mapping[str, bool], sums: Sequence[Tensor], network: Network
-) -> tuple[bool, set[str]]:
-    """Whether every gradient of every rank is finite, and names of parameters that none has used.
+    finite: Sequence[Tensor],
+    used: Mapping[str, bool],
+    sums: Sequence[Tensor],
+    network: Network,
+    *,
+    pauses: bool = False,
+) -> Answer:
+    """What became of a step.
 
     One allreduce of a few flags, on a group of its own so that it overtakes the payloads. Waits
     for a GPU, once.
@@ -38,11 +81,12 @@ def agree(
         used: whether this rank used a parameter, by name, in an order equal on all ranks; empty
             unless DDP looks for unused parameters.
         sums: of bits that all ranks should have in common, 0-d int64; see :func:`sum_of_bits`.
+        pauses: whether this rank wants all to stop after this step.
 
     Raises:
-        RuntimeError: ranks have other sums.
+        DriftError: ranks have other sums.
     """
-    answers = torch.tensor([False, *used.values(), 0, 0], dtype=torch.float32, device="cpu")
+    answers = torch.tensor([False, *used.values(), pauses, 0, 0], dtype=torch.float32, device="cpu")
     flags = placed(answers, network.device)
     if finite:
         flags[0] = torch.stack(list(finite)).logical_not().any()
@@ -51,15 +95,16 @@ def agree(
         flags[-1] = torch.stack(list(sums)).sum() % (1 << 24)
         flags[-2] = -flags[-1]
     network.control.all_reduce(flags, op=dist.ReduceOp.MAX).wait()
-    infinite, *of_parameters, least, most = flags.tolist()
+    infinite, *of_parameters, pause, least, most = flags.tolist()
     if least != -most:
-        raise RuntimeError(
+        raise DriftError(
             "the ranks have applied different gradients of codec 'powersgd', and their weights "
             "have drifted apart since: matrix products and factorisations are rounded "
             "differently by unequal hardware or libraries. Go on from the last checkpoint on "
             "equal hardware, or with a codec that is the same everywhere, such as int4"
         )
-    return not infinite, {n for n, any_ in zip(used, of_parameters, strict=True) if not any_}
+    unused = {name for name, any_ in zip(used, of_parameters, strict=True) if not any_}
+    return Answer(not infinite, frozenset(unused), bool(pause))
 
 
 def sum_of_bits(group: CodecGroup, bucket: Tensor) -> Tensor:

@@ -35,7 +35,6 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist import (
-    AsyncCheckpoint,
     CommProfiler,
     CompressedModelParallelStrategy,
     OneBitAdam,
@@ -292,9 +291,6 @@ def refusals() -> dict[str, str]:
         "16-true": lambda: fitted(ours(), precision="16-true"),
         "sizes": lambda: fitted(ours(replicate_size=3)),
         "OneBitAdam": lambda: fitted(ours(), Module(optimizer=partial(OneBitAdam, freeze_step=2))),
-        "AsyncCheckpoint": lambda: fitted(
-            ours(), enable_checkpointing=True, callbacks=[AsyncCheckpoint(FOLDER / "async")]
-        ),
         "second momentum": lambda: fitted(ours("dgc")),
         "replicas": lambda: ours("qsgd", parameters="int8", replicate_size=2),
         "biased": lambda: ours("int8", parameters="int8"),
