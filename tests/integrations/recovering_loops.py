@@ -2,8 +2,8 @@
 
     recovering_loops.py FOLDER SETTINGS
 
-SETTINGS is JSON: ``codec``, ``faults`` as ``[worker, place, step]``, ``joins`` (wait at a step until
-a newcomer waits), and ``epochs``. Every rank writes what it computes and what it has committed to
+SETTINGS is JSON: ``codec``, ``faults`` as ``[worker, place, step]``, ``joins`` (wait at a step
+until a newcomer waits), and ``epochs``. Every rank writes what it computes and what it has committed to
 ``FOLDER/<worker>.jsonl``.
 """
 
