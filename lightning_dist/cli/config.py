@@ -27,6 +27,7 @@ _QUESTIONS = {
     "start_step": "Steps before compression starts",
     "compile_kernels": "Compile the codec's kernels at the start? true, false or auto",
     "commit": "When are residuals written? auto, immediate or deferred",
+    "delay": "Apply each mean one step late, so that its exchange has a whole step? 0 or 1",
 }
 
 

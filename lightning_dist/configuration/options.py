@@ -84,6 +84,7 @@ OPTIONS: dict[str, Option] = {
         Option("start_step", 0, "0 or more synchronised steps", _is_count),
         Option("compile_kernels", "auto", "true, false or auto", _switch("auto")),
         Option("commit", "auto", "auto, immediate or deferred", _is_commit),
+        Option("delay", 0, "0 or 1", lambda value: type(value) is int and value in (0, 1)),
     )
 }
 """In the order of the questions of ``lightning-dist config``."""

@@ -23,6 +23,9 @@ No failure to an agent of ``elastic/agent.py``; torchrun's own takes one of its 
 EXIT_LEAVE = 77
 """Exit code of a rank that stopped because its machine is about to go: start nothing there."""
 
+EXIT_EVICTED = 78
+"""Exit code of a worker that finds a generation without itself: start another one in its place."""
+
 _LAST_SECONDS = 20.0
 """How long a process may take to end when its peers are gone, or all is saved."""
 _ROUND = 10.0

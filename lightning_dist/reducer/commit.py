@@ -4,13 +4,17 @@ Under the immediate commit units write their state while they encode. Under the 
 ranks first agree on what became of the step. If it was finite everywhere, all state is committed as
 it is decoded. If it was not, the state of a parameter is committed when an optimizer applies its
 gradient, and dropped otherwise.
+
+The all-reduce in which they agree is also the vote of a training that goes on where ranks are lost
+(:class:`Recovery`): a rank takes part once it has all payloads, so whoever has the answer knows
+that every other rank can commit the step by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakMethod, finalize
 
 import torch
@@ -25,10 +29,49 @@ from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.units import CodecGroup, decode_all
 
 
+class Recovery(Protocol):
+    """Who decides about a step whose exchange fails; asked on the reducer's thread."""
+
+    def pauses(self) -> bool:
+        """Whether this rank wants all ranks to stop after this step. Must be quick."""
+
+    def failed(self, error: RuntimeError) -> None:
+        """The exchange has failed, for the first time in these groups. Must be quick."""
+
+    def verdict(self) -> bool | None:
+        """The answer to a vote that this rank has taken part in and did not hear: was it finite.
+
+        None: nobody has heard it, and the step is given up. May wait for the other ranks.
+        """
+
+
+class DriftError(RuntimeError):
+    """Ranks have applied different gradients."""
+
+
+class Answer(NamedTuple):
+    """What the ranks have agreed on.
+
+    Attributes:
+        finite: every gradient of every rank is.
+        unused: names of parameters that no rank has used.
+        pauses: some rank wants all to stop after this step.
+    """
+
+    finite: bool = True
+    unused: frozenset[str] = frozenset()
+    pauses: bool = False
+
+
 def agree(
-    finite: Sequence[Tensor], used: Mapping[str, bool], sums: Sequence[Tensor], network: Network
-) -> tuple[bool, set[str]]:
-    """Whether every gradient of every rank is finite, and names of parameters that none has used.
+    finite: Sequence[Tensor],
+    used: Mapping[str, bool],
+    sums: Sequence[Tensor],
+    network: Network,
+    *,
+    pauses: bool = False,
+) -> Answer:
+    """What became of a step.
 
     One allreduce of a few flags, on a group of its own so that it overtakes the payloads. Waits
     for a GPU, once.
@@ -38,11 +81,12 @@ def agree(
         used: whether this rank used a parameter, by name, in an order equal on all ranks; empty
             unless DDP looks for unused parameters.
         sums: of bits that all ranks should have in common, 0-d int64; see :func:`sum_of_bits`.
+        pauses: whether this rank wants all to stop after this step.
 
     Raises:
-        RuntimeError: ranks have other sums.
+        DriftError: ranks have other sums.
     """
-    answers = torch.tensor([False, *used.values(), 0, 0], dtype=torch.float32, device="cpu")
+    answers = torch.tensor([False, *used.values(), pauses, 0, 0], dtype=torch.float32, device="cpu")
     flags = placed(answers, network.device)
     if finite:
         flags[0] = torch.stack(list(finite)).logical_not().any()
@@ -51,15 +95,16 @@ def agree(
         flags[-1] = torch.stack(list(sums)).sum() % (1 << 24)
         flags[-2] = -flags[-1]
     network.control.all_reduce(flags, op=dist.ReduceOp.MAX).wait()
-    infinite, *of_parameters, least, most = flags.tolist()
+    infinite, *of_parameters, pause, least, most = flags.tolist()
     if least != -most:
-        raise RuntimeError(
+        raise DriftError(
             "the ranks have applied different gradients of codec 'powersgd', and their weights "
             "have drifted apart since: matrix products and factorisations are rounded "
             "differently by unequal hardware or libraries. Go on from the last checkpoint on "
             "equal hardware, or with a codec that is the same everywhere, such as int4"
         )
-    return not infinite, {n for n, any_ in zip(used, of_parameters, strict=True) if not any_}
+    unused = {name for name, any_ in zip(used, of_parameters, strict=True) if not any_}
+    return Answer(not infinite, frozenset(unused), bool(pause))
 
 
 def sum_of_bits(group: CodecGroup, bucket: Tensor) -> Tensor:
@@ -68,8 +113,8 @@ def sum_of_bits(group: CodecGroup, bucket: Tensor) -> Tensor:
     return torch.stack([part.of(bucket).view(as_int).sum() for part in group.slices]).sum()
 
 
-def decode_group(
-    group: CodecGroup,
+def decode_groups(
+    groups: Sequence[CodecGroup],
     bucket: Tensor,
     state: ReducerState,
     *,
@@ -77,7 +122,7 @@ def decode_group(
     unused: Collection[str],
     pending: PendingCommit | None,
 ) -> None:
-    """Decode ``group`` into its ``bucket`` and commit its state, except that of ``unused`` ones.
+    """Decode ``groups`` into their ``bucket`` and commit state, except that of ``unused`` ones.
 
     What an unused parameter still owes was sent with the others but DDP will not apply it, so it
     stays owed. Where some gradient of the step was not finite on some rank, no state changes here,
@@ -89,22 +134,30 @@ def decode_group(
         pending: None where every gradient of every rank was finite, and where units have committed
             their state when they encoded.
     """
-    stateful = group.keeps_state or bool(group.owed)
-    undone = [s for s in group.slices if s.name in unused or (pending and stateful)]
-    before = [(t, t.clone()) for part in undone for t in state.tensors(part.name)]
-    decode_all(group.units, scale)
-    for part in group.slices if pending is None and group.owed else ():
-        # Waits for a GPU, in the one step in which something is owed.
-        if part.name not in unused and bool(part.of(bucket).isfinite().all()):
-            free_owed(group, state, part.name)
-    for part in group.slices if pending is not None and stateful else ():
+    stateful = [group for group in groups if group.keeps_state or group.owed]
+    uncommitted = [] if pending is None else [part for g in stateful for part in g.slices]
+    undone = {part.name for part in uncommitted}.union(unused)
+    before = [
+        (held, held.clone())
+        for group in groups
+        for part in group.slices
+        for held in (state.tensors(part.name) if part.name in undone else ())
+    ]
+    decode_all([unit for group in groups for unit in group.units], scale)
+    for group in groups if pending is None else ():
+        for part in group.slices if group.owed else ():
+            # Waits for a GPU, in the one step in which something is owed.
+            if part.name not in unused and bool(part.of(bucket).isfinite().all()):
+                free_owed(group, state, part.name)
+    for group in stateful if pending is not None else ():
         assert pending is not None
-        mean = part.of(bucket)
-        if not bool(mean.isfinite().all()):
-            mean.fill_(torch.nan)
-        elif part.name not in unused:
-            paid = partial(free_owed, group, state, part.name)
-            pending.add(part.name, state.tensors(part.name), then=paid)
+        for part in group.slices:
+            mean = part.of(bucket)
+            if not bool(mean.isfinite().all()):
+                mean.fill_(torch.nan)
+            elif part.name not in unused:
+                paid = partial(free_owed, group, state, part.name)
+                pending.add(part.name, state.tensors(part.name), then=paid)
     for tensor, value in before:
         tensor.copy_(value)
 

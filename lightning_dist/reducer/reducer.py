@@ -10,6 +10,7 @@ it is not finite, the residual of a parameter is kept once an optimizer has appl
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -24,11 +25,15 @@ from torch.futures import Future
 from lightning_dist.accelerator import is_accelerator
 from lightning_dist.reducer.adjust import Adjustment, add_owed, clip_group
 from lightning_dist.reducer.commit import (
+    Answer,
+    DriftError,
     PendingCommit,
+    Recovery,
     agree,
-    decode_group,
+    decode_groups,
     sum_of_bits,
 )
+from lightning_dist.reducer.delayed import DelayedMeans
 from lightning_dist.reducer.executor import Executor, executor_for
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.observer import Observer, show_encoded, working
@@ -37,6 +42,7 @@ from lightning_dist.reducer.plans import Handle, Plans
 from lightning_dist.reducer.slices import (
     ParameterSlice,
     as_laid_out_here,
+    as_real,
     matrices,
     strides_in_bucket,
 )
@@ -49,6 +55,8 @@ from lightning_dist.reducer.state import (
 from lightning_dist.reducer.stats import CommStats, run_config
 from lightning_dist.reducer.units import CodecGroup, staggered
 from lightning_dist.settings import Settings
+
+log = logging.getLogger(__name__)
 
 _COMPARED_EVERY = 100
 _PATIENCE = 0.5
@@ -103,6 +111,9 @@ class Reducer:
         self.step = 0  # synchronised steps so far
         self.generation = 0  # networks before this one
         self.closed = False
+        self.answer = Answer()
+        """What the ranks have agreed on about the last step that was committed."""
+        self._recovery: Recovery | None = None
         self.at_close: list[Callable[[], None]] = []
         self.never_compressed: finalize[..., Any] | None = None  # says so at the end
         self._observers: tuple[Observer, ...] = tuple(observers)
@@ -116,6 +127,7 @@ class Reducer:
         )
         """Whether state is committed when it is encoded, not when the step is finished."""
         assert not (self.immediate and allow_absent), "what is absent everywhere is known too late"
+        self._delayed = DelayedMeans() if settings.delay else None
         self._shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
         self._plans = self._make_plans()
         self._keeps_state = any(map(self.planner.keeps_state, self._policy.leaves()))
@@ -181,6 +193,33 @@ class Reducer:
             with suppress(ValueError):  # state of another model: the next step says so
                 self.reserve(slices, dtype)
 
+    def leave_failures_to(self, recovery: Recovery) -> None:
+        """From now on an exchange that fails does not raise, and ``recovery`` decides.
+
+        A tensor whose exchange has failed stays as it is. :attr:`step` tells whether a step was
+        committed, which is known as soon as the futures of its tensors are ready; if it was not,
+        all state is as before it. After a failure nothing is exchanged until :meth:`rebind`.
+
+        Raises:
+            ValueError: a setting with which steps cannot be committed without other ranks.
+        """
+        if self.immediate:
+            raise ValueError(
+                "a step that fails can be taken again only under the deferred commit; use "
+                "compress_ddp(..., commit='deferred')"
+            )
+        if self._allow_absent:
+            raise ValueError(
+                "with find_unused_parameters=True DDP itself asks other ranks in a backward pass, "
+                "which fails where one is lost; leave it out, and use every parameter"
+            )
+        if self.network.intra is not None or self._sharded:
+            raise ValueError(
+                "a step that fails can be taken again only where the exchange is flat; use "
+                "compress_ddp(..., hierarchical=False)"
+            )
+        self._recovery = recovery
+
     def start(
         self,
         flat: Tensor,
@@ -204,16 +243,39 @@ class Reducer:
                 every rank keeps its contents and its state; needs ``allow_absent``.
         """
         assert self._allow_absent or not absent, "absent slices need allow_absent=True"
-        device = self.network.device
-        done: Future[Tensor] = Future(devices=[device] if is_accelerator(device) else [])
-        handle = Handle(key, flat, slices, frozenset(absent), done)
+        handle = Handle(key, flat, slices, frozenset(absent), self._future())
         if self.network.world_size == 1:
-            handle.done.set_result(flat)
+            if self._swapped(handle) is handle:
+                handle.done.set_result(flat)
             return handle
         for observer in self._observers:
             observer.ready(key)
         self._executor.submit(partial(self._guarded, partial(self._start, handle), handle))
         return handle
+
+    def _future(self) -> Future[Any]:
+        device = self.network.device
+        return Future(devices=[device] if is_accelerator(device) else [])
+
+    def _swapped(self, handle: Handle) -> Handle:
+        """Handle to start instead of ``handle``, which is done where means are delayed."""
+        if self._delayed is None or self.step < self.settings.start_step:
+            return handle
+        return self._delayed.swap(handle, self._future())
+
+    def wait(self) -> None:
+        """Wait for the means of a step that are delayed; those of others are waited for.
+
+        Raises:
+            RuntimeError: the exchange has failed.
+        """
+        if self._delayed is None or self.network.world_size == 1 or self.closed:
+            return
+        landed = self._future()
+        self._executor.submit(partial(landed.set_result, None))
+        landed.wait()
+        if self.failure is not None:
+            raise RuntimeError(f"lightning_dist: {self.failure}") from self.failure
 
     def finish(self) -> None:
         """End the step: every tensor that was started gets its mean, and state is committed.
@@ -221,6 +283,8 @@ class Reducer:
         Returns before that is done; the handles tell.
         """
         if self.network.world_size == 1:
+            recovery = self._recovery
+            self.answer = Answer(pauses=recovery is not None and recovery.pauses())
             self._end_step()
         else:
             self._executor.submit(partial(self._guarded, self._finish))
@@ -234,6 +298,7 @@ class Reducer:
             self._executor.submit(partial(self._guarded, self._abandon))
 
     def _start(self, handle: Handle) -> None:
+        handle = self._swapped(handle)
         self._enter(handle)
         plan = self._plans.find(
             handle.key,
@@ -265,10 +330,12 @@ class Reducer:
         if self.immediate:
             for handle in handles[-1:]:
                 self._decode(handle)
-        finite, unused = self._ask()
+        answer = self._ask()
         if not self.immediate:
+            pending = None if answer.finite else self._pending
             for handle in handles:
-                self._decode(handle, unused=unused, pending=None if finite else self._pending)
+                self._decode(handle, unused=answer.unused, pending=pending)
+        self.answer = answer
         for call in self._looked:
             call()
         self._looked = []
@@ -286,15 +353,15 @@ class Reducer:
         self, handle: Handle, *, unused: Collection[str] = (), pending: PendingCommit | None = None
     ) -> None:
         with working(self._observers, handle.key, "decode"):
+            decode_groups(
+                handle.groups,
+                handle.flat,
+                self.state,
+                scale=self._scale,
+                unused=unused,
+                pending=pending,
+            )
             for group in handle.groups:
-                decode_group(
-                    group,
-                    handle.flat,
-                    self.state,
-                    scale=self._scale,
-                    unused=unused,
-                    pending=pending,
-                )
                 self._count(group, handle.flat, compare=pending is None)
                 handle.restore(group, unused)
             handle.store()
@@ -318,20 +385,38 @@ class Reducer:
             for unit in () if handle.done.done() else handle.units():
                 unit.wait()
         self._in_flight, self._finite, self._looked = [], [], []
+        if self._delayed is not None:  # some of its means are in buckets that nobody applies
+            self._delayed.clear()
 
-    def _ask(self) -> tuple[bool, set[str]]:
+    def _ask(self) -> Answer:
         """See :func:`agree`; no allreduce where nothing depends on it."""
+        recovery = self._recovery
         finite, self._finite = self._finite, []
         sums, self._sums = self._sums, []
-        if not (self._allow_absent or self._asks or sums):
-            return True, set()
+        if not (self._allow_absent or self._asks or sums or recovery is not None):
+            return Answer()
         used = {
             part.name: part.name not in handle.absent
             for handle in self._in_flight
             for group in (handle.groups if self._allow_absent else ())
             for part in group.slices
         }
-        return agree(finite, used, sums, self.network)
+        if recovery is None:
+            return agree(finite, used, sums, self.network)
+        # Whoever hears the answer must know that all the others can commit without anybody's help.
+        for handle in self._in_flight:
+            for unit in handle.units():
+                unit.wait()
+        try:
+            return agree(finite, used, sums, self.network, pauses=recovery.pauses())
+        except DriftError:
+            raise
+        except RuntimeError as error:
+            self._fail(error)
+            verdict = recovery.verdict()
+            if verdict is None:
+                raise
+            return Answer(finite=verdict)
 
     def _enter(self, handle: Handle) -> None:
         if not self._in_flight:
@@ -357,14 +442,32 @@ class Reducer:
                 raise RuntimeError(f"an earlier exchange failed: {self.failure}") from self.failure
             task()
         except BaseException as error:  # every waiting future must hear of it, whatever it is
-            self._executor.failure = self.failure or error
+            self._fail(error)
             waiting, self._in_flight = self._in_flight, []
             if handle is not None and handle not in waiting:
                 waiting.append(handle)
             self._looked = []
             for waiter in [each for each in waiting if not each.done.done()]:
+                if self._is_recovered(error):
+                    waiter.done.set_result(waiter.given)
+                    continue
                 failed = RuntimeError(f"lightning_dist: {error}")
                 waiter.done.set_exception(failed)  # type: ignore[arg-type]  # the stub is wrong
+
+    def _is_recovered(self, error: BaseException) -> bool:
+        """Whether ``error`` is somebody's to recover from: collectives fail with RuntimeErrors."""
+        first = self.failure or error
+        is_of_collective = isinstance(first, RuntimeError) and not isinstance(first, DriftError)
+        return self._recovery is not None and is_of_collective
+
+    def _fail(self, error: BaseException) -> None:
+        """Exchange nothing from now on."""
+        is_first = self.failure is None
+        self._executor.failure = self.failure or error
+        if is_first and self._is_recovered(error):
+            assert self._recovery is not None
+            assert isinstance(error, RuntimeError)
+            self._recovery.failed(error)
 
     def observe(self, observer: Observer) -> None:
         """Tell ``observer`` of everything, collectives too, from the next bucket on."""
@@ -403,8 +506,16 @@ class Reducer:
         return self.failure is None and not self._in_flight
 
     def memory(self) -> Mapping[str, int]:
-        """Bytes held between steps: ``residual_bytes`` and the payloads' ``buffer_bytes``."""
-        return {"residual_bytes": self.state.nbytes, "buffer_bytes": self._plans.nbytes}
+        """Bytes held between steps: ``residual_bytes`` and the payloads' ``buffer_bytes``.
+
+        With delayed means also ``delayed_bytes``.
+        """
+        delayed = {} if self._delayed is None else {"delayed_bytes": self._delayed.nbytes}
+        return {
+            "residual_bytes": self.state.nbytes,
+            "buffer_bytes": self._plans.nbytes,
+            **delayed,
+        }
 
     def state_dict(self) -> dict[str, Any] | None:
         """State of all ranks on rank 0, None elsewhere. Collective; between backward passes.
@@ -413,8 +524,9 @@ class Reducer:
         as ``{parameter name: (W, numel)}`` on the CPU, unscaled; with a hierarchical exchange one
         row per outermost group. Rows lie as their parameter does in memory; ``"strides"`` has those
         of parameters that are not row-major. With ``dgc`` also ``"momenta"``, with ``powersgd``
-        ``"factors"``.
+        ``"factors"``, with ``delay`` the means ``"delayed"``, which the next step applies.
         """
+        self.wait()
         if self._sharded:
             self.state.know_all(self.network)
         state = self.state.gather(self.network)
@@ -425,6 +537,7 @@ class Reducer:
 
         The tensors of the state are empty memory; the stripes say which part of each this rank has.
         """
+        self.wait()
         if self._sharded:
             self.state.know_all(self.network)
         state, stripes = self.state.striped(self.network)
@@ -433,7 +546,8 @@ class Reducer:
     def _described(self, state: dict[str, Any]) -> dict[str, Any]:
         strides = {name: list(found) for name, found in self.strides.items() if found is not None}
         about = {"world_size": self.network.world_size, "step": self.step, "strides": strides}
-        described = {"version": STATE_VERSION, **about, **state}
+        delayed = {} if self._delayed is None else {"delayed": self._delayed.state()}
+        described = {"version": STATE_VERSION, **about, **state, **delayed}
         return {self._prefix + key: value for key, value in described.items()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -441,12 +555,33 @@ class Reducer:
 
         With another number of rows every rank starts from the mean residual.
         """
+        self.wait()
         self._plans.clear()  # they hold views of the old residuals
         self._pending.drop()
-        found = {"step": 0} if state is None else own_keys(state, self._prefix)
-        self.state.load(as_laid_out_here(found, self.names), self.network.rows)
+        found: Mapping[str, Any] = {"step": 0}
+        if state is not None:
+            found = own_keys(state, self._prefix)
+        found = as_laid_out_here(found, self.names)
+        self.state.load(found, self.network.rows)
+        self._load_delayed(found.get("delayed", {}))
         self.step = int(found["step"])
         self._reserve_again()
+
+    def _load_delayed(self, means: Mapping[str, Tensor]) -> None:
+        if self._delayed is not None:
+            numel = {name: as_real(p).numel() for p, name in self.names.items()}
+            self._delayed.load(means, numel=numel)
+        elif means and self.network.rank == 0:
+            log.warning(
+                "the state has a mean gradient that was not applied yet, and is left out here: set "
+                "delay=1 to go on with it"
+            )
+
+    def continue_from(self, before: Reducer) -> None:
+        """Go on from the step that ``before`` was at when it was closed, with its means."""
+        self.step = before.step
+        if before._delayed is not None:
+            self._load_delayed(before._delayed.state())
 
     def rebind(self, network: Network, *, executor: Executor | None = None) -> None:
         """Go on in other groups, with other members or another hierarchy. Collective there.
@@ -465,6 +600,8 @@ class Reducer:
             if not handle.done.done():
                 handle.done.set_exception(RuntimeError("lightning_dist: other groups"))  # type: ignore[arg-type]
         self._in_flight, self._finite, self._sums, self._looked = [], [], [], []
+        if self._delayed is not None:  # not there on every rank
+            self._delayed.clear()
         self._pending.drop()
         self.stats.drop_step()
         old, self.network = self.network, network
@@ -514,3 +651,5 @@ class Reducer:
         self._pending.close()
         self._plans.clear()
         self.state.to(torch.device("cpu"))
+        if self._delayed is not None:
+            self._delayed.to(torch.device("cpu")) if self.in_step else self._delayed.clear()

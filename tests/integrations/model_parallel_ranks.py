@@ -35,7 +35,6 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist import (
-    AsyncCheckpoint,
     CommProfiler,
     CompressedModelParallelStrategy,
     OneBitAdam,
@@ -274,9 +273,6 @@ def refusals() -> dict[str, str]:
         "16-true": lambda: fitted(ours(), precision="16-true"),
         "sizes": lambda: fitted(ours(replicate_size=3)),
         "OneBitAdam": lambda: fitted(ours(), Module(optimizer=partial(OneBitAdam, freeze_step=2))),
-        "AsyncCheckpoint": lambda: fitted(
-            ours(), enable_checkpointing=True, callbacks=[AsyncCheckpoint(FOLDER / "async")]
-        ),
         "second momentum": lambda: fitted(ours("dgc")),
     }
     found = {}

@@ -99,7 +99,6 @@ def test_the_profiler_sees_what_crosses_between_replicas(square: Path) -> None:
         ("16-true", "keep parameters in bfloat16 or float32"),
         ("sizes", "replicate_size * data_parallel_size"),
         ("OneBitAdam", "use torch.optim.AdamW"),
-        ("AsyncCheckpoint", "use ModelCheckpoint"),
         ("second momentum", "has its own"),
     ],
 )

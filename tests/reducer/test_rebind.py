@@ -10,62 +10,22 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from feeding import FakeBucket, Tensors, digest, feed, held
+from fed_model import SHAPES, Model, among
+from feeding import Tensors, digest, feed, held
 from layouts import PAIRS, UNEVEN
 from processes import port, run_together
 from torch import Tensor
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import Int8
-from lightning_dist.exchange.channel import Channel
-from lightning_dist.integrations.torch.buckets import DDPBuckets
 from lightning_dist.kernels.inductor import Variant
 from lightning_dist.reducer import plan
 from lightning_dist.reducer.executor import Worker
-from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.settings import Settings
-from lightning_dist.topology import Topology
 
-SHAPES = {"first": (40, 48), "second": (33, 50)}
 HERE = Path(__file__).parent
 SOON = 8.0
 """Seconds: less than an executor's patience (10) and gloo's (20, `worlds.TIMEOUT`)."""
 CODECS = ["int8", "topk:ratio=0.1,block_size=128", "powersgd:rank=2", "threshold:tau=1.5"]
-
-
-class Model:
-    """A reducer and a bucket for each of two parameters."""
-
-    def __init__(
-        self,
-        network: Network,
-        codec: str = "int8",
-        *,
-        commit: Literal["immediate", "deferred"] = "deferred",
-    ) -> None:
-        self.parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-        names: dict[Tensor, str] = {p: name for name, p in self.parameters.items()}
-        settings = Settings.check(codec, min_compress_numel=0, commit=commit)
-        self.reducer = Reducer(names, settings=settings, network=network)
-        self.buckets = DDPBuckets(self.reducer)
-
-    def begin(self, given: Tensors) -> list[torch.futures.Future[Tensor]]:
-        """Hand over both buckets of a step."""
-        return [
-            self.buckets.reduce(FakeBucket(given[name].flatten().clone(), [p], i, last=i == 1))
-            for i, (name, p) in enumerate(self.parameters.items())
-        ]
-
-    def step(self, rank: int, step: int) -> list[Tensor]:
-        return [future.wait() for future in self.begin(feed(rank, step, SHAPES))]
-
-
-def among(rank: Rank, members: list[int], name: str) -> Network:
-    """A flat network of ``members``; each of them asks for it."""
-    channels = [Channel(rank.group(f"{name} {which}", members)) for which in ("data", "control")]
-    topology = Topology(tuple(f"host{m}" for m in members), members.index(rank.rank))
-    return Network(channels[0], channels[1], topology, torch.device("cpu"))
 
 
 def failed(futures: list[torch.futures.Future[Tensor]], match: str) -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = "lightning_dist/recovery"
 """Prefix of all keys in the store."""
@@ -59,7 +59,8 @@ class Report:
     """Where a worker stands; it writes nothing more of ``generation`` and waits for the next one.
 
     Attributes:
-        step: optimizer steps that it has applied; of a newcomer -1.
+        step: optimizer steps that it has applied; -1 where it has no state of the training, as a
+            newcomer, also one that has not been healed yet when its generation fails.
         holds: it has all payloads of the next step, and misses only the answer to the vote.
         verdict: of the last vote that it has the answer to: whether that step was finite.
         failed: False where it pauses at a step boundary, for newcomers.
@@ -122,7 +123,11 @@ def decode_report(value: bytes | str) -> Report:
 
 def decode_generation(value: bytes | str) -> Generation:
     """The generation that :func:`encode` gave ``value`` for."""
-    return Generation(**json.loads(value))
+    fields: dict[str, Any] = {
+        name: tuple(field) if isinstance(field, list) else field
+        for name, field in json.loads(value).items()
+    }
+    return Generation(**fields)
 
 
 class Keys:
@@ -158,6 +163,26 @@ class Keys:
         """Set by the agent, or by the coordinator for whom no beats come; the reason."""
         return f"dead/{worker}"
 
+    # Between agents and the coordinator only.
+    workers = "workers"
+    """The number of workers that agents have started."""
+    over = "over"
+    """Set by the coordinator when all members of the newest generation have ended with 0."""
+    nodes = "nodes"
+    """The number of agents that have come."""
+    left = "left"
+    """The number of agents that have seen :attr:`over`, or have ended."""
+
+    @staticmethod
+    def worker(index: int) -> str:
+        """The name of a worker that an agent has started, counted from 0."""
+        return f"worker/{index}"
+
+    @staticmethod
+    def done(worker: str) -> str:
+        """Set by the agent when ``worker`` has ended with 0."""
+        return f"done/{worker}"
+
 
 def next_generation(
     now: Generation,
@@ -182,7 +207,7 @@ def next_generation(
     gone = {name: dead.get(name, "does not answer") for name in (*dead, *late)}
     members = [name for name in now.members if name not in gone]
     stopped = [name for name in members if name in reports]
-    newcomers = sorted((name for name in ready if name not in gone), key=Worker.parse)
+    newcomers = sorted(ready.keys() - gone.keys() - set(now.members), key=Worker.parse)
     if now.members:
         is_broken = len(members) < len(now.members) or bool(stopped)
         if not is_broken or len(stopped) < len(members):
@@ -191,31 +216,42 @@ def next_generation(
         return None
     reasons = [f"worker {name} is gone: {gone[name]}" for name in now.members if name in gone]
     number = now.number + 1
+
+    def end(why: str, refused: Sequence[str] = ()) -> Generation:
+        return Generation(number, refused=tuple(refused), ends="; ".join([*reasons, why]))
+
     if now.members and not stopped:
-        return Generation(number, ends="; ".join([*reasons, "nobody is left"]))
-    known = {reports[name].fingerprint for name in stopped} or {
-        ready[name].fingerprint for name in newcomers[:1]
+        return end("nobody is left")
+    step = max(
+        (reports[name].step for name in stopped),
+        default=max([0, *(ready[name].step for name in newcomers)]),
+    )
+    if step < 0:
+        return end("nobody who is left has the state of the training")
+    known = {each.fingerprint for each in (reports[name] for name in stopped)} or {
+        ready[name].fingerprint for name in newcomers
     }
+    if not now.members and len(known) > 1:
+        return end("the workers are of different trainings", refused=newcomers)
     refused = [name for name in newcomers if ready[name].fingerprint not in known]
     room = max(0, max_workers - len(stopped))
     admitted = [name for name in newcomers if name not in refused][:room]
     if len(stopped) + len(admitted) < min_workers:
         few = f"{len(stopped) + len(admitted)} workers are left, fewer than {min_workers}"
-        return Generation(number, refused=refused, ends="; ".join([*reasons, few]))
+        return end(few, refused)
     reasons += [f"worker {name} has joined" for name in admitted if now.members]
-    step = max((reports[name].step for name in stopped), default=0)
     newest = [name for name in stopped if reports[name].step == step]
     commits = [n for n in stopped if reports[n].holds and reports[n].step == step - 1]
     heals = [name for name in stopped if name not in newest and name not in commits]
     return Generation(
         number,
-        members=sorted((*stopped, *admitted), key=Worker.parse),
+        members=tuple(sorted((*stopped, *admitted), key=Worker.parse)),
         step=step,
-        commits=commits,
+        commits=tuple(commits),
         verdict=reports[newest[0]].verdict if newest else True,
-        heals=[*heals, *(admitted if stopped else ())],
+        heals=(*heals, *(admitted if stopped else ())),
         source=newest[0] if newest else None,
-        newcomers=admitted,
-        refused=refused,
+        newcomers=tuple(admitted),
+        refused=tuple(refused),
         reason="; ".join(reasons),
     )

@@ -48,6 +48,9 @@ class CompressedDDPPlugin:
         commit: when residuals are written: ``"immediate"``, in the pass that encodes;
             ``"deferred"``, once the whole step has landed and is known to be finite. ``"auto"``:
             deferred with a GradScaler or ``find_unused_parameters``, else immediate.
+        delay: 1 applies the mean of a step in the next one, so that its exchange has a whole
+            step; the first step gets zeros. For slow links, at some cost in loss. Not with a
+            GradScaler, ``find_unused_parameters``, several optimizers or OneBitAdam.
 
     Raises:
         ValueError: a setting that does not exist, is out of range or cannot take effect, a variable
@@ -65,6 +68,7 @@ class CompressedDDPPlugin:
     start_step: int = LEFT_OUT
     compile_kernels: bool | Literal["auto"] = LEFT_OUT
     commit: Literal["auto", "immediate", "deferred"] = LEFT_OUT
+    delay: int = LEFT_OUT
     _resolved: Resolved = field(init=False, repr=False, compare=False)
 
     def __new__(cls, *codec: Any, **settings: Any) -> Self:

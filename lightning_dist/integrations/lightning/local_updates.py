@@ -107,6 +107,11 @@ class LocalUpdateStrategy(CompressedDDPStrategy):
                 "start_step is the first compressed step of compressed_ddp, and local updates have "
                 "none; ddp_steps are steps of plain DDP before the first local one"
             )
+        if kwargs.get("delay"):
+            raise ValueError(
+                "delay=1 delays gradients of compressed_ddp; overlap_steps are the steps that an "
+                "exchange of local updates has"
+            )
         self._outer_optimizer, self._replicas = outer_optimizer, replicas
         self._evaluates_anchor = evaluate == "anchor"
         self._updates: LocalUpdates | None = None

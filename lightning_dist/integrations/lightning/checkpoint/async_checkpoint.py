@@ -140,7 +140,7 @@ class AsyncCheckpoint(CheckpointNames):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         refuse_pytorch_lightning(trainer=trainer)
-        require_supported(trainer.strategy)
+        require_supported(trainer.strategy, sharded=self.format == "sharded")
         require_effective(self.settings, trainer)
         self._require_alike(trainer)
         super().setup(trainer, pl_module, stage)

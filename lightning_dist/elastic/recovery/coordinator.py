@@ -1,0 +1,268 @@
+"""The thread of the launcher that makes generations."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch.distributed import Store  # type: ignore[attr-defined]  # re-exported silently
+
+from lightning_dist.elastic.recovery.protocol import (
+    Generation,
+    Keys,
+    Report,
+    decode_report,
+    encode,
+    next_generation,
+)
+
+log = logging.getLogger(__name__)
+
+QUIET_SECONDS, BUSY_SECONDS, CARE_SECONDS = 0.05, 0.005, 0.5
+"""Pauses between two looks: while all train, while a generation ends, and at every beat."""
+
+
+@dataclass(frozen=True)
+class RecoverySettings:
+    """Limits of recovery within the process; the launcher reads them from its environment.
+
+    Attributes:
+        min_workers: with fewer all end, and are restarted from a checkpoint.
+        max_workers: more are left waiting.
+        beat_timeout: seconds without a sign of life after which a worker is dead.
+        report_timeout: seconds that members have to come after the first, when a generation ends;
+            the longest time that a worker computes between two collectives.
+    """
+
+    min_workers: int = 1
+    max_workers: int = 1
+    beat_timeout: float = 5.0
+    report_timeout: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_workers <= self.max_workers:
+            raise ValueError(
+                f"recovery needs 1 <= workers at least <= workers at most, they are "
+                f"{self.min_workers} and {self.max_workers}: "
+                "see LIGHTNING_DIST_MIN_WORKERS and --nnodes"
+            )
+        if min(self.beat_timeout, self.report_timeout) <= 0:
+            raise ValueError(
+                f"timeouts of recovery must be above 0 s, they are {self.beat_timeout:g} s without "
+                f"a beat and {self.report_timeout:g} s without a report"
+            )
+
+    @classmethod
+    def from_env(
+        cls, *, nodes: tuple[int, int], ranks: int, environ: Mapping[str, str] = os.environ
+    ) -> RecoverySettings:
+        """Settings for fewest and most nodes with so many workers each.
+
+        At least there is one worker for each of the fewest nodes, unless the user says otherwise.
+
+        Raises:
+            ValueError: a variable is not a number, or out of range.
+        """
+
+        def number(name: str, default: float) -> float:
+            text = environ.get(f"LIGHTNING_DIST_{name}", "")
+            try:
+                return float(text or default)
+            except ValueError:
+                raise ValueError(
+                    f"LIGHTNING_DIST_{name} must be a number, it is {text!r}"
+                ) from None
+
+        return cls(
+            min_workers=int(number("MIN_WORKERS", nodes[0])),
+            max_workers=nodes[1] * ranks,
+            beat_timeout=number("BEAT_TIMEOUT", cls.beat_timeout),
+            report_timeout=number("REPORT_TIMEOUT", cls.report_timeout),
+        )
+
+
+class Coordinator:
+    """Makes generations of one start, from what workers and agents write into a store.
+
+    Args:
+        store: under :data:`~lightning_dist.elastic.recovery.protocol.ROOT`; used by one thread.
+        places: workers of the start, for all of which the first generation waits.
+    """
+
+    def __init__(self, store: Store, settings: RecoverySettings, *, places: int) -> None:
+        self.newest = Generation(-1)
+        self.is_over = False
+        """All members have ended with 0."""
+        self._store = store
+        self._settings = settings
+        self._places = places
+        self._names: list[str] = []
+        self._ready: dict[str, Report] = {}
+        self._had: set[str] = set()  # members of any generation
+        self._dead: dict[str, str] = {}
+        self._done: dict[str, str] = {}
+        self._beats: dict[str, tuple[bytes, float]] = {}
+        self._looked = self._cared = float("-inf")
+        self._ends_since: float | None = None  # when this generation began to end
+
+    def look(self, now: float) -> float:
+        """Look at the store, and make a generation where one is due.
+
+        Args:
+            now: seconds on a clock that does not go back.
+
+        Returns:
+            Seconds until the next look.
+        """
+        # While this process did not run either, silence says nothing about workers.
+        pause = max(0.0, now - self._looked - 1.0) if self._beats else 0.0
+        self._beats = {name: (beat, at + pause) for name, (beat, at) in self._beats.items()}
+        self._looked = now
+        for index in range(len(self._names), self._store.add(Keys.workers, 0)):
+            self._names.append(self._store.get(Keys.worker(index)).decode())
+        if now - self._cared >= CARE_SECONDS:
+            self._cared = now
+            self._care(now)
+        self._read_newcomers()
+        if self.newest.members and not self._is_ending(now):
+            return QUIET_SECONDS
+        reports = self._reports()
+        late: list[str] = []
+        if now - (self._ends_since or now) > self._settings.report_timeout:
+            late = [name for name in self.newest.members if name not in reports]
+        made = next_generation(
+            self.newest,
+            reports,
+            ready=self._ready,
+            dead={**self._done, **self._dead},
+            late=late,
+            min_workers=self._settings.min_workers if self.newest.members else self._places,
+            max_workers=self._settings.max_workers,
+        )
+        if made is not None:
+            self._publish(made)
+        return QUIET_SECONDS if self._ends_since is None else BUSY_SECONDS
+
+    def end(self, reason: str) -> None:
+        """Tell all that there will be no generation any more."""
+        self._publish(Generation(self.newest.number + 1, ends=reason))
+
+    def _care(self, now: float) -> None:
+        """Who is dead, who has ended, and of whom no beats come?"""
+        for name in self._names:
+            if name in self._dead or name in self._done:
+                continue
+            if self._store.check([Keys.dead(name)]):
+                self._dead[name] = self._store.get(Keys.dead(name)).decode()
+            elif self._store.check([Keys.done(name)]):
+                self._done[name] = "has ended"
+            elif self._store.check([Keys.beat(name)]):
+                beat = self._store.get(Keys.beat(name))
+                last, since = self._beats.get(name, (b"", now))
+                if beat != last:
+                    self._beats[name] = (beat, now)
+                elif now - since > self._settings.beat_timeout:
+                    self._bury(name, f"no sign of life for {now - since:.1f} s")
+        members = self.newest.members
+        if members and not self.is_over and all(name in self._done for name in members):
+            self.is_over = True
+            self._store.set(Keys.over, "1")
+
+    def _bury(self, name: str, reason: str) -> None:
+        """Its agent kills it, if it lives."""
+        self._dead[name] = reason
+        self._store.set(Keys.dead(name), reason)
+
+    def _read_newcomers(self) -> None:
+        known = {*self._ready, *self._dead, *self._done, *self._had}
+        for name in self._names:
+            key = Keys.report(-1, name)
+            if name not in known and self._store.check([key]):
+                self._ready[name] = decode_report(self._store.get(key))
+
+    def _is_ending(self, now: float) -> bool:
+        """Whether somebody says that this generation cannot go on, is dead, or pauses."""
+        if self._ends_since is None:
+            number, members = self.newest.number, self.newest.members
+            broken = Keys.broken(number)
+            # If one pauses for newcomers all do.
+            if self._store.check([broken]) or any(name in self._dead for name in members):
+                if not self._store.check([broken]):
+                    gone = [f"worker {n}: {self._dead[n]}" for n in members if n in self._dead]
+                    self._store.set(broken, "; ".join(gone))
+            elif not self._store.check([Keys.report(number, members[0])]):
+                return False
+            self._ends_since = now
+        self._cared = float("-inf")  # from now on at every look
+        return True
+
+    def _reports(self) -> dict[str, Report]:
+        number, reports = self.newest.number, {}
+        for name in self.newest.members:
+            key = Keys.report(number, name)
+            if name not in self._dead and self._store.check([key]):
+                reports[name] = decode_report(self._store.get(key))
+        return reports
+
+    def _publish(self, made: Generation) -> None:
+        left_out = [n for n in self.newest.members if n not in made.members and not made.ends]
+        self._store.set(Keys.generation(made.number), encode(made))
+        self._store.set(Keys.newest, str(made.number))
+        for name in left_out:
+            if name not in self._dead and name not in self._done:
+                self._bury(name, f"left out of generation {made.number}: it did not report")
+        self.newest = made
+        self._had.update(made.members)
+        for name in (*made.members, *made.refused):
+            self._ready.pop(name, None)
+            self._had.add(name)
+        self._ends_since, self._cared = None, float("-inf")
+        log.info("recovery: %s", describe(made))
+
+
+def describe(made: Generation) -> str:
+    """``made`` in one line, for people."""
+    if made.ends:
+        return f"all end, to be restarted from a checkpoint: {made.ends}"
+    why = f" ({made.reason})" if made.reason else ""
+    refused = f"; refused: {', '.join(made.refused)}" if made.refused else ""
+    return (
+        f"generation {made.number}: {len(made.members)} workers at step {made.step}{why}{refused}"
+    )
+
+
+class CoordinatorThread(threading.Thread):
+    """Runs a coordinator until the end of the job, of recovery, or of the store."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        super().__init__(name="recovery coordinator", daemon=True)
+        self.coordinator = coordinator
+        self.ended = ""
+        """Why it makes no more generations; empty while it does."""
+        self._stop_event = threading.Event()
+
+    def run(self) -> None:
+        """Look again and again."""
+        pause = 0.0
+        try:
+            while not self._stop_event.wait(pause):
+                pause = self.coordinator.look(time.monotonic())
+                if self.coordinator.newest.ends:
+                    self.ended = self.coordinator.newest.ends
+                    return
+        except Exception as error:  # whatever it is, nobody else would make generations
+            self.ended = f"{type(error).__name__} in the coordinator: {error}"
+            log.warning("recovery: %s", self.ended)
+            try:
+                self.coordinator.end(self.ended)
+            except Exception:
+                log.warning("recovery: nobody can be told, the store is gone")
+
+    def close(self) -> None:
+        """End it, and wait for that."""
+        self._stop_event.set()
+        self.join()

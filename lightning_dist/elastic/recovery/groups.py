@@ -1,0 +1,131 @@
+"""Process groups of a generation, and how those of the one before are left behind.
+
+gloo cannot abort a collective. So the connected sockets of a generation are noted when its groups
+are made, and shut down when it is broken: whoever waits in one of its collectives fails at once.
+Groups of before stay referenced, since deleting one may block.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import (  # type: ignore[attr-defined]  # torch re-exports them silently
+    HashStore,
+    PrefixStore,
+    Store,
+)
+from torch.distributed.constants import default_pg_timeout
+
+from lightning_dist.private import set_group_timeout
+
+_CONNECT = timedelta(seconds=10)
+"""For the members of a generation to connect, and of the first collectives among them."""
+
+
+def init_alone(*, timeout: timedelta | None = None) -> None:
+    """A default process group of this process only, for what is made before it is admitted."""
+    dist.init_process_group(
+        "gloo", store=HashStore(), rank=0, world_size=1, timeout=timeout or default_pg_timeout
+    )
+
+
+class GenerationGroups:
+    """The default process group of one generation after the other, and those that follow it."""
+
+    def __init__(self) -> None:
+        self._sockets: list[socket.socket] = []
+        self._lock = threading.Lock()
+        self._left: list[object] = []  # groups of before
+        self._made: list[dist.ProcessGroup] = []
+
+    @contextmanager
+    def made(self, store: Store, *, number: int, rank: int, world_size: int) -> Iterator[None]:
+        """The default group of generation ``number``; groups made inside are of it too. Collective.
+
+        Args:
+            store: of all members.
+        """
+        self.shut()
+        self._left.append(dist.group.WORLD)
+        self._left += self._made
+        self._made = []
+        before = _descriptors()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore(f"gen-{number}", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=_CONNECT,
+        )
+        self._made.append(_world())
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._sockets += _connected(_descriptors() - before)
+        for group in self._made:
+            set_group_timeout(group, default_pg_timeout)
+
+    def new(self) -> dist.ProcessGroup:
+        """One more group of all members. Collective, inside :meth:`made`."""
+        group = dist.new_group(backend="gloo", timeout=_CONNECT)
+        assert isinstance(group, dist.ProcessGroup)
+        self._made.append(group)
+        return group
+
+    def keep(self, *groups: object) -> None:
+        """Reference groups that somebody else has made of this generation."""
+        self._left += groups
+
+    def shut(self) -> None:
+        """Shut down all connections of this generation: its collectives fail. From any thread."""
+        with self._lock:
+            sockets, self._sockets = self._sockets, []
+        for each in sockets:
+            with suppress(OSError):  # the peer was faster
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
+def _descriptors() -> set[tuple[int, int]]:
+    """Sockets of this process, by descriptor and inode."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            status = os.stat(f"/proc/self/fd/{name}")
+            if stat.S_ISSOCK(status.st_mode):
+                found.add((int(name), status.st_ino))
+    return found
+
+
+def _connected(descriptors: set[tuple[int, int]]) -> list[socket.socket]:
+    """Duplicates of connected TCP sockets: whoever closes one does not close another by mistake."""
+    found = []
+    for number, _ in descriptors:
+        with suppress(OSError):
+            each = socket.socket(fileno=os.dup(number))
+            if each.family not in (socket.AF_INET, socket.AF_INET6):
+                each.close()
+                continue
+            try:
+                each.getpeername()
+            except OSError:  # one that listens: gloo ends the process where it fails
+                each.close()
+                continue
+            found.append(each)
+    return found

@@ -1,0 +1,234 @@
+"""A worker in the launcher's store: it beats, hears that its generation is broken, and reports."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch.distributed import (  # type: ignore[attr-defined]  # torch re-exports them silently
+    PrefixStore,
+    Store,
+    TCPStore,
+)
+
+from lightning_dist.elastic.recovery.protocol import (
+    NOT_YET,
+    ROOT,
+    Generation,
+    Keys,
+    Report,
+    Worker,
+    decode_generation,
+    encode,
+)
+
+EXIT_EVICTED = 78
+"""Exit code of a worker that a generation has left out: its agent starts another one."""
+
+BEAT_SECONDS = 0.5
+_ROUND = timedelta(milliseconds=100)
+"""Of one wait for the store, after which a thread looks whether it is to end, beats, and so on."""
+
+_PATIENCE = 120.0
+"""Seconds that a member waits for the next generation: the coordinator counts with less."""
+
+
+@dataclass(frozen=True)
+class RecoveryEnvironment:
+    """What the agent tells a worker that can recover within its process.
+
+    Attributes:
+        host: of the launcher's store.
+        port: of the same.
+        worker: who this process is.
+    """
+
+    host: str
+    port: int
+    worker: Worker
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> RecoveryEnvironment | None:
+        """Read the variables; None where the launcher does not recover within the process."""
+        store = environ.get("LIGHTNING_DIST_RECOVERY_STORE", "")
+        if not store:
+            return None
+        host, _, port = store.rpartition(":")
+        return cls(host, int(port), Worker.parse(environ["LIGHTNING_DIST_WORKER"]))
+
+    def connect(self) -> Store:
+        """A client of the store of its own: one that waits blocks all others who use it."""
+        timeout = timedelta(seconds=30)
+        store = TCPStore(
+            self.host, self.port, is_master=False, wait_for_workers=False, timeout=timeout
+        )
+        return PrefixStore(ROOT, store)
+
+
+class StoreLostError(RuntimeError):
+    """The launcher's store does not answer: nobody knows who takes part."""
+
+
+class Member:
+    """This worker, from the time when it is ready to train to the end of the process.
+
+    Args:
+        environment: of the worker.
+        on_broken: called from a thread, once for each generation, as soon as it is known that this
+            generation cannot go on.
+    """
+
+    def __init__(self, environment: RecoveryEnvironment, *, on_broken: Callable[[], None]) -> None:
+        self.name = str(environment.worker)
+        self.generation = Generation(NOT_YET)
+        self.store = environment.connect()
+        """For process groups and reports; used by one thread at a time."""
+        self._watched = environment.connect()
+        self._on_broken = on_broken
+        self._reason = ""  # why this generation is broken, as far as is known here
+        self._is_noted = False
+        self._admitted = 0  # newcomers that were there when this generation began
+        self._waiting = 0  # newcomers so far
+        self._lock = threading.Lock()
+        self._lost = ""
+        self._thread = threading.Thread(target=self._watch, name="recovery member", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether this generation is known to be at its end."""
+        return bool(self._reason)
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether newcomers wait that are not in this generation."""
+        return self._waiting > self._admitted
+
+    def announce(self, fingerprint: str) -> Generation:
+        """Say that this worker is ready to train; the first generation that has it.
+
+        Raises:
+            StoreLostError: the store is gone.
+        """
+        with self._guarded():
+            self.store.set(
+                Keys.report(NOT_YET, self.name),
+                encode(Report(self.name, fingerprint=fingerprint)),
+            )
+            self.store.add(Keys.waiting, 1)
+            newest = -1
+            while True:
+                number = self._newest(newest)
+                for each in range(newest + 1, number + 1):
+                    found = self._read(each)
+                    if self.name in (*found.members, *found.refused) or found.ends:
+                        return self._enter(found)
+                newest = max(newest, number)
+
+    def report(self, report: Report) -> Generation:
+        """Write ``report``, which ends this generation here; the next one.
+
+        Raises:
+            StoreLostError: the store is gone, or nobody makes generations.
+        """
+        number = self.generation.number
+        with self._guarded():
+            self.store.set(Keys.report(number, self.name), encode(report))
+            if report.failed:
+                self._say_broken(report.reason)
+            end = time.monotonic() + _PATIENCE
+            while True:
+                newest = self._newest(number)
+                if newest > number:
+                    return self._enter(self._read(newest))
+                if time.monotonic() > end:
+                    raise RuntimeError(f"no generation came after {number} in {_PATIENCE:g} s")
+
+    def break_off(self, reason: str) -> None:
+        """Let all members of this generation know that it cannot go on. Returns at once."""
+        with self._lock:
+            self._reason = self._reason or reason or "an exchange has failed"
+        self._note()
+
+    def _say_broken(self, reason: str) -> None:
+        self.store.set(Keys.broken(self.generation.number), reason or "?")
+
+    def _newest(self, before: int) -> int:
+        """The number of the newest generation, once it is greater than ``before``, or soon."""
+        key = Keys.generation(before + 1)
+        with suppress(RuntimeError):  # a time-out is one; that the store is gone shows below
+            self.store.wait([key], _ROUND)
+        if not self.store.check([Keys.newest]):
+            return before
+        return max(before, int(self.store.get(Keys.newest)))
+
+    def _read(self, number: int) -> Generation:
+        return decode_generation(self.store.get(Keys.generation(number)))
+
+    def _enter(self, generation: Generation) -> Generation:
+        with self._lock:
+            self.generation, self._reason, self._is_noted = generation, "", False
+            # Those that came in time, whether or not there was room for them.
+            self._admitted = self.store.add(Keys.waiting, 0)
+        return generation
+
+    def _guarded(self) -> _Guard:
+        return _Guard(self)
+
+    def _watch(self) -> None:
+        beats, next_beat = 0, 0.0
+        while True:
+            number = self.generation.number
+            try:
+                if time.monotonic() >= next_beat:
+                    beats, next_beat = beats + 1, time.monotonic() + BEAT_SECONDS
+                    self._watched.set(Keys.beat(self.name), str(beats))
+                    self._waiting = self._watched.add(Keys.waiting, 0)
+                self._watch_generation(number)
+            except Exception as error:
+                self._lost = self._lost or f"the launcher's store is gone: {error}"
+                self.break_off(self._lost)
+                return
+
+    def _watch_generation(self, number: int) -> None:
+        key = Keys.broken(number)
+        if self._reason and number == self.generation.number:
+            if not self._watched.check([key]):
+                self._watched.set(key, self._reason)
+            time.sleep(0.005)
+            return
+        try:
+            self._watched.wait([key], _ROUND)
+        except RuntimeError:  # a time-out; or the store is gone, which the next call says
+            self._watched.check([key])
+            return
+        with self._lock:
+            if number == self.generation.number:
+                self._reason = self._watched.get(key).decode() or "?"
+        if number == self.generation.number:
+            self._note()
+
+    def _note(self) -> None:
+        with self._lock:
+            was_noted, self._is_noted = self._is_noted, True
+        if not was_noted:
+            self._on_broken()
+
+
+class _Guard:
+    """Turns whatever the store raises into one error."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, StoreLostError):
+            raise StoreLostError(f"the launcher's store does not answer: {error}") from error

@@ -1,0 +1,128 @@
+"""The workers of one launcher, and the store and coordinator that one of the launchers has."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
+
+from torch.distributed import (  # type: ignore[attr-defined]  # torch re-exports them silently
+    PrefixStore,
+    TCPStore,
+)
+
+from lightning_dist.elastic.recovery.coordinator import (
+    Coordinator,
+    CoordinatorThread,
+    RecoverySettings,
+)
+from lightning_dist.elastic.recovery.protocol import (
+    ROOT,
+    Generation,
+    Keys,
+    Worker,
+    decode_generation,
+)
+
+_TIMEOUT = timedelta(seconds=60)
+
+
+class RecoveryHost:
+    """The store of one start, and the thread that makes its generations.
+
+    A start has a store of its own, so that nobody who is left of an earlier one is heard.
+
+    Args:
+        host: name or address by which workers and other launchers reach this machine.
+        nodes: launchers of the start.
+        places: their workers.
+    """
+
+    def __init__(self, host: str, settings: RecoverySettings, *, nodes: int, places: int) -> None:
+        self._server = TCPStore(host, 0, is_master=True, timeout=_TIMEOUT, wait_for_workers=False)
+        self.address = f"{host}:{self._server.port}"
+        PrefixStore(ROOT, self._server).add(Keys.nodes, nodes)
+        self._thread = CoordinatorThread(
+            Coordinator(connect(self.address), settings, places=places)
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the coordinator and the store."""
+        self._thread.close()
+        del self._server
+
+
+def connect(address: str) -> PrefixStore:
+    """The store at ``address``, as all of recovery use it."""
+    host, _, port = address.rpartition(":")
+    return PrefixStore(ROOT, TCPStore(host, int(port), is_master=False, timeout=_TIMEOUT))
+
+
+class RecoveryNode:
+    """What one launcher tells of its workers, and is told.
+
+    Args:
+        address: of the store.
+        node: of the workers' names; None: one that nobody had before.
+        min_workers: told to the workers.
+    """
+
+    def __init__(self, address: str, *, node: int | None, ranks: int, min_workers: int) -> None:
+        self.address = address
+        self._store = connect(address)
+        self.node = self._store.add(Keys.nodes, 1) - 1 if node is None else node
+        self._min_workers = min_workers
+        self.workers = [Worker(self.node, rank, -1) for rank in range(ranks)]
+        """By local rank, those that were started last."""
+        self._newest = Generation(-1)
+
+    def start(self, local_rank: int) -> dict[str, str]:
+        """Variables of the next process in a place; it has a name of its own from now on."""
+        last = self.workers[local_rank]
+        worker = self.workers[local_rank] = last._replace(incarnation=last.incarnation + 1)
+        index = self._store.add(Keys.workers, 1) - 1
+        self._store.set(Keys.worker(index), str(worker))
+        return {
+            "LIGHTNING_DIST_RECOVERY_STORE": self.address,
+            "LIGHTNING_DIST_WORKER": str(worker),
+            "LIGHTNING_DIST_MIN_WORKERS": str(self._min_workers),
+        }
+
+    def newest(self) -> Generation:
+        """The newest generation; its number is -1 before the first."""
+        if self._store.check([Keys.newest]):
+            number = int(self._store.get(Keys.newest))
+            if number > self._newest.number:
+                self._newest = decode_generation(self._store.get(Keys.generation(number)))
+        return self._newest
+
+    def is_over(self) -> bool:
+        """Whether all workers of the newest generation, on all nodes, have ended with 0."""
+        return bool(self._store.check([Keys.over]))
+
+    def death_of(self, worker: Worker) -> str:
+        """Why the coordinator says that ``worker`` is dead; empty if it does not."""
+        key = Keys.dead(str(worker))
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def tell_end(self, worker: Worker, reason: str) -> None:
+        """A process has ended; with 0 if ``reason`` is empty."""
+        if not reason:
+            self._store.set(Keys.done(str(worker)), "1")
+            return
+        self._store.set(Keys.dead(str(worker)), reason)
+        told = None
+        # The coordinator looks for the dead when it has made a generation, so it is enough that
+        # the one that is the newest after this is told.
+        while (newest := self.newest()) != told and str(worker) in newest.members:
+            self._store.set(Keys.broken(newest.number), f"worker {worker}: {reason}")
+            told = newest
+
+    def leave(self) -> None:
+        """This launcher does not use the store any more."""
+        with suppress(RuntimeError):
+            self._store.add(Keys.left, 1)
+
+    def others_have_left(self) -> bool:
+        """Whether no other launcher uses the store."""
+        return bool(self._store.add(Keys.left, 0) >= self._store.add(Keys.nodes, 0) - 1)

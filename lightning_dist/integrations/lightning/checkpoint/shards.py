@@ -1,0 +1,102 @@
+"""Checkpoints of a module whose parameters are sharded: what goes into one, and comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_dist.checkpoint.shards import LazyState, load_lazily, without_shards
+from lightning_dist.integrations.lightning.checkpoint.resume import require_same_model
+from lightning_dist.integrations.lightning.checkpoint.session_io import CheckpointerIO
+
+_SHARDED = ("state_dict", "optimizer_states")
+
+
+def leave_shards(
+    checkpoint: dict[str, Any],
+    io: CheckpointerIO,
+    mesh: DeviceMesh,
+    optimizers: Sequence[Optimizer],
+) -> None:
+    """Put whole tensors in the place of sharded ones, and let ``io`` know this rank's parts.
+
+    Raises:
+        ValueError: an optimizer keeps sharded state that is no part of what its parameter has.
+    """
+    for optimizer in optimizers:
+        _require_alike(optimizer)
+    sharded = {key: checkpoint[key] for key in _SHARDED if key in checkpoint}
+    whole, striped = without_shards(sharded, mesh)
+    checkpoint.update(whole)
+    io.striped += striped
+
+
+def _require_alike(optimizer: Optimizer) -> None:
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, DTensor) and value.shape != parameter.shape:
+                raise ValueError(
+                    f"the state of {type(optimizer).__name__} must have the shapes of its sharded "
+                    f"parameters, got {name!r} of {tuple(value.shape)} for "
+                    f"{tuple(parameter.shape)}: another mesh could not divide it; use an optimizer "
+                    "such as AdamW, or ModelCheckpoint"
+                )
+
+
+def load_shards(
+    path: str,
+    module: pl.LightningModule,
+    optimizers: Sequence[Optimizer],
+    *,
+    weights_only: bool | None,
+) -> dict[str, Any]:
+    """Load what module and optimizers have of the checkpoint at ``path``; returns all the rest.
+
+    Each rank reads its parts of the sharded tensors.
+
+    Raises:
+        ValueError: it is of another model.
+    """
+    with load_lazily(path, weights_only=weights_only) as lazy:
+        checkpoint: dict[str, Any] = lazy.state
+        _load_module(checkpoint.pop("state_dict"), module, lazy, path)
+        states = checkpoint.pop("optimizer_states", [])
+        for optimizer, state in zip(optimizers, states, strict=False):
+            optimizer.load_state_dict(_of_optimizer(state, optimizer, lazy))
+        whole: dict[str, Any] = lazy.whole(checkpoint)
+        return whole
+
+
+def _load_module(
+    saved: dict[str, Any], module: pl.LightningModule, lazy: LazyState, path: str
+) -> None:
+    if module.strict_loading and not is_overridden("on_load_checkpoint", module):
+        require_same_model(saved, module, path)
+    own = module.state_dict()
+    found = {name: _like(value, own.get(name), lazy) for name, value in saved.items()}
+    module.load_state_dict(found, strict=module.strict_loading)
+
+
+def _of_optimizer(saved: dict[str, Any], optimizer: Optimizer, lazy: LazyState) -> dict[str, Any]:
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    by_number = dict(zip(numbers, parameters, strict=False))  # torch compares the groups
+    state = {
+        number: {name: _like(value, by_number.get(number), lazy) for name, value in values.items()}
+        for number, values in saved["state"].items()
+    }
+    return {**lazy.whole({**saved, "state": {}}), "state": state}
+
+
+def _like(value: Any, own: Any, lazy: LazyState) -> Any:
+    """``value`` sharded as ``own`` is, or as it is."""
+    if isinstance(own, DTensor) and isinstance(value, Tensor) and value.shape == own.shape:
+        return lazy.part(value, own)
+    return lazy.whole(value)

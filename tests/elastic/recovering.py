@@ -1,0 +1,105 @@
+"""A worker that knows the store of recovery only: its steps are nothing, its peers are keys.
+
+    recovering.py FOLDER
+
+It tells in ``FOLDER/<worker>.<pid>`` which generations it has been in, a line of JSON each, and
+ends with 0 when there is ``FOLDER/end``. ``FOLDER/exit-<worker>`` has the code with which it ends
+before, and ``FOLDER/mute-<worker>`` makes it hang, though it beats.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import (  # type: ignore[attr-defined]  # torch re-exports them silently
+    PrefixStore,
+    TCPStore,
+)
+
+from lightning_dist.elastic.lifecycle import EXIT_EVICTED, EXIT_RESTART
+from lightning_dist.elastic.recovery.protocol import (
+    ROOT,
+    Generation,
+    Keys,
+    Report,
+    decode_generation,
+    encode,
+)
+
+LOOK = 0.005
+
+
+def connect() -> PrefixStore:
+    host, _, port = os.environ["LIGHTNING_DIST_RECOVERY_STORE"].rpartition(":")
+    store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=60))
+    return PrefixStore(ROOT, store)
+
+
+def beat(name: str) -> None:
+    store = connect()
+    count = 0
+    try:
+        while True:
+            store.set(Keys.beat(name), str(count := count + 1))
+            time.sleep(0.05)
+    except RuntimeError:  # the store is gone
+        os._exit(EXIT_RESTART)
+
+
+def next_generation(store: PrefixStore, name: str, after: int) -> Generation:
+    while True:
+        if store.check([Keys.newest]):
+            made = decode_generation(store.get(Keys.generation(int(store.get(Keys.newest)))))
+            if made.ends:
+                os._exit(EXIT_RESTART)
+            if name in made.refused:
+                os._exit(1)
+            if made.number > after and name in made.members:
+                return made
+            if made.number > after >= 0:
+                os._exit(EXIT_EVICTED)
+        time.sleep(LOOK)
+
+
+def main(folder: Path) -> None:
+    name = os.environ["LIGHTNING_DIST_WORKER"]
+    log = (folder / f"{name}.{os.getpid()}").open("w", buffering=1)
+    threading.Thread(target=beat, args=(name,), daemon=True).start()
+    store = connect()
+    store.set(Keys.report(-1, name), encode(Report(name)))
+    store.add(Keys.waiting, 1)
+    made, step = Generation(-1), 0
+    while True:
+        made = next_generation(store, name, made.number)
+        waiting = store.add(Keys.waiting, 0)
+        step = max(step, made.step)
+        facts = {"number": made.number, "members": made.members, "step": step}
+        print(json.dumps({**facts, "time": time.monotonic()}), file=log)
+        failed = False
+        while True:
+            if (folder / "end").exists():
+                sys.exit(0)
+            if (told := folder / f"exit-{name}").exists():
+                code = int(told.read_text())
+                told.unlink()
+                sys.exit(code)
+            if (folder / f"mute-{name}").exists():
+                threading.Event().wait()
+            failed = store.check([Keys.broken(made.number)])
+            if failed or store.check([pause := f"pause/{made.number}"]):
+                break
+            if store.add(Keys.waiting, 0) > waiting:
+                store.set(pause, "1")  # in place of the vote: all pause, or nobody
+            time.sleep(LOOK)
+        report = Report(name, made.number, step, failed=failed)
+        store.set(Keys.report(made.number, name), encode(report))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,357 @@
+"""The coordinator: by a clock of the test, and over a TCPStore with scripted workers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+
+import pytest
+from torch.distributed import (  # type: ignore[attr-defined]  # torch re-exports them silently
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
+
+from lightning_dist.elastic.recovery.coordinator import (
+    Coordinator,
+    CoordinatorThread,
+    RecoverySettings,
+    describe,
+)
+from lightning_dist.elastic.recovery.protocol import (
+    ROOT,
+    Generation,
+    Keys,
+    Report,
+    decode_generation,
+    encode,
+)
+
+SETTINGS = RecoverySettings(min_workers=1, max_workers=8, beat_timeout=5, report_timeout=20)
+
+
+class Job:
+    """A coordinator, its clock, and what agents and workers write."""
+
+    def __init__(self, places: int, settings: RecoverySettings = SETTINGS) -> None:
+        self.store = PrefixStore(ROOT, HashStore())
+        self.coordinator = Coordinator(self.store, settings, places=places)
+        self.now, self.beats = 100.0, 0
+        self.names: list[str] = []
+        for place in range(places):
+            self.start(f"0.{place}.0")
+
+    def start(self, name: str) -> None:
+        self.store.set(Keys.worker(len(self.names)), name)
+        self.store.add(Keys.workers, 1)
+        self.names.append(name)
+
+    def be_ready(self, *names: str, fingerprint: str = "") -> None:
+        for name in names:
+            report = Report(name, fingerprint=fingerprint)
+            self.store.set(Keys.report(-1, name), encode(report))
+            self.store.add(Keys.waiting, 1)
+
+    def report(self, *names: str, step: int = 0, failed: bool = True) -> None:
+        number = self.newest.number
+        for name in names:
+            report = Report(name, number, step, failed=failed)
+            self.store.set(Keys.report(number, name), encode(report))
+
+    def pass_time(self, seconds: float, *, silent: tuple[str, ...] = ()) -> Generation:
+        """Let all but some beat ten times a second."""
+        end = self.now + seconds
+        while self.now < end - 1e-6:
+            self.now += 0.1
+            self.beats += 1
+            for name in self.names:
+                if name not in silent:
+                    self.store.set(Keys.beat(name), str(self.beats))
+            self.coordinator.look(self.now)
+        return self.newest
+
+    def look(self) -> Generation:
+        self.now += 0.6
+        self.coordinator.look(self.now)
+        return self.newest
+
+    @property
+    def newest(self) -> Generation:
+        """By the store, as all others see it."""
+        if not self.store.check([Keys.newest]):
+            return Generation(-1)
+        number = int(self.store.get(Keys.newest))
+        made = decode_generation(self.store.get(Keys.generation(number)))
+        assert made == self.coordinator.newest
+        return made
+
+
+@pytest.fixture
+def three() -> Job:
+    """Three workers that train in generation 0."""
+    job = Job(3)
+    job.be_ready(*job.names)
+    assert job.look().members == ("0.0.0", "0.1.0", "0.2.0")
+    return job
+
+
+def test_the_first_generation_waits_for_all_places() -> None:
+    job = Job(2)
+    job.be_ready("0.0.0")
+    assert job.pass_time(600).number == -1
+    job.be_ready("0.1.0")
+    assert job.look().number == 0
+
+
+def test_nothing_happens_while_all_beat(three: Job) -> None:
+    assert three.pass_time(100).number == 0
+
+
+@pytest.mark.parametrize("victim", ["0.0.0", "0.1.0", "0.2.0"])
+def test_a_death_breaks_the_generation_at_once(three: Job, victim: str) -> None:
+    three.store.set(Keys.dead(victim), "SIGKILL")
+    assert three.look().number == 0
+    assert three.store.get(Keys.broken(0)) == f"worker {victim}: SIGKILL".encode()
+    left = [name for name in three.names if name != victim]
+    three.report(*left)
+    after = three.look()
+    assert (after.number, list(after.members)) == (1, left)
+    assert after.reason == f"worker {victim} is gone: SIGKILL"
+
+
+def test_who_does_not_beat_is_dead(three: Job) -> None:
+    three.pass_time(2)
+    assert three.pass_time(5, silent=("0.1.0",)).number == 0
+    assert not three.store.check([Keys.broken(0)])
+    three.pass_time(1.2, silent=("0.1.0",))
+    assert b"no sign of life for 5" in three.store.get(Keys.dead("0.1.0"))
+    three.report("0.0.0", "0.2.0")
+    assert three.look().members == ("0.0.0", "0.2.0")
+
+
+def test_who_never_beat_is_not_missed(three: Job) -> None:
+    """It imports, which may take minutes."""
+    three.start("0.3.0")
+    three.pass_time(60, silent=("0.3.0",))
+    assert not three.store.check([Keys.dead("0.3.0")])
+
+
+def test_silence_does_not_count_while_the_coordinator_did_not_look(three: Job) -> None:
+    """The machine was suspended, or the launcher stopped."""
+    three.pass_time(2)
+    three.now += 3600
+    three.coordinator.look(three.now)
+    assert three.pass_time(2).number == 0
+    assert not three.store.check([Keys.broken(0)])
+
+
+def test_who_does_not_report_is_left_out_and_killed(three: Job) -> None:
+    three.report("0.0.0", "0.2.0")
+    assert three.pass_time(19.5).number == 0
+    assert three.pass_time(1.5).members == ("0.0.0", "0.2.0")
+    assert b"left out of generation 1" in three.store.get(Keys.dead("0.1.0"))
+
+
+def test_a_zombie_cannot_come_back(three: Job) -> None:
+    three.store.set(Keys.dead("0.1.0"), "no sign of life")
+    three.report("0.0.0", "0.2.0")
+    assert three.look().number == 1
+    three.store.set(Keys.report(0, "0.1.0"), encode(Report("0.1.0", 0, 5)))
+    three.store.set(Keys.report(1, "0.1.0"), encode(Report("0.1.0", 1, 5)))
+    three.be_ready("0.1.0")
+    assert three.pass_time(30).number == 1
+    three.report("0.0.0", "0.2.0", step=1)
+    assert three.look().members == ("0.0.0", "0.2.0")
+
+
+def test_a_replacement_joins_at_the_next_pause(three: Job) -> None:
+    three.store.set(Keys.dead("0.1.0"), "SIGKILL")
+    three.report("0.0.0", "0.2.0", step=3)
+    assert three.look().number == 1
+    three.start("0.1.1")
+    three.be_ready("0.1.1")
+    assert three.pass_time(30).number == 1
+    three.report("0.0.0", step=4, failed=False)
+    assert three.look().number == 1
+    three.report("0.2.0", step=4, failed=False)
+    after = three.look()
+    assert after.members == ("0.0.0", "0.1.1", "0.2.0")
+    assert (after.newcomers, after.heals, after.step) == (("0.1.1",), ("0.1.1",), 4)
+    assert three.pass_time(30).number == 2
+
+
+def test_a_second_fault_while_the_first_is_recovered(three: Job) -> None:
+    three.store.set(Keys.dead("0.1.0"), "SIGKILL")
+    three.report("0.0.0")
+    assert three.look().number == 0
+    three.store.set(Keys.dead("0.2.0"), "SIGKILL")
+    assert three.look().members == ("0.0.0",)
+
+
+def test_whoever_reported_and_died_is_not_a_member(three: Job) -> None:
+    three.report("0.0.0", "0.1.0")
+    three.store.set(Keys.dead("0.1.0"), "SIGKILL")
+    three.report("0.2.0")
+    assert three.look().members == ("0.0.0", "0.2.0")
+
+
+def test_below_the_minimum_all_end() -> None:
+    job = Job(2, RecoverySettings(min_workers=2, max_workers=2))
+    job.be_ready(*job.names)
+    job.look()
+    job.store.set(Keys.dead("0.0.0"), "SIGKILL")
+    job.report("0.1.0")
+    assert job.look().ends == ("worker 0.0.0 is gone: SIGKILL; 1 workers are left, fewer than 2")
+
+
+def test_workers_that_end_with_0_are_not_missed(three: Job) -> None:
+    three.pass_time(1)
+    three.store.set(Keys.done("0.1.0"), "")
+    assert three.pass_time(60, silent=("0.1.0",)).number == 0
+    assert not three.coordinator.is_over
+    for name in three.names:
+        three.store.set(Keys.done(name), "")
+    three.look()
+    assert three.coordinator.is_over
+    assert three.store.check([Keys.over])
+
+
+def test_a_failure_after_some_have_ended_is_that_of_the_others(three: Job) -> None:
+    three.store.set(Keys.done("0.1.0"), "")
+    three.store.set(Keys.dead("0.2.0"), "SIGKILL")
+    three.report("0.0.0")
+    after = three.look()
+    assert after.members == ("0.0.0",)
+    assert "worker 0.1.0 is gone: has ended" in after.reason
+
+
+def test_a_refused_newcomer_is_refused_once(three: Job) -> None:
+    three.start("1.0.0")
+    three.be_ready("1.0.0", fingerprint="another model")
+    three.report(*three.names[:3], failed=False)
+    assert three.look().refused == ("1.0.0",)
+    assert three.pass_time(30).number == 1
+    assert describe(three.newest).endswith("refused: 1.0.0")
+
+
+def test_settings_of_the_environment() -> None:
+    environ = {"LIGHTNING_DIST_MIN_WORKERS": "3", "LIGHTNING_DIST_BEAT_TIMEOUT": "0.5"}
+    settings = RecoverySettings.from_env(nodes=(1, 4), ranks=2, environ=environ)
+    assert settings == RecoverySettings(3, 8, 0.5, 30.0)
+    assert RecoverySettings.from_env(nodes=(2, 4), ranks=2, environ={}).min_workers == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("BEAT_TIMEOUT", "soon", "BEAT_TIMEOUT must be a number, it is 'soon'"),
+        ("BEAT_TIMEOUT", "0", "they are 0 s without a beat"),
+        ("MIN_WORKERS", "3", "they are 3 and 2"),
+    ],
+)
+def test_settings_that_cannot_be(name: str, value: str, told: str) -> None:
+    environ = {f"LIGHTNING_DIST_{name}": value}
+    with pytest.raises(ValueError, match=told):
+        RecoverySettings.from_env(nodes=(1, 1), ranks=2, environ=environ)
+
+
+LIMIT = timedelta(seconds=60)
+
+
+@pytest.fixture
+def server() -> TCPStore:
+    """As of the launcher."""
+    return TCPStore("127.0.0.1", 0, is_master=True, timeout=LIMIT, wait_for_workers=False)
+
+
+def connect(server: TCPStore) -> Store:
+    store = TCPStore("127.0.0.1", server.port, is_master=False, timeout=LIMIT)
+    return PrefixStore(ROOT, store)
+
+
+def wait_for(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + LIMIT.total_seconds()
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def is_past(store: Store, barrier: str, size: int, broken: str) -> bool:
+    return bool(store.add(barrier, 0) == size or store.check([broken]))
+
+
+def work(store: Store, name: str, steps: int, *, dies_at: int | None = None) -> list[int]:
+    """A worker that takes steps, and the number of members at each."""
+    index = store.add(Keys.workers, 1) - 1
+    store.set(Keys.worker(index), name)
+    store.set(Keys.report(-1, name), encode(Report(name)))
+    store.add(Keys.waiting, 1)
+    sizes: list[int] = []
+    made = Generation(-1)
+
+    def is_admitted() -> bool:
+        nonlocal made
+        number = int(store.get(Keys.newest)) if store.check([Keys.newest]) else -1
+        if number > made.number:
+            newer = decode_generation(store.get(Keys.generation(number)))
+            if name in newer.members:
+                made = newer
+                return True
+        return False
+
+    wait_for(is_admitted)
+    step = made.step
+    while step < steps:
+        if step == dies_at:
+            store.set(Keys.dead(name), "as the test wants it")
+            return sizes
+        # The barrier stands for collectives: it ends when all have come, or the generation breaks.
+        here, broken = f"barrier/{made.number}/{step}", Keys.broken(made.number)
+        size = len(made.members)
+        store.add(here, 1)
+        wait_for(partial(is_past, store, here, size, broken))
+        if store.add(here, 0) == size:
+            step += 1
+            sizes.append(size)
+            continue
+        store.set(
+            Keys.report(made.number, name), encode(Report(name, made.number, step, failed=True))
+        )
+        wait_for(is_admitted)
+        step = made.step
+    return sizes
+
+
+def test_threads_over_a_tcp_store(server: TCPStore) -> None:
+    """Two of four die at different steps; the others take all steps."""
+    coordinator = Coordinator(connect(server), SETTINGS, places=4)
+    thread = CoordinatorThread(coordinator)
+    thread.start()
+    dies_at = {"0.0.0": 4, "0.2.0": 9}
+    with ThreadPoolExecutor(4) as pool:
+        found = {
+            name: pool.submit(work, connect(server), name, 12, dies_at=dies_at.get(name))
+            for name in ("0.0.0", "0.1.0", "0.2.0", "0.3.0")
+        }
+        sizes = {name: each.result(LIMIT.total_seconds()) for name, each in found.items()}
+    thread.close()
+    assert not thread.ended
+    assert coordinator.newest.number == 2
+    assert sizes["0.0.0"] == [4] * 4
+    assert sizes["0.2.0"] == [4] * 4 + [3] * 5
+    assert sizes["0.1.0"] == sizes["0.3.0"] == [4] * 4 + [3] * 5 + [2] * 3
+
+
+def test_an_error_of_the_store_ends_it_with_a_reason() -> None:
+    store = PrefixStore(ROOT, HashStore())
+    store.set(Keys.workers, "not a number")
+    thread = CoordinatorThread(Coordinator(store, SETTINGS, places=1))
+    thread.start()
+    thread.join(LIMIT.total_seconds())
+    assert "in the coordinator" in thread.ended
+    told = decode_generation(store.get(Keys.generation(0)))
+    assert told.ends == thread.ended

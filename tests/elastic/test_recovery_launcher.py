@@ -1,0 +1,276 @@
+"""Workers that die are replaced by the launcher, one by one: real processes and signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from processes import environment_of, kill_tree
+
+WORKER = Path(__file__).parent / "recovering.py"
+LIMIT = 100.0
+FAR = "1000"
+"""Seconds of a timeout that is not to come."""
+THREE = ("0.0.0", "0.1.0", "0.2.0")
+STANDALONE = ("--standalone", "--nproc-per-node=3")
+
+T = TypeVar("T")
+Generations = dict[str, Any]
+
+
+def wait_for(found: Callable[[], T | None], what: str) -> T:
+    end = time.monotonic() + LIMIT
+    while (thing := found()) is None:
+        assert time.monotonic() < end, f"{what} has not come"
+        time.sleep(0.01)
+    return thing
+
+
+class Job:
+    """A launcher of the worker."""
+
+    def __init__(
+        self,
+        python: Sequence[str],
+        folder: Path,
+        *options: str,
+        launcher: Sequence[str] = (),
+        **environment: str,
+    ) -> None:
+        self.folder = folder
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        settings = {f"LIGHTNING_DIST_{name}": value for name, value in environment.items()}
+        words = ["-m", "lightning_dist.elastic.agent", "--monitor-interval=0.05", *options]
+        self._process = subprocess.Popen(
+            [*(launcher or python), *words, "--no-python", *python, str(WORKER), str(folder)],
+            env=environment_of({"LIGHTNING_DIST_BEAT_TIMEOUT": FAR, **settings}),
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        """Of the launcher, where it is no fork."""
+        return self._process.pid
+
+    @property
+    def output(self) -> str:
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")
+
+    def workers(self) -> dict[str, int]:
+        """Processes of all workers that have come, by name; of a name the last to come."""
+        found = sorted(self.folder.glob("*.*.*.*"), key=lambda path: path.stat().st_ctime)
+        return {path.stem: int(path.suffix[1:]) for path in found}
+
+    def generations(self, name: str) -> list[Generations]:
+        """In which the last process of that name has been."""
+        lines = (self.folder / f"{name}.{self.workers()[name]}").read_text().splitlines(True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def wait_for(self, *members: str, number: int | None = None) -> Generations:
+        """The generation that all members, and only they, are in."""
+
+        def found() -> Generations | None:
+            assert self._process.poll() is None, self.output
+            there = self.workers()
+            if not {*members} <= {*there}:
+                return None
+            last = [(self.generations(name) or [{"number": -1}])[-1] for name in members]
+            if any(each.get("members") != [*members] for each in last):
+                return None
+            if len({each["number"] for each in last}) > 1:
+                return None
+            return last[0] if number in (None, last[0]["number"]) else None
+
+        try:
+            return wait_for(found, f"a generation of {members}")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.output[-4000:]}") from None
+
+    def tell(self, what: str, name: str, value: str = "") -> None:
+        """Leave a word for a worker, as `recovering.py` says."""
+        new = self.folder / "new"
+        new.write_text(value)
+        new.rename(self.folder / f"{what}-{name}")
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        os.kill(self.workers()[name], number)
+
+    def wait(self) -> int:
+        return self._process.wait(LIMIT)
+
+    def end(self) -> None:
+        """Let all workers end, and the launcher after them."""
+        (self.folder / "end").touch()
+        assert self.wait() == 0, self.output
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            kill_tree(self._process.pid)
+        self._process.wait()
+        self._log.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path, quick_python: list[str]) -> Iterator[Callable[..., Job]]:
+    """Start a launcher of one node with three workers, or with the given options."""
+    jobs: list[Job] = []
+
+    def start(*options: str, **others: Any) -> Job:
+        folder = tmp_path / "workers"
+        folder.mkdir(exist_ok=True)
+        options = options or (*STANDALONE, "--max-restarts=3")
+        jobs.append(Job(quick_python, folder, *options, **others))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.close()
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_worker_that_is_killed_is_replaced(victim: int, start: Callable[..., Job]) -> None:
+    """The others are not touched, and have a generation before that."""
+    job = start()
+    job.wait_for(*THREE)
+    before = job.workers()
+    killed, again = THREE[victim], f"0.{victim}.1"
+    left = [name for name in THREE if name != killed]
+    job.signal(killed, signal.SIGKILL)
+    assert job.wait_for(*sorted([again, *left]))["number"] == 2
+    assert job.generations(left[0])[1]["members"] == left
+    assert {name: job.workers()[name] for name in before} == before
+    job.end()
+    assert f"worker {killed} has ended: SIGKILL" in job.output
+    assert f"worker {again} is started, 2 more may be" in job.output
+
+
+@pytest.mark.parametrize("code", [1, 78])
+def test_a_worker_that_ends_with_another_code_is_replaced(
+    code: int, start: Callable[..., Job]
+) -> None:
+    job = start()
+    job.wait_for(*THREE)
+    job.tell("exit", "0.1.0", str(code))
+    job.wait_for("0.0.0", "0.1.1", "0.2.0", number=2)
+    job.end()
+
+
+def test_two_at_once(start: Callable[..., Job]) -> None:
+    job = start()
+    job.wait_for(*THREE)
+    for name in THREE[:2]:
+        job.signal(name, signal.SIGKILL)
+    job.wait_for("0.0.1", "0.1.1", "0.2.0")
+    job.end()
+
+
+def test_a_replacement_that_dies_is_replaced(start: Callable[..., Job]) -> None:
+    job = start()
+    job.wait_for(*THREE)
+    job.tell("exit", "0.1.1", "1")
+    job.signal("0.1.0", signal.SIGKILL)
+    job.wait_for("0.0.0", "0.1.2", "0.2.0")
+    job.end()
+
+
+def test_a_worker_that_is_stopped_is_killed_and_replaced(start: Callable[..., Job]) -> None:
+    """It cannot go on when it is continued."""
+    job = start(BEAT_TIMEOUT="4")
+    job.wait_for(*THREE)
+    stopped = job.workers()["0.1.0"]
+    job.signal("0.1.0", signal.SIGSTOP)
+    job.wait_for("0.0.0", "0.1.1", "0.2.0")
+    with suppress(ProcessLookupError):
+        os.kill(stopped, signal.SIGCONT)
+    wait_for(lambda: not Path(f"/proc/{stopped}").exists() or None, "the end of the stopped one")
+    assert [made["number"] for made in job.generations("0.0.0")] == [0, 1, 2]
+    job.end()
+    assert "no sign of life for 4" in job.output
+
+
+def test_a_worker_that_does_not_report_is_killed_and_replaced(start: Callable[..., Job]) -> None:
+    job = start(REPORT_TIMEOUT="4")
+    job.wait_for(*THREE)
+    job.tell("mute", "0.1.0")
+    job.signal("0.2.0", signal.SIGKILL)
+    job.wait_for("0.0.0", "0.1.1", "0.2.1")
+    job.end()
+
+
+def test_below_the_minimum_all_are_restarted(start: Callable[..., Job]) -> None:
+    """For the price of one restart; when there is none left the job ends."""
+    job = start(*STANDALONE, "--max-restarts=1", MIN_WORKERS="3")
+    job.wait_for(*THREE)
+    before = job.workers()
+    job.signal("0.1.0", signal.SIGKILL)
+    wait_for(lambda: not {*job.workers().values()} & {*before.values()} or None, "a restart")
+    job.wait_for(*THREE, number=0)
+    assert "2 workers are left, fewer than 3" in job.output
+    job.signal("0.1.0", signal.SIGKILL)
+    assert job.wait() == 1
+    assert "SIGKILL" in job.output
+
+
+def test_when_nobody_is_left_all_are_restarted(start: Callable[..., Job]) -> None:
+    """For the price of one restart."""
+    job = start(*STANDALONE, "--max-restarts=1")
+    job.wait_for(*THREE)
+    before = job.workers()
+    for name in THREE:
+        job.signal(name, signal.SIGSTOP)  # so that none is replaced before the last is dead
+    for name in THREE:
+        job.signal(name, signal.SIGKILL)
+    wait_for(lambda: not {*job.workers().values()} & {*before.values()} or None, "a restart")
+    job.wait_for(*THREE, number=0)
+    job.end()
+
+
+def test_a_worker_that_asks_for_a_restart_of_all_gets_it(start: Callable[..., Job]) -> None:
+    """It costs nothing."""
+    job = start(*STANDALONE, "--max-restarts=0")
+    job.wait_for(*THREE)
+    before = job.workers()
+    job.tell("exit", "0.2.0", "75")
+    wait_for(lambda: not {*job.workers().values()} & {*before.values()} or None, "a restart")
+    job.wait_for(*THREE, number=0)
+    job.end()
+
+
+def test_replaced_workers_count_as_restarts(start: Callable[..., Job]) -> None:
+    job = start(*STANDALONE, "--max-restarts=1")
+    job.wait_for(*THREE)
+    job.signal("0.1.0", signal.SIGKILL)
+    job.wait_for("0.0.0", "0.1.1", "0.2.0")
+    job.signal("0.0.0", signal.SIGKILL)
+    assert job.wait() == 1
+    assert "max_restarts is reached, worker 0.0.0 is not replaced" in job.output
+
+
+def test_the_launcher_grows_by_nothing(start: Callable[..., Job]) -> None:
+    """After twenty deaths in a row it has as many threads and open files as after five."""
+    job = start(*STANDALONE, "--max-restarts=20", launcher=[sys.executable])
+    names = list(THREE)
+    job.wait_for(*names)
+    sizes = []
+    for count in range(20):
+        place = count % 3
+        job.signal(names[place], signal.SIGKILL)
+        names[place] = f"0.{place}.{count // 3 + 1}"
+        job.wait_for(*names)
+        sizes.append([len(os.listdir(f"/proc/{job.pid}/{what}")) for what in ("fd", "task")])
+    assert sizes[4] == sizes[-1]
+    job.end()

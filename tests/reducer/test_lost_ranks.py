@@ -1,0 +1,314 @@
+"""Steps whose exchange fails where somebody recovers: given up, or committed by what is here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from fed_model import SHAPES, Model, among
+from feeding import Tensors, digest, feed, fitting, held
+from torch import Tensor
+from worlds import Rank, run_threads
+
+from lightning_dist.codecs import CODECS
+from lightning_dist.exchange.channel import PendingWork
+from lightning_dist.exchange.rounds import Exchange
+from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.settings import Settings
+
+LAST = 2
+"""The rank that vanishes, of three."""
+SURVIVORS = [0, 1]
+EVERY = [fitting(name) for name in CODECS]
+FEW = ["none", "int8", "topk:ratio=0.1,block_size=128", "powersgd:rank=2", "threshold:tau=1.5"]
+
+
+class Told:
+    """A recovery that knows the verdict beforehand, and takes note."""
+
+    def __init__(self, verdict: bool | None = None, *, pauses: bool = False) -> None:
+        self.known, self.wants = verdict, pauses
+        self.errors: list[str] = []
+        self.asked = 0
+
+    def pauses(self) -> bool:
+        return self.wants
+
+    def failed(self, error: RuntimeError) -> None:
+        self.errors.append(str(error))
+
+    def verdict(self) -> bool | None:
+        self.asked += 1
+        return self.known
+
+
+class Lost:
+    """A collective whose end this rank does not hear of."""
+
+    def __init__(self, work: PendingWork) -> None:
+        self._work = work
+
+    def wait(self) -> NoReturn:
+        self._work.wait()
+        raise RuntimeError("Connection closed by peer")
+
+
+def lose_answer(network: Network) -> None:
+    """This rank takes part in votes and does not hear their answer."""
+    vote = network.control.all_reduce
+    network.control.all_reduce = lambda *a, **k: Lost(vote(*a, **k))  # type: ignore[method-assign]
+
+
+def leave_before_the_vote(network: Network) -> None:
+    def gone(*arguments: Any, **named: Any) -> NoReturn:
+        raise RuntimeError("this rank is gone")
+
+    network.control.all_reduce = gone  # type: ignore[method-assign]
+
+
+def owed(model: Model) -> Tensors:
+    return {name: of.double().clone() for name, of in model.reducer.residuals.items()}
+
+
+def state_of(model: Model) -> str:
+    return digest([*held(model.reducer), torch.zeros(1)])
+
+
+def take(model: Model, rank: int, step: int) -> list[Tensor]:
+    """The means of a step; local gradients where it has failed."""
+    return [each.clone() for each in model.step(rank, step)]
+
+
+@pytest.mark.parametrize("where", ["in the exchange", "before the vote"])
+@pytest.mark.parametrize("codec", FEW)
+def test_a_step_that_nobody_has_committed_is_given_up_and_taken_again(
+    codec: str, where: str
+) -> None:
+    """The hook does not raise, and state is as before; what survivors owe is conserved."""
+    before: list[Tensors] = [{}, {}]
+    after: list[Tensors] = [{}, {}]
+    both = threading.Barrier(2, timeout=60)
+
+    def body(rank: Rank) -> list[str]:
+        model = Model(rank.network(), codec)
+        told = Told()
+        model.reducer.leave_failures_to(told)
+        for step in range(2):
+            model.step(rank.rank, step)
+        if rank.rank == LAST:
+            if where == "before the vote":
+                leave_before_the_vote(model.reducer.network)
+                take(model, rank.rank, 2)
+            model.reducer.close()
+            return []
+        model.reducer.network.limit.seconds = 0.3
+        state, kept = state_of(model), owed(model)
+        before[rank.rank] = kept
+        take(model, rank.rank, 2)
+        assert model.reducer.step == 2
+        assert len(told.errors) == 1
+        assert told.asked == (where == "before the vote")
+        assert state_of(model) == state
+        take(model, rank.rank, 2)  # nothing is exchanged before it is rebound
+        assert (model.reducer.step, len(told.errors)) == (2, 1)
+        both.wait()
+        model.reducer.rebind(among(rank, SURVIVORS, "second"))
+        means = take(model, rank.rank, 2)
+        assert model.reducer.step == 3
+        after[rank.rank] = owed(model)
+        both.wait()
+        if codec.partition(":")[0] not in ("dgc", "none", "bf16", "fp16") and kept:
+            for mean, name in zip(means, SHAPES, strict=True):
+                fed = [feed(r, 2, SHAPES)[name].flatten().double() for r in SURVIVORS]
+                there = [each[name] for each in after]
+                here = [each[name] for each in before]
+                given = torch.stack([f + h for f, h in zip(fed, here, strict=True)]).mean(0)
+                found = mean.double() + torch.stack(there).mean(0)
+                torch.testing.assert_close(found, given, rtol=1e-5, atol=1e-5)
+        digests = [digest(means), digest(model.step(rank.rank, 3))]
+        model.reducer.close()
+        return digests
+
+    first, second, _ = run_threads(body, 3)
+    assert first == second
+    assert first
+
+
+@pytest.mark.parametrize("codec", EVERY)
+def test_a_rank_that_has_missed_the_answer_commits_by_itself(codec: str) -> None:
+    """To the bits of a run in which it has heard the answer, with nobody's help."""
+
+    def body(rank: Rank) -> tuple[list[str], list[str]]:
+        ends = []
+        for misses in (False, True):
+            model = Model(rank.network(), codec)
+            told = Told(verdict=True)
+            model.reducer.leave_failures_to(told)
+            digests = [digest(model.step(rank.rank, 0))]
+            if misses and rank.rank == 1:
+                lose_answer(model.reducer.network)
+            digests += [digest(model.step(rank.rank, 1)), state_of(model)]
+            assert model.reducer.step == 2
+            assert told.asked == (misses and rank.rank == 1)
+            if rank.rank != LAST:
+                name = f"second {misses}"
+                model.reducer.rebind(among(rank, SURVIVORS, name))
+                digests.append(digest(model.step(rank.rank, 2)))
+            model.reducer.close()
+            ends.append(digests)
+        return ends[0], ends[1]
+
+    found = run_threads(body, 3)
+    for quiet, faulty in found:
+        assert quiet == faulty
+    assert found[0][0][1] == found[1][0][1]
+
+
+def test_the_verdict_that_a_step_was_not_finite_is_taken_as_it_was() -> None:
+    """A rank that did not hear of another's inf does not commit what it owes."""
+
+    def body(rank: Rank) -> list[str]:
+        model = Model(rank.network(), "int8")
+        model.reducer.leave_failures_to(Told(verdict=False))
+        model.step(rank.rank, 0)
+        state = state_of(model)
+        if rank.rank == 1:
+            lose_answer(model.reducer.network)
+        given = feed(rank.rank, 1, SHAPES)
+        if rank.rank == 0:
+            given["first"][0, 0] = torch.inf
+        means = [future.wait() for future in model.begin(given)]
+        assert state_of(model) == state
+        assert not model.reducer.answer.finite
+        assert means[0].isnan().all()
+        model.reducer.close()
+        return [digest(means)]
+
+    found = run_threads(body, 3)
+    assert found[0] == found[1] == found[2]
+
+
+def test_nobody_votes_before_all_its_payloads_have_landed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has the answer knows that all others can commit without any other rank."""
+    landed: dict[int, int] = {}
+    votes: list[int] = []
+    wait = Exchange.wait
+
+    def noted(exchange: Exchange) -> None:
+        wait(exchange)
+        name = threading.get_ident()
+        landed[name] = landed.get(name, 0) + 1
+
+    monkeypatch.setattr(Exchange, "wait", noted)
+
+    def body(rank: Rank) -> None:
+        model = Model(rank.network(), "none")
+        model.reducer.leave_failures_to(Told())
+        vote = model.reducer.network.control.all_reduce
+
+        def counted(*arguments: Any, **named: Any) -> PendingWork:
+            votes.append(landed.get(threading.get_ident(), 0))
+            return vote(*arguments, **named)
+
+        model.reducer.network.control.all_reduce = counted  # type: ignore[method-assign]
+        model.step(rank.rank, 0)
+        model.reducer.close()
+
+    run_threads(body, 2)
+    assert votes == [2, 2]  # one for each of two buckets
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_one_rank_that_wants_to_pause_is_heard_by_all(size: int) -> None:
+    def body(rank: Rank) -> list[bool]:
+        model = Model(rank.network(), "none")
+        told = Told()
+        model.reducer.leave_failures_to(told)
+        said = []
+        for step in range(3):
+            told.wants = step == 1 and rank.rank == size - 1
+            model.step(rank.rank, step)
+            said.append(model.reducer.answer.pauses)
+        model.reducer.close()
+        return said
+
+    assert run_threads(body, size) == [[False, True, False]] * size
+
+
+def test_no_collective_more_than_the_vote() -> None:
+    """With a codec that keeps residuals, which asks for finiteness anyway: not one more."""
+
+    def body(rank: Rank) -> list[int]:
+        counts = []
+        for recovers in (False, True):
+            model = Model(rank.network(), "int8")
+            if recovers:
+                model.reducer.leave_failures_to(Told())
+            count = 0
+
+            def counting(launch: Callable[..., PendingWork]) -> Callable[..., PendingWork]:
+                def call(*arguments: Any, **named: Any) -> PendingWork:
+                    nonlocal count
+                    count += 1
+                    return launch(*arguments, **named)
+
+                return call
+
+            for channel in model.reducer.network.channels:
+                for name in ("all_reduce", "all_gather", "all_to_all", "broadcast"):
+                    setattr(channel, name, counting(getattr(channel, name)))
+            for step in range(1, 3):
+                model.step(rank.rank, step)
+            counts.append(count)
+            model.reducer.close()
+        return counts
+
+    for without, with_recovery in run_threads(body, 3):
+        assert without == with_recovery > 0
+
+
+def test_mistakes_are_still_raised() -> None:
+    def body(rank: Rank) -> None:
+        model = Model(rank.network(), "int8")
+        model.reducer.leave_failures_to(Told())
+
+        def mistaken(*arguments: Any, **named: Any) -> NoReturn:
+            raise ValueError("a mistake")
+
+        model.reducer.network.data.all_gather = mistaken  # type: ignore[method-assign]
+        for future in model.begin(feed(rank.rank, 0, SHAPES)):
+            with pytest.raises(RuntimeError, match=r"a mistake|earlier"):
+                future.wait()
+        model.reducer.close()
+
+    run_threads(body, 2)
+
+
+@pytest.mark.parametrize(
+    ("commit", "absent", "tree", "match"),
+    [
+        ("immediate", False, None, r"commit='deferred'"),
+        ("deferred", True, None, r"find_unused_parameters"),
+        ("deferred", False, [[0, 1], [2, 3]], r"hierarchical=False"),
+    ],
+)
+def test_settings_that_need_other_ranks_to_commit_are_refused(
+    commit: Any, absent: bool, tree: Any, match: str
+) -> None:
+    def body(rank: Rank) -> None:
+        names: dict[Tensor, str] = {torch.zeros(4, 4): "weight"}
+        reducer = Reducer(
+            names,
+            settings=Settings.check("int8", commit=commit),
+            network=rank.network(tree),
+            allow_absent=absent,
+        )
+        with pytest.raises(ValueError, match=match):
+            reducer.leave_failures_to(Told())
+        reducer.close()
+
+    run_threads(body, 4)
