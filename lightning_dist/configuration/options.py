@@ -90,7 +90,14 @@ OPTIONS: dict[str, Option] = {
 """In the order of the questions of ``lightning-dist config``."""
 
 
-OF_SHARDS = ("codec", "error_feedback", "min_compress_numel", "start_step", "commit")
+OF_SHARDS = (
+    "codec",
+    "error_feedback",
+    "min_compress_numel",
+    "start_step",
+    "compile_kernels",
+    "commit",
+)
 """Options of ``compress_fsdp``; the others are of DDP."""
 
 

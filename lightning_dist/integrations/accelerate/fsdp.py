@@ -45,6 +45,8 @@ class CompressedFSDPPlugin:
         min_compress_numel: smaller parameters, and 1-D ones, travel uncompressed; 0 compresses all.
             None: the codec's own choice.
         start_step: synchronised steps before compression starts.
+        compile_kernels: fuse the codec's kernels at set-up. ``"auto"``: for shards of 4 Mi elements
+            or more, and on an accelerator with Triton.
         commit: when residuals are written, as for ``CompressedDDPPlugin``.
 
     Raises:
@@ -56,6 +58,7 @@ class CompressedFSDPPlugin:
     error_feedback: bool | Literal["auto"] = LEFT_OUT
     min_compress_numel: int | None = LEFT_OUT
     start_step: int = LEFT_OUT
+    compile_kernels: bool | Literal["auto"] = LEFT_OUT
     commit: Literal["auto", "immediate", "deferred"] = LEFT_OUT
     _resolved: Resolved = field(init=False, repr=False, compare=False)
 
