@@ -36,7 +36,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from lightning_dist.elastic.lifecycle import EXIT_LEAVE, EXIT_RESTART, EXIT_UNSAVED
 from lightning_dist.elastic.recovery.coordinator import RecoverySettings
 from lightning_dist.elastic.recovery.node import RecoveryHost, RecoveryNode
-from lightning_dist.private import give_back_restart, replace_agent
+from lightning_dist.private import (
+    close_output,
+    give_back_restart,
+    replace_agent,
+    store_of_rendezvous,
+)
 
 log = logging.getLogger(__name__)
 
@@ -293,7 +298,7 @@ class RecoveringAgent(PlannedStops):
             stdout=context.stdouts[local_rank],
             stderr=context.stderrs[local_rank],
             local_rank_id=local_rank,
-            numa_options=context._numa_options,
+            numa_options=self._worker_group.spec.numa_options,
         )
         context.subprocess_handlers[local_rank] = handler
         worker.id = handler.proc.pid
@@ -363,16 +368,15 @@ def _kill(handler: SubprocessHandler) -> None:
     """Kill a process, stopped or not, and those that it has started in its session."""
     with suppress(ProcessLookupError):
         os.killpg(handler.proc.pid, signal.SIGKILL)
-    for file in (handler._stdout, handler._stderr):
-        if file is not None:
-            file.close()
+    close_output(handler)
 
 
 def _lobby(spec: WorkerSpec) -> Store | None:
     """The store of a rendezvous that nodes can join."""
     handler = spec.rdzv_handler
     if isinstance(handler, DynamicRendezvousHandler) and handler.settings.max_nodes > 1:
-        return handler._store
+        store: Store = store_of_rendezvous(handler)
+        return store
     return None
 
 
