@@ -23,6 +23,9 @@ No failure to an agent of ``elastic/agent.py``; torchrun's own takes one of its 
 EXIT_LEAVE = 77
 """Exit code of a rank that stopped because its machine is about to go: start nothing there."""
 
+EXIT_EVICTED = 78
+"""Exit code of a worker that finds a generation without itself: start another one in its place."""
+
 _LAST_SECONDS = 20.0
 """How long a process may take to end when its peers are gone, or all is saved."""
 _ROUND = 10.0
@@ -132,7 +135,7 @@ class ProcessLifecycle:
     def fail(self, exception: BaseException) -> None:
         """The training ends with an exception; others may have had it first."""
         text = str(exception).strip().split("\n")[0][:200]
-        is_echo = _is_of_a_peer(exception)
+        is_echo = is_of_a_peer(exception)
         self._history.end(f"{type(exception).__name__}: {text}", is_echo=is_echo)
         if is_echo and Launch.from_env().is_elastic:
             self.finish()
@@ -179,7 +182,7 @@ def stop_line(step: int, reasons: list[str], *, saved: int | None) -> str:
     return f"{line}, which could not be saved; {last}; the warnings above say why"
 
 
-def _is_of_a_peer(exception: BaseException) -> bool:
+def is_of_a_peer(exception: BaseException) -> bool:
     """Whether an exception says that another rank is gone; torch's are all RuntimeErrors."""
     text = str(exception).lower()
     signs = (

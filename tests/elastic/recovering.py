@@ -22,8 +22,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
     TCPStore,
 )
 
-from lightning_dist.elastic.lifecycle import EXIT_RESTART
-from lightning_dist.elastic.recovery.member import EXIT_EVICTED
+from lightning_dist.elastic.lifecycle import EXIT_EVICTED, EXIT_RESTART
 from lightning_dist.elastic.recovery.protocol import (
     ROOT,
     Generation,

@@ -157,6 +157,11 @@ class Keys:
         return f"report/{number}/{worker}"
 
     @staticmethod
+    def met(number: int) -> str:
+        """How many members of a generation have come to make its groups."""
+        return f"met/{number}"
+
+    @staticmethod
     def beat(worker: str) -> str:
         """A number that changes as long as ``worker`` lives."""
         return f"beat/{worker}"
