@@ -247,7 +247,7 @@ class RecoveringAgent(PlannedStops):
         _kill(handler)  # whom it has left behind, and closes its files
         self._ended[local_rank] = code
         worker = self._node.workers[local_rank]
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}" if code else ""
+        how = _how(code)
         self._node.tell_end(worker, how)
         if how:
             log.warning("recovery: worker %s has ended: %s", worker, how)
@@ -273,7 +273,7 @@ class RecoveringAgent(PlannedStops):
             name = str(workers[local_rank])
             # After the others have a generation: they need the processor more than imports do, and
             # if there can be none all are restarted anyway.
-            if code == 0 or name in newest.members or name in newest.refused:
+            if code == 0 or name in newest.members or name in self._node.refused:
                 continue
             if self._remaining_restarts == 0:
                 log.warning("recovery: max_restarts is reached, worker %s is not replaced", name)
@@ -345,7 +345,7 @@ class RecoveringAgent(PlannedStops):
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
         super()._shutdown(*args, **kwargs)
-        if self._is_recovering and self._node is not None:
+        if self._is_recovering and self._node is not None and self._pcontext is not None:
             with suppress(RuntimeError):
                 for local_rank, _ in self._running():
                     self._node.tell_end(self._node.workers[local_rank], "its launcher ends it")
@@ -362,6 +362,13 @@ class _Replacement(SubprocessHandler):
     def _popen(self, args: Any, env: dict[str, str]) -> Any:
         self._stdout, self._stderr = self._files
         return super()._popen(args, env)
+
+
+def _how(code: int) -> str:
+    """How a process has ended; empty if as it should."""
+    if code < 0:
+        return {each.value: each.name for each in signal.Signals}.get(-code, f"signal {-code}")
+    return f"exit code {code}" if code else ""
 
 
 def _kill(handler: SubprocessHandler) -> None:
