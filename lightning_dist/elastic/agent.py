@@ -340,7 +340,7 @@ class RecoveringAgent(PlannedStops):
         end = time.monotonic() + END_SECONDS
         with suppress(RuntimeError):
             self._node.leave()
-            while not self._node.all_have_left() and time.monotonic() < end:
+            while self._host and not self._node.all_have_left() and time.monotonic() < end:
                 time.sleep(STORE_SECONDS)
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
