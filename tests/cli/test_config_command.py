@@ -173,10 +173,10 @@ def test_under_fsdp2_only_what_takes_effect_is_asked(
     monkeypatch.setattr(config_accelerate, "ask", lambda: answers)
     terminal = SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr(config_command, "sys", terminal)
-    result = program("config", "--config_file", theirs, input="int4\n\n1000\n\n\n")
+    result = program("config", "--config_file", theirs, input="int4\n\n1000\n\n\n\n")
     assert result.exit_code == 0, result.output
     expected = {"codec": "int4", "error_feedback": "auto", "min_compress_numel": 1000}
-    assert read(ours) == {**expected, "start_step": 0, "commit": "auto"}
+    assert read(ours) == {**expected, "start_step": 0, "compile_kernels": "auto", "commit": "auto"}
     assert yaml.safe_load(theirs.read_text())["fsdp_config"] == {"fsdp_version": 2}
 
 
