@@ -296,7 +296,8 @@ class LoopPlacement(Placement):
             rng=self.generators.capture(),
             size=self.data.size,
         )
-        state = {KEY: place, **self.objects.state_dict()}
+        leader = self.session.members.ranks.leader
+        state = {KEY: place, **self.objects.state_dict(leader=leader)}
 
         def save() -> None:
             if checkpointer is not None:
