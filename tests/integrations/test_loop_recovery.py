@@ -51,11 +51,16 @@ class Job:
     def passes(self) -> int:
         """Of all steps that were committed: one, or two where two ranks do the work of three."""
         taken = {line["committed"]: line["generation"] for line in self.of("committed")}
-        sizes: dict[int, set[str]] = defaultdict(set)
+        members = self.members()
+        return sum(1 if len(members[generation]) == 3 else 2 for generation in taken.values())
+
+    def members(self) -> dict[int, set[str]]:
+        """Those of every generation that have computed something in it."""
+        found: dict[int, set[str]] = defaultdict(set)
         for name, lines in self.lines.items():
             for line in lines:
-                sizes[line.get("generation", -1)].add(name)
-        return sum(1 if len(sizes[generation]) == 3 else 2 for generation in taken.values())
+                found[line.get("generation", -1)].add(name)
+        return found
 
     def require_exact(self) -> None:
         """Every sample once in each epoch, and equal weights on all ranks after every step."""
@@ -98,7 +103,7 @@ def test_a_killed_rank_costs_no_sample_and_changes_no_weight(
 ) -> None:
     """Whoever comes in its place takes part in the last steps."""
     new = f"{victim[:-1]}1"
-    job = Job(tmp_path, quick_python, faults=[[victim, place, STEP]], joins=10, new=new)
+    job = Job(tmp_path, quick_python, faults=[[victim, place, STEP]], joins=10)
     job.require_exact()
     weights = job.weights()
     assert weights.pop("passes") == job.passes()
@@ -106,5 +111,5 @@ def test_a_killed_rank_costs_no_sample_and_changes_no_weight(
         torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=1e-9)
     worlds = {line["committed"]: line["world"] for line in job.of("committed")}
     assert worlds[STEP] == worlds[EPOCHS * SIZE // 12] == 3
-    assert worlds[STEP + 2] == 2
     assert {line["committed"] for line in job.lines[new] if "committed" in line} >= {13, 14, 15}
+    assert any(len(names) == 2 for names in job.members().values())
