@@ -1,4 +1,4 @@
-"""Writes the measured tables of README.md and docs/ from the JSON of the benchmarks.
+"""Writes the measured tables and figures of README.md and docs/ from the JSON of the benchmarks.
 
     python -m benchmarks.docs_tables            # or `make tables`
     python -m benchmarks.docs_tables --check    # exit status 1 where a document is not up to date
@@ -25,23 +25,24 @@ from pathlib import Path
 from benchmarks import codecs
 from benchmarks.checkpoint import tables as checkpoint
 from benchmarks.convergence.tables import convergence, time_to_accuracy
+from benchmarks.figures import FIGURES
 from benchmarks.harness.launch import REPOSITORY
 from benchmarks.harness.tables import Result
 from benchmarks.profiler import tables as profiler
 from benchmarks.restart import tables as restart
-from benchmarks.step_time.tables import forms, step_times
+from benchmarks.step_time.tables import forms, overview, step_times
 
 DOCUMENTS = (
     "README.md",
     "docs/choosing-a-codec.md",
-    "docs/hierarchical.md",
+    "docs/measurements.md",
     "docs/checkpoints.md",
     "docs/elastic.md",
-    "docs/profiling.md",
 )
 
 
 SECTIONS: dict[str, tuple[str, Callable[[Result], str | None]]] = {
+    "overview": ("allreduce", overview),
     "steps-2-hosts": ("allreduce", partial(step_times, hosts=2)),
     "steps-4-hosts": ("allreduce", partial(step_times, hosts=4)),
     "hierarchical": ("hierarchical", forms),
@@ -50,6 +51,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Result], str | None]]] = {
     "convergence-gpt": ("convergence", partial(convergence, task="gpt")),
     "convergence-gpt-long": ("convergence_long", partial(convergence, task="gpt")),
     "convergence-digits": ("convergence", partial(convergence, task="digits")),
+    "convergence-fsdp": ("convergence_fsdp", partial(convergence, task="gpt")),
     "checkpoint": ("checkpoint", checkpoint.checkpoint),
     "crash-campaign": ("crash_campaign", checkpoint.CRASH_CAMPAIGN),
     "restart-campaign": ("faults_restart", restart.CAMPAIGN),
@@ -104,13 +106,15 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="write nothing, tell by exit status")
     check = parser.parse_args().check
     results = load_results(REPOSITORY / "benchmarks" / "results")
+    fresh = {name: render((REPOSITORY / name).read_text(), results) for name in DOCUMENTS}
+    fresh |= {name: draw(results) for name, draw in FIGURES.items()}
     stale = []
-    for path in (REPOSITORY / name for name in DOCUMENTS):
-        before = path.read_text()
-        after = render(before, results)
-        if after != before:
+    for name, after in fresh.items():
+        path = REPOSITORY / name
+        if not path.exists() or path.read_text() != after:
             stale.append(path.name)
             if not check:
+                path.parent.mkdir(exist_ok=True)
                 path.write_text(after)
     if stale:
         print(", ".join(stale), "not up to date" if check else "written", file=sys.stderr)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.amp import GradScaler
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
     from torch.nn.parallel import DistributedDataParallel
 
 Table = Mapping[str, str]
@@ -73,6 +74,8 @@ FSDP: Table = {
     "torch.autograd:Variable": "_execution_engine",
 }
 """Names of ``fully_shard``, which only models that it has sharded need."""
+DTENSOR: Table = {"torch.distributed.tensor:DTensor": "__create_chunk_list__"}
+"""Names that only checkpoints of sharded tensors need."""
 COMPILED: Table = {"torch._dynamo.eval_frame:OptimizedModule": "_orig_mod"}
 """Names that only torch.compile brings, which takes long to import."""
 
@@ -260,6 +263,22 @@ def size_before_sharding(fsdp_param: Any) -> Sequence[int]:
     """The shape that ``fully_shard`` has sharded: with tensor parallelism that of this rank."""
     found: Sequence[int] = fsdp_param._orig_size
     return found
+
+
+# What torch's own checkpoints ask: offsets follow from the order of shards as well.
+def chunk_of(tensor: DTensor) -> tuple[Sequence[int], Sequence[int]]:
+    """First index and size of this rank's part of a sharded tensor, in every dimension."""
+    require_names("torch", DTENSOR)
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    return chunk.offsets, chunk.sizes
+
+
+# Documented for tensors loaded under FakeTensorMode; there is no other way to read a part of one.
+def offset_in_file(tensor: Tensor) -> int:
+    """Where the storage of a tensor that was loaded onto ``"meta"`` lies in its file."""
+    offset = tensor.untyped_storage()._checkpoint_offset
+    assert offset is not None
+    return offset
 
 
 # A backward pass has no other hook at its end.

@@ -39,6 +39,7 @@ class Settings:
     compile_kernels: bool | Literal["auto"]
     # when residuals are written: as soon as they are known, or once the whole step has landed
     commit: Literal["auto", "immediate", "deferred"]
+    delay: int = 0  # steps after which a mean is applied
 
     @classmethod
     def check(
@@ -53,6 +54,7 @@ class Settings:
         start_step: int = 0,
         compile_kernels: bool | Literal["auto"] = "auto",
         commit: Literal["auto", "immediate", "deferred"] = "auto",
+        delay: int = 0,
     ) -> Settings:
         """Resolve defaults and refuse what cannot take effect.
 
@@ -83,6 +85,16 @@ class Settings:
             )
         if commit not in ("auto", "immediate", "deferred"):
             raise ValueError(f"commit must be 'auto', 'immediate' or 'deferred', got {commit!r}")
+        if type(delay) is not int or delay not in (0, 1):
+            raise ValueError(
+                "delay must be 0, or 1: the mean of a step is applied in the next one, got "
+                f"{delay!r}"
+            )
+        if delay and commit == "deferred":
+            raise ValueError(
+                "commit='deferred' waits for a step that is not applied, and with delay=1 nobody "
+                "knows yet whether it will be; leave commit at 'auto'"
+            )
         for leaf in resolved.leaves():
             _check_feedback(leaf, error_feedback)
         return cls(
@@ -96,6 +108,7 @@ class Settings:
             start_step=start_step,
             compile_kernels=compile_kernels,
             commit=commit,
+            delay=delay,
         )
 
     @property
@@ -115,6 +128,7 @@ class Settings:
             "min_compress_numel": self.min_compress_numel,
             "start_step": self.start_step,
             "commit": self.commit,
+            "delay": self.delay,
         }
 
 

@@ -21,6 +21,10 @@ from hypothesis import settings
 if not torch.cuda.is_available():  # before anything imports Triton
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# A gloo group that other tests have left in a circle of references waits in its destructor for
+# threads: one that a fork collects, such as the worker of a DataLoader, crashes or hangs it.
+os.register_at_fork(after_in_child=gc.freeze)
+
 _FORK_SERVERS = pytest.StashKey[dict[str, list[str]]]()
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=40)

@@ -27,6 +27,8 @@ The batch is divided among the ranks. Rows:
     METHOD@H/NAME, METHOD@H:outer_lr=1,mixing=0.5/NAME
                 `local_updates` with that method, H local steps and the codec NAME: each rank steps
                 alone on its part of the batch. Evaluated on the anchor
+    fsdp/NAME   the model sharded over pairs of 4 ranks by `fully_shard`, `compress_fsdp` with the
+                codec between the two replicas; fsdp/native-hsdp: by torch alone
 
 All rows of a task start a seed with the same weights and see the same batches with the same
 learning rates, tuned for no row; differences to ddp are paired by seed. A codec that brings

@@ -14,6 +14,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.convergence.tasks import Task, make_task
@@ -26,7 +28,8 @@ from benchmarks.step_time.rank import (
     digest_of,
     tx_bytes_of,
 )
-from lightning_dist import local_updates
+from benchmarks.step_time.sharded import FORM, NATIVE, is_sharded
+from lightning_dist import compress_fsdp, local_updates
 from lightning_dist.codecs import resolve_codec
 from lightning_dist.integrations.torch.local_settings import Method
 from lightning_dist.integrations.torch.networks import Groups, new_groups
@@ -57,8 +60,8 @@ class Job:
         _, mark, local = self.row.partition(LOCAL_MARK)
         if mark:
             return local.partition("/")[2]
-        name = self.row.removeprefix(ONEBIT_PREFIX).removesuffix(WARM_SUFFIX)
-        return name.removesuffix(NO_FEEDBACK_SUFFIX)
+        name = self.row.removeprefix(f"{FORM}/").removeprefix(ONEBIT_PREFIX)
+        return name.removesuffix(WARM_SUFFIX).removesuffix(NO_FEEDBACK_SUFFIX)
 
     @property
     def named(self) -> dict[str, Any]:
@@ -113,8 +116,11 @@ class Training:
         self.curve: list[dict[str, Any]] = []
         self._updates: LocalUpdates | None = None
         is_local = LOCAL_MARK in job.row
+        mesh = _shard(self.model, job.row) if is_sharded(job.row) else None
         # As a worker of its own a rank has no DDP around its model.
-        self._ddp = self.model if is_local else DistributedDataParallel(self.model)
+        bare = is_local or mesh is not None
+        self._ddp = self.model if bare else DistributedDataParallel(self.model)
+        self._evaluates = dist.get_rank() == 0 or mesh is not None  # who has the whole model
         self._feedback: bool | None = None
         onebit = job.row.startswith(ONEBIT_PREFIX)
         warm_steps = round(WARM_SHARE * task.settings.steps)
@@ -123,7 +129,7 @@ class Training:
         if onebit:
             optimizing["freeze_step"] = warm_steps
         options: dict[str, Any] = {}
-        if job.codec not in BASELINES:
+        if job.codec not in (*BASELINES, NATIVE):
             codec, least = resolve_codec(job.codec), settings.min_compress_numel
             optimizing["own_momentum"] = codec.momentum_correction > 0
             chosen = not job.row.endswith(NO_FEEDBACK_SUFFIX)
@@ -136,7 +142,11 @@ class Training:
                 "groups": groups,
             }
         row = job.row.removeprefix(ONEBIT_PREFIX).removesuffix(WARM_SUFFIX)
-        self._handle = None if is_local else attach(self._ddp, row, **options)
+        self._handle = None if bare else attach(self._ddp, row, **options)
+        if mesh is not None and job.codec != NATIVE:
+            least = options["min_compress_numel"]
+            sharded = compress_fsdp(self.model, job.codec, mesh=mesh, min_compress_numel=least)
+            self._handle = sharded.reducer
         self._optimizer, self._schedule = task.optimizer(self.model, **optimizing)
         if onebit:
             self._optimizer.attach(self._handle)
@@ -151,7 +161,10 @@ class Training:
                 method=cast(Method, method),
                 sync_every=int(every),
                 codec=job.codec,
-                **{name: float(value) for name, value in chosen_rates.items()},
+                **{
+                    name: int(value) if value.isdigit() else float(value)
+                    for name, value in chosen_rates.items()
+                },
                 **options,
             )
             self._handle = self._updates.reducer
@@ -174,7 +187,7 @@ class Training:
         if self.job.codec != COMPUTE_ROW:  # its replicas do not learn together
             anchor = self._updates.anchor_weights() if self._updates else contextlib.nullcontext()
             with anchor:
-                if dist.get_rank() == 0:
+                if self._evaluates:
                     metrics = [self.task.evaluate(self.model)]
             dist.broadcast_object_list(metrics)
         last = self.curve[-1] if self.curve else {"step": 0, "seconds": 0.0, "tx_bytes": 0}
@@ -224,6 +237,14 @@ class Training:
         self._schedule.step()
         if self._updates is not None:
             self._updates.step()
+
+
+def _shard(model: nn.Module, row: str) -> DeviceMesh:
+    """Shard ``model`` over one dimension of the mesh (2 replicas, world size / 2 shards)."""
+    shape = 2, dist.get_world_size() // 2
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, mesh=mesh if row == f"{FORM}/{NATIVE}" else mesh["shard"])
+    return mesh
 
 
 def same_on_all_ranks(model: nn.Module) -> bool:

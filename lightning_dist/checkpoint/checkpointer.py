@@ -191,8 +191,15 @@ class Checkpointer:
             rank=self._together.rank,
             ranks=self._ranks,
         )
-        records, gaps = divided.records, tuple(divided.striped.items())
-        save = SaveFolder(origin, target, divided.pieces, self._together.rank, records, gaps)
+        save = SaveFolder(
+            origin,
+            target,
+            divided.pieces,
+            self._together.rank,
+            divided.records,
+            tuple(divided.striped.items()),
+            tuple(divided.complete.items()),
+        )
         try:
             self._snapshots.take(save, divided, owned)
         except Exception as error:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_dist.checkpoint.disk.jobs import Piece
 from lightning_dist.checkpoint.pickling import Pickled
@@ -44,7 +45,9 @@ class Plan:
     records: tuple[str, ...]
     """All records of the checkpoint, of all ranks, in the order of the archive."""
     striped: Mapping[str, int]
-    """Those that are striped, with their bytes."""
+    """Those that are striped and may have gaps, with their bytes."""
+    complete: Mapping[str, int]
+    """Those that are striped and may have none."""
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -64,13 +67,19 @@ def owned_by(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, Tensor]:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                owned[parameter.untyped_storage().data_ptr()] = parameter
+                owned[local_of(parameter).untyped_storage().data_ptr()] = parameter
         for state in optimizer.state.values():
             for value in state.values():
                 if isinstance(value, Tensor):
-                    owned[value.untyped_storage().data_ptr()] = value
+                    owned[local_of(value).untyped_storage().data_ptr()] = value
     owned.pop(0, None)  # of empty tensors
     return owned
+
+
+@torch.no_grad()
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank has of ``tensor``: all of it, unless it is sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True)
@@ -79,11 +88,12 @@ class Striped:
 
     ``whole`` stands for it in the state, on all ranks; its memory is never read. ``own`` are the
     contiguous parts that this rank has, with the element of ``whole`` at which they start. What no
-    rank has is zero.
+    rank has is zero, or where it must be ``complete`` an error.
     """
 
     whole: Tensor
     own: tuple[tuple[int, Tensor], ...]
+    complete: bool = False
 
     def runs(self) -> list[tuple[int, Tensor]]:
         """The parts with the byte at which they start, in order."""
@@ -132,8 +142,9 @@ def plan(
             for start, part in striped[address].runs():
                 assert part.is_contiguous()
                 first = int(part.storage_offset()) * part.element_size()
-                piece = place(record, part.nbytes, start)
-                now.append(Run(part.untyped_storage(), first, piece))
+                run = Run(part.untyped_storage(), first, place(record, part.nbytes, start))
+                is_owned = run.storage.data_ptr() in owned
+                (later if overlap and is_owned else now).append(run)
         elif address in owned:
             start, end = (min(max(bound - passed, 0), nbytes) for bound in (low, high))
             passed += nbytes
@@ -142,17 +153,18 @@ def plan(
                 (later if overlap else now).append(run)
         elif rank == 0:
             now.append(Run(content, 0, place(record, nbytes)))
+    sizes: dict[bool, dict[str, int]] = {True: {}, False: {}}
+    for key, storage in enumerate(pickled.storages):
+        if (found := striped.get(storage.data_ptr())) is not None:
+            sizes[found.complete][f"data/{key}"] = storage.nbytes()
     return Plan(
         tuple(constants),
         tuple(now),
         tuple(later),
         used,
         tuple(_contents(pickled)),
-        {
-            f"data/{key}": storage.nbytes()
-            for key, storage in enumerate(pickled.storages)
-            if storage.data_ptr() in striped
-        },
+        striped=sizes[False],
+        complete=sizes[True],
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,21 @@ def load(
         ValueError: ``weights_only`` does not let it be read.
     """
     path = path.removesuffix(f"/{NAME}")
+    with opened(path, check=check) as file:
+        return restricted_load(
+            file, path=path, map_location=map_location, weights_only=weights_only
+        )
+
+
+@contextmanager
+def opened(path: str, *, check: bool) -> Iterator[Any]:
+    """The checkpoint at ``path`` as one file of torch.save; a folder of shards too.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        CorruptCheckpointError: it is incomplete, or has changed since it was written.
+        CheckpointError: a newer version of this package wrote it, or it holds no state.
+    """
     storage, inside = storage_of(path)
     if not storage.exists(inside):
         raise FileNotFoundError(f"there is no checkpoint at {path}")
@@ -52,9 +68,7 @@ def load(
         )
     file: Any = storage.open(inside) if description.kind != "sharded" else None
     with file or _ShardedFile(storage, inside, read_manifest(path, storage, inside)) as file:
-        return restricted_load(
-            file, path=path, map_location=map_location, weights_only=weights_only
-        )
+        yield file
 
 
 def consolidate(source: str, target: str) -> int:

@@ -84,9 +84,32 @@ OPTIONS: dict[str, Option] = {
         Option("start_step", 0, "0 or more synchronised steps", _is_count),
         Option("compile_kernels", "auto", "true, false or auto", _switch("auto")),
         Option("commit", "auto", "auto, immediate or deferred", _is_commit),
+        Option("delay", 0, "0 or 1", lambda value: type(value) is int and value in (0, 1)),
     )
 }
 """In the order of the questions of ``lightning-dist config``."""
+
+
+OF_SHARDS = (
+    "codec",
+    "error_feedback",
+    "min_compress_numel",
+    "start_step",
+    "compile_kernels",
+    "commit",
+)
+"""Options of ``compress_fsdp``; the others are of DDP."""
+
+
+def require_of_shards(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of ``compress_fsdp`` among these; raises ValueError for others in force."""
+    for name, value in options.items():
+        if name not in OF_SHARDS and value != OPTIONS[name].default:
+            raise ValueError(
+                f"{name} is a setting of DDP and cannot take effect under FSDP2, got {value!r}; "
+                f"take it away, or set it to {OPTIONS[name].default!r}"
+            )
+    return {name: value for name, value in options.items() if name in OF_SHARDS}
 
 
 def require_known(name: str, *, where: str) -> Option:

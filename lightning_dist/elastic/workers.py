@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from lightning_dist.private import end_persistent_workers
@@ -56,7 +58,18 @@ def keep_workers(loader: Any, signals: Sequence[signal.Signals]) -> None:
     """Let the workers of ``loader`` outlive the first of ``signals``, if it has workers."""
     usual = getattr(loader, "worker_init_fn", None)
     if getattr(loader, "num_workers", 0) > 0 and not isinstance(usual, ToldOnce):
+        _keep_garbage_from_forks()
         loader.worker_init_fn = ToldOnce(usual, signals)
+
+
+@cache
+def _keep_garbage_from_forks() -> None:
+    """Let a fork collect nothing that its parent has left in circles of references.
+
+    A gloo group among it, of an earlier training, waits in its destructor for threads that only the
+    parent has: the worker crashes, or hangs.
+    """
+    os.register_at_fork(after_in_child=gc.freeze)
 
 
 def end_workers(loader: Any) -> None:

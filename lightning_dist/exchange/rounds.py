@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NotRequired, TypedDict
 
 import torch
@@ -42,6 +43,26 @@ class Where(TypedDict):
     topology: Topology  # of the channel's group
     device: torch.device
     allocate: NotRequired[Allocate | None]  # None: memory of its own
+
+
+@dataclass(frozen=True)
+class Section:
+    """Typed views of what one unit has of every row of an exchange: all of it, or a part.
+
+    Args:
+        own: where the caller encodes.
+        payloads: to be decoded and added in this order.
+        received: what every rank said of this rank's share, in rank order.
+        mean: the encoded mean of that share, ``(1, ...)``.
+        sent: bytes of one use.
+    """
+
+    own: Payload
+    payloads: Sequence[Payload]
+    sent: Sent
+    received: Sequence[Payload] = ()
+    mean: Payload = ()
+    own_stays = True
 
 
 class Exchange(ABC):
@@ -136,9 +157,16 @@ class AllGather(Exchange):
         world, size = topology.world_size, row_bytes(planes, blocks)
         self.payload_bytes = self._memory(world * size).view(world, size)
         self.own_bytes = self.payload_bytes[topology.rank]  # gathered in place
-        self.payloads = [views(row.unsqueeze(0), planes, blocks) for row in self.payload_bytes]
-        self.own = self.payloads[topology.rank]
-        self.sent = traffic.ring_all_gather(size, topology)
+        whole = self.section(planes, blocks)
+        self.own, self.payloads, self.sent = whole.own, whole.payloads, whole.sent
+
+    def section(self, planes: Sequence[Plane], blocks: int, *, before: int = 0) -> Section:
+        """``blocks`` of every row, behind so many bytes of it."""
+        size = row_bytes(planes, blocks)
+        rows = self.payload_bytes[:, before : before + size]
+        payloads = [views(row.unsqueeze(0), planes, blocks) for row in rows]
+        sent = traffic.ring_all_gather(size, self._topology)
+        return Section(payloads[self._topology.rank], payloads, sent)
 
     @override
     def start(self) -> None:
@@ -175,15 +203,22 @@ class TwoShot(Exchange):
         self.own_bytes, self.shard_bytes = buffer(), buffer()
         self.payload_bytes = buffer() if keep_own else self.own_bytes
         self.mean_bytes = self.payload_bytes[topology.rank].unsqueeze(0)  # gathered in place
-        self.own = views(self.own_bytes, planes, blocks)
-        self.shards = views(self.shard_bytes, planes, blocks)
-        """This rank's shard as every rank encoded it, ``(W, ...)``."""
-        self.mean = views(self.mean_bytes, planes, blocks)
-        """The encoded mean of this rank's shard, ``(1, ...)``."""
-        self.payloads = (views(self.payload_bytes, planes, blocks),)
-        scattered = traffic.all_to_all(world * size, topology)
-        self.sent = scattered + traffic.ring_all_gather(size, topology)
+        whole = self.section(planes, blocks)
+        self.own, self.payloads, self.sent = whole.own, whole.payloads, whole.sent
+        (self.shards,), self.mean = whole.received, whole.mean
+        """This rank's shard as every rank encoded it, ``(W, ...)``, and the mean of it."""
         self._reduce = reduce
+
+    def section(self, planes: Sequence[Plane], blocks: int, *, before: int = 0) -> Section:
+        """``blocks`` of every row, behind so many bytes of it."""
+        size = row_bytes(planes, blocks)
+        memory = (self.own_bytes, self.payload_bytes, self.shard_bytes, self.mean_bytes)
+        own, payloads, shards, mean = (
+            views(rows[:, before : before + size], planes, blocks) for rows in memory
+        )
+        scattered = traffic.all_to_all(self._topology.world_size * size, self._topology)
+        sent = scattered + traffic.ring_all_gather(size, self._topology)
+        return Section(own, (payloads,), sent, (shards,), mean)
 
     @override
     def start(self) -> None:
@@ -218,27 +253,38 @@ class ReduceScatterAllGather(Exchange):
         self, planes: Sequence[Plane], blocks: Sequence[int], **where: Unpack[Where]
     ) -> None:
         super().__init__(**where)
-        rank, self._sizes = self._topology.rank, [row_bytes(planes, count) for count in blocks]
+        self.rank = rank = self._topology.rank
+        self._sizes = [row_bytes(planes, count) for count in blocks]
         self.payload_bytes = self._memory(sum(self._sizes))
         self._parts = self.payload_bytes.split_with_sizes(self._sizes)
         self.own_bytes = self._parts[rank]
         received = self._memory(len(blocks) * self._sizes[rank])
         self.received_bytes = received.view(len(blocks), self._sizes[rank])
-        self.payloads = [
-            views(part.unsqueeze(0), planes, count)
-            for part, count in zip(self._parts, blocks, strict=True)
-        ]
-        """Payload ``(1, blocks[r], ...)`` for every rank ``r``; later each owner's result."""
-        rows = self.received_bytes.unsqueeze(1)
-        self.received = [views(row, planes, blocks[rank]) for row in rows]
-        """What every rank sent to this one, ``(1, blocks[rank], ...)`` each."""
-        self.own = self.payloads[rank]
         self._equal = len(set(self._sizes)) == 1
-        if self._equal:
-            gathered = traffic.ring_all_gather(self._sizes[rank], self._topology)
-        else:
-            gathered = traffic.broadcasts(self._sizes, self._topology)
-        self.sent = traffic.scatter(self._sizes, self._topology) + gathered
+        whole = self.section(planes, blocks, before=[0] * len(blocks))
+        self.own, self.payloads, self.sent = whole.own, whole.payloads, whole.sent
+        """Payload ``(1, blocks[r], ...)`` for every rank ``r``; later each owner's result."""
+        self.received = whole.received
+        """What every rank sent to this one, ``(1, blocks[rank], ...)`` each."""
+
+    def section(
+        self, planes: Sequence[Plane], blocks: Sequence[int], *, before: Sequence[int]
+    ) -> Section:
+        """``blocks[r]`` of what belongs to rank ``r``, behind ``before[r]`` bytes of it."""
+        rank, sizes = self._topology.rank, [row_bytes(planes, count) for count in blocks]
+        payloads = [
+            views(part[start : start + size].unsqueeze(0), planes, count)
+            for part, start, size, count in zip(self._parts, before, sizes, blocks, strict=True)
+        ]
+        rows = self.received_bytes[:, before[rank] : before[rank] + sizes[rank]].unsqueeze(1)
+        received = [views(row, planes, blocks[rank]) for row in rows]
+        gathered = (
+            traffic.ring_all_gather(sizes[rank], self._topology)
+            if self._equal
+            else traffic.broadcasts(sizes, self._topology)
+        )
+        sent = traffic.scatter(sizes, self._topology) + gathered
+        return Section(payloads[rank], payloads, sent, received)
 
     @override
     def start(self) -> None:

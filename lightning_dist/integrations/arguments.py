@@ -34,6 +34,7 @@ class CompressionArguments:
         ranks_per_host: int | None = None,
         rank_groups: list[Any] | None = None,
         commit: Literal["auto", "immediate", "deferred"] = "auto",
+        delay: int = 0,
         **kwargs: Any,
     ) -> None:
         """Check the arguments; nothing here may depend on rank or device.
@@ -64,6 +65,9 @@ class CompressionArguments:
                 applied. ``"deferred"``: once every bucket of a step has landed and all ranks know
                 that it is finite; a step that is not applied leaves no trace. ``"auto"``: deferred
                 with a GradScaler or ``find_unused_parameters``, else immediate.
+            delay: 1 applies the mean of a step in the next one, so that its exchange has a whole
+                step; the first step gets zeros. For slow links, at some cost in loss. Not with a
+                GradScaler, ``find_unused_parameters``, several optimizers or OneBitAdam.
             **kwargs: everything ``DDPStrategy`` takes, and so ``DistributedDataParallel``'s
                 arguments.
 
@@ -84,5 +88,6 @@ class CompressionArguments:
             start_step=start_step,
             compile_kernels=compile_kernels,
             commit=commit,
+            delay=delay,
         )
         super().__init__(**kwargs)

@@ -67,7 +67,7 @@ def expected_traffic(names: Mapping[Tensor, str], settings: Settings, network: N
     raw, intra, inter, known = 0.0, 0.0, 0.0, True
     for codec, slices, dtype, times in _alike(trained, policy, step=since, planner=planner):
         bucket = torch.empty(slices[-1].offset + slices[-1].numel, dtype=dtype, device=_META)
-        group = planner.group(codec, slices, bucket)
+        (group,) = planner.groups({codec: slices}, bucket)
         raw += times * group.raw_bytes
         intra, inter = intra + times * group.sent.intra, inter + times * group.sent.inter
         known = known and codec.payload_bytes(slices[0].shape) is not None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lightning_dist.codecs.base import BlockCodec
+from lightning_dist.codecs.base import BlockCodec, Plane
 from lightning_dist.exchange.rounds import (
     AllGather,
     AllReduce,
@@ -71,14 +72,20 @@ class BlockPlan:
         ]
 
     def exchange(
-        self, blocks: int, *, reduce: ReducePayload, in_place: Tensor | None = None
+        self,
+        blocks: int,
+        *,
+        reduce: ReducePayload,
+        planes: Sequence[Plane] = (),
+        in_place: Tensor | None = None,
     ) -> Exchange:
         """One exchange of so many blocks a row.
 
         Args:
+            planes: those of the codec by default.
             in_place: memory of the blocks, to be added in itself; for lossless codecs.
         """
-        network, planes = self.network, self.codec.planes(self.dtype)
+        network, planes = self.network, planes or self.codec.planes(self.dtype)
         where = Where(
             channel=network.data,
             topology=network.topology,

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_dist.accelerator import placed
 from lightning_dist.codecs.base import Payload
-from lightning_dist.exchange.rounds import Exchange, TwoShot
+from lightning_dist.exchange.rounds import Section, TwoShot
 from lightning_dist.kernels.passes import Kernels
 from lightning_dist.reducer.block_plan import BlockPlan, key_name
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
@@ -29,12 +29,12 @@ class BlockUnit(CommUnit):
     """Tiles that travel together.
 
     Args:
-        sampled: the exchange of another unit that works on the same memory: of this one only
+        sampled: the payload of another unit that works on the same memory: of this one only
             samples are drawn, and what its tiles hold is old.
     """
 
     def __init__(
-        self, plan: BlockPlan, tiles: Sequence[Tile], *, sampled: Exchange | None = None
+        self, plan: BlockPlan, tiles: Sequence[Tile], *, sampled: Section | None = None
     ) -> None:
         self.tiles, self.kernels = tiles, plan.kernels
         self._rank, self._immediate = plan.network.rank, plan.immediate
@@ -42,18 +42,21 @@ class BlockUnit(CommUnit):
         stochastic = plan.codec.stochastic
         self._keys = UnitKeys(plan.codec, tiles, rank=self._rank) if stochastic else None
         whole = plan.codec.lossless and len(tiles) == 1
-        self.exchange = exchange = sampled or plan.exchange(
-            tiles[-1].columns.stop,
-            reduce=partial(_reduce, self.kernels, self._keys),
-            in_place=tiles[0].grad if whole else None,
-        )
-        self._own = [columns_of(exchange.own, tile.columns) for tile in tiles]
+        if sampled is None:
+            self.exchange = plan.exchange(
+                tiles[-1].columns.stop,
+                reduce=partial(_reduce, self.kernels, self._keys),
+                in_place=tiles[0].grad if whole else None,
+            )
+        payload = sampled or self.exchange
+        self._own = [columns_of(payload.own, tile.columns) for tile in tiles]
+        self._own_stays = payload.own_stays
         self._payloads = [
-            tuple(columns_of(payload, tile.columns) for payload in exchange.payloads)
+            tuple(columns_of(received, tile.columns) for received in payload.payloads)
             for tile in tiles
         ]
         # An exchange on the bucket's own memory needs no decoding back into it.
-        in_place = exchange.own[0].data_ptr() == tiles[0].grad.data_ptr()
+        in_place = payload.own[0].data_ptr() == tiles[0].grad.data_ptr()
         self._in_place = in_place and self.kernels.passes.factors.divisor == 1
 
     def draw(self, step: int) -> None:
@@ -99,9 +102,7 @@ class BlockUnit(CommUnit):
                 tuple(held.index_select(1, at) for held in tile.state),
                 scale,
                 None if keys is None else keys.index_select(1, at),
-                tuple(plane.index_select(1, at) for plane in own)
-                if self.exchange.own_stays
-                else None,
+                tuple(plane.index_select(1, at) for plane in own) if self._own_stays else None,
                 committed=self._immediate,
             )
             residual = None

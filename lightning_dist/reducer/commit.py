@@ -113,8 +113,8 @@ def sum_of_bits(group: CodecGroup, bucket: Tensor) -> Tensor:
     return torch.stack([part.of(bucket).view(as_int).sum() for part in group.slices]).sum()
 
 
-def decode_group(
-    group: CodecGroup,
+def decode_groups(
+    groups: Sequence[CodecGroup],
     bucket: Tensor,
     state: ReducerState,
     *,
@@ -122,7 +122,7 @@ def decode_group(
     unused: Collection[str],
     pending: PendingCommit | None,
 ) -> None:
-    """Decode ``group`` into its ``bucket`` and commit its state, except that of ``unused`` ones.
+    """Decode ``groups`` into their ``bucket`` and commit state, except that of ``unused`` ones.
 
     What an unused parameter still owes was sent with the others but DDP will not apply it, so it
     stays owed. Where some gradient of the step was not finite on some rank, no state changes here,
@@ -134,22 +134,30 @@ def decode_group(
         pending: None where every gradient of every rank was finite, and where units have committed
             their state when they encoded.
     """
-    stateful = group.keeps_state or bool(group.owed)
-    undone = [s for s in group.slices if s.name in unused or (pending and stateful)]
-    before = [(t, t.clone()) for part in undone for t in state.tensors(part.name)]
-    decode_all(group.units, scale)
-    for part in group.slices if pending is None and group.owed else ():
-        # Waits for a GPU, in the one step in which something is owed.
-        if part.name not in unused and bool(part.of(bucket).isfinite().all()):
-            free_owed(group, state, part.name)
-    for part in group.slices if pending is not None and stateful else ():
+    stateful = [group for group in groups if group.keeps_state or group.owed]
+    uncommitted = [] if pending is None else [part for g in stateful for part in g.slices]
+    undone = {part.name for part in uncommitted}.union(unused)
+    before = [
+        (held, held.clone())
+        for group in groups
+        for part in group.slices
+        for held in (state.tensors(part.name) if part.name in undone else ())
+    ]
+    decode_all([unit for group in groups for unit in group.units], scale)
+    for group in groups if pending is None else ():
+        for part in group.slices if group.owed else ():
+            # Waits for a GPU, in the one step in which something is owed.
+            if part.name not in unused and bool(part.of(bucket).isfinite().all()):
+                free_owed(group, state, part.name)
+    for group in stateful if pending is not None else ():
         assert pending is not None
-        mean = part.of(bucket)
-        if not bool(mean.isfinite().all()):
-            mean.fill_(torch.nan)
-        elif part.name not in unused:
-            paid = partial(free_owed, group, state, part.name)
-            pending.add(part.name, state.tensors(part.name), then=paid)
+        for part in group.slices:
+            mean = part.of(bucket)
+            if not bool(mean.isfinite().all()):
+                mean.fill_(torch.nan)
+            elif part.name not in unused:
+                paid = partial(free_owed, group, state, part.name)
+                pending.add(part.name, state.tensors(part.name), then=paid)
     for tensor, value in before:
         tensor.copy_(value)
 

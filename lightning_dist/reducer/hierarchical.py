@@ -10,24 +10,26 @@ rank of each host. So state belongs to a share and not to a rank's whole gradien
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dist.codecs.base import Codec, Payload
-from lightning_dist.exchange.rounds import ReduceScatterAllGather
+from lightning_dist.codecs.base import Codec, Payload, Plane
+from lightning_dist.exchange.rounds import Exchange, ReduceScatterAllGather, Section
 from lightning_dist.exchange.traffic import Sent
+from lightning_dist.exchange.wire import row_bytes
 from lightning_dist.kernels.passes import Kernels
 from lightning_dist.kernels.triton import Slice, SliceTable
+from lightning_dist.kernels.triton.table import Within
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 from lightning_dist.reducer.intra_plan import IntraKernels, IntraPlan, share_dtype
 from lightning_dist.reducer.shares import Cut, shares_of
 from lightning_dist.reducer.slices import ParameterSlice
 from lightning_dist.reducer.tiles import Grid, Tile, columns_of, tile_of
-from lightning_dist.reducer.units import CommUnit, decode_all, staggered
+from lightning_dist.reducer.units import CommUnit, JoinedUnit, decode_all, staggered
 
 
 class _InTiles:
@@ -41,7 +43,7 @@ class _InTiles:
     def __init__(
         self,
         kernels: IntraKernels,
-        exchange: ReduceScatterAllGather,
+        section: Section,
         owned: Sequence[Sequence[ParameterSlice]],
         bucket: Tensor,
         own: Sequence[ParameterSlice],
@@ -55,7 +57,7 @@ class _InTiles:
         self._flats: list[Tensor] = []  # parts of the bucket that travel as they are
         self._places: list[Tensor] = []  # and where, in the payloads
         self._parts: list[tuple[Tile, Sequence[Payload]]] = []
-        for some, payload in zip(flats, exchange.payloads, strict=True):
+        for some, payload in zip(flats, section.payloads, strict=True):
             if is_copied:
                 sizes = [len(flat) for flat in some]
                 self._flats += some
@@ -63,7 +65,7 @@ class _InTiles:
             else:
                 self._parts += _tiles(some, codec.block, [payload])
         # What every rank said of the share, and last where its result is encoded.
-        payloads = [*exchange.received, exchange.own]
+        payloads = [*section.received, section.own]
         self._own = list(_tiles(shares, codec.block, payloads))
         self._one = torch.ones((), dtype=torch.float32, device=bucket.device)
 
@@ -112,19 +114,26 @@ class _InTables:
         bucket: Tensor,
         own: Sequence[ParameterSlice],
         share: Tensor,
+        *,
+        blocks: Sequence[int],
+        within: Within,
     ) -> None:
         assert kernels.tables is not None
         self._tables, self._exchange, codec = kernels.tables, exchange, kernels.up.codec
         self._bucket, self._share = bucket, share
         self._weight = kernels.up.passes.factors.mean
-        blocks = [payload[0].shape[1] for payload in exchange.payloads]
-        rank = next(i for i, each in enumerate(exchange.payloads) if each is exchange.own)
 
-        def table(of: Sequence[Sequence[ParameterSlice]], blocks: Sequence[int]) -> SliceTable:
+        def table(
+            of: Sequence[Sequence[ParameterSlice]], blocks: Sequence[int], within: Within
+        ) -> SliceTable:
             rows = [[Slice(part.name, part.offset, part.numel) for part in row] for row in of]
-            return SliceTable.of_shares(codec, rows, blocks=blocks, device=bucket.device)
+            return SliceTable.of_shares(
+                codec, rows, blocks=blocks, device=bucket.device, within=within
+            )
 
-        self._every, self._mine = table(owned, blocks), table([own], [blocks[rank]])
+        rank = exchange.rank
+        mine = Within([within.row_bytes[rank]], [within.before[rank]])
+        self._every, self._mine = table(owned, blocks, within), table([own], [blocks[rank]], mine)
         self._one = torch.ones((), dtype=torch.float32, device=bucket.device)
 
     def up(self) -> None:
@@ -143,7 +152,7 @@ class _InTables:
         self._tables.decode(self._exchange.payload_bytes, self._bucket, table=self._every)
 
 
-class HierarchicalUnit(CommUnit):
+class HierarchicalUnit(JoinedUnit):
     """Parts of one bucket.
 
     Args:
@@ -163,35 +172,57 @@ class HierarchicalUnit(CommUnit):
         *,
         kernels: IntraKernels,
     ) -> None:
+        self._plan, self._kernels, self._bucket = plan, kernels, bucket
         intra, inside = plan.intra, kernels.up.codec
         world = intra.topology.world_size
-        owned = [shares_of(cuts, position) for position in range(world)]
-        blocks = [sum(-(-part.numel // inside.block) for part in parts) for parts in owned]
-        plan.memory.restart()
-        self.exchange = ReduceScatterAllGather(
-            inside.planes(bucket.dtype),
-            [max(blocks)] * world if plan.padded else blocks,
-            channel=intra.data,
-            topology=intra.topology,
-            device=bucket.device,
-            allocate=plan.memory.take,
-        )
-        slices = _one_after_the_other(owned[intra.topology.rank])
+        self._owned = [shares_of(cuts, position) for position in range(world)]
+        blocks = [sum(-(-part.numel // inside.block) for part in parts) for parts in self._owned]
+        self._blocks = [max(blocks)] * world if plan.padded else blocks
+        self._planes = inside.planes(bucket.dtype)
+        self._slices = slices = _one_after_the_other(self._owned[intra.topology.rank])
         wide = share_dtype(codec, bucket.dtype)
         self._share = bucket.new_zeros(sum(part.numel for part in slices), dtype=wide)
         self._inter: Sequence[CommUnit] = ()
         if slices and plan.inter is not None:
             self._inter = plan.inter.units(codec, slices, self._share)
-        passes = _InTiles if kernels.tables is None else _InTables
-        self._inside: _InTiles | _InTables = passes(
-            kernels, self.exchange, owned, bucket, slices, self._share
-        )
+        self._inside: _InTiles | _InTables
         self._true = torch.ones((), dtype=torch.bool, device=bucket.device)
+
+    @property
+    @override
+    def row_bytes(self) -> Sequence[int]:
+        return [row_bytes(self._planes, blocks) for blocks in self._blocks]
+
+    @override
+    def make_exchange(self, row_bytes: Sequence[int], reduce: Callable[[], None]) -> Exchange:
+        intra, memory = self._plan.intra, self._plan.memory
+        memory.restart()
+        return ReduceScatterAllGather(
+            [Plane(torch.uint8, 1)],
+            row_bytes,
+            channel=intra.data,
+            topology=intra.topology,
+            device=self._bucket.device,
+            allocate=memory.take,
+        )
+
+    @override
+    def place(self, within: Within) -> Section:
+        section = self.exchange.section(self._planes, self._blocks, before=within.before)
+        lie = self._owned, self._bucket, self._slices, self._share
+        if self._kernels.tables is None:
+            self._inside = _InTiles(self._kernels, section, *lie)
+        else:
+            self._inside = _InTables(
+                self._kernels, self.exchange, *lie, blocks=self._blocks, within=within
+            )
+        return section
 
     @override
     def begin(self) -> None:
         self._inside.up()
-        self.exchange.start()
+        if self.last:
+            self.exchange.start()
 
     @override
     def encode(self, scale: Tensor, *, step: int) -> None:
@@ -232,7 +263,8 @@ class HierarchicalUnit(CommUnit):
     def decode_and_commit(self, scale: Tensor) -> None:
         decode_all(self._inter, scale)
         self._inside.down()
-        self.exchange.start_second()
+        if self.last:
+            self.exchange.start_second()
 
     @override
     def finish(self) -> None:
@@ -242,7 +274,7 @@ class HierarchicalUnit(CommUnit):
     @property
     @override
     def sent(self) -> Sent:
-        return sum((unit.sent for unit in self._inter), self.exchange.sent)
+        return sum((unit.sent for unit in self._inter), self.section.sent)
 
     @property
     @override
@@ -252,10 +284,12 @@ class HierarchicalUnit(CommUnit):
 
 def hierarchical_units(
     plan: IntraPlan, codec: Codec, slices: Sequence[ParameterSlice], bucket: Tensor
-) -> list[HierarchicalUnit]:
+) -> Sequence[CommUnit]:
     """The exchanges of ``slices`` of the flat ``bucket (N,)``, with ``codec`` between hosts."""
     return [
-        HierarchicalUnit(plan, codec, cuts, bucket, kernels=plan.kernels(inside, bucket.dtype))
+        plan.joined(
+            HierarchicalUnit(plan, codec, cuts, bucket, kernels=plan.kernels(inside, bucket.dtype))
+        )
         for inside, some in plan.codecs_of(slices, bucket.dtype).items()
         for cuts in plan.cuts(codec, some, inside)
     ]

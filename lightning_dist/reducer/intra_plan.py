@@ -20,6 +20,7 @@ from lightning_dist.reducer.network import IntraLevel
 from lightning_dist.reducer.shares import Cut, fragments, shares_of, units_of_shares
 from lightning_dist.reducer.slices import ParameterSlice
 from lightning_dist.reducer.unit_sizes import WHOLE_BUCKET, unit_elements
+from lightning_dist.reducer.units import JoinedUnit, join
 
 if TYPE_CHECKING:
     from lightning_dist.kernels.triton.passes import TableKernels
@@ -45,16 +46,34 @@ class IntraPlan:
         planner: of the network whose ranks reduce in ``intra`` first.
         codec: inside the host.
         inter: plans what goes on between hosts; None on ranks that leave that to others.
+        nested: this is an outer level of several.
     """
 
     def __init__(
-        self, planner: Planner, intra: IntraLevel, codec: BlockCodec, inter: Planner | None
+        self,
+        planner: Planner,
+        intra: IntraLevel,
+        codec: BlockCodec,
+        inter: Planner | None,
+        *,
+        nested: bool,
     ) -> None:
         self.intra, self.inter, self._codec, self._planner = intra, inter, codec, planner
+        self._nested = nested
         network = planner.network
         self.memory = PayloadMemory(network.device)  # units take turns with it
         self._most = unit_elements(network.rows.count, whole=network.whole_buckets)
         self._kernels: dict[tuple[BlockCodec, torch.dtype], IntraKernels] = {}
+
+    def joined(self, unit: JoinedUnit) -> JoinedUnit:
+        """``unit`` with its exchange, which it shares where whole buckets travel.
+
+        On the innermost level: units of outer ones go on one after the other.
+        """
+        if self._most == WHOLE_BUCKET and not self._nested:
+            return self._planner.joined(unit)
+        join([unit])
+        return unit
 
     @property
     def padded(self) -> bool:

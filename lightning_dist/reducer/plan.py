@@ -5,7 +5,7 @@ bucket -> groups (one codec each) -> units (one exchange each) -> tiles (one ker
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import product
 from typing import Literal
 
@@ -31,7 +31,14 @@ from lightning_dist.reducer.intra_plan import IntraPlan, share_dtype
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
-from lightning_dist.reducer.units import CodecGroup, CommUnit, compile_passes, units_of
+from lightning_dist.reducer.units import (
+    CodecGroup,
+    CommUnit,
+    JoinedUnit,
+    compile_passes,
+    join,
+    units_of,
+)
 
 
 class Planner:
@@ -45,6 +52,7 @@ class Planner:
         tables: use Triton's kernels over tables of slices where the device has them.
         divide_last: uncompressed gradients are added and then divided, as torch's HSDP does; else
             divided and then added, as DDP does.
+        nested: the network is the outer part of another one.
     """
 
     def __init__(
@@ -58,6 +66,7 @@ class Planner:
         immediate: bool = False,
         tables: bool = True,
         divide_last: bool = False,
+        nested: bool = False,
     ) -> None:
         self.network, self.state, self._divide_last = network, state, divide_last
         self.error_feedback: bool | Literal["auto"] = error_feedback
@@ -67,6 +76,7 @@ class Planner:
         self.compiled: dict[Codec, tuple[set[torch.dtype], set[int]]] = {}
         """Dtypes and sizes of the gradients that kernels were compiled for."""
         self._immediate = immediate
+        self._to_join: list[JoinedUnit] = []  # of the tensor that is planned
         self.tables = tables and available_on(network.device)
         self._payloads = PayloadMemory(network.device) if immediate else None
         self._intra, self._inter, intra = None, None, network.intra
@@ -79,16 +89,28 @@ class Planner:
                 whole=whole,
                 immediate=immediate,
                 tables=tables,
+                nested=True,
             )
         if intra is not None:
-            self._intra = IntraPlan(self, intra, intra_codec, self._inter)
+            self._intra = IntraPlan(self, intra, intra_codec, self._inter, nested=nested)
 
-    def restart(self, turn: int) -> None:
-        """Before the groups of a tensor are planned; tensors of one ``turn`` share memory."""
+    def _restart(self, turn: int) -> None:
         if self._payloads is not None:
             self._payloads.restart(turn)
         if self._inter is not None:
-            self._inter.restart(turn)
+            self._inter._restart(turn)
+
+    def joined(self, unit: JoinedUnit) -> JoinedUnit:
+        """``unit``, which travels with the others of its tensor that are joined."""
+        self._to_join.append(unit)
+        return unit
+
+    def _join(self) -> None:
+        units, self._to_join = self._to_join, []
+        if units:
+            join(units)
+        if self._inter is not None:
+            self._inter._join()
 
     def free(self) -> None:
         """Memory of payloads: what is planned from now on has new ones."""
@@ -167,13 +189,28 @@ class Planner:
         more = sends_more(codec, shares, ranks=ranks, dtype=wide, itemsize=dtype.itemsize)
         return raw_beside(codec) if more else codec
 
-    def group(
-        self, codec: Codec, slices: Sequence[ParameterSlice], bucket: Tensor, *, waits: bool = False
-    ) -> CodecGroup:
-        """``slices`` of the flat ``bucket (N,)``, which stays where it is while the plan is used.
+    def groups(
+        self,
+        cut: Mapping[Codec, Sequence[ParameterSlice]],
+        bucket: Tensor,
+        *,
+        turn: int = 0,
+        waits: bool = False,
+    ) -> list[CodecGroup]:
+        """Slices of the flat ``bucket (N,)``, which stays where it is while the plan is used.
 
-        ``waits``: compression has not staggered, and state that was loaded is kept until it does.
+        Args:
+            turn: tensors of one turn share memory.
+            waits: compression has not started, and state that was loaded is kept until it does.
         """
+        self._restart(turn)
+        groups = [self._group(codec, slices, bucket, waits) for codec, slices in cut.items()]
+        self._join()
+        return groups
+
+    def _group(
+        self, codec: Codec, slices: Sequence[ParameterSlice], bucket: Tensor, waits: bool
+    ) -> CodecGroup:
         kinds = self.kinds(codec)
         keeps = waits or "residual" in kinds
         unpaid = {} if keeps else owed(codec, slices, self.state, self.network)
@@ -213,7 +250,7 @@ class Planner:
     def units(
         self, codec: Codec, slices: Sequence[ParameterSlice], bucket: Tensor
     ) -> Sequence[CommUnit]:
-        """The exchanges of ``slices``, one after the other."""
+        """The exchanges of ``slices``, one after the other; those that are joined come later."""
         if self._intra is None:
             return units_of(codec, slices, bucket, self)
         return hierarchical_units(self._intra, codec, slices, bucket)

@@ -137,9 +137,8 @@ class Plans:
             f"{', '.join(part.name for part in slices)} have {elements}; this is a bug of "
             "lightning_dist, please report it"
         )
-        self.planner.restart(turn)
         cut = self._by_codec(policy, slices, flat.dtype, step)
-        groups = [self.planner.group(codec, of, flat, waits=waiting) for codec, of in cut.items()]
+        groups = self.planner.groups(cut, flat, turn=turn, waits=waiting)
         self._plans[key] = Plan(layout, flat, groups, moves)
         return self._plans[key]
 

@@ -10,6 +10,7 @@ it is not finite, the residual of a parameter is kept once an optimizer has appl
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -29,9 +30,10 @@ from lightning_dist.reducer.commit import (
     PendingCommit,
     Recovery,
     agree,
-    decode_group,
+    decode_groups,
     sum_of_bits,
 )
+from lightning_dist.reducer.delayed import DelayedMeans
 from lightning_dist.reducer.executor import Executor, executor_for
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.observer import Observer, show_encoded, working
@@ -40,6 +42,7 @@ from lightning_dist.reducer.plans import Handle, Plans
 from lightning_dist.reducer.slices import (
     ParameterSlice,
     as_laid_out_here,
+    as_real,
     matrices,
     strides_in_bucket,
 )
@@ -52,6 +55,8 @@ from lightning_dist.reducer.state import (
 from lightning_dist.reducer.stats import CommStats, run_config
 from lightning_dist.reducer.units import CodecGroup, staggered
 from lightning_dist.settings import Settings
+
+log = logging.getLogger(__name__)
 
 _COMPARED_EVERY = 100
 _PATIENCE = 0.5
@@ -122,6 +127,7 @@ class Reducer:
         )
         """Whether state is committed when it is encoded, not when the step is finished."""
         assert not (self.immediate and allow_absent), "what is absent everywhere is known too late"
+        self._delayed = DelayedMeans() if settings.delay else None
         self._shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
         self._plans = self._make_plans()
         self._keeps_state = any(map(self.planner.keeps_state, self._policy.leaves()))
@@ -242,16 +248,40 @@ class Reducer:
                 every rank keeps its contents and its state; needs ``allow_absent``.
         """
         assert self._allow_absent or not absent, "absent slices need allow_absent=True"
-        device = self.network.device
-        done: Future[Tensor] = Future(devices=[device] if is_accelerator(device) else [])
-        handle = Handle(key, flat, slices, frozenset(absent), done)
+        handle = Handle(key, flat, slices, frozenset(absent), self._future())
         if self.network.world_size == 1:
-            handle.done.set_result(flat)
+            if self._swapped(handle) is handle:
+                handle.done.set_result(flat)
             return handle
         for observer in self._observers:
             observer.ready(key)
         self._executor.submit(partial(self._guarded, partial(self._start, handle), handle))
         return handle
+
+    def _future(self) -> Future[Any]:
+        device = self.network.device
+        return Future(devices=[device] if is_accelerator(device) else [])
+
+    def _swapped(self, handle: Handle) -> Handle:
+        """Handle to start instead of ``handle``, which is done where means are delayed."""
+        if self._delayed is None or self.step < self.settings.start_step:
+            return handle
+        return self._delayed.swap(handle, self._future())
+
+    def wait(self) -> None:
+        """Wait for the means of a step that are delayed; those of others are waited for.
+
+        Raises:
+            RuntimeError: the exchange has failed.
+        """
+        if self._delayed is None or self.network.world_size == 1 or self.closed:
+            return
+        landed = self._future()
+        # Of a tensor: a future waits for the streams of what is in it.
+        self._executor.submit(partial(landed.set_result, self._scale))
+        landed.wait()
+        if self.failure is not None:
+            raise RuntimeError(f"lightning_dist: {self.failure}") from self.failure
 
     def finish(self) -> None:
         """End the step: every tensor that was started gets its mean, and state is committed.
@@ -274,6 +304,7 @@ class Reducer:
             self._executor.submit(partial(self._guarded, self._abandon))
 
     def _start(self, handle: Handle) -> None:
+        handle = self._swapped(handle)
         self._enter(handle)
         plan = self._plans.find(
             handle.key,
@@ -328,15 +359,15 @@ class Reducer:
         self, handle: Handle, *, unused: Collection[str] = (), pending: PendingCommit | None = None
     ) -> None:
         with working(self._observers, handle.key, "decode"):
+            decode_groups(
+                handle.groups,
+                handle.flat,
+                self.state,
+                scale=self._scale,
+                unused=unused,
+                pending=pending,
+            )
             for group in handle.groups:
-                decode_group(
-                    group,
-                    handle.flat,
-                    self.state,
-                    scale=self._scale,
-                    unused=unused,
-                    pending=pending,
-                )
                 self._count(group, handle.flat, compare=pending is None)
                 handle.restore(group, unused)
             handle.store()
@@ -360,6 +391,8 @@ class Reducer:
             for unit in () if handle.done.done() else handle.units():
                 unit.wait()
         self._in_flight, self._finite, self._looked = [], [], []
+        if self._delayed is not None:  # some of its means are in buckets that nobody applies
+            self._delayed.clear()
 
     def _ask(self) -> Answer:
         """See :func:`agree`; no allreduce where nothing depends on it."""
@@ -479,8 +512,16 @@ class Reducer:
         return self.failure is None and not self._in_flight
 
     def memory(self) -> Mapping[str, int]:
-        """Bytes held between steps: ``residual_bytes`` and the payloads' ``buffer_bytes``."""
-        return {"residual_bytes": self.state.nbytes, "buffer_bytes": self._plans.nbytes}
+        """Bytes held between steps: ``residual_bytes`` and the payloads' ``buffer_bytes``.
+
+        With delayed means also ``delayed_bytes``.
+        """
+        delayed = {} if self._delayed is None else {"delayed_bytes": self._delayed.nbytes}
+        return {
+            "residual_bytes": self.state.nbytes,
+            "buffer_bytes": self._plans.nbytes,
+            **delayed,
+        }
 
     def state_dict(self, *, to: int = 0) -> dict[str, Any] | None:
         """State of all ranks on rank ``to``, None elsewhere. Collective; between backward passes.
@@ -489,8 +530,9 @@ class Reducer:
         as ``{parameter name: (W, numel)}`` on the CPU, unscaled; with a hierarchical exchange one
         row per outermost group. Rows lie as their parameter does in memory; ``"strides"`` has those
         of parameters that are not row-major. With ``dgc`` also ``"momenta"``, with ``powersgd``
-        ``"factors"``.
+        ``"factors"``, with ``delay`` the means ``"delayed"``, which the next step applies.
         """
+        self.wait()
         if self._sharded:
             self.state.know_all(self.network)
         state = self.state.gather(self.network, to=to)
@@ -501,6 +543,7 @@ class Reducer:
 
         The tensors of the state are empty memory; the stripes say which part of each this rank has.
         """
+        self.wait()
         if self._sharded:
             self.state.know_all(self.network)
         state, stripes = self.state.striped(self.network)
@@ -509,7 +552,8 @@ class Reducer:
     def _described(self, state: dict[str, Any]) -> dict[str, Any]:
         strides = {name: list(found) for name, found in self.strides.items() if found is not None}
         about = {"world_size": self.network.world_size, "step": self.step, "strides": strides}
-        described = {"version": STATE_VERSION, **about, **state}
+        delayed = {} if self._delayed is None else {"delayed": self._delayed.state()}
+        described = {"version": STATE_VERSION, **about, **state, **delayed}
         return {self._prefix + key: value for key, value in described.items()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -517,12 +561,33 @@ class Reducer:
 
         With another number of rows every rank starts from the mean residual.
         """
+        self.wait()
         self._plans.clear()  # they hold views of the old residuals
         self._pending.drop()
-        found = {"step": 0} if state is None else own_keys(state, self._prefix)
-        self.state.load(as_laid_out_here(found, self.names), self.network.rows)
+        found: Mapping[str, Any] = {"step": 0}
+        if state is not None:
+            found = own_keys(state, self._prefix)
+        found = as_laid_out_here(found, self.names)
+        self.state.load(found, self.network.rows)
+        self._load_delayed(found.get("delayed", {}))
         self.step = int(found["step"])
         self._reserve_again()
+
+    def _load_delayed(self, means: Mapping[str, Tensor]) -> None:
+        if self._delayed is not None:
+            numel = {name: as_real(p).numel() for p, name in self.names.items()}
+            self._delayed.load(means, numel=numel)
+        elif means and self.network.rank == 0:
+            log.warning(
+                "the state has a mean gradient that was not applied yet, and is left out here: set "
+                "delay=1 to go on with it"
+            )
+
+    def continue_from(self, before: Reducer) -> None:
+        """Go on from the step that ``before`` was at when it was closed, with its means."""
+        self.step = before.step
+        if before._delayed is not None:
+            self._load_delayed(before._delayed.state())
 
     def shared_state(self) -> dict[str, Any]:
         """What is equal on all ranks of a flat exchange, for a rank that joins them."""
@@ -552,6 +617,8 @@ class Reducer:
             if not handle.done.done():
                 handle.done.set_exception(RuntimeError("lightning_dist: other groups"))  # type: ignore[arg-type]
         self._in_flight, self._finite, self._sums, self._looked = [], [], [], []
+        if self._delayed is not None:  # not there on every rank
+            self._delayed.clear()
         self._pending.drop()
         self.answer = Answer()
         self.stats.drop_step()
@@ -602,3 +669,5 @@ class Reducer:
         self._pending.close()
         self._plans.clear()
         self.state.to(torch.device("cpu"))
+        if self._delayed is not None:
+            self._delayed.to(torch.device("cpu")) if self.in_step else self._delayed.clear()

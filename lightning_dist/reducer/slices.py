@@ -142,7 +142,9 @@ def as_laid_out_here(state: Mapping[str, Any], names: Mapping[Tensor, str]) -> M
         return state
     kinds = {
         kind: {name: _moved(rows, *moved[name]) if name in moved else rows for name, rows in of}
-        for kind, of in ((k, state[k].items()) for k in ("residuals", "momenta") if k in state)
+        for kind, of in (
+            (k, state[k].items()) for k in ("residuals", "momenta", "delayed") if k in state
+        )
     }
     return {**state, **kinds}
 

@@ -80,6 +80,7 @@ def run_config(settings: Settings, network: Network | None) -> dict[str, Any]:
         "min_compress_numel": settings.min_compress_numel,
         "start_step": settings.start_step,
         "commit": settings.commit,
+        "delay": settings.delay,
         **({} if network is None else _between(network)),
         "versions": versions(),
     }

@@ -7,18 +7,19 @@ on a function of the same arguments.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import singledispatch
-from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_dist.codecs.base import Codec
-from lightning_dist.exchange.rounds import Exchange
+from lightning_dist.exchange.rounds import Exchange, Section
 from lightning_dist.exchange.traffic import Sent
+from lightning_dist.kernels.triton.table import Within
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 from lightning_dist.reducer.slices import ParameterSlice
 
@@ -34,6 +35,8 @@ class CommUnit(ABC):
     """
 
     exchange: Exchange
+    first = last = True
+    """Of those that share the exchange; see :class:`JoinedUnit`."""
 
     def begin(self) -> None:  # noqa: B027  (nothing to do where all ranks are equal)
         """Where a host reduces among itself first: begin that, asynchronous."""
@@ -83,26 +86,95 @@ class CommUnit(ABC):
         return self.exchange.nbytes
 
 
-def staggered(units: Sequence[CommUnit]) -> Iterator[CommUnit]:
-    """Every unit once the next one has staggered: one crosses while the other is reduced inside."""
-    for unit in units[:1]:
-        unit.begin()
-    for unit, following in zip_longest(units, units[1:]):
-        if following is not None:
-            following.begin()
-        yield unit
+class JoinedUnit(CommUnit):
+    """A unit whose payload may lie beside those of others, in the rows of one exchange.
+
+    The last of them starts what all have encoded, the first issues the second collective. All have
+    the methods of the unit called in one order.
+    """
+
+    @property
+    @abstractmethod
+    def row_bytes(self) -> Sequence[int]:
+        """What it needs of every row."""
+
+    @abstractmethod
+    def make_exchange(self, row_bytes: Sequence[int], reduce: Callable[[], None]) -> Exchange:
+        """An exchange of rows of so many bytes; ``reduce`` is called between its collectives."""
+
+    @abstractmethod
+    def place(self, within: Within) -> Section:
+        """The exchange is there, and this unit's part of its rows; what that part is."""
+
+    def reduce(self) -> None:
+        """What was received -> the mean that is sent."""
+
+    section: Section
+
+    @override
+    def start(self) -> None:
+        if self.last:
+            self.exchange.start()
+
+    @override
+    def start_second(self) -> None:
+        if self.first:
+            self.exchange.start_second()
+
+    @property
+    @override
+    def sent(self) -> Sent:
+        return self.section.sent
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return self.exchange.nbytes if self.first else 0
 
 
-def decode_all(units: Iterable[CommUnit], scale: Tensor) -> None:
-    """Every mean into its bucket; one is spread inside the host while the next is decoded."""
-    unfinished = None
+def join(units: Sequence[JoinedUnit]) -> None:
+    """Give ``units`` of one kind and of one tensor their exchange."""
+    row_bytes = [sum(sizes) for sizes in zip(*(unit.row_bytes for unit in units), strict=True)]
+
+    def reduce() -> None:
+        for unit in units:
+            unit.reduce()
+
+    exchange = units[0].make_exchange(row_bytes, reduce)
+    before = [0] * len(row_bytes)
     for unit in units:
-        unit.decode_and_commit(scale)
-        if unfinished is not None:
-            unfinished.finish()
-        unfinished = unit
-    if unfinished is not None:
-        unfinished.finish()
+        unit.exchange = exchange
+        unit.first, unit.last = unit is units[0], unit is units[-1]
+        unit.section = unit.place(Within(row_bytes, before))
+        before = [sum(pair) for pair in zip(before, unit.row_bytes, strict=True)]
+
+
+def staggered(units: Sequence[CommUnit]) -> Iterator[CommUnit]:
+    """Every unit once the next exchange has begun: one crosses while another is reduced inside."""
+    batches = _by_exchange(units)
+    for batch, following in zip([[], *batches], [*batches, []], strict=True):
+        for unit in following:
+            unit.begin()
+        yield from batch
+
+
+def decode_all(units: Sequence[CommUnit], scale: Tensor) -> None:
+    """Every mean into its bucket; one is spread inside the host while the next is decoded."""
+    batches = _by_exchange(units)
+    for batch, previous in zip([*batches, []], [[], *batches], strict=True):
+        for unit in batch:
+            unit.decode_and_commit(scale)
+        for unit in previous:
+            unit.finish()
+
+
+def _by_exchange(units: Sequence[CommUnit]) -> list[list[CommUnit]]:
+    batches: list[list[CommUnit]] = []
+    for unit in units:
+        if unit.first or not batches:
+            batches.append([])
+        batches[-1].append(unit)
+    return batches
 
 
 @dataclass

@@ -78,10 +78,14 @@ def test_zeros_have_their_checksum(numel: int) -> None:
     assert zeros(numel) == Part("", 0, numel, crc32([bytes(numel)]))
 
 
-def merged(*placed: tuple[int, int], striped: int | None = None) -> tuple[Part, ...]:
+def merged(
+    *placed: tuple[int, int], striped: int | None = None, complete: int | None = None
+) -> tuple[Part, ...]:
     """``(start, bytes)`` of the parts of one record."""
-    gaps = () if striped is None else (("data/0", striped),)
-    save = SaveFolder(origin(), "x", (), 0, ("data/0",), gaps)
+    gaps, whole = (
+        () if nbytes is None else (("data/0", nbytes),) for nbytes in (striped, complete)
+    )
+    save = SaveFolder(origin(), "x", (), 0, ("data/0",), gaps, whole)
     parts = tuple(("data/0", start, Part("f", start, n, 0)) for start, n in placed)
     return merge(save, [Receipt(parts=parts)]).records["data/0"]
 
@@ -98,3 +102,25 @@ def test_gaps_are_filled_where_they_may_be() -> None:
 def test_what_was_not_written_once_is_an_error(placed: list[tuple[int, int]]) -> None:
     with pytest.raises(CheckpointError, match=r"bytes \d to \d of data/0 were not written once"):
         merged(*placed)
+
+
+@pytest.mark.parametrize("placed", [[(0, 4)], [(0, 4), (5, 4)], [(0, 4), (4, 6)], []])
+def test_what_must_be_complete_has_no_gap_and_an_end(placed: list[tuple[int, int]]) -> None:
+    assert merged((4, 5), (0, 4), complete=9) == (Part("f", 0, 4, 0), Part("f", 4, 5, 0))
+    with pytest.raises(CheckpointError, match=r"bytes \d+ to \d+ of data/0 were not written once"):
+        merged(*placed, complete=9)
+
+
+def test_parts_that_an_optimizer_owns_are_copied_later() -> None:
+    """Of a sharded parameter, as of a whole one; a residual is copied at the trigger."""
+    shard, residual = torch.ones(4), torch.ones(4)
+    wholes = [torch.empty(8), torch.empty(8)]
+    striped = {
+        whole.untyped_storage().data_ptr(): Striped(whole, ((4, part),), complete=part is shard)
+        for whole, part in zip(wholes, (shard, residual), strict=True)
+    }
+    owned = {shard.untyped_storage().data_ptr(): shard}
+    divided = plan(pickled(wholes), owned=owned, overlap=True, striped=striped, rank=1, ranks=2)
+    assert [run.piece.record for run in divided.later] == ["data/0"]
+    assert [run.piece.record for run in divided.now] == ["data/1"]
+    assert (divided.complete, divided.striped) == ({"data/0": 32}, {"data/1": 32})

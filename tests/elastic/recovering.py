@@ -3,7 +3,8 @@
     recovering.py FOLDER
 
 It tells in ``FOLDER/<worker>.<pid>`` which generations it has been in, a line of JSON each, and
-ends with 0 when there is ``FOLDER/end``. ``FOLDER/crash-<worker>`` makes it end with 1.
+ends with 0 when there is ``FOLDER/end``. ``FOLDER/exit-<worker>`` has the code with which it ends
+before, and ``FOLDER/mute-<worker>`` makes it hang, though it beats.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def next_generation(store: PrefixStore, name: str, after: int) -> Generation:
 def main(folder: Path) -> None:
     name = os.environ["LIGHTNING_DIST_WORKER"]
     log = (folder / f"{name}.{os.getpid()}").open("w", buffering=1)
+    print(f"worker {name} has come", flush=True)
     threading.Thread(target=beat, args=(name,), daemon=True).start()
     store = connect()
     store.set(Keys.report(-1, name), encode(Report(name)))
@@ -76,7 +78,6 @@ def main(folder: Path) -> None:
     made, step = Generation(-1), 0
     while True:
         made = next_generation(store, name, made.number)
-        waiting = store.add(Keys.waiting, 0)
         step = max(step, made.step)
         facts = {"number": made.number, "members": made.members, "step": step}
         print(json.dumps({**facts, "time": time.monotonic()}), file=log)
@@ -84,15 +85,24 @@ def main(folder: Path) -> None:
         while True:
             if (folder / "end").exists():
                 sys.exit(0)
-            if (folder / f"crash-{name}").exists():
-                sys.exit(1)
+            if (told := folder / f"exit-{name}").exists():
+                code = int(told.read_text())
+                told.unlink()
+                sys.exit(code)
+            if (folder / f"mute-{name}").exists():
+                threading.Event().wait()
             failed = store.check([Keys.broken(made.number)])
-            if failed or store.add(Keys.waiting, 0) > waiting:
+            if failed or store.check([pause := f"pause/{made.number}"]):
                 break
+            if store.add(Keys.waiting, 0) > made.waiting:
+                store.set(pause, "1")  # in place of the vote: all pause, or nobody
             time.sleep(LOOK)
         report = Report(name, made.number, step, failed=failed)
         store.set(Keys.report(made.number, name), encode(report))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    try:
+        main(Path(sys.argv[1]))
+    except RuntimeError:  # the store is gone
+        sys.exit(EXIT_RESTART)

@@ -56,6 +56,35 @@ def test_without_it_they_take_the_training_down(quick_python: list[str]) -> None
     assert "all seen" not in done.output
 
 
+def test_they_collect_no_garbage_of_their_parent(quick_python: list[str]) -> None:
+    """A process group of an earlier training, in a circle of references, would crash them."""
+    code = textwrap.dedent("""
+        import gc, os
+        from signal import SIGTERM
+        from torch.utils.data import DataLoader
+        from lightning_dist.elastic.workers import keep_workers
+
+        class Circle:
+            def __init__(self):
+                self.own = self
+            def __del__(self):
+                os.write(1, b"parent" if os.getpid() == parent else b"worker")
+
+        def collect(batch):
+            gc.collect()
+            return batch
+
+        gc.disable()
+        parent = os.getpid()
+        loader = DataLoader(range(4), num_workers=2, collate_fn=collect)
+        keep_workers(loader, [SIGTERM])
+        Circle()
+        assert len(list(loader)) == 4
+        gc.collect()
+    """)
+    assert run([*quick_python, "-c", code], limit=60).require_success().output == "parent"
+
+
 def first(worker: int) -> None:
     raise RuntimeError(f"worker {worker} begins")
 

@@ -64,8 +64,6 @@ LOADERS: dict[str, Callable[[], Any]] = {
         shuffle=True,
         num_workers=2,
         persistent_workers=True,
-        # A fork of a process in which other tests have left threads may crash.
-        multiprocessing_context="forkserver",
     ),
     "map-style, stateful loader": lambda: StatefulDataLoader(
         Numbered(), batch_size=4, shuffle=True

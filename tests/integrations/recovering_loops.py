@@ -2,9 +2,9 @@
 
     recovering_loops.py FOLDER SETTINGS
 
-SETTINGS is JSON: ``codec``, ``faults`` as ``[worker, place, step]``, ``joins`` (wait there until
-a newcomer waits), and ``epochs``. Every rank writes what it computes and what it has committed to
-``FOLDER/<worker>.jsonl``.
+SETTINGS is JSON: ``codec``, ``faults`` as ``[worker, place, step]``, ``joins`` (wait at a step
+until a newcomer waits), and ``epochs``. Every rank writes what it computes and what it has
+committed to ``FOLDER/<worker>.jsonl``.
 """
 
 from __future__ import annotations

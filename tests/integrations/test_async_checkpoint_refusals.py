@@ -78,7 +78,7 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [FSDPStrategy, ModelParallelStrategy])
 def test_strategies_that_divide_the_model(kind: Any) -> None:
     with pytest.raises(ValueError, match="keeps a part of the model on each rank") as error:
-        require_supported(kind())
+        require_supported(kind(), sharded=True)
     assert str(error.value) == (
         f"AsyncCheckpoint writes what every rank has in full, and {kind.__name__} keeps a part of "
         "the model on each rank and writes it in a format of its own; use ModelCheckpoint with it"

@@ -101,13 +101,11 @@ def step(
     places = [sum(sizes[:i]) + i * small for i in range(len(sizes))]
     slices = [ParameterSlice(f"p{i}", places[i], (n,)) for i, n in enumerate(sizes)]
     beside = [ParameterSlice(f"b{i}", places[i] + n, (small,)) for i, n in enumerate(sizes)]
-    planner.restart(0)
     bucket = torch.zeros(sum(sizes) + len(sizes) * small, dtype=dtype)
     found = resolve_codec(codec)
-    units = list(planner.group(found, slices, bucket).units)
-    if small:
-        units += planner.group(raw_beside(found), beside, bucket).units
-    step_of(units, counts)
+    cut = {found: slices} | ({raw_beside(found): beside} if small else {})
+    groups = planner.groups(cut, bucket)
+    step_of([unit for group in groups for unit in group.units], counts)
 
 
 @contextmanager
@@ -160,13 +158,16 @@ def test_flat(parameters: int, world_size: int, immediate: bool) -> None:
     assert counts["collectives"] <= 2, counts
 
 
+@pytest.mark.parametrize("immediate", [True, False])
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 @pytest.mark.parametrize("parameters", MODELS)
-def test_with_uncompressed_parameters_beside(parameters: int, world_size: int) -> None:
-    """Biases and norms, which have an exchange of their own."""
-    counts = counted("int8", parameters, world_size, small=1000)
-    assert counts["launches"] <= 6, counts
-    assert counts["collectives"] <= 4, counts
+def test_with_uncompressed_parameters_beside(
+    parameters: int, world_size: int, immediate: bool
+) -> None:
+    """Biases and norms, which travel in the exchange of what is compressed."""
+    counts = counted("int8", parameters, world_size, small=1000, immediate=immediate)
+    assert counts["launches"] <= (6 if immediate else 9), counts
+    assert counts["collectives"] <= 2, counts
 
 
 @pytest.mark.parametrize(
@@ -225,4 +226,22 @@ def test_hierarchical(
         "int8", parameters, world_size, per_host=per_host, immediate=immediate, intra=intra
     )
     assert counts["launches"] <= 10, counts
+    assert counts["collectives"] <= 4, counts
+
+
+@pytest.mark.parametrize("immediate", [True, False])
+@pytest.mark.parametrize(("world_size", "per_host"), [(4, 2), (6, 2), (8, 4)])
+@pytest.mark.parametrize("intra", ["none", "int8"])
+def test_hierarchical_with_uncompressed_parameters_beside(
+    intra: str, world_size: int, per_host: int, immediate: bool
+) -> None:
+    counts = counted(
+        "int8",
+        9,
+        world_size,
+        per_host=per_host,
+        immediate=immediate,
+        small=1000,
+        intra=intra,
+    )
     assert counts["collectives"] <= 4, counts

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -17,10 +17,15 @@ from torch import Tensor
 from worlds import Rank, run_threads
 
 from lightning_dist.exchange.channel import Channel
+from lightning_dist.reducer import intra_plan
 from lightning_dist.reducer.block_unit import BlockUnit
 from lightning_dist.reducer.codec_sample import Sampler
+from lightning_dist.reducer.intra_plan import IntraPlan
 from lightning_dist.reducer.observer import EncodedBucket, Observer
+from lightning_dist.reducer.plan import Planner
 from lightning_dist.reducer.table_unit import PackedUnit, TableUnit
+from lightning_dist.reducer.unit_sizes import WHOLE_BUCKET
+from lightning_dist.reducer.units import JoinedUnit, join
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of inf and NaN
 
@@ -172,6 +177,40 @@ def test_uncompressed_slices_are_packed(size: int, commit: str) -> None:
         assert before.units == {BlockUnit}
         assert all(map(same, after.gradients, before.gradients))
         assert after.residuals[-1].keys() == {"first"}
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Every unit has an exchange of its own."""
+
+    def joined(_: Any, unit: JoinedUnit) -> JoinedUnit:
+        join([unit])
+        return unit
+
+    with patch.object(Planner, "joined", joined), patch.object(IntraPlan, "joined", joined):
+        yield
+
+
+@pytest.mark.parametrize("commit", ["immediate", "deferred"])
+@pytest.mark.parametrize("form", ["flat", "2x2", "leader"])
+def test_units_that_share_an_exchange_do_what_they_do_alone(form: str, commit: str) -> None:
+    """Whole buckets, as on accelerators: two collectives on each level, and the same bits."""
+    settings: dict[str, Any] = {"commit": commit, "min_compress_numel": 1500, "tables": True}
+    settings["ddp"] = {"bucket_cap_mb": 1}
+    if form != "flat":
+        settings |= {"tree": [[0, 1], [2, 3]], "leader": form == "leader"}
+    codec, size = "int8:block_size=64", 3 if form == "flat" else 4
+    with patch.object(intra_plan, "unit_elements", lambda *_, **of: WHOLE_BUCKET):
+        together = run(codec, size, **settings)
+        with alone():
+            apart = run(codec, size, **settings)
+    for joined, each in zip(together, apart, strict=True):
+        assert all(map(same, joined.gradients, each.gradients))
+        assert all(map(same, joined.residuals, each.residuals))
+        assert any(r.any() for r in joined.residuals[-1].values()) or form == "leader"
+    # Two codecs in one bucket.
+    collectives = [sum(len(rank.wire) for rank in ranks) for ranks in (together, apart)]
+    assert collectives[1] == 2 * collectives[0] > 0
 
 
 @pytest.mark.parametrize("leader", [False, True])

@@ -79,7 +79,8 @@ def lane_of(codec: Codec, numel: int, using: Planner) -> tuple[Codec, Sent]:
     """The codec that a parameter of ``numel`` elements really gets, and the bytes of a step."""
     part, bucket = ParameterSlice("weight", 0, (numel,)), torch.zeros(numel)
     codec = using.affordable(codec, part, bucket.dtype)
-    return codec, using.group(codec, [part], bucket).sent
+    (group,) = using.groups({codec: [part]}, bucket)
+    return codec, group.sent
 
 
 @pytest.mark.parametrize("name", BLOCK_CODECS)

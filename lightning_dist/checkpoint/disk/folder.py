@@ -268,15 +268,20 @@ def merge(save: SaveFolder, receipts: list[Receipt]) -> Manifest:
     for receipt in receipts:
         for record, start, part in receipt.parts:
             placed[record].append((start, part))
-    sizes = dict(save.striped)
+    gaps, sizes = dict(save.striped), dict(save.complete)
     return Manifest(
         save.origin,
         tuple(file for receipt in receipts for file in receipt.files),
-        {record: _whole(record, found, sizes.get(record)) for record, found in placed.items()},
+        {
+            record: _whole(record, found, gaps.get(record), length=sizes.get(record))
+            for record, found in placed.items()
+        },
     )
 
 
-def _whole(record: str, placed: list[tuple[int, Part]], nbytes: int | None) -> tuple[Part, ...]:
+def _whole(
+    record: str, placed: list[tuple[int, Part]], nbytes: int | None, *, length: int | None
+) -> tuple[Part, ...]:
     """The parts in order; zeros in the gaps if ``nbytes`` says how long the record is."""
     parts: list[Part] = []
     end = 0
@@ -289,4 +294,6 @@ def _whole(record: str, placed: list[tuple[int, Part]], nbytes: int | None) -> t
         end = start + part.nbytes
     if nbytes is not None and nbytes > end:
         parts.append(zeros(nbytes - end))
+    if length is not None and length != end:
+        raise CheckpointError(f"bytes {end} to {length} of {record} were not written once")
     return tuple(parts)

@@ -34,9 +34,6 @@ _QUIET, _BUSY = 0.02, 0.003
 _PATIENCE = 120.0
 """Seconds that a member waits for the next generation: the coordinator counts with less."""
 
-_AGAIN = 10.0
-"""Seconds until newcomers that were not admitted at a pause make all pause again."""
-
 
 @dataclass(frozen=True)
 class RecoveryEnvironment:
@@ -91,9 +88,7 @@ class Member:
         self._watched = environment.connect()
         self._on_broken = on_broken
         self._reason = ""  # why this generation is broken, as far as is known here
-        # Newcomers so far; of those: seen when this worker last stopped, and admitted or refused.
-        self._waiting = self._seen = self._admitted = 0
-        self._again_at = 0.0
+        self._waiting = 0  # newcomers so far
         self._lock = threading.Lock()
         self._is_over = False
         self._thread = threading.Thread(target=self._watch, name="recovery member", daemon=True)
@@ -108,9 +103,7 @@ class Member:
     @property
     def has_waiting(self) -> bool:
         """Whether newcomers wait, so that all should pause."""
-        if self._waiting > self._seen:
-            return True
-        return self._waiting > self._admitted and time.monotonic() > self._again_at
+        return self._waiting > self.generation.waiting
 
     def announce(self, fingerprint: str) -> Generation:
         """Say that this worker is ready to train; the first generation that has it.
@@ -129,7 +122,6 @@ class Member:
                 number = self._newest(newest)
                 for each in range(newest + 1, number + 1):
                     found = self._read(each)
-                    self._admitted += len(found.newcomers) + len(found.refused)
                     if self.name in (*found.members, *found.refused) or found.ends:
                         return self._enter(found)
                 newest = max(newest, number)
@@ -142,7 +134,6 @@ class Member:
         """
         number = self.generation.number
         with self._guarded():
-            self._seen = self.store.add(Keys.waiting, 0)
             self.store.set(Keys.report(number, self.name), encode(report))
             if report.failed:
                 self._say_broken(report.reason)
@@ -150,10 +141,7 @@ class Member:
             while True:
                 newest = self._newest(number)
                 if newest > number:
-                    for each in map(self._read, range(number + 1, newest + 1)):
-                        self._admitted += len(each.newcomers) + len(each.refused)
-                        found = each
-                    return self._enter(found)
+                    return self._enter(self._read(newest))
                 if time.monotonic() > end:
                     raise RuntimeError(f"no generation came after {number} in {_PATIENCE:g} s")
 
@@ -196,8 +184,6 @@ class Member:
     def _enter(self, generation: Generation) -> Generation:
         with self._lock:
             self.generation, self._reason = generation, ""
-            self._seen = max(self._seen, self._admitted)
-            self._again_at = time.monotonic() + _AGAIN
         return generation
 
     def _guarded(self) -> _Guard:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, Self
@@ -12,7 +11,7 @@ from accelerate import Accelerator
 from lightning_dist.codecs import Codec
 from lightning_dist.configuration import LEFT_OUT, OPTIONS, Resolved, resolve
 from lightning_dist.configuration.options import require_known
-from lightning_dist.integrations.accelerate.attach import require_attachable
+from lightning_dist.integrations.accelerate.attach import require_attachable, tell
 from lightning_dist.integrations.accelerate.compression import Compression
 from lightning_dist.integrations.refusals import refuse_codec_options
 from lightning_dist.settings import Settings
@@ -48,6 +47,9 @@ class CompressedDDPPlugin:
         commit: when residuals are written: ``"immediate"``, in the pass that encodes;
             ``"deferred"``, once the whole step has landed and is known to be finite. ``"auto"``:
             deferred with a GradScaler or ``find_unused_parameters``, else immediate.
+        delay: 1 applies the mean of a step in the next one, so that its exchange has a whole
+            step; the first step gets zeros. For slow links, at some cost in loss. Not with a
+            GradScaler, ``find_unused_parameters``, several optimizers or OneBitAdam.
 
     Raises:
         ValueError: a setting that does not exist, is out of range or cannot take effect, a variable
@@ -65,6 +67,7 @@ class CompressedDDPPlugin:
     start_step: int = LEFT_OUT
     compile_kernels: bool | Literal["auto"] = LEFT_OUT
     commit: Literal["auto", "immediate", "deferred"] = LEFT_OUT
+    delay: int = LEFT_OUT
     _resolved: Resolved = field(init=False, repr=False, compare=False)
 
     def __new__(cls, *codec: Any, **settings: Any) -> Self:
@@ -96,9 +99,7 @@ class CompressedDDPPlugin:
         """
         require_attachable(accelerator)
         compression = Compression(accelerator, self._settings())
-        if accelerator.is_main_process and (told := self._resolved.told()):
-            # Not logged: Accelerate shows no log below a warning, and this is none.
-            print(f"lightning_dist: set outside of the code: {told}", file=sys.stderr)
+        tell(accelerator, self._resolved)
         return compression
 
     def _settings(self) -> Settings:

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
+import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.integrations.arguments import CHECKPOINT_KEY
 from lightning_dist.integrations.lightning.before_setup import call_before_setup
+from lightning_dist.integrations.lightning.checkpoint.session_io import CheckpointerIO
 from lightning_dist.integrations.lightning.launcher import FollowsLauncher, init_process_group
 from lightning_dist.integrations.lightning.private import give_device_mesh
 from lightning_dist.integrations.lightning.reporting import ReportsCommunication
-from lightning_dist.integrations.model_parallel import ModelParallelArguments
+from lightning_dist.integrations.model_parallel import DIMENSIONS, ModelParallelArguments
 from lightning_dist.integrations.refusals import refuse_pytorch_lightning
 from lightning_dist.integrations.torch.fsdp import ShardedGradients
+
+log = logging.getLogger(__name__)
+
+_METADATA_FILENAME = "meta.pt"
+"""File in a folder that Lightning has written by torch.distributed.checkpoint."""
 
 
 class CompressedModelParallelStrategy(
@@ -93,23 +104,83 @@ class CompressedModelParallelStrategy(
             yield
 
     @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if not isinstance(self.checkpoint_io, CheckpointerIO):
+            return super().lightning_module_state_dict()
+        assert self.lightning_module is not None
+        return self.lightning_module.state_dict(keep_vars=True)  # shards; tied ones are one object
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if not isinstance(self.checkpoint_io, CheckpointerIO):
+            return super().optimizer_state(optimizer)
+        return optimizer.state_dict()
+
+    @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
+        io = self.checkpoint_io if isinstance(self.checkpoint_io, CheckpointerIO) else None
         # Called on all ranks. Weights-only checkpoints have no optimizer states.
         if self._gradients is not None and "optimizer_states" in checkpoint:
-            state = self._state_of(self._gradients)
+            state = self._state_for(io, self._gradients)
             if state is not None:
                 checkpoint[CHECKPOINT_KEY] = state
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        if io is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            return
+        from lightning_dist.integrations.lightning.checkpoint.shards import leave_shards
+
+        leave_shards(checkpoint, io, self.device_mesh, self.optimizers)
+        Strategy.save_checkpoint(self, checkpoint, filepath)
+
+    def _state_for(
+        self, io: CheckpointerIO | None, gradients: ShardedGradients
+    ) -> dict[str, Any] | None:
+        if io is None or self.device_mesh[DIMENSIONS[2]].size() > 1:
+            return self._state_of(gradients)
+        from lightning_dist.checkpoint.plan import Striped
+
+        state, stripes = gradients.reducer.striped_state_dict()
+        io.striped += [Striped(each.whole, each.own) for each in stripes]
+        return state
 
     @override
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        checkpoint = self._load_agreed(os.fspath(self.broadcast(checkpoint_path)), weights_only)
         if self._gradients is not None:
             self._load_state(self._gradients, checkpoint.get(CHECKPOINT_KEY))
+        elif self.optimizers and CHECKPOINT_KEY in checkpoint and self.is_global_zero:
+            log.warning(
+                "the checkpoint has residuals of several replicas, and one replica compresses "
+                "nothing: what they owe is lost"
+            )
+        return checkpoint
+
+    def _load_agreed(self, path: str, weights_only: bool | None) -> dict[str, Any]:
+        """Load what AsyncCheckpoint has written, or by Lightning's way what is another's."""
+        from lightning_dist.checkpoint.disk.verify import describe
+        from lightning_dist.checkpoint.ranks import Ranks
+        from lightning_dist.integrations.lightning.checkpoint.resume import ResumeCheckpointIO
+        from lightning_dist.integrations.lightning.checkpoint.shards import load_shards
+
+        module, io = self.lightning_module, self.checkpoint_io
+        assert module is not None
+        if (Path(path) / _METADATA_FILENAME).is_file():  # of torch.distributed.checkpoint
+            return super().load_checkpoint(path, weights_only=weights_only)
+        if not isinstance(io, ResumeCheckpointIO):  # there is no AsyncCheckpoint
+            io = ResumeCheckpointIO(verify="resume", trainer=module.trainer)
+        path = io.agree(path)
+        ranks = Ranks(dist.group.WORLD, device=self.root_device)
+        if ranks.on_each(lambda: describe(path)).kind != "sharded":
+            return super().load_checkpoint(path, weights_only=weights_only)
+        rows = None if self._gradients is None else self._gradients.reducer.network.rows
+        checkpoint = ranks.on_each(
+            lambda: load_shards(path, module, self.optimizers, weights_only=weights_only, rows=rows)
+        )
+        io.say_what_changed(path)
         return checkpoint
 
     @override

@@ -70,6 +70,12 @@ class CompressedDDPStrategy(
             refuse_pytorch_lightning(callback=callback)
         self._max_steps = trainer.max_steps
         super().setup(trainer)
+        if self._settings.delay and len(self.optimizers) > 1:
+            raise ValueError(
+                "with delay=1 a backward pass gets the mean of the one before, which must be of "
+                f"the same optimizer, got {len(self.optimizers)} optimizers; use one, or leave "
+                "delay out"
+            )
         if self._reducer is not None and self.optimizers:
             clips = bool(trainer.gradient_clip_val)
             connect_optimizers(self.optimizers, self._reducer, clips=clips)
@@ -119,6 +125,12 @@ class CompressedDDPStrategy(
         super().load_optimizer_state_dict(checkpoint)
         if self._reducer is not None:
             self._reducer.load_state_dict(checkpoint.get(CHECKPOINT_KEY))
+
+    @override
+    def on_train_end(self) -> None:
+        if self._reducer is not None:
+            self._reducer.wait()
+        super().on_train_end()
 
     @override
     def on_exception(self, exception: BaseException) -> None:

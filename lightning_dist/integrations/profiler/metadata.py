@@ -80,8 +80,10 @@ def run_metadata(
     return to_json(content).encode() + b"\n"
 
 
-def why_not_in_detail(model: DistributedDataParallel) -> str:
+def why_not_in_detail(model: DistributedDataParallel, reducer: Reducer | None = None) -> str:
     """Why events within a step cannot be timed; empty if they can."""
+    if reducer is not None and reducer.settings.delay:
+        return "with delay=1 an exchange ends in the step after its own"
     kind = model.device.type
     if kind == "cpu":
         return ""

@@ -113,7 +113,7 @@ class ProfileRun:
         self._hosts = [str(each["host"]) for each in of_all]
         self._apart = ranks_apart(self.folder, self._group)
         in_detail = settings.in_detail
-        if in_detail and (why_not := why_not_in_detail(model)):
+        if in_detail and (why_not := why_not_in_detail(model, self._reducer)):
             in_detail = False
             self.reasons.append(
                 f"phases, buckets and compression errors: n/a, {why_not}; step times are taken"

@@ -62,6 +62,20 @@ def require_commit(settings: Settings, model: DistributedDataParallel) -> None:
         )
 
 
+def require_delay(settings: Settings, model: DistributedDataParallel, *, scales: bool) -> None:
+    """Raise ValueError where a mean cannot be applied one step late."""
+    if settings.delay and finds_unused(model):
+        raise ValueError(
+            "delay=1 applies the mean of a step in the next one, which may use other parameters, "
+            "got find_unused_parameters=True; leave one of the two out"
+        )
+    if settings.delay and scales:
+        raise ValueError(
+            "delay=1 applies a mean under the loss scale of the next step, got a GradScaler; use "
+            "bfloat16 (precision='bf16-mixed'), or leave delay out"
+        )
+
+
 def finds_unused(model: DistributedDataParallel) -> bool:
     """Whether DDP looks for parameters without a gradient."""
     return model.find_unused_parameters and not model.static_graph

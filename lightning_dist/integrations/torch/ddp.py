@@ -26,6 +26,7 @@ from lightning_dist.integrations.torch.checks import (
     require_commit,
     require_compressible,
     require_ddp,
+    require_delay,
     require_effect,
     require_one_momentum,
 )
@@ -58,6 +59,7 @@ def compress_ddp(
     start_step: int = 0,
     compile_kernels: bool | Literal["auto"] = "auto",
     commit: Literal["auto", "immediate", "deferred"] = "auto",
+    delay: int = 0,
     grad_scaler: torch.amp.GradScaler | None = None,
     groups: Groups | None = None,
 ) -> Reducer:
@@ -89,6 +91,9 @@ def compress_ddp(
             ``"deferred"``: once every bucket of a step has landed and all ranks know that it is
             finite; a step that is not applied leaves no trace. ``"auto"``: deferred with a
             GradScaler or ``find_unused_parameters``, else immediate.
+        delay: 1 applies the mean of a step in the next one, so that its exchange has a whole
+            step; the first step gets zeros. For slow links, at some cost in loss. Not with a
+            GradScaler, ``find_unused_parameters``, several optimizers or OneBitAdam.
         grad_scaler: the GradScaler in use, so that residuals are kept unscaled.
         groups: two process groups over the ranks of ``model``, for payloads and for flags; where
             the exchange is hierarchical also this rank's, from the inside out. Used by nothing
@@ -112,6 +117,7 @@ def compress_ddp(
         start_step=start_step,
         compile_kernels=compile_kernels,
         commit=commit,
+        delay=delay,
     )
     scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
     return attach(
@@ -142,6 +148,7 @@ def attach(
     require_ddp(model)
     require_compressible(model.module)
     require_commit(settings, model)
+    require_delay(settings, model, scales=grad_scale is not None)
     network = network_for(
         model,
         settings,
@@ -150,11 +157,12 @@ def attach(
         groups=groups,
         timeout=timeout,
     )
-    topology, device = network.topology, network.device
+    topology = network.topology
     names = {parameter: _plain(name) for name, parameter in model.module.named_parameters()}
     says = topology.rank == 0
     begins = require_effect(settings, names, says=says, one_of_several=one_of_several)
     first, several = topology.rank == 0, topology.world_size > 1
+    compares = several and not settings.delay  # a mean that comes later by intention says nothing
     reducer = Reducer(
         names,
         settings=settings,
@@ -162,13 +170,13 @@ def attach(
         state=None if continue_from is None else continue_from.state,
         grad_scale=grad_scale,
         allow_absent=finds_unused(model),
-        observers=[ExposureWatch(network, advice_to=first)] if several else (),
+        observers=[ExposureWatch(network, advice_to=first)] if compares else (),
         in_order=any(isinstance(each, nn.SyncBatchNorm) for each in model.modules()),
     )
     if several and not compresses_fewer_bytes(settings, names, reducer.planner):
         begins = None
     if continue_from is not None:
-        reducer.step = continue_from.step
+        reducer.continue_from(continue_from)
         numel = {names[p]: as_real(p).numel() for p in names if p.requires_grad}
         before = continue_from.strides
         moved = [n for n in numel if n in before and before[n] != reducer.strides[n]]
@@ -179,15 +187,8 @@ def attach(
                 ", ".join(moved),
             )
         reducer.state.keep_only({name: of for name, of in numel.items() if name not in moved})
-    elements = sum(parameter.numel() for parameter in names if parameter.requires_grad)
-    if several and should_fuse(settings.compile_kernels, numel=elements, device=device):
-        if first:
-            log.warning("compiling the codec's kernels (about 20 s the first time)")
-        trained = [as_real(parameter) for parameter in names if parameter.requires_grad]
-        dtypes, sizes = {each.dtype for each in trained}, {each.numel() for each in trained}
-        for codec in settings.codec.leaves():
-            reducer.planner.fuse(codec, dtypes, sizes=sizes)
-
+    trained = [as_real(parameter) for parameter in names if parameter.requires_grad]
+    compile_kernels(reducer, [(each.dtype, each.numel()) for each in trained], says=first)
     buckets = DDPBuckets(reducer, find_unused=finds_unused(model))
 
     def lightning_dist_hook(state: DDPBuckets, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -199,6 +200,27 @@ def attach(
     if first:
         tell_in_force(reducer, begins=begins)
     return reducer
+
+
+def compile_kernels(
+    reducer: Reducer, gradients: Sequence[tuple[torch.dtype, int]], *, says: bool
+) -> None:
+    """Compile the kernels of ``reducer`` where its settings say so.
+
+    Args:
+        gradients: dtype and elements of each one.
+    """
+    settings, network = reducer.settings, reducer.network
+    elements = sum(numel for _, numel in gradients)
+    if network.world_size == 1 or not should_fuse(
+        settings.compile_kernels, numel=elements, device=network.device
+    ):
+        return
+    if says:
+        log.warning("compiling the codec's kernels (about 20 s the first time)")
+    dtypes, sizes = {dtype for dtype, _ in gradients}, {numel for _, numel in gradients}
+    for codec in settings.codec.leaves():
+        reducer.planner.fuse(codec, dtypes, sizes=sizes)
 
 
 def remember(module: nn.Module, reducer: Reducer) -> None:
@@ -232,6 +254,12 @@ def connect_optimizers(optimizers: Iterable[Any], reducer: Reducer, *, clips: bo
     for optimizer in optimizers:
         require_one_momentum(optimizer, settings)
         if isinstance(optimizer, OneBitAdam):
+            if settings.delay:
+                raise ValueError(
+                    "delay=1 applies means of gradients one step late, and OneBitAdam exchanges "
+                    "momenta, which it has to know at once; leave delay out, or use another "
+                    "optimizer"
+                )
             if clips:
                 raise ValueError(
                     "gradient_clip_val would clip OneBitAdam's momenta after its freeze_step, not "

@@ -16,6 +16,10 @@ from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.stats import CommStats
 
 _OURS = "lightning_dist"
+_DELAYED = (
+    "; delay 1: each mean is applied one step late, the first step gets zeros, and the last mean "
+    "is in the checkpoint only"
+)
 log = logging.getLogger(__name__)
 
 
@@ -56,6 +60,7 @@ def in_force(reducer: Reducer) -> str:
         f"compressed DDP: codec {settings.codec}, {config['exchange']} exchange, "
         f"{places}, world size {config['world_size']}; rank 0 sends {sent} per "
         f"step{since}, {_amount(expected.raw)} without compression; {config['commit']} commit"
+        f"{_DELAYED if settings.delay else ''}"
     )
 
 

@@ -69,6 +69,14 @@ class Slice:
 
 
 @dataclass(frozen=True)
+class Within:
+    """Rows of a payload that are parts of the rows of a larger one."""
+
+    row_bytes: Sequence[int]  # of every row, all of it
+    before: Sequence[int]  # of every row, behind so many bytes of it
+
+
+@dataclass(frozen=True)
 class SliceTable:
     """Tiles of one codec over the slices of one flat gradient; built once for each bucket.
 
@@ -104,6 +112,7 @@ class SliceTable:
         *,
         rows: int,
         device: torch.device,
+        within: Within | None = None,
         tile_elements: int | None = None,
     ) -> SliceTable:
         """Every slice cut into ``rows`` rows of equal length: row ``r`` is what rank ``r`` reduces.
@@ -111,7 +120,7 @@ class SliceTable:
         Payloads are ``(rows, row_bytes)``, as :class:`~lightning_dist.exchange.rounds.TwoShot` and
         (one row) :class:`~lightning_dist.exchange.rounds.AllGather` send them.
         """
-        return _table(codec, [list(slices)], rows, device, tile_elements, None)
+        return _table(codec, [list(slices)], rows, device, tile_elements, None, within)
 
     @classmethod
     def of_shares(
@@ -121,6 +130,7 @@ class SliceTable:
         *,
         blocks: Sequence[int] | None = None,
         device: torch.device,
+        within: Within | None = None,
         tile_elements: int | None = None,
     ) -> SliceTable:
         """Row ``r`` has the slices of ``shares[r]`` as they are, perhaps none, and ``blocks[r]``.
@@ -128,7 +138,8 @@ class SliceTable:
         Rows follow each other without a gap, as in
         :class:`~lightning_dist.exchange.rounds.ReduceScatterAllGather`.
         """
-        return _table(codec, [list(share) for share in shares], 1, device, tile_elements, blocks)
+        groups = [list(share) for share in shares]
+        return _table(codec, groups, 1, device, tile_elements, blocks, within)
 
 
 def _table(
@@ -138,6 +149,7 @@ def _table(
     device: torch.device,
     tile_elements: int | None,
     blocks_of_groups: Sequence[int] | None,
+    within: Within | None,
 ) -> SliceTable:
     planes, shape = codec.planes(torch.float32), BlockShape.of(codec)
     if tile_elements is None:
@@ -152,6 +164,9 @@ def _table(
         blocks = sum(counts) if blocks_of_groups is None else blocks_of_groups[i]
         size = row_bytes(planes, blocks)
         codes = size - row_bytes(planes[1:], blocks)  # bytes of a row before its codes
+        at = 0
+        if within is not None:
+            size, at = within.row_bytes[len(columns)], within.before[len(columns)]
         first = 0
         parts = [torch.empty(rows, 0, FIELDS, dtype=torch.int64)]
         for part, count in zip(group, counts, strict=True):
@@ -167,8 +182,8 @@ def _table(
                 torch.minimum(part.numel - start, length * codec.block).clamp(min=0),
                 length,
                 before // 8,
-                (first + column) * 2,
-                (codes + (first + column) * shape.real) // shape.alignment,
+                at + (first + column) * 2,
+                (at + codes + (first + column) * shape.real) // shape.alignment,
                 number,
                 torch.tensor(slices),
                 torch.tensor(0),

@@ -41,6 +41,9 @@ def folder() -> Path:
 def process_group(store: dist.Store, rank: int, size: int) -> Iterator[None]:
     """A default group of its own, so that one scenario cannot leave another out of step."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    # Each pair is connected by its two ends on their own: who gives the group up at once closes
+    # what another rank is still waiting for, and that one fails.
+    dist.barrier()
     try:
         yield
     finally:

@@ -64,7 +64,7 @@ class ResumeCheckpointIO(AsyncTorchCheckpointIO):
                 wrote it.
             ValueError: it is of another model.
         """
-        agreed = self._agree(os.fspath(path))
+        agreed = self.agree(os.fspath(path))
         checkpoint: dict[str, Any] = {}
         problem: Exception | None = None
         try:
@@ -81,13 +81,13 @@ class ResumeCheckpointIO(AsyncTorchCheckpointIO):
                 f"another rank could not load {agreed}; put it where all ranks see it"
             )
         if not is_http(agreed):
-            self._say_what_changed(agreed)
+            self.say_what_changed(agreed)
         module = self._trainer.lightning_module
         if module.strict_loading and not is_overridden("on_load_checkpoint", module):
             require_same_model(checkpoint.get("state_dict", {}), module, agreed)
         return checkpoint
 
-    def _agree(self, path: str) -> str:
+    def agree(self, path: str) -> str:
         """The checkpoint that rank 0 has chosen and verified; raises its error on all ranks."""
         chosen, problem = path, None
         if self._trainer.is_global_zero and not is_http(path):
@@ -115,7 +115,8 @@ class ResumeCheckpointIO(AsyncTorchCheckpointIO):
             verify(path)
         return path
 
-    def _say_what_changed(self, path: str) -> None:
+    def say_what_changed(self, path: str) -> None:
+        """Tell the user where another number of ranks goes on."""
         origin = describe(path).origin
         if origin is not None and origin.ranks != self._trainer.world_size:
             rank_zero_info(

@@ -70,11 +70,11 @@ def save_into(
     """
     strategy = trainer.strategy
     with trainer.profiler.profile("save_checkpoint"):  # type: ignore[attr-defined]
-        checkpoint = private.dump_checkpoint(trainer, weights_only=weights_only)
         step = trainer.global_step
         io = CheckpointerIO(checkpointer, step=step, sharded=sharded, resumable=not weights_only)
         usual, strategy.checkpoint_io = strategy.checkpoint_io, io
         try:
+            checkpoint = private.dump_checkpoint(trainer, weights_only=weights_only)
             strategy.save_checkpoint(checkpoint, path)
             if checkpointer is not None and not trainer.is_global_zero:
                 io.save_checkpoint(checkpoint, path)

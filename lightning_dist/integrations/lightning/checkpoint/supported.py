@@ -16,15 +16,27 @@ from lightning.pytorch.strategies import (
 
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.integrations.lightning.checkpoint.resume import ResumeCheckpointIO
+from lightning_dist.integrations.model_parallel import ModelParallelArguments
 
 _AVERAGING = (StochasticWeightAveraging, WeightAveraging)
 _OWN_FORMAT = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
 
 
-def require_supported(strategy: Strategy) -> None:
-    """Raise ValueError for strategies whose checkpoints do not pass through a CheckpointIO."""
+def require_supported(strategy: Strategy, *, sharded: bool) -> None:
+    """Raise ValueError for strategies whose checkpoints do not pass through a CheckpointIO.
+
+    Args:
+        sharded: whether every rank writes its part.
+    """
     name = type(strategy).__name__
-    if isinstance(strategy, _OWN_FORMAT):
+    if isinstance(strategy, ModelParallelArguments):
+        if not sharded:
+            raise ValueError(
+                f"{name} keeps a part of the model on each rank, and format='single' would need "
+                "all of it on rank 0; set format='sharded' (lightning-dist ckpt consolidate makes "
+                "one file of it)"
+            )
+    elif isinstance(strategy, _OWN_FORMAT):
         raise ValueError(
             f"AsyncCheckpoint writes what every rank has in full, and {name} keeps a part of the "
             "model on each rank and writes it in a format of its own; use ModelCheckpoint with it"

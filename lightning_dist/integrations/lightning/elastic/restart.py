@@ -161,7 +161,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         refuse_pytorch_lightning(trainer=trainer)
-        require_supported(trainer.strategy)
+        require_supported(trainer.strategy, sharded=self._settings.sharded)
         restore_usual(trainer)  # after a fit that ended with an exception
         io = resume_io(trainer, verify=self._settings.saving.verify)
         if stage != "fit" or is_trial(trainer):

@@ -1,0 +1,137 @@
+"""Checkpoints of a module whose parameters are sharded: what goes into one, and comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_dist.checkpoint.shards import LazyState, load_lazily, without_shards
+from lightning_dist.integrations.arguments import CHECKPOINT_KEY
+from lightning_dist.integrations.lightning.checkpoint.resume import require_same_model
+from lightning_dist.integrations.lightning.checkpoint.session_io import CheckpointerIO
+from lightning_dist.reducer.network import Rows
+
+_SHARDED = ("state_dict", "optimizer_states")
+
+
+def leave_shards(
+    checkpoint: dict[str, Any],
+    io: CheckpointerIO,
+    mesh: DeviceMesh,
+    optimizers: Sequence[Optimizer],
+) -> None:
+    """Put whole tensors in the place of sharded ones, and let ``io`` know this rank's parts.
+
+    Raises:
+        ValueError: an optimizer keeps sharded state that is no part of what its parameter has.
+    """
+    for optimizer in optimizers:
+        _require_alike(optimizer)
+    sharded = {key: checkpoint[key] for key in _SHARDED if key in checkpoint}
+    whole, striped = without_shards(sharded, mesh)
+    checkpoint.update(whole)
+    io.striped += striped
+
+
+def _require_alike(optimizer: Optimizer) -> None:
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, DTensor) and value.shape != parameter.shape:
+                raise ValueError(
+                    f"the state of {type(optimizer).__name__} must have the shapes of its sharded "
+                    f"parameters, got {name!r} of {tuple(value.shape)} for "
+                    f"{tuple(parameter.shape)}: another mesh could not divide it; use an optimizer "
+                    "such as AdamW, or ModelCheckpoint"
+                )
+
+
+def load_shards(
+    path: str,
+    module: pl.LightningModule,
+    optimizers: Sequence[Optimizer],
+    *,
+    weights_only: bool | None,
+    rows: Rows | None,
+) -> dict[str, Any]:
+    """Load what module and optimizers have of the checkpoint at ``path``; returns all the rest.
+
+    Each rank reads its parts of the sharded tensors, and one row of the residuals.
+
+    Args:
+        rows: of residuals, as they are here; None where there are none.
+
+    Raises:
+        ValueError: it is of another model.
+    """
+    with load_lazily(path, weights_only=weights_only) as lazy:
+        checkpoint: dict[str, Any] = lazy.state
+        _load_module(checkpoint.pop("state_dict"), module, lazy, path)
+        states = checkpoint.pop("optimizer_states", [])
+        for optimizer, state in zip(optimizers, states, strict=False):
+            optimizer.load_state_dict(_of_optimizer(state, optimizer, lazy))
+        residuals = checkpoint.pop(CHECKPOINT_KEY, None)
+        whole: dict[str, Any] = lazy.whole(checkpoint)
+        if residuals is not None:
+            whole[CHECKPOINT_KEY] = {} if rows is None else _own_row(residuals, rows, lazy)
+        return whole
+
+
+def _own_row(value: Any, rows: Rows, lazy: LazyState) -> Any:
+    """The state of a reducer, with this replica's row alone or the mean of all rows.
+
+    A reducer takes the mean of the rows that it is given: of one that row.
+    """
+    if isinstance(value, dict):
+        return {
+            key: {name: _row(each, rows, lazy) for name, each in part.items()}
+            if key in ("residuals", "momenta")
+            else lazy.whole(part)
+            for key, part in value.items()
+        }
+    return lazy.whole(value)
+
+
+def _row(saved: Tensor, rows: Rows, lazy: LazyState) -> Tensor:
+    count, numel = saved.shape
+    if count == rows.count:
+        return lazy.run(saved, rows.own * numel, numel).view(1, numel)
+    total = torch.zeros(1, numel, dtype=saved.dtype)
+    for row in range(count):
+        total += lazy.run(saved, row * numel, numel)
+    return total / count
+
+
+def _load_module(
+    saved: dict[str, Any], module: pl.LightningModule, lazy: LazyState, path: str
+) -> None:
+    if module.strict_loading and not is_overridden("on_load_checkpoint", module):
+        require_same_model(saved, module, path)
+    own = module.state_dict()
+    found = {name: _like(value, own.get(name), lazy) for name, value in saved.items()}
+    module.load_state_dict(found, strict=module.strict_loading)
+
+
+def _of_optimizer(saved: dict[str, Any], optimizer: Optimizer, lazy: LazyState) -> dict[str, Any]:
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    by_number = dict(zip(numbers, parameters, strict=False))  # torch compares the groups
+    state = {
+        number: {name: _like(value, by_number.get(number), lazy) for name, value in values.items()}
+        for number, values in saved["state"].items()
+    }
+    return {**lazy.whole({**saved, "state": {}}), "state": state}
+
+
+def _like(value: Any, own: Any, lazy: LazyState) -> Any:
+    """``value`` sharded as ``own`` is, or as it is."""
+    if isinstance(own, DTensor) and isinstance(value, Tensor) and value.shape == own.shape:
+        return lazy.part(value, own)
+    return lazy.whole(value)

@@ -1,0 +1,73 @@
+"""Means of the step before: a step gets them in the place of its own, which are still to come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from lightning_dist.reducer.plans import Handle
+from lightning_dist.reducer.slices import ParameterSlice
+
+
+class DelayedMeans:
+    """Memory in which gradients travel while the means of the step before are applied.
+
+    Local gradients and the last means change places, so that one copy of the gradients is enough.
+    Means are known by parameter: DDP rebuilds its buckets after the first backward pass.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[int, tuple[Sequence[ParameterSlice], Tensor]] = {}
+        self._means: dict[str, Tensor] = {}
+
+    def swap(self, handle: Handle, done: Future[Tensor]) -> Handle:
+        """Complete ``handle`` with the means of the step before; zeros in the first step.
+
+        Everything that was started before must have landed.
+
+        Args:
+            done: of the handle that is returned, for the local gradients.
+        """
+        given, slices = handle.given, tuple(handle.slices)
+        known = self._memory.get(handle.key)
+        if known is not None and known[0] == slices and known[1].dtype == given.dtype:
+            memory, local = known[1], given.clone()
+            given.copy_(memory)
+            memory.copy_(local)
+        else:
+            memory = given.clone()
+            for part in slices:
+                mean = self._means.get(part.name)
+                part.of(given).zero_() if mean is None else part.of(given).copy_(mean)
+                self._means[part.name] = part.of(memory)
+            self._memory[handle.key] = slices, memory
+        handle.done.set_result(given)
+        return Handle(handle.key, memory, handle.slices, handle.absent, done)
+
+    def state(self) -> dict[str, Tensor]:
+        """The means that wait to be applied, ``{parameter name: (1, numel)}`` on the CPU."""
+        return {name: mean.detach().cpu().clone()[None] for name, mean in self._means.items()}
+
+    def load(self, means: Mapping[str, Tensor], *, numel: Mapping[str, int]) -> None:
+        """Take over :meth:`state`, for the parameters that ``numel`` has, with their sizes."""
+        self.clear()
+        for name, mean in means.items():
+            if numel.get(name) == mean.shape[1]:
+                self._means[name] = mean[0].clone()
+
+    def clear(self) -> None:
+        """Forget all means: the next step begins with zeros."""
+        self._memory, self._means = {}, {}
+
+    def to(self, device: torch.device) -> None:
+        """Move the means, for instance off an accelerator after a fit."""
+        self._memory = {}
+        self._means = {name: mean.to(device, copy=True) for name, mean in self._means.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(memory.nbytes for _, memory in self._memory.values())

@@ -1,0 +1,306 @@
+"""What ranks save and load of sharded models: started by `test_model_parallel_checkpoints.py`.
+
+torchrun model_parallel_checkpoints.py FOLDER SCENARIO...; leaves facts of every scenario.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from elastic_runs import FailAt, Fault, Numbered, ShardedNet, make_loader
+from elastic_runs import fit as elastic_fit
+from model_parallel_ranks import (
+    WIDTH,
+    Module,
+    dist_size,
+    fitted,
+    held,
+    ours,
+    same,
+    weights,
+)
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from lightning_dist import AsyncCheckpoint
+from lightning_dist.checkpoint.plan import Plan
+from lightning_dist.checkpoint.reading import load as load_checkpoint
+from lightning_dist.checkpoint.snapshot import Snapshots
+
+FOLDER = Path(sys.argv[1])
+SAVED = FOLDER / "epoch"
+"""Checkpoints of two replicas of two shards; other worlds load them."""
+
+
+class Seen(L.Callback):
+    """What a training begins with: whole weights, optimizer states and residuals."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        states = trainer.optimizers[0].state
+        self.weights = {n: whole(p) for n, p in pl_module.named_parameters()}
+        self.exp_avg = {n: whole(states[p]["exp_avg"]) for n, p in pl_module.named_parameters()}
+        self.steps = sorted({float(each["step"]) for each in states.values()})
+        strategy: Any = trainer.strategy
+        state = None if strategy._gradients is None else strategy._gradients.state_dict()
+        self.residuals = None if state is None else dict(state["residuals"])
+
+
+def whole(tensor: Any) -> Tensor:
+    found: Tensor = tensor.detach().full_tensor().clone()
+    return found
+
+
+def saving(folder: Path, **given: Any) -> AsyncCheckpoint:
+    settings = {"format": "sharded", "save_top_k": -1, "filename": "{epoch}", **given}
+    return AsyncCheckpoint(folder, **settings)
+
+
+def fit(strategy: Any, *callbacks: Any, **given: Any) -> tuple[L.Trainer, Module]:
+    return fitted(strategy, enable_checkpointing=True, callbacks=[*callbacks], **given)
+
+
+def resume() -> dict[str, Any]:
+    """Two epochs in one go, and with a checkpoint between them."""
+    straight, expected = fitted(ours("int4"))
+    with pytest.MonkeyPatch.context() as patch:
+        copied = watch_copies(patch)
+        fit(ours("int4"), saving(SAVED), max_epochs=1)
+    again, got = fit(ours("int4"), saving(FOLDER / "again"), Seen(), ckpt_path=SAVED / NAME)
+    before, after = held(straight.strategy), held(again.strategy)
+    manifest = json.loads((SAVED / NAME / "manifest.json").read_text())["body"]
+    return {
+        "equal": same(weights(expected), weights(got)),
+        "residuals": same(before, after) and any(bool(part.any()) for part in after),
+        "steps": again.strategy._reducer.step,
+        "copied": copied,
+        "bytes": [file["nbytes"] for file in manifest["files"]],
+        "listing": sorted(os.listdir(FOLDER / "again")),
+    }
+
+
+NAME = "epoch=0.ckpt"
+
+
+def watch_copies(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Bytes that each save copies at the trigger, and while training goes on."""
+    copied: list[tuple[int, int]] = []
+    usual = Snapshots.take
+
+    def take(self: Snapshots, save: Any, divided: Plan, owned: Any) -> None:
+        runs = divided.now, divided.later
+        copied.append(tuple(sum(run.piece.nbytes for run in each) for each in runs))
+        usual(self, save, divided, owned)
+
+    patch.setattr(Snapshots, "take", take)
+    return copied
+
+
+def load() -> dict[str, Any]:
+    """What this world begins with, from what two replicas of two shards have saved."""
+    found = {}
+    for replicas in (1, 2, 4):
+        if dist_size() % replicas:
+            continue
+        seen = Seen()
+        strategy = ours("int4", replicate_size=replicas)
+        fit(strategy, saving(FOLDER / "other"), seen, ckpt_path=SAVED / NAME)
+        found[replicas] = {key: vars(seen)[key] for key in ("weights", "exp_avg", "steps")}
+        found[replicas]["residuals"] = seen.residuals
+    return found
+
+
+def tensor_parallel() -> dict[str, Any]:
+    """Layers divided in both dimensions: what is saved, and what other meshes begin with."""
+    found: dict[str, Any] = {}
+    for replicas in (1, 2):
+        folder = FOLDER / f"tensor_parallel-{replicas}"
+        strategy = ours("int4", replicate_size=replicas, tensor_parallel_size=2)
+        _, module = fit(strategy, saving(folder))
+        expected = {name: whole(p) for name, p in module.named_parameters()}
+        saved = load_checkpoint(str(folder / "epoch=1.ckpt"))["state_dict"]
+        found[f"saved by {replicas}"] = equal(saved, expected)
+        for tensors in (1, 2):
+            seen = Seen()
+            again = ours("int4", replicate_size=2, tensor_parallel_size=tensors)
+            given = {"max_epochs": 3, "ckpt_path": folder / "epoch=1.ckpt"}
+            fit(again, saving(FOLDER / "other"), seen, **given)
+            found[f"saved by {replicas}, loaded by {tensors}"] = equal(seen.weights, expected)
+    return found
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+class Tied(Module):
+    """Its first and last layer have one weight."""
+
+    def configure_model(self) -> None:
+        if self.blocks is not None:
+            return
+        torch.manual_seed(3)
+        first, last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        last.weight = first.weight
+        self.blocks = nn.Sequential(first, nn.BatchNorm1d(WIDTH), last)
+        fully_shard(self.blocks, mesh=self.device_mesh["data_parallel"])
+
+
+class AfterSteps(L.Callback):
+    """Whole weights after every step."""
+
+    def __init__(self) -> None:
+        self.weights: dict[int, dict[str, Tensor]] = {}
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
+        parameters = pl_module.named_parameters(remove_duplicate=False)
+        self.weights[trainer.global_step] = {name: whole(p) for name, p in parameters}
+
+
+def tied() -> dict[str, bool]:
+    """Tied weights and buffers, copied while training goes on and at once."""
+    straight = Tied()
+    fitted(ours(), straight)
+    found = {}
+    for snapshot in ("overlap", "blocking"):
+        folder, steps = FOLDER / f"tied-{snapshot}", AfterSteps()
+        kept = saving(folder, snapshot=snapshot, every_n_train_steps=1, filename="{step}")
+        fit(ours(), steps, kept, module=Tied())
+        saved = {n: load_checkpoint(str(folder / f"step={n}.ckpt")) for n in steps.weights}
+        names = [name for name in saved[1]["state_dict"] if name in steps.weights[1]]
+        found[f"{snapshot}: weights"] = len(names) == 5 and all(
+            equal({name: saved[n]["state_dict"][name] for name in names}, steps.weights[n])
+            for n in saved
+        )
+        first, last = (saved[1]["state_dict"][f"blocks.{n}.weight"] for n in (0, 2))
+        found[f"{snapshot}: tied"] = first.data_ptr() == last.data_ptr()
+        found[f"{snapshot}: buffers"] = "blocks.1.running_mean" in saved[1]["state_dict"]
+        again = Tied()
+        fit(ours(), saving(FOLDER / "again"), module=again, ckpt_path=folder / "step=4.ckpt")
+        found[f"{snapshot}: goes on"] = same(weights(straight), weights(again))
+    return found
+
+
+FAULTS = {
+    "on_after_backward": 1,
+    "on_before_optimizer_step": 3,
+    "on_train_batch_end": 5,
+    "on_validation_batch_end": 6,
+    "on_train_epoch_end": 6,
+    "on_train_end": 9,
+}
+"""Optimizer steps before each hook at which a run fails, on all ranks."""
+
+
+def elastic_run(name: str, *, replicas: int, codec: str, fault: str = "") -> dict[str, Any]:
+    """A start of a run; weights and residuals at its end."""
+    noisy = codec != "none"
+    strategy = ours(codec, replicate_size=replicas)
+    module = ShardedNet(noisy=noisy)
+    callbacks = [FailAt(fault, FAULTS[fault])] if fault else []
+    expected = pytest.raises(Fault, match=f"^{fault} at step") if fault else nullcontext()
+    with expected:
+        elastic_fit(
+            FOLDER / name,
+            *callbacks,
+            loader=lambda: make_loader(Numbered(noisy=noisy)),
+            module=module,
+            strategy=strategy,
+            devices=dist_size(),
+            elastic={"format": "sharded"},
+        )
+    dist.barrier()
+    if fault:
+        return {}
+    found = {n: whole(p) for n, p in module.named_parameters()}
+    states: Any = module.optimizers().optimizer.state
+    moments = [whole(each["momentum_buffer"]) for each in states.values()]
+    residuals = dict(strategy._gradients.reducer.residuals)
+    return {"weights": found, "momenta": moments, "residuals": residuals}
+
+
+def restarts() -> dict[str, Any]:
+    """Runs that fail at one hook after the other, on the same mesh."""
+    straight = elastic_run("straight", replicas=2, codec="int8")
+    for hook in FAULTS:
+        elastic_run("restarted", replicas=2, codec="int8", fault=hook)
+    return {"straight": straight, "restarted": elastic_run("restarted", replicas=2, codec="int8")}
+
+
+def meshes() -> dict[str, Any]:
+    """Runs that go on with other numbers of replicas and shards; four ranks begin, two end them."""
+    if dist_size() == 4:
+        straight = elastic_run("exact", replicas=2, codec="none")
+        elastic_run("meshes", replicas=2, codec="none", fault="on_train_batch_end")
+        return {"straight": straight}
+    elastic_run("meshes", replicas=1, codec="none", fault="on_validation_batch_end")
+    return {"changed": elastic_run("meshes", replicas=2, codec="none")}
+
+
+class Reshaped(torch.optim.SGD):
+    """Keeps something of another shape than its parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["column"] = parameter.detach().unsqueeze(-1)
+        return loss
+
+
+def refusals() -> dict[str, str]:
+    """Messages by what is wrong."""
+    cases: dict[str, Any] = {
+        "single": lambda: fit(ours(), AsyncCheckpoint(FOLDER / "single")),
+        "shapes": lambda: fit(ours(), saving(FOLDER / "x"), module=Module(optimizer=Reshaped)),
+        "tensor parallel": lambda: elastic_fit(
+            FOLDER / "refused",
+            module=ShardedNet(),
+            strategy=ours(tensor_parallel_size=2),
+            devices=dist_size(),
+            elastic={"format": "sharded"},
+        ),
+        "damaged": lambda: fit(ours(), saving(FOLDER / "x"), ckpt_path=damaged()),
+    }
+    found = {}
+    for name, case in cases.items():
+        try:
+            case()
+            found[name] = ""
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def damaged() -> Path:
+    """A copy with one bit of the last rank's shard turned over."""
+    copy = FOLDER / "damaged.ckpt"
+    if dist.get_rank() == 0:
+        shutil.copytree(SAVED / NAME, copy)
+        shard = sorted(copy.glob("shard-*"))[-1]
+        content = bytearray(shard.read_bytes())
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content)
+    dist.barrier()
+    return copy
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for name in sys.argv[2:]:
+        facts = globals()[name]()
+        torch.save(facts, FOLDER / f"{name}.{os.environ['WORLD_SIZE']}.{os.environ['RANK']}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,305 @@
+"""`delay=1`: the mean of a step is applied in the next one. Ranks are threads."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from results import Results, require_equal
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from worlds import Rank, run_threads
+
+from lightning_dist import OneBitAdam, compress_ddp
+from lightning_dist.codecs import CODECS
+from lightning_dist.integrations.torch.ddp import connect_optimizers
+from lightning_dist.reducer.reducer import Reducer
+
+WIDTH = 24
+
+
+class Given(nn.Module):
+    """Its gradient is what it is given, whatever its weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = ((64, 80), (80,), (48, 64), (64, 2, 3, 8))
+        self.weights = nn.ParameterList(
+            nn.Parameter(torch.linspace(-1, 1, shape.numel()).reshape(shape))
+            for shape in map(torch.Size, shapes)
+        )
+
+    def forward(self, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        given = [torch.randn(each.shape, generator=generator) for each in self.weights]
+        return sum((w * x).sum() for w, x in zip(self.weights, given, strict=True))
+
+
+def layers() -> nn.Module:
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+    ).double()
+    generator = torch.Generator().manual_seed(0)  # threads share the global one
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / WIDTH**0.5)
+    return model
+
+
+def batch(rank: int, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + number)
+    return torch.randn(8, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [each.detach().clone() for each in model.parameters()]
+
+
+def delayed(
+    rank: Rank, module: nn.Module, codec: str = "int8", *, tree: Any = None, **settings: Any
+) -> tuple[DistributedDataParallel, Reducer]:
+    ddp = settings.pop("ddp", {"bucket_cap_mb": 0.01})
+    model = rank.ddp(module, **ddp)
+    settings = {"min_compress_numel": 0, "delay": 1, "compile_kernels": False, **settings}
+    if tree is not None:
+        settings["rank_groups"] = tree
+    return model, compress_ddp(model, codec, groups=rank.groups(tree), **settings)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_uncompressed_it_is_the_rule(size: int, accumulate: int) -> None:
+    """Zeros first, then the mean of the step before: against one model in float64."""
+    steps = 6
+
+    def train(rank: Rank) -> list[Tensor]:
+        model, reducer = delayed(rank, layers(), "none")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        for step in range(steps):
+            for number in range(accumulate):
+                model.require_backward_grad_sync = number == accumulate - 1
+                loss = model(batch(rank.rank, accumulate * step + number)).square().mean()
+                (loss / accumulate).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        reducer.wait()
+        assert reducer.comm_stats()["steps"] == steps
+        reducer.close()
+        return weights(model)
+
+    model = layers()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    last = [torch.zeros_like(each) for each in model.parameters()]
+    for step in range(steps):
+        for rank in range(size):
+            for number in range(accumulate):
+                loss = model(batch(rank, accumulate * step + number)).square().mean()
+                (loss / (accumulate * size)).backward()
+        mean = [each.grad.clone() for each in model.parameters()]
+        for parameter, before in zip(model.parameters(), last, strict=True):
+            parameter.grad.copy_(before)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        last = mean
+    for found in run_threads(train, size):
+        for ours, theirs in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs.detach(), rtol=1e-12, atol=1e-12)
+
+
+def late(steps: int, **settings: Any) -> Callable[[Rank], list[Tensor]]:
+    """Weights after so many steps of SGD on given gradients."""
+
+    def train(rank: Rank) -> list[Tensor]:
+        model, reducer = delayed(rank, Given(), **settings)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(steps):
+            optimizer.zero_grad()
+            model(10 * step + rank.rank).backward()
+            optimizer.step()
+        reducer.wait()
+        reducer.close()
+        return weights(model)
+
+    return train
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_with_any_codec_it_is_the_same_training_one_step_late(codec: str) -> None:
+    """Error feedback too: what is owed goes with the step that it belongs to."""
+    now = run_threads(late(4, codec=codec, delay=0), 2)
+    after = run_threads(late(5, codec=codec), 2)
+    for ours, theirs in zip(after, now, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+    assert not torch.equal(now[0][0], next(Given().parameters()))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tree": [[0, 1], [2, 3]], "hierarchical": True},
+        {"ddp": {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.01}},
+        {"ddp": {"static_graph": True, "bucket_cap_mb": 0.01}},
+        {"codec": "int8", "ddp": {}},
+    ],
+    ids=["hierarchical", "views", "static", "one bucket"],
+)
+def test_in_any_form_it_is_the_same_training_one_step_late(settings: dict[str, Any]) -> None:
+    now = run_threads(late(4, delay=0, **settings), 4)
+    after = run_threads(late(5, **settings), 4)
+    for ours, theirs in zip(after, now, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+def test_the_first_steps_may_be_in_time() -> None:
+    """Up to ``start_step`` plain DDP; the step after it gets zeros."""
+    plain = run_threads(late(2, delay=0, start_step=2), 2)
+    for steps in (2, 3):
+        for ours, theirs in zip(run_threads(late(steps, start_step=2), 2), plain, strict=True):
+            assert all(map(torch.equal, ours, theirs))
+    ours, theirs = run_threads(late(5, start_step=2), 2)[0], run_threads(late(4, delay=0), 2)[0]
+    assert not torch.equal(ours[0], plain[0][0])
+    torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_resumed_training_is_bit_exact(at: int) -> None:
+    """The mean that is on its way is in the state, and goes on in other buckets."""
+    saved: dict[str, Any] = {}
+
+    def train(rank: Rank) -> tuple[list[Tensor], list[Tensor]]:
+        def steps(model: nn.Module, optimizer: Any, numbers: range) -> None:
+            for number in numbers:
+                optimizer.zero_grad()
+                model(batch(rank.rank, number)).square().mean().backward()
+                optimizer.step()
+
+        whole, reducer = delayed(rank, layers(), "int4")
+        optimizer = torch.optim.AdamW(whole.parameters(), lr=0.02)
+        steps(whole, optimizer, range(at))
+        own = copy.deepcopy((whole.module.state_dict(), optimizer.state_dict()))
+        state = reducer.state_dict()
+        assert (state is None) == (rank.rank > 0)
+        if state is not None:
+            saved.update(copy.deepcopy(state))
+        rank.barrier.wait()
+        steps(whole, optimizer, range(at, 6))
+        reducer.close()
+        module = layers()
+        module.load_state_dict(own[0])
+        resumed, reducer = delayed(rank, module, "int4", ddp={"bucket_cap_mb": 0.002})
+        optimizer = torch.optim.AdamW(resumed.parameters(), lr=0.02)
+        optimizer.load_state_dict(own[1])
+        reducer.load_state_dict(copy.deepcopy(saved))
+        steps(resumed, optimizer, range(at, 6))
+        reducer.close()
+        return weights(whole), weights(resumed)
+
+    for whole, resumed in run_threads(train, 2):
+        assert all(map(torch.equal, whole, resumed))
+    assert saved["delayed"].keys() == dict(layers().named_parameters()).keys()
+
+
+def test_memory_is_a_copy_of_the_gradients() -> None:
+    def train(rank: Rank) -> tuple[int, int]:
+        model, reducer = delayed(rank, Given())
+        for step in range(4):
+            model(step).backward()
+        reducer.wait()
+        found = reducer.memory()["delayed_bytes"]
+        reducer.close()
+        return found, sum(each.nbytes for each in model.parameters())
+
+    for found, gradients in run_threads(train, 2):
+        assert found == gradients
+
+
+def test_other_groups_begin_anew() -> None:
+    """A mean that was on its way to ranks that are gone may not be there on all who are left."""
+
+    def train(rank: Rank) -> list[Tensor]:
+        model, reducer = delayed(rank, Given(), "none")
+        for step in range(2):
+            model.zero_grad()
+            model(step).backward()
+        before = model.module.weights[0].grad.clone()
+        reducer.wait()
+        reducer.rebind(rank.network())
+        model.zero_grad()
+        model(2).backward()
+        zeros = model.module.weights[0].grad.clone()
+        model.zero_grad()
+        model(3).backward()
+        after = model.module.weights[0].grad.clone()
+        reducer.close()
+        return [before, zeros, after]
+
+    for before, zeros, after in run_threads(train, 2):
+        assert before.any()
+        assert not zeros.any()
+        assert after.any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"delay": 2}, "delay must be 0, or 1"),
+        ({"delay": True}, "delay must be 0, or 1"),
+        ({"commit": "deferred"}, "commit='deferred' waits"),
+        ({"grad_scaler": torch.amp.GradScaler("cpu")}, "got a GradScaler"),
+        ({"ddp": {"find_unused_parameters": True}}, "got find_unused_parameters=True"),
+    ],
+)
+def test_what_cannot_work_is_refused(settings: dict[str, Any], says: str) -> None:
+    def train(rank: Rank) -> None:
+        delayed(rank, layers(), **settings)
+
+    with pytest.raises(ValueError, match=says):
+        run_threads(train, 1)
+
+
+def test_momenta_are_not_delayed() -> None:
+    def train(rank: Rank) -> None:
+        model, reducer = delayed(rank, Given())
+        optimizer = OneBitAdam(model.parameters(), freeze_step=2)
+        with pytest.raises(ValueError, match="OneBitAdam exchanges momenta"):
+            connect_optimizers([optimizer], reducer)
+        reducer.close()
+
+    run_threads(train, 2)
+
+
+def test_a_trainer_does_what_a_loop_does(two: Results) -> None:
+    ranks = two("delayed_as_in_a_loop")
+    for facts in ranks:
+        assert facts["trainer"]["digests"] == facts["loop"]
+        assert facts["trainer"]["digests"] == ranks[0]["loop"]
+        assert facts["trainer"]["stats"]["steps"] == 8
+
+
+@pytest.mark.parametrize("saver", ["whole", "sharded"])
+def test_a_resumed_fit_is_bit_exact(two: Results, saver: str) -> None:
+    for facts in two("delayed_resumes"):
+        assert facts[saver]["digests"] == facts["all"]["digests"][4:]
+        require_equal(facts[saver]["residuals"], facts["all"]["residuals"])
+
+
+def test_a_second_fit_goes_on(two: Results) -> None:
+    for facts in two("delayed_resumes"):
+        assert facts["again"] == facts["all"]["digests"]
+
+
+def test_fabric_resumes_bit_exact(two: Results) -> None:
+    for facts in two("delayed_fabric"):
+        assert facts["resumed"] == facts["whole"]
+
+
+def test_a_trainer_refuses_what_cannot_work(two: Results) -> None:
+    for facts in two("delayed_refused"):
+        assert "got 2 optimizers" in facts["optimizers"]
+        assert "got a GradScaler" in facts["scaler"]
+        assert "overlap_steps" in facts["local"]
