@@ -523,8 +523,8 @@ class Reducer:
             **delayed,
         }
 
-    def state_dict(self) -> dict[str, Any] | None:
-        """State of all ranks on rank 0, None elsewhere. Collective; between backward passes.
+    def state_dict(self, *, to: int = 0) -> dict[str, Any] | None:
+        """State of all ranks on rank ``to``, None elsewhere. Collective; between backward passes.
 
         Tensors and plain values only: ``{"version", "world_size", "step", "residuals"}``, residuals
         as ``{parameter name: (W, numel)}`` on the CPU, unscaled; with a hierarchical exchange one
@@ -535,7 +535,7 @@ class Reducer:
         self.wait()
         if self._sharded:
             self.state.know_all(self.network)
-        state = self.state.gather(self.network)
+        state = self.state.gather(self.network, to=to)
         return None if state is None else self._described(state)
 
     def striped_state_dict(self) -> tuple[dict[str, Any], list[Stripes]]:

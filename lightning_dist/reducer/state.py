@@ -204,21 +204,21 @@ class ReducerState:
             n: (left.to(device), right.to(device)) for n, (left, right) in self.factors.items()
         }
 
-    def gather(self, network: Network) -> dict[str, Any] | None:
-        """The state of all ranks on the CPU of rank 0; None elsewhere. Collective.
+    def gather(self, network: Network, *, to: int = 0) -> dict[str, Any] | None:
+        """The state of all ranks on the CPU of rank ``to``; None elsewhere. Collective.
 
         Residuals and momenta are ``{name: (rows, numel)}``, one parameter at a time over the
         network's device. Call it between backward passes.
         """
-        group, rows, first = network.data.group, network.rows, network.data.group.rank() == 0
+        group, rows, first = network.data.group, network.rows, network.data.group.rank() == to
         found: dict[str, dict[str, Tensor]] = {kind: {} for kind in _KINDS}
         for kind, name, held in self._in_order():
             mine = held.row(first=rows.first).to(network.device)
             of_ranks = [torch.empty_like(mine) for _ in range(group.size())] if first else None
-            dist.gather(mine, of_ranks, group=group, group_dst=0)
+            dist.gather(mine, of_ranks, group=group, group_dst=to)
             if of_ranks is not None:
                 found[kind][name] = _added([part.cpu() for part in of_ranks], rows)
-        factors = self._factors_of_all(network)
+        factors = self._factors_of_all(network, on_all=to != 0)
         return _gathered(found, factors) if first else None
 
     def striped(self, network: Network) -> tuple[dict[str, Any], list[Stripes]]:

@@ -8,6 +8,7 @@ Groups of before stay referenced, since deleting one may block.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import socket
 import stat
@@ -43,10 +44,10 @@ class GenerationGroups:
     def __init__(self) -> None:
         self._sockets: list[socket.socket] = []
         self._lock = threading.Lock()
-        self._left: list[object] = []  # groups of before
+        self._left: list[object] = []  # groups of all generations
         self._made: list[dist.ProcessGroup] = []
-        # A group that is deleted waits for its peers to see that the connection is closed, which
-        # our duplicates of its sockets keep open.
+        # Not even at the end of the process: a group that is deleted waits for its peers.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._left))
         atexit.register(self.shut)
 
     @contextmanager
@@ -58,7 +59,6 @@ class GenerationGroups:
         """
         self.shut()
         self._left.append(dist.group.WORLD)
-        self._left += self._made
         self._made = []
         before = _descriptors()
         if dist.is_initialized():
@@ -70,7 +70,7 @@ class GenerationGroups:
             world_size=world_size,
             timeout=_CONNECT,
         )
-        self._made.append(_world())
+        self._keep(_world())
         try:
             yield
         except BaseException:
@@ -85,8 +85,12 @@ class GenerationGroups:
         """One more group of all members. Collective, inside :meth:`made`."""
         group = dist.new_group(backend="gloo", timeout=_CONNECT)
         assert isinstance(group, dist.ProcessGroup)
-        self._made.append(group)
+        self._keep(group)
         return group
+
+    def _keep(self, group: dist.ProcessGroup) -> None:
+        self._made.append(group)
+        self._left.append(group)
 
     def _note_sockets(self, before: set[tuple[int, int]]) -> None:
         with self._lock:

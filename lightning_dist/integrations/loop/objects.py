@@ -94,11 +94,11 @@ class Objects:
     def _states(self) -> dict[str, Any]:
         return {name: _inside(each).state_dict() for name, each in self._given.items()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Collective; residuals are on rank 0 only."""
+    def state_dict(self, *, leader: int = 0) -> dict[str, Any]:
+        """Collective; residuals are on rank ``leader`` only."""
         return {
             "objects": self._states(),
-            "reducers": [reducer.state_dict() for reducer in self._reducers],
+            "reducers": [reducer.state_dict(to=leader) for reducer in self._reducers],
         }
 
     def take_up(self, checkpoint: Any, *, path: str) -> ElasticState:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
@@ -73,8 +74,19 @@ class LoopPlacement(Placement):
         environment = RecoveryEnvironment.from_env() if self._mode == "in_process" else None
         if environment is None:
             self.session.meet()
+            if self._mode == "in_process":
+                self.warn(
+                    "recovery='in_process' takes effect under `lightning-dist launch` only; where "
+                    "a rank is lost here, all are restarted"
+                )
             self._open(given, world_size=self.session.members.world_size)
             return
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                "recovery='in_process' begins with a process group of this process alone, since "
+                "ranks come and go; make it with lightning_dist.init_process_group("
+                "recovery='in_process'), before DistributedDataParallel"
+            )
         self.objects = Objects(given, world_size=1)
         self.recovery = LoopRecovery(environment, self.objects, steps=lambda: self._steps)
         generation, members = self.recovery.begin()
@@ -296,7 +308,8 @@ class LoopPlacement(Placement):
             rng=self.generators.capture(),
             size=self.data.size,
         )
-        state = {KEY: place, **self.objects.state_dict()}
+        leader = self.session.members.ranks.leader
+        state = {KEY: place, **self.objects.state_dict(leader=leader)}
 
         def save() -> None:
             if checkpointer is not None:

@@ -1,0 +1,115 @@
+"""Loops whose ranks are killed: the others take the step again, and newcomers join them."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import run
+from recovering_loops import EPOCHS, SIZE, train
+
+SCRIPT = Path(__file__).parent / "recovering_loops.py"
+STEP = 6
+"""The step in whose course a rank is killed, counted from 0; that of an epoch has 5."""
+PLACES = ("forward", "between buckets", "before the vote", "after the vote", "after the step")
+QUICK = {("0.1.0", "between buckets"), ("0.0.0", "before the vote"), ("0.2.0", "after the vote")}
+
+pytestmark = pytest.mark.timeout(400)
+
+
+class Job:
+    """Three ranks under our launcher, and what they have written down."""
+
+    def __init__(self, folder: Path, python: list[str], **told: Any) -> None:
+        self.folder = folder
+        options = ["--monitor-interval=0.05", "--standalone", "--nproc-per-node=3"]
+        launcher = [*python, "-m", "lightning_dist.elastic.agent", *options, "--max-restarts=3"]
+        script = ["--no-python", *python, SCRIPT, folder, json.dumps(told)]
+        environment = {"LIGHTNING_DIST_BEAT_TIMEOUT": "60"}  # a busy machine is not a hang
+        done = run([*launcher, *script], limit=300, **environment)
+        self.output = done.require_success().output
+        self.lines: dict[str, list[dict[str, Any]]] = {}
+        for path in folder.glob("*.*.*.jsonl"):
+            self.lines[path.stem] = [json.loads(line) for line in path.read_text().splitlines()]
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [line for lines in self.lines.values() for line in lines if kind in line]
+
+    def samples(self) -> dict[int, list[int]]:
+        """Those of every epoch that are in the weights."""
+        taken = {line["committed"]: line["generation"] for line in self.of("committed")}
+        found = defaultdict(list)
+        for line in self.of("computed"):
+            if taken.get(line["computed"]) == line["generation"]:
+                found[line["epoch"]] += line["ids"]
+        return {epoch: sorted(ids) for epoch, ids in found.items()}
+
+    def passes(self) -> int:
+        """Of all steps that were committed: one, or two where two ranks do the work of three."""
+        taken = {line["committed"]: line["generation"] for line in self.of("committed")}
+        members = self.members()
+        return sum(1 if len(members[generation]) == 3 else 2 for generation in taken.values())
+
+    def members(self) -> dict[int, set[str]]:
+        """Those of every generation that have computed something in it."""
+        found: dict[int, set[str]] = defaultdict(set)
+        for name, lines in self.lines.items():
+            for line in lines:
+                found[line.get("generation", -1)].add(name)
+        return found
+
+    def require_exact(self) -> None:
+        """Every sample once in each epoch, and equal weights on all ranks after every step."""
+        assert self.samples() == {epoch: list(range(SIZE)) for epoch in range(EPOCHS)}
+        hashes, rates = defaultdict(set), defaultdict(set)
+        for line in self.of("committed"):
+            hashes[line["committed"]].add(line["hash"])
+            rates[line["committed"]].add(line["lr"])
+        assert sorted(hashes) == list(range(1, EPOCHS * SIZE // 12 + 1))
+        assert all(len(found) == 1 for found in (*hashes.values(), *rates.values()))
+        assert len({line["hash"] for line in self.of("end")}) == 1
+        assert len(self.of("end")) == 3
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        newest = max(self.folder.glob("weights-*.pt"))
+        found: dict[str, torch.Tensor] = torch.load(newest)
+        return found
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """Weights of a run of one process without a fault."""
+    return dict(train(tmp_path_factory.mktemp("reference"), {}).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("victim", "place"),
+    [
+        pytest.param(each, place, marks=() if (each, place) in QUICK else pytest.mark.slow)
+        for each in ("0.0.0", "0.1.0", "0.2.0")
+        for place in PLACES
+    ],
+)
+def test_a_killed_rank_costs_no_sample_and_changes_no_weight(
+    victim: str,
+    place: str,
+    expected: dict[str, torch.Tensor],
+    tmp_path: Path,
+    quick_python: list[str],
+) -> None:
+    """Whoever comes in its place takes part in the last steps."""
+    new = f"{victim[:-1]}1"
+    job = Job(tmp_path, quick_python, faults=[[victim, place, STEP]], joins=10)
+    job.require_exact()
+    weights = job.weights()
+    assert weights.pop("passes") == job.passes()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=1e-9)
+    worlds = {line["committed"]: line["world"] for line in job.of("committed")}
+    assert worlds[STEP] == worlds[EPOCHS * SIZE // 12] == 3
+    assert {line["committed"] for line in job.lines[new] if "committed" in line} >= {13, 14, 15}
+    assert any(len(names) == 2 for names in job.members().values())
