@@ -113,8 +113,12 @@ class Cursor:
     def set_epoch(self, epoch: int) -> None:
         """Go to ``epoch``; a resumed one is not begun again."""
         if epoch != self.begin.epoch:
-            self.begin = Position(epoch)
-            self._on_epoch(epoch)
+            self.go_to(Position(epoch))
+
+    def go_to(self, begin: Position) -> None:
+        """Go on at ``begin``."""
+        self.begin = begin
+        self._on_epoch(begin.epoch)
 
 
 class EpochSetter(DistributedSampler[Any]):
@@ -168,4 +172,5 @@ class ElasticBatchSampler(Sampler[list[Any]]):
         while index < len(plan) and plan.begin.epoch == epoch:
             positions = plan.micro_batch_at(index).samples
             yield [order[position] for position in positions or [plan.begin.samples]]
-            plan, index = self._plan(), index + 1
+            before, plan = plan, self._plan()
+            index = index + 1 if plan == before else plan.first_micro_batch

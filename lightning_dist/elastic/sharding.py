@@ -10,7 +10,14 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from lightning_dist.elastic.plan import BatchPolicy, EpochPlan, Layout, full_size, layout_for
+from lightning_dist.elastic.plan import (
+    BatchPolicy,
+    EpochPlan,
+    Layout,
+    Position,
+    full_size,
+    layout_for,
+)
 from lightning_dist.elastic.progress import ElasticState, require_same_data
 from lightning_dist.elastic.rng import derive_seed
 from lightning_dist.elastic.sampling import Cursor, ElasticBatchSampler, EpochOrder, EpochSetter
@@ -91,8 +98,8 @@ def shard(
     setter = EpochSetter(
         _Sized(plan().size), cursor, world_size=plan().layout.world_size, rank=plan().rank
     )
-    generator, rank = torch.Generator(), plan().rank
-    cursor.follow(lambda epoch: _seed(generator, derive_seed(seed, "workers", epoch, rank)))
+    generator = torch.Generator()
+    cursor.follow(lambda epoch: _seed(generator, derive_seed(seed, "workers", epoch, plan().rank)))
     changed: dict[str, Any] = {
         "batch_size": None,
         "drop_last": False,
@@ -261,6 +268,24 @@ class Deal:
             loader, self.plan, cursor=self.cursor, seed=self._seed, on_first=on_first
         )
         return self._dealt
+
+    def deal_again(self, position: Position, *, rank: int, world_size: int) -> None:
+        """Deal what is left of the present epoch to other ranks, from ``position`` on.
+
+        An iteration over a map-style dataset without workers goes on with it. Any other has fetched
+        batches ahead: begin a new one, which leaves those to whom they are dealt now.
+
+        Args:
+            rank: of this process among the ``world_size`` that go on.
+
+        Raises:
+            ValueError: more ranks than samples in a global batch.
+        """
+        assert position.epoch == self.cursor.begin.epoch, "another epoch begins at its begin"
+        assert self.first is not None, "no loader is dealt"
+        self.rank, self.world_size = rank, world_size
+        self.layout = layout_for(self.policy, self.first, script=self._script_layout())
+        self.cursor.go_to(position)
 
     def close(self) -> None:
         """No more batches are wanted: end the workers that the loader keeps."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_dist.codecs import CODECS
 from lightning_dist.configuration.options import unknown
 
+F = TypeVar("F", bound=Callable[..., None])
 _HOOK_ARGUMENTS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 
 
@@ -62,6 +63,24 @@ def refuse_unknown(
     for name in arguments:
         if name not in known:
             raise ValueError(unknown(name, tuple(sorted(known)), where=of.__name__))
+
+
+def shows_arguments_of(base: type) -> Callable[[F], F]:
+    """Decorator of an ``__init__(self, *args, ..., **kwargs)`` that hands the rest to ``base``.
+
+    Its signature, which programs read to offer and convert arguments, has those of ``base`` too.
+    """
+
+    def decorate(function: F) -> F:
+        shown: Any = function
+        own = signature(function)
+        self, *rest = own.parameters.values()
+        ours = [each for each in rest if each.kind is Parameter.KEYWORD_ONLY]
+        theirs = signature(base).parameters.values()
+        shown.__signature__ = own.replace(parameters=[self, *theirs, *ours])
+        return function
+
+    return decorate
 
 
 def refuse_codec_options(arguments: Mapping[str, Any], codec: object, *, of: type) -> None:

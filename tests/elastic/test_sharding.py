@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from streaming import Numbers, Rank, Squares, as_list
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_dist.elastic.plan import Layout
-from lightning_dist.elastic.sharding import LoaderFacts, NotExactError, facts_of
+from lightning_dist.elastic.plan import EpochPlan, Layout, Position
+from lightning_dist.elastic.sharding import Deal, LoaderFacts, NotExactError, facts_of
 
 LAYOUT = Layout(world_size=2, micro_batch=3, accumulate=2, global_batch=10)
 SIZE = 27  # two steps and a tail of 7: passes of 3, 2 | 3, 2 | 2, 2 (or 2, 1) samples
@@ -230,3 +231,70 @@ def test_a_stateful_loader_of_torchdata(workers: int) -> None:
         one.go_to(epoch)
         assert list(loader) == numbers_of(one)
     assert facts_of(stateful(Squares(SIZE))).batch_size == 3
+
+
+def deal_of(rank: int, *, world_size: int, begun: Layout | None = None) -> Deal:
+    return Deal(
+        policy="fixed_global_batch",
+        accumulate=2,
+        rank=rank,
+        world_size=world_size,
+        resumed=None,
+        path="",
+        begun=begun,
+        seed=1,
+    )
+
+
+def steps_of(loader: Iterator[list[int]], plan: EpochPlan) -> Iterator[list[int]]:
+    """Samples of one rank, step by step, without those that have no weight."""
+    step: list[int] = []
+    for index in range(plan.first_micro_batch, len(plan)):
+        each, batch = plan.micro_batch_at(index), next(loader)
+        step += batch if each.weight else []
+        if each.ends_step:
+            yield step
+            step = []
+
+
+@KINDS
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3)])
+def test_the_rest_of_an_epoch_is_dealt_to_other_ranks(
+    make: Make, expected: Expected, workers: int, before: int, after: int
+) -> None:
+    """In the second step of an epoch rank 0 is lost, or another one comes."""
+    size, batch = 200, before * 2 * 3
+    is_map = make is squares
+
+    def dealt(rank: int, **of: Any) -> tuple[Deal, DataLoader[Any]]:
+        deal = deal_of(rank, **of)
+        deal.cursor.set_epoch(1)
+        options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
+        data = Squares(size) if is_map else Numbers(size)
+        user = DataLoader(data, 3, shuffle=True if is_map else None, collate_fn=as_list, **options)
+        return deal, deal.deal(user)
+
+    in_order = [sample for each in dealt(0, world_size=1)[1] for sample in each]
+    ranks = [dealt(rank, world_size=before) for rank in range(before)]
+    iterations = [iter(loader) for _, loader in ranks]
+    steps = [steps_of(each, deal.plan()) for each, (deal, _) in zip(iterations, ranks, strict=True)]
+    found = [sorted(chain(*map(next, steps)))]
+    for each in iterations:
+        next(each)  # of the step that is interrupted
+
+    if after < before:
+        ranks, iterations = ranks[-after:], iterations[-after:]
+    else:
+        ranks.append(dealt(0, world_size=1, begun=ranks[0][0].first))
+        iterations.append(iter(ranks[-1][1]))
+    for rank, (deal, _) in enumerate(ranks):
+        deal.deal_again(Position(1, batch, 1), rank=rank, world_size=after)
+    if workers or not is_map:  # what they have fetched ahead is not dealt to them any more
+        iterations = [iter(loader) for _, loader in ranks]
+    steps = [steps_of(each, deal.plan()) for each, (deal, _) in zip(iterations, ranks, strict=True)]
+    found += [sorted(chain(*of_ranks)) for of_ranks in zip(*steps, strict=True)]
+    assert all(next(each, None) is None for each in iterations)
+    assert found == [sorted(in_order[at : at + batch]) for at in range(0, size, batch)]
+    for deal, _ in ranks:
+        deal.close()

@@ -50,7 +50,8 @@ def test_the_code_takes_every_option() -> None:
         "min_compress_numel": 0,
         "start_step": 5,
         "compile_kernels": False,
-        "commit": "deferred",
+        "commit": "immediate",
+        "delay": 1,
     }
     plugin = CompressedDDPPlugin(**options)
     assert {name: getattr(plugin, name) for name in options} == options

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
+from inspect import signature
 from pathlib import Path
 
 import lightning as L
@@ -11,9 +12,10 @@ import pytest
 
 pytest.importorskip("jsonargparse", reason="LightningCLI needs jsonargparse")
 
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_dist import BF16, CompressedDDPStrategy, Int8
+from lightning_dist import BF16, AsyncCheckpoint, CompressedDDPStrategy, Int8
 
 
 class Model(L.LightningModule):
@@ -92,3 +94,28 @@ def test_a_bad_value_is_refused_with_our_message(tmp_path: Path) -> None:
 """
     with pytest.raises(ValueError, match="codec must be one of 'none', 'fp16', 'bf16', 'int8'"):
         trainer_from(tmp_path, bad)
+
+
+def test_a_checkpoint_with_arguments_of_ours_and_of_lightning(tmp_path: Path) -> None:
+    callbacks = """
+  callbacks:
+  - class_path: lightning_dist.AsyncCheckpoint
+    init_args:
+      dirpath: checkpoints
+      save_last: link
+      train_time_interval: "0:30:00"
+      snapshot: blocking
+      host_memory_limit: 1000
+"""
+    trainer = trainer_from(tmp_path, f" auto{callbacks}")
+    (found,) = (each for each in trainer.callbacks if isinstance(each, AsyncCheckpoint))
+    assert (found.save_last, found._train_time_interval) == ("link", timedelta(minutes=30))
+    assert (found.settings.snapshot, found.settings.host_memory_limit) == ("blocking", 1000)
+
+
+def test_the_signature_of_a_checkpoint_has_the_arguments_of_lightning() -> None:
+    theirs, ours = signature(ModelCheckpoint).parameters, signature(AsyncCheckpoint).parameters
+    assert {**theirs, **ours} == dict(ours)
+    assert [*ours][: len(theirs)] == [*theirs]
+    assert {"snapshot", "lock"} <= ours.keys()
+    assert not {"self", "args", "kwargs"} & ours.keys()

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -31,7 +32,11 @@ from lightning_dist.integrations.lightning.checkpoint.supported import (
     weights_may_change,
 )
 from lightning_dist.integrations.lightning.private import checkpoint_folder
-from lightning_dist.integrations.refusals import refuse_pytorch_lightning, refuse_unknown
+from lightning_dist.integrations.refusals import (
+    refuse_pytorch_lightning,
+    refuse_unknown,
+    shows_arguments_of,
+)
 
 _PATIENCE = 120.0
 """Seconds that a failed training waits for its checkpoints."""
@@ -72,6 +77,7 @@ class AsyncCheckpoint(CheckpointNames):
         ValueError: a setting that is out of range or cannot take effect.
     """
 
+    @shows_arguments_of(ModelCheckpoint)
     def __init__(
         self,
         *args: Any,
