@@ -11,6 +11,7 @@ from lightning_dist.integrations.accelerate.compression import Compression as Co
 from lightning_dist.integrations.accelerate.fsdp import (
     CompressedFSDPPlugin as CompressedFSDPPlugin,
 )
+from lightning_dist.integrations.accelerate.local_updates import local_updates as local_updates
 from lightning_dist.integrations.accelerate.plugin import (
     CompressedDDPPlugin as CompressedDDPPlugin,
 )
@@ -21,4 +22,5 @@ __all__ = [
     "CompressedDDPPlugin",
     "CompressedFSDPPlugin",
     "Compression",
+    "local_updates",
 ]

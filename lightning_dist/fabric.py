@@ -1,8 +1,11 @@
-"""Fabric's side: ``from lightning_dist.fabric import CompressedDDPStrategy``, and that of FSDP2."""
+"""Fabric's side: ``from lightning_dist.fabric import CompressedDDPStrategy``, and the others."""
 
 from lightning_dist.integrations.fabric import CompressedDDPStrategy as CompressedDDPStrategy
+from lightning_dist.integrations.fabric_local_updates import (
+    LocalUpdateStrategy as LocalUpdateStrategy,
+)
 from lightning_dist.integrations.fabric_model_parallel import (
     CompressedModelParallelStrategy as CompressedModelParallelStrategy,
 )
 
-__all__ = ["CompressedDDPStrategy", "CompressedModelParallelStrategy"]
+__all__ = ["CompressedDDPStrategy", "CompressedModelParallelStrategy", "LocalUpdateStrategy"]

@@ -38,6 +38,14 @@ NAMES: Table = {
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter": "_shutdown_workers",
     "torch.distributed.distributed_c10d": "_set_pg_timeout",
 }
+REGROUPED: Table = {
+    "torch.nn.parallel:DistributedDataParallel": (
+        "_build_params_for_reducer _build_debug_param_to_name_mapping _ddp_init_helper "
+        "_has_rebuilt_buckets _comm_hooks"
+    ),
+    "torch.distributed:Reducer": "_remove_autograd_hooks _rebuild_buckets",
+}
+"""Names of DDP for which its group is exchanged."""
 AGENT: Table = {
     "torch.distributed.launcher.api": "LocalElasticAgent",
     "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent": (
@@ -174,6 +182,29 @@ def before_compile(model: nn.Module) -> nn.Module:
 def name_before_compile(name: str) -> str:
     """The name of a parameter as in a checkpoint, also where a module of its path is compiled."""
     return name.replace("_orig_mod.", "")
+
+
+# DDP's `_update_process_group` keeps buckets that a newcomer's DDP does not have.
+def rebuild_ddp(model: Any, group: dist.ProcessGroup) -> None:
+    """Let a model in DDP exchange in ``group``, with a reducer as of a new model; no collective."""
+    require_names("torch", REGROUPED)
+    model.reducer._remove_autograd_hooks()
+    model.process_group = group
+    parameters, expect_sparse = model._build_params_for_reducer()
+    names = model._build_debug_param_to_name_mapping(parameters)
+    model._ddp_init_helper(parameters, expect_sparse, names, False)
+    model._has_rebuilt_buckets = False
+    hooks, model._comm_hooks = model._comm_hooks, []
+    for hook, state in hooks:
+        model.register_comm_hook(state, hook)
+
+
+# DDP puts its buckets in the order of the first pass in the next forward pass, by a collective.
+def order_buckets(model: DistributedDataParallel) -> None:
+    """Put the buckets of a model in the order of its first backward pass, once. Collective."""
+    require_names("torch", REGROUPED)
+    if not model._has_rebuilt_buckets and model.reducer._rebuild_buckets():
+        model._has_rebuilt_buckets = True
 
 
 # A group's timeout can be set when it is made, and not for its end alone.

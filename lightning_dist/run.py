@@ -3,9 +3,10 @@
     accelerate launch [OPTIONS] -m lightning_dist.run train.py --lr 0.1
     torchrun [OPTIONS] -m lightning_dist.run -m package.train --lr 0.1
 
-Every Accelerator that the script makes gets a CompressedDDPPlugin(), with the settings from
-variables LIGHTNING_DIST_* and files (docs/command-line.md), unless the script has attached one
-itself. Exit code 2: the words or the settings are wrong; otherwise it is the script's.
+Every Accelerator that the script makes gets a CompressedDDPPlugin(), or with FSDP2 a
+CompressedFSDPPlugin(), with the settings from variables LIGHTNING_DIST_* and files
+(docs/command-line.md), unless the script has attached one itself. Exit code 2: the words or the
+settings are wrong; otherwise it is the script's.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 BAD_INPUT = 2
 
@@ -62,7 +64,7 @@ def main() -> None:
     try:
         script = Script.parse(words)
         # Torch and Accelerate, which --help and a wrong word need not wait for.
-        from lightning_dist.accelerate import CompressedDDPPlugin
+        from lightning_dist.accelerate import CompressedDDPPlugin, CompressedFSDPPlugin
         from lightning_dist.integrations.accelerate.patch import attached_everywhere
 
         plugin = CompressedDDPPlugin()
@@ -70,7 +72,10 @@ def main() -> None:
         print(f"lightning_dist.run: {error}", file=sys.stderr)
         raise SystemExit(BAD_INPUT) from None
 
-    with attached_everywhere(plugin.attach) as seen:
+    def attach(accelerator: Any) -> Any:
+        return (CompressedFSDPPlugin() if accelerator.is_fsdp2 else plugin).attach(accelerator)
+
+    with attached_everywhere(attach) as seen:
         script.run()
     if not seen:
         print(

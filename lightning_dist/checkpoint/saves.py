@@ -88,6 +88,11 @@ class Saves:
                 self.ranks.all({}, error=self._try_to_join(folder))
             self._opened.add(folder)
 
+    def move(self, ranks: Ranks, checkpointer: Checkpointer | None) -> None:
+        """Save with other ranks. Folders are opened again when they are used next."""
+        self.ranks, self.checkpointer = ranks, checkpointer
+        self._opened.clear()
+
     def open_here(self, folder: str) -> Facts:
         """Own ``folder`` on rank 0, or write to what rank 0 owns. No facts.
 

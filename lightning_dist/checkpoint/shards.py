@@ -74,21 +74,21 @@ class LazyState:
         return empty.set_(self._storages[offset], *place)
 
     def part(self, value: Tensor, like: DTensor) -> DTensor:
-        """This rank's part of ``value``, sharded as ``like`` is. Of a contiguous one no more is
-        read.
-        """
+        """This rank's part of ``value``, sharded as ``like`` is."""
         found: Any = torch.empty_like(like)
-        lazily = value.is_meta and value.is_contiguous()
-        flat = value if lazily else self.whole(value).reshape(-1)
-        size = value.element_size()
+        value = value if value.is_contiguous() else self.whole(value)
         for start, part in _runs(found):
-            if lazily:
-                begin = offset_in_file(value) + (int(value.storage_offset()) + start) * size
-                part.copy_(self._read(begin, part.numel() * size).view(value.dtype))
-            else:
-                part.copy_(flat[start : start + part.numel()])
+            part.copy_(self.run(value, start, part.numel()))
         assert isinstance(found, DTensor)
         return found
+
+    def run(self, value: Tensor, start: int, numel: int) -> Tensor:
+        """Elements of ``value`` from ``start``, flat. Of a contiguous one no more is read."""
+        if not value.is_meta or not value.is_contiguous():
+            return self.whole(value).reshape(-1)[start : start + numel]  # type: ignore[no-any-return]
+        size = value.element_size()
+        begin = offset_in_file(value) + (int(value.storage_offset()) + start) * size
+        return self._read(begin, numel * size).view(value.dtype)
 
     def _read(self, offset: int, nbytes: int) -> Tensor:
         content = bytearray(nbytes)

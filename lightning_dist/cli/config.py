@@ -15,7 +15,7 @@ from lightning_dist.cli import config_accelerate as theirs
 from lightning_dist.cli.errors import reported
 from lightning_dist.configuration import CONFIG, OPTIONS, Resolved, read, resolve, write
 from lightning_dist.configuration.files import accelerate_default, check, parse, sidecar_of
-from lightning_dist.configuration.options import require_fit
+from lightning_dist.configuration.options import OF_SHARDS, require_fit, require_of_shards
 from lightning_dist.console import print_table
 
 _QUESTIONS = {
@@ -90,7 +90,10 @@ def config(
             )
         known = read(sidecar) if sidecar.is_file() else {}
         answers = theirs.ask()
-        options = {**known, **{name: _answer(name, known) for name in _QUESTIONS}}
+        shards = theirs.fsdp_version(answers) == 2
+        kept = {name: value for name, value in known.items() if not shards or name in OF_SHARDS}
+        asked = OF_SHARDS if shards else _QUESTIONS
+        options = {**kept, **{name: _answer(name, kept) for name in asked}}
         require_possible(options)
         theirs.save(answers, path)
         write(sidecar, options)
@@ -145,6 +148,8 @@ def _write(
     options.update(ours)
     require_possible(options)
     if config is not None:
+        if theirs.fsdp_version(config) == 2:
+            require_of_shards(options)
         theirs.save(config, path)
         written.append(path)
     if anew or ours or not sidecar.is_file():

@@ -84,6 +84,12 @@ def change(config: Any, values: Mapping[str, Any]) -> list[str]:
     return notes
 
 
+def fsdp_version(config: Any) -> int:
+    """1 or 2; 0 where the configuration is not of FSDP."""
+    is_fsdp = text_of(config.distributed_type) == "FSDP"
+    return int((config.fsdp_config or {}).get("fsdp_version", 1)) if is_fsdp else 0
+
+
 def save(config: Any, path: Path) -> None:
     """Write it as Accelerate does, in one go."""
     import json

@@ -11,10 +11,11 @@ from lightning_dist.cli.config import require_possible
 from lightning_dist.cli.launch_plan import Plan, cut, parsed, require_script
 from lightning_dist.configuration import CONFIG, resolve
 from lightning_dist.configuration.files import sidecar_of
+from lightning_dist.configuration.options import require_of_shards
 
 ON_CPU = "ACCELERATE_USE_CPU"
 _NO_HOOK = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
-"""Kinds of training without DDP, whose gradients we never see."""
+"""Kinds of training without DDP, whose gradients we never see; but those of FSDP2."""
 
 
 def parse(words: Sequence[str]) -> Any:
@@ -54,13 +55,16 @@ def plan(words: Sequence[str], environ: Mapping[str, str], *, given: Any, file: 
     if given.config_file is None:
         options = [f"--config_file={file}", *options]
     if "AMAZON" not in theirs.text_of(config.compute_environment):
-        kind = _kind(given, config)
-        if resolved.outside and kind in _NO_HOOK:
+        kind, by_fsdp2 = _kind(given, config), _is_fsdp2(given, config)
+        if by_fsdp2:
+            with resolved.named_in_errors():
+                require_of_shards(resolved.options)
+        elif resolved.outside and kind in _NO_HOOK:
             origins = ", ".join(dict.fromkeys(resolved.outside.values()))
             raise ValueError(
                 f"the training of {file} is {kind}, which has no DDP whose gradients could be "
-                "compressed; set accelerate.distributed_type=MULTI_GPU, or take away the settings "
-                f"of {origins}"
+                "compressed; set accelerate.distributed_type=MULTI_GPU, or for FSDP "
+                f"fsdp_version: 2, or take away the settings of {origins}"
             )
         options = _as_several(made, options, environ, given=given, config=config, file=file)
     made.arguments += ["-m", "accelerate.commands.launch", *options, *after]
@@ -117,6 +121,11 @@ def _as_several(
         options.append("--main_process_port=0")
         made.notes.append("--main_process_port=0 (one node: a free port for its ranks to meet)")
     return options
+
+
+def _is_fsdp2(given: Any, config: Any) -> bool:
+    version = given.fsdp_version if given.use_fsdp else theirs.fsdp_version(config)
+    return _kind(given, config) == "FSDP" and str(version) == "2"
 
 
 def _kind(given: Any, config: Any) -> str:

@@ -18,6 +18,8 @@ KEEP_ALIVE = {"keep_alive_interval": "2", "keep_alive_max_attempt": "5"}
 """A node that died is dropped after their product, in seconds."""
 JOIN_TIMEOUT = "600"
 """Seconds for which torchrun waits for the fewest nodes, if nobody says otherwise."""
+_ANY = 1 << 20
+"""Ranks of a node for which torchrun counts the devices."""
 
 
 @dataclass
@@ -40,6 +42,7 @@ def plan(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
     require_script(given)
     fewest, most = _nodes(given.nnodes)
     _require_ranks(given.nproc_per_node)
+    _require_recovery(given.nproc_per_node, (fewest, most), environ)
     made = Plan([], is_dry=given.dry_run)
     added: list[str] = []
 
@@ -106,6 +109,14 @@ def _require_ranks(text: str) -> None:
         raise ValueError(
             f"--nproc-per-node must be a number above 0, or auto, cpu or gpu, it is {text}"
         )
+
+
+def _require_recovery(ranks: str, nodes: tuple[int, int], environ: Mapping[str, str]) -> None:
+    """Refuse variables of recovery here, and not on every node."""
+    from lightning_dist.elastic.recovery.coordinator import RecoverySettings
+
+    most = int(ranks) if ranks.isdecimal() else _ANY
+    RecoverySettings.from_env(nodes=nodes, ranks=most, environ=environ)
 
 
 def _backend(given: Any, fewest: int, most: int) -> str:

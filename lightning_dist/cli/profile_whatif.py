@@ -20,6 +20,7 @@ from lightning_dist.profiling.whatif.observe import Observed, observe
 from lightning_dist.profiling.whatif.predict import (
     LABEL,
     elsewhere,
+    local_scenarios,
     notes,
     predict,
     scenarios_of,
@@ -45,6 +46,14 @@ def whatif_command(
     latency_us: Annotated[
         float | None, typer.Option(help="Round between hosts, microseconds.")
     ] = None,
+    local_steps: Annotated[
+        list[int] | None,
+        typer.Option(help="Local steps between two exchanges; repeatable."),
+    ] = None,
+    below: Annotated[
+        float | None,
+        typer.Option(help="Least local steps with which waiting takes at most this, percent."),
+    ] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Measure codecs here, now.")] = False,
     compiled: Annotated[
         bool | None,
@@ -64,6 +73,8 @@ def whatif_command(
       lightning-dist profile whatif comm_profile/run-0
       lightning-dist profile whatif comm_profile/run-0 --codec int4 --codec powersgd:rank=8
       lightning-dist profile whatif comm_profile/run-0 --link-gbps 10 --hosts 8
+    Local updates, of every codec with the number of steps that keeps waiting below 5 %:
+      lightning-dist profile whatif comm_profile/run-0 --link-gbps 0.05 --below 5
     """
     folder = str(run_folder(folder))
     observed = observe(read_run(folder))
@@ -72,7 +83,16 @@ def whatif_command(
     scenarios = scenarios_of(observed.scenario, there, codecs=codec or (), forms=form or ())
     names = codec or [DDP, *CANDIDATES]
     costs = _costs(folder, names, observed, compiled=compiled, anew=measure or compiled is not None)
-    found = predict(observed, scenarios, costs=costs)
+    local = local_scenarios(
+        observed,
+        there,
+        costs=costs,
+        codecs=codec or (),
+        form=form[0] if form else None,
+        sync_every=local_steps or (),
+        below=None if below is None else below / 100,
+    )
+    found = predict(observed, [*scenarios, *local], costs=costs)
     if as_json:
         typer.echo(to_json(found.as_dict()))
         return

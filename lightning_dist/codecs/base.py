@@ -127,6 +127,10 @@ class Codec(ABC):
         """The codec as the one inside hosts; None: it cannot be, as one that keeps something."""
         return None
 
+    def of_shards(self) -> BlockCodec | None:
+        """The codec as one of rows that ranks decode alone; None: it looks at more than blocks."""
+        return None
+
     def payload_bytes(
         self, shape: Shape, *, step: int = 0, dtype: torch.dtype = torch.float32
     ) -> int | None:
@@ -173,6 +177,9 @@ class BlockCodec(Codec):
 
     def inside_host(self) -> BlockCodec | None:
         return None if self.exchange == "gather" or self.stochastic else self
+
+    def of_shards(self) -> BlockCodec | None:
+        return None if self.exchange == "gather" or self.shared_keys else self
 
     @property
     def native(self) -> Native | None:

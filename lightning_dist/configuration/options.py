@@ -90,6 +90,28 @@ OPTIONS: dict[str, Option] = {
 """In the order of the questions of ``lightning-dist config``."""
 
 
+OF_SHARDS = (
+    "codec",
+    "error_feedback",
+    "min_compress_numel",
+    "start_step",
+    "compile_kernels",
+    "commit",
+)
+"""Options of ``compress_fsdp``; the others are of DDP."""
+
+
+def require_of_shards(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of ``compress_fsdp`` among these; raises ValueError for others in force."""
+    for name, value in options.items():
+        if name not in OF_SHARDS and value != OPTIONS[name].default:
+            raise ValueError(
+                f"{name} is a setting of DDP and cannot take effect under FSDP2, got {value!r}; "
+                f"take it away, or set it to {OPTIONS[name].default!r}"
+            )
+    return {name: value for name, value in options.items() if name in OF_SHARDS}
+
+
 def require_known(name: str, *, where: str) -> Option:
     """The option of this name; raises ValueError with the one that was meant."""
     if name in OPTIONS:

@@ -12,9 +12,13 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
-from torch.distributed import run
+from torch.distributed import (  # type: ignore[attr-defined]  # torch re-exports it silently
+    Store,
+    run,
+)
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     Worker,
@@ -26,6 +30,8 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from lightning_dist.elastic.lifecycle import EXIT_LEAVE, EXIT_RESTART, EXIT_UNSAVED
 from lightning_dist.elastic.recovery.coordinator import RecoverySettings
@@ -38,6 +44,8 @@ LOOK_SECONDS, STORE_SECONDS, NODES_SECONDS = 0.01, 0.05, 1.0
 """Between looks at processes, at the store of recovery, and for nodes that wait."""
 END_SECONDS = 5.0
 """For workers to end by themselves when there can be no generation, and for other launchers."""
+JOIN_TIMEOUT = timedelta(seconds=5)
+"""For the store of a job to answer; it may have died with its launcher."""
 ALL_STOP = (EXIT_RESTART, EXIT_UNSAVED, EXIT_LEAVE)
 """Exit codes that all workers have together."""
 
@@ -80,6 +88,8 @@ class RecoveringAgent(PlannedStops):
 
     _host: RecoveryHost | None = None
     _node: RecoveryNode | None = None
+    _left = ""
+    """The address of the store that was used last."""
     _is_recovering = False
     """A generation has been made in this start."""
     _ended: dict[int, int]
@@ -88,8 +98,10 @@ class RecoveringAgent(PlannedStops):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._close_recovery()
-        super()._rendezvous(worker_group)
-        self._open_recovery(worker_group)
+        self._ended, self._end_by = {}, float("inf")
+        if not self._join_recovery(worker_group):
+            super()._rendezvous(worker_group)
+            self._open_recovery(worker_group)
 
     def _open_recovery(self, worker_group: WorkerGroup) -> None:
         """One store for all nodes of this start."""
@@ -110,16 +122,55 @@ class RecoveringAgent(PlannedStops):
             store.set(key, self._host.address)
         self._node = RecoveryNode(
             store.get(key).decode(),
-            node=worker_group.group_rank,
             ranks=spec.local_world_size,
             min_workers=settings.min_workers,
         )
-        self._ended, self._end_by = {}, float("inf")
+        self._node.come(worker_group.group_rank)
+
+    def _join_recovery(self, worker_group: WorkerGroup) -> bool:
+        """Start workers beside those that are in a generation already, if there are any.
+
+        torch's rendezvous lets a node wait, at which all others restart their workers, so this
+        node does not go there: it is told the address in the rendezvous' store.
+        """
+        spec, lobby = worker_group.spec, _lobby(worker_group.spec)
+        address = lobby.get(_key(spec)).decode() if lobby and lobby.check([_key(spec)]) else ""
+        if lobby is None or address in ("", self._left):
+            return False
+        nodes = _nodes(spec, 1)
+        assert nodes is not None
+        ranks = spec.local_world_size
+        settings = RecoverySettings.from_env(nodes=nodes, ranks=ranks)
+        try:
+            node = RecoveryNode(
+                address, ranks=ranks, min_workers=settings.min_workers, timeout=JOIN_TIMEOUT
+            )
+            newest = node.newest()
+            if newest.number < 0 or newest.ends or node.is_over():
+                return False
+            number = node.come()
+        except RuntimeError as error:  # of the store
+            log.info("recovery: there is none to join at %s: %s", address, error)
+            return False
+        self._node, self._is_recovering = node, True
+        group: Any = worker_group  # torch's types are those of None
+        group.store, group.group_rank, group.group_world_size = lobby, number, 1
+        group.master_addr, _, group.master_port = address.rpartition(":")
+        # Ranks mean nothing to workers that wait for a generation.
+        group.workers = [
+            Worker(rank, rank, rank, world_size=ranks, role_world_size=ranks)
+            for rank in range(ranks)
+        ]
+        log.warning("recovery: node %d joins a job at generation %d", number, newest.number)
+        return True
 
     def _close_recovery(self) -> None:
         if self._node is not None:
-            self._node.leave()
+            self._left = self._node.address
         if self._host is not None:
+            with suppress(RuntimeError):
+                if self._is_recovering and (lobby := _lobby(self._worker_group.spec)):
+                    lobby.set(_key(self._worker_group.spec), "")
             self._host.close()
         self._host, self._node, self._is_recovering = None, None, False
 
@@ -134,12 +185,14 @@ class RecoveringAgent(PlannedStops):
         try:
             if not self._is_recovering and self._node is not None:
                 self._is_recovering = self._node.newest().number >= 0
+                if self._is_recovering and self._host and (lobby := _lobby(worker_group.spec)):
+                    lobby.set(_key(worker_group.spec), self._host.address)
             if self._is_recovering:
                 return self._recover(worker_group)
         except RuntimeError as error:  # of the store; there is no other base class
             if self._is_recovering:
                 return self._end_without_store(worker_group, error)
-            self._node = None  # the script may know nothing of recovery
+            self._close_recovery()  # the script may know nothing of it
         return super()._watch(worker_group)
 
     def _is_planned(self, codes: Sequence[int]) -> bool:
@@ -163,9 +216,13 @@ class RecoveringAgent(PlannedStops):
                     return result
                 store_at = now + STORE_SECONDS
             if now >= nodes_at:
-                if worker_group.spec.rdzv_handler.num_nodes_waiting() > 0:
-                    return RunResult(WorkerState.HEALTHY)  # and torch's agent asks the same
-                nodes_at = now + NODES_SECONDS
+                try:
+                    if worker_group.spec.rdzv_handler.num_nodes_waiting() > 0:
+                        return RunResult(WorkerState.HEALTHY)  # and torch's agent asks the same
+                    nodes_at = now + NODES_SECONDS
+                except RendezvousError as error:
+                    log.warning("recovery goes on without the rendezvous, it is lost: %s", error)
+                    nodes_at = float("inf")
             time.sleep(LOOK_SECONDS)
 
     def _end_without_store(self, worker_group: WorkerGroup, error: RuntimeError) -> RunResult:
@@ -176,7 +233,7 @@ class RecoveringAgent(PlannedStops):
 
     def _restart_all(self) -> RunResult:
         assert self._node is not None
-        if why := self._node.newest().ends:
+        if why := self._node.newest().ends or (self._host.ended if self._host else ""):
             log.warning("recovery: all are restarted: %s", why)
         return RunResult(WorkerState.FAILED, failures=self._failures())
 
@@ -194,7 +251,7 @@ class RecoveringAgent(PlannedStops):
         """Do what the newest generation asks for; a result where all end."""
         assert self._node is not None
         newest, workers = self._node.newest(), self._node.workers
-        if newest.ends:
+        if newest.ends or (self._host and self._host.ended):
             self._end_by = min(self._end_by, now + END_SECONDS)
             if now < self._end_by and self._running():
                 return None
@@ -277,7 +334,8 @@ class RecoveringAgent(PlannedStops):
             return
         end = time.monotonic() + END_SECONDS
         with suppress(RuntimeError):
-            while self._host and not self._node.others_have_left() and time.monotonic() < end:
+            self._node.leave()
+            while not self._node.all_have_left() and time.monotonic() < end:
                 time.sleep(STORE_SECONDS)
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
@@ -308,6 +366,18 @@ def _kill(handler: SubprocessHandler) -> None:
     for file in (handler._stdout, handler._stderr):
         if file is not None:
             file.close()
+
+
+def _lobby(spec: WorkerSpec) -> Store | None:
+    """The store of a rendezvous that nodes can join."""
+    handler = spec.rdzv_handler
+    if isinstance(handler, DynamicRendezvousHandler) and handler.settings.max_nodes > 1:
+        return handler._store
+    return None
+
+
+def _key(spec: WorkerSpec) -> str:
+    return f"lightning_dist/recovery/{spec.rdzv_handler.get_run_id()}"
 
 
 def _success(worker_group: WorkerGroup) -> RunResult:

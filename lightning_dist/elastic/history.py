@@ -59,6 +59,13 @@ class RunHistory:
                 "checkpoints; put it on a filesystem that all hosts mount, or in an object store"
             )
 
+    def move(self, folder: str, *, ranks: Ranks, run_id: str, seed: int) -> None:
+        """Be the same run with other ranks."""
+        self._journal.close()
+        self._open_journal(folder, rank=ranks.rank)
+        self._leads = ranks.is_leader
+        self.run_id, self.seed = run_id, seed
+
     def _said(self, seed: int | None) -> dict[str, Any]:
         """What the leader knows, for all."""
         start = self._last_start()

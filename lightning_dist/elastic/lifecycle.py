@@ -135,7 +135,7 @@ class ProcessLifecycle:
     def fail(self, exception: BaseException) -> None:
         """The training ends with an exception; others may have had it first."""
         text = str(exception).strip().split("\n")[0][:200]
-        is_echo = _is_of_a_peer(exception)
+        is_echo = is_of_a_peer(exception)
         self._history.end(f"{type(exception).__name__}: {text}", is_echo=is_echo)
         if is_echo and Launch.from_env().is_elastic:
             self.finish()
@@ -182,7 +182,7 @@ def stop_line(step: int, reasons: list[str], *, saved: int | None) -> str:
     return f"{line}, which could not be saved; {last}; the warnings above say why"
 
 
-def _is_of_a_peer(exception: BaseException) -> bool:
+def is_of_a_peer(exception: BaseException) -> bool:
     """Whether an exception says that another rank is gone; torch's are all RuntimeErrors."""
     text = str(exception).lower()
     signs = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,15 +58,25 @@ class Membership:
     Args:
         sharded: whether every rank writes its part of a checkpoint.
         generation: counts the memberships of this process.
+        leader: the rank that writes and keeps the account.
+        make: makes a group of all ranks; None: torch's ``new_group``, for all that the launcher has
+            started.
 
     Raises:
         ValueError: the launcher started several ranks, and there is no process group.
     """
 
-    def __init__(self, *, sharded: bool = False, generation: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        sharded: bool = False,
+        generation: int = 0,
+        leader: int = 0,
+        make: Callable[[], dist.ProcessGroup] | None = None,
+    ) -> None:
         several = dist.is_initialized() and dist.get_world_size() > 1
         expected = Launch.from_env().world_size
-        if expected > 1 and not several:
+        if expected > 1 and not several and make is None:
             raise ValueError(
                 f"the launcher started {expected} ranks, and there is no process group; call "
                 "lightning_dist.init_process_group() first (Accelerator() and fabric.launch() make "
@@ -73,12 +84,16 @@ class Membership:
             )
         self.generation = generation
         self._groups: list[dist.ProcessGroup] = []
+        self._make = make
         self.ranks = Ranks(self._group("facts") if several else None)
+        self.ranks.leader = leader
         self.stop = StopConsensus(self._group("stop") if several else None)
         self.writers = self._group("writers") if several and sharded else None
         """Of the ranks that write one checkpoint together; None where rank 0 writes alone."""
 
     def _group(self, purpose: str) -> dist.ProcessGroup:
+        if self._make is not None:
+            return self._make()
         group = dist.new_group(backend="gloo", group_desc=f"elastic-{self.generation}-{purpose}")
         assert isinstance(group, dist.ProcessGroup)  # all ranks are in it
         self._groups.append(group)

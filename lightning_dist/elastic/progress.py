@@ -109,6 +109,10 @@ class Generators:
         """States to save: those to be restored, if they are not yet."""
         return self._pending or rng.capture(self._device)
 
+    def restored(self) -> None:
+        """Leave them as they are."""
+        self._pending = None
+
     def restore(self) -> None:
         """Once, where the generators were saved: before anything draws from them."""
         state, self._pending = self._pending, None

@@ -27,6 +27,9 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_dist.elastic.launch import Launch
+from lightning_dist.elastic.recovery.groups import init_alone
+from lightning_dist.elastic.recovery.member import RecoveryEnvironment
+from lightning_dist.elastic.settings import RecoveryMode, require_recovery
 
 ROOT = "lightning_dist/attempts"
 POLL_SECONDS = (0.002, 0.1)
@@ -133,7 +136,12 @@ def _forget_others(lobby: Store, attempt: str) -> None:
                 lobby.delete_key(key)
 
 
-def init_process_group(backend: str | None = None, *, timeout: timedelta | None = None) -> None:
+def init_process_group(
+    backend: str | None = None,
+    *,
+    timeout: timedelta | None = None,
+    recovery: RecoveryMode = "restart",
+) -> None:
     """``torch.distributed.init_process_group``, over a store of this start's own.
 
     torchrun's ranks share a store over all restarts, in which restarted ones find the addresses of
@@ -143,10 +151,16 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta | None 
     Args:
         backend: as of torch; None: torch's choice.
         timeout: for the ranks to meet, and of every collective; None: torch's default.
+        recovery: as of ElasticLoop. ``"in_process"``, under ``lightning-dist launch``: a group
+            of this process alone, for what is made before ElasticLoop meets the others.
 
     Raises:
         TimeoutError: ranks did not come in time; rank 0 names them.
     """
+    require_recovery(recovery)
+    if recovery == "in_process" and RecoveryEnvironment.from_env() is not None:
+        init_alone(timeout=timeout)
+        return
     launch = Launch.from_env()
     if not launch.is_elastic:
         dist.init_process_group(backend, timeout=timeout)

@@ -63,6 +63,22 @@ class Retention:
         )
         self._ledger: list[str] = []  # durable checkpoints of this run, the oldest first
 
+    def move(self, members: Membership, *, run: str, restricted: bool) -> None:
+        """Go on with other ranks, maybe under another leader, which opens the folder when it saves.
+
+        Args:
+            run: whose checkpoints these are.
+            restricted: see :meth:`save_for`.
+        """
+        self._members = members
+        if not members.ranks.is_leader:
+            self._saves.move(members.ranks, self.checkpointer)
+            return
+        if self.checkpointer is None:
+            self.checkpointer = Checkpointer(self._settings, ranks=members.world_size)
+        self._saves.move(members.ranks, self.checkpointer)
+        self.save_for(run, restricted=restricted, resumed=None)
+
     @property
     def metrics(self) -> Metrics:
         """What checkpoints have cost this rank."""
@@ -120,6 +136,7 @@ class Retention:
         Raises:
             CheckpointError: an earlier one has failed, on all ranks.
         """
+        self._saves.open(self._folder, together=self._members.writers is not None)
         leader = self._members.ranks.leader
         path = self._free_path(name) if self._members.ranks.is_leader else ""
         failures, by_rank = self._saves.agree({"path": path})

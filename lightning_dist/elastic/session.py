@@ -91,10 +91,14 @@ class Session:
         assert self._retention is not None
         return self._retention
 
-    def meet(self) -> None:
-        """Begin to watch for progress, and make the groups of all ranks. Collective."""
+    def meet(self, members: Membership | None = None) -> None:
+        """Begin to watch for progress, and make the groups of all ranks. Collective.
+
+        Args:
+            members: those that have met already.
+        """
         self.lifecycle.open()
-        self._members = Membership(sharded=self.settings.sharded)
+        self._members = members or Membership(sharded=self.settings.sharded)
 
     def open(self, placement: Placement) -> str | None:
         """Own the folder; the newest complete checkpoint in it. Collective.
@@ -106,8 +110,15 @@ class Session:
         self._placement, self._saved_step, self.resumed = placement, -1, None
         folder = self.settings.folder
         self.history.open(folder, ranks=self.members.ranks, seed=self.settings.seed)
-        self._retention = Retention(
-            folder,
+        self._retention = self._retained(placement)
+        self._is_open = True
+        found = self.retention.open()
+        self.newest = found or ""
+        return found
+
+    def _retained(self, placement: Placement) -> Retention:
+        return Retention(
+            self.settings.folder,
             keep=self.settings.max_to_keep,
             settings=self.settings.saving,
             members=self.members,
@@ -115,10 +126,42 @@ class Session:
             committed=placement.committed,
             wait=placement.wait,
         )
-        self._is_open = True
-        found = self.retention.open()
-        self.newest = found or ""
-        return found
+
+    def facts(self) -> dict[str, Any]:
+        """What is equal on all ranks, for a rank that joins them; see :meth:`move`."""
+        return {
+            "run_id": self.history.run_id,
+            "seed": self.history.seed,
+            "saved_step": self._saved_step,
+            "newest": self.newest,
+        }
+
+    def move(
+        self,
+        placement: Placement,
+        members: Membership,
+        *,
+        facts: dict[str, Any] | None = None,
+    ) -> None:
+        """Go on with other ranks, maybe under another leader. Collective among them.
+
+        Args:
+            facts: of a rank that was there before; None: this one was.
+        """
+        self._members = members
+        if facts is not None:
+            self._placement, self.resumed = placement, None
+            self._saved_step, self.newest = facts["saved_step"], facts["newest"]
+            self._retention, self._is_open = self._retained(placement), True
+        known = facts or self.facts()
+        run, seed = known["run_id"], known["seed"]
+        self.history.move(self.settings.folder, ranks=members.ranks, run_id=run, seed=seed)
+        self.retention.move(members, run=run, restricted=self.settings.weights_only)
+        saved = members.ranks.gather(self._saved_step)
+        if len({*saved}) > 1:  # some have not come so far
+            self._saved_step = -1
+        if self._costs or members.ranks.is_leader:
+            self._count_costs()
 
     def load(self, state: ElasticState | None, *, is_own: bool) -> None:
         """Go on from ``state``, or begin afresh.

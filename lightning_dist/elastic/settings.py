@@ -5,9 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.elastic.plan import BatchPolicy, require_policy
+
+RecoveryMode = Literal["restart", "in_process"]
+"""What the ranks that are left do when one is lost: start again, or go on."""
+
+
+def require_recovery(recovery: str) -> None:
+    """Raise a ValueError if there is no such way."""
+    if recovery not in get_args(RecoveryMode):
+        names = " or ".join(map(repr, get_args(RecoveryMode)))
+        raise ValueError(f"recovery is {names}; got {recovery!r}")
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,11 @@ from lightning_dist.integrations.refusals import (
 )
 from lightning_dist.integrations.torch.checks import require_one_momentum
 from lightning_dist.integrations.torch.fsdp import ShardedGradients, attach, sharded_settings
+from lightning_dist.integrations.torch.fsdp_shards import (
+    CompressedShards,
+    ShardSettings,
+    attach_shards,
+)
 from lightning_dist.integrations.torch.in_force import show
 from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.reducer.reducer import Reducer
@@ -45,6 +50,8 @@ class ModelParallelArguments:
     ``ModelParallelStrategy``: these are the ranks of one replica.
     """
 
+    _compressed_shards: CompressedShards | None = None
+
     if TYPE_CHECKING:
         _timeout: timedelta | None
 
@@ -61,9 +68,11 @@ class ModelParallelArguments:
         replicate_size: int | Literal["auto"] = "auto",
         data_parallel_size: int | Literal["auto"] = "auto",
         tensor_parallel_size: int = 1,
+        parameters: str | Codec | None = None,
         error_feedback: bool | Literal["auto"] = "auto",
         min_compress_numel: int | None = None,
         start_step: int = 0,
+        compile_kernels: bool | Literal["auto"] = "auto",
         commit: Literal["auto", "immediate", "deferred"] = "auto",
         **kwargs: Any,
     ) -> None:
@@ -77,11 +86,16 @@ class ModelParallelArguments:
                 holds the model once.
             data_parallel_size: ranks that shard a replica. ``"auto"``: all that are left.
             tensor_parallel_size: ranks that have a part of each layer, within a shard.
+            parameters: for one replica, sharded over all ranks: codec of the parameters in FSDP's
+                all-gather; gradients are reduce-scattered in ``codec``, which has to be unbiased,
+                such as ``"qsgd:bits=8"``, or to have ``error_feedback=True``, then in 8 bits.
             error_feedback: keep what the codec loses and send it with the next gradient; 4 bytes
                 per compressed element of a shard. ``"auto"``: where the codec needs it.
             min_compress_numel: smaller parameters, and 1-D ones, travel uncompressed; 0 compresses
                 all. None: the codec's own choice.
             start_step: synchronised steps before compression starts.
+            compile_kernels: fuse the codec's kernels at set-up (about 20 s the first time).
+                ``"auto"``: for shards of 4 Mi elements or more, and on an accelerator with Triton.
             commit: when residuals are written, as for ``CompressedDDPStrategy``.
             **kwargs: everything else that ``ModelParallelStrategy`` takes.
 
@@ -109,9 +123,40 @@ class ModelParallelArguments:
             error_feedback=error_feedback,
             min_compress_numel=min_compress_numel,
             start_step=start_step,
+            compile_kernels=compile_kernels,
             commit=commit,
         )
+        self._shard_settings: ShardSettings | None = None
+        if parameters is not None:
+            self._shard_settings = self._checked_shards(parameters)
         super().__init__(**kwargs)
+
+    def _checked_shards(self, parameters: str | Codec) -> ShardSettings:
+        settings = self._settings
+        if self._replicas == "auto":
+            self._replicas = 1
+        if self._replicas != 1 or self._tensors != 1:
+            raise ValueError(
+                "parameters= is for one replica that is sharded over all ranks, got "
+                f"replicate_size={self._replicas} and tensor_parallel_size={self._tensors}; leave "
+                "both out, or parameters="
+            )
+        if settings.start_step or settings.commit != "auto":
+            raise ValueError(
+                "with parameters= every step is compressed, and nothing is committed later: leave "
+                "start_step and commit out"
+            )
+        return ShardSettings.check(
+            settings.codec,
+            parameters=parameters,
+            error_feedback=settings.error_feedback,
+            min_compress_numel=settings.min_compress_numel,
+        )
+
+    @property
+    def shards(self) -> CompressedShards | None:
+        """The quantised collectives of the model, of the last one; None without ``parameters=``."""
+        return self._compressed_shards
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -138,7 +183,7 @@ class ModelParallelArguments:
                 f"size, got {' * '.join(map(str, sizes))} for {world} ranks; leave "
                 "data_parallel_size at 'auto', or start another number of ranks"
             )
-        if hosts == 1 and dist.get_rank() == 0:
+        if hosts == 1 and dist.get_rank() == 0 and self._shard_settings is None:
             log.warning(
                 "one replica: nothing crosses between hosts and nothing is compressed, codec %s "
                 "takes effect with two hosts or more, or with replicate_size=",
@@ -159,6 +204,15 @@ class ModelParallelArguments:
     ) -> ShardedGradients | None:
         """Compress the gradients of ``model``; None where there is one replica. Collective."""
         mesh = self.device_mesh
+        if self._shard_settings is not None:
+            settings, shards = self._shard_settings, mesh[DIMENSIONS[1]]
+            self._compressed_shards = attach_shards(model, settings, mesh=shards)
+            if dist.get_rank() == 0:
+                show(
+                    f"compressed FSDP2 over {shards.size()} ranks: parameters in "
+                    f"{settings.parameters}, gradients in {settings.gradients}"
+                )
+            return None
         if mesh[DIMENSIONS[0]].size() == 1:
             return None
         gradients = attach(

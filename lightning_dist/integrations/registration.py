@@ -25,6 +25,7 @@ def register_all() -> None:
     register(StrategyRegistry, local_update_strategy, LOCAL_NAMES, what="local updates")
     register(StrategyRegistry, sharded_strategy, SHARDED_NAMES, what="compressed FSDP2")
     register(STRATEGY_REGISTRY, fabric_strategy)
+    register(STRATEGY_REGISTRY, fabric_local_strategy, LOCAL_NAMES, what="local updates")
     CODECS.on_add(_register_codec)
     explain_wrong_strategies("lightning", ChainMap(NAMES, LOCAL_NAMES, SHARDED_NAMES))
 
@@ -59,6 +60,13 @@ def fabric_strategy(**arguments: Any) -> Any:
     from lightning_dist.integrations.fabric import CompressedDDPStrategy
 
     return CompressedDDPStrategy(**arguments)
+
+
+def fabric_local_strategy(**arguments: Any) -> Any:
+    """A ``lightning_dist.fabric.LocalUpdateStrategy``."""
+    from lightning_dist.integrations.fabric_local_updates import LocalUpdateStrategy
+
+    return LocalUpdateStrategy(**arguments)
 
 
 def local_update_strategy(**arguments: Any) -> Any:

@@ -219,10 +219,6 @@ class HierarchicalUnit(JoinedUnit):
         return section
 
     @override
-    def reduce(self) -> None:
-        """Nothing: what crosses between hosts comes in between."""
-
-    @override
     def begin(self) -> None:
         self._inside.up()
         if self.last:

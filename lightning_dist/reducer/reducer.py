@@ -171,6 +171,11 @@ class Reducer:
         return self._plans.planner
 
     @property
+    def has_grad_scaler(self) -> bool:
+        """Whether gradients are scaled."""
+        return self._grad_scale is not None
+
+    @property
     def failure(self) -> BaseException | None:
         """The first error of an exchange; nothing is exchanged after it."""
         return self._executor.failure
@@ -272,7 +277,8 @@ class Reducer:
         if self._delayed is None or self.network.world_size == 1 or self.closed:
             return
         landed = self._future()
-        self._executor.submit(partial(landed.set_result, None))
+        # Of a tensor: a future waits for the streams of what is in it.
+        self._executor.submit(partial(landed.set_result, self._scale))
         landed.wait()
         if self.failure is not None:
             raise RuntimeError(f"lightning_dist: {self.failure}") from self.failure
@@ -583,6 +589,17 @@ class Reducer:
         if before._delayed is not None:
             self._load_delayed(before._delayed.state())
 
+    def shared_state(self) -> dict[str, Any]:
+        """What is equal on all ranks of a flat exchange, for a rank that joins them."""
+        return {"step": self.step, "factors": self.state.factors}
+
+    def join(self, shared: Mapping[str, Any]) -> None:
+        """Be as the rank that :meth:`shared_state` is of, and owe nothing."""
+        self._plans.clear()
+        self.state.load({"factors": shared["factors"]}, self.network.rows)
+        self.step = int(shared["step"])
+        self._reserve_again()
+
     def rebind(self, network: Network, *, executor: Executor | None = None) -> None:
         """Go on in other groups, with other members or another hierarchy. Collective there.
 
@@ -603,6 +620,7 @@ class Reducer:
         if self._delayed is not None:  # not there on every rank
             self._delayed.clear()
         self._pending.drop()
+        self.answer = Answer()
         self.stats.drop_step()
         old, self.network = self.network, network
         self.generation += 1

@@ -257,9 +257,10 @@ class ReducerState:
             for kind, plural in _KINDS.items()
             for name, found in gathered.get(plural, {}).items()
         }
-        self._load_factors(gathered.get("factors", {}))
+        self.load_factors(gathered.get("factors", {}))
 
-    def _load_factors(self, factors: Mapping[str, Sequence[Tensor]]) -> None:
+    def load_factors(self, factors: Mapping[str, Sequence[Tensor]]) -> None:
+        """Take over factors in place of those that are held."""
         self.factors = {}
         self._loaded_factors = {
             n: (left.clone(), right.clone()) for n, (left, right) in factors.items()
@@ -280,7 +281,7 @@ class ReducerState:
             dist.all_reduce(mine, group=group)
             mean = mine.div_(len(set(of_ranks))).cpu()
             self._held[kind, name] = _Held.from_row(mean)
-        self._load_factors(self._factors_of_all(network, on_all=True))
+        self.load_factors(self._factors_of_all(network, on_all=True))
 
     def _in_order(self) -> Iterator[tuple[str, str, _Held]]:
         """All of it, in an order that is equal on all ranks."""

@@ -106,7 +106,6 @@ class JoinedUnit(CommUnit):
     def place(self, within: Within) -> Section:
         """The exchange is there, and this unit's part of its rows; what that part is."""
 
-    @abstractmethod
     def reduce(self) -> None:
         """What was received -> the mean that is sent."""
 

@@ -9,14 +9,19 @@ import select
 import subprocess
 import termios
 import time
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from calls import program
 from click.testing import Result
 
+from lightning_dist.cli import config_accelerate
 from lightning_dist.configuration import OPTIONS, read
+
+config_command = import_module("lightning_dist.cli.config")
 
 HIDDEN = "\x1b[?25l"
 """What Accelerate's menus end with: the cursor is hidden, an arrow shows the choice."""
@@ -152,6 +157,39 @@ def test_a_file_that_is_wrong_stays_as_it_is(folder: Path) -> None:
     assert result.exit_code == 2
     assert "had unknown keys (['lightning_dist'])" in result.stderr
     assert not (folder / "lightning_dist.yaml").exists()
+
+
+FSDP2 = ("accelerate.distributed_type=FSDP", "accelerate.fsdp_config={fsdp_version: 2}")
+
+
+def test_under_fsdp2_only_what_takes_effect_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, ours = files(tmp_path)
+    ours.write_text("codec: sign\nhierarchical: true\nrank_groups: [[0, 1], [2, 3]]\n")
+    answers = config_accelerate.defaults()
+    config_accelerate.change(answers, {"distributed_type": "FSDP"})
+    answers.fsdp_config = {"fsdp_version": 2}
+    monkeypatch.setattr(config_accelerate, "ask", lambda: answers)
+    terminal = SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr(config_command, "sys", terminal)
+    result = program("config", "--config_file", theirs, input="int4\n\n1000\n\n\n\n")
+    assert result.exit_code == 0, result.output
+    expected = {"codec": "int4", "error_feedback": "auto", "min_compress_numel": 1000}
+    assert read(ours) == {**expected, "start_step": 0, "commit": "auto"}
+    assert yaml.safe_load(theirs.read_text())["fsdp_config"] == {"fsdp_version": 2}
+
+
+def test_under_fsdp2_settings_of_ddp_are_refused(tmp_path: Path) -> None:
+    theirs, ours = files(tmp_path)
+    words = [word for each in FSDP2 for word in ("--set", each)]
+    result = invoke("--set", "hierarchical=true", *words, "--config_file", theirs)
+    assert result.exit_code == 2
+    assert "hierarchical is a setting of DDP and cannot take effect under FSDP2" in result.stderr
+    assert not theirs.exists()
+    done("--defaults", "--set", "codec=int4", *words, "--config_file", theirs)
+    assert read(ours) == {**DEFAULTS, "codec": "int4"}
+    assert yaml.safe_load(theirs.read_text())["distributed_type"] == "FSDP"
 
 
 def test_the_questions_on_a_terminal(folder: Path, quick_python: list[str]) -> None:

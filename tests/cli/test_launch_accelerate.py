@@ -42,6 +42,9 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+FSDP2 = {"distributed_type": "FSDP", "use_cpu": False, "fsdp_config": {"fsdp_version": 2}}
+
+
 def configure(path: Path, *, sidecar: str | None = "codec: int8\n", **fields: object) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"distributed_type": "MULTI_CPU", "use_cpu": True, "num_processes": 2, **fields}
@@ -173,6 +176,8 @@ def test_settings_that_are_not_beside_the_file_are_told(
     ("fields", "words", "said"),
     [
         ({"distributed_type": "FSDP"}, [], "is FSDP, which has no DDP"),
+        ({**FSDP2, "sidecar": "hierarchical: true"}, [], "is a setting of DDP"),
+        ({}, ["--use_fsdp", "--fsdp_version", "1"], "is FSDP"),
         ({"distributed_type": "DEEPSPEED"}, [], "is DEEPSPEED"),
         ({}, ["--use_fsdp"], "is FSDP"),
         ({"sidecar": "codek: int8"}, [], "unknown setting 'codek'"),
@@ -192,6 +197,18 @@ def test_traps_are_errors(
     result = invoke("--config_file", configure(tmp_path / "two.yaml", **fields), *words, script)
     assert (result.exit_code, result.stdout) == (2, "")
     assert said in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"), [(FSDP2, []), ({}, ["--use_fsdp", "--fsdp_version", "2"])], ids=str
+)
+def test_fsdp2_is_compressed(
+    tmp_path: Path, script: Path, fields: dict[str, object], words: list[str]
+) -> None:
+    file = configure(tmp_path / "two.yaml", **{"use_cpu": False, **fields})
+    variables, _, arguments, _ = planned("--config_file", file, *words, script)
+    assert variables == {"LIGHTNING_DIST_CONFIG": str(tmp_path / "lightning_dist.yaml")}
+    assert arguments == ["--config_file", str(file), *words, str(script)]
 
 
 def test_without_settings_other_kinds_of_training_are_accelerates_matter(

@@ -205,3 +205,14 @@ def test_a_report_reads_what_the_run_has_measured(folder: Path) -> None:
     assert told.splitlines()[0].endswith(" Predicted with fp16: 1.7x.")
     found = json.loads((folder / "summary.json").read_text())
     assert found["predictions"]["scenarios"][0]["source"] == "on a after this run"
+
+
+def test_local_steps_are_said_for_every_codec(folder: Path) -> None:
+    write_costs(folder, KEPT)
+    asked = [folder, "--codec", "fp16", "--local-steps", "16", "--below", "5"]
+    result = profile("whatif", *asked)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert re.search(r"fp16 every 16 steps .* waits 6\.9 % of the time", result.stdout)
+    assert re.search(r"fp16 every 23 steps .* waits 4\.9 % of the time", result.stdout)
+    local = [each for each in content(*asked)["scenarios"] if each["sync_every"]]
+    assert [each["sync_every"] for each in local] == [23, 16]

@@ -70,6 +70,7 @@ def next_generation(store: PrefixStore, name: str, after: int) -> Generation:
 def main(folder: Path) -> None:
     name = os.environ["LIGHTNING_DIST_WORKER"]
     log = (folder / f"{name}.{os.getpid()}").open("w", buffering=1)
+    print(f"worker {name} has come", flush=True)
     threading.Thread(target=beat, args=(name,), daemon=True).start()
     store = connect()
     store.set(Keys.report(-1, name), encode(Report(name)))
@@ -77,7 +78,6 @@ def main(folder: Path) -> None:
     made, step = Generation(-1), 0
     while True:
         made = next_generation(store, name, made.number)
-        waiting = store.add(Keys.waiting, 0)
         step = max(step, made.step)
         facts = {"number": made.number, "members": made.members, "step": step}
         print(json.dumps({**facts, "time": time.monotonic()}), file=log)
@@ -94,7 +94,7 @@ def main(folder: Path) -> None:
             failed = store.check([Keys.broken(made.number)])
             if failed or store.check([pause := f"pause/{made.number}"]):
                 break
-            if store.add(Keys.waiting, 0) > waiting:
+            if store.add(Keys.waiting, 0) > made.waiting:
                 store.set(pause, "1")  # in place of the vote: all pause, or nobody
             time.sleep(LOOK)
         report = Report(name, made.number, step, failed=failed)
@@ -102,4 +102,7 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    try:
+        main(Path(sys.argv[1]))
+    except RuntimeError:  # the store is gone
+        sys.exit(EXIT_RESTART)

@@ -107,6 +107,13 @@ def test_the_first_generation_waits_for_all_places() -> None:
     assert job.look().number == 0
 
 
+def test_the_first_generation_is_not_below_the_minimum() -> None:
+    """Until another node comes, at which the launchers start all again."""
+    job = Job(2, RecoverySettings(min_workers=3, max_workers=4))
+    job.be_ready(*job.names)
+    assert job.pass_time(60).number == -1
+
+
 def test_nothing_happens_while_all_beat(three: Job) -> None:
     assert three.pass_time(100).number == 0
 
@@ -182,6 +189,32 @@ def test_a_replacement_joins_at_the_next_pause(three: Job) -> None:
     assert after.members == ("0.0.0", "0.1.1", "0.2.0")
     assert (after.newcomers, after.heals, after.step) == (("0.1.1",), ("0.1.1",), 4)
     assert three.pass_time(30).number == 2
+
+
+def test_a_newcomer_that_is_not_seen_yet_is_not_counted_as_seen() -> None:
+    """Or members would not pause for it: it came while the generation was being made."""
+    job = Job(1)
+    job.be_ready("0.0.0")
+    assert job.look().waiting == 1
+    job.start("0.1.0")
+    store = job.store
+
+    class Late:
+        """The store, into which somebody writes just after newcomers were looked for."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(store, name)
+
+        def check(self, keys: list[str]) -> bool:
+            if keys == [Keys.broken(0)]:
+                job.be_ready("0.1.0")
+            return store.check(keys)
+
+    job.coordinator._store = Late()
+    job.report("0.0.0", failed=False)
+    job.look()
+    assert job.newest.waiting == 1
+    assert job.store.add(Keys.waiting, 0) == 2
 
 
 def test_a_second_fault_while_the_first_is_recovered(three: Job) -> None:

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 from processes import environment_of, kill_tree
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported silently
 
 WORKER = Path(__file__).parent / "recovering.py"
 LIMIT = 100.0
@@ -45,6 +46,7 @@ class Job:
         folder: Path,
         *options: str,
         launcher: Sequence[str] = (),
+        also: Mapping[str, str] | None = None,
         **environment: str,
     ) -> None:
         self.folder = folder
@@ -53,7 +55,7 @@ class Job:
         words = ["-m", "lightning_dist.elastic.agent", "--monitor-interval=0.05", *options]
         self._process = subprocess.Popen(
             [*(launcher or python), *words, "--no-python", *python, str(WORKER), str(folder)],
-            env=environment_of({"LIGHTNING_DIST_BEAT_TIMEOUT": FAR, **settings}),
+            env=environment_of({"LIGHTNING_DIST_BEAT_TIMEOUT": FAR, **settings, **(also or {})}),
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
@@ -64,6 +66,10 @@ class Job:
     def pid(self) -> int:
         """Of the launcher, where it is no fork."""
         return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     @property
     def output(self) -> str:
@@ -81,24 +87,8 @@ class Job:
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def wait_for(self, *members: str, number: int | None = None) -> Generations:
-        """The generation that all members, and only they, are in."""
-
-        def found() -> Generations | None:
-            assert self._process.poll() is None, self.output
-            there = self.workers()
-            if not {*members} <= {*there}:
-                return None
-            last = [(self.generations(name) or [{"number": -1}])[-1] for name in members]
-            if any(each.get("members") != [*members] for each in last):
-                return None
-            if len({each["number"] for each in last}) > 1:
-                return None
-            return last[0] if number in (None, last[0]["number"]) else None
-
-        try:
-            return wait_for(found, f"a generation of {members}")
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.output[-4000:]}") from None
+        """The generation that all members, and only they, are in; None: of any number."""
+        return wait_for_all([self], members, number=number)
 
     def tell(self, what: str, name: str, value: str = "") -> None:
         """Leave a word for a worker, as `recovering.py` says."""
@@ -122,6 +112,29 @@ class Job:
             kill_tree(self._process.pid)
         self._process.wait()
         self._log.close()
+
+
+def wait_for_all(
+    jobs: Sequence[Job], members: Sequence[str], *, number: int | None = None
+) -> Generations:
+    """The generation that all members, of several launchers, and only they are in."""
+
+    def found() -> Generations | None:
+        last: dict[str, Generations] = {}
+        for job in jobs:
+            assert job.is_alive, "a launcher has ended"
+            last |= {name: lines[-1] for name in job.workers() if (lines := job.generations(name))}
+        made = [last.get(name, {}) for name in members]
+        if any(each.get("members") != [*members] for each in made):
+            return None
+        numbers = {each["number"] for each in made}
+        return made[0] if len(numbers) == 1 and number in (None, *numbers) else None
+
+    try:
+        return wait_for(found, f"a generation of {members}")
+    except AssertionError as error:
+        outputs = "\n".join(job.output[-3000:] for job in jobs)
+        raise AssertionError(f"{error}\n{outputs}") from None
 
 
 @pytest.fixture
@@ -260,6 +273,21 @@ def test_replaced_workers_count_as_restarts(start: Callable[..., Job]) -> None:
     assert "max_restarts is reached, worker 0.0.0 is not replaced" in job.output
 
 
+def test_output_of_replacements_follows_that_of_the_dead(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    logs = tmp_path / "logs"
+    options = ("--max-restarts=1", f"--log-dir={logs}", "--tee=3")
+    job = start(*STANDALONE, *options)
+    job.wait_for(*THREE)
+    job.signal("0.1.0", signal.SIGKILL)
+    job.wait_for("0.0.0", "0.1.1", "0.2.0")
+    job.end()
+    (log,) = logs.glob("*/attempt_0/1/stdout.log")
+    assert log.read_text() == "worker 0.1.0 has come\nworker 0.1.1 has come\n"
+    assert "[default1]:worker 0.1.1 has come" in job.output
+
+
 def test_the_launcher_grows_by_nothing(start: Callable[..., Job]) -> None:
     """After twenty deaths in a row it has as many threads and open files as after five."""
     job = start(*STANDALONE, "--max-restarts=20", launcher=[sys.executable])
@@ -274,3 +302,82 @@ def test_the_launcher_grows_by_nothing(start: Callable[..., Job]) -> None:
         sizes.append([len(os.listdir(f"/proc/{job.pid}/{what}")) for what in ("fd", "task")])
     assert sizes[4] == sizes[-1]
     job.end()
+
+
+@pytest.fixture
+def start_node(tmp_path: Path, quick_python: list[str]) -> Iterator[Callable[..., Job]]:
+    """Start the launcher of another node with two workers; they meet in a store of the test's."""
+    # So that no launcher is needed by the others for that.
+    lobby = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    options = (
+        *("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{lobby.port}", "--rdzv-id=job"),
+        "--rdzv-conf=is_host=0,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=9",
+        *("--local-addr=localhost", "--nproc-per-node=2", "--max-restarts=3"),
+    )
+    jobs: list[Job] = []
+
+    def start(*others: str, **settings: Any) -> Job:
+        folder = tmp_path / f"workers-{len(jobs)}"
+        folder.mkdir()
+        environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        jobs.append(Job(quick_python, folder, *options, *others, also=environment, **settings))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.close()
+
+
+def by_node(jobs: Sequence[Job]) -> list[Job]:
+    """Launchers in the order of their nodes."""
+    return sorted(jobs, key=lambda job: min(job.workers()))
+
+
+def test_a_node_that_joins_does_not_restart_the_others(start_node: Callable[..., Job]) -> None:
+    first = start_node("--nnodes=1:3")
+    first.wait_for("0.0.0", "0.1.0")
+    before = first.workers()
+    second = start_node("--nnodes=1:3")
+    four = ("0.0.0", "0.1.0", "1.0.0", "1.1.0")
+    wait_for_all([first, second], four)
+    second.signal("1.0.0", signal.SIGKILL)
+    wait_for_all([first, second], ("0.0.0", "0.1.0", "1.0.1", "1.1.0"))
+    assert first.workers() == before
+    for job in (first, second):
+        (job.folder / "end").touch()
+    assert [first.wait(), second.wait()] == [0, 0], first.output + second.output
+    assert "node 1 joins a job" in second.output
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_node_that_dies_is_left_out(victim: int, start_node: Callable[..., Job]) -> None:
+    """With its launcher, which tells nobody; one that comes takes its place."""
+    jobs = [start_node("--nnodes=3", BEAT_TIMEOUT="4", MIN_WORKERS="2") for _ in range(3)]
+    names = [f"{node}.{rank}.0" for node in range(3) for rank in range(2)]
+    wait_for_all(jobs, names)
+    jobs = by_node(jobs)
+    before = [job.workers() for job in jobs]
+    jobs[victim].close()
+    left = [job for job in jobs if job is not jobs[victim]]
+    wait_for_all(left, [name for name in names if not name.startswith(f"{victim}.")])
+    left.append(start_node("--nnodes=3", BEAT_TIMEOUT="4", MIN_WORKERS="2"))
+    names = [name for name in names if not name.startswith(f"{victim}.")] + ["3.0.0", "3.1.0"]
+    wait_for_all(left, names)
+    assert [job.workers() for job in left[:2]] == [
+        workers for node, workers in enumerate(before) if node != victim
+    ]
+    for job in left:
+        (job.folder / "end").touch()
+    assert [job.wait() for job in left] == [0, 0, 0]
+
+
+def test_without_the_coordinator_all_are_restarted(start_node: Callable[..., Job]) -> None:
+    jobs = [start_node("--nnodes=1:2", "--max-restarts=1") for _ in range(2)]
+    wait_for_all(jobs, [f"{node}.{rank}.0" for node in range(2) for rank in range(2)])
+    first, second = by_node(jobs)
+    second.signal("1.0.0", signal.SIGKILL)
+    wait_for_all(jobs, ["0.0.0", "0.1.0", "1.0.1", "1.1.0"])
+    first.close()
+    second.wait_for("0.0.0", "0.1.0", number=0)  # it was node 1
+    second.end()
+    assert "the store is lost, all are restarted" in second.output

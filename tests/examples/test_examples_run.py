@@ -35,6 +35,13 @@ def test_fabric_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     assert all(3.5 < float(row["comm/compression_ratio"]) < 4 for row in rows)
 
 
+def test_fabric_in_local_steps_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    for said, exchanges in (("steps 0 to 6, ", 2), ("steps 6 to 12, ", 3)):
+        done = start(tmp_path, "fabric_local_steps.py", "--steps", "6")
+        assert said in done.output
+        assert f"MB sent in {exchanges} exchanges" in done.output  # after 4 and 6; 8, 12 and 12
+
+
 def test_plain_ddp_goes_on_from_its_checkpoint(tmp_path: Path, quick_python: list[str]) -> None:
     arguments = ["--folder", str(tmp_path), "--steps", "5", "--codec", "int4"]
     options = {"ranks": 2, "limit": LIMIT, "python": quick_python}

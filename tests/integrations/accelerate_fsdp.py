@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState, GradientState
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist.accelerate import CompressedFSDPPlugin
+from lightning_dist.integrations.accelerate.patch import attached_everywhere
 
 WIDTH = 18
 
@@ -94,9 +96,20 @@ def facts(folder: Path) -> dict[str, bool]:
         "residuals": bool(owed),
         "accumulates": stats["steps"] == 2,
         "bytes": stats["inter_bytes"] < 0.4 * stats["raw_bytes"],
+        "set outside": same(set_outside(), Run("int4").train()),
         "metrics": several.compression.metrics()["comm/inter_bytes"] > 0,
         "refusals": refusals(),
     }
+
+
+def set_outside() -> list[Tensor]:
+    """One pass of a script that knows nothing of compression; its settings are variables."""
+    found = {"LIGHTNING_DIST_CODEC": "int4", "LIGHTNING_DIST_MIN_COMPRESS_NUMEL": "0"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in found.items():
+            patch.setenv(name, value)
+        with attached_everywhere(lambda each: CompressedFSDPPlugin().attach(each)):
+            return Run(None).train()
 
 
 def refusals() -> bool:

@@ -63,6 +63,7 @@ class Job:
         codec: of compressed_ddp; None: Lightning's ddp.
         framework: ``"trainer"``, or one of `loop_runs.FRAMEWORKS`.
         fit: arguments of :func:`elastic_runs.fit`, or of :func:`loop_runs.train`.
+        replicas: of a sharded model, in each start; none: a model that every rank holds.
         profiled: a Trainer's runs have a CommProfiler.
         limit: seconds for all of it.
     """
@@ -78,6 +79,7 @@ class Job:
     loader: Mapping[str, Any] = field(default_factory=dict)
     dataset: Mapping[str, Any] = field(default_factory=dict)
     fit: Mapping[str, Any] = field(default_factory=dict)
+    replicas: Sequence[int] = ()
     profiled: bool = False
     limit: float = 60.0
     expect_failure: bool = False
@@ -213,9 +215,12 @@ def rank_main(job: Job, start: int) -> str:
                     once()
 
     hooks = list(dict.fromkeys(fault.hook for fault, _ in armed))
-    train = _fit if job.framework == "trainer" else _loop
+    replicas = job.replicas[start] if job.replicas else 0
     try:
-        result = train(job, folder, strike, hooks)
+        if job.framework == "trainer":
+            result = _fit(job, folder, strike, hooks, replicas)
+        else:
+            result = _loop(job, folder, strike, hooks)
     except SystemExit as ended:
         (folder / f"exit-{start}-{rank}").write_text(str(ended.code))
         raise
@@ -223,20 +228,22 @@ def rank_main(job: Job, start: int) -> str:
     return str(result["hash"])
 
 
-def _fit(job: Job, folder: Path, strike: Strike, hooks: Sequence[str]) -> dict[str, Any]:
-    from elastic_runs import Net, Numbered, fit, hash_of, make_loader
+def _fit(
+    job: Job, folder: Path, strike: Strike, hooks: Sequence[str], replicas: int
+) -> dict[str, Any]:
+    from elastic_runs import Net, Numbered, ShardedNet, fit, hash_of, make_loader
 
     from lightning_dist import CommProfiler
 
     of_run = {"dirpath": folder / "profiles", "measure_links": False, "html": False}
-    module = Net(**job.module)
+    module = (ShardedNet if replicas else Net)(**job.module)
     trainer, module = fit(
         folder,
         *([CommProfiler(**of_run)] if job.profiled else []),
         *(_watch(hook, module, strike) for hook in hooks),
         loader=lambda: make_loader(Numbered(**job.dataset), **job.loader),
         module=module,
-        **{**_strategy_of(job.codec), **job.fit},
+        **{**_strategy_of(job.codec, replicas), **job.fit},
     )
     where = {"step": trainer.global_step, "epoch": trainer.current_epoch}
     return {"hash": hash_of(module), **where, "left": _left()}
@@ -285,9 +292,18 @@ def _left() -> list[str]:
     return [each.group_desc for each in groups if each.group_desc.startswith("elastic-")]
 
 
-def _strategy_of(codec: str | None) -> dict[str, Any]:
-    from lightning_dist import CompressedDDPStrategy, ElasticEnvironment
+def _strategy_of(codec: str | None, replicas: int) -> dict[str, Any]:
+    from lightning_dist import (
+        CompressedDDPStrategy,
+        CompressedModelParallelStrategy,
+        ElasticEnvironment,
+    )
 
+    if replicas:
+        sharded = CompressedModelParallelStrategy(
+            codec, replicate_size=replicas, min_compress_numel=0
+        )
+        return {"strategy": sharded, "devices": "auto"}
     if codec is None:
         world = int(os.environ["WORLD_SIZE"])
         return {"strategy": "ddp", "devices": world, "plugins": [ElasticEnvironment()]}

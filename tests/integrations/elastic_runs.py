@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dist import ElasticRestart
@@ -64,6 +66,14 @@ class Net(L.LightningModule):
         optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
         each_step = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=40)
         return [optimizer], [{"scheduler": each_step, "interval": "step"}]
+
+
+class ShardedNet(Net):
+    """The same under model parallelism."""
+
+    def configure_model(self) -> None:
+        for part in (self.net[0], self.net):
+            fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
 
 class Account(L.Callback):
@@ -134,8 +144,14 @@ def committed(folder: Path) -> dict[int, Step]:
 def hash_of(module: nn.Module) -> str:
     digest = hashlib.sha256()
     for value in module.state_dict().values():
-        digest.update(value.detach().cpu().numpy().tobytes())
+        digest.update(whole(value).cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, also of a sharded one; then collective among its shards."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Fault(Exception):

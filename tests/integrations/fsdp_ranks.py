@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -25,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 
 from lightning_dist.codecs import CODECS, warmup
 from lightning_dist.integrations.torch.fsdp import ShardedGradients, compress_fsdp
+from lightning_dist.kernels.passes import Kernels
 
 WIDTH = 33
 STEPS = 3
@@ -171,6 +175,57 @@ def tensor_parallel(_: DeviceMesh) -> dict[str, bool]:
 
 def compiled_blocks(mesh: DeviceMesh) -> dict[str, bool]:
     return {"compiled": both(mesh, compiled="inductor", accumulate=True)}
+
+
+def compiled_kernels(mesh: DeviceMesh) -> dict[str, bool]:
+    """Every pass over a shard with enough blocks is one compiled loop, with the bits of the eager
+    one.
+    """
+    block, found = 16, []
+    for wish in (False, True):
+        eager, compiled = Counter[str](), Counter[str]()
+        with counted_passes(eager, compiled):
+            net = sharded(mesh["shard"])
+            codec = f"int8:block_size={block}"
+            ours = compress_fsdp(net, codec, mesh=mesh, min_compress_numel=0, compile_kernels=wish)
+            eager.clear()  # of the comparison at set-up
+            compiled.clear()
+            ended = train(net, ours=ours)
+            held = [ours.reducer.residuals[name] for name in sorted(ours.reducer.residuals)]
+            found.append((ended + [each.clone() for each in held], eager.total(), compiled))
+        ours.close()
+    (before, without, nothing), (after, remain, compiled) = found
+    large = sum(local(p).numel() // block >= 16 for p in net.parameters())
+    passes = {"encode_and_commit", "decode_and_commit"}
+    return {
+        "equal": all(map(torch.equal, before, after)),
+        "one loop a pass": compiled == dict.fromkeys(passes, large * STEPS),
+        "instead of an eager one": without - remain == compiled.total() and not nothing,
+    }
+
+
+@contextmanager
+def counted_passes(eager: Counter[str], compiled: Counter[str]) -> Iterator[None]:
+    """Calls of the passes of int8 by name."""
+    use, call = Kernels.use, Kernels._call
+
+    def counting(name: str, function: Callable[..., None]) -> Callable[..., None]:
+        def counted(*tensors: Any) -> None:
+            compiled[name] += 1
+            function(*tensors)
+
+        return counted
+
+    def used(kernels: Kernels, fused: Mapping[str, Callable[..., None]]) -> None:
+        use(kernels, {name: counting(name, function) for name, function in fused.items()})
+
+    def called(kernels: Kernels, name: str, *tensors: Any) -> None:
+        before = compiled.total()
+        call(kernels, name, *tensors)
+        eager[name] += compiled.total() == before and not kernels.codec.lossless
+
+    with patch.object(Kernels, "use", used), patch.object(Kernels, "_call", called):
+        yield
 
 
 def memory(mesh: DeviceMesh) -> dict[str, bool]:

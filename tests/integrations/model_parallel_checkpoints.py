@@ -9,12 +9,16 @@ import json
 import os
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 import torch.distributed as dist
+from elastic_runs import FailAt, Fault, Numbered, ShardedNet, make_loader
+from elastic_runs import fit as elastic_fit
 from model_parallel_ranks import (
     WIDTH,
     Module,
@@ -29,7 +33,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_dist import AsyncCheckpoint
+from lightning_dist.checkpoint.plan import Plan
 from lightning_dist.checkpoint.reading import load as load_checkpoint
+from lightning_dist.checkpoint.snapshot import Snapshots
 
 FOLDER = Path(sys.argv[1])
 SAVED = FOLDER / "epoch"
@@ -66,7 +72,9 @@ def fit(strategy: Any, *callbacks: Any, **given: Any) -> tuple[L.Trainer, Module
 def resume() -> dict[str, Any]:
     """Two epochs in one go, and with a checkpoint between them."""
     straight, expected = fitted(ours("int4"))
-    fit(ours("int4"), saving(SAVED), max_epochs=1)
+    with pytest.MonkeyPatch.context() as patch:
+        copied = watch_copies(patch)
+        fit(ours("int4"), saving(SAVED), max_epochs=1)
     again, got = fit(ours("int4"), saving(FOLDER / "again"), Seen(), ckpt_path=SAVED / NAME)
     before, after = held(straight.strategy), held(again.strategy)
     manifest = json.loads((SAVED / NAME / "manifest.json").read_text())["body"]
@@ -74,12 +82,27 @@ def resume() -> dict[str, Any]:
         "equal": same(weights(expected), weights(got)),
         "residuals": same(before, after) and any(bool(part.any()) for part in after),
         "steps": again.strategy._reducer.step,
+        "copied": copied,
         "bytes": [file["nbytes"] for file in manifest["files"]],
         "listing": sorted(os.listdir(FOLDER / "again")),
     }
 
 
 NAME = "epoch=0.ckpt"
+
+
+def watch_copies(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Bytes that each save copies at the trigger, and while training goes on."""
+    copied: list[tuple[int, int]] = []
+    usual = Snapshots.take
+
+    def take(self: Snapshots, save: Any, divided: Plan, owned: Any) -> None:
+        runs = divided.now, divided.later
+        copied.append(tuple(sum(run.piece.nbytes for run in each) for each in runs))
+        usual(self, save, divided, owned)
+
+    patch.setattr(Snapshots, "take", take)
+    return copied
 
 
 def load() -> dict[str, Any]:
@@ -167,10 +190,85 @@ def tied() -> dict[str, bool]:
     return found
 
 
+FAULTS = {
+    "on_after_backward": 1,
+    "on_before_optimizer_step": 3,
+    "on_train_batch_end": 5,
+    "on_validation_batch_end": 6,
+    "on_train_epoch_end": 6,
+    "on_train_end": 9,
+}
+"""Optimizer steps before each hook at which a run fails, on all ranks."""
+
+
+def elastic_run(name: str, *, replicas: int, codec: str, fault: str = "") -> dict[str, Any]:
+    """A start of a run; weights and residuals at its end."""
+    noisy = codec != "none"
+    strategy = ours(codec, replicate_size=replicas)
+    module = ShardedNet(noisy=noisy)
+    callbacks = [FailAt(fault, FAULTS[fault])] if fault else []
+    expected = pytest.raises(Fault, match=f"^{fault} at step") if fault else nullcontext()
+    with expected:
+        elastic_fit(
+            FOLDER / name,
+            *callbacks,
+            loader=lambda: make_loader(Numbered(noisy=noisy)),
+            module=module,
+            strategy=strategy,
+            devices=dist_size(),
+            elastic={"format": "sharded"},
+        )
+    dist.barrier()
+    if fault:
+        return {}
+    found = {n: whole(p) for n, p in module.named_parameters()}
+    states: Any = module.optimizers().optimizer.state
+    moments = [whole(each["momentum_buffer"]) for each in states.values()]
+    residuals = dict(strategy._gradients.reducer.residuals)
+    return {"weights": found, "momenta": moments, "residuals": residuals}
+
+
+def restarts() -> dict[str, Any]:
+    """Runs that fail at one hook after the other, on the same mesh."""
+    straight = elastic_run("straight", replicas=2, codec="int8")
+    for hook in FAULTS:
+        elastic_run("restarted", replicas=2, codec="int8", fault=hook)
+    return {"straight": straight, "restarted": elastic_run("restarted", replicas=2, codec="int8")}
+
+
+def meshes() -> dict[str, Any]:
+    """Runs that go on with other numbers of replicas and shards; four ranks begin, two end them."""
+    if dist_size() == 4:
+        straight = elastic_run("exact", replicas=2, codec="none")
+        elastic_run("meshes", replicas=2, codec="none", fault="on_train_batch_end")
+        return {"straight": straight}
+    elastic_run("meshes", replicas=1, codec="none", fault="on_validation_batch_end")
+    return {"changed": elastic_run("meshes", replicas=2, codec="none")}
+
+
+class Reshaped(torch.optim.SGD):
+    """Keeps something of another shape than its parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["column"] = parameter.detach().unsqueeze(-1)
+        return loss
+
+
 def refusals() -> dict[str, str]:
     """Messages by what is wrong."""
     cases: dict[str, Any] = {
         "single": lambda: fit(ours(), AsyncCheckpoint(FOLDER / "single")),
+        "shapes": lambda: fit(ours(), saving(FOLDER / "x"), module=Module(optimizer=Reshaped)),
+        "tensor parallel": lambda: elastic_fit(
+            FOLDER / "refused",
+            module=ShardedNet(),
+            strategy=ours(tensor_parallel_size=2),
+            devices=dist_size(),
+            elastic={"format": "sharded"},
+        ),
         "damaged": lambda: fit(ours(), saving(FOLDER / "x"), ckpt_path=damaged()),
     }
     found = {}

@@ -262,6 +262,24 @@ def evaluation() -> dict[str, bool]:
     }
 
 
+def sharded_over_all() -> dict[str, bool]:
+    """One replica of all ranks, parameters and gradients quantised, against the strategy itself."""
+    plain = ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=1)
+    _, expected = fitted(plain, accumulate_grad_batches=2)
+    facts = {}
+    for codec, parameters in (("none", "none"), ("qsgd:bits=8,block_size=64", "int8")):
+        strategy = ours(codec, parameters=parameters)
+        _, got = fitted(strategy, accumulate_grad_batches=2)
+        far = 1e-5 if codec == "none" else 0.02
+        pairs = zip(expected.losses, got.losses, strict=True)
+        facts[f"{codec} trains"] = all(abs(a - b) < far * a for a, b in pairs)
+        assert strategy.shards is not None
+        ratio = strategy.shards.comm_stats()["ratio"]
+        facts[f"{codec} sends"] = ratio == 1 if codec == "none" else ratio > 2
+        facts[f"{codec} has no reducer"] = not strategy.reducers
+    return facts
+
+
 def refusals() -> dict[str, str]:
     """Messages by what is wrong."""
     offload = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
@@ -274,6 +292,9 @@ def refusals() -> dict[str, str]:
         "sizes": lambda: fitted(ours(replicate_size=3)),
         "OneBitAdam": lambda: fitted(ours(), Module(optimizer=partial(OneBitAdam, freeze_step=2))),
         "second momentum": lambda: fitted(ours("dgc")),
+        "replicas": lambda: ours("qsgd", parameters="int8", replicate_size=2),
+        "biased": lambda: ours("int8", parameters="int8"),
+        "start": lambda: ours("qsgd", parameters="int8", start_step=2),
     }
     found = {}
     for name, case in cases.items():

@@ -14,7 +14,12 @@ from wandb_runs import config, history
 pytest.importorskip("accelerate")
 
 RUNNER = Path(__file__).with_name("run_scenarios.py")
-OF_TWO = ("accelerate_plugin", "accelerate_plugin_saves", "accelerate_plugin_tells")
+OF_TWO = (
+    "accelerate_plugin",
+    "accelerate_plugin_saves",
+    "accelerate_plugin_tells",
+    "accelerate_local",
+)
 WEIGHT, BIAS = 16 * 256, 256  # elements; the bias stays uncompressed
 pytestmark = pytest.mark.timeout(240)
 
@@ -238,3 +243,20 @@ def test_what_accelerate_does_not_document_is_still_there(pair: Results) -> None
 def test_the_launch_ended_well(pair: Results, trio: Results) -> None:
     pair.finished.require_success()
     trio.finished.require_success()
+
+
+def test_local_updates_are_those_of_a_loop_and_resume_bit_exact(pair: Results) -> None:
+    ranks = pair("accelerate_local")
+    for facts in ranks:
+        assert facts["whole"] == facts["loop"]
+        assert facts["resumed"] == facts["whole"][4:]
+        require_equal(facts["end"], ranks[0]["end"])
+        require_equal(facts["weights"], facts["anchor"])
+    assert ranks[0]["whole"][0] != ranks[1]["whole"][0]
+
+
+def test_local_updates_refuse_what_cannot_work(pair: Results) -> None:
+    for facts in pair("accelerate_local_refused"):
+        assert "compressed in every step by a CompressedDDPPlugin" in facts["plugin"]
+        assert "did you mean 'sync_every'?" in facts["unknown"]
+        assert "launch several processes" in facts["bare"]

@@ -54,6 +54,19 @@ def test_the_example_under_accelerate_launch(tmp_path: Path, quick_python: list[
     assert "8 steps" in done.output
 
 
+def test_the_example_in_local_steps_goes_on(tmp_path: Path, quick_python: list[str]) -> None:
+    example = EXAMPLES / "accelerate_local_steps.py"
+    arguments = ["--epochs", "1", "--folder", tmp_path / "out"]
+    first, second = (
+        torchrun(example, *arguments, ranks=2, limit=60, python=quick_python).require_success()
+        for _ in range(2)
+    )
+    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", first.output + second.output)]
+    assert losses[-1] < losses[0]
+    assert "sent in 3 exchanges" in first.output, "8 steps, by fours, and the end"
+    assert "going on from step 8" in second.output
+
+
 def test_accelerates_own_checks_pass_under_the_plugin(quick_python: list[str]) -> None:
     script = HERE / "scenarios" / "accelerates_script.py"
     done = torchrun(script, ranks=2, limit=110, python=quick_python).require_success()

@@ -22,6 +22,13 @@ EXACT = {"codec": "none", "module": {"noisy": False}, "dataset": {"noisy": False
 ACCUMULATED = {"fit": {"accumulate_grad_batches": 3}}
 VALIDATED = {"fit": {"val_check_interval": 2}}
 
+SHARDED: Mapping[str, Any] = {
+    "worlds": (4,),
+    "replicas": (2,),
+    "fit": {"elastic": {"format": "sharded"}},
+}
+"""Two replicas of two shards, by compressed_model_parallel."""
+
 PROFILED = "rank 1 killed between steps"
 """Has a CommProfiler, which changes nothing of what is said of the others."""
 
@@ -103,6 +110,23 @@ def outcomes(
             worlds=(2, 3, 2),
             max_restarts=0,
             **EXACT,
+        ),
+        "sharded": job("sharded", folder, **SHARDED),
+        "sharded, rank 3 killed in backward": job(
+            "sharded killed in backward", folder, Fault("kill", later, 5, (3,)), **SHARDED
+        ),
+        "sharded, rank 2 killed while it saves": job(
+            "sharded killed in a save",
+            folder,
+            Fault("kill", "fsync", 3, (2,)),
+            limit=100,  # the agent kills those that wait for its part after 30 s
+            **SHARDED,
+        ),
+        "sharded, all told to end": job(
+            "sharded all told",
+            folder,
+            Fault("terminate", later, 5, (0, 1, 2, 3)),
+            **{**SHARDED, "worlds": (4, 4), "replicas": (2, 2)},
         ),
         "stock ddp": job(
             "stock ddp", folder, in_backward, worlds=(2, 2), max_restarts=0, codec=None
@@ -199,6 +223,20 @@ def test_every_start_has_a_profile_of_its_own(outcomes: Any) -> None:
         assert (profiles / f"run-{number}" / "trace.json.gz").is_file()
         summary = json.loads((profiles / f"run-{number}" / "summary.json").read_text())
         assert summary["steps"] > 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sharded, rank 3 killed in backward",
+        "sharded, rank 2 killed while it saves",
+        "sharded, all told to end",
+    ],
+)
+def test_a_sharded_model_goes_on_as_without_a_fault(outcomes: Any, name: str) -> None:
+    require_exact(outcomes[name], outcomes["sharded"])
+    assert hashes(outcomes[name]) == hashes(outcomes["sharded"])
+    assert len(hashes(outcomes[name])) == 1
 
 
 def test_a_rank_that_hangs_is_not_waited_for(outcomes: Any) -> None:

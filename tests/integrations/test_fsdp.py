@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,16 @@ def test_every_codec(tmp_path: Path, quick_python: list[str]) -> None:
 )
 def test_state(square: Path, scenario: str) -> None:
     found = facts(square, scenario, "2x2")
+    assert len(found) == 4
+    for each in found:
+        assert all(each.values()), each
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler")
+def test_compiled_kernels(tmp_path: Path, quick_python: list[str]) -> None:
+    launch(tmp_path, quick_python, 2, 2, "compiled_kernels")
+    found = facts(tmp_path, "compiled_kernels", "2x2")
     assert len(found) == 4
     for each in found:
         assert all(each.values()), each

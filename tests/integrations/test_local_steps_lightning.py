@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from results import Results, require_equal
 
 
@@ -29,6 +30,24 @@ def test_a_checkpoint_has_the_anchor_as_weights(two: Results) -> None:
         require_equal(facts["other"], facts["anchor"])
 
 
+def test_a_restarted_training_is_bit_exact(two: Results) -> None:
+    for facts in two("local_steps_elastic"):
+        assert facts["resumed"]["own"] == facts["whole"]["own"][5:]
+        require_equal(facts["resumed"]["parameters"], facts["whole"]["parameters"])
+        assert "use format='single'" in facts["sharded"]
+
+
+def test_workers_that_join_take_the_anchor(three: Results) -> None:
+    ranks = three("local_steps_of_two_go_on_as_three")
+    for rank, facts in enumerate(ranks):
+        require_equal(facts["start"], facts["saved"][rank] if rank < 2 else facts["anchor"])
+        before = facts["saved_moments"][rank % 2]
+        assert all(torch.equal(a, b) for a, b in zip(facts["moments"], before, strict=True))
+        require_equal(facts["parameters"], ranks[0]["parameters"])
+        assert facts["steps"] > 5
+    assert not torch.equal(ranks[0]["start"]["net.0.weight"], ranks[1]["start"]["net.0.weight"])
+
+
 def test_validation_uses_the_anchor_or_the_workers_own_weights(two: Results) -> None:
     first, second = two("local_steps_evaluate")
     assert len(first["anchor"]["validated"]) == 4
@@ -37,6 +56,19 @@ def test_validation_uses_the_anchor_or_the_workers_own_weights(two: Results) -> 
     for facts in (first, second):  # evaluating changes nothing
         assert facts["anchor"]["own"] == facts["worker"]["own"]
         require_equal(facts["anchor"]["parameters"], facts["worker"]["parameters"])
+
+
+def test_fabric_resumes_bit_exact_with_the_anchor_as_weights(two: Results) -> None:
+    ranks = two("local_steps_fabric")
+    for facts in ranks:
+        assert facts["resumed"] == facts["whole"][4:]
+        require_equal(facts["ends"], facts["end"])
+        require_equal(facts["end"], ranks[0]["end"])
+        require_equal(facts["saved"], facts["anchor"])
+        require_equal(facts["taken"], facts["plain"])
+        assert "call fabric.setup(model, optimizer)" in facts["alone"]
+        assert "got a second one" in facts["second"]
+    assert ranks[0]["whole"][0] != ranks[1]["whole"][0]
 
 
 def test_by_name_with_statistics_and_metrics(two: Results) -> None:

@@ -78,13 +78,18 @@ class Worker:
         self.model(next(self.data)).square().mean().backward()
         self.optimizer.step()
 
+    samples: Callable[[int, int], float] | None = None
+
     def train(self, steps: int, *, poison: int | None = None) -> None:
         for step in range(steps):
             self.learn()
             if step == poison and self.rank.rank == 0:
                 with torch.no_grad():
                     next(self.model.parameters())[0, 0] = float("inf")
-            self.updates.step()
+            if self.samples is None:
+                self.updates.step()
+            else:
+                self.updates.step(self.samples(self.rank.rank, self.updates.attempted + 1))
 
     def weights(self) -> list[Tensor]:
         return [p.detach().clone() for p in self.model.parameters()]
@@ -139,6 +144,7 @@ class Twin:
     fragments: int = 1
     overlap: int = 0
     mixing: float = 0.0
+    samples: Callable[[int, int], float] = lambda rank, step: 1.0
 
     def train(self, steps: int, make: Callable[[Any], torch.optim.Optimizer]) -> list[list[Tensor]]:
         models = [plain() for _ in range(self.workers)]
@@ -148,6 +154,7 @@ class Twin:
         velocity = [torch.zeros_like(a) for a in anchor]
         fragments = self.parts(models[0])
         sent: dict[int, tuple[int, list[Tensor]]] = {}
+        before = [0] * len(fragments)
         for step in range(1, steps + 1):
             for model, optimizer, batch in zip(models, optimizers, data, strict=True):
                 optimizer.zero_grad()
@@ -168,8 +175,14 @@ class Twin:
                     of = [
                         [list(m.parameters())[i].detach() for m in models] for i in fragments[part]
                     ]
+                    counts = [
+                        sum(self.samples(rank, each) for each in range(before[part] + 1, step + 1))
+                        for rank in range(self.workers)
+                    ]
+                    before[part] = step
                     means = [
-                        sum(anchor[i] - each for each in own) / self.workers
+                        sum(n * (anchor[i] - each) for n, each in zip(counts, own, strict=True))
+                        / sum(counts)
                         for i, own in zip(fragments[part], of, strict=True)
                     ]
                     sent[step + self.overlap] = part, means
@@ -232,6 +245,76 @@ def test_uncompressed_it_is_the_rule(settings: dict[str, Any], twin: dict[str, A
     for found, wanted in zip(run(train, 2), expected, strict=True):
         for ours, theirs in zip(found, wanted, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def unequal(rank: int, step: int) -> float:
+    """Samples of a worker's step; now and then none."""
+    return float((3 * rank + 1) * (step % 3) * 100)
+
+
+@pytest.mark.parametrize(
+    ("settings", "twin"),
+    [
+        ({"method": "local_sgd", "sync_every": 3}, {}),
+        (
+            {"method": "streaming", "sync_every": 4, "fragments": 2, "overlap_steps": 1},
+            {"lr": 0.4, "momentum": 0.9, "fragments": 2, "overlap": 1, "mixing": 0.5},
+        ),
+    ],
+)
+def test_workers_count_by_their_samples(settings: dict[str, Any], twin: dict[str, Any]) -> None:
+    def train(world: World) -> list[Tensor]:
+        worker = world.worker(plain(world.rank.rank), codec="none", weigh_by="samples", **settings)
+        worker.samples = unequal
+        worker.train(13)
+        assert worker.updates.metrics()["outer/samples"] > 0
+        return worker.weights()
+
+    expected = Twin(2, settings["sync_every"], **twin, samples=unequal).train(13, adam)
+    for found, wanted in zip(run(train, 2), expected, strict=True):
+        for ours, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_with_equal_samples_it_is_the_mean_and_the_cosine_that_of_workers() -> None:
+    def train(world: World, **settings: Any) -> tuple[list[Tensor], dict[str, float]]:
+        worker = world.worker(plain(), sync_every=2, codec="none", **settings)
+        worker.samples = None if not settings else lambda rank, step: 32.0
+        worker.train(4)
+        return worker.weights(), dict(worker.updates.metrics())
+
+    equal = run(train, 2)
+    weighted = run(lambda world: train(world, weigh_by="samples"), 2)
+    for (ours, of_ours), (theirs, of_theirs) in zip(weighted, equal, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        assert of_ours.pop("outer/samples") == 2 * 2 * 32
+        assert of_ours == pytest.approx(of_theirs)
+
+
+def test_samples_are_given_where_they_count() -> None:
+    def train(world: World) -> None:
+        with pytest.raises(ValueError, match="needed there"):
+            world.worker(plain(), weigh_by="samples").updates.step()
+        with pytest.raises(ValueError, match="is for weigh_by='samples'"):
+            world.worker(plain()).updates.step(32)
+
+    run(train, 1)
+
+
+def test_an_anchor_on_the_host_changes_nothing() -> None:
+    def train(world: World, *, offload: bool) -> list[Tensor]:
+        worker = world.worker(plain(dtype=torch.float32), offload=offload, **SCHEDULE)
+        worker.train(8)
+        worker.updates.finish()
+        return worker.weights() + worker.anchors()
+
+    for here, there in zip(
+        run(lambda world: train(world, offload=True), 2),
+        run(lambda world: train(world, offload=False), 2),
+        strict=True,
+    ):
+        assert all(map(torch.equal, here, there))
 
 
 def test_post_local_sgd_is_ddp_until_it_starts() -> None:
@@ -318,13 +401,16 @@ def test_nothing_is_lost(codec: str, rounds: int) -> None:
 SCHEDULE = {"sync_every": 6, "fragments": 2, "overlap_steps": 2, "mixing": 0.5, "codec": "int4"}
 
 
+@pytest.mark.parametrize("weigh_by", ["workers", "samples"])
 @pytest.mark.parametrize("at", [2, 3, 4, 5, 6], ids=lambda at: f"after step {at}")
-def test_a_resumed_training_is_bit_exact(at: int) -> None:
+def test_a_resumed_training_is_bit_exact(at: int, weigh_by: str) -> None:
     """Inside a window, where an exchange begins, while it is under way, and when it is over."""
+    samples = unequal if weigh_by == "samples" else None
     saved: dict[str, Any] = {}
 
     def train(world: World) -> tuple[list[Tensor], list[Tensor]]:
-        whole = world.worker(plain(), method="diloco", **SCHEDULE)
+        whole = world.worker(plain(), method="diloco", weigh_by=weigh_by, **SCHEDULE)
+        whole.samples = samples
         whole.train(at)
         model, optimizer = whole.model.state_dict(), whole.optimizer.state_dict()
         own = copy.deepcopy((model, optimizer))
@@ -334,7 +420,8 @@ def test_a_resumed_training_is_bit_exact(at: int) -> None:
             saved.update(copy.deepcopy(state))
         world.rank.barrier.wait()
         whole.train(11 - at)
-        resumed = world.worker(plain(7), method="diloco", **SCHEDULE)
+        resumed = world.worker(plain(7), method="diloco", weigh_by=weigh_by, **SCHEDULE)
+        resumed.samples = samples
         resumed.model.load_state_dict(own[0])
         resumed.optimizer.load_state_dict(own[1])
         resumed.updates.load_state_dict(copy.deepcopy(saved))
@@ -555,6 +642,8 @@ def test_the_cosine_of_two_workers() -> None:
         ({"outer_lr": 0.0}, "outer_lr must be above 0"),
         ({"outer_momentum": 1.0}, "less than 1"),
         ({"mixing": -0.1}, "mixing must be 0 or more"),
+        ({"weigh_by": "tokens"}, "weigh_by must be 'workers'"),
+        ({"offload": "cpu"}, "offload must be True or False"),
         ({"outer_lr": 0.5, "outer_optimizer": torch.optim.SGD}, "set them there"),
         ({"codec": "dgc"}, "difference of weights"),
         ({"sync_every": 7, "fragments": 7}, "at most the number of trained parameters, 6"),

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.timeout(LIMIT + 30)
 FAST = ("equal_to_native", "reports", "accumulation", "resume", "refusals")
 FAST += ("fabric", "profile", "accelerate")
 SLOW = ("resume_one_file", "resume_tensor_parallel", "tensor_parallel", "evaluation")
+SLOW += ("sharded_over_all",)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,9 @@ def test_it_holds(square: Path, scenario: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", ["resume_one_file", "resume_tensor_parallel", "evaluation"])
+@pytest.mark.parametrize(
+    "scenario", ["resume_one_file", "resume_tensor_parallel", "evaluation", "sharded_over_all"]
+)
 def test_it_holds_in_other_forms(rest: Path, scenario: str) -> None:
     for each in facts(rest, scenario):
         assert all(each.values()), each
@@ -100,6 +103,9 @@ def test_the_profiler_sees_what_crosses_between_replicas(square: Path) -> None:
         ("sizes", "replicate_size * data_parallel_size"),
         ("OneBitAdam", "use torch.optim.AdamW"),
         ("second momentum", "has its own"),
+        ("replicas", "sharded over all ranks"),
+        ("biased", "an unbiased codec"),
+        ("start", "leave start_step and commit out"),
     ],
 )
 def test_what_cannot_work_is_refused(square: Path, case: str, says: str) -> None:

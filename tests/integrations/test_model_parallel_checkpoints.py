@@ -1,4 +1,4 @@
-"""Checkpoints of sharded models by AsyncCheckpoint: by all ranks, for any mesh, for one process."""
+"""Sharded models under AsyncCheckpoint and ElasticRestart: saved by all ranks, for any mesh."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from elastic_runs import committed
 from processes import torchrun
 from torch import Tensor, nn
 
@@ -24,8 +25,8 @@ NAME = "epoch=0.ckpt"
 def saved(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Path:
     """A folder with what two replicas of two shards have saved, and what worlds make of it."""
     folder = tmp_path_factory.mktemp("saved")
-    launch(folder, quick_python, ["resume", "load", "refusals"], ranks=4)
-    launch(folder, quick_python, ["load"], ranks=2)
+    launch(folder, quick_python, ["resume", "load", "refusals", "restarts", "meshes"], ranks=4)
+    launch(folder, quick_python, ["load", "meshes"], ranks=2)
     return folder
 
 
@@ -59,6 +60,15 @@ def test_every_rank_writes_its_share(saved: Path) -> None:
     assert max(others) - min(others) < 100
     assert first - max(others) < 8000, "and rank 0 what is not of tensors"
     verify(str(saved / "epoch" / NAME))
+
+
+def test_parameters_and_optimizer_states_are_copied_while_training_goes_on(saved: Path) -> None:
+    numel, steps = 2700, 8
+    states = 3 * 4 * numel + 4 * steps  # parameters, two of Adam, and its step of each
+    for each in facts(saved, "resume"):
+        ((now, later),) = each["copied"]
+        assert abs(later - states / 4) < 64
+        assert now < states / 4, "residuals"
 
 
 def test_one_file_loads_into_the_plain_module(single: Path) -> None:
@@ -127,11 +137,44 @@ def test_any_mesh_loads_it(saved: Path, single: Path, ranks: int, replicas: int)
     [
         ("single", "set format='sharded'"),
         ("damaged", "shard-00003-of-00004-"),
+        ("shapes", "the state of Reshaped must have the shapes of its sharded parameters"),
+        ("tensor parallel", "set tensor_parallel_size=1"),
     ],
 )
 def test_what_is_refused(saved: Path, case: str, says: str) -> None:
     for each in facts(saved, "refusals"):
         assert says in each[case], each
+
+
+def test_a_restarted_run_is_that_without_a_fault(saved: Path) -> None:
+    """Failed at six hooks: samples, weights, momenta and residuals to the bit."""
+    for each in facts(saved, "restarts"):
+        straight, restarted = each["straight"], each["restarted"]
+        assert straight["residuals"]
+        assert all(residual.any() for residual in straight["residuals"].values())
+        assert straight["residuals"].keys() == restarted["residuals"].keys()
+        for kind in ("weights", "residuals"):
+            for name, value in straight[kind].items():
+                assert torch.equal(restarted[kind][name], value), (kind, name)
+        assert len(straight["momenta"]) == 4
+        assert all(map(torch.equal, restarted["momenta"], straight["momenta"]))
+    require_same_samples(saved / "restarted", saved / "straight", worlds=[4] * 9)
+
+
+def test_other_meshes_go_on(saved: Path) -> None:
+    """Two replicas of two shards, then one of two, then two of one: rounded otherwise at most."""
+    (straight, *_), (changed, *_) = facts(saved, "meshes"), facts(saved, "meshes", ranks=2)
+    expected = straight["straight"]
+    for kind in ("weights", "momenta"):
+        torch.testing.assert_close(changed["changed"][kind], expected[kind], rtol=1e-5, atol=1e-6)
+    require_same_samples(saved / "meshes", saved / "exact", worlds=[4] * 4 + [2] * 5)
+
+
+def require_same_samples(folder: Path, straight: Path, *, worlds: list[int]) -> None:
+    found, expected = (committed(each / "account") for each in (folder, straight))
+    assert [step.ids for step in found.values()] == [step.ids for step in expected.values()]
+    assert [step.world for step in found.values()] == worlds
+    assert all(len(step.hashes) == 1 for step in found.values()), "equal on all ranks"
 
 
 @pytest.mark.slow

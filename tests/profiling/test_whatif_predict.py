@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import inf, nan
+from typing import Any
 
 import pytest
 from planted import Planted, replace, replaced
@@ -13,7 +14,9 @@ from lightning_dist.profiling.whatif.observe import observe
 from lightning_dist.profiling.whatif.predict import (
     LABEL,
     LEAST_TOLERANCE,
+    Prediction,
     elsewhere,
+    local_scenarios,
     predict,
     remark,
     scenarios_of,
@@ -265,3 +268,48 @@ def test_a_scenario_that_cannot_be_is_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=rule):
             elsewhere(run, **place)
+
+
+def local(**asked: Any) -> list[Prediction]:
+    observed = observe(DDP.run())
+    found = local_scenarios(observed, observed.scenario, costs=COSTS, **asked)
+    return list(predict(observed, [observed.scenario, *found], costs=COSTS).scenarios)[1:]
+
+
+@pytest.mark.parametrize("sync_every", [1, 4, 16])
+def test_local_steps_wait_for_one_exchange_in_a_window(sync_every: int) -> None:
+    """By hand: 62 ms to the last gradient and 5 after; 4 million elements at 100 MB/s, once."""
+    found = {each.codec: each for each in local(codecs=["none", "fp16"], sync_every=[sync_every])}
+    for codec, nbytes in (("none", 16e6), ("fp16", 8e6)):
+        exchange = nbytes / 1e8 * 1e3
+        assert found[codec].exposed_ms == pytest.approx(exchange / sync_every)
+        assert found[codec].step_ms == pytest.approx(67 + exchange / sync_every)
+        assert found[codec].sent_mb == pytest.approx(nbytes / 1e6 / sync_every)
+        assert found[codec].position is None  # a model trains differently with them
+
+
+@pytest.mark.parametrize("below", [0.05, 0.2, 0.9])
+def test_the_least_number_of_local_steps_that_keeps_waiting_below_a_share(below: float) -> None:
+    for each in local(below=below):
+        fewer = local(codecs=[each.codec], sync_every=[max(each.sync_every - 1, 1)])[0]
+        assert each.exposed_share <= below
+        assert each.sync_every == 1 or fewer.exposed_share > below
+    counts = {each.codec: each.sync_every for each in local(below=0.05)}
+    assert counts["none"] == 46  # 160 ms * 0.95 / (0.05 * 67 ms) = 45.4
+    assert counts["fp16"] == 23
+    assert counts["int8"] < 23
+
+
+def test_local_steps_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="1 or more, got 0"):
+        local(sync_every=[4, 0])
+    with pytest.raises(ValueError, match="between 0 and 100 %, got 100%"):
+        local(below=1.0)
+
+
+def test_local_steps_cross_hosts_by_levels_where_those_have_several_ranks() -> None:
+    observed = observe(DDP.run())
+    hosts = replace(observed.scenario, counts=(2, 2), inside=Link(1e9))
+    found = local_scenarios(observed, hosts, costs=COSTS, sync_every=[8])
+    assert {each.form for each in found} == {"sharded"}
+    assert {each.codec for each in found} == {"none", "fp16", "int8"}

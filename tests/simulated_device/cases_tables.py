@@ -55,11 +55,11 @@ def tables() -> Iterator[None]:
         yield
 
 
-def steps(rank: Rank, codec: str, commit: str) -> tuple[list[str], set[type]]:
+def steps(rank: Rank, codec: str, commit: str, least: int) -> tuple[list[str], set[type]]:
     device = rank.accelerator if isinstance(rank, SimulatedRank) else torch.device("cpu")
     digests = []
-    settings: dict[str, Any] = {"min_compress_numel": 0, "error_feedback": True, "commit": commit}
-    settings["ddp"] = {"bucket_cap_mb": 0.004}
+    settings: dict[str, Any] = {"min_compress_numel": least, "error_feedback": True}
+    settings |= {"commit": commit, "ddp": {"bucket_cap_mb": 1 if least else 0.004}}
     with compressed(rank, Fed(SHAPES).to(device), codec, **settings) as (model, reducer):
         for step in range(3):
             given: Tensors = {n: x.to(device) for n, x in feed(rank.rank, step, SHAPES).items()}
@@ -71,15 +71,18 @@ def steps(rank: Rank, codec: str, commit: str) -> tuple[list[str], set[type]]:
     return digests, units
 
 
+@pytest.mark.parametrize("least", [0, 1000])
 @pytest.mark.parametrize("commit", ["immediate", "deferred"])
 @pytest.mark.parametrize(("codec", "size"), [("int8:block_size=64", 3), ("qsgd:block_size=64", 2)])
-def test_steps_are_those_of_gloo_on_the_cpu(codec: str, size: int, commit: str) -> None:
-    expected = [
-        digests for digests, _ in run_threads(lambda rank: steps(rank, codec, commit), size)
-    ]
+def test_steps_are_those_of_gloo_on_the_cpu(codec: str, size: int, commit: str, least: int) -> None:
+    """With parameters beside that are not compressed, where ``least`` is not 0."""
+
+    def body(rank: Rank) -> tuple[list[str], set[type]]:
+        return steps(rank, codec, commit, least)
+
+    expected = [digests for digests, _ in run_threads(body, size)]
     with delays(size), tables():
-        found = run_on_devices(lambda rank: steps(rank, codec, commit), size)
+        found = run_on_devices(body, size)
     assert [digests for digests, _ in found] == expected
-    # Of the small one ranks have less than a block each, where each reduces a part.
-    expected_units = {TableUnit, PackedUnit} if size > 2 else {TableUnit}
-    assert {unit for _, units in found for unit in units} == expected_units
+    beside = {PackedUnit} if least else set()
+    assert {unit for _, units in found for unit in units} == {TableUnit} | beside

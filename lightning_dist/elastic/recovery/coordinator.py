@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # re-exported silently
 
@@ -22,7 +22,7 @@ from lightning_dist.elastic.recovery.protocol import (
 
 log = logging.getLogger(__name__)
 
-QUIET_SECONDS, BUSY_SECONDS, CARE_SECONDS = 0.05, 0.005, 0.5
+QUIET_SECONDS, BUSY_SECONDS, CARE_SECONDS = 0.02, 0.005, 0.5
 """Pauses between two looks: while all train, while a generation ends, and at every beat."""
 
 
@@ -127,11 +127,13 @@ class Coordinator:
         if now - self._cared >= CARE_SECONDS:
             self._cared = now
             self._care(now)
+        waiting = self._store.add(Keys.waiting, 0)  # before, so that none is counted but not seen
         self._read_newcomers()
         if self.newest.members and not self._is_ending(now):
             return QUIET_SECONDS
         reports = self._reports()
         late: list[str] = []
+        fewest = self._settings.min_workers
         if now - (self._ends_since or now) > self._settings.report_timeout:
             late = [name for name in self.newest.members if name not in reports]
         made = next_generation(
@@ -140,11 +142,11 @@ class Coordinator:
             ready=self._ready,
             dead={**self._done, **self._dead},
             late=late,
-            min_workers=self._settings.min_workers if self.newest.members else self._places,
+            min_workers=max(fewest, 0 if self.newest.members else self._places),
             max_workers=self._settings.max_workers,
         )
         if made is not None:
-            self._publish(made)
+            self._publish(replace(made, waiting=waiting))
         return QUIET_SECONDS if self._ends_since is None else BUSY_SECONDS
 
     def end(self, reason: str) -> None:

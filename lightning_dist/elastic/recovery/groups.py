@@ -7,6 +7,7 @@ Groups of before stay referenced, since deleting one may block.
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import stat
@@ -44,6 +45,9 @@ class GenerationGroups:
         self._lock = threading.Lock()
         self._left: list[object] = []  # groups of before
         self._made: list[dist.ProcessGroup] = []
+        # A group that is deleted waits for its peers to see that the connection is closed, which
+        # our duplicates of its sockets keep open.
+        atexit.register(self.shut)
 
     @contextmanager
     def made(self, store: Store, *, number: int, rank: int, world_size: int) -> Iterator[None]:
@@ -69,9 +73,11 @@ class GenerationGroups:
         self._made.append(_world())
         try:
             yield
-        finally:
-            with self._lock:
-                self._sockets += _connected(_descriptors() - before)
+        except BaseException:
+            self._note_sockets(before)
+            self.shut()  # others may wait for this process
+            raise
+        self._note_sockets(before)
         for group in self._made:
             set_group_timeout(group, default_pg_timeout)
 
@@ -82,9 +88,9 @@ class GenerationGroups:
         self._made.append(group)
         return group
 
-    def keep(self, *groups: object) -> None:
-        """Reference groups that somebody else has made of this generation."""
-        self._left += groups
+    def _note_sockets(self, before: set[tuple[int, int]]) -> None:
+        with self._lock:
+            self._sockets += _connected(_descriptors() - before)
 
     def shut(self) -> None:
         """Shut down all connections of this generation: its collectives fail. From any thread."""

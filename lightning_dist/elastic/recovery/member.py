@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -27,12 +27,9 @@ from lightning_dist.elastic.recovery.protocol import (
     encode,
 )
 
-EXIT_EVICTED = 78
-"""Exit code of a worker that a generation has left out: its agent starts another one."""
-
 BEAT_SECONDS = 0.5
-_ROUND = timedelta(milliseconds=100)
-"""Of one wait for the store, after which a thread looks whether it is to end, beats, and so on."""
+_QUIET, _BUSY = 0.02, 0.003
+"""Seconds between two looks at the store. (A wait for a key that times out writes a warning.)"""
 
 _PATIENCE = 120.0
 """Seconds that a member waits for the next generation: the coordinator counts with less."""
@@ -91,13 +88,12 @@ class Member:
         self._watched = environment.connect()
         self._on_broken = on_broken
         self._reason = ""  # why this generation is broken, as far as is known here
-        self._is_noted = False
-        self._admitted = 0  # newcomers that were there when this generation began
         self._waiting = 0  # newcomers so far
         self._lock = threading.Lock()
-        self._lost = ""
+        self._is_over = False
         self._thread = threading.Thread(target=self._watch, name="recovery member", daemon=True)
         self._thread.start()
+        atexit.register(self._stop)  # a thread in torch would abort a process that ends
 
     @property
     def is_broken(self) -> bool:
@@ -106,8 +102,8 @@ class Member:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether newcomers wait that are not in this generation."""
-        return self._waiting > self._admitted
+        """Whether newcomers wait, so that all should pause."""
+        return self._waiting > self.generation.waiting
 
     def announce(self, fingerprint: str) -> Generation:
         """Say that this worker is ready to train; the first generation that has it.
@@ -149,20 +145,35 @@ class Member:
                 if time.monotonic() > end:
                     raise RuntimeError(f"no generation came after {number} in {_PATIENCE:g} s")
 
+    def meet(self) -> None:
+        """Wait until all members of this generation are here.
+
+        Raises:
+            StoreLostError: the store is gone, or they do not come.
+            RuntimeError: the generation is broken.
+        """
+        key, size = Keys.met(self.generation.number), len(self.generation.members)
+        with self._guarded():
+            end = time.monotonic() + _PATIENCE
+            come = self.store.add(key, 1)
+            while come < size and not self.is_broken:
+                if time.monotonic() > end:
+                    raise RuntimeError(f"{size - come} members did not come in {_PATIENCE:g} s")
+                time.sleep(_BUSY)
+                come = self.store.add(key, 0)
+        if come < size:
+            raise RuntimeError(f"a member is lost before all have met: {self._reason}")
+
     def break_off(self, reason: str) -> None:
         """Let all members of this generation know that it cannot go on. Returns at once."""
-        with self._lock:
-            self._reason = self._reason or reason or "an exchange has failed"
-        self._note()
+        self._note(self.generation.number, reason or "an exchange has failed")
 
     def _say_broken(self, reason: str) -> None:
         self.store.set(Keys.broken(self.generation.number), reason or "?")
 
     def _newest(self, before: int) -> int:
         """The number of the newest generation, once it is greater than ``before``, or soon."""
-        key = Keys.generation(before + 1)
-        with suppress(RuntimeError):  # a time-out is one; that the store is gone shows below
-            self.store.wait([key], _ROUND)
+        time.sleep(_BUSY)
         if not self.store.check([Keys.newest]):
             return before
         return max(before, int(self.store.get(Keys.newest)))
@@ -172,17 +183,19 @@ class Member:
 
     def _enter(self, generation: Generation) -> Generation:
         with self._lock:
-            self.generation, self._reason, self._is_noted = generation, "", False
-            # Those that came in time, whether or not there was room for them.
-            self._admitted = self.store.add(Keys.waiting, 0)
+            self.generation, self._reason = generation, ""
         return generation
 
     def _guarded(self) -> _Guard:
-        return _Guard(self)
+        return _Guard()
+
+    def _stop(self) -> None:
+        self._is_over = True
+        self._thread.join(2.0)
 
     def _watch(self) -> None:
         beats, next_beat = 0, 0.0
-        while True:
+        while not self._is_over:
             number = self.generation.number
             try:
                 if time.monotonic() >= next_beat:
@@ -191,8 +204,7 @@ class Member:
                     self._waiting = self._watched.add(Keys.waiting, 0)
                 self._watch_generation(number)
             except Exception as error:
-                self._lost = self._lost or f"the launcher's store is gone: {error}"
-                self.break_off(self._lost)
+                self.break_off(f"the launcher's store is gone: {error}")
                 return
 
     def _watch_generation(self, number: int) -> None:
@@ -200,31 +212,22 @@ class Member:
         if self._reason and number == self.generation.number:
             if not self._watched.check([key]):
                 self._watched.set(key, self._reason)
-            time.sleep(0.005)
+            time.sleep(_BUSY)
             return
-        try:
-            self._watched.wait([key], _ROUND)
-        except RuntimeError:  # a time-out; or the store is gone, which the next call says
-            self._watched.check([key])
-            return
-        with self._lock:
-            if number == self.generation.number:
-                self._reason = self._watched.get(key).decode() or "?"
-        if number == self.generation.number:
-            self._note()
+        if self._watched.check([key]):
+            self._note(number, self._watched.get(key).decode() or "?")
+        else:
+            time.sleep(_QUIET)
 
-    def _note(self) -> None:
+    def _note(self, number: int, reason: str) -> None:
         with self._lock:
-            was_noted, self._is_noted = self._is_noted, True
-        if not was_noted:
-            self._on_broken()
+            if number == self.generation.number and not self._reason:
+                self._reason = reason
+                self._on_broken()
 
 
 class _Guard:
     """Turns whatever the store raises into one error."""
-
-    def __init__(self, member: Member) -> None:
-        self._member = member
 
     def __enter__(self) -> None:
         return

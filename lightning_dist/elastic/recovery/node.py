@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from datetime import timedelta
 
 from torch.distributed import (  # type: ignore[attr-defined]  # torch re-exports them silently
@@ -46,16 +45,27 @@ class RecoveryHost:
         )
         self._thread.start()
 
+    @property
+    def ended(self) -> str:
+        """Why no more generations are made; empty while they are."""
+        return self._thread.ended
+
     def close(self) -> None:
         """End the coordinator and the store."""
         self._thread.close()
         del self._server
 
 
-def connect(address: str) -> PrefixStore:
-    """The store at ``address``, as all of recovery use it."""
+def connect(address: str, timeout: timedelta = _TIMEOUT) -> PrefixStore:
+    """The store at ``address``, as all of recovery use it.
+
+    Raises:
+        RuntimeError: nobody has answered in time.
+    """
     host, _, port = address.rpartition(":")
-    return PrefixStore(ROOT, TCPStore(host, int(port), is_master=False, timeout=_TIMEOUT))
+    store = TCPStore(host, int(port), is_master=False, timeout=timeout)
+    store.set_timeout(_TIMEOUT)
+    return PrefixStore(ROOT, store)
 
 
 class RecoveryNode:
@@ -63,18 +73,25 @@ class RecoveryNode:
 
     Args:
         address: of the store.
-        node: of the workers' names; None: one that nobody had before.
         min_workers: told to the workers.
     """
 
-    def __init__(self, address: str, *, node: int | None, ranks: int, min_workers: int) -> None:
+    def __init__(
+        self, address: str, *, ranks: int, min_workers: int, timeout: timedelta = _TIMEOUT
+    ) -> None:
         self.address = address
-        self._store = connect(address)
-        self.node = self._store.add(Keys.nodes, 1) - 1 if node is None else node
-        self._min_workers = min_workers
-        self.workers = [Worker(self.node, rank, -1) for rank in range(ranks)]
+        self.workers: list[Worker] = []
         """By local rank, those that were started last."""
+        self._store = connect(address, timeout)
+        self._ranks, self._min_workers = ranks, min_workers
         self._newest = Generation(-1)
+
+    def come(self, node: int | None = None) -> int:
+        """Take part as ``node``; None: as one that nobody was before. Returns which."""
+        if node is None:
+            node = self._store.add(Keys.nodes, 1) - 1
+        self.workers = [Worker(node, rank, -1) for rank in range(self._ranks)]
+        return node
 
     def start(self, local_rank: int) -> dict[str, str]:
         """Variables of the next process in a place; it has a name of its own from now on."""
@@ -119,10 +136,9 @@ class RecoveryNode:
             told = newest
 
     def leave(self) -> None:
-        """This launcher does not use the store any more."""
-        with suppress(RuntimeError):
-            self._store.add(Keys.left, 1)
+        """This launcher does not need the store any more."""
+        self._store.add(Keys.left, 1)
 
-    def others_have_left(self) -> bool:
-        """Whether no other launcher uses the store."""
-        return bool(self._store.add(Keys.left, 0) >= self._store.add(Keys.nodes, 0) - 1)
+    def all_have_left(self) -> bool:
+        """Whether no launcher needs the store."""
+        return bool(self._store.add(Keys.left, 0) >= self._store.add(Keys.nodes, 0))

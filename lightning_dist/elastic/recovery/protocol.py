@@ -93,6 +93,8 @@ class Generation:
             all begin.
         newcomers: members that were in no generation.
         refused: newcomers that are of another training, and end with an error.
+        waiting: what ``Keys.waiting`` was before the coordinator looked for newcomers; members
+            pause when it is greater.
         reason: for people: who is gone and why, who has joined.
         ends: why there can be no such generation, so that all end and are restarted from a
             checkpoint; empty if it can.
@@ -107,6 +109,7 @@ class Generation:
     source: str | None = None
     newcomers: Sequence[str] = ()
     refused: Sequence[str] = ()
+    waiting: int = 0
     reason: str = ""
     ends: str = ""
 
@@ -152,6 +155,11 @@ class Keys:
     def report(number: int, worker: str) -> str:
         """The report of ``worker`` at the end of a generation."""
         return f"report/{number}/{worker}"
+
+    @staticmethod
+    def met(number: int) -> str:
+        """How many members of a generation have come to make its groups."""
+        return f"met/{number}"
 
     @staticmethod
     def beat(worker: str) -> str:

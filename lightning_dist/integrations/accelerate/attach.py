@@ -7,6 +7,7 @@ out at the end.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
 )
 
+from lightning_dist.configuration import Resolved
 from lightning_dist.integrations.accelerate.private import ddp_handler, prepared_models
 from lightning_dist.integrations.refusals import second_hook
 from lightning_dist.topology.launcher import promised_ranks
@@ -31,6 +33,13 @@ _TWO_ON_CPU = (
     "ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 --num_machines 1 "
     "train.py"
 )
+
+
+def tell(accelerator: Accelerator, resolved: Resolved) -> None:
+    """Say on rank 0 which settings are from outside of the code, and from where."""
+    if accelerator.is_main_process and (told := resolved.told()):
+        # Not logged: Accelerate shows no log below a warning, and this is none.
+        print(f"lightning_dist: set outside of the code: {told}", file=sys.stderr)
 
 
 def kind_of(accelerator: Accelerator) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,7 +13,10 @@ from accelerate.utils import ParallelismConfig
 from torch import nn
 
 from lightning_dist.codecs import Codec
+from lightning_dist.configuration import LEFT_OUT, Resolved, resolve
+from lightning_dist.configuration.options import OF_SHARDS, require_of_shards
 from lightning_dist.integrations.accelerate import private
+from lightning_dist.integrations.accelerate.attach import tell
 from lightning_dist.integrations.accelerate.compression import Compression
 from lightning_dist.integrations.torch.checks import require_one_momentum
 from lightning_dist.integrations.torch.fsdp import ShardedGradients, attach, sharded_settings
@@ -31,7 +34,8 @@ class CompressedFSDPPlugin:
     """What :func:`lightning_dist.compress_fsdp` takes, for the model that Accelerate prepares.
 
     For an ``Accelerator`` with ``FullyShardedDataParallelPlugin(fsdp_version=2)`` and a
-    ``ParallelismConfig`` of several replicas (HSDP): those are averaged by us, compressed.
+    ``ParallelismConfig`` of several replicas (HSDP): those are averaged by us, compressed. What is
+    left out comes from variables and files, as for :class:`CompressedDDPPlugin`.
 
     Args:
         codec: a name of ``lightning_dist.CODECS``, with options as in ``"topk:ratio=0.01"``, a
@@ -41,21 +45,31 @@ class CompressedFSDPPlugin:
         min_compress_numel: smaller parameters, and 1-D ones, travel uncompressed; 0 compresses all.
             None: the codec's own choice.
         start_step: synchronised steps before compression starts.
+        compile_kernels: fuse the codec's kernels at set-up. ``"auto"``: for shards of 4 Mi elements
+            or more, and on an accelerator with Triton.
         commit: when residuals are written, as for ``CompressedDDPPlugin``.
 
     Raises:
         ValueError: a setting that is out of range or cannot take effect.
     """
 
-    codec: str | Codec = "int8"
+    codec: str | Codec = LEFT_OUT
     _: KW_ONLY
-    error_feedback: bool | Literal["auto"] = "auto"
-    min_compress_numel: int | None = None
-    start_step: int = 0
-    commit: Literal["auto", "immediate", "deferred"] = "auto"
+    error_feedback: bool | Literal["auto"] = LEFT_OUT
+    min_compress_numel: int | None = LEFT_OUT
+    start_step: int = LEFT_OUT
+    compile_kernels: bool | Literal["auto"] = LEFT_OUT
+    commit: Literal["auto", "immediate", "deferred"] = LEFT_OUT
+    _resolved: Resolved = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self._settings()
+        resolved = resolve({name: getattr(self, name) for name in OF_SHARDS})
+        object.__setattr__(self, "_resolved", resolved)
+        for name in OF_SHARDS:
+            object.__setattr__(self, name, resolved.value(name))
+        with resolved.named_in_errors():
+            require_of_shards(resolved.options)
+            self._settings()
 
     def attach(self, accelerator: Accelerator) -> Compression:
         """Compress the gradients of the model that ``accelerator`` prepares from now on.
@@ -68,16 +82,12 @@ class CompressedFSDPPlugin:
                 parallelism; a model is prepared already, or a plugin attached.
         """
         _require_attachable(accelerator)
-        return ShardedCompression(accelerator, self._settings())
+        compression = ShardedCompression(accelerator, self._settings())
+        tell(accelerator, self._resolved)
+        return compression
 
     def _settings(self) -> Settings:
-        return sharded_settings(
-            self.codec,
-            error_feedback=self.error_feedback,
-            min_compress_numel=self.min_compress_numel,
-            start_step=self.start_step,
-            commit=self.commit,
-        )
+        return sharded_settings(**{name: getattr(self, name) for name in OF_SHARDS})
 
 
 class ShardedParallelism(ParallelismConfig):  # type: ignore[misc]  # it has no types
@@ -126,6 +136,11 @@ class ShardedCompression(Compression):
             yield
 
 
+def is_attached(accelerator: Accelerator) -> bool:
+    """Whether a CompressedFSDPPlugin is attached."""
+    return isinstance(accelerator.parallelism_config, ShardedParallelism)
+
+
 def _require_attachable(accelerator: Accelerator) -> None:
     if not accelerator.is_fsdp2:
         raise ValueError(
@@ -134,7 +149,7 @@ def _require_attachable(accelerator: Accelerator) -> None:
             "fsdp_version=2), or attach a CompressedDDPPlugin"
         )
     config = accelerator.parallelism_config
-    if isinstance(config, ShardedParallelism):
+    if is_attached(accelerator):
         raise ValueError(
             "one CompressedFSDPPlugin can be attached to an Accelerator; attach it once"
         )

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from lightning_dist.integrations.accelerate.attach import handler_of
+from lightning_dist.integrations.accelerate.fsdp import is_attached
 
 _ENTRIES = ("prepare", "prepare_model")
 
@@ -29,18 +30,22 @@ def attached_everywhere(attach: Callable[[Accelerator], Any]) -> Iterator[list[A
     seen: list[Accelerator] = []
     stock = {name: getattr(Accelerator, name) for name in _ENTRIES}
 
-    def ensure(accelerator: Accelerator) -> None:
+    def ensure(accelerator: Accelerator) -> bool:
+        """Whether it was attached just now."""
         if any(accelerator is each for each in seen):
-            return
+            return False
         seen.append(accelerator)
-        if handler_of(accelerator) is None:  # what the script says of its own plugin counts
-            attach(accelerator)
+        if handler_of(accelerator) is not None or is_attached(accelerator):
+            return False  # what the script says of its own plugin counts
+        attach(accelerator)
+        return True
 
     def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def prepare(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
-            if any(isinstance(each, nn.Module) for each in (*args, *kwargs.values())):
-                ensure(self)
+            has_model = any(isinstance(each, nn.Module) for each in (*args, *kwargs.values()))
+            if has_model and ensure(self):  # which may have put another in the place of this one
+                return getattr(self, method.__name__)(*args, **kwargs)
             return method(self, *args, **kwargs)
 
         return prepare

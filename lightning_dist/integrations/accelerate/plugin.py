@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, Self
@@ -12,7 +11,7 @@ from accelerate import Accelerator
 from lightning_dist.codecs import Codec
 from lightning_dist.configuration import LEFT_OUT, OPTIONS, Resolved, resolve
 from lightning_dist.configuration.options import require_known
-from lightning_dist.integrations.accelerate.attach import require_attachable
+from lightning_dist.integrations.accelerate.attach import require_attachable, tell
 from lightning_dist.integrations.accelerate.compression import Compression
 from lightning_dist.integrations.refusals import refuse_codec_options
 from lightning_dist.settings import Settings
@@ -100,9 +99,7 @@ class CompressedDDPPlugin:
         """
         require_attachable(accelerator)
         compression = Compression(accelerator, self._settings())
-        if accelerator.is_main_process and (told := self._resolved.told()):
-            # Not logged: Accelerate shows no log below a warning, and this is none.
-            print(f"lightning_dist: set outside of the code: {told}", file=sys.stderr)
+        tell(accelerator, self._resolved)
         return compression
 
     def _settings(self) -> Settings:

@@ -9,22 +9,16 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_dist.codecs import Codec
+from lightning_dist.integrations.lightning.checkpoint.session_io import CheckpointerIO
 from lightning_dist.integrations.lightning.strategy import CompressedDDPStrategy
+from lightning_dist.integrations.local_arguments import LOCAL_KEY, LocalUpdateArguments
 from lightning_dist.integrations.strategy_names import LOCAL_NAMES, register
 from lightning_dist.integrations.torch.checks import require_compressible
-from lightning_dist.integrations.torch.local_settings import (
-    LocalUpdateSettings,
-    Method,
-    default_codec,
-)
+from lightning_dist.integrations.torch.local_state import WorkerStates
 from lightning_dist.integrations.torch.local_updates import attach
-from lightning_dist.integrations.torch.networks import host_group
-from lightning_dist.integrations.torch.outer_steps import LocalUpdates, OuterOptimizer
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -33,107 +27,45 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CHECKPOINT_KEY = "lightning_dist_local_updates"
 _FEW = 20
 """Outer steps below which outer momentum has not come to its rate."""
 
 
-class LocalUpdateStrategy(CompressedDDPStrategy):
+class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
     """Optimizer steps of every rank alone, and outer steps on the compressed mean of what changed.
 
     A checkpoint holds the anchor as the model's weights, so that it loads anywhere, and under
     ``"lightning_dist_local_updates"`` what every worker has of its own: weights inside a window and
-    optimizer states, put together by rank 0. Another number of workers goes on from the anchor.
+    optimizer states, put together by rank 0. With another number of workers those who join take the
+    anchor, and those who leave take with them what they have not sent.
     """
 
     def __init__(
-        self,
-        method: Method = "diloco",
-        sync_every: int | None = None,
-        fragments: int | None = None,
-        overlap_steps: int | None = None,
-        mixing: float | None = None,
-        ddp_steps: int | None = None,
-        outer_lr: float | None = None,
-        outer_momentum: float | None = None,
-        outer_optimizer: OuterOptimizer | None = None,
-        replicas: Literal["rank", "host"] = "rank",
-        evaluate: Literal["anchor", "worker"] = "anchor",
-        codec: str | Codec | dict[str, str | Codec] | None = None,
-        **kwargs: Any,
+        self, *args: Any, evaluate: Literal["anchor", "worker"] = "anchor", **kwargs: Any
     ) -> None:
         """Check the arguments; nothing here may depend on rank or device.
 
         Args:
-            method: this and the next eight as for :func:`~lightning_dist.local_updates`.
-            sync_every: attempted optimizer steps between two outer steps of a parameter.
-            fragments: parts of the model that are exchanged in turn.
-            overlap_steps: attempted steps that an exchange has before its mean is used.
-            mixing: weight of a worker's own parameters when the anchor has moved.
-            ddp_steps: steps of plain DDP before the first local one.
-            outer_lr: of the outer SGD.
-            outer_momentum: of the outer SGD, Nesterov.
-            outer_optimizer: another one, made from the anchor's tensors.
-            replicas: a worker is a rank, or all ranks of a host with DDP between them.
+            *args, **kwargs: see
+                :class:`~lightning_dist.integrations.local_arguments.LocalUpdateArguments`.
             evaluate: validation during the fit uses the anchor, equal on all ranks, or each
                 worker's own weights.
-            codec: of what is exchanged between workers: by default int8, of sparseloco its own.
-            **kwargs: see :class:`~lightning_dist.CompressedDDPStrategy`.
 
         Raises:
             ValueError: a setting that does not exist, is out of range or cannot take effect.
         """
-        self._schedule = LocalUpdateSettings.check(
-            method,
-            sync_every=sync_every,
-            fragments=fragments,
-            overlap_steps=overlap_steps,
-            mixing=mixing,
-            ddp_steps=ddp_steps,
-            outer_lr=outer_lr,
-            outer_momentum=outer_momentum,
-        )
-        if replicas not in ("rank", "host"):
-            raise ValueError(f"replicas must be 'rank' or 'host', got {replicas!r}")
         if evaluate not in ("anchor", "worker"):
             raise ValueError(f"evaluate must be 'anchor' or 'worker', got {evaluate!r}")
-        if replicas == "host" and self._schedule.ddp_steps:
-            raise ValueError(
-                "ddp_steps are steps of DDP over all ranks, and replicas='host' has DDP inside the "
-                "hosts; give one of the two"
-            )
-        if "start_step" in kwargs:
-            raise ValueError(
-                "start_step is the first compressed step of compressed_ddp, and local updates have "
-                "none; ddp_steps are steps of plain DDP before the first local one"
-            )
-        if kwargs.get("delay"):
-            raise ValueError(
-                "delay=1 delays gradients of compressed_ddp; overlap_steps are the steps that an "
-                "exchange of local updates has"
-            )
-        self._outer_optimizer, self._replicas = outer_optimizer, replicas
         self._evaluates_anchor = evaluate == "anchor"
-        self._updates: LocalUpdates | None = None
         self._evaluation = ExitStack()
-        super().__init__(default_codec(method) if codec is None else codec, **kwargs)
-
-    @property
-    def updates(self) -> LocalUpdates | None:
-        """The outer steps; None before the first fit."""
-        return self._updates
+        super().__init__(*args, **kwargs)
 
     @override
     def configure_ddp(self) -> None:
         assert self.model is not None
         require_compressible(self.model)
         self._updates = self._reducer = None
-        if self._replicas == "host":
-            assert dist.group.WORLD is not None
-            self._ddp_kwargs["process_group"] = host_group(
-                dist.group.WORLD, self._settings, device=self.root_device
-            )
-        if self._replicas == "host" or self._schedule.ddp_steps:
+        if self._wraps(self._ddp_kwargs, self.root_device):
             self.model = self._setup_model(self.model)
 
     @override
@@ -233,34 +165,23 @@ class LocalUpdateStrategy(CompressedDDPStrategy):
     @override
     def _add_state(self, checkpoint: dict[str, Any], reducer: Reducer) -> None:
         assert self._updates is not None
-        assert self.lightning_module is not None
-        shared = self._updates.state_dict()
-        buffers = {name: each.cpu() for name, each in self.lightning_module.named_buffers()}
-        own = {
-            "parameters": {n: p.cpu() for n, p in self._updates.worker_weights().items()},
-            "buffers": buffers,
-            "optimizer_states": checkpoint["optimizer_states"],
-        }
-        workers = [None] * self.world_size if self.global_rank == 0 else None
-        dist.gather_object(own, workers)
-        if shared is not None:
-            checkpoint[CHECKPOINT_KEY] = {"shared": shared, "workers": workers}
+        io = self.checkpoint_io
+        if isinstance(io, CheckpointerIO) and io.sharded:
+            raise ValueError(
+                "format='sharded' lets every rank write a part of what all have in common, and "
+                "the optimizers of workers in local steps have nothing in common; use "
+                "format='single'"
+            )
+        state = WorkerStates(self._updates, self.optimizers).state_dict()
+        if state is not None:
+            checkpoint[LOCAL_KEY] = state
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        state = checkpoint.get(CHECKPOINT_KEY)
-        own = None
-        if state is not None and len(state["workers"]) == self.world_size:
-            own = state["workers"][self.global_rank]
-            checkpoint = {**checkpoint, "optimizer_states": own["optimizer_states"]}
         super().load_optimizer_state_dict(checkpoint)
-        if self._updates is None or state is None:
-            return
-        self._updates.load_state_dict(state["shared"])
-        if own is None:
-            self._updates.start_from_anchor()
-        else:
-            self._updates.load_worker(own["parameters"], own["buffers"])
+        state = checkpoint.get(LOCAL_KEY)
+        if self._updates is not None and state is not None:
+            WorkerStates(self._updates, self.optimizers).load_state_dict(state)
 
     @override
     def teardown(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ from lightning_dist.integrations.lightning.reporting import ReportsCommunication
 from lightning_dist.integrations.model_parallel import DIMENSIONS, ModelParallelArguments
 from lightning_dist.integrations.refusals import refuse_pytorch_lightning
 from lightning_dist.integrations.torch.fsdp import ShardedGradients
+
+log = logging.getLogger(__name__)
 
 _METADATA_FILENAME = "meta.pt"
 """File in a folder that Lightning has written by torch.distributed.checkpoint."""
@@ -149,6 +152,11 @@ class CompressedModelParallelStrategy(
         checkpoint = self._load_agreed(os.fspath(self.broadcast(checkpoint_path)), weights_only)
         if self._gradients is not None:
             self._load_state(self._gradients, checkpoint.get(CHECKPOINT_KEY))
+        elif self.optimizers and CHECKPOINT_KEY in checkpoint and self.is_global_zero:
+            log.warning(
+                "the checkpoint has residuals of several replicas, and one replica compresses "
+                "nothing: what they owe is lost"
+            )
         return checkpoint
 
     def _load_agreed(self, path: str, weights_only: bool | None) -> dict[str, Any]:
@@ -168,9 +176,9 @@ class CompressedModelParallelStrategy(
         ranks = Ranks(dist.group.WORLD, device=self.root_device)
         if ranks.on_each(lambda: describe(path)).kind != "sharded":
             return super().load_checkpoint(path, weights_only=weights_only)
-        optimizers = self.optimizers
+        rows = None if self._gradients is None else self._gradients.reducer.network.rows
         checkpoint = ranks.on_each(
-            lambda: load_shards(path, module, optimizers, weights_only=weights_only)
+            lambda: load_shards(path, module, self.optimizers, weights_only=weights_only, rows=rows)
         )
         io.say_what_changed(path)
         return checkpoint

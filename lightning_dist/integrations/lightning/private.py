@@ -71,7 +71,8 @@ NAMES: Table = {
     ),
     "lightning.fabric.connector:_Connector": "__init__",
     "lightning.fabric.strategies.ddp:DDPStrategy": (
-        "_configure_launcher _get_process_group_backend _setup_distributed _timeout setup_module"
+        "_backward_sync_control _configure_launcher _ddp_kwargs _get_process_group_backend "
+        "_setup_distributed _timeout setup_module"
     ),
     "lightning.fabric.strategies:ModelParallelStrategy": (
         "_backward_sync_control _device_mesh _get_process_group_backend _setup_distributed _timeout"

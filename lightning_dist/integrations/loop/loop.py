@@ -16,7 +16,7 @@ from lightning_dist.elastic.journal import Summary
 from lightning_dist.elastic.plan import BatchPolicy, MicroBatch
 from lightning_dist.elastic.progress import ElasticState
 from lightning_dist.elastic.session import Session
-from lightning_dist.elastic.settings import RunSettings
+from lightning_dist.elastic.settings import RecoveryMode, RunSettings
 from lightning_dist.integrations.loop.placement import LoopPlacement
 
 
@@ -64,6 +64,11 @@ class ElasticLoop:
             never.
         checkpoint: how checkpoints are written, ``CheckpointSettings(...)``. None: copied at once,
             written in the background.
+        recovery: ``"in_process"``: where a rank is lost, the others take the interrupted step again
+            without it, in their processes, and the one that the launcher starts in its place joins
+            them between two steps. Needs ``lightning-dist launch``,
+            ``init_process_group(recovery="in_process")``, and one model in DDP on the CPU with
+            ``compress_ddp(..., commit="deferred")``. ``"restart"``: all ranks are started again.
 
     Raises:
         ValueError: a setting that is out of range or cannot take effect.
@@ -89,6 +94,7 @@ class ElasticLoop:
         grace_period: float = 25.0,
         hang_timeout: float | None = 600.0,
         checkpoint: CheckpointSettings | None = None,
+        recovery: RecoveryMode = "restart",
     ) -> None:
         if gradient_accumulation_steps < 1:
             raise ValueError(
@@ -110,7 +116,10 @@ class ElasticLoop:
         )
         self._loader, self._given, self._device = loader, state, device
         self._run = LoopPlacement(
-            Session(self._settings), accumulate=gradient_accumulation_steps, signals=signals
+            Session(self._settings),
+            accumulate=gradient_accumulation_steps,
+            signals=signals,
+            recovery=recovery,
         )
         self._in_epoch = False
         self._this: MicroBatch | None = None
@@ -199,9 +208,7 @@ class ElasticLoop:
                 "training early leave epochs() too, with break, return or an exception"
             )
         self._run.end_epoch(epoch)
-        if self._settings.is_due_after_epoch(epoch, steps=self._run.steps):
-            self._run.session.save()
-        self._run.stop_if_told()
+        self._run.settle()
 
     def batches(self) -> Iterator[Any]:
         """This rank's batches of the epoch that are left.
@@ -212,17 +219,29 @@ class ElasticLoop:
         """
         if not self._in_epoch:
             raise ValueError("batches() is for the inside of a loop over epochs(), once in each")
-        plan, device = self._run.data.plan(), self._device
-        self._run.generators.restore()
-        for index, batch in enumerate(self._run.batches, start=plan.first_micro_batch):
+        self._run.is_current = False
+        while not self._run.is_current:  # other members are dealt what is left of the epoch
+            yield from self._batches_of_members()
+        self._this, self._in_epoch = None, False
+
+    def _batches_of_members(self) -> Iterator[Any]:
+        """Until the end of the epoch, or until the members are others."""
+        run, device = self._run, self._device
+        run.is_current = True
+        plan = run.data.plan()
+        run.generators.restore()
+        if run.recovery is not None:
+            run.recovery.begin_step()
+        for index, batch in enumerate(run.batches, start=plan.first_micro_batch):
             self._this = plan.micro_batch_at(index)
             self._is_weighted = self._has_stepped = False
             self._index = index
-            with self._run.objects.exchanging(self._this.ends_step):
+            with run.objects.exchanging(self._this.ends_step):
                 yield batch if device is None else move_data_to_device(batch, device)
             self._require_told()
-            self._run.session.lifecycle.heartbeat()
-        self._this, self._in_epoch = None, False
+            run.session.lifecycle.heartbeat()
+            if not run.is_current:
+                return
 
     def _require_told(self) -> None:
         if not self._is_weighted:
@@ -261,13 +280,14 @@ class ElasticLoop:
                 "step_done() is for the last micro-batch of a step, once; ask loop.sync_gradients "
                 "before the optimizer steps"
             )
-        plan, done = self._run.data.plan(), self._index + 1
         self._has_stepped = True
-        self._run.step(plan.after(done))
-        if done < len(plan):  # or else a checkpoint waits for what the user does after the epoch
-            if self._settings.is_due_after_step(self._run.steps):
-                self._run.session.save()
-            self._run.stop_if_told()
+        recovery = self._run.recovery
+        if recovery is not None and recovery.is_given_up:
+            self._run.take_again()
+            return
+        self._run.step(self._run.data.plan().after(self._index + 1))
+        # A checkpoint after the last step waits for what the user does after the epoch.
+        self._run.settle()
 
     def __exit__(
         self,

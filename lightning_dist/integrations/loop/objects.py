@@ -62,6 +62,27 @@ class Objects:
         return [each for each in self._given.values() if hasattr(each, "get_last_lr")]
 
     @property
+    def wrapped(self) -> list[DistributedDataParallel]:
+        """Models in DDP."""
+        return self._wrapped
+
+    def states(self) -> dict[str, Any]:
+        """Of all objects, by name."""
+        return self._states()
+
+    def load_states(self, states: Mapping[str, Any]) -> None:
+        """Take over what :meth:`states` has returned on another rank."""
+        for name, each in self._given.items():
+            _inside(each).load_state_dict(states[name])
+
+    @property
+    def counters(self) -> dict[str, Any]:
+        """Objects that a step changes beside models and optimizers, such as schedulers, by name."""
+        inner = {name: _without_wrapper(each) for name, each in self._given.items()}
+        kinds = (nn.Module, Optimizer)
+        return {n: self._given[n] for n, each in inner.items() if not isinstance(each, kinds)}
+
+    @property
     def _reducers(self) -> list[Reducer]:
         found = (reducer_of(ddp.module) for ddp in self._wrapped)
         return [reducer for reducer in found if reducer is not None]

@@ -13,12 +13,22 @@ from typing_extensions import override
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.reading import load
 from lightning_dist.elastic.launch import Launch
-from lightning_dist.elastic.plan import Position
-from lightning_dist.elastic.progress import KEY, Generators
+from lightning_dist.elastic.membership import Membership
+from lightning_dist.elastic.plan import Position, lr_factor
+from lightning_dist.elastic.progress import (
+    KEY,
+    ElasticState,
+    Generators,
+    scale_learning_rates,
+)
+from lightning_dist.elastic.recovery.member import RecoveryEnvironment
+from lightning_dist.elastic.recovery.protocol import Generation
 from lightning_dist.elastic.session import Placement, Session
+from lightning_dist.elastic.settings import RecoveryMode, require_recovery
 from lightning_dist.elastic.sharding import Deal, NotExactError
 from lightning_dist.elastic.workers import keep_workers
 from lightning_dist.integrations.loop.objects import Objects
+from lightning_dist.integrations.loop.recovery import Ended, LoopRecovery
 
 log = logging.getLogger(__name__)
 
@@ -34,21 +44,62 @@ class LoopPlacement(Placement):
         session: of the loop.
         accumulate: micro-batches per optimizer step of the first start.
         signals: that end the training at a checkpoint of all ranks.
+        recovery: what the ranks that are left do when one is lost.
     """
 
     def __init__(
-        self, session: Session, *, accumulate: int, signals: Sequence[signal.Signals]
+        self,
+        session: Session,
+        *,
+        accumulate: int,
+        signals: Sequence[signal.Signals],
+        recovery: RecoveryMode = "restart",
     ) -> None:
+        require_recovery(recovery)
+        self._mode: RecoveryMode = recovery
+        self.recovery: LoopRecovery | None = None
+        """None where lost ranks mean a restart of all."""
+        self._steps = 0
+        self.is_current = True
+        """Whether the loader's batches are those of the present members."""
         self.session, self._settings = session, session.settings
         self._accumulate, self._signals = accumulate, tuple(signals)
         self._handlers: dict[signal.Signals, Any] = {}
         self.is_open = self.is_complete = False
 
     def open(self, loader: Any, given: Mapping[str, Any]) -> None:
-        """Find the newest checkpoint, load it and deal ``loader``; collective."""
+        """Meet the others, find the newest checkpoint, load it and deal ``loader``; collective."""
+        self._loader = loader
+        environment = RecoveryEnvironment.from_env() if self._mode == "in_process" else None
+        if environment is None:
+            self.session.meet()
+            self._open(given, world_size=self.session.members.world_size)
+            return
+        self.objects = Objects(given, world_size=1)
+        self.recovery = LoopRecovery(environment, self.objects, steps=lambda: self._steps)
+        generation, members = self.recovery.begin()
+        while True:
+            try:
+                if generation.source is None:
+                    self.recovery.agree_on_leader(generation)
+                    self.recovery.handed_over(generation, dict)
+                    self.session.meet(members)
+                    self._open(given, world_size=members.world_size)
+                else:
+                    self.session.lifecycle.open()
+                    self._enter(generation, members)
+                break
+            except RuntimeError as error:
+                self.recovery.lost(error)
+                if self.is_open:  # it has gone wrong after the state came
+                    break
+                generation, members = self.recovery.change()
+        self.recovery.has_state()
+        if generation.source is not None:
+            self.settle()
+
+    def _open(self, given: Mapping[str, Any], *, world_size: int) -> None:
         session, settings = self.session, self._settings
-        session.meet()
-        rank, world_size = session.members.rank, session.members.world_size
         self.objects = Objects(given, world_size=world_size)
         if settings.weights_only:
             self.objects.require_loadable()
@@ -61,30 +112,139 @@ class LoopPlacement(Placement):
         self.samples = 0 if state is None else state.total_samples
         self._steps = 0 if state is None else state.total_steps
         self._before_epoch = self.samples - self.position.samples
+        self._deal(state, path=path or "", begun=session.history.first)
+        optimizers, (first, now) = self.objects.optimizers, self.data.layouts
+        session.scale_rates(optimizers, self.objects.schedulers, first=first, now=now)
+        self._listen()
+
+    def _deal(self, state: ElasticState | None, *, path: str = "", begun: Any = None) -> None:
+        members = self.session.members
+        rank, world_size = members.rank, members.world_size
         self.generators = Generators(
             state, rank=rank, world_size=world_size, device=self.objects.device
         )
         self.data = Deal(
-            policy=settings.batch_policy,
+            policy=self._settings.batch_policy,
             accumulate=self._accumulate,
             rank=rank,
             world_size=world_size,
             resumed=state,
-            path=path or "",
-            begun=session.history.first,
-            seed=session.history.seed,
+            path=path,
+            begun=begun,
+            seed=self.session.history.seed,
         )
-        self.batches = self.data.deal(_unprepared(loader))
+        self.batches = self.data.deal(_unprepared(self._loader))
         """A loader of this rank's batches, from where the epoch begins or goes on."""
         keep_workers(self.batches, self._signals)
-        optimizers, (first, now) = self.objects.optimizers, self.data.layouts
-        session.scale_rates(optimizers, self.objects.schedulers, first=first, now=now)
-        if settings.saving.snapshot in ("auto", "overlap"):
-            session.retention.watch(optimizers)
+
+    def _listen(self) -> None:
+        session = self.session
+        if self._settings.saving.snapshot in ("auto", "overlap"):
+            session.retention.watch(self.objects.optimizers)
         if threading.current_thread() is threading.main_thread():  # where Python has handlers
             self._handlers = {each: signal.getsignal(each) for each in self._signals}
         session.lifecycle.note(self._signals, asks=Launch.from_env().local_rank == 0)
         self.is_open = True
+
+    # Recovery within the process.
+
+    def take_again(self) -> None:
+        """The exchange of this step has failed: go on with those who are left, from its begin."""
+        assert self.recovery is not None
+        self.recovery.undo()
+        self.settle()
+
+    def settle(self) -> None:
+        """Between steps: what all ranks do there, with those who are left where some are lost."""
+        recovery = self.recovery
+        if recovery is None:
+            self._close_step()
+            return
+        while True:
+            try:
+                if recovery.must_change:
+                    self._enter(*recovery.change())
+                recovery.level()
+                self._close_step()
+                break
+            except RuntimeError as error:
+                recovery.lost(error)
+        recovery.begin_step()
+
+    def _close_step(self) -> None:
+        """Save if it is due, and stop if a rank is told to; after the last step of an epoch only
+        once the user has done what follows it."""
+        position, settings = self.position, self._settings
+        if position.samples:
+            if position.samples >= self.data.plan().used:
+                return
+            is_due = settings.is_due_after_step(self._steps)
+        elif position.epoch:
+            is_due = settings.is_due_after_epoch(position.epoch - 1, steps=self._steps)
+        else:
+            return
+        if is_due:
+            self.session.save()
+        self.stop_if_told()
+
+    def _enter(self, generation: Generation, members: Membership) -> None:
+        """Go on as a member of ``generation``; collective among them."""
+        recovery = self.recovery
+        assert recovery is not None
+        told = recovery.handed_over(generation, self._handover)
+        if told is not None:
+            self.objects.load_states(told["objects"])
+            recovery.join(told["reducer"])
+            recovery.leader = told["leader"]
+        recovery.agree_on_leader(generation)
+        members.ranks.leader = list(generation.members).index(recovery.leader)
+        self.session.move(self, members, facts=None if told is None else told["session"])
+        state: ElasticState = self._here() if told is None else told["state"]
+        is_new = told is not None
+        if is_new:
+            self.position, self.samples = state.position, state.total_samples
+            self._steps = state.total_steps
+            self._before_epoch = self.samples - self.position.samples
+        else:
+            self.data.close()
+        self._deal(state)
+        if not is_new:
+            self.generators.restored()  # they are where they were
+        before, (_, now) = state.layout, self.data.layouts
+        factor = lr_factor(self._settings.batch_policy, before=before, now=now)
+        scale_learning_rates(self.objects.optimizers, self.objects.schedulers, factor=factor)
+        if is_new:
+            self._listen()
+            recovery.has_state()
+        self.is_current = False
+        self.tell(
+            f"elastic: goes on with {members.world_size} ranks after step {self._steps}, within "
+            f"the process (generation {generation.number}: {generation.reason or 'as before'})"
+        )
+
+    def _here(self) -> ElasticState:
+        first, now = self.data.layouts
+        return ElasticState(
+            run_id=self.session.history.run_id,
+            seed=self.session.history.seed,
+            first=first,
+            layout=now,
+            position=self.position,
+            total_samples=self.samples,
+            total_steps=self._steps,
+            size=self.data.size,
+        )
+
+    def _handover(self) -> dict[str, Any]:
+        """All that a worker needs to be where this one is."""
+        assert self.recovery is not None
+        return {
+            "objects": self.objects.states(),
+            "reducer": self.recovery.shared_state(),
+            "leader": self.recovery.leader,
+            "session": self.session.facts(),
+            "state": self._here(),
+        }
 
     def _load(self, path: str) -> Any:
         """What was saved as ``path``, which has been verified. Collective: errors are of all."""
@@ -109,6 +269,8 @@ class LoopPlacement(Placement):
         self.samples = self._before_epoch + position.samples
         self._steps += 1
         self.session.step(self.samples)
+        if self.recovery is not None:
+            self.recovery.took_step()
 
     def end_epoch(self, epoch: int) -> None:
         """``epoch`` is over, with what the user does after its batches."""
@@ -168,7 +330,15 @@ class LoopPlacement(Placement):
 
     def complete(self) -> None:
         """The training has ended as it should."""
-        self.session.complete()
+        while True:
+            try:
+                self.session.complete()
+                break
+            except RuntimeError as error:
+                if self.recovery is None:
+                    raise
+                self.recovery.lost(error)
+                self.settle()
         self.is_complete = True
 
     def close(self, error: BaseException | None) -> None:
@@ -176,7 +346,11 @@ class LoopPlacement(Placement):
         was_open, self.is_open = self.is_open, False
         if was_open:
             self.data.close()
-        self.session.close(error, stopped=isinstance(error, Stopped))
+        if self.recovery is not None:
+            self.recovery.close()
+        if isinstance(error, Ended):
+            self.session.lifecycle.leave()
+        self.session.close(error, stopped=isinstance(error, (Stopped, Ended)))
         self.all_saved()
 
 

@@ -157,7 +157,7 @@ def attach(
         groups=groups,
         timeout=timeout,
     )
-    topology, device = network.topology, network.device
+    topology = network.topology
     names = {parameter: _plain(name) for name, parameter in model.module.named_parameters()}
     says = topology.rank == 0
     begins = require_effect(settings, names, says=says, one_of_several=one_of_several)
@@ -187,15 +187,8 @@ def attach(
                 ", ".join(moved),
             )
         reducer.state.keep_only({name: of for name, of in numel.items() if name not in moved})
-    elements = sum(parameter.numel() for parameter in names if parameter.requires_grad)
-    if several and should_fuse(settings.compile_kernels, numel=elements, device=device):
-        if first:
-            log.warning("compiling the codec's kernels (about 20 s the first time)")
-        trained = [as_real(parameter) for parameter in names if parameter.requires_grad]
-        dtypes, sizes = {each.dtype for each in trained}, {each.numel() for each in trained}
-        for codec in settings.codec.leaves():
-            reducer.planner.fuse(codec, dtypes, sizes=sizes)
-
+    trained = [as_real(parameter) for parameter in names if parameter.requires_grad]
+    compile_kernels(reducer, [(each.dtype, each.numel()) for each in trained], says=first)
     buckets = DDPBuckets(reducer, find_unused=finds_unused(model))
 
     def lightning_dist_hook(state: DDPBuckets, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -207,6 +200,27 @@ def attach(
     if first:
         tell_in_force(reducer, begins=begins)
     return reducer
+
+
+def compile_kernels(
+    reducer: Reducer, gradients: Sequence[tuple[torch.dtype, int]], *, says: bool
+) -> None:
+    """Compile the kernels of ``reducer`` where its settings say so.
+
+    Args:
+        gradients: dtype and elements of each one.
+    """
+    settings, network = reducer.settings, reducer.network
+    elements = sum(numel for _, numel in gradients)
+    if network.world_size == 1 or not should_fuse(
+        settings.compile_kernels, numel=elements, device=network.device
+    ):
+        return
+    if says:
+        log.warning("compiling the codec's kernels (about 20 s the first time)")
+    dtypes, sizes = {dtype for dtype, _ in gradients}, {numel for _, numel in gradients}
+    for codec in settings.codec.leaves():
+        reducer.planner.fuse(codec, dtypes, sizes=sizes)
 
 
 def remember(module: nn.Module, reducer: Reducer) -> None:

@@ -29,8 +29,14 @@ class Fragment:
         return zip(self.parameters, self.anchors, self.slices, strict=True)
 
 
-def cut(trained: Mapping[str, nn.Parameter], count: int) -> list[Fragment]:
-    """Fragments of about as many elements each, of parameters that follow each other."""
+def cut(
+    trained: Mapping[str, nn.Parameter], count: int, *, offload: bool = False
+) -> list[Fragment]:
+    """Fragments of about as many elements each, of parameters that follow each other.
+
+    Args:
+        offload: anchors are in the host's memory, not where the parameters are.
+    """
     if count > len(trained):
         raise ValueError(
             f"fragments must be at most the number of trained parameters, {len(trained)}, got "
@@ -54,7 +60,10 @@ def cut(trained: Mapping[str, nn.Parameter], count: int) -> list[Fragment]:
         parameters = [trained[name] for name in names]
         # With the strides of the parameters, which an outer optimizer may keep in its state.
         anchors = [
-            nn.Parameter(as_real(p).detach().to(dtype, copy=True), requires_grad=True)
+            nn.Parameter(
+                as_real(p).detach().to("cpu" if offload else p.device, dtype, copy=True),
+                requires_grad=True,
+            )
             for p in parameters
         ]
         fragments.append(Fragment(parameters, anchors, slices_of(names, parameters)))

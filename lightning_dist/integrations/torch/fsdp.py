@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, overload
 from weakref import WeakValueDictionary
 
 import torch.distributed as dist
@@ -19,11 +19,17 @@ from torch.distributed.tensor import DTensor
 
 from lightning_dist.codecs import Codec
 from lightning_dist.integrations.torch.checks import require_effect
+from lightning_dist.integrations.torch.ddp import compile_kernels as compile_at_set_up
 from lightning_dist.integrations.torch.ddp import describe_parameters, remember
 from lightning_dist.integrations.torch.fsdp_checks import (
     ParameterGroup,
     parameter_groups,
     shard_dimension,
+)
+from lightning_dist.integrations.torch.fsdp_shards import (
+    CompressedShards,
+    ShardSettings,
+    attach_shards,
 )
 from lightning_dist.integrations.torch.networks import sharded_network
 from lightning_dist.private import at_end_of_backward, name_before_compile
@@ -36,16 +42,45 @@ _attached: WeakValueDictionary[int, ShardedGradients] = WeakValueDictionary()
 """By the id of the model, which must stay copyable, so that nothing may be hung on it."""
 
 
+@overload
 def compress_fsdp(
     model: nn.Module,
     codec: str | Codec | Mapping[str, str | Codec] = "int8",
     *,
     mesh: DeviceMesh,
+    parameters: None = None,
     error_feedback: bool | Literal["auto"] = "auto",
     min_compress_numel: int | None = None,
     start_step: int = 0,
+    compile_kernels: bool | Literal["auto"] = "auto",
     commit: Literal["auto", "immediate", "deferred"] = "auto",
-) -> ShardedGradients:
+) -> ShardedGradients: ...
+
+
+@overload
+def compress_fsdp(
+    model: nn.Module,
+    codec: str | Codec,
+    *,
+    mesh: DeviceMesh,
+    parameters: str | Codec,
+    error_feedback: bool | Literal["auto"] = "auto",
+    min_compress_numel: int | None = None,
+) -> CompressedShards: ...
+
+
+def compress_fsdp(
+    model: nn.Module,
+    codec: str | Codec | Mapping[str, str | Codec] = "int8",
+    *,
+    mesh: DeviceMesh,
+    parameters: str | Codec | None = None,
+    error_feedback: bool | Literal["auto"] = "auto",
+    min_compress_numel: int | None = None,
+    start_step: int = 0,
+    compile_kernels: bool | Literal["auto"] = "auto",
+    commit: Literal["auto", "immediate", "deferred"] = "auto",
+) -> ShardedGradients | CompressedShards:
     """Compress the gradients of a sharded ``model`` between its replicas. Collective.
 
     ``mesh`` has two dimensions, replicas and shards (of a mesh that has more, such as one for
@@ -67,21 +102,43 @@ def compress_fsdp(
         codec: as for :func:`~lightning_dist.compress_ddp`, between replicas. ``"none"`` gives the
             bits of ``fully_shard`` over both dimensions with a reduction in float32.
         mesh: replicas and shards; the same on each of its ranks.
+        parameters: codec of the parameters, for a model that is sharded over all ranks of ``mesh``,
+            without replicas: FSDP's own all-gather then sends them in it, and its reduce-scatter
+            gradients in ``codec``, which has to be unbiased (``"qsgd:bits=8"``) or to keep its
+            error in 8 bits (``error_feedback=True``: 1 byte and 2/block for every element of the
+            *unsharded* model on every rank). Kernels are eager.
+        compile_kernels: fuse the codec's kernels now (about 20 s the first time). ``"auto"``: for
+            shards of 4 Mi elements or more if there is a compiler, and on an accelerator with
+            Triton. Same bytes on the wire either way.
         commit: as for :func:`~lightning_dist.compress_ddp`.
 
     Returns:
         The exchange of the gradients: ``no_sync()``, ``comm_stats()``, ``state_dict()``,
-        ``load_state_dict()``, ``close()``.
+        ``load_state_dict()``, ``close()``; with ``parameters`` without ``no_sync()``.
 
     Raises:
         ValueError: a model that ``fully_shard`` did not shard over one dimension of ``mesh``, or in
             a way in which gradients cannot be exchanged afterwards; ranks whose settings differ.
     """
+    if parameters is not None:
+        if start_step or commit != "auto" or isinstance(codec, Mapping):
+            raise ValueError(
+                "parameters= is for a model without replicas, whose every step is compressed by "
+                "one codec: leave start_step and commit out, and give one codec"
+            )
+        shards = ShardSettings.check(
+            codec,
+            parameters=parameters,
+            error_feedback=error_feedback,
+            min_compress_numel=min_compress_numel,
+        )
+        return attach_shards(model, shards, mesh=mesh)
     settings = sharded_settings(
         codec,
         error_feedback=error_feedback,
         min_compress_numel=min_compress_numel,
         start_step=start_step,
+        compile_kernels=compile_kernels,
         commit=commit,
     )
     return attach(model, settings, mesh=mesh)
@@ -93,7 +150,7 @@ def sharded_settings(codec: str | Codec | Mapping[str, str | Codec], **settings:
     Raises:
         ValueError: a setting is out of range, or cannot take effect for shards.
     """
-    checked = Settings.check(codec, compile_kernels=False, **settings)
+    checked = Settings.check(codec, **settings)
     if not checked.intra.lossless:
         raise ValueError(
             f"inside a replica FSDP reduces gradients itself, got the codec {checked.intra.name!r} "
@@ -139,6 +196,10 @@ def attach(
         reducer.step = continue_from.step
         parts = [part for layout in layouts for part in layout.slices]
         reducer.state.keep_only({part.name: part.whole for part in parts})
+    gradients_of_shards = [
+        (group.parameters[0].dtype, part.numel) for group in layouts for part in group.slices
+    ]
+    compile_at_set_up(reducer, gradients_of_shards, says=dist.get_rank() == 0)
     remember(model, reducer)
     gradients = _attached[id(model)] = ShardedGradients(model, reducer, layouts)
     return gradients

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 Method = Literal["local_sgd", "post_local_sgd", "diloco", "streaming", "sparseloco"]
+Weight = Literal["workers", "samples"]
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "local_sgd": {"sync_every": 8},
@@ -43,6 +44,8 @@ class LocalUpdateSettings:
         ddp_steps: attempted steps of plain DDP before the first local one.
         outer_lr: learning rate of the outer SGD; 1 without momentum is the mean of the workers.
         outer_momentum: Nesterov momentum of the outer SGD.
+        weigh_by: what a worker's pseudo-gradient counts by, ``"workers"`` or ``"samples"``.
+        offload: the anchor and the outer optimizer's state are in the host's memory.
     """
 
     method: Method
@@ -53,6 +56,8 @@ class LocalUpdateSettings:
     ddp_steps: int = 0
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
+    weigh_by: Weight = "workers"
+    offload: bool = False
 
     @classmethod
     def check(cls, method: Method, **given: Any) -> LocalUpdateSettings:
@@ -68,6 +73,12 @@ class LocalUpdateSettings:
         settings = cls(method=method, **{**_DEFAULTS[method], **chosen})
         settings._check_counts()
         settings._check_rates()
+        if settings.weigh_by not in get_args(Weight):
+            raise ValueError(
+                f"weigh_by must be 'workers' (equal) or 'samples', got {settings.weigh_by!r}"
+            )
+        if not isinstance(settings.offload, bool):
+            raise ValueError(f"offload must be True or False, got {settings.offload!r}")
         return settings
 
     @property

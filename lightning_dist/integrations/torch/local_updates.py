@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from inspect import signature
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -11,12 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dist.codecs import Codec
+from lightning_dist.configuration.options import unknown
 from lightning_dist.integrations.torch.checks import require_compressible
 from lightning_dist.integrations.torch.ddp import describe_parameters
 from lightning_dist.integrations.torch.local_checks import require_local, require_workers
 from lightning_dist.integrations.torch.local_settings import (
     LocalUpdateSettings,
     Method,
+    Weight,
     default_codec,
 )
 from lightning_dist.integrations.torch.networks import Groups, network_over
@@ -37,6 +41,8 @@ def local_updates(
     outer_lr: float | None = None,
     outer_momentum: float | None = None,
     outer_optimizer: OuterOptimizer | None = None,
+    weigh_by: Weight = "workers",
+    offload: bool = False,
     codec: str | Codec | Mapping[str, str | Codec] | None = None,
     error_feedback: bool | Literal["auto"] = "auto",
     hierarchical: bool | Literal["auto", "leader"] = "auto",
@@ -81,6 +87,11 @@ def local_updates(
         outer_momentum: Nesterov: 0.9 (diloco, streaming) or 0.
         outer_optimizer: another one, made from the anchor's tensors, as ``lambda tensors:
             torch.optim.AdamW(tensors, lr=0.1)``.
+        weigh_by: what a worker counts by in the mean: ``"workers"``, all the same, or
+            ``"samples"``, those that it gives to :meth:`~LocalUpdates.step` (or tokens), for
+            workers with unequal shards.
+        offload: keep the anchor and the outer optimizer's state in the host's memory, from where
+            they are copied at outer steps.
         codec: of the pseudo-gradient, by default int8, of sparseloco its own; this and what follows
             as for :func:`~lightning_dist.compress_ddp`.
 
@@ -88,8 +99,8 @@ def local_updates(
         ValueError: a setting that is out of range or cannot take effect, a model or an optimizer
             that cannot step locally, or ranks whose settings differ.
     """
-    schedule = LocalUpdateSettings.check(
-        method,
+    schedule, settings = checked(
+        method=method,
         sync_every=sync_every,
         fragments=fragments,
         overlap_steps=overlap_steps,
@@ -97,25 +108,53 @@ def local_updates(
         ddp_steps=ddp_steps,
         outer_lr=outer_lr,
         outer_momentum=outer_momentum,
-    )
-    if outer_optimizer is not None and not outer_lr is outer_momentum is None:
-        raise ValueError(
-            "outer_lr and outer_momentum are of the outer SGD, got them with an outer_optimizer; "
-            "set them there"
-        )
-    settings = Settings.check(
-        default_codec(method) if codec is None else codec,
+        outer_optimizer=outer_optimizer,
+        weigh_by=weigh_by,
+        offload=offload,
+        codec=codec,
         error_feedback=error_feedback,
         hierarchical=hierarchical,
         ranks_per_host=ranks_per_host,
         rank_groups=rank_groups,
         min_compress_numel=min_compress_numel,
-        compile_kernels=False,
     )
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     return attach(
         model, optimizers, schedule, settings, outer_optimizer=outer_optimizer, groups=groups
     )
+
+
+def checked(
+    *,
+    method: Method = "diloco",
+    outer_optimizer: OuterOptimizer | None = None,
+    codec: str | Codec | Mapping[str, str | Codec] | None = None,
+    **given: Any,
+) -> tuple[LocalUpdateSettings, Settings]:
+    """Settings of the outer steps and of their exchange, of the arguments of :func:`local_updates`.
+
+    Raises:
+        ValueError: a setting that does not exist or is out of range.
+    """
+    known = {field.name for field in fields(LocalUpdateSettings)}
+    schedule = LocalUpdateSettings.check(
+        method, **{name: value for name, value in given.items() if name in known}
+    )
+    rates = given.get("outer_lr"), given.get("outer_momentum")
+    if outer_optimizer is not None and rates != (None, None):
+        raise ValueError(
+            "outer_lr and outer_momentum are of the outer SGD, got them with an outer_optimizer; "
+            "set them there"
+        )
+    exchange = {name: value for name, value in given.items() if name not in known}
+    for name in exchange:
+        if name not in signature(local_updates).parameters:
+            names = tuple(signature(local_updates).parameters)[2:]
+            raise ValueError(unknown(name, names, where="local_updates"))
+    settings = Settings.check(
+        default_codec(method) if codec is None else codec, **exchange, compile_kernels=False
+    )
+    return schedule, settings
 
 
 def attach(
@@ -126,11 +165,20 @@ def attach(
     *,
     outer_optimizer: OuterOptimizer | None = None,
     groups: Groups | None = None,
+    silences: bool = False,
 ) -> LocalUpdates:
-    """What :func:`local_updates` does, with checked settings."""
+    """What :func:`local_updates` does, with checked settings.
+
+    Args:
+        silences: a DistributedDataParallel over all ranks averages nothing from now on, where
+            there are no ``ddp_steps``: a framework has wrapped the model in it.
+    """
     require_local(optimizers, settings)
     synced = model if isinstance(model, DistributedDataParallel) else None
     module = model if synced is None else synced.module
+    if synced is not None and silences and not schedule.ddp_steps:
+        synced.require_backward_grad_sync = False
+        synced = None
     require_compressible(module)
     world = dist.group.WORLD if groups is None else groups[0]
     if world is None:

@@ -37,7 +37,23 @@ class _Exchange:
     due: int  # the local step after which its mean is used
     squares: float  # sum of this worker's pseudo-gradient
     finite: bool  # whether it takes part
+    samples: float = 0.0  # of this worker, since the fragment was sent before
+    usual: float = 1.0  # of a worker in the exchange before; equal on all ranks
     handle: Handle | None = field(default=None)  # None: the mean is there
+
+
+class _Samples:
+    """Samples of this worker, and how many of them each fragment's last exchange had."""
+
+    def __init__(self, fragments: int) -> None:
+        self.seen = 0.0
+        self.sent = [0.0] * fragments
+        self.usual = 0.0  # of a worker in the last exchange; 0: there was none
+
+    def take(self, fragment: int) -> float:
+        """Samples since the last exchange of ``fragment``, which count in this one."""
+        since, self.sent[fragment] = self.seen - self.sent[fragment], self.seen
+        return since
 
 
 class LocalUpdates:
@@ -62,7 +78,8 @@ class LocalUpdates:
         require_effect(settings, self.reducer.names, says=network.rank == 0)
         for tensor in [*module.parameters(), *module.buffers()]:
             network.data.broadcast(tensor.detach(), owner=0).wait()
-        self._fragments = cut(self._trained, schedule.fragments)
+        self._fragments = cut(self._trained, schedule.fragments, offload=schedule.offload)
+        self._samples = _Samples(schedule.fragments)
         anchors = [anchor for each in self._fragments for anchor in each.anchors]
         self.outer_optimizer = (
             torch.optim.SGD(
@@ -85,15 +102,28 @@ class LocalUpdates:
         self._set_aside: dict[str, Tensor] | None = None  # own weights, while the anchor's are used
         self._metrics: dict[str, float] = {}
 
-    def step(self) -> bool:
+    def step(self, samples: float | None = None) -> bool:
         """Count an attempted optimizer step; at the end of a window exchange. Collective then.
 
         Every rank calls it as often, also where the optimizer was not stepped: a GradScaler that
         has skipped a step, a worker without a batch.
 
+        Args:
+            samples: that this worker's step has used, or tokens; 0 where it was not stepped. For
+                ``weigh_by="samples"``.
+
         Returns:
             Whether the anchor has moved.
+
+        Raises:
+            ValueError: samples are needed and not given, or the other way round.
         """
+        if (samples is None) == (self.schedule.weigh_by == "samples"):
+            raise ValueError(
+                f"step(samples=) is for weigh_by='samples' and needed there, got {samples!r} with "
+                f"weigh_by={self.schedule.weigh_by!r}"
+            )
+        self._samples.seen += samples or 0.0
         self.attempted += 1
         local = self.attempted - self.schedule.ddp_steps
         if local < 0:
@@ -131,7 +161,7 @@ class LocalUpdates:
             _, mean = self._wait()
             self._exchange = None
             for anchor, part in zip(fragment.anchors, fragment.slices, strict=True):
-                anchor.data.sub_(part.shaped(part.of(mean)))
+                anchor.data.sub_(part.shaped(part.of(mean)).to(anchor.device))
             self._take_anchor(fragment, keep=0.0)
         self._average_buffers()
 
@@ -154,6 +184,10 @@ class LocalUpdates:
             return self._set_aside
         return {name: p.detach().clone() for name, p in self._trained.items()}
 
+    def buffers(self) -> dict[str, Tensor]:
+        """This worker's own buffers by name."""
+        return {name_before_compile(n): each for n, each in self._module.named_buffers()}
+
     def anchor_state_dict(self) -> dict[str, Any]:
         """The model's ``state_dict`` with the anchor in the place of trained parameters."""
         names = {id(parameter): name for name, parameter in self._trained.items()}
@@ -174,7 +208,7 @@ class LocalUpdates:
         ``outer/pseudo_gradient_norm``: of the mean; ``outer/drift``: root mean square of the
         workers' own norms; ``outer/cosine``: mean cosine between two workers' pseudo-gradients,
         weighted by their norms (two workers or more); ``outer/workers``: those whose weights were
-        finite, which alone take part.
+        finite, which alone take part; ``outer/samples`` of all workers, where they count by them.
         """
         return dict(self._metrics)
 
@@ -196,6 +230,7 @@ class LocalUpdates:
             sent, mean = self._wait()
             under_way = {"fragment": sent.fragment, "due": sent.due, "mean": mean.cpu().clone()}
         residuals = self.reducer.state_dict()
+        samples = self._gather_samples()
         if self.reducer.network.rank:
             return None
         return {
@@ -207,6 +242,7 @@ class LocalUpdates:
             "outer_optimizer": self.outer_optimizer.state_dict(),
             "exchange": under_way,
             "residuals": residuals,
+            "samples": samples,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -232,6 +268,7 @@ class LocalUpdates:
         self.outer_optimizer.load_state_dict(state["outer_optimizer"])
         self.attempted = int(state["attempted"])
         self.reducer.load_state_dict(state["residuals"])
+        self._load_samples(state["samples"])
         self._exchange = None
         if state["exchange"] is not None:
             self._load_exchange(state["exchange"])
@@ -241,7 +278,7 @@ class LocalUpdates:
     @torch.no_grad()
     def load_worker(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Give this worker its own weights and buffers of before."""
-        held = {name_before_compile(name): each for name, each in self._module.named_buffers()}
+        held = self.buffers()
         for name, value in weights.items():
             self._trained[name].copy_(value)
         for name, value in buffers.items():
@@ -252,13 +289,21 @@ class LocalUpdates:
         for fragment in self._fragments:
             self._take_anchor(fragment, keep=0.0)
 
+    def anchor_from_weights(self) -> None:
+        """Let the anchor be the model's weights, which must be equal on all ranks."""
+        for fragment in self._fragments:
+            for parameter, anchor, _ in fragment.rows():
+                anchor.data.copy_(as_real(parameter.detach()))
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether it is the model that is trained, in DDP or not."""
+        return getattr(module, "module", module) is self._module or module is self._module
+
     def _begin(self) -> None:
         """The last step of plain DDP is over: the anchor is what all ranks have now."""
         assert self._synced is not None
         self._synced.require_backward_grad_sync = False
-        for fragment in self._fragments:
-            for parameter, anchor in zip(fragment.parameters, fragment.anchors, strict=True):
-                anchor.data.copy_(as_real(parameter.detach()))
+        self.anchor_from_weights()
 
     @torch.no_grad()
     def _send(self, index: int, *, due: int) -> None:
@@ -267,8 +312,15 @@ class LocalUpdates:
         flat = self._flat[: fragment.numel]
         for parameter, anchor, part in fragment.rows():
             difference = part.shaped(part.of(flat))
-            torch.sub(anchor, as_real(parameter.detach()).to(anchor.dtype), out=difference)
+            there = anchor.to(difference.device)
+            torch.sub(there, as_real(parameter.detach()).to(anchor.dtype), out=difference)
         squares = float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2
+        samples, usual = 1.0, 1.0
+        if self.schedule.weigh_by == "samples":
+            samples = self._samples.take(index)
+            usual = self._samples.usual or self._mean_of(samples)
+            flat.mul_(samples / usual)
+            squares *= (samples / usual) ** 2
         finite = squares < float("inf")  # not where it is NaN
         if not finite:
             flat.zero_()  # this worker goes on from the anchor, and the others without it
@@ -280,7 +332,15 @@ class LocalUpdates:
             )
         handle = self.reducer.start(flat, fragment.slices, key=index)
         self.reducer.finish()
-        self._exchange = _Exchange(index, due, squares if finite else 0.0, finite, handle)
+        self._exchange = _Exchange(
+            index,
+            due,
+            squares if finite else 0.0,
+            finite,
+            samples if finite else 0.0,
+            usual,
+            handle,
+        )
 
     def _wait(self) -> tuple[_Exchange, Tensor]:
         """What was sent, and its mean over the workers that take part, once that is there."""
@@ -294,20 +354,25 @@ class LocalUpdates:
         return exchange, mean
 
     def _complete(self, exchange: _Exchange, mean: Tensor) -> None:
-        """Leave out workers that are not finite, and note the metrics."""
+        """Divide by the weights of the workers that are finite, and note the metrics."""
         network = self.reducer.network
-        told = torch.tensor([exchange.finite, exchange.squares], dtype=torch.float64)
-        told = told.to(network.device)
+        own = [exchange.finite, exchange.squares, exchange.samples]
+        told = torch.tensor(own, dtype=torch.float64).to(network.device)
         network.control.all_reduce(told).wait()
-        workers, squares = told.tolist()
-        if 0 < workers < network.world_size:
-            mean.mul_(network.world_size / workers)
+        workers, squares, samples = told.tolist()
+        expected = network.world_size * exchange.usual
+        if samples not in (0.0, expected):
+            mean.mul_(expected / samples)
+            squares *= (exchange.usual * workers / samples) ** 2
         of_mean = float(torch.linalg.vector_norm(mean, dtype=torch.float64)) ** 2
         self._metrics = {
             "outer/pseudo_gradient_norm": of_mean**0.5,
             "outer/drift": (squares / max(workers, 1)) ** 0.5,
             "outer/workers": workers,
         }
+        if self.schedule.weigh_by == "samples":
+            self._metrics["outer/samples"] = samples
+            self._samples.usual = samples / network.world_size or exchange.usual
         if workers > 1 and squares:
             cosine = (workers**2 * of_mean - squares) / ((workers - 1) * squares)
             self._metrics["outer/cosine"] = cosine
@@ -336,7 +401,7 @@ class LocalUpdates:
         self._exchange = None
         fragment = self._fragments[exchange.fragment]
         for anchor, part in zip(fragment.anchors, fragment.slices, strict=True):
-            anchor.grad = part.shaped(part.of(mean))
+            anchor.grad = part.shaped(part.of(mean)).to(anchor.device)
         self.outer_optimizer.step()
         for anchor in fragment.anchors:
             anchor.grad = None
@@ -351,8 +416,9 @@ class LocalUpdates:
             if not keep:
                 own.copy_(anchor)
                 continue
-            mixed = torch.lerp(anchor, own.to(anchor.dtype), keep)
-            own.copy_(torch.where(mixed.isfinite(), mixed, anchor))
+            there = anchor.to(own.device)
+            mixed = torch.lerp(there, own.to(anchor.dtype), keep)
+            own.copy_(torch.where(mixed.isfinite(), mixed, there))
 
     def _anchors(self) -> dict[str, nn.Parameter]:
         return {
@@ -360,6 +426,29 @@ class LocalUpdates:
             for fragment in self._fragments
             for anchor, part in zip(fragment.anchors, fragment.slices, strict=True)
         }
+
+    def _mean_of(self, own: float) -> float:
+        """The mean of a figure of all ranks; 1 where it is 0. Collective."""
+        network = self.reducer.network
+        told = torch.tensor([own], dtype=torch.float64, device=network.device)
+        network.control.all_reduce(told).wait()
+        return float(told) / network.world_size or 1.0
+
+    def _gather_samples(self) -> dict[str, Any]:
+        """Counts of all workers, on all ranks. Collective."""
+        network, counts = self.reducer.network, self._samples
+        rows = torch.zeros(network.world_size, 1 + len(counts.sent), dtype=torch.float64)
+        rows[network.rank] = torch.tensor([counts.seen, *counts.sent], dtype=torch.float64)
+        rows = rows.to(network.device)
+        network.control.all_reduce(rows).wait()
+        return {"workers": rows.cpu(), "usual": counts.usual}
+
+    def _load_samples(self, saved: Mapping[str, Any]) -> None:
+        network, rows = self.reducer.network, saved["workers"]
+        self._samples = _Samples(len(self._fragments))
+        self._samples.usual = float(saved["usual"])
+        if network.rank < len(rows) and rows.shape[1] == 1 + len(self._fragments):
+            self._samples.seen, *self._samples.sent = rows[network.rank].tolist()
 
     def _load_exchange(self, saved: Mapping[str, Any]) -> None:
         index, mean = int(saved["fragment"]), saved["mean"]

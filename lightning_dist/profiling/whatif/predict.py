@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from math import inf
+from math import ceil, inf
 from typing import TYPE_CHECKING, Any
 
 from lightning_dist.measurement.costs import CANDIDATES, CodecCost
@@ -18,10 +18,12 @@ from lightning_dist.profiling.whatif.simulator import (
     FORMS,
     FREE,
     LEADER,
+    SHARDED,
     Link,
     Scenario,
     decoding,
     rate_of,
+    simulate_local_step,
     simulate_step,
 )
 
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 
 SCHEMA = 2
 LABEL = "Predicted step time (simulated)"
+
+LOCAL_STEPS = "local steps, with which a model trains differently"
+"""Assumption of their predictions."""
 
 LEAST_TOLERANCE = 0.02
 """Two runs of the same scenario differ by as much, however exact the model is for one of them."""
@@ -48,6 +53,8 @@ class Prediction:
         position: 1 for the fastest; settings closer than the tolerance share one. None: not ranked.
         source: of the codec's cost.
         assumption: condition of the prediction, which is not ranked then; empty: none.
+        sync_every: local steps between two exchanges; times and bytes are means of a step. 0:
+            gradients are exchanged in every step.
     """
 
     codec: str
@@ -63,6 +70,14 @@ class Prediction:
     source: str = ""
     assumption: str = ""
     reason: str = ""
+    sync_every: int = 0
+
+    @property
+    def exposed_share(self) -> float | None:
+        """Share of a step's time in which it waits for the exchange."""
+        if self.step_ms is None or self.exposed_ms is None:
+            return None
+        return self.exposed_ms / self.step_ms
 
 
 @dataclass(frozen=True)
@@ -162,6 +177,49 @@ def scenarios_of(
     return found if there in (run, *found) else [there, *found]
 
 
+def local_scenarios(
+    observed: Observed,
+    there: Scenario,
+    *,
+    costs: Mapping[str, CodecCost],
+    codecs: Sequence[str] = (),
+    form: str | None = None,
+    sync_every: Sequence[int] = (),
+    below: float | None = None,
+) -> list[Scenario]:
+    """Local steps on the links and hosts of ``there``, for every codec whose cost is known.
+
+    Args:
+        form: of the exchange; None: by hosts where that can be.
+        sync_every: local steps between two exchanges.
+        below: for every codec also the least number of them with which waiting for the exchange
+            takes no more than this share of the time.
+
+    Raises:
+        ValueError: one of them is out of range.
+    """
+    if any(each < 1 for each in sync_every):
+        raise ValueError(f"local steps must be 1 or more, got {min(sync_every)}")
+    if below is not None and not 0 < below < 1:
+        raise ValueError(f"the share of waiting must be between 0 and 100 %, got {below:.0%}")
+    forms = [replace(there, codec="none", form=each) for each in (SHARDED, LEADER, FLAT)]
+    chosen = next(each for each in forms if not each.unsupported) if form is None else form
+    form = chosen if isinstance(chosen, str) else chosen.form
+    found = []
+    for codec in codecs or CANDIDATES:
+        if codec == DDP or codec not in costs:
+            continue
+        one = replace(there, codec=codec, form=form, sync_every=1)
+        counts = list(sync_every)
+        if below is not None and not one.unsupported:
+            step = _prediction(observed, one, costs)
+            if step.step_ms is not None and step.exposed_ms is not None:
+                alone = step.step_ms - step.exposed_ms
+                counts.append(max(1, ceil(step.exposed_ms * (1 - below) / (below * alone))))
+        found += [replace(one, sync_every=each) for each in sorted(set(counts))]
+    return found
+
+
 def predict(
     observed: Observed, scenarios: Sequence[Scenario], *, costs: Mapping[str, CodecCost]
 ) -> Predictions:
@@ -243,13 +301,16 @@ def _prediction(
     missing = [name for name in needed if name not in costs]
     reason = f"what {missing[0]} costs was not measured" if missing else scenario.unsupported
     codec, shape = scenario.codec, (scenario.hosts, scenario.world_size, scenario.link.gbps)
-    found = Prediction(codec, scenario.form, *shape, reason=reason)
+    found = Prediction(codec, scenario.form, *shape, reason=reason, sync_every=scenario.sync_every)
     if reason:
         return found
     # What the run's own codec took has its share of the core in it.
     one_core = observed.one_core and codec != observed.scenario.codec
     buckets, cost, inside = observed.buckets, costs[codec], costs.get("none")
-    step = simulate_step(buckets, scenario, cost=cost, inside_cost=inside, one_core=one_core)
+    if scenario.sync_every:
+        step = simulate_local_step(buckets, scenario, cost=cost, inside_cost=inside)
+    else:
+        step = simulate_step(buckets, scenario, cost=cost, inside_cost=inside, one_core=one_core)
     last = max(bucket.ready for bucket in buckets)
     done = max(step.done, last)
     return replace(
@@ -258,7 +319,7 @@ def _prediction(
         exposed_ms=(done - last) * 1e3,
         sent_mb=step.sent / 1e6,
         source=cost.source,
-        assumption=cost.assumption,
+        assumption=LOCAL_STEPS if scenario.sync_every else cost.assumption,
     )
 
 
@@ -310,7 +371,8 @@ def times_faster(change: float) -> str:
 def name_of(each: Prediction, baseline: Prediction) -> str:
     """Codec, and the form where it is not a flat one as in the run."""
     flat = "" if baseline.form == FLAT else ", flat"
-    words = each.codec + (flat if each.form == FLAT else " between hosts")
+    steps = f" every {count(each.sync_every, 'step')}" if each.sync_every else ""
+    words = each.codec + steps + (flat if each.form == FLAT else " between hosts")
     return f"{words}, leader form" if each.form == LEADER else words
 
 
@@ -323,6 +385,9 @@ def where(each: Prediction) -> str:
 
 def remark(each: Prediction, found: Predictions) -> str:
     """Remark on a prediction, beside its figures."""
+    if each.sync_every and each.exposed_share is not None:
+        share = format_value(each.exposed_share, "%")
+        return f"not ranked: for {each.assumption}; waits {share} of the time"
     if each.assumption:
         return f"not ranked: for {each.assumption}"
     is_same = each.change is not None and abs(each.change) <= found.tolerance

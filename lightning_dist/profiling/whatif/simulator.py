@@ -77,6 +77,8 @@ class Scenario:
         inside: inside a host; None: unknown.
         at_once: collectives of a group that run at once; 1 with NCCL, which has one stream.
         immediate: a bucket is decoded while the next one travels, not when all have landed.
+        sync_every: local steps between two exchanges of what has changed; 0: gradients are
+            exchanged in every step.
 
     Raises:
         ValueError: an unknown form.
@@ -89,10 +91,13 @@ class Scenario:
     inside: Link | None = None
     at_once: int = GLOO_AT_ONCE
     immediate: bool = False
+    sync_every: int = 0
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
             raise ValueError(f"form must be one of {', '.join(FORMS)}, got {self.form!r}")
+        if self.sync_every < 0:
+            raise ValueError(f"sync_every must be 1 or more local steps, got {self.sync_every}")
 
     @property
     def hosts(self) -> int:
@@ -290,3 +295,22 @@ def simulate_step(
         # Vote on whether all were finite: a few bytes, in as many rounds as a ring has.
         now += scenario.link.overhead + 2 * (world - 1) * (scenario.link.latency or 0.0)
     return SimulatedStep(decoded(chunks, now), link.sent)
+
+
+def simulate_local_step(
+    buckets: Sequence[Bucket],
+    scenario: Scenario,
+    *,
+    cost: CodecCost | None,
+    inside_cost: CodecCost | None = None,
+) -> SimulatedStep:
+    """Simulate the mean step of a window of local ones, which ends with an exchange.
+
+    The pseudo-gradient has as many elements as the gradients, and all of it is there when the
+    exchange begins; training waits for it. The outer optimizer's own passes count nothing.
+    """
+    assert scenario.sync_every
+    whole = Bucket(0.0, sum(bucket.elements for bucket in buckets))
+    outer = simulate_step([whole], scenario, cost=cost, inside_cost=inside_cost)
+    last = max(bucket.ready for bucket in buckets)
+    return SimulatedStep(last + outer.done / scenario.sync_every, outer.sent / scenario.sync_every)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from lightning_dist import LocalUpdateStrategy, local_updates
+from lightning_dist import AsyncCheckpoint, ElasticRestart, LocalUpdateStrategy, local_updates
+from lightning_dist.fabric import LocalUpdateStrategy as FabricStrategy
 from scenarios.catalogue import TIMEOUT, Facts, folder, rank, scenario, world_size
+from scenarios.fabric_runs import Run
 from scenarios.fitting import QUIET, digest, parameters, plain
 from scenarios.models import Regression
 
@@ -36,6 +39,13 @@ class Watched(L.Callback):
         self.own.append(digest(module))
 
 
+class SameData(Regression):
+    """The same number of samples on any number of ranks."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Subset(super().train_dataloader().dataset, range(64)), batch_size=8)
+
+
 def strategy(**settings: Any) -> LocalUpdateStrategy:
     settings = {"min_compress_numel": 0, "timeout": TIMEOUT, **SCHEDULE, **settings}
     return LocalUpdateStrategy(**settings)
@@ -46,7 +56,7 @@ def fit(of: Any, *, ckpt_path: Any = None, **arguments: Any) -> tuple[L.Trainer,
     callbacks = [*arguments.pop("callbacks", []), watched]
     given = {**QUIET, "devices": world_size(), "default_root_dir": folder(), "max_epochs": 2}
     trainer = L.Trainer(strategy=of, callbacks=callbacks, **{**given, **arguments})
-    model = Regression(optimizer="adam")
+    model = SameData(optimizer="adam")
     trainer.fit(model, ckpt_path=ckpt_path)
     facts = {"parameters": parameters(model), "own": watched.own, "validated": watched.validated}
     return trainer, facts
@@ -100,6 +110,31 @@ def local_steps_resume() -> Facts:
     }
 
 
+ELASTIC: dict[str, Any] = {"codec": "int4", "sync_every": 3, "overlap_steps": 1}
+
+
+def elastic(name: str, *, extra: Any = (), **arguments: Any) -> tuple[L.Trainer, Facts]:
+    restart = ElasticRestart(folder() / name, every_n_train_steps=5, hang_timeout=None)
+    arguments = {"callbacks": [restart, *extra], "enable_checkpointing": True, **arguments}
+    return fit(strategy(**ELASTIC), **arguments)
+
+
+@scenario
+def local_steps_elastic() -> Facts:
+    """Stopped after 5 steps of 8, inside a window; a third start is for another world."""
+    _, whole = elastic("local_elastic_whole")
+    elastic("local_elastic", max_steps=5)
+    if rank() == 0:
+        shutil.copytree(folder() / "local_elastic", folder() / "local_elastic_other")
+    _, resumed = elastic("local_elastic")
+    try:
+        saver = AsyncCheckpoint(folder() / "local_parts", format="sharded")
+        fit(strategy(), callbacks=[saver], enable_checkpointing=True, max_epochs=1)
+    except ValueError as error:
+        return {"whole": whole, "resumed": resumed, "sharded": str(error)}
+    raise AssertionError("a sharded checkpoint of workers that differ")
+
+
 @scenario
 def local_steps_evaluate() -> Facts:
     """Validation in the middle of windows, with the anchor's weights and with the worker's own."""
@@ -108,6 +143,59 @@ def local_steps_evaluate() -> Facts:
         settings = {"limit_val_batches": 1, "val_check_interval": 2}
         _, found[evaluate] = fit(strategy(codec="int8", evaluate=evaluate), **settings)
     return found
+
+
+def fabric(of: Any, *, path: Any = None, skipped: int = 0) -> Run:
+    run = Run(of, momentum=0.5)
+    if path is not None:
+        run.fabric.load(path, run.state())
+    for _ in range(skipped):
+        next(run.batches)
+    return run
+
+
+@scenario
+def local_steps_fabric() -> Facts:
+    """Saved after 4 steps, inside a window and an overlap; and the weights of plain DDP loaded."""
+    settings = {"min_compress_numel": 0, "timeout": TIMEOUT, "codec": "int4", **SCHEDULE}
+    path = folder() / "local_fabric.ckpt"
+    whole = fabric(FabricStrategy(**settings))
+    whole.train(4)
+    whole.fabric.save(path, whole.state())
+    anchor = whole.fabric.strategy.updates.anchor_state_dict()
+    whole.train(4)
+    resumed = fabric(FabricStrategy(**settings), path=path, skipped=4)
+    resumed.train(4)
+    for run in (whole, resumed):
+        run.fabric.strategy.updates.finish()
+    plain_run = fabric("ddp")
+    plain_run.train(2)
+    plain_run.fabric.save(folder() / "plain_fabric.ckpt", plain_run.state())
+    other = fabric("compressed_local_sgd", path=folder() / "plain_fabric.ckpt")
+    with other.fabric.no_backward_sync(other.model):
+        taken = other.fabric.strategy.updates.anchor_state_dict()
+    found = {"alone": "", "second": ""}
+    for name in found:
+        try:
+            model = Regression().net
+            if name == "alone":
+                other.fabric.setup_module(model)
+            else:
+                other.fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        except ValueError as error:
+            found[name] = str(error)
+    return {
+        "whole": whole.digests,
+        "resumed": resumed.digests,
+        "end": parameters(whole.model),
+        "ends": parameters(resumed.model),
+        "saved": torch.load(path, weights_only=True)["model"],
+        "anchor": anchor,
+        "taken": taken,
+        "plain": parameters(plain_run.model.module),
+        "stats": dict(other.fabric.strategy.comm_stats()[0]),
+        **found,
+    }
 
 
 @scenario

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,8 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_dist.checkpoint.shards import LazyState, load_lazily, without_shards
+from lightning_dist.integrations.arguments import CHECKPOINT_KEY
 from lightning_dist.integrations.lightning.checkpoint.resume import require_same_model
 from lightning_dist.integrations.lightning.checkpoint.session_io import CheckpointerIO
+from lightning_dist.reducer.network import Rows
 
 _SHARDED = ("state_dict", "optimizer_states")
 
@@ -56,10 +59,14 @@ def load_shards(
     optimizers: Sequence[Optimizer],
     *,
     weights_only: bool | None,
+    rows: Rows | None,
 ) -> dict[str, Any]:
     """Load what module and optimizers have of the checkpoint at ``path``; returns all the rest.
 
-    Each rank reads its parts of the sharded tensors.
+    Each rank reads its parts of the sharded tensors, and one row of the residuals.
+
+    Args:
+        rows: of residuals, as they are here; None where there are none.
 
     Raises:
         ValueError: it is of another model.
@@ -70,8 +77,36 @@ def load_shards(
         states = checkpoint.pop("optimizer_states", [])
         for optimizer, state in zip(optimizers, states, strict=False):
             optimizer.load_state_dict(_of_optimizer(state, optimizer, lazy))
+        residuals = checkpoint.pop(CHECKPOINT_KEY, None)
         whole: dict[str, Any] = lazy.whole(checkpoint)
+        if residuals is not None:
+            whole[CHECKPOINT_KEY] = {} if rows is None else _own_row(residuals, rows, lazy)
         return whole
+
+
+def _own_row(value: Any, rows: Rows, lazy: LazyState) -> Any:
+    """The state of a reducer, with this replica's row alone or the mean of all rows.
+
+    A reducer takes the mean of the rows that it is given: of one that row.
+    """
+    if isinstance(value, dict):
+        return {
+            key: {name: _row(each, rows, lazy) for name, each in part.items()}
+            if key in ("residuals", "momenta")
+            else lazy.whole(part)
+            for key, part in value.items()
+        }
+    return lazy.whole(value)
+
+
+def _row(saved: Tensor, rows: Rows, lazy: LazyState) -> Tensor:
+    count, numel = saved.shape
+    if count == rows.count:
+        return lazy.run(saved, rows.own * numel, numel).view(1, numel)
+    total = torch.zeros(1, numel, dtype=saved.dtype)
+    for row in range(count):
+        total += lazy.run(saved, row * numel, numel)
+    return total / count
 
 
 def _load_module(

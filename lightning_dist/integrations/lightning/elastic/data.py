@@ -191,6 +191,14 @@ def require_plain_trainer(trainer: pl.Trainer) -> None:
             "ElasticRestart deals every sample once per epoch, so overfit_batches could not take "
             "effect; set overfit_batches=0, or leave ElasticRestart out"
         )
+    strategy: Any = trainer.strategy
+    dealt = getattr(strategy, "distributed_sampler_kwargs", {}).get("num_replicas")
+    if dealt not in (None, trainer.world_size):
+        raise ValueError(
+            f"ElasticRestart deals data of its own to every rank, and of {trainer.world_size} "
+            f"ranks only {dealt} get such: those of tensor parallelism share theirs; set "
+            "tensor_parallel_size=1, or use AsyncCheckpoint(format='sharded') and ckpt_path='last'"
+        )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, GradientAccumulationScheduler):
             raise ValueError(

@@ -1,0 +1,125 @@
+"""``Fabric(strategy="compressed_diloco")``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from lightning.fabric.strategies.ddp import DDPStrategy
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_dist.integrations.comm_report import CommReport
+from lightning_dist.integrations.lightning.launcher import FollowsLauncher, init_process_group
+from lightning_dist.integrations.local_arguments import LOCAL_KEY, LocalUpdateArguments
+from lightning_dist.integrations.strategy_names import LOCAL_NAMES, register
+from lightning_dist.integrations.torch.checks import require_compressible
+from lightning_dist.integrations.torch.local_state import WorkerStates
+from lightning_dist.integrations.torch.local_updates import attach
+from lightning_dist.reducer.reducer import Reducer
+
+
+class LocalUpdateStrategy(CommReport, LocalUpdateArguments, FollowsLauncher, DDPStrategy):
+    """Optimizer steps of every rank alone; arguments as the Lightning strategy of that name.
+
+    One model with its optimizers, in one ``fabric.setup(model, optimizer)``. Every step of the
+    first optimizer counts. Call ``strategy.updates.finish()`` after the last one; evaluate ``with
+    strategy.updates.anchor_weights():``.
+
+    ``fabric.save`` stores the anchor as the weights of the model, and the state of all workers
+    under ``"lightning_dist_local_updates"``; ``fabric.load`` after ``fabric.setup`` restores both.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._states: WorkerStates | None = None
+        self._first: Optimizer | None = None
+        if not self._schedule.ddp_steps and self._replicas == "rank":
+            self._backward_sync_control = _NothingToSync()  # type: ignore[assignment]  # its one method
+
+    @property
+    def reducers(self) -> list[Reducer]:
+        """Of the model; empty before ``fabric.setup``."""
+        return [] if self._updates is None else [self._updates.reducer]
+
+    @override
+    def _setup_distributed(self) -> None:
+        init_process_group(self)
+        super()._setup_distributed()
+
+    @override
+    def setup_module(self, module: Module) -> Any:
+        raise ValueError(
+            "local updates need the model together with its optimizers, got a model alone; call "
+            "fabric.setup(model, optimizer)"
+        )
+
+    @override
+    def setup_module_and_optimizers(
+        self, module: Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> Any:
+        if self._updates is not None:
+            raise ValueError(
+                "one model can be trained in local steps, got a second one; make another Fabric "
+                "for it, or use lightning_dist.local_updates"
+            )
+        require_compressible(module)
+        model = module
+        if self._wraps(self._ddp_kwargs, self.root_device):
+            model = super().setup_module(module)
+        self._updates = attach(
+            model,
+            optimizers,
+            self._schedule,
+            self._settings,
+            outer_optimizer=self._outer_optimizer,
+        )
+        self._states, self._first = WorkerStates(self._updates, optimizers), optimizers[0]
+        return model, optimizers, scheduler
+
+    @override
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, **kwargs)
+        if self._updates is not None and optimizer is self._first:
+            self._updates.step()
+        return output
+
+    @override
+    def get_module_state_dict(self, module: Module) -> dict[str, Any]:
+        found = super().get_module_state_dict(module)
+        if self._updates is None or not self._updates.is_of(module):
+            return found
+        return self._updates.anchor_state_dict()
+
+    @override
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        of_all = None if self._states is None else self._states.state_dict()
+        super().save_checkpoint(path, {**state, LOCAL_KEY: of_all}, *args, **kwargs)
+
+    @override
+    def load_checkpoint(
+        self, path: Any, state: Any | None = None, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        rest = super().load_checkpoint(path, state, *args, **kwargs)
+        if isinstance(state, dict):  # otherwise somebody looks into a file, or loads one module
+            of_all: Mapping[str, Any] | None = rest.pop(LOCAL_KEY, None)
+            if self._states is not None and self._updates is not None:
+                if of_all is None:  # of another strategy
+                    self._updates.anchor_from_weights()
+                else:
+                    self._states.load_state_dict(of_all)
+        return rest
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        register(strategy_registry, cls, LOCAL_NAMES, what="local updates")
+
+
+class _NothingToSync:
+    """Of backward passes that exchange nothing."""
+
+    def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
+        return nullcontext()

@@ -1,0 +1,107 @@
+"""The arguments that both strategies of local updates take, Lightning's and Fabric's."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from lightning_dist.codecs import Codec
+from lightning_dist.integrations.arguments import CompressionArguments
+from lightning_dist.integrations.torch.local_settings import (
+    LocalUpdateSettings,
+    Method,
+    default_codec,
+)
+from lightning_dist.integrations.torch.networks import host_group
+from lightning_dist.integrations.torch.outer_steps import LocalUpdates, OuterOptimizer
+
+LOCAL_KEY = "lightning_dist_local_updates"
+"""Of the state of all workers in a checkpoint."""
+
+
+class LocalUpdateArguments(CompressionArguments):
+    """Mixin before a ``DDPStrategy``; typed, so that LightningCLI reads the arguments from YAML."""
+
+    _updates: LocalUpdates | None = None
+
+    def __init__(
+        self,
+        method: Method = "diloco",
+        sync_every: int | None = None,
+        fragments: int | None = None,
+        overlap_steps: int | None = None,
+        mixing: float | None = None,
+        ddp_steps: int | None = None,
+        outer_lr: float | None = None,
+        outer_momentum: float | None = None,
+        outer_optimizer: OuterOptimizer | None = None,
+        replicas: Literal["rank", "host"] = "rank",
+        offload: bool = False,
+        codec: str | Codec | dict[str, str | Codec] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Check the arguments; nothing here may depend on rank or device.
+
+        Args:
+            method: this and the next eight as for :func:`~lightning_dist.local_updates`.
+            sync_every: attempted optimizer steps between two outer steps of a parameter.
+            fragments: parts of the model that are exchanged in turn.
+            overlap_steps: attempted steps that an exchange has before its mean is used.
+            mixing: weight of a worker's own parameters when the anchor has moved.
+            ddp_steps: steps of plain DDP before the first local one.
+            outer_lr: of the outer SGD.
+            outer_momentum: of the outer SGD, Nesterov.
+            outer_optimizer: another one, made from the anchor's tensors.
+            replicas: a worker is a rank, or all ranks of a host with DDP between them.
+            offload: keep the anchor and the outer optimizer's state in the host's memory.
+            codec: of what is exchanged between workers: by default int8, of sparseloco its own.
+            **kwargs: see :class:`~lightning_dist.CompressedDDPStrategy`.
+
+        Raises:
+            ValueError: a setting that does not exist, is out of range or cannot take effect.
+        """
+        self._schedule = LocalUpdateSettings.check(
+            method,
+            sync_every=sync_every,
+            fragments=fragments,
+            overlap_steps=overlap_steps,
+            mixing=mixing,
+            ddp_steps=ddp_steps,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
+            offload=offload,
+        )
+        if replicas not in ("rank", "host"):
+            raise ValueError(f"replicas must be 'rank' or 'host', got {replicas!r}")
+        if replicas == "host" and self._schedule.ddp_steps:
+            raise ValueError(
+                "ddp_steps are steps of DDP over all ranks, and replicas='host' has DDP inside the "
+                "hosts; give one of the two"
+            )
+        if "start_step" in kwargs:
+            raise ValueError(
+                "start_step is the first compressed step of compressed_ddp, and local updates have "
+                "none; ddp_steps are steps of plain DDP before the first local one"
+            )
+        if kwargs.get("delay"):
+            raise ValueError(
+                "delay=1 delays gradients of compressed_ddp; overlap_steps are the steps that an "
+                "exchange of local updates has"
+            )
+        self._outer_optimizer, self._replicas = outer_optimizer, replicas
+        super().__init__(default_codec(method) if codec is None else codec, **kwargs)
+
+    @property
+    def updates(self) -> LocalUpdates | None:
+        """The outer steps; None before the model is set up."""
+        return self._updates
+
+    def _wraps(self, ddp_kwargs: dict[str, Any], device: torch.device) -> bool:
+        """Whether the model is in DDP, which gets ``ddp_kwargs``: in hosts, or at first."""
+        if self._replicas == "host":
+            assert dist.group.WORLD is not None
+            group = host_group(dist.group.WORLD, self._settings, device=device)
+            ddp_kwargs["process_group"] = group
+        return self._replicas == "host" or self._schedule.ddp_steps > 0

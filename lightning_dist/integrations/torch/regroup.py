@@ -1,0 +1,102 @@
+"""A compressed DDP model in the groups of another generation of workers."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dist.exchange.channel import Channel, WaitLimit
+from lightning_dist.exchange.handshake import all_facts
+from lightning_dist.private import rebuild_ddp
+from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.topology import Topology, this_host
+
+_CPU = torch.device("cpu")
+
+
+def require_recoverable(model: DistributedDataParallel, reducer: Reducer | None) -> Reducer:
+    """The reducer of ``model``, if a step of it can be taken again when a rank is lost.
+
+    Raises:
+        ValueError: it cannot; says what to change.
+    """
+    if reducer is None:
+        raise ValueError(
+            "recovery='in_process' needs the hook of compress_ddp, since DDP's own exchange raises "
+            "in the backward pass; call compress_ddp(model, codec, commit='deferred') before "
+            "ElasticLoop (codec='none' compresses nothing)"
+        )
+    if model.device.type != "cpu":
+        raise ValueError(
+            f"recovery='in_process' has been built for gloo on CPUs only, and the model is on "
+            f"{model.device}; use recovery='restart'"
+        )
+    if any(isinstance(each, nn.SyncBatchNorm) for each in model.modules()):
+        raise ValueError(
+            "SyncBatchNorm exchanges in the forward pass, which fails where a rank is lost; use "
+            "BatchNorm, or recovery='restart'"
+        )
+    if model.static_graph or model.find_unused_parameters:
+        raise ValueError(
+            "recovery='in_process' needs a DistributedDataParallel without static_graph and "
+            "find_unused_parameters; leave them out, or use recovery='restart'"
+        )
+    if reducer.has_grad_scaler:
+        raise ValueError(
+            "a GradScaler changes its scale in a step that is taken again; train in bfloat16 "
+            "without one, or use recovery='restart'"
+        )
+    return reducer
+
+
+def network_of(data: dist.ProcessGroup, control: dist.ProcessGroup) -> Network:
+    """A flat network of all members of a generation, in groups of its own. Collective."""
+    world = dist.group.WORLD
+    assert world is not None
+    told = all_facts({"host": this_host()}, group=control, device=_CPU)
+    topology = Topology(tuple(fact["host"] for fact in told), world.rank())
+    limit = WaitLimit()
+    flags = Channel(control, name="control", limit=limit)
+    return Network(Channel(data, limit=limit), flags, topology, _CPU)
+
+
+def regroup(model: DistributedDataParallel, reducer: Reducer, network: Network) -> None:
+    """Let ``model`` and ``reducer`` go on in the groups of another generation.
+
+    DDP's own reducer is made anew on all ranks, as for a new model: newcomers have none whose
+    buckets lie as those of the others.
+    """
+    reducer.rebind(network)
+    model.forward_sync_buffers = False  # they are sent between steps, where that may fail
+    world = dist.group.WORLD
+    assert world is not None
+    rebuild_ddp(model, world)
+
+
+def from_rank(state: Any, *, rank: int) -> Any:
+    """``state`` of ``rank`` of the default group; whatever ``torch.save`` takes. Collective."""
+    world = dist.group.WORLD
+    assert world is not None
+    file = io.BytesIO()
+    if world.rank() == rank:
+        torch.save(state, file)
+    own = torch.frombuffer(bytearray(file.getvalue() or b"\0"), dtype=torch.uint8)
+    size = torch.tensor([len(own)])
+    dist.broadcast(size, group_src=rank)
+    received = own if world.rank() == rank else torch.zeros(int(size), dtype=torch.uint8)
+    dist.broadcast(received, group_src=rank)
+    if world.rank() == rank:
+        return state
+    return torch.load(io.BytesIO(received.numpy().tobytes()), weights_only=False)
+
+
+def send_buffers(model: DistributedDataParallel) -> None:
+    """Buffers of rank 0 -> all, as DDP does before a forward pass. Collective."""
+    for buffer in model.module.buffers():
+        dist.broadcast(buffer, group_src=0)

@@ -1,0 +1,208 @@
+"""The two collectives that a sharded model consists of, with flat tensors as rows of a payload.
+
+What FSDP gathers is a row of every rank: its shards of some parameters, one after the other. What
+it reduces and scatters is a row for every rank. Here both travel in blocks of a codec, those of
+each parameter by themselves, and what a policy leaves uncompressed as it is. Nothing is kept but,
+if it is wished, the error of gradients, in 8 bits.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_dist.codecs.base import BlockCodec
+from lightning_dist.codecs.memory import Memory, NoMemory, RoundedError
+from lightning_dist.codecs.noise import block_keys
+from lightning_dist.exchange import traffic
+from lightning_dist.exchange.channel import Channel
+from lightning_dist.exchange.wire import row_bytes, views
+from lightning_dist.kernels.passes import Factors, Kernels
+from lightning_dist.topology import Topology
+
+Cut = Mapping[BlockCodec, Sequence[tuple[int, int]]]
+"""``(offset, elements)`` of what each codec has of a row."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one codec has of every row: ``blocks`` of it, behind ``before`` bytes of the payload."""
+
+    kernels: Kernels
+    slices: Sequence[tuple[int, int]]
+    blocks: int
+    before: int
+
+
+class Rows:
+    """How rows of ``numel`` elements of ``dtype`` become bytes.
+
+    Args:
+        weight: of every payload in a sum of several.
+        ranks: rows of a tensor that is encoded or decoded as a whole.
+        memory: of what codecs lose that do lose something.
+    """
+
+    def __init__(
+        self,
+        cut: Cut,
+        *,
+        numel: int,
+        dtype: torch.dtype,
+        ranks: int,
+        weight: float = 1.0,
+        memory: RoundedError | None = None,
+    ) -> None:
+        self.numel, self.dtype, self.ranks = numel, dtype, ranks
+        self.nbytes = 0
+        """Of the payload of a row."""
+        self._parts: list[_Part] = []
+        self._memory = memory
+        for codec, slices in cut.items():
+            kept: Memory = NoMemory() if memory is None or codec.lossless else memory
+            factors = Factors(mean=weight)
+            kernels = Kernels(codec, memory=kept, factors=factors, world_size=ranks)
+            blocks = sum(-(-numel // codec.block) for _, numel in slices)
+            self._parts.append(_Part(kernels, slices, blocks, self.nbytes))
+            self.nbytes += row_bytes(codec.planes(dtype), blocks)
+
+    def errors(self, device: torch.device) -> list[tuple[Tensor, ...]]:
+        """Memory for what is kept of every part."""
+        memory = self._memory
+        return [
+            memory.empty(self.ranks, part.blocks, part.kernels.codec.block, device)
+            if memory is not None and part.kernels.memory.kinds
+            else ()
+            for part in self._parts
+        ]
+
+    def encode(
+        self,
+        rows: Tensor,
+        payload: Tensor,
+        *,
+        salt: int = 0,
+        errors: Sequence[tuple[Tensor, ...]] = (),
+    ) -> None:
+        """``rows (R, numel)`` -> ``payload (R, nbytes)``.
+
+        Args:
+            errors: changed where there are any.
+            salt: of the random numbers of stochastic codecs.
+        """
+        one = torch.ones((), dtype=torch.float32, device=rows.device)
+        for number, part in enumerate(self._parts):
+            kernels = part.kernels
+            own, state = self._planes(part, payload), errors[number] if errors else ()
+            keys = _keys(part, len(rows), salt, rows.device)
+            encode = kernels.encode_and_commit if state else kernels.encode
+            for tile, columns, _ in _tiles(part, rows):
+                encode(
+                    tile,
+                    tuple(held[:, columns] for held in state),
+                    one,
+                    None if keys is None else keys[:, columns],
+                    tuple(plane[:, columns] for plane in own),
+                )
+
+    def decode(self, payloads: Sequence[Tensor], rows: Tensor) -> None:
+        """``rows (R, numel)`` <- the weighted sum of ``payloads (R, nbytes)``, in their order."""
+        one = torch.ones((), dtype=torch.float32, device=rows.device)
+        for part in self._parts:
+            planes = [self._planes(part, payload) for payload in payloads]
+            for tile, columns, place in _tiles(part, rows):
+                received = [tuple(plane[:, columns] for plane in of) for of in planes]
+                part.kernels.decode_and_commit(tile, (), one, None, received[0], received)
+                if place is not None:
+                    place.copy_(tile[:, 0, : place.shape[1]])
+
+    def _planes(self, part: _Part, payload: Tensor) -> tuple[Tensor, ...]:
+        planes = part.kernels.codec.planes(self.dtype)
+        end = part.before + row_bytes(planes, part.blocks)
+        return views(payload[:, part.before : end], planes, part.blocks)
+
+
+def _tiles(part: _Part, rows: Tensor) -> Iterator[tuple[Tensor, slice, Tensor | None]]:
+    """``(R, blocks, block)`` of ``rows``, its columns in the payload, and where a copy belongs."""
+    block, first = part.kernels.codec.block, 0
+    for offset, numel in part.slices:
+        whole = numel // block
+        end = offset + whole * block
+        if whole:
+            tile = rows[:, offset:end].view(len(rows), whole, block)
+            yield tile, slice(first, first + whole), None
+        first += whole
+        if rest := numel - whole * block:
+            place = rows[:, end : end + rest]
+            tail = rows.new_zeros(len(rows), 1, block)
+            tail[:, 0, :rest] = place
+            yield tail, slice(first, first + 1), place
+            first += 1
+
+
+def _keys(part: _Part, rows: int, salt: int, device: torch.device) -> Tensor | None:
+    if not part.kernels.codec.stochastic:
+        return None
+    numbers = torch.arange(rows * part.blocks, dtype=torch.int32, device=device)
+    return block_keys(numbers.view(rows, part.blocks, 1), salt)
+
+
+class RowGather:
+    """An all-gather of a row of every rank, quantised. All ranks get the same bits.
+
+    This rank too gets what the others get of its row.
+    """
+
+    def __init__(self, rows: Rows, topology: Topology) -> None:
+        self.rows = rows
+        self.sent = traffic.ring_all_gather(rows.nbytes, topology)
+        self.raw = traffic.ring_all_gather(rows.numel * rows.dtype.itemsize, topology)
+
+    def __call__(self, output: Tensor, own: Tensor, channel: Channel) -> None:
+        """``own (numel,)`` of every rank, maybe a part of it -> ``output (ranks * numel,)``."""
+        rows = self.rows
+        received = torch.zeros(rows.ranks, rows.nbytes, dtype=torch.uint8, device=own.device)
+        mine = received[channel.group.rank()]
+        rows.encode(own.view(1, -1), mine.unsqueeze(0))
+        channel.all_gather(received.view(-1), mine).wait()
+        rows.decode([received], output.view(rows.ranks, -1))
+
+
+class RowReduceScatter:
+    """A mean of rows, each on the rank that it belongs to, quantised once.
+
+    An all_to_all brings every rank what all say of its row; it adds in rank order, in float32.
+
+    Args:
+        name: of what is reduced, for random numbers that nothing else draws.
+        memory: keep what is lost, if ``rows`` say how.
+    """
+
+    def __init__(
+        self, rows: Rows, topology: Topology, *, name: str, device: torch.device, memory: bool
+    ) -> None:
+        self.rows, self.step = rows, 0
+        self._name = name
+        self.errors = rows.errors(device) if memory else []
+        self.sent = traffic.all_to_all(rows.ranks * rows.nbytes, topology)
+        self.raw = traffic.all_to_all(rows.ranks * rows.numel * rows.dtype.itemsize, topology)
+
+    def __call__(self, output: Tensor, given: Tensor, channel: Channel) -> None:
+        """``given (ranks * numel,)`` of every rank -> ``output (numel,)``, the mean of this row."""
+        rows = self.rows
+        payload = torch.zeros(rows.ranks, rows.nbytes, dtype=torch.uint8, device=given.device)
+        received = torch.empty_like(payload)
+        salt = zlib.crc32(f"{self._name} {self.step} {channel.group.rank()}".encode())
+        rows.encode(given.view(rows.ranks, -1), payload, salt=salt, errors=self.errors)
+        channel.all_to_all(received.view(-1), payload.view(-1)).wait()
+        rows.decode([row.unsqueeze(0) for row in received], output.view(1, -1))
+        self.step += 1
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is kept between steps."""
+        return sum(held.nbytes for state in self.errors for held in state)

@@ -1,0 +1,181 @@
+"""A loop whose ranks die where they are told to, and go on within their processes.
+
+    recovering_loops.py FOLDER SETTINGS
+
+SETTINGS is JSON: ``codec``, ``faults`` as ``[worker, place, step]``, ``joins`` (wait at a step
+until a newcomer waits), and ``epochs``. Every rank writes what it computes and what it has
+committed to ``FOLDER/<worker>.jsonl``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_dist import ElasticLoop, compress_ddp, init_process_group
+from lightning_dist.exchange.channel import Channel
+
+SIZE, BATCH, EPOCHS = 60, 4, 3
+LIMIT = 120.0
+"""Seconds to wait for a newcomer."""
+
+
+class Samples(Dataset[Any]):
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        return index, torch.randn(6, generator=generator, dtype=torch.float64)
+
+
+class Net(nn.Module):
+    """Three layers in two buckets, and buffers that every pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.register_buffer("passes", torch.zeros((), dtype=torch.float64))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def digest(module: nn.Module) -> str:
+    flat = torch.cat([p.detach().flatten() for p in module.parameters()])
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
+
+
+class Faults:
+    """Kills this process where it is told to."""
+
+    def __init__(self, told: list[list[Any]]) -> None:
+        self._own = os.environ.get("LIGHTNING_DIST_WORKER", "")
+        self._told = [(place, step) for worker, place, step in told if worker == self._own]
+        self.step = -1
+
+    def strike(self, place: str) -> None:
+        if (place, self.step) in self._told:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def watch_votes(faults: Faults, lost: list[Any]) -> None:
+    """Strike before and after votes; the answer is lost for workers in ``lost``."""
+    launch = Channel.all_reduce
+    own = os.environ.get("LIGHTNING_DIST_WORKER", "")
+
+    def all_reduce(channel: Channel, *arguments: Any, **named: Any) -> Any:
+        if channel.name != "control":
+            return launch(channel, *arguments, **named)
+        faults.strike("before the vote")
+        work = launch(channel, *arguments, **named)
+        wait, step = work.wait, faults.step
+
+        class Answer:
+            def wait(self) -> object:
+                found = wait()
+                if [own, step] in lost:
+                    lost.remove([own, step])
+                    raise RuntimeError("[test] Connection closed by peer")
+                return found
+
+        return Answer()
+
+    Channel.all_reduce = all_reduce  # type: ignore[method-assign]
+
+
+def train(folder: Path, told: dict[str, Any]) -> nn.Module:
+    own = os.environ.get("LIGHTNING_DIST_WORKER", "")
+    faults = Faults(told.get("faults", []))
+    watch_votes(faults, told.get("lost", []))
+    module = Net()
+    model: nn.Module = module
+    if own:
+        init_process_group("gloo", recovery="in_process")
+        model = DistributedDataParallel(module, bucket_cap_mb=0.0001)
+        compress_ddp(
+            model,
+            told.get("codec", "none"),
+            min_compress_numel=0,
+            commit="deferred",
+            compile_kernels=False,
+        )
+    module.layers[1].weight.register_hook(lambda _: faults.strike("between buckets"))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=20)
+    register_optimizer_step_pre_hook(lambda *_: faults.strike("after the vote"))
+    log = (folder / f"{own}.jsonl").open("a", buffering=1)
+
+    def note(**facts: Any) -> None:
+        print(json.dumps({**facts, "time": time.time()}), file=log)
+
+    accumulate = 1 if own else 3
+    with ElasticLoop(
+        folder / "ckpt",
+        loader=DataLoader(Samples(), batch_size=BATCH, shuffle=True),
+        state={"model": model, "optimizer": optimizer, "scheduler": scheduler},
+        every_n_train_steps=told.get("saves", 4),
+        gradient_accumulation_steps=accumulate,
+        seed=5,
+        recovery="in_process" if own else "restart",
+    ) as loop:
+        recovery = loop._run.recovery
+        ids: list[int] = []
+        for epoch in loop.epochs(told.get("epochs", EPOCHS)):
+            for numbers, x in loop.batches():
+                begun, ids = loop.steps, [] if loop.micro_batch is None else ids
+                faults.step = begun
+                number = -1 if recovery is None else recovery._member.generation.number
+                if recovery is not None and begun == told.get("joins"):
+                    end = time.monotonic() + LIMIT
+                    while not recovery._member.has_waiting and recovery._member.name != told["new"]:
+                        assert time.monotonic() < end, "nobody has come"
+                        time.sleep(0.01)
+                faults.strike("forward")
+                loss = (model(x) - x.flip(1)).square().mean()
+                loop.scale_loss(loss).backward()
+                if loop.micro_batch is not None and loop.micro_batch.weight:
+                    ids = ids + numbers.tolist()
+                if loop.sync_gradients:
+                    note(computed=begun + 1, ids=ids, generation=number, epoch=epoch)
+                    optimizer.step()
+                    faults.strike("after the step")
+                    scheduler.step()
+                    optimizer.zero_grad()
+                    loop.step_done()
+                    ids = []
+                    if loop.steps > begun:
+                        world = 1 if recovery is None else loop._run.session.members.world_size
+                        note(
+                            committed=loop.steps,
+                            generation=number,
+                            hash=digest(module),
+                            world=world,
+                            lr=scheduler.get_last_lr()[0],
+                            passes=float(module.passes),
+                        )
+    note(end=loop.steps, hash=digest(module))
+    if own.startswith("0."):
+        torch.save(module.state_dict(), folder / f"weights-{own}.pt")
+    return module
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]), json.loads(sys.argv[2]))
