@@ -36,8 +36,6 @@ DOCUMENTS = (
     "README.md",
     "docs/choosing-a-codec.md",
     "docs/measurements.md",
-    "docs/checkpoints.md",
-    "docs/elastic.md",
 )
 
 
