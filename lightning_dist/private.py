@@ -52,9 +52,7 @@ AGENT: Table = {
         "_exit_barrier _monitor_workers _pcontext _remaining_restarts _rendezvous "
         "_set_local_rank_env _shutdown _worker_group"
     ),
-    "torch.distributed.elastic.multiprocessing.api:SubprocessContext": (
-        "_numa_options subprocess_handlers"
-    ),
+    "torch.distributed.elastic.multiprocessing.api:SubprocessContext": "subprocess_handlers",
     "torch.distributed.elastic.multiprocessing.subprocess_handler:SubprocessHandler": (
         "_popen _stderr _stdout"
     ),
@@ -311,3 +309,17 @@ def torchrun_parser() -> Any:
 def give_back_restart(agent: Any) -> None:
     """Let the restart that comes next not count as one of ``max_restarts``."""
     agent._remaining_restarts += 1
+
+
+# A handler closes its files only where there is a process that it can signal.
+def close_output(handler: Any) -> None:
+    """Close the files into which a process of torchrun has written, if there are any."""
+    for file in (handler._stdout, handler._stderr):
+        if file is not None:
+            file.close()
+
+
+# A rendezvous gives away its store only under a prefix, and to nodes that have been admitted.
+def store_of_rendezvous(handler: Any) -> Any:
+    """The store of a rendezvous whose nodes may change."""
+    return handler._store

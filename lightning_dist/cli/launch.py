@@ -45,11 +45,15 @@ def launch(context: typer.Context) -> None:
       --nnodes MIN:MAX     nodes with which the job runs; default 1
       --nproc-per-node N   ranks on this node, or auto, cpu, gpu; default 1
       --max-restarts N     after so many failures the job ends, planned stops not
-                           counted; torchrun's default here 3
+                           counted, replaced workers are; torchrun's default here 3
       --rdzv-endpoint H:P  where the nodes meet; needed for more than one
       --config_file FILE   run accelerate launch with this
       --torchrun           run torchrun, whatever is configured
       --dry-run            print the command, do not run it
+
+    Of a script that recovers within the process torchrun's workers are replaced one by one, and
+    nodes join and leave without a restart of the others. LIGHTNING_DIST_MIN_WORKERS,
+    LIGHTNING_DIST_BEAT_TIMEOUT and LIGHTNING_DIST_REPORT_TIMEOUT set its limits.
 
     \b
     One node, restarted when a rank fails:

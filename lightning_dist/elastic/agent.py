@@ -36,7 +36,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from lightning_dist.elastic.lifecycle import EXIT_LEAVE, EXIT_RESTART, EXIT_UNSAVED
 from lightning_dist.elastic.recovery.coordinator import RecoverySettings
 from lightning_dist.elastic.recovery.node import RecoveryHost, RecoveryNode
-from lightning_dist.private import give_back_restart, replace_agent
+from lightning_dist.private import (
+    close_output,
+    give_back_restart,
+    replace_agent,
+    store_of_rendezvous,
+)
 
 log = logging.getLogger(__name__)
 
@@ -242,7 +247,7 @@ class RecoveringAgent(PlannedStops):
         _kill(handler)  # whom it has left behind, and closes its files
         self._ended[local_rank] = code
         worker = self._node.workers[local_rank]
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}" if code else ""
+        how = _how(code)
         self._node.tell_end(worker, how)
         if how:
             log.warning("recovery: worker %s has ended: %s", worker, how)
@@ -268,7 +273,7 @@ class RecoveringAgent(PlannedStops):
             name = str(workers[local_rank])
             # After the others have a generation: they need the processor more than imports do, and
             # if there can be none all are restarted anyway.
-            if code == 0 or name in newest.members or name in newest.refused:
+            if code == 0 or name in newest.members or name in self._node.refused:
                 continue
             if self._remaining_restarts == 0:
                 log.warning("recovery: max_restarts is reached, worker %s is not replaced", name)
@@ -293,7 +298,7 @@ class RecoveringAgent(PlannedStops):
             stdout=context.stdouts[local_rank],
             stderr=context.stderrs[local_rank],
             local_rank_id=local_rank,
-            numa_options=context._numa_options,
+            numa_options=self._worker_group.spec.numa_options,
         )
         context.subprocess_handlers[local_rank] = handler
         worker.id = handler.proc.pid
@@ -335,12 +340,12 @@ class RecoveringAgent(PlannedStops):
         end = time.monotonic() + END_SECONDS
         with suppress(RuntimeError):
             self._node.leave()
-            while not self._node.all_have_left() and time.monotonic() < end:
+            while self._host and not self._node.all_have_left() and time.monotonic() < end:
                 time.sleep(STORE_SECONDS)
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
         super()._shutdown(*args, **kwargs)
-        if self._is_recovering and self._node is not None:
+        if self._is_recovering and self._node is not None and self._pcontext is not None:
             with suppress(RuntimeError):
                 for local_rank, _ in self._running():
                     self._node.tell_end(self._node.workers[local_rank], "its launcher ends it")
@@ -359,20 +364,26 @@ class _Replacement(SubprocessHandler):
         return super()._popen(args, env)
 
 
+def _how(code: int) -> str:
+    """How a process has ended; empty if as it should."""
+    if code < 0:
+        return {each.value: each.name for each in signal.Signals}.get(-code, f"signal {-code}")
+    return f"exit code {code}" if code else ""
+
+
 def _kill(handler: SubprocessHandler) -> None:
     """Kill a process, stopped or not, and those that it has started in its session."""
     with suppress(ProcessLookupError):
         os.killpg(handler.proc.pid, signal.SIGKILL)
-    for file in (handler._stdout, handler._stderr):
-        if file is not None:
-            file.close()
+    close_output(handler)
 
 
 def _lobby(spec: WorkerSpec) -> Store | None:
     """The store of a rendezvous that nodes can join."""
     handler = spec.rdzv_handler
     if isinstance(handler, DynamicRendezvousHandler) and handler.settings.max_nodes > 1:
-        return handler._store
+        store: Store = store_of_rendezvous(handler)
+        return store
     return None
 
 

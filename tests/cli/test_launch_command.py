@@ -154,6 +154,22 @@ def test_bad_input(script: Path, words: str, problem: str) -> None:
     assert problem in line
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("MIN_WORKERS", "9", "they are 9 and 8"),
+        ("BEAT_TIMEOUT", "soon", "LIGHTNING_DIST_BEAT_TIMEOUT must be a number, it is 'soon'"),
+    ],
+)
+def test_bad_limits_of_recovery(
+    script: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, problem: str
+) -> None:
+    monkeypatch.setenv(f"LIGHTNING_DIST_{name}", value)
+    result = invoke("--nnodes=1:4", "--rdzv-endpoint=a:1", "--nproc-per-node=2", str(script))
+    assert result.exit_code == 2
+    assert problem in result.stderr
+
+
 def test_help_has_examples() -> None:
     result = invoke("--help")
     assert result.exit_code == 0

@@ -273,6 +273,19 @@ def test_replaced_workers_count_as_restarts(start: Callable[..., Job]) -> None:
     assert "max_restarts is reached, worker 0.0.0 is not replaced" in job.output
 
 
+def test_a_replacement_of_another_training_is_refused(start: Callable[..., Job]) -> None:
+    """Its place stays empty, also when the others go on to further generations."""
+    job = start()
+    job.wait_for(*THREE)
+    job.tell("other", "0.1.1")
+    job.signal("0.1.0", signal.SIGKILL)
+    job.wait_for("0.0.0", "0.2.0", number=2)  # one without the dead, one without the refused
+    job.signal("0.2.0", signal.SIGKILL)
+    job.wait_for("0.0.0", "0.2.1")
+    job.end()
+    assert "worker 0.1.2" not in job.output
+
+
 def test_output_of_replacements_follows_that_of_the_dead(
     start: Callable[..., Job], tmp_path: Path
 ) -> None:
@@ -288,6 +301,7 @@ def test_output_of_replacements_follows_that_of_the_dead(
     assert "[default1]:worker 0.1.1 has come" in job.output
 
 
+@pytest.mark.slow
 def test_the_launcher_grows_by_nothing(start: Callable[..., Job]) -> None:
     """After twenty deaths in a row it has as many threads and open files as after five."""
     job = start(*STANDALONE, "--max-restarts=20", launcher=[sys.executable])
@@ -349,6 +363,7 @@ def test_a_node_that_joins_does_not_restart_the_others(start_node: Callable[...,
     assert "node 1 joins a job" in second.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [1, 2])
 def test_a_node_that_dies_is_left_out(victim: int, start_node: Callable[..., Job]) -> None:
     """With its launcher, which tells nobody; one that comes takes its place."""
@@ -371,6 +386,7 @@ def test_a_node_that_dies_is_left_out(victim: int, start_node: Callable[..., Job
     assert [job.wait() for job in left] == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_without_the_coordinator_all_are_restarted(start_node: Callable[..., Job]) -> None:
     jobs = [start_node("--nnodes=1:2", "--max-restarts=1") for _ in range(2)]
     wait_for_all(jobs, [f"{node}.{rank}.0" for node in range(2) for rank in range(2)])

@@ -22,7 +22,10 @@ ROWS = {
 SLOW = ("3x1", "3+1")
 
 SCRIPT = Path(__file__).with_name("count_bytes.py")
-HEADERS = 1.05  # 66 bytes on every 1,448, less where the kernel hands over larger segments
+HEADERS = 1 + 2 * 66 / 1448
+"""Bytes on the link for one of payload, at most: a frame of headers for every segment sent, and one
+that acknowledges a segment received, of which there are as many. Fewer where the kernel hands over
+larger segments and acknowledges several at once, as it does while nobody waits for a core."""
 EXTRA = 20_000  # flags and barriers
 
 Printed = dict[str, dict[str, int]]

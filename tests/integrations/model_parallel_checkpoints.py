@@ -29,11 +29,13 @@ from model_parallel_ranks import (
     same,
     weights,
 )
+from model_parallel_ranks import trainer as make_trainer
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_dist import AsyncCheckpoint
 from lightning_dist.checkpoint.plan import Plan
+from lightning_dist.checkpoint.reading import consolidate
 from lightning_dist.checkpoint.reading import load as load_checkpoint
 from lightning_dist.checkpoint.snapshot import Snapshots
 
@@ -187,6 +189,30 @@ def tied() -> dict[str, bool]:
         again = Tied()
         fit(ours(), saving(FOLDER / "again"), module=again, ckpt_path=folder / "step=4.ckpt")
         found[f"{snapshot}: goes on"] = same(weights(straight), weights(again))
+    return found
+
+
+def others() -> dict[str, bool]:
+    """What else a strategy loads, and sharded checkpoints where there is no AsyncCheckpoint."""
+    first, module = fit(ours("int4"), saving(FOLDER / "own"), max_epochs=1)
+    expected = {name: whole(p) for name, p in module.named_parameters()}
+    straight, _ = fitted(ours("int4"))
+    own = FOLDER / "own" / NAME
+    first.save_checkpoint(FOLDER / "theirs.ckpt")  # by torch.distributed.checkpoint
+    if dist.get_rank() == 0:
+        consolidate(str(own), str(FOLDER / "single.ckpt"))
+    dist.barrier()
+    found = {}
+    for name in ("theirs.ckpt", "single.ckpt"):
+        seen = Seen()
+        fit(ours("int4"), saving(FOLDER / "again"), seen, ckpt_path=FOLDER / name)
+        found[name] = equal(seen.weights, expected) and seen.steps == [4.0]
+    alone = Module()
+    make_trainer(ours("int4"), limit_val_batches=1).validate(alone, ckpt_path=own, verbose=False)
+    loaded = {name: whole(p) for name, p in alone.named_parameters()}
+    found["validation"] = equal(loaded, expected)
+    _, again = fitted(ours("int4"), ckpt_path=own)
+    found["without a callback"] = same(weights(straight.lightning_module), weights(again))
     return found
 
 

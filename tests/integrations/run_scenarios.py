@@ -36,6 +36,11 @@ def main(folder: Path, modules: list[str], chosen: list[str]) -> None:
         is_master=False,  # the agent of torchrun serves it
         timeout=timedelta(seconds=60),
     )
+    # The limit of a group is for ranks that have imported all they need, which some do in forks
+    # that have it already, and others do not.
+    store.set(f"here/{rank()}", "")
+    everybody = [f"here/{each}" for each in range(world_size())]
+    store.wait(everybody, timedelta(seconds=LIMIT_SECONDS))
     homes = {f"scenarios.{module}" for module in modules}
     own = [name for name, function in SCENARIOS.items() if function.__module__ in homes]
     for name in chosen or own:

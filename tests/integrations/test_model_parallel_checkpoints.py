@@ -178,8 +178,8 @@ def require_same_samples(folder: Path, straight: Path, *, worlds: list[int]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", ["tied", "tensor_parallel"])
-def test_other_modules(tmp_path: Path, quick_python: list[str], scenario: str) -> None:
+@pytest.mark.parametrize("scenario", ["tied", "tensor_parallel", "others"])
+def test_it_holds(tmp_path: Path, quick_python: list[str], scenario: str) -> None:
     launch(tmp_path, quick_python, [scenario], ranks=4)
     for each in facts(tmp_path, scenario):
         assert all(each.values()), each

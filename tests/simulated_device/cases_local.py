@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -46,11 +47,12 @@ SCHEDULES: list[dict[str, Any]] = [
 ]
 
 
-def local(rank: Rank, schedule: dict[str, Any], *, offload: bool) -> tuple[list[str], bool]:
-    """Digests of the weights, and whether all of the anchor's state is where it should be."""
+def local(
+    rank: Rank, schedule: dict[str, Any], *, offload: bool
+) -> tuple[list[str], Counter[str], int]:
+    """Digests of the weights, bytes of the anchor and its momenta by device, and elements."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 80), nn.Linear(80, 3, bias=False))
-    device = torch.device("cpu") if offload else place(rank)
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             generator = torch.Generator().manual_seed(number)
@@ -72,7 +74,10 @@ def local(rank: Rank, schedule: dict[str, Any], *, offload: bool) -> tuple[list[
     held = [each for group in outer.param_groups for each in group["params"]]
     held += [state["momentum_buffer"] for state in outer.state.values()]
     updates.close()
-    return digests, all(each.device.type == device.type for each in held)
+    nbytes = Counter[str]()
+    for each in held:
+        nbytes[each.device.type] += each.nbytes
+    return digests, nbytes, sum(each.numel() for each in model.parameters())
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["on the device", "on the host"])
@@ -81,5 +86,6 @@ def test_local_updates(schedule: dict[str, Any], offload: bool) -> None:
     expected = run_threads(lambda rank: local(rank, schedule, offload=False), 2)
     with delays(3):
         found = run_on_devices(lambda rank: local(rank, schedule, offload=offload), 2)
-    assert found == expected
-    assert all(placed for _, placed in found)
+    assert [digests for digests, *_ in found] == [digests for digests, *_ in expected]
+    for _, nbytes, elements in found:
+        assert nbytes == {"cpu" if offload else sim.__name__.removeprefix("torch."): 8 * elements}

@@ -85,6 +85,8 @@ class RecoveryNode:
         self._store = connect(address, timeout)
         self._ranks, self._min_workers = ranks, min_workers
         self._newest = Generation(-1)
+        self.refused: set[str] = set()
+        """Workers that no generation wants."""
 
     def come(self, node: int | None = None) -> int:
         """Take part as ``node``; None: as one that nobody was before. Returns which."""
@@ -109,8 +111,9 @@ class RecoveryNode:
         """The newest generation; its number is -1 before the first."""
         if self._store.check([Keys.newest]):
             number = int(self._store.get(Keys.newest))
-            if number > self._newest.number:
-                self._newest = decode_generation(self._store.get(Keys.generation(number)))
+            for each in range(self._newest.number + 1, number + 1):
+                self._newest = decode_generation(self._store.get(Keys.generation(each)))
+                self.refused.update(self._newest.refused)
         return self._newest
 
     def is_over(self) -> bool:
