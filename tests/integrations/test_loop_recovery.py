@@ -124,7 +124,7 @@ def test_compressed_ranks_stay_equal_and_whoever_misses_the_answer_commits(
         quick_python,
         codec="int8",
         faults=[["0.0.0", "after the vote", STEP]],
-        lost=[["0.1.0", STEP]],
+        lost=[["0.1.0", STEP, "0.2.0"]],
         joins=10,
     )
     job.require_exact()

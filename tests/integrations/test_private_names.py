@@ -24,8 +24,8 @@ DOCUMENTED = {("os", "_exit")}
 
 def tables() -> Iterator[tuple[str, Table]]:
     yield "torch", of_torch.NAMES
-    yield "torch", of_torch.REGROUPED
     yield "torch", of_torch.AGENT
+    yield "torch", of_torch.REGROUPED
     yield "torch", of_torch.COMPILED
     yield "torch", of_torch.DTENSOR
     yield "lightning", of_lightning.NAMES
