@@ -36,8 +36,6 @@ DOCUMENTS = (
     "README.md",
     "docs/choosing-a-codec.md",
     "docs/measurements.md",
-    "docs/checkpoints.md",
-    "docs/elastic.md",
 )
 
 
@@ -51,6 +49,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Result], str | None]]] = {
     "convergence-gpt": ("convergence", partial(convergence, task="gpt")),
     "convergence-gpt-long": ("convergence_long", partial(convergence, task="gpt")),
     "convergence-digits": ("convergence", partial(convergence, task="digits")),
+    "convergence-local": ("convergence_local", partial(convergence, task="gpt")),
     "convergence-fsdp": ("convergence_fsdp", partial(convergence, task="gpt")),
     "checkpoint": ("checkpoint", checkpoint.checkpoint),
     "crash-campaign": ("crash_campaign", checkpoint.CRASH_CAMPAIGN),

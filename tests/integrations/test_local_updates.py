@@ -224,10 +224,10 @@ def test_every_step_averaged_is_data_parallel_training(size: int) -> None:
     ("settings", "twin"),
     [
         ({"method": "local_sgd", "sync_every": 3}, {}),
-        ({"method": "diloco", "sync_every": 4}, {"lr": 0.7, "momentum": 0.9}),
+        ({"method": "diloco", "sync_every": 4}, {"lr": 0.7, "momentum": 0.6}),
         (
             {"method": "diloco", "sync_every": 4, "overlap_steps": 2},
-            {"lr": 0.7, "momentum": 0.9, "overlap": 2},
+            {"lr": 0.7, "momentum": 0.6, "overlap": 2},
         ),
         (
             {"method": "streaming", "sync_every": 4, "fragments": 2, "overlap_steps": 1},

@@ -47,7 +47,8 @@ def local_updates(
     Args:
         model: prepared; one.
         optimizer: prepared, or several.
-        outer_optimizer, **settings: as of :func:`lightning_dist.local_updates`.
+        outer_optimizer: as of :func:`lightning_dist.local_updates`.
+        **settings: the others of the same.
 
     Raises:
         ValueError: the model is not in DDP, or has compressed gradients already; or see

@@ -46,8 +46,8 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
         """Check the arguments; nothing here may depend on rank or device.
 
         Args:
-            *args, **kwargs: see
-                :class:`~lightning_dist.integrations.local_arguments.LocalUpdateArguments`.
+            *args: see :class:`~lightning_dist.integrations.local_arguments.LocalUpdateArguments`.
+            **kwargs: see the same.
             evaluate: validation during the fit uses the anchor, equal on all ranks, or each
                 worker's own weights.
 

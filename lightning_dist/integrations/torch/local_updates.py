@@ -84,7 +84,7 @@ def local_updates(
         overlap_steps: attempted steps that an exchange has, before its mean is used; 0 waits.
         mixing: weight of a worker's own parameters when the anchor has moved, 0 to 1.
         outer_lr: of the outer SGD: 0.7 (diloco), 0.4 (streaming) or 1.
-        outer_momentum: Nesterov: 0.9 (diloco, streaming) or 0.
+        outer_momentum: Nesterov: 0.6 (diloco), 0.9 (streaming) or 0.
         outer_optimizer: another one, made from the anchor's tensors, as ``lambda tensors:
             torch.optim.AdamW(tensors, lr=0.1)``.
         weigh_by: what a worker counts by in the mean: ``"workers"``, all the same, or
