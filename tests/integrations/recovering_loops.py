@@ -77,8 +77,15 @@ class Faults:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def watch_votes(faults: Faults, lost: list[Any]) -> None:
-    """Strike before and after votes; the answer is lost for workers in ``lost``."""
+def await_file(path: Path) -> None:
+    end = time.monotonic() + LIMIT
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} has not come"
+        time.sleep(0.005)
+
+
+def watch_votes(folder: Path, faults: Faults, lost: list[Any]) -> None:
+    """Strike before votes; ``lost``: who does not hear an answer, of which step, and who must."""
     launch = Channel.all_reduce
     own = os.environ.get("LIGHTNING_DIST_WORKER", "")
 
@@ -92,9 +99,11 @@ def watch_votes(faults: Faults, lost: list[Any]) -> None:
         class Answer:
             def wait(self) -> object:
                 found = wait()
-                if [own, step] in lost:
-                    lost.remove([own, step])
-                    raise RuntimeError("[test] Connection closed by peer")
+                (folder / f"heard-{own}-{step}").touch()
+                for worker, number, hears in lost:
+                    if (worker, number) == (own, step):
+                        await_file(folder / f"heard-{hears}-{step}")
+                        raise RuntimeError("[test] Connection closed by peer")
                 return found
 
         return Answer()
@@ -108,7 +117,7 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
         trace = (folder / f"{own}.trace").open("w")
         faulthandler.dump_traceback_later(told.get("limit", 100), exit=True, file=trace)
     faults = Faults(told.get("faults", []))
-    watch_votes(faults, told.get("lost", []))
+    watch_votes(folder, faults, told.get("lost", []))
     module = Net()
     model: nn.Module = module
     if own:

@@ -113,3 +113,33 @@ def test_a_killed_rank_costs_no_sample_and_changes_no_weight(
     assert worlds[STEP] == worlds[EPOCHS * SIZE // 12] == 3
     assert {line["committed"] for line in job.lines[new] if "committed" in line} >= {13, 14, 15}
     assert any(len(names) == 2 for names in job.members().values())
+
+
+def test_compressed_ranks_stay_equal_and_whoever_misses_the_answer_commits(
+    tmp_path: Path, quick_python: list[str]
+) -> None:
+    """Rank 0 dies after a vote whose answer rank 1 has not heard, and rank 2 has."""
+    job = Job(
+        tmp_path,
+        quick_python,
+        codec="int8",
+        faults=[["0.0.0", "after the vote", STEP]],
+        lost=[["0.1.0", STEP, "0.2.0"]],
+        joins=10,
+    )
+    job.require_exact()
+    taken = [line for line in job.of("committed") if line["committed"] == STEP + 1]
+    assert {line["generation"] for line in taken} == {0}
+    assert len(taken) == 2
+
+
+def test_two_ranks_at_once(
+    expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
+) -> None:
+    """One is left, and goes on alone until both others have come again."""
+    both = [["0.0.0", "between buckets", STEP], ["0.2.0", "after the vote", STEP - 1]]
+    job = Job(tmp_path, quick_python, faults=both, joins=10)
+    job.require_exact()
+    for name, weight in job.weights().items():
+        if name != "passes":
+            torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=1e-9)
