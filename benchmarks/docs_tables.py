@@ -30,7 +30,7 @@ from benchmarks.harness.launch import REPOSITORY
 from benchmarks.harness.tables import Result
 from benchmarks.profiler import tables as profiler
 from benchmarks.restart import tables as restart
-from benchmarks.step_time.tables import forms, overview, step_times
+from benchmarks.step_time.tables import forms, overview, sharded, step_times
 
 DOCUMENTS = (
     "README.md",
@@ -43,6 +43,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Result], str | None]]] = {
     "overview": ("allreduce", overview),
     "steps-2-hosts": ("allreduce", partial(step_times, hosts=2)),
     "steps-4-hosts": ("allreduce", partial(step_times, hosts=4)),
+    "fsdp": ("fsdp", sharded),
     "hierarchical": ("hierarchical", forms),
     "kernels": ("codecs", codecs.KERNELS),
     "memory": ("codecs", codecs.MEMORY),
@@ -56,6 +57,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Result], str | None]]] = {
     "restart-campaign": ("faults_restart", restart.CAMPAIGN),
     "restart-loop": ("faults_restart_loop", restart.LOOP_CAMPAIGN),
     "restart-figures": ("faults_figures", restart.FIGURES),
+    "restart-in-process": ("restart_in_process", restart.IN_PROCESS),
     "restart-rendezvous": ("restart_rendezvous", restart.RENDEZVOUS),
     "elastic-overhead": ("elastic_overhead", restart.OVERHEAD),
     "profile-truth": ("profiling", profiler.TRUTH),
@@ -64,6 +66,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Result], str | None]]] = {
     "profile-cost": ("profiling", profiler.COST),
     "whatif-errors": ("whatif", profiler.WHATIF_ERRORS),
     "whatif-scaling": ("whatif", profiler.WHATIF_SCALING),
+    "local-steps": ("local_steps", time_to_accuracy),
     "time-to-accuracy": ("time_to_accuracy", time_to_accuracy),
 }
 """The name in a document -> the results it needs, and what makes a table of them."""

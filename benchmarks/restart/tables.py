@@ -88,6 +88,21 @@ FIGURES = Table(
 )
 
 
+IN_PROCESS = Table(
+    has="left_s",
+    columns=[
+        ("trials", "{trials}"),
+        ("kill to the next step of the others", "{left_s:.2f} s"),
+        ("at most", "{left_max_s:.2f} s"),
+        ("kill to the first step with a new rank", "{joined_s:.1f} s"),
+        ("pause of the others", "{pause_s:.2f} s"),
+        ("at most", "{pause_max_s:.2f} s"),
+    ],
+    text='`ElasticLoop(recovery="in_process")` around DDP on one node, 3 ranks, 1 M parameters, '
+    "`int8`, steps of 20 ms of sleep; ranks killed at random moments; medians.",
+)
+
+
 RENDEZVOUS = Table(
     has="finished",
     columns=[
