@@ -67,6 +67,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Result], str | None]]] = {
     "whatif-errors": ("whatif", profiler.WHATIF_ERRORS),
     "whatif-scaling": ("whatif", profiler.WHATIF_SCALING),
     "local-steps": ("local_steps", time_to_accuracy),
+    "local-steps-100": ("local_steps_100", time_to_accuracy),
     "time-to-accuracy": ("time_to_accuracy", time_to_accuracy),
 }
 """The name in a document -> the results it needs, and what makes a table of them."""
