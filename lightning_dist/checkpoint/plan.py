@@ -78,7 +78,7 @@ def owned_by(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, Tensor]:
 
 @torch.no_grad()
 def local_of(tensor: Tensor) -> Tensor:
-    """What this rank has of ``tensor``: all of it, unless it is sharded."""
+    """The part of ``tensor`` on this rank: all of it, unless it is sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -17,7 +17,7 @@ EXIT_UNSAVED = 74
 EXIT_RESTART = 75
 """Exit code (EX_TEMPFAIL) of a rank that stopped because another one had to: start it again.
 
-No failure to an agent of ``elastic/agent.py``; torchrun's own takes one of its ``max_restarts``.
+No failure under ``lightning-dist launch``; torchrun itself takes one of its ``max_restarts``.
 """
 
 EXIT_LEAVE = 77

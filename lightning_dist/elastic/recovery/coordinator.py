@@ -154,7 +154,7 @@ class Coordinator:
         self._publish(Generation(self.newest.number + 1, ends=reason))
 
     def _care(self, now: float) -> None:
-        """Who is dead, who has ended, and of whom no beats come?"""
+        """Note workers that are dead or have ended, and those that send no beats any more."""
         for name in self._names:
             if name in self._dead or name in self._done:
                 continue
@@ -187,7 +187,7 @@ class Coordinator:
                 self._ready[name] = decode_report(self._store.get(key))
 
     def _is_ending(self, now: float) -> bool:
-        """Whether somebody says that this generation cannot go on, is dead, or pauses."""
+        """True once a member has failed, is dead, or pauses."""
         if self._ends_since is None:
             number, members = self.newest.number, self.newest.members
             broken = Keys.broken(number)

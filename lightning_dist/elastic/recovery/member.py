@@ -6,7 +6,8 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -111,7 +112,7 @@ class Member:
         Raises:
             StoreLostError: the store is gone.
         """
-        with self._guarded():
+        with _one_error():
             self.store.set(
                 Keys.report(NOT_YET, self.name),
                 encode(Report(self.name, fingerprint=fingerprint)),
@@ -133,7 +134,7 @@ class Member:
             StoreLostError: the store is gone, or nobody makes generations.
         """
         number = self.generation.number
-        with self._guarded():
+        with _one_error():
             self.store.set(Keys.report(number, self.name), encode(report))
             if report.failed:
                 self._say_broken(report.reason)
@@ -153,7 +154,7 @@ class Member:
             RuntimeError: the generation is broken.
         """
         key, size = Keys.met(self.generation.number), len(self.generation.members)
-        with self._guarded():
+        with _one_error():
             end = time.monotonic() + _PATIENCE
             come = self.store.add(key, 1)
             while come < size and not self.is_broken:
@@ -185,9 +186,6 @@ class Member:
         with self._lock:
             self.generation, self._reason = generation, ""
         return generation
-
-    def _guarded(self) -> _Guard:
-        return _Guard()
 
     def _stop(self) -> None:
         self._is_over = True
@@ -226,12 +224,12 @@ class Member:
                 self._on_broken()
 
 
-class _Guard:
-    """Turns whatever the store raises into one error."""
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, StoreLostError):
-            raise StoreLostError(f"the launcher's store does not answer: {error}") from error
+@contextmanager
+def _one_error() -> Iterator[None]:
+    """Turn what the store raises, and a wait that is too long, into one error."""
+    try:
+        yield
+    except StoreLostError:
+        raise
+    except RuntimeError as error:
+        raise StoreLostError(f"the launcher's store does not answer: {error}") from error

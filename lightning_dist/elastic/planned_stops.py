@@ -1,0 +1,44 @@
+"""An agent of torch's for which a planned stop is no failure."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Sequence
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+from lightning_dist.elastic.lifecycle import EXIT_LEAVE, EXIT_RESTART
+from lightning_dist.private import give_back_restart
+
+log = logging.getLogger(__name__)
+
+
+class PlannedStops(LocalElasticAgent):
+    """An agent for which ranks that ask for a restart have not failed.
+
+    torch's takes one of its ``max_restarts`` for every exit code but 0; only where nodes join it
+    restarts for nothing. When a node is preempted, the ranks of all others stop after a checkpoint
+    and ask for a restart (:data:`~lightning_dist.elastic.lifecycle.EXIT_RESTART`). On the machine
+    that goes nothing is started again: its loss would be a failure to the others.
+    """
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = self._watch(worker_group)
+        codes = [each.exitcode for each in result.failures.values()]
+        if EXIT_LEAVE in codes:  # as torchrun does where it gets the signal itself
+            raise SignalException("the machine of this launcher is about to go", signal.SIGTERM)
+        if result.state == WorkerState.FAILED and self._is_planned(codes):
+            log.info("a planned stop: its restart does not count as one of max_restarts")
+            give_back_restart(self)
+        return result
+
+    def _watch(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
+
+    def _is_planned(self, codes: Sequence[int]) -> bool:
+        # One is enough: it goes when all have saved, and the agent ends those that it finds later.
+        return EXIT_RESTART in codes
