@@ -4,8 +4,8 @@
 
 It tells in ``FOLDER/<worker>.<pid>`` which generations it has been in, a line of JSON each, and
 ends with 0 when there is ``FOLDER/end``. ``FOLDER/exit-<worker>`` has the code with which it ends
-before, ``FOLDER/mute-<worker>`` makes it hang, though it beats, and ``FOLDER/other-<worker>`` be of
-another training.
+before, ``FOLDER/mute-<worker>`` makes it hang, though it beats, ``FOLDER/other-<worker>`` be of
+another training, and ``FOLDER/late-<worker>`` keeps it from being ready.
 """
 
 from __future__ import annotations
@@ -74,9 +74,10 @@ def main(folder: Path) -> None:
     print(f"worker {name} has come", flush=True)
     threading.Thread(target=beat, args=(name,), daemon=True).start()
     store = connect()
+    while (folder / f"late-{name}").exists():
+        time.sleep(LOOK)
     fingerprint = name if (folder / f"other-{name}").exists() else ""
     store.set(Keys.report(-1, name), encode(Report(name, fingerprint=fingerprint)))
-    store.add(Keys.waiting, 1)
     made, step = Generation(-1), 0
     while True:
         made = next_generation(store, name, made.number)

@@ -54,7 +54,6 @@ class Job:
         for name in names:
             report = Report(name, fingerprint=fingerprint)
             self.store.set(Keys.report(-1, name), encode(report))
-            self.store.add(Keys.waiting, 1)
 
     def report(self, *names: str, step: int = 0, failed: bool = True) -> None:
         number = self.newest.number
@@ -213,8 +212,19 @@ def test_a_newcomer_that_is_not_seen_yet_is_not_counted_as_seen() -> None:
     job.coordinator._store = Late()
     job.report("0.0.0", failed=False)
     job.look()
-    assert job.newest.waiting == 1
+    assert job.newest.waiting == job.store.add(Keys.waiting, 0) == 1
+    job.look()
     assert job.store.add(Keys.waiting, 0) == 2
+
+
+def test_a_newcomer_that_is_admitted_is_counted_in_the_same_generation(three: Job) -> None:
+    """Or all would pause once more, for nobody."""
+    three.start("0.3.0")
+    three.be_ready("0.3.0")
+    three.report("0.0.0", "0.1.0", "0.2.0", failed=False)
+    assert "0.3.0" in three.look().members
+    three.look()
+    assert three.store.add(Keys.waiting, 0) == three.newest.waiting == 4
 
 
 def test_a_second_fault_while_the_first_is_recovered(three: Job) -> None:
@@ -322,7 +332,6 @@ def work(store: Store, name: str, steps: int, *, dies_at: int | None = None) -> 
     index = store.add(Keys.workers, 1) - 1
     store.set(Keys.worker(index), name)
     store.set(Keys.report(-1, name), encode(Report(name)))
-    store.add(Keys.waiting, 1)
     sizes: list[int] = []
     made = Generation(-1)
 

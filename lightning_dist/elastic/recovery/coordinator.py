@@ -102,6 +102,7 @@ class Coordinator:
         self._places = places
         self._names: list[str] = []
         self._ready: dict[str, Report] = {}
+        self._waiting = 0  # newcomers so far; counted here only, so none is seen but not counted
         self._had: set[str] = set()  # members of any generation
         self._dead: dict[str, str] = {}
         self._done: dict[str, str] = {}
@@ -127,7 +128,6 @@ class Coordinator:
         if now - self._cared >= CARE_SECONDS:
             self._cared = now
             self._care(now)
-        waiting = self._store.add(Keys.waiting, 0)  # before, so that none is counted but not seen
         self._read_newcomers()
         if self.newest.members and not self._is_ending(now):
             return QUIET_SECONDS
@@ -146,7 +146,7 @@ class Coordinator:
             max_workers=self._settings.max_workers,
         )
         if made is not None:
-            self._publish(replace(made, waiting=waiting))
+            self._publish(replace(made, waiting=self._waiting))
         return QUIET_SECONDS if self._ends_since is None else BUSY_SECONDS
 
     def end(self, reason: str) -> None:
@@ -185,6 +185,7 @@ class Coordinator:
             key = Keys.report(-1, name)
             if name not in known and self._store.check([key]):
                 self._ready[name] = decode_report(self._store.get(key))
+                self._waiting = self._store.add(Keys.waiting, 1)
 
     def _is_ending(self, now: float) -> bool:
         """True once a member has failed, is dead, or pauses."""

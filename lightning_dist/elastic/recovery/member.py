@@ -117,7 +117,6 @@ class Member:
                 Keys.report(NOT_YET, self.name),
                 encode(Report(self.name, fingerprint=fingerprint)),
             )
-            self.store.add(Keys.waiting, 1)
             newest = -1
             while True:
                 number = self._newest(newest)

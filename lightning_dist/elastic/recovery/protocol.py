@@ -93,8 +93,7 @@ class Generation:
             all begin.
         newcomers: members that were in no generation.
         refused: newcomers that are of another training, and end with an error.
-        waiting: what ``Keys.waiting`` was before the coordinator looked for newcomers; members
-            pause when it is greater.
+        waiting: value of ``Keys.waiting`` when it was made; members pause when it is greater.
         reason: for people: who is gone and why, who has joined.
         ends: why there can be no such generation, so that all end and are restarted from a
             checkpoint; empty if it can.
@@ -139,7 +138,7 @@ class Keys:
     newest = "newest"
     """The number of the newest generation; written after its record."""
     waiting = "waiting"
-    """A counter that rises with every newcomer that is ready; workers look at it between steps."""
+    """The number of newcomers that the coordinator has seen; workers look at it between steps."""
 
     @staticmethod
     def generation(number: int) -> str:
