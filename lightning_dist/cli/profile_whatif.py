@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from lightning_dist.cli.completion import codecs_and_ddp
 from lightning_dist.cli.errors import reported
 from lightning_dist.console import stdout_console
 from lightning_dist.measurement.costs import CANDIDATES, CodecCost
@@ -37,7 +38,10 @@ def whatif_command(
     link_gbps: Annotated[float | None, typer.Option(help="Rate of a host's link, Gbit/s.")] = None,
     hosts: Annotated[int | None, typer.Option(help="Number of hosts, all of one size.")] = None,
     codec: Annotated[
-        list[str] | None, typer.Option(help="A codec, or ddp; repeatable. Default: all.")
+        list[str] | None,
+        typer.Option(
+            help="A codec, or ddp; repeatable. Default: all.", autocompletion=codecs_and_ddp
+        ),
     ] = None,
     form: Annotated[
         list[str] | None, typer.Option(help="flat, sharded, leader; repeatable.")
