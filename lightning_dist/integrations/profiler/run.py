@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -22,6 +22,7 @@ from lightning_dist.integrations.profiler.metadata import (
     run_metadata,
     why_not_in_detail,
 )
+from lightning_dist.integrations.profiler.sharded import ShardedModel
 from lightning_dist.integrations.torch.ddp import reducer_of
 from lightning_dist.measurement.device_clock import clock_of
 from lightning_dist.private import set_group_timeout
@@ -158,6 +159,9 @@ class ProfileRun:
         else:
             self._watch_allreduce(model)
         self._watching: Watching | None = Watching(model, self._session.timer)
+        self._collectives = ExitStack()
+        if isinstance(model, ShardedModel):
+            self._collectives = model.watch_collectives(self._session.recorder)
 
     def _measure_links(self, model: DistributedDataParallel) -> None:
         name = "inter" if "inter" in self.metadata.groups else "flat"
@@ -197,6 +201,7 @@ class ProfileRun:
             return ()
         self._watching.stop()
         self._watching = None
+        self._collectives.close()
         self._has_finished = together
         problems: list[str] = []
         if not dist.is_initialized():
