@@ -54,6 +54,12 @@ def whatif_command(
         float | None,
         typer.Option(help="Least local steps with which waiting takes at most this, percent."),
     ] = None,
+    fragments: Annotated[
+        int, typer.Option(min=1, help="Of local steps: parts that are exchanged in turn.")
+    ] = 1,
+    overlap_steps: Annotated[
+        int, typer.Option(min=0, help="Of local steps: steps that hide an exchange.")
+    ] = 0,
     measure: Annotated[bool, typer.Option("--measure", help="Measure codecs here, now.")] = False,
     compiled: Annotated[
         bool | None,
@@ -91,6 +97,8 @@ def whatif_command(
         form=form[0] if form else None,
         sync_every=local_steps or (),
         below=None if below is None else below / 100,
+        fragments=fragments,
+        overlap_steps=overlap_steps,
     )
     found = predict(observed, [*scenarios, *local], costs=costs)
     if as_json:
