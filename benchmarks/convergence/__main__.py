@@ -24,6 +24,7 @@ The batch is divided among the ranks. Rows:
                 `OneBitAdam` in place of AdamW (gpt), its variance frozen after a fifth of the steps
                 and momenta through codec NAME; with `none` what the frozen variance alone does.
                 Not clipped, unlike AdamW
+    delay/NAME  `compress_ddp(ddp, NAME, delay=1)`: the mean of a step is applied in the next one
     METHOD@H/NAME, METHOD@H:outer_lr=1,mixing=0.5/NAME
                 `local_updates` with that method, H local steps and the codec NAME: each rank steps
                 alone on its part of the batch. Evaluated on the anchor
