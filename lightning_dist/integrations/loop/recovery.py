@@ -53,6 +53,11 @@ class LoopRecovery:
     def __init__(
         self, environment: RecoveryEnvironment, objects: Objects, *, steps: Callable[[], int]
     ) -> None:
+        if objects.updates:
+            raise ValueError(
+                "recovery='in_process' takes a step of all ranks again, and local steps are of one "
+                "worker alone; use recovery='restart'"
+            )
         if len(objects.wrapped) != 1:
             raise ValueError(
                 "recovery='in_process' is for one model in DistributedDataParallel, got "
