@@ -47,6 +47,8 @@ WARM_SHARE = 0.2
 WARM_SUFFIX, ONEBIT_PREFIX = "-warm", "onebit-adam:"
 LOCAL_MARK = "@"
 """Of rows with local steps: ``diloco@16/int8``, ``diloco@16:outer_lr=1,mixing=0.5/int8``."""
+RATE_MARK = "*"
+"""Of rows with another learning rate: ``ddp*1.4``."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,18 @@ class Job:
     @property
     def codec(self) -> str:
         """A codec of lightning_dist, or one of `BASELINES`."""
-        method, mark, local = self.row.partition(LOCAL_MARK)
+        row = self.row.partition(RATE_MARK)[0]
+        method, mark, local = row.partition(LOCAL_MARK)
         if mark:
             return local.partition("/")[2] or default_codec(cast(Method, method))
-        name = self.row.removeprefix(f"{FORM}/").removeprefix(f"{DELAY}/")
+        name = row.removeprefix(f"{FORM}/").removeprefix(f"{DELAY}/")
         name = name.removeprefix(ONEBIT_PREFIX)
         return name.removesuffix(WARM_SUFFIX).removesuffix(NO_FEEDBACK_SUFFIX)
+
+    @property
+    def rate(self) -> float:
+        """Factor of the task's learning rate."""
+        return float(self.row.partition(RATE_MARK)[2] or 1)
 
     @property
     def named(self) -> dict[str, Any]:
@@ -118,33 +126,34 @@ class Training:
         self.model = task.model()
         self.curve: list[dict[str, Any]] = []
         self.updates: LocalUpdates | None = None
-        is_local = LOCAL_MARK in job.row
-        mesh = _shard(self.model, job.row) if is_sharded(job.row) else None
+        row = job.row.partition(RATE_MARK)[0]
+        is_local = LOCAL_MARK in row
+        mesh = _shard(self.model, row) if is_sharded(row) else None
         # As a worker of its own a rank has no DDP around its model.
         bare = is_local or mesh is not None
         self.ddp = self.model if bare else DistributedDataParallel(self.model)
         self._evaluates = dist.get_rank() == 0 or mesh is not None  # who has the whole model
         self._feedback: bool | None = None
-        onebit = job.row.startswith(ONEBIT_PREFIX)
+        onebit = row.startswith(ONEBIT_PREFIX)
         warm_steps = round(WARM_SHARE * task.settings.steps)
         self._clips = not onebit  # it would clip momenta
-        optimizing: dict[str, Any] = {"own_momentum": False}
+        optimizing: dict[str, Any] = {"own_momentum": False, "rate": job.rate}
         if onebit:
             optimizing["freeze_step"] = warm_steps
         options: dict[str, Any] = {}
         if job.codec not in (*BASELINES, NATIVE):
             codec, least = resolve_codec(job.codec), settings.min_compress_numel
             optimizing["own_momentum"] = codec.momentum_correction > 0
-            chosen = not job.row.endswith(NO_FEEDBACK_SUFFIX)
+            chosen = not row.endswith(NO_FEEDBACK_SUFFIX)
             self._feedback = chosen and codec.keeps_residual and not codec.lossless
             options = {
                 # Not above the codec's own limit: casts compress everything, also here.
                 "min_compress_numel": None if least is None else min(least, codec.min_numel),
-                "start_step": warm_steps if job.row.endswith(WARM_SUFFIX) else 0,
+                "start_step": warm_steps if row.endswith(WARM_SUFFIX) else 0,
                 "compile_kernels": settings.compile_kernels,
                 "groups": groups,
             }
-        row = job.row.removeprefix(ONEBIT_PREFIX).removesuffix(WARM_SUFFIX)
+        row = row.removeprefix(ONEBIT_PREFIX).removesuffix(WARM_SUFFIX)
         self._handle = None if bare else attach(self.ddp, row, **options)
         if mesh is not None and job.codec != NATIVE:
             least = options["min_compress_numel"]

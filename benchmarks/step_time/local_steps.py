@@ -72,6 +72,7 @@ ROWS = (
     "int4",
     "terngrad",
     *(f"diloco@{every}/int8" for every in (4, 16, 64)),
+    "diloco@16:overlap_steps=6/int8",
     "streaming@16:fragments=4,overlap_steps=3/int8",
     *(f"sparseloco@{every}" for every in (4, 16, 64)),
     "sparseloco@16:overlap_steps=4",
@@ -315,7 +316,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--link", type=float, action="append", metavar="MBIT", help="Mbit/s; repeatable")
     add("--row", action="append", help="beside no-comm, ddp and torch-fp16-hook; repeatable")
     add("--base", type=float, metavar="MBIT", help="rate of the profile (the second of --link)")
-    add("--seconds", type=float, default=8.0, metavar="S", help="of a row on a link (%(default)s)")
+    add("--seconds", type=float, default=6.0, metavar="S", help="of a row on a link (%(default)s)")
     add("--batch", type=positive, default=8, metavar="N", help="windows of text per rank and step")
     add("--timeout", type=float, default=1800.0, metavar="S", help="for all (%(default)s)")
     add("--seed", type=int, default=0, metavar="N")

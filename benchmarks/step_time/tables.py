@@ -122,7 +122,7 @@ def local_steps(result: Result) -> str | None:
     rows = result["rows"]
     if not rows:
         return None
-    columns: list[Column] = [("", "{row!n}"), ("MB sent per step", "{wire_bytes!b}")]
+    columns: list[Column] = [("", "{row!n}"), ("kB sent per step", _kilobytes)]
     for link in links_of(rows):
         cell = ["{step_ms:,.0f} ms", "{share:x100.0f} %", "{ratio:.2f}"]
         columns.append((f"{of_link(link)}: step / throughput / ratio", cell, link))
@@ -135,6 +135,10 @@ def local_steps(result: Result) -> str | None:
     )
     table = markdown(columns, pivot(rows, of=["row"], by="link_mbit"))
     return f"{table}\n\n{caption(text, result['meta'])}"
+
+
+def _kilobytes(row: Row) -> str:
+    return f"{row['wire_bytes'] / 1e3:,.0f}"
 
 
 def _of_link(link: float | None) -> list[Column]:

@@ -57,6 +57,9 @@ def test_a_row_says_its_codec() -> None:
         "delay/int8": "int8",
         "diloco@16:outer_lr=1/int4": "int4",
         "streaming@16": "int8",
+        "ddp*1.4": "ddp",
+        "local_sgd@8/int4*2": "int4",
         "sparseloco@16": "topk:ratio=0.015625,values=int2,decay=0.95",
     }.items():
         assert Job("gpt", row).codec == codec
+    assert [Job("gpt", row).rate for row in ("ddp", "ddp*1.4")] == [1.0, 1.4]
