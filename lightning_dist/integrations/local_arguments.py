@@ -75,6 +75,7 @@ class LocalUpdateArguments(CompressionArguments):
             ddp_steps=ddp_steps,
             outer_lr=outer_lr,
             outer_momentum=outer_momentum,
+            outer_optimizer=outer_optimizer,
             offload=offload,
             weigh_by=weigh_by,
         )

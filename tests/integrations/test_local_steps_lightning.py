@@ -86,6 +86,7 @@ def test_by_name_with_statistics_and_metrics(two: Results) -> None:
         ("start_step", "ddp_steps are steps of plain DDP"),
         ("replicas", "replicas must be 'rank' or 'host'"),
         ("both", "give one of the two"),
+        ("rates", "set them there"),
         ("one level", "needs several hosts"),
         ("no outer step", "must have an outer step"),
     ],

@@ -332,6 +332,7 @@ def local_steps_refused() -> Facts:
         "start_step": lambda: strategy(start_step=3),
         "replicas": lambda: strategy(replicas="node"),
         "both": lambda: strategy(replicas="host", method="post_local_sgd", ddp_steps=2),
+        "rates": lambda: strategy(outer_lr=0.5, outer_optimizer=torch.optim.SGD),
         "one level": lambda: fit(strategy(replicas="host")),
         "no outer step": lambda: fit(strategy(sync_every=100)),
     }.items():
