@@ -68,6 +68,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Result], str | None]]] = {
     "whatif-scaling": ("whatif", profiler.WHATIF_SCALING),
     "local-throughput": ("local_throughput", local_steps),
     "convergence-delay": ("convergence_delay", partial(convergence, task="gpt")),
+    "delay": ("delay", time_to_accuracy),
     "local-steps": ("local_steps", time_to_accuracy),
     "local-steps-100": ("local_steps_100", time_to_accuracy),
     "time-to-accuracy": ("time_to_accuracy", time_to_accuracy),

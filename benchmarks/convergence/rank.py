@@ -189,8 +189,10 @@ class Training:
         tx_before, began = tx_bytes_of(link), time.perf_counter()
         for _ in range(steps):
             self.step()
-        if self.updates is not None:
-            self.updates.wait()  # or what is under way would use the link in the turns of others
+        # Else what is under way would use the link in the turns of others.
+        waiting: Any = self._handle if self.updates is None else self.updates
+        if waiting is not None:
+            waiting.wait()
         elapsed = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
         dist.barrier()  # now every rank has received what this one sent
         tx = tx_bytes_of(link) - tx_before
