@@ -30,7 +30,7 @@ from benchmarks.harness.launch import REPOSITORY
 from benchmarks.harness.tables import Result
 from benchmarks.profiler import tables as profiler
 from benchmarks.restart import tables as restart
-from benchmarks.step_time.tables import forms, overview, sharded, step_times
+from benchmarks.step_time.tables import forms, local_steps, overview, sharded, step_times
 
 DOCUMENTS = (
     "README.md",
@@ -66,6 +66,9 @@ SECTIONS: dict[str, tuple[str | tuple[str, ...], Callable[..., str | None]]] = {
     "profile-cost": ("profiling", profiler.COST),
     "whatif-errors": ("whatif", profiler.WHATIF_ERRORS),
     "whatif-scaling": ("whatif", profiler.WHATIF_SCALING),
+    "local-throughput": ("local_throughput", local_steps),
+    "convergence-delay": ("convergence_delay", partial(convergence, task="gpt")),
+    "delay": ("delay", time_to_accuracy),
     "local-steps": ("local_steps", time_to_accuracy),
     "local-steps-100": ("local_steps_100", time_to_accuracy),
     "time-to-accuracy": ("time_to_accuracy", time_to_accuracy),

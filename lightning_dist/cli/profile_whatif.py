@@ -60,6 +60,12 @@ def whatif_command(
         float | None,
         typer.Option(help="Least local steps with which waiting takes at most this, percent."),
     ] = None,
+    fragments: Annotated[
+        int, typer.Option(min=1, help="Parts exchanged in turn, of local steps.")
+    ] = 1,
+    overlap_steps: Annotated[
+        int, typer.Option(min=0, help="Steps that hide an exchange, of local steps.")
+    ] = 0,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure codecs on this machine now.")
     ] = False,
@@ -99,6 +105,8 @@ def whatif_command(
         form=form[0] if form else None,
         sync_every=local_steps or (),
         below=None if below is None else below / 100,
+        fragments=fragments,
+        overlap_steps=overlap_steps,
     )
     found = predict(observed, [*scenarios, *local], costs=costs)
     if as_json:
