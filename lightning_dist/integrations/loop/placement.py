@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning_dist.elastic.progress import (
     Generators,
     scale_learning_rates,
 )
+from lightning_dist.elastic.recovery.change import Change, norm_of_lost
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
 from lightning_dist.elastic.recovery.protocol import Generation
 from lightning_dist.elastic.session import Placement, Session
@@ -46,6 +48,7 @@ class LoopPlacement(Placement):
         accumulate: micro-batches per optimizer step of the first start.
         signals: that end the training at a checkpoint of all ranks.
         recovery: what the ranks that are left do when one is lost.
+        mirror_every: as of LoopRecovery.
     """
 
     def __init__(
@@ -55,14 +58,21 @@ class LoopPlacement(Placement):
         accumulate: int,
         signals: Sequence[signal.Signals],
         recovery: RecoveryMode = "restart",
+        mirror_every: int | None = None,
     ) -> None:
         require_recovery(recovery)
+        self._mirror_every = mirror_every
         self._mode: RecoveryMode = recovery
         self.recovery: LoopRecovery | None = None
         """None where lost ranks mean a restart of all."""
         self._steps = 0
         self.is_current = True
         """Whether the loader's batches are those of the present members."""
+        self._before: Sequence[str] = ()  # members of the last step
+        self._reasons: list[str] = []  # of generations since then
+        self._is_redone = False  # the step that was under way
+        self._norm_lost = 0.0
+        self._taken_over: set[str] = set()  # lost workers whose residuals others owe now
         self.session, self._settings = session, session.settings
         self._accumulate, self._signals = accumulate, tuple(signals)
         self._handlers: dict[signal.Signals, Any] = {}
@@ -88,11 +98,17 @@ class LoopPlacement(Placement):
                 "recovery='in_process'), before DistributedDataParallel"
             )
         self.objects = Objects(given, world_size=1)
-        self.recovery = LoopRecovery(environment, self.objects, steps=lambda: self._steps)
+        self.recovery = LoopRecovery(
+            environment,
+            self.objects,
+            steps=lambda: self._steps,
+            mirror_every=self._mirror_every,
+        )
         generation, members = self.recovery.begin()
         while True:
             try:
                 if generation.source is None:
+                    self._before = generation.members
                     self.recovery.agree_on_leader(generation)
                     self.recovery.handed_over(generation, dict)
                     self.session.meet(members)
@@ -164,6 +180,7 @@ class LoopPlacement(Placement):
         """The exchange of this step has failed: go on with those who are left, from its begin."""
         assert self.recovery is not None
         self.recovery.undo()
+        self._is_redone = True
         self.settle()
 
     def settle(self) -> None:
@@ -181,7 +198,34 @@ class LoopPlacement(Placement):
                 break
             except RuntimeError as error:
                 recovery.lost(error)
+        if self._reasons:
+            self._tell_change()
         recovery.begin_step()
+
+    def _tell_change(self) -> None:
+        """Members have changed, and all go on."""
+        assert self.recovery is not None
+        generation, since = self.recovery.generation, self.recovery.paused_since
+        members, before = set(generation.members), set(self._before)
+        reason = "; ".join(filter(None, self._reasons))
+        self.recovery.tell_observers(reason)
+        self.session.change(
+            Change(
+                generation.number,
+                self._steps,
+                world_size=len(members),
+                lost=sorted(before - members),
+                joined=sorted(members - before),
+                reason=reason,
+                is_redone=self._is_redone,
+                pause_s=0.0 if since is None else time.monotonic() - since,
+                norm_lost=self._norm_lost,
+                taken_over=sorted(self._taken_over & (before - members)),
+            )
+        )
+        self._before, self.recovery.paused_since = generation.members, None
+        self._reasons, self._is_redone, self._norm_lost = [], False, 0.0
+        self._taken_over = set()
 
     def _close_step(self) -> None:
         """Save if it is due, and stop if a rank is told to; after the last step of an epoch only
@@ -229,10 +273,12 @@ class LoopPlacement(Placement):
             self._listen()
             recovery.has_state()
         self.is_current = False
-        self.tell(
-            f"elastic: goes on with {members.world_size} ranks after step {self._steps}, within "
-            f"the process (generation {generation.number}: {generation.reason or 'as before'})"
-        )
+        self._reasons.append(generation.reason)
+        owed = None if is_new else recovery.residual_norm()
+        of_ranks = members.ranks.gather((owed, recovery.taken_over))
+        self._taken_over |= {name for _, name in of_ranks if name}
+        lost = set(self._before) - set(generation.members) - self._taken_over
+        self._norm_lost = norm_of_lost([norm for norm, _ in of_ranks], lost=len(lost))
 
     def _here(self) -> ElasticState:
         first, now = self.data.layouts

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lightning_dist.elastic import rng
@@ -16,6 +18,7 @@ from lightning_dist.elastic.membership import Membership
 from lightning_dist.elastic.recovery.groups import GenerationGroups
 from lightning_dist.elastic.recovery.member import Member, RecoveryEnvironment, StoreLostError
 from lightning_dist.elastic.recovery.protocol import Generation, Report
+from lightning_dist.integrations.loop.frameworks import tell_frameworks
 from lightning_dist.integrations.loop.objects import Objects
 from lightning_dist.integrations.torch.ddp import describe_parameters, reducer_of
 from lightning_dist.integrations.torch.regroup import (
@@ -28,6 +31,7 @@ from lightning_dist.integrations.torch.regroup import (
 from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.private import order_buckets
 from lightning_dist.reducer.commit import untraced
+from lightning_dist.reducer.mirror import ResidualMirror
 
 log = logging.getLogger(__name__)
 
@@ -45,13 +49,19 @@ class LoopRecovery:
     Args:
         objects: of the loop.
         steps: optimizer steps so far.
+        mirror_every: steps between two copies of residuals to the next rank; None: there are none.
 
     Raises:
         ValueError: something whose step cannot be taken again.
     """
 
     def __init__(
-        self, environment: RecoveryEnvironment, objects: Objects, *, steps: Callable[[], int]
+        self,
+        environment: RecoveryEnvironment,
+        objects: Objects,
+        *,
+        steps: Callable[[], int],
+        mirror_every: int | None = None,
     ) -> None:
         if len(objects.wrapped) != 1:
             raise ValueError(
@@ -70,12 +80,24 @@ class LoopRecovery:
         self._buffers_are_sent = self._model.forward_sync_buffers
         self.groups = GenerationGroups()
         self._member = Member(environment, on_broken=self._break)
+        self._mirror: ResidualMirror | None = None
+        if mirror_every is not None:
+            if not self._reducer.keeps_state:
+                raise ValueError(
+                    "mirror_residuals has nothing to copy: "
+                    f"codec {self._reducer.settings.codec!r} leaves no residuals; leave it out"
+                )
+            self._mirror = ResidualMirror(self._reducer, every=mirror_every, name=self._member.name)
         self._hook = register_optimizer_step_pre_hook(untraced(self._before_step))
         self._has_state = False
         self._next: Generation | None = None  # made while the reducer's thread has waited
         self._store_lost: StoreLostError | None = None
         self._tries = 0
         self.leader = ""
+        self.taken_over = ""
+        """The worker whose residuals this rank has taken over in this generation."""
+        self.paused_since: float | None = None
+        """When this rank first knew that it cannot go on with these members; None: it can."""
         self.begin_step()
 
     # What the reducer asks, on its thread.
@@ -114,7 +136,8 @@ class LoopRecovery:
     def _before_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
         if not any(optimizer is each for each in self._objects.optimizers):
             return
-        if len(arguments) > 1 or named.get("closure") is not None:
+        closure = named.get("closure", arguments[1] if len(arguments) > 1 else None)
+        if closure is not None:
             raise ValueError(
                 "an optimizer that is given a closure computes gradients in its step, which "
                 "recovery='in_process' cannot take again; call backward before step(), or use "
@@ -150,6 +173,11 @@ class LoopRecovery:
         self._counters = None
 
     @property
+    def generation(self) -> Generation:
+        """The present one."""
+        return self._member.generation
+
+    @property
     def must_change(self) -> bool:
         """Whether this generation is at its end here."""
         return (
@@ -173,6 +201,10 @@ class LoopRecovery:
         order_buckets(self._model)
         if self._buffers_are_sent:
             send_buffers(self._model)
+        if self._mirror is not None:
+            world = dist.group.WORLD
+            assert world is not None
+            self._mirror.refresh(world)
 
     # Generations.
 
@@ -188,6 +220,7 @@ class LoopRecovery:
         """End this generation here, and enter the next one."""
         if self._store_lost is not None:
             self._end(str(self._store_lost), code=EXIT_RESTART)
+        self._note_pause()
         generation, self._next = self._next, None
         if generation is None:
             failed = self._member.is_broken or self._reducer.failure is not None
@@ -232,10 +265,12 @@ class LoopRecovery:
         with self.groups.made(store, number=number, rank=rank, world_size=size):
             data, control = self.groups.new(), self.groups.new()
             members = Membership(generation=number, make=self.groups.new)
+        tell_frameworks(rank=rank, world_size=size)
         if self._member.is_broken:
             self.groups.shut()
             raise RuntimeError("a member is lost while groups were made")
         regroup(self._model, self._reducer, network_of(data, control))
+        self.taken_over = "" if self._mirror is None else self._mirror.regroup(generation.members)
         return members
 
     def took_step(self) -> None:
@@ -272,6 +307,14 @@ class LoopRecovery:
         """Take over :meth:`shared_state` of another worker."""
         self._reducer.join(shared)
 
+    def tell_observers(self, reason: str) -> None:
+        """Let a profile know that this generation has begun."""
+        self._reducer.tell_regrouped(self.generation.number, reason=reason)
+
+    def residual_norm(self) -> float:
+        """Of this rank, from the reducer."""
+        return self._reducer.residual_norm()
+
     def has_state(self) -> None:
         """This worker is where the training is."""
         self._has_state = True
@@ -295,7 +338,12 @@ class LoopRecovery:
         facts = {**settings, "parameters": describe_parameters(self._model.module)}
         return repr(sorted(facts.items(), key=str))
 
+    def _note_pause(self) -> None:
+        if self.paused_since is None:
+            self.paused_since = time.monotonic()
+
     def _break(self) -> None:
+        self._note_pause()
         self.groups.shut()
         self._reducer.network.limit.give_up()
 

@@ -232,6 +232,7 @@ class Summary:
         links: ``{"rank", "peer", "group", "sent", "seconds"}`` each.
         unavailable: by field, why it is None; ``steps``: why there are none, and what helps.
         phase_skew: phases in which ranks differ, and do not wait for each other in exchanges.
+        generations: changes of members within the process: ``{"number", "step", "reason"}``.
     """
 
     headline: str
@@ -256,6 +257,7 @@ class Summary:
     predictions: Predictions | None = None
     detailed_steps: int = 0
     phase_skew: Sequence[PhaseSkew] = ()
+    generations: Sequence[Mapping[str, Any]] = ()
 
     @property
     def detailed_step_ms(self) -> float | None:
