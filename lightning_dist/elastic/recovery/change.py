@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from lightning_dist.elastic.recovery.protocol import Generation
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,60 @@ class Change:
         return (
             f"elastic: {ranks} after step {self.step}, within the process "
             f"(generation {self.generation}): {'; '.join(said)}"
+        )
+
+
+@dataclass
+class Pause:
+    """What happens between two steps, from the first sign of it until all go on.
+
+    Attributes:
+        members: of the last step.
+        since: when this rank first knew that it cannot go on with them; None: it can.
+        is_redone: the step that was under way is taken again.
+        reasons: of the generations since then.
+        norm_lost: as of a :class:`Change`.
+        taken_over: lost workers whose residuals others owe now.
+    """
+
+    members: Sequence[str] = ()
+    since: float | None = None
+    is_redone: bool = False
+    reasons: list[str] = field(default_factory=list)
+    norm_lost: float = 0.0
+    taken_over: set[str] = field(default_factory=set)
+
+    def begin(self) -> None:
+        """This rank knows that it cannot go on. From any thread."""
+        if self.since is None:
+            self.since = time.monotonic()
+
+    def enter(self, generation: Generation, owed: Sequence[tuple[float | None, str]]) -> None:
+        """All of a generation are there, which may not be the last one of this pause.
+
+        Args:
+            owed: of each member, the norm of its residuals, None of one that is new; and the lost
+                worker whose residuals it has taken over.
+        """
+        self.reasons.append(generation.reason)
+        self.taken_over.update(name for _, name in owed if name)
+        lost = set(self.members) - set(generation.members) - self.taken_over
+        self.norm_lost = norm_of_lost([norm for norm, _ in owed], lost=len(lost))
+
+    def change(self, generation: Generation, *, step: int) -> Change:
+        """What it was, once all go on."""
+        before, now = set(self.members), set(generation.members)
+        return Change(
+            generation.number,
+            step,
+            world_size=len(now),
+            lost=sorted(before - now),
+            joined=sorted(now - before),
+            reason="; ".join(filter(None, self.reasons)),
+            is_redone=self.is_redone,
+            pause_s=0.0 if self.since is None else time.monotonic() - self.since,
+            norm_lost=self.norm_lost,
+            taken_over=sorted(self.taken_over & (before - now)),
         )
 
 
