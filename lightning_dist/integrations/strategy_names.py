@@ -14,11 +14,13 @@ NAMES: dict[str, dict[str, Any]] = {
     f"{NAME}_fork": {"start_method": "fork"},
     f"{NAME}_notebook": {"start_method": "fork"},
     f"{NAME}_find_unused_parameters_true": {"find_unused_parameters": True},
-    f"{NAME}_elastic": {"recovery": "in_process"},
     **{f"{NAME}_{codec}": {"codec": codec} for codec in CODECS},
 }
 """``compressed_ddp`` by start method, with unused parameters, and by codec: arguments by name."""
 
+
+ELASTIC_NAMES: dict[str, dict[str, Any]] = {f"{NAME}_elastic": {"recovery": "in_process"}}
+"""Of Lightning's registry alone: with Fabric it is ElasticLoop that recovers."""
 
 LOCAL_NAMES: dict[str, dict[str, Any]] = {
     "compressed_local_sgd": {"method": "local_sgd"},

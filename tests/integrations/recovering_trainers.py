@@ -92,12 +92,15 @@ class Module(pl.LightningModule):
             )
 
     def on_train_epoch_end(self) -> None:
+        logged = self.trainer.fit_loop.epoch_loop._results["training_step.loss"]
+        self.note(logged=int(logged.cumulated_batch_size), epoch=self.trainer.current_epoch)
         self.faults.strike("end of epoch")
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.faults.strike("validation")
         _, x = batch
-        self.log("val_loss", (self.net(x) - x.flip(1)).square().mean())
+        loss = (self.net(x) - x.flip(1)).square().mean()
+        self.log("val_loss", loss, sync_dist=self.told.get("syncs", False))
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)

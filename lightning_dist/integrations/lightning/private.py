@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -53,14 +54,17 @@ NAMES: Table = {
     ),
     f"{_PYTORCH}.loops.training_epoch_loop:_TrainingEpochLoop": (
         "_batches_that_stepped _broadcast_sigterm_tensor _build_kwargs _loaded_from_state_dict "
-        "_restarting _resuming_from_checkpoint _should_check_val_fx automatic_optimization "
-        "batch_progress scheduler_progress val_loop"
+        "_restarting _results _resuming_from_checkpoint _should_check_val_fx "
+        "automatic_optimization batch_progress scheduler_progress val_loop"
     ),
     f"{_PYTORCH}.loops.evaluation_loop:_EvaluationLoop": (
         "_combined_loader _data_source _loaded_from_state_dict _restarting "
         "_resuming_from_checkpoint batch_progress"
     ),
     f"{_PYTORCH}.loops.fetchers:_DataFetcher": "fetched",
+    f"{_CONNECTORS}.logger_connector.result:_ResultMetric": (
+        "cumulated_batch_size is_tensor value"
+    ),
     f"{_PYTORCH}.loops.optimization.automatic:_AutomaticOptimization": "_make_closure",
     f"{_PYTORCH}.loops.optimization.automatic:Closure": "_step_fn _zero_grad_fn",
     f"{_PYTORCH}.trainer.connectors.logger_connector.logger_connector:_LoggerConnector": (
@@ -309,6 +313,31 @@ def give_batch(closure: Any, trainer: pl.Trainer, batch: Any, index: int) -> Non
     arguments = loop._build_kwargs(OrderedDict(), batch, index)
     made = loop.automatic_optimization._make_closure(arguments, trainer.optimizers[0], index)
     closure._step_fn, closure._zero_grad_fn = made._step_fn, made._zero_grad_fn
+
+
+# What `self.log` adds up over an epoch is nobody else's. Each value is a tensor of its own.
+_ADDED_UP = ("value", "cumulated_batch_size")
+
+
+def logged_values(trainer: pl.Trainer) -> list[tuple[Any, dict[str, Any]]]:
+    """What was logged in this epoch's steps so far; not the states of torchmetrics."""
+    results: Any = trainer.fit_loop.epoch_loop._results
+    return [
+        (each, {name: getattr(each, name) for name in _ADDED_UP if hasattr(each, name)})
+        for each in results.values()
+        if each.is_tensor
+    ]
+
+
+def restore_logged(trainer: pl.Trainer, values: Sequence[tuple[Any, dict[str, Any]]]) -> None:
+    """Forget what was logged after :func:`logged_values`."""
+    results: Any = trainer.fit_loop.epoch_loop._results
+    known = {id(each): before for each, before in values}
+    for each in results.values():
+        if id(each) in known:
+            vars(each).update(known[id(each)])
+        elif each.is_tensor:
+            each.reset()
 
 
 # Loggers take these when they are made, before anybody knows which run it is.

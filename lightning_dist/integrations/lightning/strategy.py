@@ -118,7 +118,7 @@ class CompressedDDPStrategy(
         assert self.model is not None
         require_compressible(self.model)
         super().configure_ddp()
-        model: DistributedDataParallel = self.model  # type: ignore[assignment]
+        model: DistributedDataParallel = self.model
         self._logged_step = 0
         self._reducer = attach(
             model,
@@ -146,7 +146,7 @@ class CompressedDDPStrategy(
 
     def _state_for(self, io: CheckpointIO, reducer: Reducer) -> dict[str, Any] | None:
         if not isinstance(io, CheckpointerIO) or not io.sharded:
-            return reducer.state_dict()
+            return reducer.state_dict(to=self._leader)
         from lightning_dist.checkpoint.plan import Striped
 
         state, stripes = reducer.striped_state_dict()

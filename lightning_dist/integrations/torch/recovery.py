@@ -318,6 +318,10 @@ class RecoverablePlacement(Placement):
                 break
             except RuntimeError as error:
                 recovery.generations.lost(error)
+        self.begin_step(recovery)
+
+    def begin_step(self, recovery: StepRecovery) -> None:
+        """Remember what a step changes before it is committed."""
         recovery.begin_step()
 
     def enter(self, generation: Generation, members: Membership) -> None:

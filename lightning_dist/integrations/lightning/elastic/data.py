@@ -234,6 +234,10 @@ def require_recoverable_fit(trainer: pl.Trainer, data: TrainerDeal) -> None:
         "LBFGS, which computes gradients several times in a step": "LBFGS" in kinds,
         "a train dataloader whose samples cannot be dealt to other ranks": not data.is_dealt,
     }
+    with_groups = {"AsyncCheckpoint", "CommProfiler"}
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        found = with_groups.intersection(kind.__name__ for kind in type(callback).__mro__)
+        wrong |= {f"{name}, which keeps process groups of the first ranks": True for name in found}
     for what, is_wrong in wrong.items():
         if is_wrong:
             raise ValueError(

@@ -64,6 +64,7 @@ class TrainerPlacement(RecoverablePlacement):
         self._rng_of_step: dict[str, Any] | None = None
         self._begins_epoch = self._computes = self._hands_over = False
         self._joined: Membership | None = None
+        self._logged: Sequence[Any] = ()
         self.validates_first = False
         """Whether the loop begins with a validation that a fault has cut short."""
         self.micro_batch: MicroBatch | None = None
@@ -189,7 +190,11 @@ class TrainerPlacement(RecoverablePlacement):
         self._validated_step = self._trainer.global_step
         self._rng_of_step = None
         if self.recovery is not None:
-            self.recovery.begin_step()
+            self.begin_step(self.recovery)
+
+    @property
+    def _is_stopped(self) -> bool:
+        return self._trainer.should_stop and private.may_stop_early(self._trainer)
 
     @property
     def _is_validated(self) -> bool:
@@ -294,17 +299,13 @@ class TrainerPlacement(RecoverablePlacement):
             metrics={name: float(each) for name, each in logged.items() if each.numel() == 1},
             size=self.data.size,
             validated=self._is_validated,
-            stopped=trainer.should_stop and private.may_stop_early(trainer),
+            stopped=self._is_stopped,
         )
 
     # Recovery within the process.
 
-    def recover(self, listen: Callable[[], None]) -> None:
-        """From now on lost ranks are recovered from; a worker that has come later meets the others.
-
-        Args:
-            listen: begins to note signals.
-        """
+    def recover(self) -> None:
+        """From now on lost ranks are recovered from; who has come later meets the others."""
         strategy, trainer = self._strategy, self._trainer
         assert strategy.generations is not None
         private.leave_out_sigterm_broadcast(trainer)
@@ -318,7 +319,6 @@ class TrainerPlacement(RecoverablePlacement):
         )
         if strategy.joins:
             self._join(recovery)
-            listen()
         else:
             recovery.has_state()
         strategy.complete_step = self._complete_step
@@ -426,6 +426,7 @@ class TrainerPlacement(RecoverablePlacement):
             size=self.data.size,
             validated=self._is_validated,
             metrics=[{name: float(each) for name, each in logged.items() if each.numel() == 1}],
+            stopped=self._is_stopped,
         )
 
     @override
@@ -470,6 +471,16 @@ class TrainerPlacement(RecoverablePlacement):
     def rates(self) -> tuple[Sequence[Optimizer], Sequence[Any]]:
         schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
         return self._trainer.optimizers, schedulers
+
+    @override
+    def begin_step(self, recovery: StepRecovery) -> None:
+        super().begin_step(recovery)
+        self._logged = private.logged_values(self._trainer)
+
+    @override
+    def take_again(self) -> None:
+        private.restore_logged(self._trainer, self._logged)
+        super().take_again()
 
     def _complete_step(self, closure: Callable[[], Any]) -> Any:
         """Compute ``closure``; again, with what the present ranks are dealt, where one is lost."""

@@ -275,7 +275,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
             return
         if _recovers(trainer):
             require_recoverable_fit(trainer, self._at.data)
-            self._at.recover(lambda: self._listen(trainer))
+            self._at.recover()
         self._at.watch_optimizers()
         if self._joins:
             self._join(self._at)
