@@ -127,7 +127,7 @@ class Reducer:
         )
         """Whether state is committed when it is encoded, not when the step is finished."""
         assert not (self.immediate and allow_absent), "what is absent everywhere is known too late"
-        self._delayed = DelayedMeans() if settings.delay else None
+        self._delayed = DelayedMeans(settings.start_step if settings.delay else None)
         self._shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
         self._plans = self._make_plans()
         self._keeps_state = any(map(self.planner.keeps_state, self._policy.leaves()))
@@ -264,9 +264,7 @@ class Reducer:
 
     def _swapped(self, handle: Handle) -> Handle:
         """Handle to start instead of ``handle``, which is done where means are delayed."""
-        if self._delayed is None or self.step < self.settings.start_step:
-            return handle
-        return self._delayed.swap(handle, self._future())
+        return self._delayed.swap(handle, step=self.step, future=self._future)
 
     def wait(self) -> None:
         """Wait for the means of a step that are delayed; those of others are waited for.
@@ -274,7 +272,7 @@ class Reducer:
         Raises:
             RuntimeError: the exchange has failed.
         """
-        if self._delayed is None or self.network.world_size == 1 or self.closed:
+        if not self._delayed.active or self.network.world_size == 1 or self.closed:
             return
         landed = self._future()
         # Of a tensor: a future waits for the streams of what is in it.
@@ -391,8 +389,7 @@ class Reducer:
             for unit in () if handle.done.done() else handle.units():
                 unit.wait()
         self._in_flight, self._finite, self._looked = [], [], []
-        if self._delayed is not None:  # some of its means are in buckets that nobody applies
-            self._delayed.clear()
+        self._delayed.clear()  # some of its means are in buckets that nobody applies
 
     def _ask(self) -> Answer:
         """See :func:`agree`; no allreduce where nothing depends on it."""
@@ -516,7 +513,7 @@ class Reducer:
 
         With delayed means also ``delayed_bytes``.
         """
-        delayed = {} if self._delayed is None else {"delayed_bytes": self._delayed.nbytes}
+        delayed = {"delayed_bytes": self._delayed.nbytes} if self._delayed.active else {}
         return {
             "residual_bytes": self.state.nbytes,
             "buffer_bytes": self._plans.nbytes,
@@ -552,7 +549,7 @@ class Reducer:
     def _described(self, state: dict[str, Any]) -> dict[str, Any]:
         strides = {name: list(found) for name, found in self.strides.items() if found is not None}
         about = {"world_size": self.network.world_size, "step": self.step, "strides": strides}
-        delayed = {} if self._delayed is None else {"delayed": self._delayed.state()}
+        delayed = {"delayed": self._delayed.state()} if self._delayed.active else {}
         described = {"version": STATE_VERSION, **about, **state, **delayed}
         return {self._prefix + key: value for key, value in described.items()}
 
@@ -574,10 +571,9 @@ class Reducer:
         self._reserve_again()
 
     def _load_delayed(self, means: Mapping[str, Tensor]) -> None:
-        if self._delayed is not None:
-            numel = {name: as_real(p).numel() for p, name in self.names.items()}
-            self._delayed.load(means, numel=numel)
-        elif means and self.network.rank == 0:
+        numel = {name: as_real(p).numel() for p, name in self.names.items()}
+        self._delayed.load(means, numel=numel)
+        if means and not self._delayed.active and self.network.rank == 0:
             log.warning(
                 "the state has a mean gradient that was not applied yet, and is left out here: set "
                 "delay=1 to go on with it"
@@ -586,8 +582,7 @@ class Reducer:
     def continue_from(self, before: Reducer) -> None:
         """Go on from the step that ``before`` was at when it was closed, with its means."""
         self.step = before.step
-        if before._delayed is not None:
-            self._load_delayed(before._delayed.state())
+        self._load_delayed(before._delayed.state())
 
     def shared_state(self) -> dict[str, Any]:
         """What is equal on all ranks of a flat exchange, for a rank that joins them."""
@@ -617,8 +612,7 @@ class Reducer:
             if not handle.done.done():
                 handle.done.set_exception(RuntimeError("lightning_dist: other groups"))  # type: ignore[arg-type]
         self._in_flight, self._finite, self._sums, self._looked = [], [], [], []
-        if self._delayed is not None:  # not there on every rank
-            self._delayed.clear()
+        self._delayed.clear()  # not there on every rank
         self._pending.drop()
         self.answer = Answer()
         self.stats.drop_step()
@@ -669,5 +663,4 @@ class Reducer:
         self._pending.close()
         self._plans.clear()
         self.state.to(torch.device("cpu"))
-        if self._delayed is not None:
-            self._delayed.to(torch.device("cpu")) if self.in_step else self._delayed.clear()
+        self._delayed.to(torch.device("cpu")) if self.in_step else self._delayed.clear()
