@@ -19,7 +19,7 @@ from lightning_dist.reducer.block_plan import BlockPlan, key_name
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 from lightning_dist.reducer.keys import UnitKeys
 from lightning_dist.reducer.slices import ParameterSlice, neighbours
-from lightning_dist.reducer.tiles import Grid, Tile, columns_of, joined, tile_of
+from lightning_dist.reducer.tiles import Grid, Tile, columns_of, joined, of_tiles, tile_of
 from lightning_dist.reducer.unit_sizes import unit_elements
 from lightning_dist.reducer.units import CommUnit
 
@@ -36,10 +36,9 @@ class BlockUnit(CommUnit):
             tiles[-1].columns.stop, in_place=tiles[0].grad if whole else None
         )
         section = self._section
-        self._own = [columns_of(section.own, tile.columns) for tile in tiles]
-        self._payloads = [
-            [columns_of(received, tile.columns) for received in section.payloads] for tile in tiles
-        ]
+        self._own = of_tiles(tiles, section.own)
+        received = [of_tiles(tiles, payload) for payload in section.payloads]
+        self._payloads = list(zip(*received, strict=True))
         # An exchange on the bucket's own memory needs no decoding back into it.
         in_place = section.payloads[0][0].data_ptr() == tiles[0].grad.data_ptr()
         self._in_place = in_place and self.kernels.passes.factors.divisor == 1

@@ -27,7 +27,7 @@ from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 from lightning_dist.reducer.intra_plan import IntraKernels, IntraPlan, share_dtype
 from lightning_dist.reducer.shares import Cut, shares_of
 from lightning_dist.reducer.slices import ParameterSlice
-from lightning_dist.reducer.tiles import Tile, decode_tiles, encode_tiles, runs_of
+from lightning_dist.reducer.tiles import Tile, decode_tiles, encode_tiles, of_tiles, runs_of
 from lightning_dist.reducer.units import CommUnit, JoinedUnit, decode_all, staggered
 
 
@@ -48,43 +48,48 @@ class _InTiles:
         own: Sequence[ParameterSlice],
         share: Tensor,
     ) -> None:
-        self._kernels, self._section, codec = kernels, section, kernels.up.codec
+        self._kernels, codec = kernels, kernels.up.codec
         is_copied = codec.lossless and codec.block == 1  # the payload is the elements
         self._flats: list[Tensor] = []  # parts of the bucket that travel as they are
         self._places: list[Tensor] = []  # and where, in the payloads
-        self._parts: list[tuple[Sequence[Tile], Payload]] = []
+        self._tiles: list[Tile] = []  # the others, and their parts of the payloads
+        self._payloads: list[Payload] = []
         for parts, payload in zip(owned, section.payloads, strict=True):
             if is_copied:
                 sizes = [part.numel for part in parts]
                 self._flats += [part.of(bucket) for part in parts]
                 self._places += payload[0].view(-1)[: sum(sizes)].split_with_sizes(sizes)
             else:
-                self._parts.append((_runs(parts, bucket, codec.block), payload))
+                tiles = _runs(parts, bucket, codec.block)
+                self._tiles += tiles
+                self._payloads += of_tiles(tiles, payload)
         whole = [ParameterSlice("", 0, (share.numel(),))]
         self._own = _runs(whole if is_copied else own, share, codec.block)
+        self._means = of_tiles(self._own, section.mean)
+        received = [of_tiles(self._own, payload) for payload in section.received]
+        self._received = list(zip(*received, strict=True))
         self._one = torch.ones((), dtype=torch.float32, device=bucket.device)
 
     def up(self) -> None:
         """Bucket -> payload of every owner."""
         if self._flats:
             torch._foreach_copy_(self._places, self._flats)
-        for tiles, payload in self._parts:
-            encode_tiles(self._kernels.up, tiles, payload, self._one)
+        encode_tiles(self._kernels.up, self._tiles, self._payloads, self._one)
 
     def reduce(self) -> None:
         """What was received -> share."""
-        decode_tiles(self._kernels.up, self._own, self._section.received, self._one)
+        decode_tiles(self._kernels.up, self._own, self._received, self._one)
 
     def down(self) -> None:
         """Share -> own payload."""
-        encode_tiles(self._kernels.down, self._own, self._section.mean, self._one)
+        encode_tiles(self._kernels.down, self._own, self._means, self._one)
 
     def spread(self) -> None:
         """Payload of every owner -> bucket."""
         if self._flats:
             torch._foreach_copy_(self._flats, self._places)
-        for tiles, payload in self._parts:
-            decode_tiles(self._kernels.down, tiles, [payload], self._one)
+        results = [(payload,) for payload in self._payloads]
+        decode_tiles(self._kernels.down, self._tiles, results, self._one)
 
 
 def _runs(parts: Sequence[ParameterSlice], flat: Tensor, block: int) -> Sequence[Tile]:

@@ -28,13 +28,13 @@ from lightning_dist.reducer.commit import (
     Answer,
     DriftError,
     PendingCommit,
-    Recovery,
     agree,
     decode_groups,
     sum_of_bits,
 )
 from lightning_dist.reducer.delayed import DelayedMeans
 from lightning_dist.reducer.executor import Executor, executor_for
+from lightning_dist.reducer.failures import Failures, Recovery
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.observer import Observer, show_encoded, working
 from lightning_dist.reducer.plan import Planner
@@ -113,7 +113,6 @@ class Reducer:
         self.closed = False
         self.answer = Answer()
         """What the ranks have agreed on about the last step that was committed."""
-        self._recovery: Recovery | None = None
         self.at_close: list[Callable[[], None]] = []
         self.never_compressed: finalize[..., Any] | None = None  # says so at the end
         self._observers: tuple[Observer, ...] = tuple(observers)
@@ -135,6 +134,7 @@ class Reducer:
         self._trained = {name for parameter, name in names.items() if parameter.requires_grad}
         self._reserved: list[tuple[Sequence[ParameterSlice], torch.dtype]] = []
         self._prefix, self._in_order = prefix, in_order
+        self._failures = Failures()
         self._use(executor)
         self._in_flight: list[Handle] = []
         self._finite: list[Tensor] = []
@@ -178,7 +178,7 @@ class Reducer:
     @property
     def failure(self) -> BaseException | None:
         """The first error of an exchange; nothing is exchanged after it."""
-        return self._executor.failure
+        return self._failures.first
 
     def reserve(self, slices: Sequence[ParameterSlice], dtype: torch.dtype) -> None:
         """Allocate what will be kept of ``slices`` under the codecs of this step.
@@ -223,7 +223,7 @@ class Reducer:
                 "a step that fails can be taken again only where the exchange is flat; use "
                 "compress_ddp(..., hierarchical=False)"
             )
-        self._recovery = recovery
+        self._failures.recovery = recovery
 
     def start(
         self,
@@ -287,7 +287,7 @@ class Reducer:
         Returns before that is done; the handles tell.
         """
         if self.network.world_size == 1:
-            recovery = self._recovery
+            recovery = self._failures.recovery
             self.answer = Answer(pauses=recovery is not None and recovery.pauses())
             self._end_step()
         else:
@@ -393,7 +393,7 @@ class Reducer:
 
     def _ask(self) -> Answer:
         """See :func:`agree`; no allreduce where nothing depends on it."""
-        recovery = self._recovery
+        recovery = self._failures.recovery
         finite, self._finite = self._finite, []
         sums, self._sums = self._sums, []
         if not (self._allow_absent or self._asks or sums or recovery is not None):
@@ -415,7 +415,7 @@ class Reducer:
         except DriftError:
             raise
         except RuntimeError as error:
-            self._fail(error)
+            self._failures.note(error)
             verdict = recovery.verdict()
             if verdict is None:
                 raise
@@ -441,36 +441,12 @@ class Reducer:
 
     def _guarded(self, task: Callable[[], None], handle: Handle | None = None) -> None:
         try:
-            if self.failure is not None:
-                raise RuntimeError(f"an earlier exchange failed: {self.failure}") from self.failure
+            self._failures.require_none()
             task()
         except BaseException as error:  # every waiting future must hear of it, whatever it is
-            self._fail(error)
-            waiting, self._in_flight = self._in_flight, []
-            if handle is not None and handle not in waiting:
-                waiting.append(handle)
-            self._looked = []
-            for waiter in [each for each in waiting if not each.done.done()]:
-                if self._is_recovered(error):
-                    waiter.done.set_result(waiter.given)
-                    continue
-                failed = RuntimeError(f"lightning_dist: {error}")
-                waiter.done.set_exception(failed)  # type: ignore[arg-type]  # the stub is wrong
-
-    def _is_recovered(self, error: BaseException) -> bool:
-        """Whether ``error`` is somebody's to recover from: collectives fail with RuntimeErrors."""
-        first = self.failure or error
-        is_of_collective = isinstance(first, RuntimeError) and not isinstance(first, DriftError)
-        return self._recovery is not None and is_of_collective
-
-    def _fail(self, error: BaseException) -> None:
-        """Exchange nothing from now on."""
-        is_first = self.failure is None
-        self._executor.failure = self.failure or error
-        if is_first and self._is_recovered(error):
-            assert self._recovery is not None
-            assert isinstance(error, RuntimeError)
-            self._recovery.failed(error)
+            self._failures.note(error)
+            waiting, self._in_flight, self._looked = self._in_flight, [], []
+            self._failures.tell([*waiting, *([] if handle is None else [handle])], error)
 
     def observe(self, observer: Observer) -> None:
         """Tell ``observer`` of everything, collectives too, from the next bucket on."""
@@ -630,6 +606,7 @@ class Reducer:
     def _use(self, executor: Executor | None) -> None:
         self._owns_executor = executor is None
         self._executor = executor or executor_for(self.network.device, in_order=self._in_order)
+        self._failures.executor = self._executor
 
     def _stop(self, patience: float) -> None:
         """End what is under way; if it waits for other ranks, give up after ``patience`` seconds.

@@ -22,7 +22,7 @@ from lightning_dist.exchange import traffic
 from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.wire import row_bytes, views
 from lightning_dist.kernels.passes import Factors, Kernels
-from lightning_dist.reducer.tiles import Tile, decode_tiles, encode_tiles, runs_of
+from lightning_dist.reducer.tiles import Tile, decode_tiles, encode_tiles, of_tiles, runs_of
 from lightning_dist.topology import Topology
 
 Cut = Mapping[BlockCodec, Sequence[tuple[int, int]]]
@@ -100,10 +100,11 @@ class Rows:
         """
         one = torch.ones((), dtype=torch.float32, device=rows.device)
         for number, part in enumerate(self._parts):
+            tiles = part.tiles(rows)
             encode_tiles(
                 part.kernels,
-                part.tiles(rows),
-                self._planes(part, payload),
+                tiles,
+                of_tiles(tiles, self._planes(part, payload)),
                 one,
                 state=errors[number] if errors else (),
                 keys=_keys(part, len(rows), salt, rows.device),
@@ -113,8 +114,9 @@ class Rows:
         """``rows (R, numel)`` <- the weighted sum of ``payloads (R, nbytes)``, in their order."""
         one = torch.ones((), dtype=torch.float32, device=rows.device)
         for part in self._parts:
-            planes = [self._planes(part, payload) for payload in payloads]
-            decode_tiles(part.kernels, part.tiles(rows), planes, one)
+            tiles = part.tiles(rows)
+            received = [of_tiles(tiles, self._planes(part, payload)) for payload in payloads]
+            decode_tiles(part.kernels, tiles, zip(*received, strict=True), one)
 
     def _planes(self, part: _Part, payload: Tensor) -> tuple[Tensor, ...]:
         planes = part.kernels.codec.planes(self.dtype)

@@ -174,29 +174,36 @@ def runs_of(rows: Tensor, slices: Iterable[tuple[int, int]], block: int) -> list
 def encode_tiles(
     kernels: Kernels,
     tiles: Sequence[Tile],
-    payload: Payload,
+    own: Sequence[Payload],
     one: Tensor,
     *,
     state: Payload = (),
     keys: Tensor | None = None,
 ) -> None:
-    """``tiles`` -> their columns of ``payload``; commits ``state``, laid out as it, if there is."""
+    """``tiles`` -> each its part of a payload, ``own``; commits ``state``, laid out as the payload.
+
+    Args:
+        one: the scale.
+    """
     encode = kernels.encode_and_commit if state else kernels.encode
-    for tile in tiles:
+    for tile, payload in zip(tiles, own, strict=True):
         tile.load()
-        at = tile.columns
-        of_tile = None if keys is None else keys[:, at]
-        encode(tile.grad, columns_of(state, at), one, of_tile, columns_of(payload, at))
+        of_tile = None if keys is None else keys[:, tile.columns]
+        encode(tile.grad, columns_of(state, tile.columns), one, of_tile, payload)
 
 
 def decode_tiles(
-    kernels: Kernels, tiles: Sequence[Tile], payloads: Sequence[Payload], one: Tensor
+    kernels: Kernels, tiles: Sequence[Tile], received: Iterable[Sequence[Payload]], one: Tensor
 ) -> None:
-    """``tiles`` <- the weighted sum of their columns of ``payloads``, in their order."""
-    for tile in tiles:
-        received = [columns_of(payload, tile.columns) for payload in payloads]
-        kernels.decode_and_commit(tile.grad, (), one, None, received[0], received)
+    """``tiles`` <- the weighted sum of the parts of payloads that each has ``received``."""
+    for tile, payloads in zip(tiles, received, strict=True):
+        kernels.decode_and_commit(tile.grad, (), one, None, payloads[0], payloads)
         tile.store()
+
+
+def of_tiles(tiles: Sequence[Tile], payload: Payload) -> list[Payload]:
+    """The part of ``payload`` that each of ``tiles`` has."""
+    return [columns_of(payload, tile.columns) for tile in tiles]
 
 
 def columns_of(payload: Payload, columns: slice) -> Payload:
