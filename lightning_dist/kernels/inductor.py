@@ -32,6 +32,7 @@ from lightning_dist.exchange.wire import row_bytes, views
 from lightning_dist.kernels.native import NativeSparsePasses, block_passes
 from lightning_dist.kernels.passes import Pass, Passes, compute_dtype
 from lightning_dist.kernels.sparse import SparsePasses
+from lightning_dist.kernels.triton import available_on
 
 log = logging.getLogger(__name__)
 
@@ -61,9 +62,7 @@ def should_fuse(wish: bool | Literal["auto"], *, numel: int, device: torch.devic
     if wish is False:
         return False
     if is_accelerator(device):
-        from torch.utils._triton import has_triton  # no attribute of torch.utils before an import
-
-        there = bool(has_triton())
+        there = available_on(device)
     else:
         there = any(shutil.which(name) for name in ("g++", "clang++"))
     if wish is True and not there:

@@ -14,7 +14,6 @@ from typing_extensions import override
 
 from lightning_dist.accelerator import placed
 from lightning_dist.exchange.rounds import Section, TwoShot
-from lightning_dist.kernels.passes import Kernels
 from lightning_dist.reducer.block_plan import BlockPlan, key_name
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 from lightning_dist.reducer.keys import UnitKeys
@@ -28,8 +27,7 @@ class BlockUnit(CommUnit):
     """Tiles that travel together."""
 
     def __init__(self, plan: BlockPlan, tiles: Sequence[Tile]) -> None:
-        self.tiles, self.kernels = tiles, plan.kernels
-        self._rank, self._immediate = plan.network.rank, plan.immediate
+        self.tiles, self.kernels, self._plan = tiles, plan.kernels, plan
         self._keys = unit_keys(plan, tiles)
         whole = plan.codec.lossless and len(tiles) == 1
         self.exchange, self._section = plan.exchange(
@@ -47,7 +45,7 @@ class BlockUnit(CommUnit):
     def encode(self, scale: Tensor, *, step: int) -> None:
         if self._keys is not None:
             self._keys.draw(step)
-        now = self._immediate and bool(self.kernels.memory.kinds)
+        now = self._plan.immediate and bool(self.kernels.memory.kinds)
         encode = self.kernels.encode_and_commit if now else self.kernels.encode
         for tile, own in zip(self.tiles, self._own, strict=True):
             tile.load()
@@ -69,15 +67,8 @@ class BlockUnit(CommUnit):
 
     @override
     def samples(self, sampler: Sampler, scale: Tensor) -> Iterator[CodecSample]:
-        return samples_of_tiles(
-            self.kernels,
-            self.tiles,
-            self._section,
-            self._keys,
-            sampler,
-            scale,
-            committed=self._immediate,
-        )
+        of = self._plan, self.tiles, self._section, self._keys
+        return samples_of_tiles(*of, sampler, scale)
 
     @override
     def decode_and_commit(self, scale: Tensor) -> None:
@@ -86,12 +77,13 @@ class BlockUnit(CommUnit):
             return
         for tile, own, payloads in zip(self.tiles, self._own, self._payloads, strict=True):
             keys = _keys_of(tile, self._keys)
-            state = () if self._immediate else tile.state
+            state = () if self._plan.immediate else tile.state
             self.kernels.decode_and_commit(tile.grad, state, scale, keys, own, payloads)
             if "residual" in self.kernels.memory.kinds and isinstance(self.exchange, TwoShot):
                 shards = columns_of(self._section.received[0], tile.columns)
                 mean = columns_of(self._section.mean, tile.columns)
-                row = tile.state[0][self._rank : self._rank + 1]
+                rank = self._plan.network.rank
+                row = tile.state[0][rank : rank + 1]
                 self.kernels.server_feedback(row, scale, shards, mean)
             tile.store()
 
@@ -103,20 +95,18 @@ def unit_keys(plan: BlockPlan, tiles: Sequence[Tile]) -> UnitKeys | None:
 
 
 def samples_of_tiles(
-    kernels: Kernels,
+    plan: BlockPlan,
     tiles: Sequence[Tile],
     section: Section,
     keys: UnitKeys | None,
     sampler: Sampler,
     scale: Tensor,
     *,
-    committed: bool,
     load: bool = False,
 ) -> Iterator[CodecSample]:
     """Some of what ``tiles`` hold and ``section`` says of it.
 
     Args:
-        committed: whether state was committed when it was encoded.
         load: what the tiles hold is old, as others work on the same memory.
     """
     for tile in tiles:
@@ -135,16 +125,16 @@ def samples_of_tiles(
             else placed(filled[:, drawn].flatten().nonzero().squeeze(-1), device)
         )
         of_tile, own = _keys_of(tile, keys), columns_of(section.own, tile.columns)
-        gradient, compensated, sent = kernels.passes.inspect(
+        gradient, compensated, sent = plan.kernels.passes.inspect(
             tile.grad.index_select(1, at),
             tuple(held.index_select(1, at) for held in tile.state),
             scale,
             None if of_tile is None else of_tile.index_select(1, at),
             tuple(plane.index_select(1, at) for plane in own) if section.own_stays else None,
-            committed=committed,
+            committed=plan.immediate,
         )
         residual = None
-        if "residual" in kernels.memory.kinds:
+        if "residual" in plan.kernels.memory.kinds:
             residual = partial(_residual, tile, at, chosen, load=load)
         yield CodecSample(
             _chosen(gradient, chosen),

@@ -116,23 +116,17 @@ class _InTables:
         self._bucket, self._share = bucket, share
         self._weight = kernels.up.passes.factors.mean
 
-        def table(
-            of: Sequence[Sequence[ParameterSlice]], blocks: Sequence[int], within: Within
-        ) -> SliceTable:
-            rows = [[Slice(part.name, part.offset, part.numel) for part in row] for row in of]
-            return SliceTable.of(
-                codec,
-                rows,
-                blocks=blocks,
-                device=bucket.device,
-                dtype=bucket.dtype,
-                within=within,
-            )
-
-        rank = exchange.rank
-        mine = Within([within.row_bytes[rank]], [within.before[rank]])
-        self._every, self._mine = table(owned, blocks, within), table([own], [blocks[rank]], mine)
-        self._one = torch.ones((), dtype=torch.float32, device=bucket.device)
+        rank, device, dtype = exchange.rank, bucket.device, bucket.dtype
+        of_ranks = [[Slice(part.name, part.offset, part.numel) for part in row] for row in owned]
+        self._every = SliceTable.of(
+            codec, of_ranks, blocks=blocks, device=device, dtype=dtype, within=within
+        )
+        within = Within([within.row_bytes[rank]], [within.before[rank]])
+        mine = [[Slice(part.name, part.offset, part.numel) for part in own]]
+        self._mine = SliceTable.of(
+            codec, mine, blocks=[blocks[rank]], device=device, dtype=dtype, within=within
+        )
+        self._one = torch.ones((), dtype=torch.float32, device=device)
 
     def up(self) -> None:
         payload = self._exchange.own_bytes

@@ -166,16 +166,8 @@ class TableUnit(JoinedUnit):
         tiles, keys = self._sampled
         if keys is not None:
             keys.draw(self._step)
-        yield from samples_of_tiles(
-            self._plan.kernels,
-            tiles,
-            self._section,
-            keys,
-            sampler,
-            scale,
-            committed=self._plan.immediate,
-            load=True,
-        )
+        of = self._plan, tiles, self._section, keys
+        yield from samples_of_tiles(*of, sampler, scale, load=True)
 
     @override
     def decode_and_commit(self, scale: Tensor) -> None:

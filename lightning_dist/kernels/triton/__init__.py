@@ -35,7 +35,7 @@ def available_on(device: torch.device) -> bool:
 def kernels_of(codec: Codec, *, dtype: torch.dtype) -> TableKernels | None:
     """The kernels of ``codec`` for gradients in ``dtype``; None where there are none.
 
-    None for codecs without device functions, for ``int4:hadamard=true`` (a matrix product), blocks
+    None for codecs that the registry has not, for ``int4:hadamard=true`` (a matrix product), blocks
     of more than 8192 elements, float64, and where Triton is not installed: the eager definition is
     used instead.
     """
