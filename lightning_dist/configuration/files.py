@@ -44,7 +44,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         content = yaml.load(raw.decode(), _Loader)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
-        raise ValueError(f"{path} is no YAML of key: value lines{_said(error, raw)}") from None
+        raise ValueError(f"{path} is not valid YAML (key: value){_said(error, raw)}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -87,7 +87,7 @@ def parse(text: str) -> Any:
     try:
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError):  # ValueError: a date that does not exist
-        raise ValueError(f"{text!r} is no YAML value; quote it") from None
+        raise ValueError(f"{text!r} is not a valid YAML value; quote it") from None
 
 
 def write(path: Path, options: Mapping[str, Any]) -> None:

@@ -155,11 +155,11 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
             for numbers, x in loop.batches():
                 begun, ids = loop.steps, [] if loop.micro_batch is None else ids
                 faults.step = begun
-                number = -1 if recovery is None else recovery._member.generation.number
+                number = -1 if recovery is None else recovery.generations.now.number
                 if recovery is not None and begun == told.get("joins"):
                     is_less = loop._run.session.members.world_size < told.get("ranks", 3)
                     end = time.monotonic() + LIMIT
-                    while is_less and not recovery._member.has_waiting:
+                    while is_less and not recovery.generations.has_waiting:
                         assert time.monotonic() < end, "nobody has come"
                         time.sleep(0.01)
                 faults.strike("forward")

@@ -24,7 +24,6 @@ from lightning_dist import (
 )
 from lightning_dist.fabric import LocalUpdateStrategy as FabricStrategy
 from lightning_dist.integrations.loop.objects import Objects
-from lightning_dist.integrations.loop.recovery import LoopRecovery
 from scenarios.catalogue import TIMEOUT, Facts, folder, rank, scenario, world_size
 from scenarios.fabric_runs import Run
 from scenarios.fitting import QUIET, digest, parameters, plain
@@ -173,7 +172,7 @@ def looped(name: str, *, stop: int = 0) -> Facts:
                 if loop.steps == stop:
                     raise InterruptedError
     try:
-        LoopRecovery(None, Objects(state, world_size=2), steps=lambda: 0)  # type: ignore[arg-type]
+        Objects(state, world_size=2).model_to_recover()
     except ValueError as error:
         refused = str(error)
     updates.finish()
