@@ -72,8 +72,9 @@ bench: install
 	  --codec sign --codec powersgd:two_phase=true --json benchmarks/results/convergence_long.json
 	$(BIN)/python -m benchmarks.convergence --steps 800 --ranks 2 --task gpt --codec delay/int8 \
 	  --json benchmarks/results/convergence_delay.json
-	$(BIN)/python -m benchmarks.convergence --steps 800 --batch 48 --lr 0.0042 --ranks 2 --task gpt \
-	  --codec 'local_sgd@8/int8*1.4' --json benchmarks/results/convergence_local_tuned.json
+	$(BIN)/python -m benchmarks.convergence --steps 800 --lr 0.0042 --ranks 2 --task gpt \
+	  --codec 'local_sgd@4/int8*1.4' --codec 'local_sgd@8/int8*1.4' \
+	  --json benchmarks/results/convergence_local_tuned.json
 	$(BIN)/python -m benchmarks.convergence.time_to_accuracy \
 	  --json benchmarks/results/time_to_accuracy.json
 	$(BIN)/python -m benchmarks.convergence.time_to_accuracy --seeds 2 --every 16 --codec int8 \
