@@ -14,7 +14,8 @@ from lightning_dist.shared_folder import replace_file
 SIDECAR = "lightning_dist.yaml"
 PREFIX = "LIGHTNING_DIST_"
 CONFIG = f"{PREFIX}CONFIG"
-OTHERS = (f"{PREFIX}HOSTNAME",)
+_OF_RECOVERY = ("RECOVERY_STORE", "WORKER", "MIN_WORKERS", "BEAT_TIMEOUT", "REPORT_TIMEOUT")
+OTHERS = tuple(f"{PREFIX}{name}" for name in ("HOSTNAME", *_OF_RECOVERY))
 """Variables with our prefix that are no settings of what travels."""
 _HEAD = "# Settings of lightning_dist for Accelerate; `lightning-dist config` writes this file.\n"
 

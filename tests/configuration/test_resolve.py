@@ -109,7 +109,9 @@ def test_a_path_is_relative_to_the_current_folder(
 
 
 def test_other_variables_of_ours_are_no_settings(home: dict[str, str]) -> None:
-    assert resolve(environ={**home, "LIGHTNING_DIST_HOSTNAME": "a"}).options == {}
+    others = {"HOSTNAME": "a", "RECOVERY_STORE": "a:1", "WORKER": "0.0.0", "BEAT_TIMEOUT": "5"}
+    given = {f"LIGHTNING_DIST_{name}": value for name, value in others.items()}
+    assert resolve(environ={**home, **given}).options == {}
 
 
 @pytest.mark.parametrize(

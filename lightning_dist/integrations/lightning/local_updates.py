@@ -41,6 +41,8 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
     anchor, and those who leave take with them what they have not sent.
     """
 
+    _can_recover = False
+
     def __init__(
         self, *args: Any, evaluate: Literal["anchor", "worker"] = "anchor", **kwargs: Any
     ) -> None:
