@@ -85,8 +85,7 @@ class StepRecovery:
                     "mirror_residuals has nothing to copy: "
                     f"codec {self._reducer.settings.codec!r} leaves no residuals; leave it out"
                 )
-            name = generations.name
-            self._mirror = ResidualMirror(self._reducer, every=mirror_every, name=name)
+            self._mirror = ResidualMirror(self._reducer, every=mirror_every)
         self._taken_over = ""  # the lost worker whose residuals this rank owes since this pause
         self.pause = Pause()
         self._buffers_are_sent = model.forward_sync_buffers
