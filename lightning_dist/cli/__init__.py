@@ -10,13 +10,16 @@ from typing import Annotated
 
 import typer
 
-from lightning_dist._version import __version__
 from lightning_dist.cli import ckpt, profile
 from lightning_dist.cli.bench import bench
 from lightning_dist.cli.codecs import codecs
 from lightning_dist.cli.config import config
 from lightning_dist.cli.doctor.command import doctor
 from lightning_dist.cli.launch import PASS_ON, USAGE, launch
+from lightning_dist.versions import versions
+
+_PACKAGES = ("lightning", "accelerate", "transformers", "triton", "wandb")
+"""Installed ones of these are in the output of ``--version``."""
 
 app = typer.Typer(
     name="lightning-dist",
@@ -37,7 +40,8 @@ app.command("codecs")(codecs)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"lightning-dist {__version__}")
+        for name, version in versions(_PACKAGES).items():
+            typer.echo(f"{name.replace('lightning_dist', 'lightning-dist')} {version}")
         raise typer.Exit
 
 
@@ -45,7 +49,9 @@ def _print_version(wanted: bool) -> None:
 def _root(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print and exit."),
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print versions and exit."
+        ),
     ] = False,
 ) -> None:
     """Tools for training with lightning_dist.

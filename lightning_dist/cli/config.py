@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from lightning_dist.cli import config_accelerate as theirs
+from lightning_dist.cli.completion import settings
 from lightning_dist.cli.errors import reported
 from lightning_dist.configuration import CONFIG, OPTIONS, Resolved, read, resolve, write
 from lightning_dist.configuration.files import accelerate_default, check, parse, sidecar_of
@@ -41,6 +42,7 @@ def config(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
+            autocompletion=settings,
             help="Change a setting, ask nothing; accelerate.KEY for Accelerate's; repeatable.",
         ),
     ] = None,

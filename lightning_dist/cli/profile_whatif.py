@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from lightning_dist.cli.completion import codecs_and_ddp
 from lightning_dist.cli.errors import reported
 from lightning_dist.console import stdout_console
 from lightning_dist.measurement.costs import CANDIDATES, CodecCost
@@ -37,7 +38,10 @@ def whatif_command(
     link_gbps: Annotated[float | None, typer.Option(help="Rate of a host's link, Gbit/s.")] = None,
     hosts: Annotated[int | None, typer.Option(help="Number of hosts, all of one size.")] = None,
     codec: Annotated[
-        list[str] | None, typer.Option(help="A codec, or ddp; repeatable. Default: all.")
+        list[str] | None,
+        typer.Option(
+            help="A codec, or ddp; repeatable. Default: all.", autocompletion=codecs_and_ddp
+        ),
     ] = None,
     form: Annotated[
         list[str] | None, typer.Option(help="flat, sharded, leader; repeatable.")
@@ -56,6 +60,12 @@ def whatif_command(
         float | None,
         typer.Option(help="Least local steps with which waiting takes at most this, percent."),
     ] = None,
+    fragments: Annotated[
+        int, typer.Option(min=1, help="Parts exchanged in turn, of local steps.")
+    ] = 1,
+    overlap_steps: Annotated[
+        int, typer.Option(min=0, help="Steps that hide an exchange, of local steps.")
+    ] = 0,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure codecs on this machine now.")
     ] = False,
@@ -95,6 +105,8 @@ def whatif_command(
         form=form[0] if form else None,
         sync_every=local_steps or (),
         below=None if below is None else below / 100,
+        fragments=fragments,
+        overlap_steps=overlap_steps,
     )
     found = predict(observed, [*scenarios, *local], costs=costs)
     if as_json:

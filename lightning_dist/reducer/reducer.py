@@ -55,6 +55,7 @@ from lightning_dist.reducer.state import (
 from lightning_dist.reducer.stats import CommStats, run_config
 from lightning_dist.reducer.units import CodecGroup, staggered
 from lightning_dist.settings import Settings
+from lightning_dist.topology import Topology
 
 log = logging.getLogger(__name__)
 
@@ -501,6 +502,11 @@ class Reducer:
         self._observers = tuple(each for each in self._observers if each is not observer)
         for channel in self.network.channels:
             channel.watch = None
+
+    @property
+    def topology(self) -> Topology:
+        """Hosts and groups of the ranks."""
+        return self.network.topology
 
     @property
     def residuals(self) -> Mapping[str, Tensor]:

@@ -26,11 +26,13 @@ pytestmark = pytest.mark.timeout(400)
 class Job:
     """Three ranks under our launcher, and what they have written down."""
 
+    script = SCRIPT
+
     def __init__(self, folder: Path, python: list[str], **told: Any) -> None:
         self.folder = folder
         options = ["--monitor-interval=0.05", "--standalone", "--nproc-per-node=3"]
         launcher = [*python, "-m", "lightning_dist.elastic.agent", *options, "--max-restarts=3"]
-        script = ["--no-python", *python, SCRIPT, folder, json.dumps(told)]
+        script = ["--no-python", *python, self.script, folder, json.dumps(told)]
         environment = {"LIGHTNING_DIST_BEAT_TIMEOUT": "60"}  # a busy machine is not a hang
         done = run([*launcher, *script], limit=300, **environment)
         self.output = done.require_success().output

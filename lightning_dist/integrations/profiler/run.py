@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -24,6 +24,7 @@ from lightning_dist.integrations.profiler.metadata import (
     run_metadata,
     why_not_in_detail,
 )
+from lightning_dist.integrations.profiler.sharded import ShardedModel
 from lightning_dist.integrations.torch.ddp import reducer_of
 from lightning_dist.measurement.device_clock import clock_of
 from lightning_dist.private import set_group_timeout
@@ -174,6 +175,9 @@ class ProfileRun:
         else:
             self._watch_allreduce(model)
         self._watching: Watching | None = Watching(model, self._session.timer)
+        self._collectives = ExitStack()
+        if isinstance(model, ShardedModel):
+            self._collectives = model.watch_collectives(self._session.recorder)
 
     def _meet(self, parent: str | Path, rank: int) -> None:
         """Agree on a folder, and know who sees it. Collective."""
@@ -238,6 +242,7 @@ class ProfileRun:
             return ()
         self._watching.stop()
         self._watching = None
+        self._collectives.close()
         self._has_finished = together
         problems: list[str] = []
         if not dist.is_initialized():

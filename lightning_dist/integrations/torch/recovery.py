@@ -362,6 +362,10 @@ class RecoverablePlacement(Placement):
             recovery.pause = Pause(generation.members)
             recovery.tell_observers(change.reason)
             self.session.change(change)
+        self.begin_step(recovery)
+
+    def begin_step(self, recovery: StepRecovery) -> None:
+        """Remember what a step changes before it is committed."""
         recovery.begin_step()
 
     def enter(self, generation: Generation, members: Membership) -> None:

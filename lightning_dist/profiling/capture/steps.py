@@ -82,8 +82,9 @@ class PendingStep(NamedTuple):
             for (index, _, _, raw, intra, inter, codec), ready, done in timed(self.buckets, 1)
         ]
         spans = [
-            Span(phase, bucket, at - begin, until - begin, op, group, sent, order)
-            for (phase, bucket, _, _, op, group, sent, order), at, until in timed(self.spans, 2)
+            Span(phase, bucket, moved(at) - begin, moved(until) - begin, *rest)
+            for (phase, bucket, _, _, *rest), at, until in timed(self.spans, 2)
+            if moved(at) >= begin  # FSDP gathers parameters for a validation too
         ]
         return StepRecord(
             self.number,

@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 from lightning_dist.profiling.analysis.intervals import lanes
 from lightning_dist.profiling.analysis.metrics import METRICS, finite, format_value, why
 from lightning_dist.profiling.analysis.parts import PARTS, Summary, Timeline, TimelineSpan
-from lightning_dist.profiling.capture.events import PHASES
+from lightning_dist.profiling.capture.events import OF_NO_BUCKET, PHASES
 from lightning_dist.profiling.report.tables import View, missing
 
 _LOOKS = {
@@ -242,7 +242,8 @@ def _figure(summary: Summary, step: Timeline, ranks: Sequence[int]) -> go.Figure
 
 def _bars(span: TimelineSpan, rank: int, y: float) -> Iterator[tuple[str, _Bar]]:
     """A bar with its name; of a collective two where it is known when the last rank launched it."""
-    hover, lasted = f"rank {rank}, bucket {span.bucket}<br>", _ms(span.end - span.begin)
+    bucket = "FSDP" if span.bucket == OF_NO_BUCKET else f"bucket {span.bucket}"
+    hover, lasted = f"rank {rank}, {bucket}<br>", _ms(span.end - span.begin)
     if span.phase != "exchange":
         parts = [("encode" if span.phase == "encode" else "decode", span.begin, span.end)]
         hover += f"{_plain(span.phase)}: {lasted}"
@@ -260,7 +261,7 @@ def _bars(span: TimelineSpan, rank: int, y: float) -> Iterator[tuple[str, _Bar]]
     longest = max(parts, key=lambda part: part[2] - part[1])
     for name, begin, end in parts:
         if begin < end or len(parts) == 1:
-            text = str(span.bucket) if name == longest[0] else ""
+            text = bucket.removeprefix("bucket ") if name == longest[0] else ""
             yield name, _Bar(begin / 1e6, (end - begin) / 1e6, y, 0.86, text, hover)
 
 
