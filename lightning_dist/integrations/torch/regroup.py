@@ -47,11 +47,6 @@ def require_recoverable(model: DistributedDataParallel, reducer: Reducer | None)
             "recovery='in_process' needs a DistributedDataParallel without static_graph and "
             "find_unused_parameters; leave them out, or use recovery='restart'"
         )
-    if reducer.has_grad_scaler:
-        raise ValueError(
-            "a GradScaler changes its scale in a step that is taken again; train in bfloat16 "
-            "without one, or use recovery='restart'"
-        )
     return reducer
 
 
