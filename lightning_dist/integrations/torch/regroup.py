@@ -47,6 +47,12 @@ def require_recoverable(model: DistributedDataParallel, reducer: Reducer | None)
             "recovery='in_process' needs a DistributedDataParallel without static_graph and "
             "find_unused_parameters; leave them out, or use recovery='restart'"
         )
+    if reducer.settings.compile_kernels is True:
+        raise ValueError(
+            "compile_kernels=True cannot take effect with recovery='in_process': kernels are "
+            "compiled for a number of ranks, and where it changes that takes longer than a "
+            "restart; leave it at 'auto' (which compiles none here) or False"
+        )
     return reducer
 
 
