@@ -593,17 +593,6 @@ class Reducer:
         self.step = int(shared["step"])
         self._reserve_again()
 
-    def owe(self, packed: Tensor | None, *, factor: float) -> None:
-        """Take over what a lost rank owed, if there is any, and scale all that this rank owes.
-
-        Args:
-            packed: ``state.packed()`` of that rank.
-            factor: ranks that there are now, over those that there were.
-        """
-        if packed is not None:
-            self.state.add(packed)
-        self.state.scale(factor)
-
     @property
     def keeps_state(self) -> bool:
         """Whether any codec of the settings owes something."""

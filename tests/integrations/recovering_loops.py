@@ -4,7 +4,8 @@
 
 SETTINGS is JSON: ``codec``, ``faults`` as ``[worker, place, step]``, ``joins`` (wait at a step
 until a newcomer waits), ``profile`` (a CommProfiler watches), ``mirror`` (of residuals),
-``framework``, and ``epochs``. Every rank writes what it computes and what it has committed to
+``framework``, ``overflows`` (a GradScaler scales, and a step has an inf until it is taken again),
+and ``epochs``. Every rank writes what it computes and what it has committed to
 ``FOLDER/<worker>.jsonl``.
 """
 
@@ -137,9 +138,9 @@ COMPRESSION: dict[str, Any] = {
 BUCKETS = {"bucket_cap_mb": 0.0001}
 
 
-def plain(module: nn.Module, optimizer: Any, codec: str) -> Made:
+def plain(module: nn.Module, optimizer: Any, codec: str, scaler: Any = None) -> Made:
     model = DistributedDataParallel(module, **BUCKETS)  # type: ignore[arg-type]
-    compress_ddp(model, codec, **COMPRESSION)
+    compress_ddp(model, codec, grad_scaler=scaler, **COMPRESSION)
     return Made(model, optimizer)
 
 
@@ -209,9 +210,12 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
     sgd = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.LinearLR(sgd, 1.0, 0.1, total_iters=20)
     made = Made(module, sgd)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    scaled: dict[str, Any] = {"scaler": scaler} if own and "overflows" in told else {}
     if own:
         init_process_group("gloo", recovery="in_process")
-        made = FRAMEWORKS[told.get("framework", "ddp")](module, sgd, told.get("codec", "none"))
+        framework, codec = told.get("framework", "ddp"), told.get("codec", "none")
+        made = FRAMEWORKS[framework](module, sgd, codec, **scaled)
     model, optimizer = made.model, made.optimizer
     register_optimizer_step_pre_hook(lambda *_: faults.strike("after the vote"))
     log = (folder / f"{own}.jsonl").open("a", buffering=1)
@@ -224,7 +228,7 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
         ElasticLoop(
             folder / "ckpt",
             loader=DataLoader(Samples(), batch_size=BATCH, shuffle=True),
-            state={"model": model, "optimizer": optimizer, "scheduler": scheduler},
+            state={"model": model, "optimizer": optimizer, "scheduler": scheduler, **scaled},
             every_n_train_steps=told.get("saves", 4),
             gradient_accumulation_steps=accumulate,
             seed=5,
@@ -250,13 +254,20 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
                     made.gather()
                 faults.strike("forward")
                 loss = (model(x) - x.flip(1)).square().mean()
-                made.backward(loop.scale_loss(loss))
+                if (begun, number) == (told.get("overflows"), 0):
+                    loss = loss * torch.inf  # of a step that is given up
+                loss = loop.scale_loss(loss)
+                made.backward(scaler.scale(loss) if scaled else loss)
                 if loop.micro_batch is not None and loop.micro_batch.weight:
                     ids = ids + numbers.tolist()
                 if loop.sync_gradients:
                     ranks = made.ranks() if own else []
                     note(computed=begun + 1, ids=ids, generation=number, epoch=epoch, ranks=ranks)
-                    optimizer.step()
+                    if scaled:
+                        scaler.step(optimizer)
+                        scaler.update()
+                    else:
+                        optimizer.step()
                     faults.strike("after the step")
                     scheduler.step()
                     optimizer.zero_grad()
@@ -271,6 +282,7 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
                             world=world,
                             lr=scheduler.get_last_lr()[0],
                             passes=float(module.passes),
+                            scale=scaler.get_scale(),
                         )
     note(end=loop.steps, hash=digest(module), metrics=loop.metrics())
     faulthandler.cancel_dump_traceback_later()
