@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
-from processes import run
+from processes import environment_of, kill_tree, run
 from recovering_loops import EPOCHS, SIZE, train
+
+from lightning_dist.elastic.recovery.node import RecoveryNode
 
 SCRIPT = Path(__file__).parent / "recovering_loops.py"
 STEP = 6
@@ -22,15 +29,17 @@ pytestmark = pytest.mark.timeout(400)
 
 
 class Job:
-    """Three ranks under our launcher, and what they have written down."""
+    """Three ranks under our launcher, and what they have written down.
 
-    def __init__(self, folder: Path, python: list[str], **told: Any) -> None:
+    beats: seconds without one after which a rank is dead; a busy machine is not a hang.
+    """
+
+    def __init__(self, folder: Path, python: list[str], *, beats: str = "60", **told: Any) -> None:
         self.folder = folder
         options = ["--monitor-interval=0.05", "--standalone", "--nproc-per-node=3"]
         launcher = [*python, "-m", "lightning_dist.elastic.agent", *options, "--max-restarts=3"]
         script = ["--no-python", *python, SCRIPT, folder, json.dumps(told)]
-        environment = {"LIGHTNING_DIST_BEAT_TIMEOUT": "60"}  # a busy machine is not a hang
-        done = run([*launcher, *script], limit=300, **environment)
+        done = run([*launcher, *script], limit=300, LIGHTNING_DIST_BEAT_TIMEOUT=beats)
         self.output = done.require_success().output
         self.lines: dict[str, list[dict[str, Any]]] = {}
         for path in folder.glob("*.*.*.jsonl"):
@@ -73,6 +82,11 @@ class Job:
         assert all(len(found) == 1 for found in (*hashes.values(), *rates.values()))
         assert len({line["hash"] for line in self.of("end")}) == 1
         assert len(self.of("end")) == 3
+
+    def require_weights(self, expected: dict[str, torch.Tensor]) -> None:
+        for name, weight in self.weights().items():
+            if name != "passes":  # of micro-batches
+                torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=1e-9)
 
     def weights(self) -> dict[str, torch.Tensor]:
         newest = max(self.folder.glob("weights-*.pt"))
@@ -134,6 +148,33 @@ def test_compressed_ranks_stay_equal_and_whoever_misses_the_answer_commits(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("victim", ["0.0.0", "0.1.0"])
+def test_a_rank_that_is_stopped_is_replaced(
+    victim: str, expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
+) -> None:
+    fault = [victim, "between buckets", STEP, "stop"]
+    job = Job(tmp_path, quick_python, beats="5", faults=[fault], joins=10)
+    job.require_exact()
+    job.require_weights(expected)
+    assert f"worker {victim} is killed: no sign of life for 5" in job.output
+    assert {line["committed"] for line in job.lines[f"{victim[:-1]}1"] if "committed" in line}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["forward", "between buckets", "after the step"])
+def test_a_rank_that_hangs_in_code_of_the_user_ends_itself_alone(
+    place: str, expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
+) -> None:
+    """It beats; the others wait as long without progress, but for one that is behind them."""
+    fault = ["0.1.0", place, STEP, "hang"]
+    job = Job(tmp_path, quick_python, faults=[fault], joins=10, hang_timeout=15.0)
+    job.require_exact()
+    job.require_weights(expected)
+    assert "worker 0.1.0 has ended: exit code 76" in job.output
+    assert job.output.count("has ended:") == 1
+
+
+@pytest.mark.slow
 def test_two_ranks_at_once(
     expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
 ) -> None:
@@ -141,6 +182,73 @@ def test_two_ranks_at_once(
     both = [["0.0.0", "between buckets", STEP], ["0.2.0", "after the vote", STEP - 1]]
     job = Job(tmp_path, quick_python, faults=both, joins=10)
     job.require_exact()
+    job.require_weights(expected)
+
+
+@pytest.mark.slow
+def test_workers_without_a_launcher_end_and_say_why(
+    tmp_path: Path, quick_python: list[str]
+) -> None:
+    """Nobody could tell them who takes part."""
+    log = tmp_path / "output"
+    told = json.dumps({"epochs": 100_000})
+    words = [sys.executable, "-m", "lightning_dist.elastic.agent", "--standalone"]
+    words += ["--nproc-per-node=3", "--no-python", *quick_python, str(SCRIPT), str(tmp_path), told]
+    with log.open("wb") as output:
+        launcher = subprocess.Popen(
+            words, env=environment_of({}), stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        end = time.monotonic() + 100
+        while (
+            len([path for path in tmp_path.glob("*.jsonl") if "committed" in path.read_text()]) < 3
+        ):
+            assert time.monotonic() < end, log.read_text()
+            time.sleep(0.05)
+        workers = psutil.Process(launcher.pid).children()
+        launcher.kill()
+        launcher.wait()
+        _, alive = psutil.wait_procs(workers, timeout=60)
+    finally:
+        kill_tree(launcher.pid)
+        launcher.wait()
+    said = log.read_text()
+    assert not alive, said
+    assert said.count("this process ends (exit code 75): the launcher's store") == 3, said
+
+
+@pytest.mark.slow
+def test_the_same_bits_where_another_takes_the_place_within_the_step(
+    tmp_path: Path, quick_python: list[str]
+) -> None:
+    """A spare waits: the interrupted step is taken again by as many ranks as before."""
+    quiet, faulty = (tmp_path / name for name in ("quiet", "faulty"))
+    for folder in (quiet, faulty):
+        folder.mkdir()
+    Job(quiet, quick_python)
+    threads = ThreadPoolExecutor(1)
+    spare = threads.submit(_run_spare, faulty, quick_python)
+    fault = ["0.1.0", "between buckets", STEP]
+    job = Job(faulty, quick_python, faults=[fault], spare=["0.3.0", STEP])
+    spare.result(200)
+    job.require_exact()
+    assert any("0.3.0" in names for names in job.members().values())
+    assert all(line["world"] == 3 for line in job.of("committed"))
+    theirs = torch.load(max(quiet.glob("weights-*.pt")))
     for name, weight in job.weights().items():
-        if name != "passes":
-            torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=1e-9)
+        assert torch.equal(weight, theirs[name]), name
+
+
+def _run_spare(folder: Path, python: list[str]) -> None:
+    """A worker that no launcher has started: it waits, since all places are taken."""
+    end = time.monotonic() + 100
+    while not (folder / "store").exists():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    address = (folder / "store").read_text()
+    node = RecoveryNode(address, ranks=4, min_workers=1)
+    node.come(0)
+    told = json.dumps({})
+    environment = {**node.start(3), "RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "3"}
+    run([*python, SCRIPT, folder, told], limit=200, **environment).require_success()
+    node.tell_end(node.workers[3], "")

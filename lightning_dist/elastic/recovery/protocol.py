@@ -162,7 +162,7 @@ class Keys:
 
     @staticmethod
     def beat(worker: str) -> str:
-        """A number that changes as long as ``worker`` lives."""
+        """A number that changes as long as ``worker`` lives, and how far it has come."""
         return f"beat/{worker}"
 
     @staticmethod

@@ -89,6 +89,7 @@ class LoopPlacement(Placement):
             )
         self.objects = Objects(given, world_size=1)
         self.recovery = LoopRecovery(environment, self.objects, steps=lambda: self._steps)
+        self.session.lifecycle.waits_for_another = self.recovery.waits_for_another
         generation, members = self.recovery.begin()
         while True:
             try:
@@ -169,6 +170,11 @@ class LoopPlacement(Placement):
     def settle(self) -> None:
         """Between steps: what all ranks do there, with those who are left where some are lost."""
         recovery = self.recovery
+        position = self.position
+        if position.samples and position.samples >= self.data.plan().used:
+            # Once the user has done what follows the last step of an epoch. In between there is
+            # no collective: members that fail there and after it would not do the same ones.
+            return
         if recovery is None:
             self._close_step()
             return
@@ -184,12 +190,9 @@ class LoopPlacement(Placement):
         recovery.begin_step()
 
     def _close_step(self) -> None:
-        """Save if it is due, and stop if a rank is told to; after the last step of an epoch only
-        once the user has done what follows it."""
+        """Save if it is due, and stop if a rank is told to."""
         position, settings = self.position, self._settings
         if position.samples:
-            if position.samples >= self.data.plan().used:
-                return
             is_due = settings.is_due_after_step(self._steps)
         elif position.epoch:
             is_due = settings.is_due_after_epoch(position.epoch - 1, steps=self._steps)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lightning_dist.elastic import rng
@@ -69,7 +70,8 @@ class LoopRecovery:
         self._reducer.leave_failures_to(self)
         self._buffers_are_sent = self._model.forward_sync_buffers
         self.groups = GenerationGroups()
-        self._member = Member(environment, on_broken=self._break)
+        self._arrivals = 0
+        self._member = Member(environment, on_broken=self._break, progress=self._progress)
         self._hook = register_optimizer_step_pre_hook(untraced(self._before_step))
         self._has_state = False
         self._next: Generation | None = None  # made while the reducer's thread has waited
@@ -77,6 +79,13 @@ class LoopRecovery:
         self._tries = 0
         self.leader = ""
         self.begin_step()
+
+    def waits_for_another(self) -> bool:
+        """Whether another member has not come as far as this one. From any thread."""
+        return self._member.waits_for_another()
+
+    def _progress(self) -> int:
+        return self._arrivals + self._reducer.arrivals
 
     # What the reducer asks, on its thread.
 
@@ -101,6 +110,7 @@ class LoopRecovery:
 
     def begin_step(self) -> None:
         """Remember what a step changes before it is committed."""
+        self._arrivals += 1
         self._begun = self._reducer.step
         self._generators = rng.capture()
         self._buffers = [(each, each.clone()) for each in self._model.module.buffers()]
@@ -164,12 +174,14 @@ class LoopRecovery:
         """A collective between steps has failed; raises ``error`` if that is nobody's loss."""
         if isinstance(error, StoreLostError):
             self._end(str(error), code=EXIT_RESTART)
-        if not (self._member.is_broken or is_of_a_peer(error)):
+        is_lost = is_of_a_peer(error) or isinstance(error, dist.DistError)
+        if not (self._member.is_broken or is_lost):
             raise error
         self._member.break_off(str(error))
 
     def level(self) -> None:
         """What DDP would do in the next forward pass by collectives, which could fail there."""
+        self._arrivals += 1
         order_buckets(self._model)
         if self._buffers_are_sent:
             send_buffers(self._model)
@@ -226,10 +238,11 @@ class LoopRecovery:
                 f"{_TRIES} generations of the same step have failed: {generation.reason}"
             ) from self._reducer.failure
         self._tries = 0 if generation.newcomers else self._tries + 1
+        self._arrivals = -self._reducer.arrivals
         self._member.meet()
         rank, size = generation.members.index(name), len(generation.members)
-        store, number = self._member.store, generation.number
-        with self.groups.made(store, number=number, rank=rank, world_size=size):
+        connect, number = self._member.connect, generation.number
+        with self.groups.made(connect, number=number, rank=rank, world_size=size):
             data, control = self.groups.new(), self.groups.new()
             members = Membership(generation=number, make=self.groups.new)
         if self._member.is_broken:
