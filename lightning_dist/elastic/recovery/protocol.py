@@ -91,6 +91,8 @@ class Generation:
         heals: members, newcomers among them, that receive the state of ``source``.
         source: who sends its state; it has applied ``step`` steps. None where nobody needs one:
             all begin.
+        leader: the member that writes; it stays as long as it is one. Members that have missed a
+            generation know it too.
         newcomers: members that were in no generation.
         refused: newcomers that are of another training, and end with an error.
         waiting: value of ``Keys.waiting`` when it was made; members pause when it is greater.
@@ -106,6 +108,7 @@ class Generation:
     verdict: bool = True
     heals: Sequence[str] = ()
     source: str | None = None
+    leader: str = ""
     newcomers: Sequence[str] = ()
     refused: Sequence[str] = ()
     waiting: int = 0
@@ -258,6 +261,7 @@ def next_generation(
         verdict=reports[newest[0]].verdict if newest else True,
         heals=(*heals, *(admitted if stopped else ())),
         source=newest[0] if newest else None,
+        leader=now.leader if now.leader in stopped else (newest or commits or admitted)[0],
         newcomers=tuple(admitted),
         refused=tuple(refused),
         reason="; ".join(reasons),

@@ -94,7 +94,6 @@ class LoopPlacement(Placement):
         while True:
             try:
                 if generation.source is None:
-                    self.recovery.agree_on_leader(generation)
                     self.recovery.handed_over(generation, dict)
                     self.session.meet(members)
                     self._open(given, world_size=members.world_size)
@@ -210,9 +209,7 @@ class LoopPlacement(Placement):
         if told is not None:
             self.objects.load_states(told["objects"])
             recovery.join(told["reducer"])
-            recovery.leader = told["leader"]
-        recovery.agree_on_leader(generation)
-        members.ranks.leader = list(generation.members).index(recovery.leader)
+        members.ranks.leader = list(generation.members).index(generation.leader)
         self.session.move(self, members, facts=None if told is None else told["session"])
         state: ElasticState = self._here() if told is None else told["state"]
         is_new = told is not None
@@ -256,7 +253,6 @@ class LoopPlacement(Placement):
         return {
             "objects": self.objects.states(),
             "reducer": self.recovery.shared_state(),
-            "leader": self.recovery.leader,
             "session": self.session.facts(),
             "state": self._here(),
         }

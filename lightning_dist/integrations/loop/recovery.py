@@ -77,7 +77,6 @@ class LoopRecovery:
         self._next: Generation | None = None  # made while the reducer's thread has waited
         self._store_lost: StoreLostError | None = None
         self._tries = 0
-        self.leader = ""
         self.begin_step()
 
     def waits_for_another(self) -> bool:
@@ -254,12 +253,6 @@ class LoopRecovery:
     def took_step(self) -> None:
         """A step is done in this generation."""
         self._tries = 0
-
-    def agree_on_leader(self, generation: Generation) -> None:
-        """The leader stays, or is the first of those who were there before."""
-        if self.leader not in generation.members:
-            old = [name for name in generation.members if name not in generation.newcomers]
-            self.leader = (old or list(generation.members))[0]
 
     def handed_over(self, generation: Generation, give: Callable[[], Any]) -> Any:
         """What ``give`` returns on the source of a generation. Collective.

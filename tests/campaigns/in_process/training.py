@@ -205,13 +205,13 @@ def train(folder: Path) -> nn.Module:
                 if not loop.sync_gradients:
                     continue
                 optimizer.step()
+                if recovery is None or not recovery.is_given_up:
+                    found = {"generation": number, "hash": digest(module)}
+                    note(committed=begun + 1, **found, **(holds() if number != last else {}))
+                    last = number
                 strikes.met("after the step")
                 optimizer.zero_grad()
                 loop.step_done()
-                if loop.steps > begun:
-                    found = {"generation": number, "hash": digest(module)}
-                    note(committed=loop.steps, **found, **(holds() if number != last else {}))
-                    last = number
             strikes.met("end of an epoch")
     is_finite = all(bool(each.isfinite().all()) for each in module.parameters())
     note(end=loop.steps, hash=digest(module), finite=is_finite)
