@@ -5,9 +5,10 @@ Loops around DDP with ``recovery="in_process"`` under ``lightning-dist launch``:
 - killed: a rank, drawn at random, again and again. From the signal to the first step that all ranks
   which are left have done without it, and to the first one with the process that is started in its
   place; and of the latter the pause of the others.
-- stopped: the same with SIGSTOP, which only the missing beats tell, after ``--detection`` seconds.
+- stopped: the same with SIGSTOP, which only missing beats tell, after ``--detection`` seconds.
 - cost: the time of a step without faults, beside recovery="restart", in turns.
-- goodput: ranks killed one after the other, and how many of the steps that would have fit were done.
+- goodput: ranks killed one after the other, and how many steps of those that would have fit are
+  done.
 - others: a restart of all, torchrun, and torchft where it is installed: kill to the next step.
 
     python -m benchmarks.restart.in_process --trials N --seed S --json FILE
@@ -27,6 +28,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -84,7 +87,8 @@ class Job:
                     **os.environ,
                     "OMP_NUM_THREADS": "1",
                     "GLOO_SOCKET_IFNAME": "lo",
-                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # or half of torchrun's restarts fail
+                    # Or half of torchrun's restarts fail.
+                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
                     **self._settings,
                 },
                 stdin=subprocess.DEVNULL,
@@ -119,6 +123,11 @@ class Job:
                 raise RuntimeError(f"{what} has not come: {self.said()}")
             time.sleep(0.02)
         return thing
+
+    def times(self, count: int) -> list[float]:
+        """Of the steps of a rank, once they are so many."""
+        times = [line["time"] for line in next(iter(self.steps().values()), [])]
+        return times if len(times) >= count else []
 
     def said(self) -> str:
         return (self._folder / "output").read_text(errors="replace")[-3000:]
@@ -234,14 +243,8 @@ def measure_cost(root: str, *, rounds: int, steps: int, told: Line) -> list[Line
         settings = {**told, "recovery": way, "seconds": _COST_STEP}
         with running("ours", root, ranks=2, told=settings) as job:
             job.all_there()
-            end = steps + 20
-
-            def enough() -> list[Line] | None:
-                lines = next(iter(job.steps().values()))
-                return lines if lines[-1]["step"] > end else None
-
-            times = [line["time"] for line in job.wait_for(enough, "enough steps")]
-        gaps = [after - before for before, after in zip(times[20:], times[21:], strict=False)]
+            times = job.wait_for(partial(job.times, steps + 20), "enough steps")[20:]
+        gaps = [after - before for before, after in pairwise(times)]
         found[way].append(median(gaps))
         print("cost:", way, f"{median(gaps) * 1e3:.3f} ms", flush=True)
     without, with_it = (median(values) for values in found.values())

@@ -111,8 +111,8 @@ STOPPED = Table(
         ("beyond it, to the next step of the others", "{undetected_s:.2f} s"),
         ("at most", "{undetected_max_s:.2f} s"),
     ],
-    text="The same training; ranks stopped by SIGSTOP, known by the beats that do not come. Less than "
-    "0 s: the last beat was before the stop.",
+    text="The same training; ranks stopped by SIGSTOP, known by the beats that do not come. "
+    "Less than 0 s: the last beat was before the stop.",
 )
 
 
@@ -147,8 +147,8 @@ GOODPUT = Table(
         ("steps done of those that would have fit", "{steps_share:.1%}"),
         ("ranks on the average", "{mean_ranks:.2f} of 4"),
     ],
-    text='Steps of 0.5 s; `batch_policy="fixed_micro_batch"`, so that a step takes as long with fewer '
-    "ranks.",
+    text='Steps of 0.5 s; `batch_policy="fixed_micro_batch"`, so that a step takes as long with '
+    "fewer ranks.",
 )
 
 

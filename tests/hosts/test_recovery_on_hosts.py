@@ -1,4 +1,4 @@
-"""Trainings of two nodes that recover within their processes: a node dies, or its link goes down."""
+"""Trainings of two nodes that recover in their processes: a node dies, or its link goes down."""
 
 from __future__ import annotations
 

@@ -116,6 +116,11 @@ class Generation:
     ends: str = ""
 
 
+def leader_of(generation: Generation) -> int:
+    """The rank that writes and keeps the account."""
+    return list(generation.members).index(generation.leader)
+
+
 def encode(record: Report | Generation) -> str:
     """``record`` as a value of the store."""
     return json.dumps(asdict(record))

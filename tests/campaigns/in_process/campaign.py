@@ -2,8 +2,8 @@
 
 Jobs of 4 ranks in an ElasticLoop around DDP under our launcher, with real processes and signals:
 killed, stopped, with an exception, alone or two at once, in every place of a step, while
-checkpoints are saved, groups are made and newcomers healed. Four fifths of the faults are met by one
-job (codec none, float64) whose last worker is spared and must not grow; the others by one with
+checkpoints are saved, groups are made and newcomers healed. Four fifths of the faults are met by
+one job (codec none, float64) whose last worker is spared and must not grow; the others by one with
 codec int8. Every job is judged: it ends with 0 without a restart of all, every sample is committed
 once in each epoch, ranks have the same bits after every step, and the weights are those of the run
 without a fault to 1e-6 of the largest (codec none). oracle.py says what is counted.

@@ -126,7 +126,7 @@ class Strikes:
         self._watch_healing()
 
     def _watch_healing(self) -> None:
-        from lightning_dist.integrations.loop import recovery
+        from lightning_dist.integrations.torch import recovery
 
         receive: Callable[..., Any] = recovery.from_rank
 
@@ -187,11 +187,11 @@ def train(folder: Path) -> nn.Module:
         for epoch in loop.epochs(told["epochs"]):
             for numbers, x in loop.batches():
                 begun = strikes.step = loop.steps
-                number = -1 if recovery is None else recovery._member.generation.number
+                number = -1 if recovery is None else recovery.generations.now.number
                 if recovery is not None and begun in joins:
                     is_less = loop._run.session.members.world_size < RANKS
                     end = time.monotonic() + LIMIT
-                    while is_less and not recovery._member.has_waiting:
+                    while is_less and not recovery.generations.has_waiting:
                         assert time.monotonic() < end, "nobody has come"
                         time.sleep(0.005)
                 strikes.met("forward")
