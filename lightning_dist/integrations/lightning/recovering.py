@@ -81,7 +81,6 @@ class RecoversInProcess:
         except RuntimeError as error:
             generations.end(f"a rank is lost at the start: {error}", code=EXIT_RESTART)
         self._groups = (groups[0], groups[1])
-        generations.agree_on_leader(generation)
         self.members = members
         self.become(members)
 

@@ -94,11 +94,11 @@ class LoopPlacement(RecoverablePlacement):
             steps=lambda: self._steps,
             mirror_every=self._mirror_every,
         )
+        self.session.lifecycle.waits_for_another = generations.waits_for_another
         generation, members = self.recovery.begin()
         while True:
             try:
                 if generation.source is None:
-                    generations.agree_on_leader(generation)
                     self.recovery.handed_over(generation, dict)
                     self.session.meet(members)
                     self._open(given, world_size=members.world_size)
@@ -166,13 +166,21 @@ class LoopPlacement(RecoverablePlacement):
     # Recovery within the process.
 
     @override
+    def settle(self) -> None:
+        """After the last step of an epoch only once the user has done what follows it.
+
+        In between there is no collective: of members that fail there some would already have ended
+        the epoch, and would not do the same ones as the others afterwards.
+        """
+        done = self.position.samples
+        if not done or done < self.data.plan().used:
+            super().settle()
+
+    @override
     def close_step(self) -> None:
-        """Save if it is due, and stop if a rank is told to; after the last step of an epoch only
-        once the user has done what follows it."""
+        """Save if it is due, and stop if a rank is told to."""
         position, settings = self.position, self._settings
         if position.samples:
-            if position.samples >= self.data.plan().used:
-                return
             is_due = settings.is_due_after_step(self._steps)
         elif position.epoch:
             is_due = settings.is_due_after_epoch(position.epoch - 1, steps=self._steps)

@@ -317,6 +317,7 @@ class TrainerPlacement(RecoverablePlacement):
             steps=lambda: trainer.global_step,
             with_closures=True,
         )
+        self._session.lifecycle.waits_for_another = strategy.generations.waits_for_another
         if strategy.joins:
             self._join(recovery)
         else:
