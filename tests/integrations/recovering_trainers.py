@@ -3,7 +3,8 @@
     recovering_trainers.py FOLDER SETTINGS
 
 SETTINGS is JSON, as of `recovering_loops`: ``codec``, ``faults``, ``lost``, ``joins``; and
-``accumulate``, ``clip``, ``validates``. Every rank writes what it computes and what it has
+``accumulate``, ``clip``, ``validates``, ``syncs``, ``logs``, ``once`` (faults of the first start
+of all). Every rank writes what it computes and what it has
 committed to ``FOLDER/<worker>.jsonl``.
 """
 
@@ -26,13 +27,29 @@ from torch.utils.data import DataLoader
 from lightning_dist import CompressedDDPStrategy, ElasticRestart
 
 
+class Once(Faults):
+    """Not again in a start that follows."""
+
+    def __init__(self, folder: Path, told: list[list[Any]]) -> None:
+        self._mark = folder / "struck"
+        super().__init__([] if self._mark.exists() else told)
+
+    def strike(self, place: str) -> None:
+        if (place, self.step) in self._told:
+            self._mark.touch()
+        super().strike(place)
+
+
 class Module(pl.LightningModule):
     """Tells what it computes, and dies where it is told to."""
 
     def __init__(self, folder: Path, told: dict[str, Any]) -> None:
         super().__init__()
         self.net, self.told = Net(), told
-        self.faults, self.own = Faults(told.get("faults", [])), os.environ["LIGHTNING_DIST_WORKER"]
+        self.faults = (
+            Once(folder, told["once"]) if "once" in told else Faults(told.get("faults", []))
+        )
+        self.own = os.environ["LIGHTNING_DIST_WORKER"]
         watch_votes(folder, self.faults, told.get("lost", []))
         self.log_file = (folder / f"{self.own}.jsonl").open("a", buffering=1)
         self.ids: list[int] = []
