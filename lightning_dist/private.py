@@ -64,7 +64,8 @@ FSDP: Table = {
     "torch.distributed.fsdp:FSDPModule": "_get_fsdp_state",
     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": "_fsdp_param_groups",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": (
-        "fsdp_params mesh_info mp_policy offload_policy _is_hsdp"
+        "fsdp_params mesh_info mp_policy offload_policy _is_hsdp _all_gather_comm "
+        "_reduce_scatter_comm"
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": (
         "sharded_param padded_sharded_param_size fsdp_placement _orig_size"
@@ -248,6 +249,12 @@ def averages_replicas(group: Any) -> bool:
     """Whether a parameter group is averaged over a second dimension of its mesh."""
     found: bool = group._is_hsdp
     return found
+
+
+# Whoever replaces them cannot ask what was there.
+def collectives_of(group: Any) -> tuple[Any, Any]:
+    """What a parameter group all-gathers with, and what it reduce-scatters with."""
+    return group._all_gather_comm, group._reduce_scatter_comm
 
 
 # Of a mesh with a tensor-parallel dimension a parameter says all dimensions, and its whole shape.

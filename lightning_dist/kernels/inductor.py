@@ -52,6 +52,7 @@ class Variant:
     received: int  # payloads that a mean is made of
     device: torch.device
     immediate: bool  # whether state is committed when it is encoded
+    only: Literal["", "encode", "decode"] = ""  # passes of the other kind have other shapes
 
 
 def should_fuse(wish: bool | Literal["auto"], *, numel: int, device: torch.device) -> bool:
@@ -223,16 +224,21 @@ def _examples(variant: Variant) -> Mapping[str, tuple[Any, ...]]:
         return made
 
     grad = dense(variant.dtype, 1, 1.0)
-    kinds = variant.passes.memory.kinds
-    state = tuple(dense(compute_dtype(variant.dtype), 2 + i, 0.01) for i in range(len(kinds)))
+    memory = variant.passes.memory
+    wide = compute_dtype(variant.dtype)
+    drawn = memory.drawn(rows, _BLOCKS + 2, codec.block, dtype=wide, generator=generator)
+    state = tuple(held.to(variant.device)[:, :_BLOCKS] for held in drawn)
     scale = torch.ones((), dtype=torch.float32, device=variant.device)
     received = tuple(payload(rows) for _ in range(variant.received))
     now = variant.immediate and bool(state)
     finished = () if variant.immediate else state
+    sent_with = None if variant.only else keys(rows)  # whoever decodes rows has no keys
     examples: dict[str, tuple[Any, ...]] = {
         "encode_and_commit" if now else "encode": (grad, state, scale, keys(rows), payload(rows)),
-        "decode_and_commit": (grad, finished, scale, keys(rows), payload(rows), received),
+        "decode_and_commit": (grad, finished, scale, sent_with, payload(rows), received),
     }
+    if variant.only:
+        return {name: of for name, of in examples.items() if name.startswith(variant.only)}
     if rows > 1:
         examples["reduce"] = (payload(world), keys(1), payload(1))
         if state:

@@ -21,6 +21,7 @@ from lightning_dist.codecs.noise import block_keys
 from lightning_dist.exchange import traffic
 from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.wire import row_bytes, views
+from lightning_dist.kernels.inductor import Variant, fused_passes
 from lightning_dist.kernels.passes import Factors, Kernels
 from lightning_dist.topology import Topology
 
@@ -120,6 +121,17 @@ class Rows:
                 if place is not None:
                     place.copy_(tile[:, 0, : place.shape[1]])
 
+    def fuse(self, device: torch.device, *, encoded: int, decoded: int, received: int) -> None:
+        """Compile the kernels on a CPU: so many rows are encoded, decoded, and received of each."""
+        for kernels in (part.kernels for part in self._parts):
+            if not kernels.codec.fusable or kernels.codec.lossless:
+                continue
+            own = Variant(kernels.passes, self.dtype, encoded, 1, device, True, only="encode")
+            mean = Variant(
+                kernels.passes, self.dtype, decoded, received, device, True, only="decode"
+            )
+            kernels.use({**fused_passes(own), **fused_passes(mean)})
+
     def _planes(self, part: _Part, payload: Tensor) -> tuple[Tensor, ...]:
         planes = part.kernels.codec.planes(self.dtype)
         end = part.before + row_bytes(planes, part.blocks)
@@ -171,6 +183,10 @@ class RowGather:
         channel.all_gather(received.view(-1), mine).wait()
         rows.decode([received], output.view(rows.ranks, -1))
 
+    def fuse(self, device: torch.device) -> None:
+        """Compile the kernels on a CPU."""
+        self.rows.fuse(device, encoded=1, decoded=self.rows.ranks, received=1)
+
 
 class RowReduceScatter:
     """A mean of rows, each on the rank that it belongs to, quantised once.
@@ -201,6 +217,10 @@ class RowReduceScatter:
         channel.all_to_all(received.view(-1), payload.view(-1)).wait()
         rows.decode([row.unsqueeze(0) for row in received], output.view(1, -1))
         self.step += 1
+
+    def fuse(self, device: torch.device) -> None:
+        """Compile the kernels on a CPU."""
+        self.rows.fuse(device, encoded=self.rows.ranks, decoded=1, received=self.rows.ranks)
 
     @property
     def nbytes(self) -> int:

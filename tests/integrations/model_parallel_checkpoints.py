@@ -53,7 +53,7 @@ class Seen(L.Callback):
         self.exp_avg = {n: whole(states[p]["exp_avg"]) for n, p in pl_module.named_parameters()}
         self.steps = sorted({float(each["step"]) for each in states.values()})
         strategy: Any = trainer.strategy
-        state = None if strategy._gradients is None else strategy._gradients.state_dict()
+        state = None if strategy._reducer is None else strategy._reducer.state_dict()
         self.residuals = None if state is None else dict(state["residuals"])
 
 
@@ -250,7 +250,7 @@ def elastic_run(name: str, *, replicas: int, codec: str, fault: str = "") -> dic
     found = {n: whole(p) for n, p in module.named_parameters()}
     states: Any = module.optimizers().optimizer.state
     moments = [whole(each["momentum_buffer"]) for each in states.values()]
-    residuals = dict(strategy._gradients.reducer.residuals)
+    residuals = dict(strategy._reducer.residuals)
     return {"weights": found, "momenta": moments, "residuals": residuals}
 
 

@@ -41,6 +41,7 @@ class LoopPlacement(RecoverablePlacement):
         accumulate: micro-batches per optimizer step of the first start.
         signals: that end the training at a checkpoint of all ranks.
         recovery: what the ranks that are left do when one is lost.
+        mirror_every: as of StepRecovery.
     """
 
     def __init__(
@@ -50,8 +51,10 @@ class LoopPlacement(RecoverablePlacement):
         accumulate: int,
         signals: Sequence[signal.Signals],
         recovery: RecoveryMode = "restart",
+        mirror_every: int | None = None,
     ) -> None:
         require_recovery(recovery)
+        self._mirror_every = mirror_every
         self._mode: RecoveryMode = recovery
         self._steps = 0
         self.is_current = True
@@ -81,6 +84,11 @@ class LoopPlacement(RecoverablePlacement):
                 "recovery='in_process'), before DistributedDataParallel"
             )
         self.objects = Objects(given, world_size=1)
+        if self.objects.updates:
+            raise ValueError(
+                "recovery='in_process' takes a step of all ranks again, and local steps are of one "
+                "worker alone; use recovery='restart'"
+            )
         if len(self.objects.wrapped) != 1:
             raise ValueError(
                 "recovery='in_process' is for one model in DistributedDataParallel, got "
@@ -93,6 +101,7 @@ class LoopPlacement(RecoverablePlacement):
             optimizers=self.objects.optimizers,
             counters=self.objects.counters,
             steps=lambda: self._steps,
+            mirror_every=self._mirror_every,
         )
         generation, members = self.recovery.begin()
         while True:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
@@ -19,11 +20,13 @@ from lightning_dist.elastic.lifecycle import EXIT_RESTART
 from lightning_dist.elastic.membership import Membership
 from lightning_dist.elastic.plan import lr_factor
 from lightning_dist.elastic.progress import ElasticState, scale_learning_rates
+from lightning_dist.elastic.recovery.change import Pause
 from lightning_dist.elastic.recovery.generations import Generations
 from lightning_dist.elastic.recovery.member import StoreLostError
 from lightning_dist.elastic.recovery.protocol import Generation, Report
 from lightning_dist.elastic.session import Placement, Session
 from lightning_dist.elastic.sharding import Deal
+from lightning_dist.integrations.frameworks import tell_frameworks
 from lightning_dist.integrations.torch.ddp import describe_parameters, reducer_of
 from lightning_dist.integrations.torch.regroup import (
     from_rank,
@@ -35,6 +38,7 @@ from lightning_dist.integrations.torch.regroup import (
 from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.private import order_buckets
 from lightning_dist.reducer.commit import untraced
+from lightning_dist.reducer.mirror import ResidualMirror
 
 
 class StepRecovery:
@@ -48,6 +52,7 @@ class StepRecovery:
         steps: optimizer steps so far.
         with_closures: optimizers are given closures, in which the caller sees that a step is given
             up; otherwise a hook leaves optimizers nothing to do.
+        mirror_every: steps between two copies of residuals to the next rank; None: there are none.
 
     Raises:
         ValueError: something whose step cannot be taken again.
@@ -62,6 +67,7 @@ class StepRecovery:
         counters: Mapping[str, Any],
         steps: Callable[[], int],
         with_closures: bool = False,
+        mirror_every: int | None = None,
     ) -> None:
         if any(isinstance(each, OneBitAdam) for each in optimizers):
             raise ValueError(
@@ -72,6 +78,17 @@ class StepRecovery:
         self._optimizers, self._counted = list(optimizers), dict(counters)
         self._reducer = require_recoverable(model, reducer_of(model.module))
         self._reducer.leave_failures_to(self)
+        self._mirror: ResidualMirror | None = None
+        if mirror_every is not None:
+            if not self._reducer.keeps_state:
+                raise ValueError(
+                    "mirror_residuals has nothing to copy: "
+                    f"codec {self._reducer.settings.codec!r} leaves no residuals; leave it out"
+                )
+            name = generations.name
+            self._mirror = ResidualMirror(self._reducer, every=mirror_every, name=name)
+        self._taken_over = ""  # the lost worker whose residuals this rank owes since this pause
+        self.pause = Pause()
         self._buffers_are_sent = model.forward_sync_buffers
         generations.on_broken = self._break
         model.forward_sync_buffers = False  # they are sent between steps, where that may fail
@@ -124,7 +141,8 @@ class StepRecovery:
     def _before_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
         if not any(optimizer is each for each in self._optimizers):
             return
-        if len(arguments) > 1 or named.get("closure") is not None:
+        closure = named.get("closure", arguments[1] if len(arguments) > 1 else None)
+        if closure is not None:
             raise ValueError(
                 "an optimizer that is given a closure computes gradients in its step, which "
                 "recovery='in_process' cannot take again; call backward before step(), or use "
@@ -176,6 +194,10 @@ class StepRecovery:
         order_buckets(self._model)
         if self._buffers_are_sent:
             send_buffers(self._model)
+        if self._mirror is not None:
+            world = dist.group.WORLD
+            assert world is not None
+            self._mirror.refresh(world)
 
     # Generations.
 
@@ -187,6 +209,7 @@ class StepRecovery:
         """End this generation here, and enter the next one."""
         if self._store_lost is not None:
             self.generations.end(str(self._store_lost), code=EXIT_RESTART)
+        self.pause.begin()
         generation, self._next = self._next, None
         if generation is None:
             failed = self.generations.is_broken or self._reducer.failure is not None
@@ -200,6 +223,9 @@ class StepRecovery:
                     generation, has_state=self._has_state, failure=self._reducer.failure
                 )
                 regroup(self._model, self._reducer, network_of(data, control))
+                tell_frameworks(rank=members.rank, world_size=members.world_size)
+                if self._mirror is not None and (taken := self._mirror.regroup(generation.members)):
+                    self._taken_over = taken
                 return generation, members
             except RuntimeError as error:  # another worker is lost meanwhile
                 self.generations.lost(error)
@@ -232,6 +258,17 @@ class StepRecovery:
     def has_state(self) -> None:
         """This worker is where the training is."""
         self._has_state = True
+        if not self.pause.reasons:  # all begin
+            self.pause = Pause(self.generations.now.members)
+
+    @property
+    def owed(self) -> tuple[float | None, str]:
+        """Norm of the residuals, None on a newcomer, and the lost worker that some are of."""
+        return (self._reducer.residual_norm() if self._has_state else None, self._taken_over)
+
+    def tell_observers(self, reason: str) -> None:
+        """Let a profile know that this generation has begun."""
+        self._reducer.tell_regrouped(self.generations.now.number, reason=reason)
 
     def _report(self, *, failed: bool, holds: bool = False) -> Report:
         failure = self._reducer.failure
@@ -253,6 +290,7 @@ class StepRecovery:
         return repr(sorted(facts.items(), key=str))
 
     def _break(self) -> None:
+        self.pause.begin()
         self._reducer.network.limit.give_up()
 
     def close(self) -> None:
@@ -301,6 +339,7 @@ class RecoverablePlacement(Placement):
         """The exchange of this step has failed: go on with those who are left, from its begin."""
         assert self.recovery is not None
         self.recovery.undo()
+        self.recovery.pause.is_redone = True
         self.settle()
 
     def settle(self) -> None:
@@ -318,6 +357,12 @@ class RecoverablePlacement(Placement):
                 break
             except RuntimeError as error:
                 recovery.generations.lost(error)
+        if recovery.pause.reasons:
+            generation = recovery.generations.now
+            change = recovery.pause.change(generation, step=self.steps)
+            recovery.pause = Pause(generation.members)
+            recovery.tell_observers(change.reason)
+            self.session.change(change)
         self.begin_step(recovery)
 
     def begin_step(self, recovery: StepRecovery) -> None:
@@ -342,12 +387,9 @@ class RecoverablePlacement(Placement):
         factor = lr_factor(self.session.settings.batch_policy, before=before, now=now)
         optimizers, schedulers = self.rates()
         scale_learning_rates(optimizers, schedulers, factor=factor)
+        recovery.pause.enter(generation, members.ranks.gather(recovery.owed))
         if told is not None:
             recovery.has_state()
-        self.tell(
-            f"elastic: goes on with {members.world_size} ranks after step {self.steps}, within "
-            f"the process (generation {generation.number}: {generation.reason or 'as before'})"
-        )
 
     def _handover(self) -> dict[str, Any]:
         assert self.recovery is not None
