@@ -20,6 +20,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from recovering_loops import BATCH, EPOCHS, LIMIT, Faults, Net, Samples, digest, watch_votes
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -147,7 +148,7 @@ def train(folder: Path, told: dict[str, Any]) -> None:
         limit_val_batches=2 if told.get("validates") else 0,
         num_sanity_val_steps=1 if told.get("validates") else 0,
         log_every_n_steps=1,
-        logger=told.get("logs", False),
+        logger=CSVLogger(folder) if told.get("logs") else False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )

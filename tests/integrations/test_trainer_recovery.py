@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 
 import pytest
@@ -95,10 +96,15 @@ def test_a_rank_is_lost_at_the_end_of_an_epoch(
 ) -> None:
     """Its last step is taken again, or the first one of the next; validations go on."""
     faults = [["0.0.0", place, 4]]
-    job = TrainerJob(tmp_path, quick_python, faults=faults, joins=12, validates=True)
+    told = {"faults": faults, "joins": 12, "validates": True, "logs": True}
+    job = TrainerJob(tmp_path, quick_python, **told)
     job.require_exact()
     require_logged(job)
     require_weights(job, expected)
+    written = (tmp_path / "lightning_logs" / "version_0-0.1.0" / "metrics.csv").read_text()
+    rows = list(csv.DictReader(written.splitlines()))
+    assert {int(row["step"]) for row in rows if row["loss_step"]} >= set(range(5, 15))
+    assert "2.0" in {row["elastic/world_size"] for row in rows}
 
 
 @pytest.mark.slow
