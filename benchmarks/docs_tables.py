@@ -30,7 +30,7 @@ from benchmarks.harness.launch import REPOSITORY
 from benchmarks.harness.tables import Result
 from benchmarks.profiler import tables as profiler
 from benchmarks.restart import tables as restart
-from benchmarks.step_time.tables import forms, overview, sharded, step_times
+from benchmarks.step_time.tables import forms, local_steps, overview, sharded, step_times
 
 DOCUMENTS = (
     "README.md",
@@ -51,6 +51,7 @@ SECTIONS: dict[str, tuple[str | tuple[str, ...], Callable[..., str | None]]] = {
     "convergence-gpt-long": ("convergence_long", partial(convergence, task="gpt")),
     "convergence-digits": ("convergence", partial(convergence, task="digits")),
     "convergence-local": ("convergence_local", partial(convergence, task="gpt")),
+    "convergence-local-tuned": ("convergence_local_tuned", partial(convergence, task="gpt")),
     "convergence-fsdp": ("convergence_fsdp", partial(convergence, task="gpt")),
     "checkpoint": ("checkpoint", checkpoint.checkpoint),
     "crash-campaign": ("crash_campaign", checkpoint.CRASH_CAMPAIGN),
@@ -58,6 +59,10 @@ SECTIONS: dict[str, tuple[str | tuple[str, ...], Callable[..., str | None]]] = {
     "restart-loop": ("faults_restart_loop", restart.LOOP_CAMPAIGN),
     "restart-figures": ("faults_figures", restart.FIGURES),
     "restart-in-process": ("restart_in_process", restart.IN_PROCESS),
+    "restart-stopped": ("restart_in_process", restart.STOPPED),
+    "restart-others": ("restart_in_process", restart.OTHERS),
+    "restart-without-faults": ("restart_in_process", restart.WITHOUT_FAULTS),
+    "restart-goodput": ("restart_in_process", restart.GOODPUT),
     "restart-rendezvous": ("restart_rendezvous", restart.RENDEZVOUS),
     "elastic-overhead": ("elastic_overhead", restart.OVERHEAD),
     "profile-truth": ("profiling", profiler.TRUTH),
@@ -66,6 +71,9 @@ SECTIONS: dict[str, tuple[str | tuple[str, ...], Callable[..., str | None]]] = {
     "profile-cost": ("profiling", profiler.COST),
     "whatif-errors": ("whatif", profiler.WHATIF_ERRORS),
     "whatif-scaling": ("whatif", profiler.WHATIF_SCALING),
+    "local-throughput": ("local_throughput", local_steps),
+    "convergence-delay": ("convergence_delay", partial(convergence, task="gpt")),
+    "delay": ("delay", time_to_accuracy),
     "local-steps": ("local_steps", time_to_accuracy),
     "local-steps-100": ("local_steps_100", time_to_accuracy),
     "time-to-accuracy": ("time_to_accuracy", time_to_accuracy),

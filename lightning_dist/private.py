@@ -36,7 +36,7 @@ NAMES: Table = {
     "torch.optim.lr_scheduler:SequentialLR": "_schedulers",
     "torch.utils.data:DataLoader": "_iterator",
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter": "_shutdown_workers",
-    "torch.distributed.distributed_c10d": "_set_pg_timeout",
+    "torch.distributed.distributed_c10d": "_set_pg_timeout _world",
 }
 REGROUPED: Table = {
     "torch.nn.parallel:DistributedDataParallel": (
@@ -64,7 +64,8 @@ FSDP: Table = {
     "torch.distributed.fsdp:FSDPModule": "_get_fsdp_state",
     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": "_fsdp_param_groups",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": (
-        "fsdp_params mesh_info mp_policy offload_policy _is_hsdp"
+        "fsdp_params mesh_info mp_policy offload_policy _is_hsdp _all_gather_comm "
+        "_reduce_scatter_comm"
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": (
         "sharded_param padded_sharded_param_size fsdp_placement _orig_size"
@@ -214,6 +215,15 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     _set_pg_timeout(timeout, group)
 
 
+# torch numbers groups, by which members find each other, also one that could not be made.
+def forget_group_numbers() -> None:
+    """Number process groups from 0 again, where there are none."""
+    require_torch()
+    from torch.distributed.distributed_c10d import _world
+
+    _world.group_count = 0
+
+
 # Persistent workers end when their iterator is collected, and in a circle of references it is not.
 def end_persistent_workers(loader: Any) -> None:
     """End the workers that a loader keeps between epochs."""
@@ -248,6 +258,12 @@ def averages_replicas(group: Any) -> bool:
     """Whether a parameter group is averaged over a second dimension of its mesh."""
     found: bool = group._is_hsdp
     return found
+
+
+# Whoever replaces them cannot ask what was there.
+def collectives_of(group: Any) -> tuple[Any, Any]:
+    """What a parameter group all-gathers with, and what it reduce-scatters with."""
+    return group._all_gather_comm, group._reduce_scatter_comm
 
 
 # Of a mesh with a tensor-parallel dimension a parameter says all dimensions, and its whole shape.

@@ -135,6 +135,30 @@ def sharded(result: Result) -> str | None:
     return f"{table}\n\n{caption(text, result['meta'])}"
 
 
+def local_steps(result: Result) -> str | None:
+    """Times of local steps, beside those without communication and those predicted."""
+    rows = result["rows"]
+    if not rows:
+        return None
+    columns: list[Column] = [("", "{row!n}"), ("kB sent per step", _kilobytes)]
+    for link in links_of(rows):
+        cell = ["{step_ms:,.0f} ms", "{share:x100.0f} %", "{ratio:.2f}"]
+        columns.append((f"{of_link(link)}: step / throughput / ratio", cell, link))
+    text = (
+        "Byte-level GPT of 1.4 M parameters on 2 hosts, steps in whole windows of local ones: time "
+        "of a step; throughput in percent of that without communication; ratio of the measured "
+        "step to the one that `lightning-dist profile whatif` predicts from a profile of fp32 DDP "
+        f"at {of_link(result['meta']['arguments']['base'])}. Codecs between local steps are not "
+        "compiled. All ranks share two cores."
+    )
+    table = markdown(columns, pivot(rows, of=["row"], by="link_mbit"))
+    return f"{table}\n\n{caption(text, result['meta'])}"
+
+
+def _kilobytes(row: Row) -> str:
+    return f"{row['wire_bytes'] / 1e3:,.0f}"
+
+
 def _of_link(link: float | None) -> list[Column]:
     return [
         (f"{of_link(link)}: step", "{step_ms_median:,.0f} ms", link),

@@ -16,7 +16,6 @@ from lightning_dist.cli.codecs import codecs
 from lightning_dist.cli.config import config
 from lightning_dist.cli.doctor.command import doctor
 from lightning_dist.cli.launch import PASS_ON, USAGE, launch
-from lightning_dist.console import is_plain
 from lightning_dist.versions import versions
 
 _PACKAGES = ("lightning", "accelerate", "transformers", "triton", "wandb")
@@ -27,6 +26,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # which keeps the line breaks of docstrings
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(ckpt.app, name="ckpt")
@@ -54,15 +54,13 @@ def _root(
         ),
     ] = False,
 ) -> None:
-    """Tools around training with lightning_dist.
+    """Tools for training with lightning_dist.
 
-    Exit codes: 0: done; 1: something is wrong with what was looked at; 2: wrong input, or it could
-    not be done. `launch` ends with the code of what it runs.
+    Exit codes: 0: success; 1: the command ran and found a problem; 2: wrong input, or the command
+    failed. `launch` exits with the code of the program that it runs.
     """
 
 
 def main() -> None:
     """Run the program with the arguments of this process."""
-    if is_plain():
-        app.rich_markup_mode = None  # help and wrong usage are plain text, without boxes
     app(prog_name="lightning-dist")

@@ -42,6 +42,13 @@ class Memory(ABC):
     ) -> State:
         """The new state, in the order of ``kinds``."""
 
+    def drawn(
+        self, rows: int, blocks: int, block: int, *, dtype: torch.dtype, generator: torch.Generator
+    ) -> State:
+        """Any state of at least so many blocks, for whoever compiles the arithmetic."""
+        shapes = [(rows, blocks + number, block) for number in range(len(self.kinds))]
+        return tuple(0.01 * torch.randn(s, generator=generator, dtype=dtype) for s in shapes)
+
 
 @dataclass(frozen=True)
 class NoMemory(Memory):
@@ -114,6 +121,12 @@ class RoundedError(Memory):
         """State of blocks of which nothing is owed."""
         scale = torch.zeros(rows, blocks, 1, dtype=torch.bfloat16, device=device)
         return scale, torch.zeros(rows, blocks, block, dtype=torch.int8, device=device)
+
+    def drawn(
+        self, rows: int, blocks: int, block: int, *, dtype: torch.dtype, generator: torch.Generator
+    ) -> State:
+        step, codes = self.empty(rows, blocks, block, torch.device("cpu"))
+        return step.fill_(0.01), codes.random_(-127, 128, generator=generator)
 
     def compensated(self, x: Tensor, state: State, scale: Tensor) -> Tensor:
         step, codes = state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from lightning_dist.reducer.reducer import Reducer
@@ -12,6 +12,17 @@ if TYPE_CHECKING:
 
 _OF_ONE_STEP = ("raw_bytes", "wire_bytes", "intra_bytes", "inter_bytes")
 _IN_TOTAL = ("raw_bytes", "wire_bytes")
+
+
+class Reports(Protocol):
+    """What compresses a model; a Reducer, or the collectives of a sharded model."""
+
+    @property
+    def topology(self) -> Topology: ...
+
+    def comm_stats(self) -> Mapping[str, Any]: ...
+
+    def comm_config(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -24,7 +35,7 @@ class FitResults:
 
     @classmethod
     def of(cls, reducer: Reducer) -> FitResults:
-        topology = replace(reducer.network.topology, intra_group=None, inter_group=None)
+        topology = replace(reducer.topology, intra_group=None, inter_group=None)
         return cls(topology, reducer.comm_stats(), reducer.comm_config())
 
 
@@ -39,23 +50,28 @@ class CommReport:
         def reducers(self) -> Sequence[Reducer]: ...
 
     @property
+    def _reports(self) -> Sequence[Reports]:
+        """What compresses each model; the ``reducers``, unless there are others."""
+        return self.reducers
+
+    @property
     def topology(self) -> Topology | None:
         """Hosts and groups of the ranks; None before the first model."""
-        if self.reducers:
-            return self.reducers[0].network.topology
+        if self._reports:
+            return self._reports[0].topology
         return None if self._ended is None else self._ended.topology
 
     def comm_stats(self) -> Any:
         """Bytes this rank sent, for each model in the order in which they were given."""
-        return [reducer.comm_stats() for reducer in self.reducers]
+        return [each.comm_stats() for each in self._reports]
 
     def comm_config(self) -> dict[str, Any]:
         """Codec, exchange, hosts and versions; empty before the first model.
 
         A ``WandbLogger`` gets it by itself, as ``lightning_dist`` in the configuration of the run.
         """
-        if self.reducers:
-            return self.reducers[0].comm_config()
+        if self._reports:
+            return self._reports[0].comm_config()
         return {} if self._ended is None else self._ended.comm_config
 
 

@@ -16,15 +16,12 @@ from typing_extensions import override
 
 from lightning_dist.codecs import Codec
 from lightning_dist.integrations.arguments import CHECKPOINT_KEY
-from lightning_dist.integrations.comm_report import CommReport
 from lightning_dist.integrations.lightning.launcher import FollowsLauncher, init_process_group
 from lightning_dist.integrations.model_parallel import ModelParallelArguments
-from lightning_dist.integrations.torch.fsdp import ShardedGradients
-from lightning_dist.reducer.reducer import Reducer
 
 
 class CompressedModelParallelStrategy(
-    CommReport, ModelParallelArguments, FollowsLauncher, ModelParallelStrategy
+    ModelParallelArguments, FollowsLauncher, ModelParallelStrategy
 ):
     """Fabric's model parallelism with compressed gradients between replicas.
 
@@ -42,13 +39,7 @@ class CompressedModelParallelStrategy(
         **kwargs: Any,
     ) -> None:
         super().__init__(codec, parallelize_fn=parallelize_fn, **kwargs)
-        self._models: list[tuple[Module, ShardedGradients]] = []
         self._backward_sync_control: Any = self
-
-    @property
-    def reducers(self) -> list[Reducer]:
-        """Of the modules, in the order of ``fabric.setup``."""
-        return [gradients.reducer for _, gradients in self._models]
 
     @override
     def setup_environment(self) -> None:
@@ -65,9 +56,7 @@ class CompressedModelParallelStrategy(
     @override
     def setup_module(self, module: Module) -> Module:
         model = super().setup_module(module)
-        gradients = self._compress(model)
-        if gradients is not None:
-            self._models.append((model, gradients))
+        self._compress(model)
         return model
 
     @override
@@ -77,12 +66,12 @@ class CompressedModelParallelStrategy(
 
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
         """What ``fabric.no_backward_sync`` enters."""
-        found = (gradients for model, gradients in self._models if model is module and enabled)
-        return next((gradients.no_sync() for gradients in found), nullcontext())
+        found = (each for each in self._exchanges if each.model is module and enabled)
+        return next((each.no_sync() for each in found), nullcontext())
 
     @override
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        states = [self._state_of(gradients) for _, gradients in self._models]
+        states = [self._state_of(exchange) for exchange in self._exchanges]
         super().save_checkpoint(path, {**state, CHECKPOINT_KEY: states}, *args, **kwargs)
 
     @override
@@ -91,7 +80,7 @@ class CompressedModelParallelStrategy(
     ) -> dict[str, Any]:
         rest = super().load_checkpoint(path, state, *args, **kwargs)
         if isinstance(state, dict):  # otherwise somebody loads one module
-            states = rest.pop(CHECKPOINT_KEY, [])[: len(self._models)]
-            for (_, gradients), of_model in zip_longest(self._models, states):
-                self._load_state(gradients, of_model)  # None, from a plain one: nothing owed
+            states = rest.pop(CHECKPOINT_KEY, [])[: len(self._exchanges)]
+            for exchange, of_model in zip_longest(self._exchanges, states):
+                self._load_state(exchange, of_model)  # None, from a plain one: nothing owed
         return rest

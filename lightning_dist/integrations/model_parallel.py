@@ -1,9 +1,9 @@
-"""What both CompressedModelParallelStrategy share: arguments, mesh, samplers and state."""
+"""What both CompressedModelParallelStrategy share: arguments, mesh, samplers, bytes and state."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,18 +16,21 @@ from torch.optim import Optimizer
 
 from lightning_dist.codecs import Codec
 from lightning_dist.exchange.handshake import all_facts
+from lightning_dist.integrations.comm_report import CommReport
 from lightning_dist.integrations.refusals import (
     refuse_codec_options,
     refuse_pytorch_lightning,
     refuse_unknown,
 )
 from lightning_dist.integrations.torch.checks import require_one_momentum
-from lightning_dist.integrations.torch.fsdp import ShardedGradients, attach, sharded_settings
-from lightning_dist.integrations.torch.fsdp_shards import (
-    CompressedShards,
-    ShardSettings,
+from lightning_dist.integrations.torch.fsdp import (
+    ShardedExchange,
+    ShardedGradients,
+    attach_replicas,
     attach_shards,
+    sharded_settings,
 )
+from lightning_dist.integrations.torch.fsdp_shards import CompressedShards, ShardSettings
 from lightning_dist.integrations.torch.in_force import show
 from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.reducer.reducer import Reducer
@@ -42,15 +45,13 @@ _PARTS = "tensor_parallel"
 """Key of a state that has one of each tensor-parallel rank."""
 
 
-class ModelParallelArguments:
+class ModelParallelArguments(CommReport):
     """Mixin before a ``ModelParallelStrategy`` of Lightning or Fabric.
 
     Its device mesh has the dimensions ``"replicate"``, ``"data_parallel"`` and
     ``"tensor_parallel"``. ``fully_shard`` is called with ``device_mesh["data_parallel"]``, as under
     ``ModelParallelStrategy``: these are the ranks of one replica.
     """
-
-    _compressed_shards: CompressedShards | None = None
 
     if TYPE_CHECKING:
         _timeout: timedelta | None
@@ -129,10 +130,10 @@ class ModelParallelArguments:
         self._shard_settings: ShardSettings | None = None
         if parameters is not None:
             self._shard_settings = self._checked_shards(parameters)
+        self._exchanges: list[ShardedExchange] = []  # of the models, in their order
         super().__init__(**kwargs)
 
     def _checked_shards(self, parameters: str | Codec) -> ShardSettings:
-        settings = self._settings
         if self._replicas == "auto":
             self._replicas = 1
         if self._replicas != 1 or self._tensors != 1:
@@ -141,22 +142,22 @@ class ModelParallelArguments:
                 f"replicate_size={self._replicas} and tensor_parallel_size={self._tensors}; leave "
                 "both out, or parameters="
             )
-        if settings.start_step or settings.commit != "auto":
-            raise ValueError(
-                "with parameters= every step is compressed, and nothing is committed later: leave "
-                "start_step and commit out"
-            )
-        return ShardSettings.check(
-            settings.codec,
-            parameters=parameters,
-            error_feedback=settings.error_feedback,
-            min_compress_numel=settings.min_compress_numel,
-        )
+        return ShardSettings.check(self._settings, parameters)
+
+    @property
+    def reducers(self) -> list[Reducer]:
+        """Of the models, in their order; none with ``parameters=``."""
+        return [each.reducer for each in self._exchanges if isinstance(each, ShardedGradients)]
+
+    @property
+    def _reports(self) -> Sequence[ShardedExchange]:
+        return self._exchanges
 
     @property
     def shards(self) -> CompressedShards | None:
         """The quantised collectives of the model, of the last one; None without ``parameters=``."""
-        return self._compressed_shards
+        found = [each for each in self._exchanges if isinstance(each, CompressedShards)]
+        return found[-1] if found else None
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -201,21 +202,22 @@ class ModelParallelArguments:
 
     def _compress(
         self, model: nn.Module, *, continue_from: Reducer | None = None
-    ) -> ShardedGradients | None:
-        """Compress the gradients of ``model``; None where there is one replica. Collective."""
+    ) -> ShardedExchange | None:
+        """Compress what ``model`` sends; None where nothing is, with one replica. Collective."""
         mesh = self.device_mesh
         if self._shard_settings is not None:
-            settings, shards = self._shard_settings, mesh[DIMENSIONS[1]]
-            self._compressed_shards = attach_shards(model, settings, mesh=shards)
+            settings, own = self._shard_settings, mesh[DIMENSIONS[1]]
+            shards = attach_shards(model, settings, mesh=own)
+            self._exchanges.append(shards)
             if dist.get_rank() == 0:
                 show(
-                    f"compressed FSDP2 over {shards.size()} ranks: parameters in "
+                    f"compressed FSDP2 over {own.size()} ranks: parameters in "
                     f"{settings.parameters}, gradients in {settings.gradients}"
                 )
-            return None
+            return shards
         if mesh[DIMENSIONS[0]].size() == 1:
             return None
-        gradients = attach(
+        gradients = attach_replicas(
             model,
             self._settings,
             mesh=mesh[DIMENSIONS[:2]],
@@ -225,19 +227,27 @@ class ModelParallelArguments:
         if dist.get_rank() == 0:
             sizes = dict(zip(DIMENSIONS, mesh.shape, strict=True))
             show(f"compressed FSDP2: codec {self._settings.codec}, mesh {sizes}")
+        self._exchanges.append(gradients)
         return gradients
 
-    def _state_of(self, gradients: ShardedGradients) -> dict[str, Any] | None:
+    def _state_of(self, exchange: ShardedExchange) -> dict[str, Any] | None:
         """State of all replicas and tensor-parallel parts on rank 0, None elsewhere. Collective."""
-        state, tensor = gradients.state_dict(), self.device_mesh[DIMENSIONS[2]]
+        state, tensor = exchange.state_dict(), self.device_mesh[DIMENSIONS[2]]
         if tensor.size() == 1 or state is None:
             return state
         states = [None] * tensor.size() if tensor.get_local_rank() == 0 else None
         dist.gather_object(state, states, group=tensor.get_group(), group_dst=0)
         return None if states is None else {_PARTS: states}
 
-    def _load_state(self, gradients: ShardedGradients, state: Mapping[str, Any] | None) -> None:
+    def _load_state(self, exchange: ShardedExchange, state: Mapping[str, Any] | None) -> None:
         """Go on from :meth:`_state_of`, the same on every rank; None starts afresh."""
+        if state is not None and ("steps" in state) != isinstance(exchange, CompressedShards):
+            if dist.get_rank() == 0:
+                log.warning(
+                    "the checkpoint is of a run that was compressed in the other way, between "
+                    "replicas or, with parameters=, over all ranks: what was owed is lost"
+                )
+            state = None
         tensor = self.device_mesh[DIMENSIONS[2]]
         parts = [state] if state is None or _PARTS not in state else state[_PARTS]
         if len(parts) != tensor.size() and state is not None:
@@ -249,7 +259,7 @@ class ModelParallelArguments:
                     tensor.size(),
                 )
             parts = [None] * tensor.size()
-        gradients.load_state_dict(parts[tensor.get_local_rank()] if state is not None else None)
+        exchange.load_state_dict(parts[tensor.get_local_rank()] if state is not None else None)
 
 
 def _count_hosts(device: torch.device) -> int:

@@ -15,7 +15,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -30,12 +30,11 @@ from lightning_dist.codecs.noise import block_keys
 from lightning_dist.codecs.threshold import Threshold
 from lightning_dist.exchange.wire import row_bytes, views
 from lightning_dist.kernels.native import NativeSparsePasses, block_passes
-from lightning_dist.kernels.passes import Passes, compute_dtype
+from lightning_dist.kernels.passes import Pass, Passes, compute_dtype
 from lightning_dist.kernels.sparse import SparsePasses
+from lightning_dist.kernels.triton import available_on
 
 log = logging.getLogger(__name__)
-
-Pass = Callable[..., None]
 
 FUSE_FROM_ELEMENTS = 1 << 22  # a smaller model saves less than the 20 s that compiling costs
 _one_at_a_time = threading.Lock()  # torch's tracer keeps its state in globals
@@ -52,6 +51,7 @@ class Variant:
     received: int  # payloads that a mean is made of
     device: torch.device
     immediate: bool  # whether state is committed when it is encoded
+    only: Literal["", "encode", "decode"] = ""  # passes of the other kind have other shapes
 
 
 def should_fuse(wish: bool | Literal["auto"], *, numel: int, device: torch.device) -> bool:
@@ -63,9 +63,7 @@ def should_fuse(wish: bool | Literal["auto"], *, numel: int, device: torch.devic
     if wish is False:
         return False
     if is_accelerator(device):
-        from torch.utils._triton import has_triton  # no attribute of torch.utils before an import
-
-        there = bool(has_triton())
+        there = available_on(device)
     else:
         there = any(shutil.which(name) for name in ("g++", "clang++"))
     if wish is True and not there:
@@ -105,9 +103,7 @@ def _fused_passes(variant: Variant) -> Mapping[str, Pass]:
     return fused
 
 
-def _compiled(
-    variant: Variant, examples: Mapping[str, tuple[Any, ...]]
-) -> Mapping[str, Callable[..., None]]:
+def _compiled(variant: Variant, examples: Mapping[str, tuple[Any, ...]]) -> Mapping[str, Pass]:
     if variant.passes.codec.native is None:
         return {
             name: _compile(getattr(variant.passes, name), arguments)
@@ -176,10 +172,10 @@ def _compile(function: Pass, arguments: tuple[Any, ...]) -> Pass:
     return fused
 
 
-def _leaves(tree: tuple[Any, ...]) -> list[Tensor | None]:
+def _leaves(tree: Sequence[Any]) -> list[Tensor | None]:
     flat: list[Tensor | None] = []
     for part in tree:
-        if isinstance(part, tuple):
+        if isinstance(part, (tuple, list)):
             flat.extend(_leaves(part))
         else:
             flat.append(part)
@@ -223,16 +219,21 @@ def _examples(variant: Variant) -> Mapping[str, tuple[Any, ...]]:
         return made
 
     grad = dense(variant.dtype, 1, 1.0)
-    kinds = variant.passes.memory.kinds
-    state = tuple(dense(compute_dtype(variant.dtype), 2 + i, 0.01) for i in range(len(kinds)))
+    memory = variant.passes.memory
+    wide = compute_dtype(variant.dtype)
+    drawn = memory.drawn(rows, _BLOCKS + 2, codec.block, dtype=wide, generator=generator)
+    state = tuple(held.to(variant.device)[:, :_BLOCKS] for held in drawn)
     scale = torch.ones((), dtype=torch.float32, device=variant.device)
     received = tuple(payload(rows) for _ in range(variant.received))
     now = variant.immediate and bool(state)
     finished = () if variant.immediate else state
+    sent_with = None if variant.only else keys(rows)  # whoever decodes rows has no keys
     examples: dict[str, tuple[Any, ...]] = {
         "encode_and_commit" if now else "encode": (grad, state, scale, keys(rows), payload(rows)),
-        "decode_and_commit": (grad, finished, scale, keys(rows), payload(rows), received),
+        "decode_and_commit": (grad, finished, scale, sent_with, payload(rows), received),
     }
+    if variant.only:
+        return {name: of for name, of in examples.items() if name.startswith(variant.only)}
     if rows > 1:
         examples["reduce"] = (payload(world), keys(1), payload(1))
         if state:

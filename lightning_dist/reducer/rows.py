@@ -9,7 +9,7 @@ if it is wished, the error of gradients, in 8 bits.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,9 @@ from lightning_dist.codecs.noise import block_keys
 from lightning_dist.exchange import traffic
 from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.wire import row_bytes, views
+from lightning_dist.kernels.inductor import Variant, fused_passes
 from lightning_dist.kernels.passes import Factors, Kernels
+from lightning_dist.reducer.tiles import Tile, decode_tiles, encode_tiles, of_tiles, runs_of
 from lightning_dist.topology import Topology
 
 Cut = Mapping[BlockCodec, Sequence[tuple[int, int]]]
@@ -36,6 +38,9 @@ class _Part:
     slices: Sequence[tuple[int, int]]
     blocks: int
     before: int
+
+    def tiles(self, rows: Tensor) -> Sequence[Tile]:
+        return runs_of(rows, self.slices, self.kernels.codec.block)
 
 
 class Rows:
@@ -96,52 +101,39 @@ class Rows:
         """
         one = torch.ones((), dtype=torch.float32, device=rows.device)
         for number, part in enumerate(self._parts):
-            kernels = part.kernels
-            own, state = self._planes(part, payload), errors[number] if errors else ()
-            keys = _keys(part, len(rows), salt, rows.device)
-            encode = kernels.encode_and_commit if state else kernels.encode
-            for tile, columns, _ in _tiles(part, rows):
-                encode(
-                    tile,
-                    tuple(held[:, columns] for held in state),
-                    one,
-                    None if keys is None else keys[:, columns],
-                    tuple(plane[:, columns] for plane in own),
-                )
+            tiles = part.tiles(rows)
+            encode_tiles(
+                part.kernels,
+                tiles,
+                of_tiles(tiles, self._planes(part, payload)),
+                one,
+                state=errors[number] if errors else (),
+                keys=_keys(part, len(rows), salt, rows.device),
+            )
 
     def decode(self, payloads: Sequence[Tensor], rows: Tensor) -> None:
         """``rows (R, numel)`` <- the weighted sum of ``payloads (R, nbytes)``, in their order."""
         one = torch.ones((), dtype=torch.float32, device=rows.device)
         for part in self._parts:
-            planes = [self._planes(part, payload) for payload in payloads]
-            for tile, columns, place in _tiles(part, rows):
-                received = [tuple(plane[:, columns] for plane in of) for of in planes]
-                part.kernels.decode_and_commit(tile, (), one, None, received[0], received)
-                if place is not None:
-                    place.copy_(tile[:, 0, : place.shape[1]])
+            tiles = part.tiles(rows)
+            received = [of_tiles(tiles, self._planes(part, payload)) for payload in payloads]
+            decode_tiles(part.kernels, tiles, zip(*received, strict=True), one)
+
+    def fuse(self, device: torch.device, *, encoded: int, decoded: int, received: int) -> None:
+        """Compile the kernels on a CPU: so many rows are encoded, decoded, and received of each."""
+        for kernels in (part.kernels for part in self._parts):
+            if not kernels.codec.fusable or kernels.codec.lossless:
+                continue
+            own = Variant(kernels.passes, self.dtype, encoded, 1, device, True, only="encode")
+            mean = Variant(
+                kernels.passes, self.dtype, decoded, received, device, True, only="decode"
+            )
+            kernels.use({**fused_passes(own), **fused_passes(mean)})
 
     def _planes(self, part: _Part, payload: Tensor) -> tuple[Tensor, ...]:
         planes = part.kernels.codec.planes(self.dtype)
         end = part.before + row_bytes(planes, part.blocks)
         return views(payload[:, part.before : end], planes, part.blocks)
-
-
-def _tiles(part: _Part, rows: Tensor) -> Iterator[tuple[Tensor, slice, Tensor | None]]:
-    """``(R, blocks, block)`` of ``rows``, its columns in the payload, and where a copy belongs."""
-    block, first = part.kernels.codec.block, 0
-    for offset, numel in part.slices:
-        whole = numel // block
-        end = offset + whole * block
-        if whole:
-            tile = rows[:, offset:end].view(len(rows), whole, block)
-            yield tile, slice(first, first + whole), None
-        first += whole
-        if rest := numel - whole * block:
-            place = rows[:, end : end + rest]
-            tail = rows.new_zeros(len(rows), 1, block)
-            tail[:, 0, :rest] = place
-            yield tail, slice(first, first + 1), place
-            first += 1
 
 
 def _keys(part: _Part, rows: int, salt: int, device: torch.device) -> Tensor | None:
@@ -170,6 +162,10 @@ class RowGather:
         rows.encode(own.view(1, -1), mine.unsqueeze(0))
         channel.all_gather(received.view(-1), mine).wait()
         rows.decode([received], output.view(rows.ranks, -1))
+
+    def fuse(self, device: torch.device) -> None:
+        """Compile the kernels on a CPU."""
+        self.rows.fuse(device, encoded=1, decoded=self.rows.ranks, received=1)
 
 
 class RowReduceScatter:
@@ -201,6 +197,10 @@ class RowReduceScatter:
         channel.all_to_all(received.view(-1), payload.view(-1)).wait()
         rows.decode([row.unsqueeze(0) for row in received], output.view(1, -1))
         self.step += 1
+
+    def fuse(self, device: torch.device) -> None:
+        """Compile the kernels on a CPU."""
+        self.rows.fuse(device, encoded=self.rows.ranks, decoded=1, received=self.rows.ranks)
 
     @property
     def nbytes(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.reducer.network import Network
 from lightning_dist.settings import Settings
+from lightning_dist.topology import Topology
 from lightning_dist.versions import versions
 
 
@@ -81,15 +82,15 @@ def run_config(settings: Settings, network: Network | None) -> dict[str, Any]:
         "start_step": settings.start_step,
         "commit": settings.commit,
         "delay": settings.delay,
-        **({} if network is None else _between(network)),
+        **({} if network is None else {"exchange": _exchange(network)}),
+        **({} if network is None else places(network.topology)),
         "versions": versions(),
     }
 
 
-def _between(network: Network) -> dict[str, Any]:
-    topology = network.topology
+def places(topology: Topology) -> dict[str, Any]:
+    """Where the ranks are, as values of a configuration."""
     return {
-        "exchange": _exchange(network),
         "topology": topology.describe(),
         "hosts": len(topology.by_host()),
         "world_size": topology.world_size,

@@ -43,11 +43,16 @@ def accelerator(**given: Any) -> Accelerator:
 
 
 class Run:
-    def __init__(self, codec: str | None, *, accumulate: int = 1) -> None:
-        self.accelerator = accelerator(gradient_accumulation_steps=accumulate)
+    def __init__(
+        self, codec: str | None, *, accumulate: int = 1, parameters: str | None = None
+    ) -> None:
+        self.accelerator = accelerator(
+            gradient_accumulation_steps=accumulate,
+            **({} if parameters is None else {"parallelism_config": None}),
+        )
         self.compression = None
         if codec is not None:
-            plugin = CompressedFSDPPlugin(codec, min_compress_numel=0)
+            plugin = CompressedFSDPPlugin(codec, parameters=parameters, min_compress_numel=0)
             self.compression = plugin.attach(self.accelerator)
         torch.manual_seed(3)
         net = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise((WIDTH, 2 * WIDTH, WIDTH))))
@@ -72,10 +77,20 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(map(torch.equal, a, b))
 
 
-def facts(folder: Path) -> dict[str, bool]:
+def facts() -> dict[str, bool]:
+    """Codec none against Accelerate's own HSDP."""
     expected = Run(None).train()
     got = Run("none")
     equal = same(expected, got.train())
+    return {
+        "batches of all ranks": len(got.loader) == 8,
+        "equal to native": equal,
+        "refusals": refusals(),
+    }
+
+
+def resume(folder: Path) -> dict[str, bool]:
+    """A run that goes on from a checkpoint, and what is told of accumulation."""
     straight = Run("int4")
     straight.train()
     whole = straight.train()
@@ -90,15 +105,32 @@ def facts(folder: Path) -> dict[str, bool]:
     several.train()
     (stats,) = several.compression.comm_stats()
     return {
-        "batches of all ranks": len(got.loader) == 8,
-        "equal to native": equal,
         "resumed": resumed,
         "residuals": bool(owed),
         "accumulates": stats["steps"] == 2,
         "bytes": stats["inter_bytes"] < 0.4 * stats["raw_bytes"],
         "set outside": same(set_outside(), Run("int4").train()),
         "metrics": several.compression.metrics()["comm/inter_bytes"] > 0,
-        "refusals": refusals(),
+    }
+
+
+def shards(folder: Path) -> dict[str, bool]:
+    """Sharded over all ranks: a run that goes on from a checkpoint, and its bytes."""
+    codec = {"codec": "qsgd:bits=4,block_size=64", "parameters": "int8"}
+    straight = Run(**codec)
+    straight.train()
+    whole = straight.train()
+    first = Run(**codec)
+    first.train()
+    first.accelerator.save_state(str(folder / "shards"))
+    first.train()  # to be forgotten
+    first.accelerator.load_state(str(folder / "shards"))
+    (stats,) = first.compression.comm_stats()
+    return {
+        "resumed": same(whole, first.train()),
+        "bytes": stats["ratio"] > 2,
+        "steps": stats["steps"] == 16,
+        "metrics": first.compression.metrics()["comm/total_wire_bytes"] > stats["wire_bytes"],
     }
 
 
@@ -119,14 +151,15 @@ def refusals() -> bool:
         ({"fsdp_plugin": None, "parallelism_config": None}, "fsdp_version=2"),
     )
     found = [says in refusal(accelerator(**given)) for given, says in cases]
+    found.append("dp_replicate_size=2" in refusal(accelerator(), "qsgd", parameters="int8"))
     twice = accelerator()
     CompressedFSDPPlugin("int8").attach(twice)
     return all([*found, "attach it once" in refusal(twice)])
 
 
-def refusal(found: Accelerator) -> str:
+def refusal(found: Accelerator, codec: str = "int8", **given: Any) -> str:
     try:
-        CompressedFSDPPlugin("int8").attach(found)
+        CompressedFSDPPlugin(codec, **given).attach(found)
     except ValueError as error:
         return str(error)
     return ""

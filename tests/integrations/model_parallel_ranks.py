@@ -19,6 +19,7 @@ os.environ["LIGHTNING_DIST_HOSTNAME"] = f"host{int(os.environ['RANK']) // 2}"
 
 import accelerate_fsdp
 import lightning as L
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
@@ -35,11 +36,13 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist import (
+    AsyncCheckpoint,
     CommProfiler,
     CompressedModelParallelStrategy,
     OneBitAdam,
 )
 from lightning_dist.fabric import CompressedModelParallelStrategy as CompressedFabric
+from lightning_dist.private import collectives_of, parameter_groups_of
 
 WIDTH = 18
 BATCHES = 4
@@ -158,20 +161,18 @@ def fitted(strategy: Any, module: Module | None = None, **given: Any) -> tuple[L
     return found, module
 
 
-def equal_to_native() -> dict[str, bool]:
-    """Codec none against torch's HSDP under Lightning's strategy."""
-    facts = {}
-    cases: dict[str, dict[str, Any]] = {
-        "clipping and accumulation": {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2},
-        "bf16 compute": {},
-    }
-    for name, given in cases.items():
-        how = {"mp_policy": BF16} if name == "bf16 compute" else {}
-        native = NativeHSDP(data_parallel_size=4, tensor_parallel_size=1)
-        _, expected = fitted(native, Module(native=True, **how), **given)
-        _, got = fitted(ours("none"), Module(**how), **given)
-        facts[name] = same(weights(expected), weights(got)) and expected.losses == got.losses
-    return facts
+def equal_to_native(**how: Any) -> dict[str, bool]:
+    """Codec none against torch's HSDP under Lightning's strategy, clipping and accumulation."""
+    given = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
+    native = NativeHSDP(data_parallel_size=4, tensor_parallel_size=1)
+    _, expected = fitted(native, Module(native=True, **how), **given)
+    _, got = fitted(ours("none"), Module(**how), **given)
+    equal = same(weights(expected), weights(got))
+    return {"equal": equal, "losses": expected.losses == got.losses}
+
+
+def equal_to_native_bf16() -> dict[str, bool]:
+    return equal_to_native(mp_policy=BF16)
 
 
 def reports() -> dict[str, Any]:
@@ -224,7 +225,7 @@ def resumed(**given: Any) -> dict[str, bool]:
     if given.get("tensor_parallel_size", 1) > 1:
         whole, _ = fitted(ours("int4"), ckpt_path=path)
         facts["residuals of parts are left out"] = whole.strategy._reducer.step == BATCHES
-    else:  # the same by Lightning's own strategy, and back
+    elif given:  # the same by Lightning's own strategy, and back
         plain = trainer(NativeHSDP(data_parallel_size=4, tensor_parallel_size=1), max_epochs=2)
         plain.fit(Module(native=True), ckpt_path=path)
         facts["loads under Lightning's"] = plain.global_step == 2 * BATCHES
@@ -268,16 +269,50 @@ def sharded_over_all() -> dict[str, bool]:
     _, expected = fitted(plain, accumulate_grad_batches=2)
     facts = {}
     for codec, parameters in (("none", "none"), ("qsgd:bits=8,block_size=64", "int8")):
-        strategy = ours(codec, parameters=parameters)
-        _, got = fitted(strategy, accumulate_grad_batches=2)
+        strategy, logger = ours(codec, parameters=parameters), Memory()
+        _, got = fitted(strategy, accumulate_grad_batches=2, logger=logger, log_every_n_steps=1)
         far = 1e-5 if codec == "none" else 0.02
         pairs = zip(expected.losses, got.losses, strict=True)
         facts[f"{codec} trains"] = all(abs(a - b) < far * a for a, b in pairs)
-        assert strategy.shards is not None
-        ratio = strategy.shards.comm_stats()["ratio"]
-        facts[f"{codec} sends"] = ratio == 1 if codec == "none" else ratio > 2
+        stats = strategy.comm_stats()
+        facts[f"{codec} sends"] = stats["ratio"] == 1 if codec == "none" else stats["ratio"] > 2
+        facts[f"{codec} logs"] = logger.metrics["comm/total_wire_bytes"] == stats["wire_bytes"]
+        facts[f"{codec} counts"] = stats["steps"] == len(got.losses)  # of each micro-batch
+        said = strategy.comm_config()["parameters"].lower()
+        facts[f"{codec} says"] = ("int8" in said) == (parameters == "int8")
         facts[f"{codec} has no reducer"] = not strategy.reducers
     return facts
+
+
+QUANTISED: dict[str, Any] = {"codec": "qsgd:bits=4,block_size=64", "parameters": "int8"}
+
+
+def shards_resume() -> dict[str, bool]:
+    """Random rounding goes on where it was, from checkpoints of Lightning and AsyncCheckpoint."""
+    _, straight = fitted(ours(**QUANTISED))
+    folder = FOLDER / "shards"
+    saved = AsyncCheckpoint(folder, format="sharded", filename="async")
+    first, _ = fitted(ours(**QUANTISED), max_epochs=1, enable_checkpointing=True, callbacks=[saved])
+    first.save_checkpoint(folder / "theirs")
+    facts = {}
+    for name in ("async.ckpt", "theirs"):
+        _, again = fitted(ours(**QUANTISED), ckpt_path=folder / name)
+        facts[name] = same(weights(straight), weights(again))
+    other, _ = fitted(ours("int4"), ckpt_path=folder / "theirs")
+    facts["loads between replicas"] = other.strategy._reducer.step == BATCHES
+    return facts
+
+
+def shards_fabric() -> dict[str, bool]:
+    """Quantised collectives under Fabric: bytes, and a run that goes on from a checkpoint."""
+    straight, first, second = (Run(under_fabric(**QUANTISED)) for _ in range(3))
+    whole = straight.train(4)
+    first.train(2)
+    first.fabric.save(FOLDER / "fabric shards", first.state)
+    second.train(1)
+    second.fabric.load(FOLDER / "fabric shards", second.state)
+    (stats,) = second.fabric.strategy.comm_stats()
+    return {"resumed": same(whole, second.train(2)), "bytes": stats["ratio"] > 2}
 
 
 def refusals() -> dict[str, str]:
@@ -353,14 +388,19 @@ class Run:
         return self.fabric.no_backward_sync(self.net, enabled=enabled)
 
 
-def under_fabric(codec: str) -> CompressedFabric:
-    return CompressedFabric(parallelize, codec, min_compress_numel=0)
+def under_fabric(codec: str, **given: Any) -> CompressedFabric:
+    return CompressedFabric(parallelize, codec, min_compress_numel=0, **given)
 
 
 def fabric() -> dict[str, bool]:
-    """Fabric: codec none against torch's HSDP, and a run that goes on from a checkpoint."""
+    """Fabric: codec none against torch's HSDP."""
     native = FabricModelParallel(native_hsdp, data_parallel_size=4, tensor_parallel_size=1)
     expected = Run(native).train(3, native=True)
+    return {"equal to native": same(expected, Run(under_fabric("none")).train(3))}
+
+
+def fabric_resume() -> dict[str, bool]:
+    """A run under Fabric that goes on from a checkpoint."""
     straight, first, second = (Run(under_fabric("int4")) for _ in range(3))
     whole = straight.train(4)
     first.train(2)
@@ -369,7 +409,6 @@ def fabric() -> dict[str, bool]:
     second.fabric.load(FOLDER / "fabric", second.state)
     (stats,) = second.fabric.strategy.comm_stats()
     return {
-        "equal to native": same(expected, Run(under_fabric("none")).train(3)),
         "resumed": same(whole, second.train(2)),
         "bytes": stats["inter_bytes"] < 0.3 * stats["raw_bytes"],
         "hosts": second.fabric.strategy.topology.by_host() == ((0, 1), (2, 3)),
@@ -378,13 +417,28 @@ def fabric() -> dict[str, bool]:
 
 def profile() -> dict[str, Any]:
     """Facts of rank 0; what other ranks have is in its summary."""
+    _, plain = fitted(ours(), accumulate_grad_batches=2)
     profiler = CommProfiler(dirpath=FOLDER / "profile", measure_links=False, print_summary=False)
-    fitted(ours(), callbacks=[profiler], accumulate_grad_batches=2)
+    with pytest.MonkeyPatch.context() as patch:
+        given = count_collectives(patch)
+        _, module = fitted(ours(), callbacks=[profiler], accumulate_grad_batches=2)
+    facts = {"rank": dist.get_rank(), "same bits": same(weights(plain), weights(module))}
+    comms = [
+        each for block in module.blocks for each in collectives_of(*parameter_groups_of(block))
+    ]
+    facts["given back"] = {type(each).__module__.partition(".")[0] for each in comms} == {"torch"}
     summary = profiler.summary
     if summary is None:
-        return {"rank": dist.get_rank()}
+        return facts
+    parts = summary.breakdown_ms
     return {
-        "rank": 0,
+        **facts,
+        "given": sum(given),
+        "calls": len(given),
+        "intra bytes": summary.traffic.intra_bytes,
+        "exposed": (summary.exposed_fsdp_ms, summary.exposed_ms),
+        "rest": parts["other"],
+        "step": (sum(parts.values()), summary.detailed_step_ms),
         "steps": summary.steps + summary.warmup_steps,
         "buckets": len(summary.buckets),
         "inter bytes": summary.traffic.inter_bytes,
@@ -395,8 +449,33 @@ def profile() -> dict[str, Any]:
     }
 
 
+def count_collectives(patch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes that this rank sends in each collective of FSDP itself."""
+    sent: list[int] = []
+    for name in ("all_gather_single", "reduce_scatter_single"):
+        plain = getattr(dist, name)
+
+        def call(
+            output: Any, input: Any, *, plain: Any = plain, group: Any = None, **how: Any
+        ) -> Any:
+            if output.dtype == torch.float32:  # ours are bytes
+                sent.append((group.size() - 1) * min(output.nbytes, input.nbytes))
+            return plain(output, input, group=group, **how)
+
+        patch.setattr(dist, name, call)
+    return sent
+
+
 def accelerate() -> dict[str, Any]:
-    return accelerate_fsdp.facts(FOLDER)
+    return accelerate_fsdp.facts()
+
+
+def accelerate_resume() -> dict[str, Any]:
+    return accelerate_fsdp.resume(FOLDER)
+
+
+def shards_accelerate() -> dict[str, Any]:
+    return accelerate_fsdp.shards(FOLDER)
 
 
 def main() -> None:

@@ -6,13 +6,14 @@ torchrun shard_ranks.py FOLDER SCENARIO...
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from fsdp_ranks import Net, local, sharded, train, weights
+from fsdp_ranks import Net, counted_passes, local, sharded, train, weights
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from lightning_dist.integrations.torch.fsdp import compress_fsdp
 
 STEPS = 6
+STEPS_OF_TRAIN = 3
 BLOCK = 64
 RATE = 0.1
 PARAMETERS = f"int8:block_size={BLOCK}"
@@ -162,7 +164,12 @@ def bytes_sent(mesh: DeviceMesh) -> dict[str, Any]:
         setattr(dist, name, function)
     said, size = ours.comm_stats(), mesh.size()
     ours.close()
+    kinds = ("parameters", "gradients")
     return {
+        "steps": said["steps"] == STEPS_OF_TRAIN,
+        "the last of equal ones": said["last_step"]["wire_bytes"] * STEPS_OF_TRAIN
+        == said["wire_bytes"],
+        "raw": said["raw_bytes"] == sum(said[kind]["raw_bytes"] for kind in kinds),
         "parameters": said["parameters"]["wire_bytes"] == (size - 1) * given["all_gather_single"],
         "gradients": said["gradients"]["wire_bytes"]
         == given["all_to_all_single"] // size * (size - 1),
@@ -234,7 +241,8 @@ def resumed(mesh: DeviceMesh) -> dict[str, Any]:
     straight = shard(small(), mesh)
     ours = compress_fsdp(straight, codec, mesh=mesh, **settings)
     fit(straight)
-    between, state = weights(straight), ours.state_dict()
+    between, shared = weights(straight), [ours.state_dict()]
+    dist.broadcast_object_list(shared)
     fit(straight, first=STEPS)
     ours.close()
     again, other = (shard(small(7), mesh) for _ in range(2))
@@ -244,12 +252,38 @@ def resumed(mesh: DeviceMesh) -> dict[str, Any]:
                 local(parameter).copy_(held)
         ours = compress_fsdp(net, codec, mesh=mesh, **settings)
         if net is again:
-            ours.load_state_dict(state)
+            ours.load_state_dict(shared[0])
         fit(net, first=STEPS)
         ours.close()
     return {
         "equal": all(map(torch.equal, weights(straight), weights(again))),
         "other numbers": not all(map(torch.equal, weights(straight), weights(other))),
+    }
+
+
+def compiled_kernels(mesh: DeviceMesh) -> dict[str, bool]:
+    """Compiled passes have the bits of the eager ones, and stand in for those of large shards."""
+    found = []
+    for wish in (False, True):
+        eager, compiled = Counter[str](), Counter[str]()
+        with counted_passes(eager, compiled):
+            net = sharded(mesh)
+            codec = "int8:block_size=16"
+            ours = compress_fsdp(
+                net, codec, mesh=mesh, parameters=codec, compile_kernels=wish, **FED_BACK
+            )
+            eager.clear()  # of the comparison at set-up
+            compiled.clear()
+            trained = train(net, ours=None)
+        errors = [of for each in ours._reductions.values() for part in each.errors for of in part]
+        found.append((trained + [each.clone() for each in errors], eager.total(), compiled))
+        ours.close()
+    (before, without, nothing), (after, remain, instead) = found
+    return {
+        "equal": len(before) == len(after) and all(map(torch.equal, before, after)),
+        "none without": not nothing,
+        "all passes": set(instead) == {"encode", "encode_and_commit", "decode_and_commit"},
+        "instead of eager ones": without - remain == instead.total(),
     }
 
 

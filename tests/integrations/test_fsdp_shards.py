@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,14 @@ def test_it_is_its_definition(ranks: str, request: pytest.FixtureRequest) -> Non
 @pytest.mark.parametrize("ranks", ["two", pytest.param("four", marks=pytest.mark.slow)])
 def test_facts(ranks: str, scenario: str, request: pytest.FixtureRequest) -> None:
     for each in facts(request.getfixturevalue(ranks), scenario):
+        assert all(each.values()), each
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler")
+def test_compiled_kernels(tmp_path: Path, quick_python: list[str]) -> None:
+    launch(tmp_path, quick_python, 2, "compiled_kernels")
+    for each in facts(tmp_path, "compiled_kernels"):
         assert all(each.values()), each
 
 

@@ -15,8 +15,16 @@ LIMIT = 240.0
 pytestmark = pytest.mark.timeout(LIMIT + 30)
 FAST = ("equal_to_native", "reports", "accumulation", "resume", "refusals")
 FAST += ("fabric", "profile", "accelerate")
-SLOW = ("resume_one_file", "resume_tensor_parallel", "tensor_parallel", "evaluation")
-SLOW += ("sharded_over_all",)
+SLOW = (
+    "equal_to_native_bf16",
+    "fabric_resume",
+    "accelerate_resume",
+    "resume_one_file",
+    "resume_tensor_parallel",
+    "tensor_parallel",
+    "evaluation",
+)
+SLOW += ("sharded_over_all", "shards_resume", "shards_fabric", "shards_accelerate")
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +55,7 @@ def test_it_holds(square: Path, scenario: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "scenario", ["resume_one_file", "resume_tensor_parallel", "evaluation", "sharded_over_all"]
-)
+@pytest.mark.parametrize("scenario", [each for each in SLOW if each != "tensor_parallel"])
 def test_it_holds_in_other_forms(rest: Path, scenario: str) -> None:
     for each in facts(rest, scenario):
         assert all(each.values()), each
@@ -82,12 +88,20 @@ def test_tensor_parallel_ranks_get_the_same_data(rest: Path) -> None:
         assert each == {"equal": True, "sampler": {"num_replicas": 2, "rank": rank // 2}}
 
 
-def test_the_profiler_sees_what_crosses_between_replicas(square: Path) -> None:
+def test_the_profiler_sees_both_dimensions(square: Path) -> None:
     first, *others = facts(square, "profile")
     assert [each["rank"] for each in others] == [1, 2, 3]
+    assert all(each["same bits"] and each["given back"] for each in (first, *others))
     assert first["steps"] == 4, "of two micro-batches"
     assert first["buckets"] == 2
-    assert first["bytes"] == first["inter bytes"] > 0
+    assert first["bytes"] == first["inter bytes"] + first["intra bytes"]
+    assert first["inter bytes"] > 0
+    assert first["calls"] == 4 * 2 * (2 + 2 + 2), "two gathers and a reduction, of two blocks"
+    assert first["intra bytes"] == first["given"] / 4, "a step"
+    own, exposed = first["exposed"]
+    assert 0 < own < exposed
+    assert first["rest"] >= 0
+    assert first["step"][0] == pytest.approx(first["step"][1])
     assert first["transfer"] > 0
     assert first["waits"] == [0, 1, 2, 3]
     assert first["errors"]

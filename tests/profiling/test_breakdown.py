@@ -7,9 +7,9 @@ from identities import check_identities
 from planted import MS, Planted, replace, replaced
 
 from lightning_dist.profiling.analysis.breakdown import Analysed, analyse, timeline, unknown_wait
-from lightning_dist.profiling.capture.events import (
-    ClockRecord,
-)
+from lightning_dist.profiling.analysis.summarize import summarize
+from lightning_dist.profiling.capture.events import OF_NO_BUCKET, ClockRecord, Span
+from lightning_dist.profiling.report.tables import facts
 
 SHIFTS = ({}, {1: 123.456}, {1: -9_999.001}, {1: 1e6})
 
@@ -45,6 +45,39 @@ def test_a_planted_delay_is_what_the_others_waited(late: float, shift: dict[int,
     assert tardy.ns["hidden"] == 29 * MS
     for each in (punctual, tardy):
         check_identities(each)
+
+
+def test_collectives_that_hold_up_a_pass_are_exposed() -> None:
+    """FSDP's own, planted in the forward pass: rank 1 comes to it 4 ms late."""
+    usual = Planted(hosts=("host-a",)).run()
+    run = usual
+    for rank, came in ((0, 5), (1, 9)):
+        of_rank = run.ranks[rank]
+        gather = Span(
+            *("exchange", OF_NO_BUCKET, came * MS, 15 * MS, "all_gather", "intra", 500, 0, True)
+        )
+        groups = {**of_rank.metadata.groups, "intra": [0, 1]}
+        steps = {
+            step: replace(each, spans=(gather, *each.spans)) for step, each in of_rank.steps.items()
+        }
+        metadata = replace(of_rank.metadata, groups=groups)
+        run = replaced(run, rank, steps=steps, metadata=metadata)
+    for before, now, waited in zip(analyse(usual, 0), analyse(run, 0), (4, 0), strict=True):
+        expected = in_ms(before)
+        expected["forward"] -= 6 + waited
+        expected["exposed_wait"] += waited
+        expected["exposed_transfer"] += 6
+        assert in_ms(now) == expected
+        assert now.ns["exposed_fsdp"] == (6 + waited) * MS
+        assert before.ns["exposed_fsdp"] == 0
+        assert now.ns["hidden"] == before.ns["hidden"]
+        assert now.ns["intra"] - before.ns["intra"] == now.ns["raw"] - before.ns["raw"] == 500
+        check_identities(now)
+    summary = summarize(run)
+    assert summary.exposed_fsdp_ms == 8
+    assert summary.exposed_ms == pytest.approx(summarize(usual).exposed_ms + 8)
+    (fact,) = (each for each in facts(summary) if each.label == "exposed communication")
+    assert "8.00 ms of it in collectives of FSDP itself" in fact.detail
 
 
 @pytest.mark.parametrize("transfer", [15, 40])

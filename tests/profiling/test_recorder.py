@@ -11,7 +11,7 @@ import pytest
 
 from lightning_dist.measurement.device_clock import HostClock
 from lightning_dist.profiling.capture import session
-from lightning_dist.profiling.capture.events import BucketTimes, Span
+from lightning_dist.profiling.capture.events import OF_NO_BUCKET, BucketTimes, Span
 from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.profiling.capture.session import Governor, SessionSettings, cost_of_an_event
 from lightning_dist.profiling.capture.steps import PendingStep
@@ -92,6 +92,25 @@ def test_collectives_are_numbered_on_each_group() -> None:
     launch(taking, "all_gather", "intra", Work().end())
     _, (span,) = taken(taking, 1000)
     assert span.order == 0  # a new step
+
+
+def test_collectives_of_fsdp_are_of_no_bucket_and_no_sign_of_an_exchange() -> None:
+    taking = recorder()
+    taking.is_for(2)
+    for _ in range(2):
+        taking.collective("all_gather", group="intra", sent=10)(None)
+    assert not taking.has_exchanged
+    _, spans = taken(taking, 1000)
+    assert [(each.bucket, each.order, each.blocks) for each in spans] == [
+        (OF_NO_BUCKET, 0, True),
+        (OF_NO_BUCKET, 1, True),
+    ]
+    taking.collective("all_gather", group="intra", sent=10)(Work().end())
+    _, (span,) = taken(taking, 1000)
+    assert (span.order, span.blocks) == (0, False), "a new step, and nobody has waited"
+    taking.is_on = False
+    taking.collective("all_gather", group="intra", sent=10)(None)
+    assert taken(taking, 1000) == ((), ())
 
 
 def test_one_that_fails_is_no_transfer_and_those_behind_it_are_seen() -> None:

@@ -76,6 +76,10 @@ class Compression(CommReport):
         """Of the prepared models, in their order; empty with one process."""
         return residuals.reducers(self._accelerator)
 
+    @property
+    def _reports(self) -> list[Any]:
+        return residuals.owners(self._accelerator)
+
     def metrics(self) -> dict[str, float]:
         """``comm/*`` of this rank, over all models; empty before the first step."""
         return comm_metrics(self.comm_stats())
@@ -97,17 +101,18 @@ class Compression(CommReport):
 
     def close(self) -> None:
         """Stop the threads of all models. ``lightning_dist.accelerate.Accelerator`` does it."""
-        for reducer in self.reducers:
-            reducer.close()
+        for owner in residuals.owners(self._accelerator):
+            owner.close()
 
     def save(self, folder: str) -> None:
         """Write what all ranks owe beside what Accelerate or Trainer writes. Collective."""
-        if self.reducers and self._accelerator.project_configuration.save_on_each_node:
+        owners = residuals.owners(self._accelerator)
+        if owners and self._accelerator.project_configuration.save_on_each_node:
             raise ValueError(
                 "save_on_each_node=True cannot take effect: rank 0 writes the residuals of all "
                 "ranks; leave it out, and save to a folder that all nodes see"
             )
-        residuals.write([reducer.state_dict() for reducer in self.reducers], folder)
+        residuals.write([owner.state_dict() for owner in owners], folder)
 
     def load(self, folder: str) -> None:
         """Go on from what :meth:`save` has written, by any number of ranks. Collective.
@@ -115,7 +120,7 @@ class Compression(CommReport):
         Raises:
             ValueError: the ranks do not see the same folder.
         """
-        residuals.require_one_folder(self.reducers, folder)
+        residuals.require_one_folder(self._accelerator, folder)
         residuals.load(self._accelerator, folder, says=self._accelerator.is_main_process)
 
     def _save(self, models: Iterable[nn.Module], weights: Any, folder: str) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from accelerate.utils import ParallelismConfig
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_dist.codecs import Codec
 from lightning_dist.configuration import LEFT_OUT, Resolved, resolve
@@ -19,7 +20,13 @@ from lightning_dist.integrations.accelerate import private
 from lightning_dist.integrations.accelerate.attach import tell
 from lightning_dist.integrations.accelerate.compression import Compression
 from lightning_dist.integrations.torch.checks import require_one_momentum
-from lightning_dist.integrations.torch.fsdp import ShardedGradients, attach, sharded_settings
+from lightning_dist.integrations.torch.fsdp import (
+    ShardedExchange,
+    attach_replicas,
+    attach_shards,
+    sharded_settings,
+)
+from lightning_dist.integrations.torch.fsdp_shards import ShardSettings
 from lightning_dist.settings import Settings
 
 if TYPE_CHECKING:
@@ -34,12 +41,16 @@ class CompressedFSDPPlugin:
     """What :func:`lightning_dist.compress_fsdp` takes, for the model that Accelerate prepares.
 
     For an ``Accelerator`` with ``FullyShardedDataParallelPlugin(fsdp_version=2)`` and a
-    ``ParallelismConfig`` of several replicas (HSDP): those are averaged by us, compressed. What is
-    left out comes from variables and files, as for :class:`CompressedDDPPlugin`.
+    ``ParallelismConfig`` of several replicas (HSDP): those are averaged by us, compressed; or, with
+    ``parameters``, without replicas. What is left out, but ``parameters``, comes from variables
+    and files, as for :class:`CompressedDDPPlugin`.
 
     Args:
         codec: a name of ``lightning_dist.CODECS``, with options as in ``"topk:ratio=0.01"``, a
             codec object, or a policy.
+        parameters: for a model that is sharded over all ranks: codec of the parameters in FSDP's
+            all-gather; gradients are reduce-scattered in ``codec``, which has to be unbiased, such
+            as ``"qsgd:bits=8"``, or to have ``error_feedback=True``, then in 8 bits.
         error_feedback: keep what the codec loses and send it with the next gradient; 4 bytes per
             compressed element of a shard. ``"auto"``: where the codec needs it.
         min_compress_numel: smaller parameters, and 1-D ones, travel uncompressed; 0 compresses all.
@@ -55,6 +66,7 @@ class CompressedFSDPPlugin:
 
     codec: str | Codec = LEFT_OUT
     _: KW_ONLY
+    parameters: str | Codec | None = None
     error_feedback: bool | Literal["auto"] = LEFT_OUT
     min_compress_numel: int | None = LEFT_OUT
     start_step: int = LEFT_OUT
@@ -78,16 +90,21 @@ class CompressedFSDPPlugin:
         and gradients stay sharded. Residuals go with ``save_state`` and ``load_state``.
 
         Raises:
-            ValueError: the Accelerator has not FSDP2 with several replicas, or with tensor
-                parallelism; a model is prepared already, or a plugin attached.
+            ValueError: the Accelerator has not FSDP2 with several replicas, or with ``parameters``
+                has several, or tensor parallelism; a model is prepared already, or a plugin
+                attached.
         """
-        _require_attachable(accelerator)
-        compression = ShardedCompression(accelerator, self._settings())
+        settings = self._settings()
+        _require_attachable(accelerator, replicas=isinstance(settings, Settings))
+        compression = ShardedCompression(accelerator, settings)
         tell(accelerator, self._resolved)
         return compression
 
-    def _settings(self) -> Settings:
-        return sharded_settings(**{name: getattr(self, name) for name in OF_SHARDS})
+    def _settings(self) -> Settings | ShardSettings:
+        settings = sharded_settings(**{name: getattr(self, name) for name in OF_SHARDS})
+        if self.parameters is None:
+            return settings
+        return ShardSettings.check(settings, self.parameters)
 
 
 class ShardedParallelism(ParallelismConfig):  # type: ignore[misc]  # it has no types
@@ -101,15 +118,19 @@ class ShardedParallelism(ParallelismConfig):  # type: ignore[misc]  # it has no 
 class ShardedCompression(Compression):
     """The compression of one Accelerator; made by :meth:`CompressedFSDPPlugin.attach`."""
 
-    def __init__(self, accelerator: Accelerator, settings: Settings) -> None:
-        super().__init__(accelerator, settings)
-        self._gradients: dict[nn.Module, ShardedGradients] = {}
-        config = copy(accelerator.parallelism_config)
-        config.__class__ = ShardedParallelism
-        accelerator.state.parallelism_config = config
+    def __init__(self, accelerator: Accelerator, settings: Settings | ShardSettings) -> None:
+        self._of_all = settings if isinstance(settings, ShardSettings) else None
+        super().__init__(
+            accelerator, settings.given if isinstance(settings, ShardSettings) else settings
+        )
+        self._exchanges: dict[nn.Module, ShardedExchange] = {}
         # Accelerate has no hook for either.
         accelerator.prepare = partial(self._prepare, accelerator.prepare)
-        accelerator.no_sync = self._no_sync
+        if self._of_all is None:
+            config = copy(accelerator.parallelism_config)
+            config.__class__ = ShardedParallelism
+            accelerator.state.parallelism_config = config
+            accelerator.no_sync = self._no_sync
 
     def take_place(self) -> None:
         """Nothing: FSDP2 asks nobody for a hook."""
@@ -117,31 +138,39 @@ class ShardedCompression(Compression):
     def _prepare(self, prepare: Any, *args: Any, **kwargs: Any) -> Any:
         prepared = prepare(*args, **kwargs)
         for model in private.prepared_models(self._accelerator):
-            if model not in self._gradients:
+            if model not in self._exchanges:
                 for optimizer in private.prepared_optimizers(self._accelerator):
                     require_one_momentum(optimizer.optimizer, self._settings)
-                self._gradients[model] = attach(
-                    model,
-                    self._settings,
-                    mesh=self._accelerator.torch_device_mesh[_MESH],
-                    timeout=private.group_timeout(self._accelerator),
-                )
+                self._exchanges[model] = self._attach(model)
         return prepared
+
+    def _attach(self, model: nn.Module) -> ShardedExchange:
+        accelerator = self._accelerator
+        if self._of_all is not None:
+            every = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+            return attach_shards(model, self._of_all, mesh=every)
+        return attach_replicas(
+            model,
+            self._settings,
+            mesh=accelerator.torch_device_mesh[_MESH],
+            timeout=private.group_timeout(accelerator),
+        )
 
     @contextmanager
     def _no_sync(self, *models: nn.Module) -> Iterator[None]:
         with ExitStack() as stack:
             for model in models:
-                stack.enter_context(self._gradients[model].no_sync())
+                stack.enter_context(self._exchanges[model].no_sync())
             yield
 
 
 def is_attached(accelerator: Accelerator) -> bool:
     """Whether a CompressedFSDPPlugin is attached."""
-    return isinstance(accelerator.parallelism_config, ShardedParallelism)
+    owner = getattr(getattr(accelerator.prepare, "func", None), "__self__", None)
+    return isinstance(owner, ShardedCompression)
 
 
-def _require_attachable(accelerator: Accelerator) -> None:
+def _require_attachable(accelerator: Accelerator, *, replicas: bool) -> None:
     if not accelerator.is_fsdp2:
         raise ValueError(
             "a CompressedFSDPPlugin compresses the gradients of FSDP2, got an Accelerator with "
@@ -153,13 +182,19 @@ def _require_attachable(accelerator: Accelerator) -> None:
         raise ValueError(
             "one CompressedFSDPPlugin can be attached to an Accelerator; attach it once"
         )
-    if config is None or not config.dp_replicate_enabled:
+    has_replicas = config is not None and config.dp_replicate_enabled
+    if replicas and not has_replicas:
         raise ValueError(
             "gradients are compressed between replicas, and there is one; give the Accelerator "
             "parallelism_config=ParallelismConfig(dp_replicate_size=hosts, dp_shard_size=ranks of "
-            "a host)"
+            "a host), or the plugin parameters="
         )
-    if config.tp_enabled:
+    if has_replicas and not replicas:
+        raise ValueError(
+            "parameters= is for one replica that is sharded over all ranks, got "
+            f"dp_replicate_size={config.dp_replicate_size}; leave it out, or parameters="
+        )
+    if config is not None and config.tp_enabled:
         raise ValueError(
             "a CompressedFSDPPlugin does not work with tensor parallelism yet, got "
             f"tp_size={config.tp_size}; leave it at 1, or use compress_fsdp or Lightning's strategy"

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from lightning_dist.exchange.handshake import all_facts
 from lightning_dist.integrations.accelerate.attach import handler_of
 from lightning_dist.integrations.accelerate.private import prepared_models
 from lightning_dist.integrations.torch.ddp import reducer_of
+from lightning_dist.integrations.torch.fsdp import exchange_of
+from lightning_dist.integrations.torch.fsdp_shards import CompressedShards
 from lightning_dist.reducer.reducer import Reducer
 
 if TYPE_CHECKING:
@@ -23,9 +26,15 @@ log = logging.getLogger(__name__)
 
 
 def reducers(accelerator: Accelerator) -> list[Reducer]:
-    """Of the models that were given to compress_ddp."""
+    """Of the models that were given to compress_ddp, or whose replicas are compressed."""
     found = map(reducer_of, prepared_models(accelerator))
     return [reducer for reducer in found if reducer is not None]
+
+
+def owners(accelerator: Accelerator) -> list[Reducer | CompressedShards]:
+    """What keeps state of each compressed model, in their order."""
+    found = [reducer_of(each) or exchange_of(each) for each in prepared_models(accelerator)]
+    return [each for each in found if isinstance(each, Reducer | CompressedShards)]
 
 
 @contextmanager
@@ -48,13 +57,14 @@ def write(states: Iterable[Any], folder: str) -> None:
             torch.save(state, _file(folder, index))
 
 
-def require_one_folder(found: Sequence[Reducer], folder: str) -> None:
+def require_one_folder(accelerator: Accelerator, folder: str) -> None:
     """Raise ValueError unless every rank sees the same files of ours in ``folder``. Collective."""
-    if not found:
+    count, world = len(owners(accelerator)), dist.group.WORLD
+    if not count:
         return
-    network = found[0].network
-    mine = {"files": [os.path.exists(_file(folder, index)) for index in range(len(found))]}
-    facts = all_facts(mine, group=network.data.group, device=network.device)
+    assert world is not None
+    mine = {"files": [os.path.exists(_file(folder, index)) for index in range(count)]}
+    facts = all_facts(mine, group=world, device=accelerator.device)
     differ = [rank for rank, fact in enumerate(facts) if fact != facts[0]]
     if differ:
         raise ValueError(
@@ -69,8 +79,8 @@ def load(accelerator: Accelerator, folder: str, *, says: bool) -> None:
     Args:
         says: warn of what does not fit.
     """
-    found = reducers(accelerator)
-    for index, reducer in enumerate(found):
+    found = owners(accelerator)
+    for index, owner in enumerate(found):
         file, state = _file(folder, index), None
         if os.path.exists(file):
             state = torch.load(file, map_location="cpu", weights_only=True)
@@ -80,7 +90,7 @@ def load(accelerator: Accelerator, folder: str, *, says: bool) -> None:
                 folder,
                 index,
             )
-        reducer.load_state_dict(state)
+        owner.load_state_dict(state)
     if says and os.path.exists(_file(folder, len(found))):
         log.warning(
             "%s holds residuals of a compressed model, and there is none here: what they still owe "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from lightning_dist.integrations.lightning.private import give_device_mesh
 from lightning_dist.integrations.lightning.reporting import ReportsCommunication
 from lightning_dist.integrations.model_parallel import DIMENSIONS, ModelParallelArguments
 from lightning_dist.integrations.refusals import refuse_pytorch_lightning
-from lightning_dist.integrations.torch.fsdp import ShardedGradients
+from lightning_dist.integrations.torch.fsdp import ShardedExchange, ShardedGradients
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class CompressedModelParallelStrategy(
     loads under plain ``ModelParallelStrategy`` and a plain one loads here.
     """
 
-    _gradients: ShardedGradients | None = None
+    _exchange: ShardedExchange | None = None
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
@@ -84,23 +84,22 @@ class CompressedModelParallelStrategy(
             self._require_optimizer(optimizer)
         assert self.model is not None
         self._logged_step = 0
-        self._gradients = self._compress(self.model, continue_from=self._reducer)
-        self._reducer = None if self._gradients is None else self._gradients.reducer
+        self._exchanges.clear()
+        exchange = self._compress(self.model, continue_from=self._reducer)
+        self._exchange = exchange
+        self._reducer = exchange.reducer if isinstance(exchange, ShardedGradients) else None
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        if self._gradients is not None:
-            self._gradients.begin()  # steps need not call the module itself
+        if self._exchange is not None:
+            self._exchange.begin()  # steps need not call the module itself
 
     @override
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Send nothing between replicas; gradients stay sharded."""
-        if self._gradients is None:
-            yield
-            return
-        with self._gradients.no_sync():
+        with nullcontext() if self._exchange is None else self._exchange.no_sync():
             yield
 
     @override
@@ -122,8 +121,8 @@ class CompressedModelParallelStrategy(
     ) -> None:
         io = self.checkpoint_io if isinstance(self.checkpoint_io, CheckpointerIO) else None
         # Called on all ranks. Weights-only checkpoints have no optimizer states.
-        if self._gradients is not None and "optimizer_states" in checkpoint:
-            state = self._state_for(io, self._gradients)
+        if self._exchange is not None and "optimizer_states" in checkpoint:
+            state = self._state_for(io, self._exchange)
             if state is not None:
                 checkpoint[CHECKPOINT_KEY] = state
         if io is None:
@@ -135,13 +134,14 @@ class CompressedModelParallelStrategy(
         Strategy.save_checkpoint(self, checkpoint, filepath)
 
     def _state_for(
-        self, io: CheckpointerIO | None, gradients: ShardedGradients
+        self, io: CheckpointerIO | None, exchange: ShardedExchange
     ) -> dict[str, Any] | None:
-        if io is None or self.device_mesh[DIMENSIONS[2]].size() > 1:
-            return self._state_of(gradients)
+        splits_layers = self.device_mesh[DIMENSIONS[2]].size() > 1
+        if io is None or splits_layers or not isinstance(exchange, ShardedGradients):
+            return self._state_of(exchange)
         from lightning_dist.checkpoint.plan import Striped
 
-        state, stripes = gradients.reducer.striped_state_dict()
+        state, stripes = exchange.reducer.striped_state_dict()
         io.striped += [Striped(each.whole, each.own) for each in stripes]
         return state
 
@@ -150,8 +150,8 @@ class CompressedModelParallelStrategy(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
         checkpoint = self._load_agreed(os.fspath(self.broadcast(checkpoint_path)), weights_only)
-        if self._gradients is not None:
-            self._load_state(self._gradients, checkpoint.get(CHECKPOINT_KEY))
+        if self._exchange is not None:
+            self._load_state(self._exchange, checkpoint.get(CHECKPOINT_KEY))
         elif self.optimizers and CHECKPOINT_KEY in checkpoint and self.is_global_zero:
             log.warning(
                 "the checkpoint has residuals of several replicas, and one replica compresses "
@@ -176,7 +176,7 @@ class CompressedModelParallelStrategy(
         ranks = Ranks(dist.group.WORLD, device=self.root_device)
         if ranks.on_each(lambda: describe(path)).kind != "sharded":
             return super().load_checkpoint(path, weights_only=weights_only)
-        rows = None if self._gradients is None else self._gradients.reducer.network.rows
+        rows = None if self._reducer is None else self._reducer.network.rows
         checkpoint = ranks.on_each(
             lambda: load_shards(path, module, self.optimizers, weights_only=weights_only, rows=rows)
         )
@@ -186,7 +186,7 @@ class CompressedModelParallelStrategy(
     @override
     def teardown(self) -> None:
         try:
-            if self._gradients is not None:
-                self._gradients.close()  # raises where the device has failed
+            if self._exchange is not None:
+                self._exchange.close()  # raises where the device has failed
         finally:
             super().teardown()

@@ -43,8 +43,8 @@ class ReportsCommunication(CommReport):
         ``inter_bytes`` and ``steps`` in total, the same for ``last_step`` and ``per_codec``. Empty
         before the first fit. After a fit by spawn, fork or in a notebook those of rank 0.
         """
-        if self._reducer is not None:
-            return self._reducer.comm_stats()
+        if self._reports:
+            return self._reports[0].comm_stats()
         return {} if self._ended is None else self._ended.comm_stats
 
     def on_train_start(self) -> None:

@@ -13,10 +13,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import WandbLogger
 from msgspec import structs
 
-from lightning_dist.profiling.analysis.breakdown import exposed_in
+from lightning_dist.profiling.analysis.breakdown import blocked_in, exposed_in
 from lightning_dist.profiling.analysis.intervals import difference, length, union
 from lightning_dist.profiling.analysis.parts import BucketSummary, Summary
-from lightning_dist.profiling.capture.events import ErrorRecord, StepRecord
+from lightning_dist.profiling.capture.events import OF_NO_BUCKET, ErrorRecord, StepRecord
 from lightning_dist.profiling.whatif.simulator import DDP
 
 _STEPS = 32
@@ -101,6 +101,7 @@ def metrics_of(summary: Summary) -> dict[str, float]:
         "comm/all_steps_ms": of_all,
         "comm/exposed_ms": summary.exposed_ms,
         "comm/exposed_fraction": summary.exposed_fraction,
+        "comm/exposed_fsdp_ms": summary.exposed_fsdp_ms or None,
         "comm/hidden_ms": summary.hidden_ms,
         "comm/overlap_fraction": summary.overlap_fraction,
         "comm/exposed_wait_ms": parts.get("exposed_wait"),
@@ -148,8 +149,9 @@ def of_one_rank(record: StepRecord) -> dict[str, float]:
     window = exposed_in(record)
     exposed = length(window)
     exchanges = union((s.begin, s.end) for s in record.spans if s.phase == "exchange")
-    raw = sum(bucket.raw for bucket in record.buckets)
-    wire = sum(bucket.intra + bucket.inter for bucket in record.buckets)
+    own = sum(span.sent for span in record.spans if span.bucket == OF_NO_BUCKET)
+    raw = own + sum(bucket.raw for bucket in record.buckets)
+    wire = own + sum(bucket.intra + bucket.inter for bucket in record.buckets)
     found = {
         "step_ms": record.duration / _MS,
         "exposed_ms": exposed / _MS,
@@ -160,6 +162,8 @@ def of_one_rank(record: StepRecord) -> dict[str, float]:
         "compression_ratio": raw / wire if wire else 1.0,
         "profiler_overhead": record.overhead / record.duration,
     }
+    if own:
+        found["exposed_fsdp_ms"] = length(blocked_in(record)) / _MS
     if any(bucket.codec != DDP for bucket in record.buckets):
         codec = sum(s.end - s.begin for s in record.spans if s.phase != "exchange")
         found["codec_total_ms"] = codec / _MS

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from math import prod
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeAlias, overload
 from weakref import WeakValueDictionary
 
 import torch.distributed as dist
@@ -23,22 +23,20 @@ from lightning_dist.integrations.torch.ddp import compile_kernels as compile_at_
 from lightning_dist.integrations.torch.ddp import describe_parameters, remember
 from lightning_dist.integrations.torch.fsdp_checks import (
     ParameterGroup,
-    parameter_groups,
+    gathered_groups,
     shard_dimension,
+    trained_groups,
 )
-from lightning_dist.integrations.torch.fsdp_shards import (
-    CompressedShards,
-    ShardSettings,
-    attach_shards,
-)
+from lightning_dist.integrations.torch.fsdp_shards import CompressedShards, ShardSettings
 from lightning_dist.integrations.torch.networks import sharded_network
 from lightning_dist.private import at_end_of_backward, name_before_compile
 from lightning_dist.reducer.plans import Handle
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.slices import ParameterSlice
 from lightning_dist.settings import Settings
+from lightning_dist.topology import Topology
 
-_attached: WeakValueDictionary[int, ShardedGradients] = WeakValueDictionary()
+_attached: WeakValueDictionary[int, ShardedGradients | CompressedShards] = WeakValueDictionary()
 """By the id of the model, which must stay copyable, so that nothing may be hung on it."""
 
 
@@ -66,6 +64,7 @@ def compress_fsdp(
     parameters: str | Codec,
     error_feedback: bool | Literal["auto"] = "auto",
     min_compress_numel: int | None = None,
+    compile_kernels: bool | Literal["auto"] = "auto",
 ) -> CompressedShards: ...
 
 
@@ -106,10 +105,10 @@ def compress_fsdp(
             without replicas: FSDP's own all-gather then sends them in it, and its reduce-scatter
             gradients in ``codec``, which has to be unbiased (``"qsgd:bits=8"``) or to keep its
             error in 8 bits (``error_feedback=True``: 1 byte and 2/block for every element of the
-            *unsharded* model on every rank). Kernels are eager.
+            *unsharded* model on every rank).
         compile_kernels: fuse the codec's kernels now (about 20 s the first time). ``"auto"``: for
             shards of 4 Mi elements or more if there is a compiler, and on an accelerator with
-            Triton. Same bytes on the wire either way.
+            Triton; with ``parameters`` on a CPU only. Same bytes on the wire either way.
         commit: as for :func:`~lightning_dist.compress_ddp`.
 
     Returns:
@@ -120,19 +119,6 @@ def compress_fsdp(
         ValueError: a model that ``fully_shard`` did not shard over one dimension of ``mesh``, or in
             a way in which gradients cannot be exchanged afterwards; ranks whose settings differ.
     """
-    if parameters is not None:
-        if start_step or commit != "auto" or isinstance(codec, Mapping):
-            raise ValueError(
-                "parameters= is for a model without replicas, whose every step is compressed by "
-                "one codec: leave start_step and commit out, and give one codec"
-            )
-        shards = ShardSettings.check(
-            codec,
-            parameters=parameters,
-            error_feedback=error_feedback,
-            min_compress_numel=min_compress_numel,
-        )
-        return attach_shards(model, shards, mesh=mesh)
     settings = sharded_settings(
         codec,
         error_feedback=error_feedback,
@@ -141,7 +127,9 @@ def compress_fsdp(
         compile_kernels=compile_kernels,
         commit=commit,
     )
-    return attach(model, settings, mesh=mesh)
+    if parameters is not None:
+        return attach_shards(model, ShardSettings.check(settings, parameters), mesh=mesh)
+    return attach_replicas(model, settings, mesh=mesh)
 
 
 def sharded_settings(codec: str | Codec | Mapping[str, str | Codec], **settings: Any) -> Settings:
@@ -159,7 +147,16 @@ def sharded_settings(codec: str | Codec | Mapping[str, str | Codec], **settings:
     return checked
 
 
-def attach(
+def attach_shards(
+    model: nn.Module, settings: ShardSettings, *, mesh: DeviceMesh
+) -> CompressedShards:
+    """What :func:`compress_fsdp` does with ``parameters=``, with checked settings. Collective."""
+    shards = CompressedShards(model, settings, groups=gathered_groups(model, mesh))
+    _attached[id(model)] = shards
+    return shards
+
+
+def attach_replicas(
     model: nn.Module,
     settings: Settings,
     *,
@@ -168,14 +165,14 @@ def attach(
     grad_scale: Callable[[], Tensor | None] | None = None,
     timeout: timedelta | None = None,
 ) -> ShardedGradients:
-    """What :func:`compress_fsdp` does, with checked settings.
+    """What :func:`compress_fsdp` does between replicas, with checked settings. Collective.
 
     Args:
         continue_from: the reducer of an earlier fit; its residuals and step count go on.
         grad_scale: as of :class:`Reducer`.
         timeout: of the new process groups.
     """
-    groups = parameter_groups(model, mesh)
+    groups = trained_groups(model, mesh)
     names: dict[Tensor, str] = {p: name_before_compile(n) for n, p in model.named_parameters()}
     shards = shard_dimension(groups, mesh)
     parameters = describe_parameters(model)
@@ -205,10 +202,10 @@ def attach(
     return gradients
 
 
-def gradients_of(model: nn.Module) -> ShardedGradients | None:
-    """What exchanges the gradients of a sharded ``model``; None if nothing does, or no more."""
+def exchange_of(model: nn.Module) -> ShardedExchange | None:
+    """What compresses what a sharded ``model`` sends; None if nothing does, or no more."""
     found = _attached.get(id(model))
-    return None if found is None or found.reducer.closed else found
+    return None if found is None or found.closed else found
 
 
 @dataclass
@@ -240,6 +237,11 @@ class ShardedGradients:
             group.module.set_all_reduce_hook(partial(self._reduced, index))
         self._unhook = model.register_forward_pre_hook(lambda *_: self.begin())
 
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is exchanged any more."""
+        return self.reducer.closed
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Leave out the exchange between replicas in the backward passes of this block.
@@ -252,9 +254,18 @@ class ShardedGradients:
         finally:
             self.synchronises = before
 
+    @property
+    def topology(self) -> Topology:
+        """Hosts and groups of the ranks."""
+        return self.reducer.topology
+
     def comm_stats(self) -> Mapping[str, Any]:
         """Bytes this rank sent between replicas, as of ``Reducer.comm_stats``."""
         return self.reducer.comm_stats()
+
+    def comm_config(self) -> dict[str, Any]:
+        """Codec, hosts and versions, for the configuration of a tracked run."""
+        return self.reducer.comm_config()
 
     def state_dict(self) -> dict[str, Any] | None:
         """Residuals of all replicas on rank 0, None elsewhere. Collective; between backward passes.
@@ -319,6 +330,10 @@ class ShardedGradients:
         for handle, then in under_way.values():
             handle.done.wait()
             then()
+
+
+ShardedExchange: TypeAlias = ShardedGradients | CompressedShards
+"""What compresses a sharded model: between its replicas, or where it is sharded over all ranks."""
 
 
 def _flat_gradients(group: _Group) -> tuple[Tensor, Callable[[], None]]:

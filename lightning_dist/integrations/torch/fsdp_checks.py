@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,14 @@ from lightning_dist.private import (
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """The trained parameters that one ``fully_shard`` call has put together, in FSDP's order.
+    """The parameters that one ``fully_shard`` call has put together, in FSDP's order.
 
     Args:
         shapes: of the parameters before they were sharded over ``group``; with tensor parallelism
             those of this rank's parts.
-        padded: elements of each parameter's shard in the flat gradient.
+        padded: elements of each parameter's shard in the flat tensors that are exchanged.
+        dtype: in which parameters are gathered.
+        reduce_dtype: in which gradients are reduced.
     """
 
     module: FSDPModule
@@ -36,6 +38,8 @@ class ParameterGroup:
     parameters: Sequence[nn.Parameter]
     shapes: Sequence[Sequence[int]]
     padded: Sequence[int]
+    dtype: torch.dtype
+    reduce_dtype: torch.dtype
 
     def first_row(self, shape: Sequence[int]) -> int:
         """Row of a parameter of ``shape`` at which this rank's shard begins."""
@@ -43,8 +47,8 @@ class ParameterGroup:
         return min(self.group.rank() * rows, shape[0])
 
 
-def parameter_groups(model: nn.Module, mesh: DeviceMesh) -> list[ParameterGroup]:
-    """The parameter groups of ``model``, in the order of its modules.
+def trained_groups(model: nn.Module, mesh: DeviceMesh) -> list[ParameterGroup]:
+    """The trained parameters of ``model`` by group, in the order of its modules.
 
     Raises:
         ValueError: ``mesh`` has not two dimensions, or a group is of a kind whose gradients FSDP
@@ -60,52 +64,40 @@ def parameter_groups(model: nn.Module, mesh: DeviceMesh) -> list[ParameterGroup]
             "compress_fsdp needs fully_shard (FSDP2), got FullyShardedDataParallel (FSDP1), which "
             "has no place for it; call fully_shard on the blocks and the model instead"
         )
-    found = [
-        group
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-        for group in _groups_of(module)
-    ]
+    found = list(_groups_of(model, trained=True))
     if not found:
         raise ValueError(
             "compress_fsdp needs a model with parameters that fully_shard has sharded, got "
             f"{type(model).__name__}; call fully_shard(model, mesh=mesh['shard']) first, or use "
             "compress_ddp for a model that every rank holds as a whole"
         )
+    for group in found:
+        name = type(group.module).__name__
+        for kept in dict.fromkeys(parameter.dtype for parameter in group.parameters):
+            if kept == torch.float16:
+                raise ValueError(
+                    f"fully_shard({name}) must not have parameters in float16, in which FSDP "
+                    "divides gradients once more after they are exchanged; keep parameters in "
+                    "bfloat16 or float32"
+                )
+            if group.reduce_dtype != kept:
+                raise ValueError(
+                    f"fully_shard({name}) must reduce gradients in the dtype of its parameters, "
+                    f"got reduce_dtype {group.reduce_dtype} for parameters in {kept}: FSDP copies "
+                    "the gradients before they are exchanged; set "
+                    f"MixedPrecisionPolicy(reduce_dtype={kept})"
+                )
     return found
 
 
-@dataclass(frozen=True)
-class GatheredGroup:
-    """All parameters that one ``fully_shard`` call has put together, in FSDP's order.
-
-    Args:
-        padded: elements of each parameter's shard, as it is gathered.
-        dtype: in which parameters are gathered.
-        reduce_dtype: in which gradients are reduced.
-    """
-
-    module: FSDPModule
-    group: dist.ProcessGroup
-    parameters: Sequence[nn.Parameter]
-    padded: Sequence[int]
-    dtype: torch.dtype
-    reduce_dtype: torch.dtype
-
-
-def gathered_groups(model: nn.Module, mesh: DeviceMesh) -> list[GatheredGroup]:
-    """The parameter groups of ``model``, which is sharded over all ranks of ``mesh``.
+def gathered_groups(model: nn.Module, mesh: DeviceMesh) -> list[ParameterGroup]:
+    """All parameters of ``model`` by group; it is sharded over all ranks of ``mesh``.
 
     Raises:
         ValueError: there is none, or there are several replicas; or a group is of a kind whose
             collectives cannot be replaced.
     """
-    found = [
-        group
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-        for group in _gathered_group_of(module)
-    ]
+    found = list(_groups_of(model, trained=False))
     ranks = sorted(mesh.mesh.flatten().tolist())
     own = sorted({tuple(sorted(dist.get_process_group_ranks(each.group))) for each in found})
     if own != [tuple(ranks)] or len(ranks) == 1:
@@ -114,44 +106,19 @@ def gathered_groups(model: nn.Module, mesh: DeviceMesh) -> list[GatheredGroup]:
             f"shards on the ranks {own} and the mesh {mesh.mesh.tolist()}; with several replicas "
             "leave parameters out: inside a replica FSDP gathers them itself"
         )
+    for group in found:
+        name, kept = type(group.module).__name__, {each.dtype for each in group.parameters}
+        if len(kept) > 1 or not all(dtype.is_floating_point for dtype in kept):
+            raise ValueError(
+                f"fully_shard({name}) must have parameters of one floating-point dtype to gather "
+                f"them quantised, got {sorted(map(str, kept))}; call it for those of each dtype"
+            )
+        if torch.float16 in (*kept, group.dtype, group.reduce_dtype):
+            raise ValueError(
+                f"fully_shard({name}) must not use float16, in which FSDP divides gradients on "
+                "both sides of its reduction; use bfloat16 or float32"
+            )
     return found
-
-
-def _gathered_group_of(module: FSDPModule) -> list[GatheredGroup]:
-    groups, name = parameter_groups_of(module), type(module).__name__
-    _require_one_group(groups)
-    if not groups:
-        return []
-    (group,) = groups
-    _require_replaceable(group, name)
-    policy, fsdp_params = group.mp_policy, group.fsdp_params
-    kept = {each.sharded_param.dtype for each in fsdp_params}
-    if len(kept) > 1 or not all(dtype.is_floating_point for dtype in kept):
-        raise ValueError(
-            f"fully_shard({name}) must have parameters of one floating-point dtype to gather them "
-            f"quantised, got {sorted(map(str, kept))}; call it for those of each dtype"
-        )
-    (dtype,) = kept
-    compute = policy.param_dtype or dtype
-    reduced = policy.reduce_dtype or compute
-    if torch.float16 in (dtype, compute, reduced):
-        raise ValueError(
-            f"fully_shard({name}) must not use float16, in which FSDP divides gradients on both "
-            "sides of its reduction; use bfloat16 or float32"
-        )
-    for each in fsdp_params:
-        if each.fsdp_placement != Shard(0):
-            raise _not_the_first_dimension(name, each.fsdp_placement)
-    return [
-        GatheredGroup(
-            module,
-            shard_group_of(group),
-            [each.sharded_param for each in fsdp_params],
-            [each.padded_sharded_param_size.numel() for each in fsdp_params],
-            compute,
-            reduced,
-        )
-    ]
 
 
 def shard_dimension(groups: Sequence[ParameterGroup], mesh: DeviceMesh) -> int:
@@ -184,52 +151,25 @@ def _line_of(mesh: DeviceMesh, dimension: int) -> tuple[int, ...]:
     return tuple(mesh.mesh.select(1 - dimension, coordinate[1 - dimension]).tolist())
 
 
-def _groups_of(module: FSDPModule) -> list[ParameterGroup]:
-    groups = parameter_groups_of(module)
-    trained = [[each for each in g.fsdp_params if each.sharded_param.requires_grad] for g in groups]
-    _require_one_group(groups)
-    if not groups or not trained[0]:
-        return []
-    (group,), (fsdp_params,) = groups, trained
+def _groups_of(model: nn.Module, *, trained: bool) -> Iterator[ParameterGroup]:
+    """Groups of all parameters, or of ``trained`` ones; raises ValueError for what FSDP changes."""
+    for module in model.modules():
+        groups = parameter_groups_of(module) if isinstance(module, FSDPModule) else ()
+        if len(groups) > 1:
+            raise ValueError(
+                "fully_shard must put the parameters of a module in one group, got several "
+                "(shard_placement_fn with several meshes); call it for the parts of the module"
+            )
+        for group in groups:
+            fsdp_params = group.fsdp_params
+            if trained:
+                fsdp_params = [each for each in fsdp_params if each.sharded_param.requires_grad]
+            if fsdp_params:
+                yield _checked(cast(FSDPModule, module), group, fsdp_params)
+
+
+def _checked(module: FSDPModule, group: Any, fsdp_params: Sequence[Any]) -> ParameterGroup:
     name = type(module).__name__
-    _require_replaceable(group, name)
-    for each in fsdp_params:
-        kept = each.sharded_param.dtype
-        reduced = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype or kept
-        if kept == torch.float16:
-            raise ValueError(
-                f"fully_shard({name}) must not have parameters in float16, in which FSDP divides "
-                "gradients once more after they are exchanged; keep parameters in bfloat16 or "
-                "float32"
-            )
-        if reduced != kept:
-            raise ValueError(
-                f"fully_shard({name}) must reduce gradients in the dtype of its parameters, got "
-                f"reduce_dtype {reduced} for parameters in {kept}: FSDP copies the gradients "
-                f"before they are exchanged; set MixedPrecisionPolicy(reduce_dtype={kept})"
-            )
-        if each.fsdp_placement != Shard(0):
-            raise _not_the_first_dimension(name, each.fsdp_placement)
-    return [
-        ParameterGroup(
-            module,
-            shard_group_of(group),
-            [each.sharded_param for each in fsdp_params],
-            [size_before_sharding(each) for each in fsdp_params],
-            [each.padded_sharded_param_size.numel() for each in fsdp_params],
-        )
-    ]
-
-
-def _require_one_group(groups: Sequence[Any]) -> None:
-    if len(groups) > 1:
-        raise ValueError(
-            "fully_shard must put the parameters of a module in one group, got several "
-            "(shard_placement_fn with several meshes); call it for the parts of the module"
-        )
-
-
-def _require_replaceable(group: Any, name: str) -> None:
     if averages_replicas(group):
         raise ValueError(
             f"fully_shard({name}) over two dimensions averages over replicas itself, uncompressed; "
@@ -240,10 +180,20 @@ def _require_replaceable(group: Any, name: str) -> None:
             f"gradients must stay on their device, and fully_shard({name}) has a CPUOffloadPolicy, "
             "which copies them away before they are exchanged; leave it out"
         )
-
-
-def _not_the_first_dimension(name: str, placement: object) -> ValueError:
-    return ValueError(
-        f"fully_shard({name}) must shard the first dimension, got {placement}; leave "
-        "shard_placement_fn out"
+    for each in fsdp_params:
+        if each.fsdp_placement != Shard(0):
+            raise ValueError(
+                f"fully_shard({name}) must shard the first dimension, got {each.fsdp_placement}; "
+                "leave shard_placement_fn out"
+            )
+    policy, parameters = group.mp_policy, [each.sharded_param for each in fsdp_params]
+    compute = policy.param_dtype or parameters[0].dtype
+    return ParameterGroup(
+        module,
+        shard_group_of(group),
+        parameters,
+        [size_before_sharding(each) for each in fsdp_params],
+        [each.padded_sharded_param_size.numel() for each in fsdp_params],
+        compute,
+        policy.reduce_dtype or compute,
     )

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
+from lightning_dist.accelerator import is_accelerator
 from lightning_dist.codecs import Codec, resolve_codec
 from lightning_dist.codecs.base import BlockCodec
 from lightning_dist.codecs.memory import RoundedError
@@ -18,11 +22,22 @@ from lightning_dist.codecs.none import NoCompression
 from lightning_dist.codecs.policies import sized
 from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.handshake import all_facts, require_equal
-from lightning_dist.integrations.torch.fsdp_checks import GatheredGroup, gathered_groups
-from lightning_dist.private import name_before_compile
+from lightning_dist.integrations.torch.fsdp_checks import ParameterGroup
+from lightning_dist.kernels.inductor import should_fuse
+from lightning_dist.private import (
+    at_end_of_backward,
+    collectives_of,
+    name_before_compile,
+    parameter_groups_of,
+)
 from lightning_dist.reducer.rows import RowGather, RowReduceScatter, Rows
-from lightning_dist.reducer.stats import Count
+from lightning_dist.reducer.stats import CommStats, Count, places, run_config
+from lightning_dist.settings import Settings
 from lightning_dist.topology import Topology, this_host
+
+log = logging.getLogger(__name__)
+
+_KINDS = ("parameters", "gradients")
 
 
 @dataclass(frozen=True)
@@ -30,29 +45,27 @@ class ShardSettings:
     """Checked settings of a model that is sharded over all ranks.
 
     Args:
+        given: all that the user has set, but the codec of the parameters.
         gradients, parameters: policies that answer with block codecs.
-        memory: keep what the codec of the gradients loses, in 8 bits.
     """
 
+    given: Settings
     gradients: Codec
     parameters: Codec
-    memory: bool
 
     @classmethod
-    def check(
-        cls,
-        codec: str | Codec,
-        *,
-        parameters: str | Codec,
-        error_feedback: bool | Literal["auto"] = "auto",
-        min_compress_numel: int | None = None,
-    ) -> ShardSettings:
+    def check(cls, given: Settings, parameters: str | Codec) -> ShardSettings:
         """Resolve names and refuse what cannot work.
 
         Raises:
             ValueError: with the rule, the value received and what to do.
         """
-        gradients, of_parameters = resolve_codec(codec), resolve_codec(parameters)
+        if given.start_step or given.commit != "auto":
+            raise ValueError(
+                "with parameters= every step is compressed, and nothing is committed later: leave "
+                "start_step and commit out"
+            )
+        gradients, of_parameters = given.codec, resolve_codec(parameters)
         for policy, what in ((gradients, "gradients"), (of_parameters, "parameters")):
             if policy.boundaries() != (0,):
                 raise ValueError(
@@ -72,23 +85,20 @@ class ShardSettings:
                     f"must be of blocks and not sparse, got {leaf}; use 'qsgd:bits=8', or 'int8' "
                     "with error_feedback=True"
                 )
-            if error_feedback == "auto" and leaf.keeps_residual and not leaf.lossless:
+            if given.error_feedback == "auto" and leaf.keeps_residual and not leaf.lossless:
                 raise ValueError(
                     f"codec {leaf} is biased, and where gradients are sharded over all ranks each "
                     "would keep an error of the whole model: give error_feedback=True, which keeps "
                     "it in 8 bits (1 byte and 2/block for every element of the unsharded model), "
                     "error_feedback=False to lose it, or an unbiased codec such as 'qsgd:bits=8'"
                 )
-            if error_feedback is True and not leaf.contraction:
-                raise ValueError(
-                    f"error feedback diverges with codec {leaf}, which is unbiased; leave "
-                    "error_feedback at 'auto'"
-                )
-        return cls(
-            sized(gradients, min_compress_numel),
-            sized(of_parameters, min_compress_numel),
-            error_feedback is True,
-        )
+        least = given.min_compress_numel
+        return cls(given, sized(gradients, least), sized(of_parameters, least))
+
+    @property
+    def memory(self) -> bool:
+        """Whether what the codec of the gradients loses is kept, in 8 bits."""
+        return self.given.error_feedback is True
 
 
 class CompressedShards:
@@ -98,9 +108,9 @@ class CompressedShards:
     """
 
     def __init__(
-        self, model: nn.Module, settings: ShardSettings, *, groups: Sequence[GatheredGroup]
+        self, model: nn.Module, settings: ShardSettings, *, groups: Sequence[ParameterGroup]
     ) -> None:
-        self.model = model
+        self.model, self._settings = model, settings
         names: dict[Tensor, str] = {p: name_before_compile(n) for n, p in model.named_parameters()}
         own = {
             "gradients": repr(settings.gradients),
@@ -108,90 +118,144 @@ class CompressedShards:
             "error_feedback": settings.memory,
             "groups": [[names[p] for p in group.parameters] for group in groups],
         }
-        group, device = groups[0].group, groups[0].parameters[0].device
-        facts = all_facts({**own, "host": this_host()}, group=group, device=device)
+        self.group, self.device = groups[0].group, groups[0].parameters[0].device
+        facts = all_facts({**own, "host": this_host()}, group=self.group, device=self.device)
         require_equal([{key: fact[key] for key in own} for fact in facts])
-        topology = Topology(tuple(fact["host"] for fact in facts), group.rank())
-        self._counts = {"parameters": Count(), "gradients": Count()}
-        self._reductions: dict[str, _ReduceScatter] = {}
-        self._gathers: list[_AllGather] = []
+        self.topology = Topology(tuple(fact["host"] for fact in facts), self.group.rank())
+        self.closed = False
+        self._stats, self._in_backward = CommStats(), False
+        self._reductions: dict[str, RowReduceScatter] = {}
+        self._at_close = ExitStack()
+        self._at_close.callback(model.register_forward_pre_hook(lambda *_: self.begin()).remove)
+        every: list[RowGather | RowReduceScatter] = []
         for each in groups:
-            parameters = [names[p] for p in each.parameters]
-            cut, numel = _cut(settings.parameters, each, names, each.dtype)
-            rows = Rows(cut, numel=numel, dtype=each.dtype, ranks=group.size())
-            gather = _AllGather(RowGather(rows, topology), self._counts["parameters"])
-            each.module.set_custom_all_gather(cast(Any, gather))  # the base class is private
-            self._gathers.append(gather)
-            cut, numel = _cut(settings.gradients, each, names, each.reduce_dtype, trained=True)
-            if not numel:
-                continue
-            rows = Rows(
-                cut,
-                numel=numel,
-                dtype=each.reduce_dtype,
-                ranks=group.size(),
-                weight=1.0 / group.size(),
-                memory=RoundedError() if settings.memory else None,
+            rows = _rows(settings.parameters, each, names, each.dtype)
+            quantised: dict[str, RowGather | RowReduceScatter] = {
+                "all_gather": RowGather(rows, self.topology)
+            }
+            if any(parameter.requires_grad for parameter in each.parameters):
+                memory = RoundedError() if settings.memory else None
+                rows = _rows(
+                    settings.gradients, each, names, each.reduce_dtype, trained=True, memory=memory
+                )
+                name = names[each.parameters[0]]
+                self._reductions[name] = quantised["reduce_scatter"] = RowReduceScatter(
+                    rows, self.topology, name=name, device=self.device, memory=settings.memory
+                )
+            every += quantised.values()
+            self._at_close.enter_context(
+                replaced_collectives(each.module, partial(self._quantised, quantised))
             )
-            reduction = RowReduceScatter(
-                rows, topology, name=parameters[0], device=device, memory=settings.memory
-            )
-            scatter = _ReduceScatter(reduction, self._counts["gradients"])
-            each.module.set_custom_reduce_scatter(cast(Any, scatter))
-            self._reductions[parameters[0]] = scatter
+        self._compile(every)
+
+    def begin(self) -> None:
+        """Give up what a backward pass that an exception has cut short has left.
+
+        Called before each forward pass of the model; by whoever does not call the model itself.
+        """
+        if self._in_backward:
+            self._in_backward = False
+            self._stats.drop_step()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Nothing is left out: gradients would be whole meanwhile."""
+        return nullcontext()
 
     def comm_stats(self) -> Mapping[str, Any]:
-        """Bytes this rank sent, in all and of ``parameters`` and ``gradients``.
+        """Bytes this rank sent, as of ``Reducer.comm_stats``; of ``parameters`` and ``gradients``.
 
-        ``raw_bytes`` are those that FSDP itself would have sent.
+        A step is a backward pass, and the forward passes before it. ``raw_bytes`` are those that
+        FSDP itself would have sent.
         """
-        total = Count()
-        for count in self._counts.values():
-            total.add(count.raw, count.sent)
-        return {**total.as_dict(), **{kind: of.as_dict() for kind, of in self._counts.items()}}
+        stats = dict(self._stats.as_mapping())
+        per_codec = stats.pop("per_codec")
+        return {**stats, **{kind: per_codec.get(kind, Count().as_dict()) for kind in _KINDS}}
+
+    def comm_config(self) -> dict[str, Any]:
+        """Codecs, hosts and versions, for the configuration of a tracked run."""
+        return {
+            **run_config(self._settings.given, None),
+            "parameters": repr(self._settings.parameters),
+            "exchange": "sharded",
+            **places(self.topology),
+        }
 
     def memory(self) -> Mapping[str, int]:
         """Bytes held between steps: ``residual_bytes``, 0 without error feedback."""
-        kept = sum(each.reduction.nbytes for each in self._reductions.values())
-        return {"residual_bytes": kept}
+        return {"residual_bytes": sum(each.nbytes for each in self._reductions.values())}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where random numbers go on, equal on all ranks. Errors are not saved: they are lost."""
-        return {"steps": {name: each.reduction.step for name, each in self._reductions.items()}}
+    def state_dict(self) -> dict[str, Any] | None:
+        """Where random numbers go on, on the first rank; None elsewhere. Errors are not saved."""
+        if self.group.rank():
+            return None
+        return {"steps": {name: each.step for name, each in self._reductions.items()}}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`; nothing is owed then."""
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from :meth:`state_dict`, the same object on every rank; nothing is owed then.
+
+        None starts afresh.
+        """
+        steps = {} if state is None else state["steps"]
         for name, each in self._reductions.items():
-            each.reduction.step = int(state["steps"][name])
-            for held in (of for errors in each.reduction.errors for of in errors):
+            each.step = int(steps.get(name, 0))
+            for held in (of for errors in each.errors for of in errors):
                 held.zero_()
 
     def close(self) -> None:
         """Leave the collectives to torch again."""
-        for gather in self._gathers:
-            gather.closed = True
-        for scatter in self._reductions.values():
-            scatter.closed = True
+        self._at_close.close()
+        self.closed = True
+
+    def _quantised(
+        self, quantised: Mapping[str, RowGather | RowReduceScatter], op: str, _: Any
+    ) -> Any:
+        return _Quantised(self, quantised[op]) if op in quantised else None
+
+    def record(self, of: RowGather | RowReduceScatter) -> None:
+        """Count one collective."""
+        is_gather = isinstance(of, RowGather)
+        self._stats.record(_KINDS[0] if is_gather else _KINDS[1], of.raw.total, of.sent)
+        if not is_gather and not self._in_backward:
+            self._in_backward = True
+            at_end_of_backward(self._end_step)
+
+    def _end_step(self) -> None:
+        self._in_backward = False
+        self._stats.end_step()
+
+    def _compile(self, every: Sequence[RowGather | RowReduceScatter]) -> None:
+        wish, numel = self._settings.given.compile_kernels, sum(each.rows.numel for each in every)
+        if is_accelerator(self.device):
+            if wish is True:
+                raise ValueError(
+                    f"with parameters= kernels are compiled on a CPU only, got compile_kernels="
+                    f"True and a model on {self.device.type}; leave compile_kernels out"
+                )
+            return
+        if not should_fuse(wish, numel=numel, device=self.device):
+            return
+        if self.group.rank() == 0:
+            log.warning("compiling the codecs' kernels (about 20 s the first time)")
+        for each in every:
+            each.fuse(self.device)
 
 
-def attach_shards(
-    model: nn.Module, settings: ShardSettings, *, mesh: DeviceMesh
-) -> CompressedShards:
-    """What :func:`compress_fsdp` does with ``parameters=``, with checked settings. Collective."""
-    return CompressedShards(model, settings, groups=gathered_groups(model, mesh))
-
-
-def _cut(
+def _rows(
     policy: Codec,
-    group: GatheredGroup,
+    group: ParameterGroup,
     names: Mapping[Tensor, str],
     dtype: torch.dtype,
     *,
     trained: bool = False,
-) -> tuple[dict[BlockCodec, list[tuple[int, int]]], int]:
-    """``(offset, elements)`` of the shards of ``group`` in a row, by codec, and their sum."""
-    found: dict[BlockCodec, list[tuple[int, int]]] = {}
-    offset = 0
+    memory: RoundedError | None = None,
+) -> Rows:
+    """Rows of the shards of ``group``, each parameter's in blocks of its codec.
+
+    Args:
+        trained: of gradients, whose mean is wanted; there are none of frozen parameters.
+    """
+    cut: dict[BlockCodec, list[tuple[int, int]]] = {}
+    offset, ranks = 0, group.group.size()
     for parameter, numel in zip(group.parameters, group.padded, strict=True):
         if trained and not parameter.requires_grad:
             continue
@@ -200,87 +264,65 @@ def _cut(
         # Blocks that are mostly padding send more than none.
         more = codec.wire_bytes(numel, dtype) >= numel * dtype.itemsize
         chosen = NoCompression() if more or codec.lossless else codec
-        found.setdefault(chosen, []).append((offset, numel))
+        cut.setdefault(chosen, []).append((offset, numel))
         offset += numel
-    return found, offset
+    weight = 1.0 / ranks if trained else 1.0
+    return Rows(cut, numel=offset, dtype=dtype, ranks=ranks, weight=weight, memory=memory)
 
 
-class _Comm:
-    """A collective that ``fully_shard`` calls instead of its own.
+class _Quantised:
+    """A collective that ``fully_shard`` calls instead of its own, on the stream that it chooses."""
 
-    On the stream that it has chosen; ``async_op`` may be answered with None, when it is done.
-    """
-
-    def __init__(self, counts: Count) -> None:
-        self.closed = False
-        self._counts = counts
+    def __init__(self, owner: CompressedShards, quantised: RowGather | RowReduceScatter) -> None:
+        self._owner, self._quantised = owner, quantised
         self._channel: Channel | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """New memory at every call, as torch's own."""
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def _over(self, group: dist.ProcessGroup, rows: Rows, numel: int) -> Channel:
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.AVG,
+        async_op: bool = False,
+    ) -> None:
+        """Done when it returns, whatever ``async_op`` says; ``op`` is of a reduction."""
+        rows, numel = self._quantised.rows, min(output_tensor.numel(), input_tensor.numel())
         if numel != rows.numel or group.size() != rows.ranks:
             raise RuntimeError(
                 f"a parameter group has {rows.numel} elements on each of {rows.ranks} ranks, and "
                 f"{numel} of {group.size()} are exchanged: every parameter must get a gradient in "
                 "each backward pass, and reshard_after_forward must be True or False"
             )
-        if self._channel is None or self._channel.group is not group:
-            self._channel = Channel(group, name="intra")
-        return self._channel
-
-
-class _AllGather(_Comm):
-    def __init__(self, gather: RowGather, counts: Count) -> None:
-        super().__init__(counts)
-        self._gather = gather
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        if self.closed:
-            work: dist.Work | None = dist.all_gather_single(
-                output_tensor, input_tensor, group=group, async_op=async_op
-            )
-            return work
-        channel = self._over(group, self._gather.rows, input_tensor.numel())
-        self._gather(output_tensor, input_tensor, channel)
-        self._counts.add(self._gather.raw.total, self._gather.sent)
-        return None
-
-
-class _ReduceScatter(_Comm):
-    def __init__(self, reduction: RowReduceScatter, counts: Count) -> None:
-        super().__init__(counts)
-        self.reduction = reduction
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        if self.closed:
-            work: dist.Work | None = dist.reduce_scatter_single(
-                output_tensor, input_tensor, op=op, group=group, async_op=async_op
-            )
-            return work
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise RuntimeError(
                 "gradients are averaged or added when they are reduced quantised, got a gradient "
                 "divide factor; leave set_gradient_divide_factor out"
             )
-        channel = self._over(group, self.reduction.rows, output_tensor.numel())
-        self.reduction(output_tensor, input_tensor, channel)
+        if self._channel is None or self._channel.group is not group:
+            self._channel = Channel(group, name="intra")
+        self._quantised(output_tensor, input_tensor, self._channel)
+        self._owner.record(self._quantised)
         if op == dist.ReduceOp.SUM:
             output_tensor.mul_(group.size())
-        self._counts.add(self.reduction.raw.total, self.reduction.sent)
-        return None
+
+
+def replaced_collectives(module: FSDPModule, make: Callable[[str, Any], Any]) -> ExitStack:
+    """Let others stand in for the collectives of ``module``, until what is returned is closed.
+
+    Args:
+        make: called with ``"all_gather"`` and ``"reduce_scatter"`` and what FSDP calls for it; None
+            leaves that there.
+    """
+    stack = ExitStack()
+    for comms in map(collectives_of, parameter_groups_of(module)):
+        give: tuple[Any, Any] = module.set_custom_all_gather, module.set_custom_reduce_scatter
+        for op, comm, replace in zip(("all_gather", "reduce_scatter"), comms, give, strict=True):
+            other = make(op, comm)
+            if other is not None:
+                replace(other)
+                stack.callback(replace, comm)
+    return stack

@@ -17,7 +17,13 @@ from lightning_dist.profiling.analysis.intervals import (
     union,
 )
 from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, Timeline, TimelineSpan
-from lightning_dist.profiling.capture.events import PHASES, BucketTimes, Span, StepRecord
+from lightning_dist.profiling.capture.events import (
+    OF_NO_BUCKET,
+    PHASES,
+    BucketTimes,
+    Span,
+    StepRecord,
+)
 from lightning_dist.profiling.run import Run
 
 _OTHERS = tuple(name for name in PHASES if name != "backward")
@@ -182,11 +188,11 @@ def _analyse(run: Run, rank: int, step: int, spans: Sequence[TimelineSpan]) -> A
         for name in PHASES
     }
     window = exposed_in(record)
+    blocked = blocked_in(record)
     transfer = union(each.transfer for each in exchanges)
     in_flight = union((each.begin, each.end) for each in exchanges)
     codec = union((each.begin, each.end) for each in spans if each.phase != "exchange")
-    parts = {name: length(each) for name, each in phases.items()}
-    parts["backward"] = length(difference(phases["backward"], window))
+    parts = {name: length(difference(each, window)) for name, each in phases.items()}
     left: Intervals = window
     for name, intervals in (
         ("exposed_transfer", transfer),
@@ -201,21 +207,23 @@ def _analyse(run: Run, rank: int, step: int, spans: Sequence[TimelineSpan]) -> A
     waited_for = {late: length(of) for late, of in waits.items() if of}
     intra, inter = _reach(run, rank)
     inter_moving = union(each.moving for each in exchanges if each.group in inter)
+    own = _own_bytes(run, rank, record)
     # Between clocks that differ, the least that a collective took any member, at its end.
     doubted = [(each, each.shortest) for each in exchanges if each.shortest is not None]
     ns = {
         **parts,
         "duration": record.duration,
         "exposed": sum(parts[name] for name in EXPOSED),
+        "exposed_fsdp": length(blocked),
         "exchange": length(in_flight),
         "hidden": length(difference(in_flight, window)),
         "waited": sum(waited_for.values()),
         "moving": length(union(each.moving for each in exchanges)),
         "intra_moving": length(union(each.moving for each in exchanges if each.group in intra)),
         "inter_moving": length(inter_moving),
-        "raw": sum(bucket.raw for bucket in record.buckets),
-        "intra": sum(bucket.intra for bucket in record.buckets),
-        "inter": sum(bucket.inter for bucket in record.buckets),
+        "raw": sum(bucket.raw for bucket in record.buckets) + sum(own),
+        "intra": sum(bucket.intra for bucket in record.buckets) + own[0],
+        "inter": sum(bucket.inter for bucket in record.buckets) + own[1],
         "exchanges": len(exchanges),
         "moved": sum(each.transfer[1] - each.transfer[0] for each in exchanges),
         "by_clocks": length(union(each.transfer for each, _ in doubted)),
@@ -232,6 +240,7 @@ def exposed_in(record: StepRecord) -> list[Interval]:
     """Intervals from the last gradient to the last mean, without other phases than backward.
 
     Of every backward pass: gradients of the next one are not there before the means of this one.
+    And :func:`blocked_in`, of any phase.
     """
     windows = [
         (
@@ -241,7 +250,12 @@ def exposed_in(record: StepRecord) -> list[Interval]:
         for buckets in passes_of(record)
     ]
     others = union((each.begin, each.end) for each in record.phases if each.name in _OTHERS)
-    return difference(union(windows), others)
+    return union([*difference(union(windows), others), *blocked_in(record)])
+
+
+def blocked_in(record: StepRecord) -> list[Interval]:
+    """Intervals in which the thread that trains waits for collectives of FSDP."""
+    return union((max(s.begin, 0), min(s.end, record.duration)) for s in record.spans if s.blocks)
 
 
 def _waits(exchanges: Sequence[TimelineSpan]) -> dict[int, list[Interval]]:
@@ -261,6 +275,19 @@ def _waits(exchanges: Sequence[TimelineSpan]) -> dict[int, list[Interval]]:
             waits.setdefault(each.last, []).append((begin, end))
             claimed = end
     return {rank: union(of) for rank, of in waits.items()}
+
+
+def _own_bytes(run: Run, rank: int, record: StepRecord) -> tuple[int, int]:
+    """Bytes of collectives that FSDP calls itself: within the host, and to others. Of a ring."""
+    sent, groups = [0, 0], run.ranks[rank].metadata.groups
+    for span in record.spans:
+        if span.bucket == OF_NO_BUCKET:
+            ranks = groups[span.group]
+            following = run.ranks.get(ranks[(ranks.index(rank) + 1) % len(ranks)])
+            host = run.ranks[rank].metadata.host
+            crosses = following is not None and following.metadata.host != host
+            sent[crosses] += span.sent
+    return sent[0], sent[1]
 
 
 def _reach(run: Run, rank: int) -> tuple[set[str], set[str]]:

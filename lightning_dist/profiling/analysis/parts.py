@@ -32,8 +32,9 @@ PARTS = (
     "other",
 )
 """They add up to the step. Communication that compute does not hide is in the parts of
-:data:`EXPOSED`: between the last gradient of the backward pass and the mean of all gradients. What
-is hidden under the backward pass is in ``backward``."""
+:data:`EXPOSED`: between the last gradient of the backward pass and the mean of all gradients, and
+where FSDP's own collectives hold up a pass. What is hidden under the backward pass is in
+``backward``."""
 
 EXPOSED = ("exposed_wait", "exposed_transfer", "exposed_codec", "exposed_other")
 
@@ -232,6 +233,9 @@ class Summary:
         links: ``{"rank", "peer", "group", "sent", "seconds"}`` each.
         unavailable: by field, why it is None; ``steps``: why there are none, and what helps.
         phase_skew: phases in which ranks differ, and do not wait for each other in exchanges.
+        exposed_fsdp_ms: of ``exposed_ms``, in collectives that FSDP calls itself; the rest is
+            between its replicas. On an accelerator these are not in ``exposed_ms``, and this is 0.
+        generations: changes of members within the process: ``{"number", "step", "reason"}``.
     """
 
     headline: str
@@ -256,6 +260,8 @@ class Summary:
     predictions: Predictions | None = None
     detailed_steps: int = 0
     phase_skew: Sequence[PhaseSkew] = ()
+    exposed_fsdp_ms: float | None = None
+    generations: Sequence[Mapping[str, Any]] = ()
 
     @property
     def detailed_step_ms(self) -> float | None:

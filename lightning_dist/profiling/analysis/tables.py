@@ -32,6 +32,7 @@ COLUMNS = (
     *PARTS,
     "duration",
     "exposed",
+    "exposed_fsdp",  # of it, in collectives that FSDP calls itself
     "exchange",  # any was in flight
     "hidden",
     "waited",  # for other ranks, hidden or not

@@ -17,6 +17,9 @@ from msgspec import Meta, Struct, field
 SCHEMA = 2
 """Raised when a field changes its meaning; a new field or kind does not raise it."""
 
+OF_NO_BUCKET = -1
+"""Bucket of a collective that FSDP calls itself, and that is of a whole parameter group."""
+
 GLOO_AT_ONCE = 2
 """Collectives of a group that gloo runs at once: its number of threads. Others queue."""
 
@@ -43,6 +46,8 @@ class RankRecord(_Record, frozen=True, tag="rank"):
         cores: that the processes of this host may use.
         unseen: why no bucket of this model can be seen; empty: they can.
         commit: of residuals, ``"immediate"`` or ``"deferred"``.
+        worker: name of the process where lost ranks are replaced by others, which then go on with
+            the file and its ``rank``.
     """
 
     rank: int
@@ -61,6 +66,7 @@ class RankRecord(_Record, frozen=True, tag="rank"):
     versions: Mapping[str, str] = field(default_factory=dict)
     script: str = ""
     commit: str = ""
+    worker: str = ""
 
     @property
     def started(self) -> str | None:
@@ -110,15 +116,17 @@ class BucketTimes(_Row, frozen=True):
 
 
 class Span(_Row, frozen=True):
-    """Work for a bucket.
+    """Work for a bucket, or a collective of :data:`OF_NO_BUCKET`.
 
     Args:
         phase: ``"encode"``; ``"decode"``; or ``"exchange"``: one collective from its launch on this
             rank to its completion here.
-        op: of an exchange: ``"all_reduce"``, ``"all_gather"``, ``"all_to_all"``, ``"broadcast"``.
+        op: of an exchange: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``,
+            ``"all_to_all"``, ``"broadcast"``.
         group: of an exchange: a name in :attr:`RankRecord.groups`.
         sent: of an exchange: bytes that this rank sends.
         order: of an exchange: its number in this step on this group, the same on every member.
+        blocks: of an exchange: the thread that trains waits for its end.
     """
 
     phase: str
@@ -129,6 +137,7 @@ class Span(_Row, frozen=True):
     group: str = ""
     sent: int = 0
     order: int = -1
+    blocks: bool = False
 
 
 _Nanoseconds: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -207,6 +216,22 @@ class BurstRecord(_Record, frozen=True, tag="burst"):
     cpu: float
 
 
+class GenerationRecord(_Record, frozen=True, tag="generation"):
+    """Ranks were lost or have joined within the process, and training went on.
+
+    Args:
+        number: of the generation.
+        step: the first one of it.
+        at: on this rank's clock.
+        reason: who is gone and why, and who has joined.
+    """
+
+    number: int
+    step: int
+    at: int
+    reason: str = ""
+
+
 class EndRecord(_Record, frozen=True, tag="end"):
     """The last line, if the process could write one.
 
@@ -219,7 +244,14 @@ class EndRecord(_Record, frozen=True, tag="end"):
 
 
 Record: TypeAlias = (
-    RankRecord | ClockRecord | StepRecord | ErrorRecord | LinkRecord | BurstRecord | EndRecord
+    RankRecord
+    | ClockRecord
+    | StepRecord
+    | ErrorRecord
+    | LinkRecord
+    | BurstRecord
+    | GenerationRecord
+    | EndRecord
 )
 
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_dist.accelerator import DeviceStream
 from lightning_dist.measurement.device_clock import DeviceClock, HostClock, StreamClock, Timestamp
 from lightning_dist.profiling.capture.codec_error import CompressionErrorSampler
-from lightning_dist.profiling.capture.events import GLOO_AT_ONCE
+from lightning_dist.profiling.capture.events import GLOO_AT_ONCE, OF_NO_BUCKET
 from lightning_dist.reducer.observer import EncodedBucket, Observer, Phase
 from lightning_dist.reducer.units import CodecGroup
 
@@ -65,12 +65,19 @@ class Recorder(Observer):
         self._buckets: list[Row] = []
         self._spans: list[Row] = []
         self._orders: Counter[str] = Counter()
+        self._own_orders: Counter[str] = Counter()
         self._bucket, self._phase = -1, ""
         self._since: Timestamp = 0
         self.spent = 0
         """Nanoseconds of this step that went into what only a profile needs, on or off."""
         self._looked = 0  # of the thread, before this step
         self.is_closed = False
+        self.on_regrouped: Callable[[int, int, str], None] = lambda number, step, reason: None
+        """Called with number and first step of a generation, and its reason."""
+
+    @override
+    def regrouped(self, generation: int, *, step: int, reason: str) -> None:
+        self.on_regrouped(generation, step, reason)
 
     @override
     def ready(self, bucket: int) -> None:
@@ -127,6 +134,30 @@ class Recorder(Observer):
 
         return lambda work: self._completions.watch(work, completed, group=group)
 
+    def collective(self, op: str, *, group: str, sent: int) -> Callable[[dist.Work | None], None]:
+        """A collective that FSDP calls itself begins.
+
+        What is returned is given it once it is under way; None: it is over, on an accelerator for
+        the stream of the caller.
+        """
+        order = self._own_orders[group]
+        self._own_orders[group] = order + 1
+        if not self.is_on:
+            return _ignore
+        begin, spans = self._now(), self._spans
+        waits = isinstance(self.device_clock, HostClock)
+
+        def completed(end: Timestamp, blocks: bool = False) -> None:
+            spans.append(("exchange", OF_NO_BUCKET, begin, end, op, group, sent, order, blocks))
+
+        def launched(work: dist.Work | None) -> None:
+            if work is None:
+                completed(self._now(), waits)
+            else:
+                self._completions.watch(work, completed, group=group)
+
+        return launched
+
     @override
     def encoded(self, bucket: EncodedBucket) -> Callable[[], None] | None:
         return self.errors.inspect(bucket)
@@ -157,7 +188,7 @@ class Recorder(Observer):
 
     @property
     def has_exchanged(self) -> bool:
-        """Whether any gradients have travelled in this step, on or off."""
+        """Whether any gradients have travelled in this step, on or off, beside FSDP's own way."""
         return bool(self._orders or self._buckets)
 
     def take(self) -> tuple[Sequence[Row], Sequence[Row]]:
@@ -171,6 +202,7 @@ class Recorder(Observer):
         """Forget what was recorded since the last call."""
         self._ready, self._buckets, self._spans = {}, [], []
         self._orders.clear()
+        self._own_orders.clear()
         self.spent, self._looked = 0, self._completions.spent
 
     def close(self) -> None:
@@ -275,4 +307,8 @@ class ThreadCompletionWatcher:
 
 
 def _nothing() -> None:
+    pass
+
+
+def _ignore(_: object) -> None:
     pass

@@ -81,9 +81,13 @@ class PendingStep(NamedTuple):
             BucketTimes(index, ready - begin, done - begin, raw, intra, inter, codec)
             for (index, _, _, raw, intra, inter, codec), ready, done in timed(self.buckets, 1)
         ]
+        of_spans = timed(self.spans, 2)
+        if excluded:
+            of_spans = ((row, moved(at), moved(until)) for row, at, until in of_spans)
         spans = [
-            Span(phase, bucket, at - begin, until - begin, op, group, sent, order)
-            for (phase, bucket, _, _, op, group, sent, order), at, until in timed(self.spans, 2)
+            Span(phase, bucket, at - begin, until - begin, *rest)
+            for (phase, bucket, _, _, *rest), at, until in of_spans
+            if at >= begin  # FSDP gathers parameters for a validation too
         ]
         return StepRecord(
             self.number,
@@ -201,6 +205,14 @@ class StepTimer:
         self._begin, self._phases, self._excluded = end, [], []
         self._synchronised = self._stepped = None
         self._on_step(step)
+
+    def drop(self) -> None:
+        """The step is taken again: what there is of it was none."""
+        self._begin = self._since = self._now()
+        self._phases, self._excluded, self._phase = [], [], "between_steps"
+        self._synchronised = self._stepped = self._evaluated = self._passes = None
+        self._in_forward = False
+        self._recorder.drop()
 
     def _exclude(self, until: Timestamp) -> None:
         self.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -13,7 +14,7 @@ import plotly.graph_objects as go
 from lightning_dist.profiling.analysis.intervals import lanes
 from lightning_dist.profiling.analysis.metrics import METRICS, finite, format_value, why
 from lightning_dist.profiling.analysis.parts import PARTS, Summary, Timeline, TimelineSpan
-from lightning_dist.profiling.capture.events import PHASES
+from lightning_dist.profiling.capture.events import OF_NO_BUCKET, PHASES
 from lightning_dist.profiling.report.tables import View, missing
 
 _LOOKS = {
@@ -98,6 +99,10 @@ def steps_over_time(summary: Summary) -> View:
     )
     y_axis = {"title": "ms per step", "rangemode": "tozero"}
     drawn = styled(bars, 440, barmode="stack", bargap=0.1, xaxis=_steps_axis(summary), yaxis=y_axis)
+    for mark in summary.generations:  # at the begin of the first step of it that is shown
+        at = bisect_left(summary.per_step.steps, mark["step"]) - 0.5
+        label = f"generation {mark['number']}"
+        drawn.add_vline(x=at, line_dash="dot", opacity=0.6, annotation_text=label)
     return View("steps", title, caption, figures={"": drawn})
 
 
@@ -237,7 +242,8 @@ def _figure(summary: Summary, step: Timeline, ranks: Sequence[int]) -> go.Figure
 
 def _bars(span: TimelineSpan, rank: int, y: float) -> Iterator[tuple[str, _Bar]]:
     """A bar with its name; of a collective two where it is known when the last rank launched it."""
-    hover, lasted = f"rank {rank}, bucket {span.bucket}<br>", _ms(span.end - span.begin)
+    bucket = "FSDP" if span.bucket == OF_NO_BUCKET else f"bucket {span.bucket}"
+    hover, lasted = f"rank {rank}, {bucket}<br>", _ms(span.end - span.begin)
     if span.phase != "exchange":
         parts = [("encode" if span.phase == "encode" else "decode", span.begin, span.end)]
         hover += f"{_plain(span.phase)}: {lasted}"
@@ -255,7 +261,7 @@ def _bars(span: TimelineSpan, rank: int, y: float) -> Iterator[tuple[str, _Bar]]
     longest = max(parts, key=lambda part: part[2] - part[1])
     for name, begin, end in parts:
         if begin < end or len(parts) == 1:
-            text = str(span.bucket) if name == longest[0] else ""
+            text = bucket.removeprefix("bucket ") if name == longest[0] else ""
             yield name, _Bar(begin / 1e6, (end - begin) / 1e6, y, 0.86, text, hover)
 
 

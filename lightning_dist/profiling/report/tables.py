@@ -98,6 +98,8 @@ def facts(summary: Summary) -> list[Fact]:
         f"{_ms(summary.exposed_ms)} of {_ms(summary.detailed_step_ms)}, the mean of "
         f"{count(summary.detailed_steps, 'detailed step')}"
     )
+    if summary.exposed_fsdp_ms:
+        exposed += f"; {_ms(summary.exposed_fsdp_ms)} of it in collectives of FSDP itself"
     hidden = f"{_ms(summary.hidden_ms)} per step hidden"
     found = [
         fact("exposed_fraction", summary.exposed_fraction, exposed, "exposed_ms", "step_ms"),

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 from lightning_dist.profiling.analysis.intervals import difference, lanes
 from lightning_dist.profiling.analysis.parts import Timeline, TimelineSpan
+from lightning_dist.profiling.capture.events import OF_NO_BUCKET
 from lightning_dist.shared_folder import replace_file
 
 Event: TypeAlias = dict[str, Any]
@@ -153,7 +154,8 @@ def _exchange(rank: int, span: TimelineSpan) -> Event:
         "wait_ms": unknown if span.arrival is None else wait,
         "Mbit/s": "not known: it took no time" if rate is None else round(rate, 2),
     }
-    name = f"{span.op or span.phase} {span.bucket}"
+    bucket = "of FSDP" if span.bucket == OF_NO_BUCKET else span.bucket
+    name = f"{span.op or span.phase} {bucket}"
     return _slice(rank, "exchange", name, span.begin, span.end, args=args)
 
 

@@ -59,7 +59,7 @@ def stage(
         ValueError: on all ranks, if it is not; nothing is left.
         CheckpointError: on all ranks, if one of them could not; nothing is left.
     """
-    owed = [reducer.state_dict() for reducer in residuals.reducers(accelerator)]  # collective
+    owed = [owner.state_dict() for owner in residuals.owners(accelerator)]  # collective
     names: list[str] = []
     error: Exception | None = None
     with ExitStack() as undo:

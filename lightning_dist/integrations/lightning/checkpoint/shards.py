@@ -80,23 +80,24 @@ def load_shards(
         residuals = checkpoint.pop(CHECKPOINT_KEY, None)
         whole: dict[str, Any] = lazy.whole(checkpoint)
         if residuals is not None:
-            whole[CHECKPOINT_KEY] = {} if rows is None else _own_row(residuals, rows, lazy)
+            whole[CHECKPOINT_KEY] = _own_row(residuals, rows, lazy)
         return whole
 
 
-def _own_row(value: Any, rows: Rows, lazy: LazyState) -> Any:
+def _own_row(value: Any, rows: Rows | None, lazy: LazyState) -> Any:
     """The state of a reducer, with this replica's row alone or the mean of all rows.
 
     A reducer takes the mean of the rows that it is given: of one that row.
     """
-    if isinstance(value, dict):
-        return {
-            key: {name: _row(each, rows, lazy) for name, each in part.items()}
-            if key in ("residuals", "momenta")
-            else lazy.whole(part)
-            for key, part in value.items()
-        }
-    return lazy.whole(value)
+    if not isinstance(value, dict):
+        return lazy.whole(value)
+    found = {}
+    for key, part in value.items():
+        if key not in ("residuals", "momenta"):
+            found[key] = lazy.whole(part)
+        elif rows is not None:
+            found[key] = {name: _row(each, rows, lazy) for name, each in part.items()}
+    return found
 
 
 def _row(saved: Tensor, rows: Rows, lazy: LazyState) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -66,6 +66,16 @@ class RestartConnector(private.CheckpointConnector):
         policy = self._weights_only if weights_only is None else weights_only
         super().resume_start(self._path or checkpoint_path, weights_only=policy)
         self._on_loaded(self._loaded_checkpoint, policy)
+
+    def take_over(self, checkpoint: dict[str, Any]) -> None:
+        """Load ``checkpoint``, which another rank has handed over."""
+        self._loaded_checkpoint = checkpoint
+        self._on_loaded(checkpoint, self._weights_only)
+        self.restore_datamodule()
+        self.restore_model()
+        self.restore_callbacks()
+        self.restore_training_state()
+        self._loaded_checkpoint = {}
 
     @override
     def restore_loops(self) -> None:
@@ -160,6 +170,7 @@ class KeptSource(private.DataLoaderSource):
 
 def place_sources(trainer: pl.Trainer, data: TrainerDeal) -> None:
     """Stand in for the sources of a fit; the train dataloader is dealt by ``data``."""
+    _restore_sources(trainer)
     fit: Any = trainer.fit_loop
     validation = fit.epoch_loop.val_loop
     train = KeptSource(private.data_source(fit), trainer=trainer, take=data.take)
@@ -182,6 +193,10 @@ def restore_usual(trainer: pl.Trainer) -> None:
     if isinstance(signals, NoticeConnector):
         private.give_back_handlers(signals, signals.usual)
         private.set_signal_connector(trainer, signals.usual)
+    _restore_sources(trainer)
+
+
+def _restore_sources(trainer: pl.Trainer) -> None:
     loops: tuple[Any, ...] = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
     for loop in loops:
         source = private.data_source(loop)
@@ -190,11 +205,14 @@ def restore_usual(trainer: pl.Trainer) -> None:
             private.set_data_source(loop, source.usual)
 
 
-def identify(trainer: pl.Trainer, *, run_id: str) -> None:
+def identify(trainer: pl.Trainer, *, run_id: str, takes_over: str = "") -> None:
     """Give the loggers the identity that belongs to ``run_id``, before they are first used.
 
     A WandbLogger without ``id=`` goes on in the same run; a TensorBoardLogger without ``version=``
-    in the same folder.
+    in the same folder. A CSVLogger begins a folder of its own where another rank has logged.
+
+    Args:
+        takes_over: name of this worker, where it logs in the place of another one.
     """
     for number, logger in enumerate(trainer.loggers):
         name = f"{run_id}-{number}" if number else run_id
@@ -202,3 +220,5 @@ def identify(trainer: pl.Trainer, *, run_id: str) -> None:
             private.set_wandb_run(logger, name)
         elif isinstance(logger, TensorBoardLogger):
             private.set_tensorboard_version(logger, name)
+        elif isinstance(logger, CSVLogger) and takes_over:
+            private.set_csv_version(logger, takes_over)
