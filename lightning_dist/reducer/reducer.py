@@ -111,6 +111,8 @@ class Reducer:
         self.stats = CommStats()
         self.step = 0  # synchronised steps so far
         self.generation = 0  # networks before this one
+        self.arrivals = 0
+        """How often this rank has come to where it needs the others."""
         self.closed = False
         self.answer = Answer()
         """What the ranks have agreed on about the last step that was committed."""
@@ -249,6 +251,7 @@ class Reducer:
                 every rank keeps its contents and its state; needs ``allow_absent``.
         """
         assert self._allow_absent or not absent, "absent slices need allow_absent=True"
+        self.arrivals += 1
         handle = Handle(key, flat, slices, frozenset(absent), self._future())
         if self.network.world_size == 1:
             if self._swapped(handle) is handle:
@@ -287,6 +290,7 @@ class Reducer:
 
         Returns before that is done; the handles tell.
         """
+        self.arrivals += 1
         if self.network.world_size == 1:
             recovery = self._failures.recovery
             self.answer = Answer(pauses=recovery is not None and recovery.pauses())
@@ -592,17 +596,6 @@ class Reducer:
         self.state.load({"factors": shared["factors"]}, self.network.rows)
         self.step = int(shared["step"])
         self._reserve_again()
-
-    def owe(self, packed: Tensor | None, *, factor: float) -> None:
-        """Take over what a lost rank owed, if there is any, and scale all that this rank owes.
-
-        Args:
-            packed: ``state.packed()`` of that rank.
-            factor: ranks that there are now, over those that there were.
-        """
-        if packed is not None:
-            self.state.add(packed)
-        self.state.scale(factor)
 
     @property
     def keeps_state(self) -> bool:
