@@ -4,7 +4,8 @@
 # make lint      style                        make types   mypy
 # make bench     all measurements (root)      make tables     their tables in README.md and docs/
 # make docs      the documents as a site in site/, or SITE=folder
-# make clean
+# make figures   the pictures of a profile in docs/figures/ (root, Chromium)
+# make build     sdist and wheel in dist/             make clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -17,7 +18,7 @@ SITE ?= site
 # Rewriting the assertions of all tests takes longer than many of them: keep what was compiled.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: install test test-slow test-all test-lowest demo lint types docs bench tables clean
+.PHONY: install test test-slow test-all test-lowest demo lint types docs bench tables figures build clean
 
 install: .venv/installed
 
@@ -88,5 +89,11 @@ bench: install
 tables: install
 	$(BIN)/python -m benchmarks.docs_tables
 
+figures: install
+	$(BIN)/python -m benchmarks.screenshots
+
+build: install
+	$(BIN)/python -m build --quiet --outdir dist
+
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis site ./*_out
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis site ./*_out

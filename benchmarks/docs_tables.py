@@ -30,7 +30,7 @@ from benchmarks.harness.launch import REPOSITORY
 from benchmarks.harness.tables import Result
 from benchmarks.profiler import tables as profiler
 from benchmarks.restart import tables as restart
-from benchmarks.step_time.tables import forms, overview, sharded, step_times
+from benchmarks.step_time.tables import forms, local_steps, overview, sharded, step_times
 
 DOCUMENTS = (
     "README.md",
@@ -39,8 +39,8 @@ DOCUMENTS = (
 )
 
 
-SECTIONS: dict[str, tuple[str, Callable[[Result], str | None]]] = {
-    "overview": ("allreduce", overview),
+SECTIONS: dict[str, tuple[str | tuple[str, ...], Callable[..., str | None]]] = {
+    "overview": (("allreduce", "convergence"), overview),
     "steps-2-hosts": ("allreduce", partial(step_times, hosts=2)),
     "steps-4-hosts": ("allreduce", partial(step_times, hosts=4)),
     "fsdp": ("fsdp", sharded),
@@ -66,11 +66,14 @@ SECTIONS: dict[str, tuple[str, Callable[[Result], str | None]]] = {
     "profile-cost": ("profiling", profiler.COST),
     "whatif-errors": ("whatif", profiler.WHATIF_ERRORS),
     "whatif-scaling": ("whatif", profiler.WHATIF_SCALING),
+    "local-throughput": ("local_throughput", local_steps),
+    "convergence-delay": ("convergence_delay", partial(convergence, task="gpt")),
+    "delay": ("delay", time_to_accuracy),
     "local-steps": ("local_steps", time_to_accuracy),
     "local-steps-100": ("local_steps_100", time_to_accuracy),
     "time-to-accuracy": ("time_to_accuracy", time_to_accuracy),
 }
-"""The name in a document -> the results it needs, and what makes a table of them."""
+"""The name in a document -> the result or results it needs, and the function that renders them."""
 
 
 _SECTION = re.compile(
@@ -88,9 +91,11 @@ def render(text: str, results: Mapping[str, Result]) -> str:
 
     def fresh(match: re.Match[str]) -> str:
         source, make = SECTIONS[match["name"]]
-        body = make(results[source])
+        sources = (source,) if isinstance(source, str) else source
+        body = make(*(results[name] for name in sources))
         if body is None:
-            raise ValueError(f"{source}.json has no rows for the table {match['name']}")
+            files = " and ".join(f"{name}.json" for name in sources)
+            raise ValueError(f"{files}: no rows for the table {match['name']}")
         return f"{match['start']}{body}\n{match['end']}"
 
     if len(_MARKER.findall(text)) != 2 * len(_SECTION.findall(text)):

@@ -20,24 +20,24 @@ Panels = Mapping[str, tuple[str, ...]]
 SECTIONS: Mapping[str, Panels] = {
     "Communication": {
         "Exposed communication": ("comm/exposed_fraction",),
-        "Where a step goes, ms": (
+        "Step time, ms": (
             "comm/step_ms",
             "comm/exposed_ms",
             "comm/hidden_ms",
             "comm/codec_total_ms",
         ),
-        "Times fewer bytes": ("comm/compression_ratio",),
-        "Bytes of a step": ("comm/raw_bytes", "comm/wire_bytes"),
+        "Compression ratio": ("comm/compression_ratio",),
+        "Bytes per step": ("comm/raw_bytes", "comm/wire_bytes"),
         "Bytes by link": ("comm/intra_bytes", "comm/inter_bytes"),
-        "What compression loses": ("comm/error_relative_l2", "comm/error_cosine"),
-        "Residual over gradient": ("comm/residual_ratio",),
+        "Compression error": ("comm/error_relative_l2", "comm/error_cosine"),
+        "Residual norm over gradient norm": ("comm/residual_ratio",),
         "Bandwidth, Gbit/s": ("comm/wire_gbps", "comm/ddp_equivalent_busbw_gbps"),
     },
     "Checkpoints": {
-        "Checkpoints: standing still, ms": ("checkpoint/blocking_ms", "checkpoint/queue_ms"),
-        "Checkpoints: held back in steps, ms": ("checkpoint/optimizer_wait_ms",),
+        "Checkpoints: blocking, ms": ("checkpoint/blocking_ms", "checkpoint/queue_ms"),
+        "Checkpoints: wait in optimizer steps, ms": ("checkpoint/optimizer_wait_ms",),
         "Checkpoints: writing, ms": ("checkpoint/write_ms",),
-        "Checkpoints: size and trouble": (
+        "Checkpoints: size and failures": (
             "checkpoint/bytes",
             "checkpoint/in_flight",
             "checkpoint/skipped",
@@ -45,8 +45,8 @@ SECTIONS: Mapping[str, Panels] = {
         ),
     },
     "Restarts": {
-        "Ranks": ("elastic/world_size",),
-        "Restarts and their cost": (
+        "World size": ("elastic/world_size",),
+        "Restarts": (
             "elastic/restarts",
             "elastic/lost_time_s",
             "elastic/samples_recomputed",

@@ -1,25 +1,22 @@
-"""Which versions a run was made with."""
+"""Versions of this package and of those it works with, from their metadata: nothing is imported."""
 
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
-
-import torch
 
 from lightning_dist._version import __version__
 
+FRAMEWORKS = ("lightning", "accelerate")
 
-def versions() -> dict[str, str]:
-    """Of this package, torch, Python, and the frameworks that are installed."""
-    found = {
-        "lightning_dist": __version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }
-    for name in ("lightning", "accelerate"):
+
+def versions(packages: Iterable[str] = FRAMEWORKS) -> dict[str, str]:
+    """Versions of this package, torch, Python, and those of ``packages`` that are installed."""
+    found = {"lightning_dist": __version__}
+    for name in ("torch", "python", *packages):
         try:
-            found[name] = version(name)
+            found[name] = platform.python_version() if name == "python" else version(name)
         except PackageNotFoundError:
             continue
     return found

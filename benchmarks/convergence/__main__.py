@@ -24,9 +24,11 @@ The batch is divided among the ranks. Rows:
                 `OneBitAdam` in place of AdamW (gpt), its variance frozen after a fifth of the steps
                 and momenta through codec NAME; with `none` what the frozen variance alone does.
                 Not clipped, unlike AdamW
+    delay/NAME  `compress_ddp(ddp, NAME, delay=1)`: the mean of a step is applied in the next one
     METHOD@H/NAME, METHOD@H:outer_lr=1,mixing=0.5/NAME
                 `local_updates` with that method, H local steps and the codec NAME: each rank steps
                 alone on its part of the batch. Evaluated on the anchor
+    ROW*F       any of these with F times the learning rate, ddp too: `local_sgd@8/int8*2`
     fsdp/NAME   the model sharded over pairs of 4 ranks by `fully_shard`, `compress_fsdp` with the
                 codec between the two replicas; fsdp/native-hsdp: by torch alone
 

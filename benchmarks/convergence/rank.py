@@ -23,6 +23,7 @@ from benchmarks.step_time.rank import (
     BASELINES,
     COMPUTE_ROW,
     DDP_ROW,
+    DELAY,
     NO_FEEDBACK_SUFFIX,
     attach,
     digest_of,
@@ -31,13 +32,14 @@ from benchmarks.step_time.rank import (
 from benchmarks.step_time.sharded import FORM, NATIVE, is_sharded
 from lightning_dist import compress_fsdp, local_updates
 from lightning_dist.codecs import resolve_codec
-from lightning_dist.integrations.torch.local_settings import Method
+from lightning_dist.integrations.torch.local_settings import Method, default_codec
 from lightning_dist.integrations.torch.networks import Groups, new_groups
 from lightning_dist.integrations.torch.outer_steps import LocalUpdates
 
 _SMOOTHED_OVER = 3  # evaluations: one alone goes up and down by what ten steps gain
 _LEEWAY = 1.002  # a loss that differs in the sixth digit must not cost a row a whole block more
-_TIMEOUT = timedelta(seconds=300)  # long enough for the other ranks to compile their kernels
+TIMEOUT = timedelta(seconds=300)
+"""Of groups; long enough for the other ranks to compile their kernels."""
 
 
 WARM_SHARE = 0.2
@@ -45,6 +47,8 @@ WARM_SHARE = 0.2
 WARM_SUFFIX, ONEBIT_PREFIX = "-warm", "onebit-adam:"
 LOCAL_MARK = "@"
 """Of rows with local steps: ``diloco@16/int8``, ``diloco@16:outer_lr=1,mixing=0.5/int8``."""
+RATE_MARK = "*"
+"""Of rows with another learning rate: ``ddp*1.4``."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +61,18 @@ class Job:
     @property
     def codec(self) -> str:
         """A codec of lightning_dist, or one of `BASELINES`."""
-        _, mark, local = self.row.partition(LOCAL_MARK)
+        row = self.row.partition(RATE_MARK)[0]
+        method, mark, local = row.partition(LOCAL_MARK)
         if mark:
-            return local.partition("/")[2]
-        name = self.row.removeprefix(f"{FORM}/").removeprefix(ONEBIT_PREFIX)
+            return local.partition("/")[2] or default_codec(cast(Method, method))
+        name = row.removeprefix(f"{FORM}/").removeprefix(f"{DELAY}/")
+        name = name.removeprefix(ONEBIT_PREFIX)
         return name.removesuffix(WARM_SUFFIX).removesuffix(NO_FEEDBACK_SUFFIX)
+
+    @property
+    def rate(self) -> float:
+        """Factor of the task's learning rate."""
+        return float(self.row.partition(RATE_MARK)[2] or 1)
 
     @property
     def named(self) -> dict[str, Any]:
@@ -114,35 +125,36 @@ class Training:
         self.task, self.job, self.seed = task, job, seed
         self.model = task.model()
         self.curve: list[dict[str, Any]] = []
-        self._updates: LocalUpdates | None = None
-        is_local = LOCAL_MARK in job.row
-        mesh = _shard(self.model, job.row) if is_sharded(job.row) else None
+        self.updates: LocalUpdates | None = None
+        row = job.row.partition(RATE_MARK)[0]
+        is_local = LOCAL_MARK in row
+        mesh = _shard(self.model, row) if is_sharded(row) else None
         # As a worker of its own a rank has no DDP around its model.
         bare = is_local or mesh is not None
-        self._ddp = self.model if bare else DistributedDataParallel(self.model)
+        self.ddp = self.model if bare else DistributedDataParallel(self.model)
         self._evaluates = dist.get_rank() == 0 or mesh is not None  # who has the whole model
         self._feedback: bool | None = None
-        onebit = job.row.startswith(ONEBIT_PREFIX)
+        onebit = row.startswith(ONEBIT_PREFIX)
         warm_steps = round(WARM_SHARE * task.settings.steps)
         self._clips = not onebit  # it would clip momenta
-        optimizing: dict[str, Any] = {"own_momentum": False}
+        optimizing: dict[str, Any] = {"own_momentum": False, "rate": job.rate}
         if onebit:
             optimizing["freeze_step"] = warm_steps
         options: dict[str, Any] = {}
         if job.codec not in (*BASELINES, NATIVE):
             codec, least = resolve_codec(job.codec), settings.min_compress_numel
             optimizing["own_momentum"] = codec.momentum_correction > 0
-            chosen = not job.row.endswith(NO_FEEDBACK_SUFFIX)
+            chosen = not row.endswith(NO_FEEDBACK_SUFFIX)
             self._feedback = chosen and codec.keeps_residual and not codec.lossless
             options = {
                 # Not above the codec's own limit: casts compress everything, also here.
                 "min_compress_numel": None if least is None else min(least, codec.min_numel),
-                "start_step": warm_steps if job.row.endswith(WARM_SUFFIX) else 0,
+                "start_step": warm_steps if row.endswith(WARM_SUFFIX) else 0,
                 "compile_kernels": settings.compile_kernels,
                 "groups": groups,
             }
-        row = job.row.removeprefix(ONEBIT_PREFIX).removesuffix(WARM_SUFFIX)
-        self._handle = None if bare else attach(self._ddp, row, **options)
+        row = row.removeprefix(ONEBIT_PREFIX).removesuffix(WARM_SUFFIX)
+        self._handle = None if bare else attach(self.ddp, row, **options)
         if mesh is not None and job.codec != NATIVE:
             least = options["min_compress_numel"]
             sharded = compress_fsdp(self.model, job.codec, mesh=mesh, min_compress_numel=least)
@@ -155,7 +167,7 @@ class Training:
             every, _, more = every.partition(":")
             chosen_rates = dict(each.split("=") for each in more.split(",") if each)
             del options["start_step"], options["compile_kernels"]
-            self._updates = local_updates(
+            self.updates = local_updates(
                 self.model,
                 self._optimizer,
                 method=cast(Method, method),
@@ -167,7 +179,7 @@ class Training:
                 },
                 **options,
             )
-            self._handle = self._updates.reducer
+            self._handle = self.updates.reducer
         self._batches = task.batches(seed)
 
     def run(self, steps: int) -> None:
@@ -176,16 +188,18 @@ class Training:
         dist.barrier()
         tx_before, began = tx_bytes_of(link), time.perf_counter()
         for _ in range(steps):
-            self._step()
-        if self._updates is not None:
-            self._updates.wait()  # or what is under way would use the link in the turns of others
+            self.step()
+        # Else what is under way would use the link in the turns of others.
+        waiting: Any = self._handle if self.updates is None else self.updates
+        if waiting is not None:
+            waiting.wait()
         elapsed = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
         dist.barrier()  # now every rank has received what this one sent
         tx = tx_bytes_of(link) - tx_before
         dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
         metrics = [{}]
         if self.job.codec != COMPUTE_ROW:  # its replicas do not learn together
-            anchor = self._updates.anchor_weights() if self._updates else contextlib.nullcontext()
+            anchor = self.updates.anchor_weights() if self.updates else contextlib.nullcontext()
             with anchor:
                 if self._evaluates:
                     metrics = [self.task.evaluate(self.model)]
@@ -206,14 +220,14 @@ class Training:
 
     def end(self) -> dict[str, Any]:
         """Close the reducer; what came of the training. Collective."""
-        if self._updates is not None:
-            self._updates.start_from_anchor()
+        if self.updates is not None:
+            self.updates.start_from_anchor()
         identical = same_on_all_ranks(self.model)
         ratio = 1.0
         if self._handle is not None:
             ratio = self._handle.comm_stats()["ratio"]
-            if self._updates is not None:  # of one exchange, and DDP has one in every step
-                ratio *= self._updates.schedule.sync_every
+            if self.updates is not None:  # of one exchange, and DDP has one in every step
+                ratio *= self.updates.schedule.sync_every
             self._handle.close()
         return {
             "curve": self.curve,
@@ -224,19 +238,20 @@ class Training:
             "seconds": time.perf_counter() - self._began,
         }
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """One step, with the exchange that follows it."""
         silent: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if self.job.codec == COMPUTE_ROW:
-            silent = cast(DistributedDataParallel, self._ddp).no_sync()
+            silent = cast(DistributedDataParallel, self.ddp).no_sync()
         self._optimizer.zero_grad()
         with silent:
-            self.task.loss(self._ddp, next(self._batches)).backward()
+            self.task.loss(self.ddp, next(self._batches)).backward()
         if self._clips:
             self.task.before_step(self.model)
         self._optimizer.step()
         self._schedule.step()
-        if self._updates is not None:
-            self._updates.step()
+        if self.updates is not None:
+            self.updates.step()
 
 
 def _shard(model: nn.Module, row: str) -> DeviceMesh:
@@ -296,7 +311,7 @@ def train(**given: Any) -> Iterator[dict[str, Any]]:
     if settings.interleaved:
         heats = [[(job, seed) for job in jobs] for seed in settings.seeds]
     # Once for all runs: a gloo group that is destroyed right after its last collective may hang.
-    groups = [new_groups(dist.group.WORLD, timeout=_TIMEOUT) for _ in heats[0]]
+    groups = [new_groups(dist.group.WORLD, timeout=TIMEOUT) for _ in heats[0]]
     for heat in heats:
         trainings = []
         for (job, seed), own in zip(heat, groups, strict=True):

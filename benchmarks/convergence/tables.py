@@ -82,7 +82,7 @@ def _end(row: Row, *, metric: str) -> str:
 
 
 def _off(row: Row, *, metric: str) -> str:
-    if row["codec"] == "ddp":
+    if row["row"] == "ddp":
         return NA
     value = row["metrics"].get(metric, {})
     same = " =" if value.get("within_ddp_spread") else ""

@@ -97,11 +97,16 @@ class GptTask(Task):
         return ByteGPT(s.context, d_model=s.d_model, n_layers=s.n_layers, n_heads=s.n_heads)
 
     def optimizer(
-        self, model: nn.Module, *, own_momentum: bool, freeze_step: int | None = None
+        self,
+        model: nn.Module,
+        *,
+        own_momentum: bool,
+        rate: float = 1.0,
+        freeze_step: int | None = None,
     ) -> tuple[torch.optim.Optimizer, LambdaLR]:
         """The demo's AdamW, a linear warm-up, a linear decay; freeze_step: of 1-bit Adam instead.
 
-        The moments stay in any case.
+        rate: factor of the learning rate. The moments stay in any case.
         """
         s = self.settings
         groups = [
@@ -115,7 +120,7 @@ class GptTask(Task):
             decayed = 1 - (1 - s.final_lr) * step / s.steps
             return min((step + 1) / s.warmup_steps, max(s.final_lr, decayed))
 
-        optimizer = adam(groups, lr=s.lr, betas=(0.9, 0.95), **options)
+        optimizer = adam(groups, lr=s.lr * rate, betas=(0.9, 0.95), **options)
         return optimizer, LambdaLR(optimizer, factor)
 
     def batch(self, chosen: Tensor) -> Tensor:
@@ -199,12 +204,12 @@ class DigitsTask(Task):
         return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(hidden, _CLASSES))
 
     def optimizer(
-        self, model: nn.Module, *, own_momentum: bool
+        self, model: nn.Module, *, own_momentum: bool, rate: float = 1.0
     ) -> tuple[torch.optim.Optimizer, LambdaLR]:
         """SGD, a linear decay; with momentum, unless the codec has it."""
         s = self.settings
         momentum = 0.0 if own_momentum else s.momentum
-        optimizer = torch.optim.SGD(model.parameters(), lr=s.lr, momentum=momentum)
+        optimizer = torch.optim.SGD(model.parameters(), lr=s.lr * rate, momentum=momentum)
         decay = LambdaLR(optimizer, lambda step: 1 - (1 - s.final_lr) * step / s.steps)
         return optimizer, decay
 

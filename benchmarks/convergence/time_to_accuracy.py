@@ -10,6 +10,8 @@ AdamW with warm-up and clipping, then a constant learning rate, the same for all
     ddp              DistributedDataParallel as it is, fp32
     torch-fp16-hook  with torch's own `fp16_compress_hook`
     NAME             with `lightning_dist.compress_ddp(ddp, NAME)`, all other settings default
+    delay/NAME       the same with `delay=1`
+    METHOD@H/NAME    with `lightning_dist.local_updates`, as in `python -m benchmarks.convergence`
 
 Every seed trains all rows from the same weights over the same batches, in blocks of `--every` steps
 by turns. After each block the row is evaluated on 64 fixed windows of files that nobody trains on;

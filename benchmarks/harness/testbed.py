@@ -18,7 +18,7 @@ import secrets
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -173,11 +173,15 @@ class Testbed:
         ranks_per_host: int | Sequence[int] = 1,
         timeout_s: float = 300.0,
         echo: bool = True,
+        on_result: Callable[[Any], None] = lambda result: None,
         **settings: Any,
     ) -> list[list[Any]]:
-        """Call a function on every rank, in a gloo group, and return what each has yielded."""
+        """Call a function on every rank, in a gloo group, and return what each has yielded.
+
+        on_result: called with each result of rank 0 when it comes.
+        """
         group = self.start(rank_command(function, settings), ranks_per_host=ranks_per_host)
-        group.wait(timeout_s=timeout_s, echo=echo)
+        group.wait(timeout_s=timeout_s, echo=echo, on_result=on_result)
         return group.results()
 
     def _create_network(self) -> None:

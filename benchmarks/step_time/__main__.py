@@ -25,6 +25,7 @@ different one first in each round. Between links only the limit changes. Rows:
                      between the ranks of one local number, all-gather within hosts
     leader/CODEC     `hierarchical="leader"`: reduce to one rank of each host, which exchanges for
                      all, and broadcast
+    delay/CODEC      `delay=1`: the mean of a step is applied in the next one
     FORM/INTRA+INTER as codec: `{"intra": INTRA, "inter": INTER}`. Other codecs are between hosts
                      only, with nothing compressed within
 

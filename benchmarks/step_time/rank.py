@@ -34,6 +34,9 @@ NO_FEEDBACK_SUFFIX = "-noef"
 FORMS: dict[str, bool | str] = {"flat": False, "sharded": True, "leader": "leader"}
 """The name of a form -> what `compress_ddp(hierarchical=...)` calls it."""
 
+DELAY = "delay"
+"""In the place of a form: the mean of a step is applied in the next one."""
+
 WIDTH = 1024
 LAYERS = 10  # of Linear(WIDTH, WIDTH)
 GRADIENT_BYTES = 4 * LAYERS * WIDTH * (WIDTH + 1)
@@ -150,7 +153,7 @@ def measure(row: Any, batch: Batch) -> dict[str, Any]:
 def split_row(row: str) -> tuple[str | None, str]:
     """The form of a row, None where it leaves that to `compress_ddp`, and the rest of its name."""
     form, mark, codec = row.partition("/")  # no name or option of a codec has it in it
-    return (form, codec) if mark and form in (*FORMS, "fsdp") else (None, row)
+    return (form, codec) if mark and form in (*FORMS, DELAY, "fsdp") else (None, row)
 
 
 def levels(codec: str) -> tuple[str | None, str]:
@@ -248,7 +251,9 @@ def attach(ddp: DistributedDataParallel, row: str, **options: Any) -> Any | None
     codec = name.removesuffix(NO_FEEDBACK_SUFFIX)
     if codec != name:
         options["error_feedback"] = False
-    if form is not None:
+    if form == DELAY:
+        options["delay"] = 1
+    elif form is not None:
         options["hierarchical"] = FORMS[form]
     intra, inter = levels(codec)
     if isinstance(resolve_codec(inter), BlockCodec):

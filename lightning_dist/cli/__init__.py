@@ -10,20 +10,23 @@ from typing import Annotated
 
 import typer
 
-from lightning_dist._version import __version__
 from lightning_dist.cli import ckpt, profile
 from lightning_dist.cli.bench import bench
 from lightning_dist.cli.codecs import codecs
 from lightning_dist.cli.config import config
 from lightning_dist.cli.doctor.command import doctor
 from lightning_dist.cli.launch import PASS_ON, USAGE, launch
-from lightning_dist.console import is_plain
+from lightning_dist.versions import versions
+
+_PACKAGES = ("lightning", "accelerate", "transformers", "triton", "wandb")
+"""Installed ones of these are in the output of ``--version``."""
 
 app = typer.Typer(
     name="lightning-dist",
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # which keeps the line breaks of docstrings
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(ckpt.app, name="ckpt")
@@ -37,7 +40,8 @@ app.command("codecs")(codecs)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"lightning-dist {__version__}")
+        for name, version in versions(_PACKAGES).items():
+            typer.echo(f"{name.replace('lightning_dist', 'lightning-dist')} {version}")
         raise typer.Exit
 
 
@@ -45,18 +49,18 @@ def _print_version(wanted: bool) -> None:
 def _root(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print and exit."),
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print versions and exit."
+        ),
     ] = False,
 ) -> None:
-    """Tools around training with lightning_dist.
+    """Tools for training with lightning_dist.
 
-    Exit codes: 0: done; 1: something is wrong with what was looked at; 2: wrong input, or it could
-    not be done. `launch` ends with the code of what it runs.
+    Exit codes: 0: success; 1: the command ran and found a problem; 2: wrong input, or the command
+    failed. `launch` exits with the code of the program that it runs.
     """
 
 
 def main() -> None:
     """Run the program with the arguments of this process."""
-    if is_plain():
-        app.rich_markup_mode = None  # help and wrong usage are plain text, without boxes
     app(prog_name="lightning-dist")

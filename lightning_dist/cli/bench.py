@@ -28,40 +28,41 @@ LEGEND = (
 @reported
 def bench(
     min_bytes: Annotated[
-        str, typer.Option("--min-bytes", "-b", metavar="SIZE", help="The first size, like 64K.")
+        str, typer.Option("--min-bytes", "-b", metavar="SIZE", help="First size, such as 64K.")
     ] = "64K",
     max_bytes: Annotated[
-        str, typer.Option("--max-bytes", "-e", metavar="SIZE", help="The last size, like 1M, 1G.")
+        str, typer.Option("--max-bytes", "-e", metavar="SIZE", help="Last size, such as 1M or 1G.")
     ] = "64M",
     step_factor: Annotated[
-        int, typer.Option("--step-factor", "-f", min=2, help="Between the sizes.")
+        int, typer.Option("--step-factor", "-f", min=2, help="Factor between sizes.")
     ] = 4,
     iters: Annotated[
-        int, typer.Option("--iters", "-n", min=1, help="Uses of each that count.")
+        int, typer.Option("--iters", "-n", min=1, help="Timed iterations per size.")
     ] = 10,
     ops: Annotated[
         str, typer.Option(help="all_reduce, all_gather, all_to_all, broadcast; several with commas")
     ] = "all_reduce,all_gather,all_to_all",
     group: Annotated[
         Literal["flat", "intra", "inter"],
-        typer.Option(help="All ranks; those of each host; or one of every host."),
+        typer.Option(help="flat: all ranks; intra: ranks of each host; inter: one rank per host."),
     ] = "flat",
     pairs: Annotated[
-        bool, typer.Option("--pairs", help="Send --max-bytes between each two in turn.")
+        bool, typer.Option("--pairs", help="Send --max-bytes between every pair of ranks in turn.")
     ] = False,
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="cpu: gloo; cuda: nccl.")
     ] = "auto",
     nproc: Annotated[
-        int | None, typer.Option(min=2, help="Start so many ranks on this host, without torchrun.")
+        int | None,
+        typer.Option(min=2, help="Start this many ranks on this host, without torchrun."),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that a collective may take.")] = (
+    timeout: Annotated[float, typer.Option(min=1, help="Timeout of a collective, seconds.")] = (
         300.0
     ),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Rank 0 writes the figures to a file too, as JSON."),
+        typer.Option(metavar="FILE", help="Also write the results to this file (rank 0), as JSON."),
     ] = None,
 ) -> None:
     """Measure how fast ranks exchange bytes. Rank 0 prints a table.

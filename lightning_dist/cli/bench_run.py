@@ -94,7 +94,7 @@ def run_local(settings: Settings, ranks: int) -> list[Report]:
         results = elastic_launch(config, _rank)(settings)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        said = failure.message.strip().splitlines() or ["it said nothing"]
+        said = failure.message.strip().splitlines() or ["no output"]
         raise RuntimeError(f"rank {rank} has failed: {said[-1]}") from None
     found: list[Report] | str = results[0]
     if isinstance(found, str):

@@ -23,13 +23,15 @@ from lightning_dist.console import print_table, stdout_console
 
 app = typer.Typer(no_args_is_help=True)
 
-Folder = Annotated[str, typer.Argument(metavar="DIR", help="Path or URL of a folder of them.")]
+Folder = Annotated[
+    str, typer.Argument(metavar="DIR", help="Path or URL of a folder of checkpoints.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 @app.callback()
 def _ckpt() -> None:
-    """Look at checkpoints, check them, remove old ones, make one file of shards."""
+    """List, verify, prune and consolidate checkpoints."""
 
 
 @app.command()
@@ -60,7 +62,7 @@ def ls(folder: Folder, as_json: Json = False) -> None:
         typer.echo(f"no checkpoints in {folder}")
     if owner is not None:
         typer.echo(f"in use by {owner}")
-    origin = "under way" if owner is not None else "left by a dead writer; the next run clears it"
+    origin = "under way" if owner is not None else "left by a dead writer; the next run removes it"
     for name in leftovers:
         typer.echo(f"{name}: {origin}")
 
@@ -74,7 +76,7 @@ def verify_command(
     ],
     as_json: Json = False,
 ) -> None:
-    """Read checkpoints to the last byte. Exit code 1 if any is not what was written.
+    """Read checkpoints completely and check them. Exit code 1 if any is not what was written.
 
     \b
       lightning-dist ckpt verify checkpoints/last.ckpt
@@ -101,31 +103,33 @@ def verify_command(
 @reported
 def prune(
     folder: Folder,
-    keep: Annotated[int, typer.Option(min=1, help="How many whole checkpoints to keep.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    keep: Annotated[int, typer.Option(min=1, help="Number of complete checkpoints to keep.")],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be removed.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without confirmation.")] = False,
     no_lock: Annotated[
-        bool, typer.Option("--no-lock", help="Go on where the file system has no locks.")
+        bool, typer.Option("--no-lock", help="Proceed on a file system without locks.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Keep the newest whole checkpoints of a folder and remove older and damaged ones.
+    """Keep the newest checkpoints of a folder, remove older and damaged ones.
 
     The ones to keep are read to the last byte first. What is named last*, latest* or best*, what
     such a name is linked to, and what lightning_dist did not write are never removed. Refuses
     while a trainer writes to the folder; object stores cannot tell.
 
     \b
-    What would go, and then without being asked:
+    Preview, then without confirmation:
       lightning-dist ckpt prune checkpoints/ --keep 3 --dry-run
       lightning-dist ckpt prune checkpoints/ --keep 3 --yes
     """
     if as_json and not (yes or dry_run):
-        raise ValueError("--json cannot ask before it removes: add --yes, or --dry-run")
+        raise ValueError("--json cannot ask for confirmation: add --yes, or --dry-run")
     storage, inside = _require_folder(folder)
     owner = owner_of(folder)
     if owner is not None:
-        raise ValueError(f"{folder} is in use by {owner}; prune it afterwards")
+        raise ValueError(f"{folder} is in use by {owner}; prune it when that has ended")
     leftovers = storage.leftovers(inside)
     lock = None if dry_run or no_lock else own(folder, patience=0, clean=False)
     try:
@@ -167,7 +171,7 @@ def _print_plan(planned: Plan, found: list[Found]) -> None:
 
 def _remove(planned: Plan, *, locked: bool, asks: bool, says: bool) -> None:
     if asks:
-        hint = "" if locked else " (there are no locks here: no trainer must write to this folder)"
+        hint = "" if locked else " (no locks here: make sure that no trainer writes to this folder)"
         typer.confirm(f"Remove {len(planned.removed)} checkpoints{hint}?", abort=True)
     for path, _ in planned.removed:
         storage, inside = storage_of(path)
@@ -183,7 +187,7 @@ def consolidate(
     target: Annotated[str, typer.Argument(help="The file to write; must not exist.")],
     as_json: Json = False,
 ) -> None:
-    """Make one file for torch.load of a folder of shards.
+    """Merge a sharded checkpoint into one file for torch.load.
 
     \b
       lightning-dist ckpt consolidate checkpoints/epoch=3.ckpt whole.ckpt

@@ -120,12 +120,12 @@ def plan(found: Sequence[Found], *, keep: int, check: Callable[[str], Verdict] =
             else:
                 damaged.append((each.path, verdict.problem))
         elif each.description.origin is None:
-            result.untouched.append((each.path, "lightning_dist did not write it"))
+            result.untouched.append((each.path, "not written by lightning_dist"))
     for path, problem in damaged:
         if not any_whole:
-            result.untouched.append((path, f"{problem}; nothing whole is left"))
+            result.untouched.append((path, f"{problem}; no complete copy is left"))
         elif not _has_locks(path):
-            result.untouched.append((path, f"{problem}; or a save is under way, nobody can say"))
+            result.untouched.append((path, f"{problem}; or a save is under way (unknown)"))
         else:
             result.removed.append((path, problem))
     return result

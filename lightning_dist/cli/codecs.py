@@ -22,7 +22,7 @@ _WIDTH = 1 << 10
 def codecs(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
-    """List the codecs, with their options, the bytes that they send and what they are for.
+    """List the codecs: options, bytes sent, use.
 
     \b
     Options go into the name, here and in the code:

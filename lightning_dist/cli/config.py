@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from lightning_dist.cli import config_accelerate as theirs
+from lightning_dist.cli.completion import settings
 from lightning_dist.cli.errors import reported
 from lightning_dist.configuration import CONFIG, OPTIONS, Resolved, read, resolve, write
 from lightning_dist.configuration.files import accelerate_default, check, parse, sidecar_of
@@ -20,10 +21,10 @@ from lightning_dist.console import print_table
 
 _QUESTIONS = {
     "codec": "The codec of gradients, with options; `lightning-dist codecs` lists them",
-    "error_feedback": "Keep what the codec loses and send it later? true, false or auto",
+    "error_feedback": "Error feedback: send later what the codec loses? true, false or auto",
     "hierarchical": "Reduce inside every host first? true, false, auto or leader",
-    "ranks_per_host": "Ranks of a host that follow each other; null: as the hosts' names say",
-    "min_compress_numel": "Elements below which a tensor travels as it is; null: the codec's own",
+    "ranks_per_host": "Consecutive ranks of a host; null: by host name",
+    "min_compress_numel": "Elements below which a tensor is not compressed; null: by codec",
     "start_step": "Steps before compression starts",
     "compile_kernels": "Compile the codec's kernels at the start? true, false or auto",
     "commit": "When are residuals written? auto, immediate or deferred",
@@ -34,14 +35,15 @@ _QUESTIONS = {
 @reported
 def config(
     defaults: Annotated[
-        bool, typer.Option("--defaults", help="Ask nothing: write what suits this machine.")
+        bool, typer.Option("--defaults", help="Write defaults for this machine without questions.")
     ] = False,
     changes: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Ask nothing: change this; accelerate.KEY for Accelerate's own; repeatable.",
+            autocompletion=settings,
+            help="Change a setting, ask nothing; accelerate.KEY for Accelerate's; repeatable.",
         ),
     ] = None,
     file: Annotated[
@@ -50,26 +52,26 @@ def config(
             "--config_file",
             "--config-file",
             metavar="FILE",
-            help="Accelerate's file, ours is lightning_dist.yaml beside it; default: Accelerate's.",
+            help="Accelerate's file; lightning_dist.yaml is beside it. Default: Accelerate's.",
         ),
     ] = None,
     shown: Annotated[
-        bool, typer.Option("--show", help="Print what is in force and where it comes from.")
+        bool, typer.Option("--show", help="Print effective settings and their origins.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
-    """Ask Accelerate's questions and then ours, and write both answers.
+    """Create the configuration files of Accelerate and lightning_dist.
 
-    Accelerate's file is as `accelerate config` writes it. `lightning-dist launch` uses both; under
-    `accelerate launch` the training finds ours itself.
+    Accelerate's file is the one that `accelerate config` writes. `lightning-dist launch` uses both;
+    under `accelerate launch` the training reads lightning_dist.yaml itself.
 
     \b
-    Questions, on a terminal:
+    With questions, on a terminal:
       lightning-dist config
     Without one:
       lightning-dist config --defaults --set codec=int4
       lightning-dist config --set accelerate.num_processes=2 --config_file two.yaml
-    What is in force:
+    Effective settings:
       lightning-dist config --show
     """
     path = accelerate_default(os.environ) if file is None else file.expanduser()
@@ -124,7 +126,7 @@ def _split(changes: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         name = key.removeprefix("accelerate.")
         into = ours if name == key else others
         if name in into:
-            raise ValueError(f"--set {key} is there twice; keep one")
+            raise ValueError(f"--set {key} is given twice; keep one")
         into[name] = parse(value)
     check(ours, where="--set")
     return ours, others
@@ -182,7 +184,7 @@ def _require_codec(value: Any) -> None:
 
 
 def require_possible(options: Mapping[str, Any]) -> None:
-    """Refuse now what training would refuse: settings that do not go together.
+    """Refuse now what training would refuse: settings that exclude each other.
 
     Raises:
         ValueError: with the rule, the value and what to do.
@@ -207,7 +209,9 @@ def _show(resolved: Resolved, *, config: Path, as_json: bool) -> None:
         return
     cells = [(name, _text(row["value"]), row["from"]) for name, row in rows.items()]
     print_table(("option", "value", "from"), cells, fold=("value", "from"))
-    typer.echo(f"accelerate: {there or f'{config} is not there; lightning-dist config writes it'}")
+    typer.echo(
+        f"accelerate: {there or f'{config} does not exist; lightning-dist config creates it'}"
+    )
 
 
 def _text(value: Any) -> str:

@@ -32,28 +32,27 @@ _RUN = "lightning_dist.run"
 
 @reported
 def launch(context: typer.Context) -> None:
-    """Run a script with torchrun, or with accelerate launch where that was configured.
+    """Run a script with torchrun or accelerate launch.
 
-    torchrun: so that the script is restarted and nodes may come and go. accelerate launch: with
-    `--config_file`, or where `lightning-dist config` has written its file, every option is one that
-    accelerate launch has, and the script imports Accelerate and not Lightning; the settings of
-    lightning_dist reach the training, and several CPU processes are one training. Every option of
-    either works, and wins over what is set here. What is set, and which of the two is run, is told
-    on stderr.
+    torchrun is set up for restarts and for nodes that join and leave. accelerate launch is used
+    with `--config_file`; also if `lightning-dist config` has written its file, accelerate launch
+    has all the options given, and the script imports Accelerate and not Lightning. It passes the
+    settings of lightning_dist on, and starts several CPU processes as one training. All options of
+    both work, and win over what is added here. stderr says which of the two runs, and with what.
 
     \b
-      --nnodes MIN:MAX     nodes with which the job runs; default 1
+      --nnodes MIN:MAX     number of nodes; default 1
       --nproc-per-node N   ranks on this node, or auto, cpu, gpu; default 1
-      --max-restarts N     after so many failures the job ends, planned stops not
-                           counted, replaced workers are; torchrun's default here 3
-      --rdzv-endpoint H:P  where the nodes meet; needed for more than one
-      --config_file FILE   run accelerate launch with this
-      --torchrun           run torchrun, whatever is configured
+      --max-restarts N     failures, and workers replaced, that the job survives;
+                           planned stops do not count; default 3
+      --rdzv-endpoint H:P  rendezvous address; required for several nodes
+      --config_file FILE   run accelerate launch with this file
+      --torchrun           run torchrun even if accelerate is configured
       --dry-run            print the command, do not run it
 
-    Of a script that recovers within the process torchrun's workers are replaced one by one, and
-    nodes join and leave without a restart of the others. LIGHTNING_DIST_MIN_WORKERS,
-    LIGHTNING_DIST_BEAT_TIMEOUT and LIGHTNING_DIST_REPORT_TIMEOUT set its limits.
+    With recovery within the process workers are replaced one by one, and nodes join and leave
+    without a restart of the others. LIGHTNING_DIST_MIN_WORKERS, LIGHTNING_DIST_BEAT_TIMEOUT and
+    LIGHTNING_DIST_REPORT_TIMEOUT set its limits.
 
     \b
     One node, restarted when a rank fails:
@@ -63,7 +62,7 @@ def launch(context: typer.Context) -> None:
         --nproc-per-node 8 train.py
     A module instead of a script:
       lightning-dist launch --nproc-per-node 2 -m package.train
-    As configured for Accelerate; and with no change of the script at all:
+    With Accelerate's configuration; and without any change of the script:
       lightning-dist launch --config_file two.yaml train.py
       lightning-dist launch --config_file two.yaml -m lightning_dist.run train.py
     """
@@ -88,7 +87,7 @@ def _choose(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
     default = accelerate_default(environ)
     is_configured = default.is_file() and sidecar_of(default).is_file()
     names_file = any(word.startswith(("--config_file", "--config-file")) for word in words)
-    unconfigured = "no --config_file, and lightning-dist config has written none"
+    unconfigured = "no --config_file and no file of lightning-dist config"
 
     def torchrun(why: str) -> Plan:
         made = launch_plan.plan(words, environ)
@@ -118,8 +117,8 @@ def _choose(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
     if given.config_file is not None:
         if given.torchrun:
             raise ValueError(
-                "--config_file is for accelerate launch, and --torchrun asks for the other; "
-                "leave out one"
+                "--config_file selects accelerate launch and --torchrun torchrun; "
+                "remove one of them"
             )
         return accelerate(given, Path(given.config_file), f"--config_file={given.config_file}")
     if not is_configured:

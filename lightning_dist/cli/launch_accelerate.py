@@ -119,7 +119,7 @@ def _as_several(
         )
     if machines <= 1 and given.main_process_port is None and config.main_process_port is None:
         options.append("--main_process_port=0")
-        made.notes.append("--main_process_port=0 (one node: a free port for its ranks to meet)")
+        made.notes.append("--main_process_port=0 (one node: rendezvous on a free port)")
     return options
 
 

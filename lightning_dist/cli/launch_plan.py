@@ -51,14 +51,14 @@ def plan(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
         made.notes.append(f"{option} ({why})")
 
     if given.max_restarts is None:
-        add(f"--max-restarts={RESTARTS}", "so many failures do not end the job")
+        add(f"--max-restarts={RESTARTS}", "survives this many failures")
     elif given.max_restarts < 0:
         raise ValueError(f"--max-restarts must be 0 or more, it is {given.max_restarts}")
     backend = _backend(given, fewest, most)
     if backend == "standalone" and not given.standalone:
-        add("--standalone", "one node: a free port for its ranks to meet")
+        add("--standalone", "one node: rendezvous on a free port")
     elif backend == "c10d" and given.rdzv_backend is None:
-        add("--rdzv-backend=c10d", "the one whose nodes may change")
+        add("--rdzv-backend=c10d", "the rendezvous that lets nodes join and leave")
     if backend == "c10d" and most > 1:
         theirs = _settings(given.rdzv_conf or "")
         ours = {**(LAST_CALL if fewest < most else {}), **KEEP_ALIVE}
@@ -68,8 +68,8 @@ def plan(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
         if fewest > 1:
             patience = theirs.get("join_timeout", JOIN_TIMEOUT)
             made.notes.append(
-                f"a RendezvousTimeoutError will mean that for {patience} s (join_timeout in "
-                f"--rdzv-conf) there were fewer than {fewest} nodes"
+                f"RendezvousTimeoutError means that fewer than {fewest} nodes came in {patience} s "
+                "(join_timeout in --rdzv-conf)"
             )
     if SHARING not in environ and backend != "static":
         made.environment[SHARING] = "1"

@@ -23,13 +23,13 @@ from lightning_dist.profiling.whatif.predict import with_whatif
 
 app = typer.Typer(no_args_is_help=True)
 
-Folder = Annotated[str, typer.Argument(metavar="DIR", help="What CommProfiler has written.")]
+Folder = Annotated[str, typer.Argument(metavar="DIR", help="Folder that CommProfiler has written.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 @app.callback()
 def _profile() -> None:
-    """Look at where communication time went, and compare runs."""
+    """Report, compare and predict communication time."""
 
 
 @app.command("report")
@@ -43,14 +43,15 @@ def report_command(
     csv: Annotated[bool, typer.Option("--csv", help="Write steps.csv.")] = False,
     as_json: Json = False,
     out: Annotated[
-        str | None, typer.Option(metavar="DIR2", help="Write there, and not into DIR.")
+        str | None,
+        typer.Option(metavar="DIR2", help="Write the files into this folder instead of DIR."),
     ] = None,
 ) -> None:
-    """Print what a profile says, and make its files anew from the raw events of all ranks.
+    """Print the summary of a profile, and rebuild its files.
 
-    Writes summary.json and report.html into DIR. Where that cannot be, the summary is still
-    printed; exit code 2 then if --out, --trace or --csv had asked for files. Exit code 2 too if
-    there is no step to report on; it says why.
+    Reads the raw events of all ranks, writes summary.json and report.html into DIR. If that fails
+    the summary is still printed; exit code 2 if --out, --trace or --csv asked for files. Exit code
+    2 too if no step was recorded, with the reason.
 
     \b
       lightning-dist profile report comm_profile/run-0
@@ -81,7 +82,7 @@ def compare_command(
     b: Annotated[str, typer.Argument(metavar="B", help="Folder of the other.")],
     as_json: Json = False,
 ) -> None:
-    """Put two runs beside each other: step time, its parts, bytes.
+    """Compare two runs: step time, its parts, bytes.
 
     Medians over the steps that were looked at in detail, where the headline and the table of a
     report have their means; "all steps" is over all. Of each step the mean over ranks. `report`
@@ -131,7 +132,7 @@ def _require_steps(summaries: Mapping[str, Summary]) -> None:
     empty = {folder: each for folder, each in summaries.items() if not each.steps}
     for folder, each in empty.items():
         reason = each.unavailable["steps"]
-        typer.echo(f"lightning-dist: nothing to report of {folder}: {reason}", err=True)
+        typer.echo(f"lightning-dist: no report for {folder}: {reason}", err=True)
     if empty:
         raise typer.Exit(BAD_INPUT)
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from lightning_dist.cli.completion import codecs_and_ddp
 from lightning_dist.cli.errors import reported
 from lightning_dist.console import stdout_console
 from lightning_dist.measurement.costs import CANDIDATES, CodecCost
@@ -31,20 +32,25 @@ from lightning_dist.profiling.whatif.simulator import DDP
 
 @reported
 def whatif_command(
-    folder: Annotated[str, typer.Argument(metavar="DIR", help="What CommProfiler has written.")],
+    folder: Annotated[
+        str, typer.Argument(metavar="DIR", help="Folder that CommProfiler has written.")
+    ],
     link_gbps: Annotated[float | None, typer.Option(help="Rate of a host's link, Gbit/s.")] = None,
     hosts: Annotated[int | None, typer.Option(help="Number of hosts, all of one size.")] = None,
     codec: Annotated[
-        list[str] | None, typer.Option(help="Only this one, or ddp; repeatable.")
+        list[str] | None,
+        typer.Option(
+            help="A codec, or ddp; repeatable. Default: all.", autocompletion=codecs_and_ddp
+        ),
     ] = None,
     form: Annotated[
         list[str] | None, typer.Option(help="flat, sharded, leader; repeatable.")
     ] = None,
     inside_gbps: Annotated[
-        float | None, typer.Option(help="Of a rank inside its host, Gbit/s.")
+        float | None, typer.Option(help="Rate of a rank inside its host, Gbit/s.")
     ] = None,
     latency_us: Annotated[
-        float | None, typer.Option(help="Round between hosts, microseconds.")
+        float | None, typer.Option(help="Round trip between hosts, microseconds.")
     ] = None,
     local_steps: Annotated[
         list[int] | None,
@@ -54,14 +60,22 @@ def whatif_command(
         float | None,
         typer.Option(help="Least local steps with which waiting takes at most this, percent."),
     ] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Measure codecs here, now.")] = False,
+    fragments: Annotated[
+        int, typer.Option(min=1, help="Parts exchanged in turn, of local steps.")
+    ] = 1,
+    overlap_steps: Annotated[
+        int, typer.Option(min=0, help="Steps that hide an exchange, of local steps.")
+    ] = 0,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure codecs on this machine now.")
+    ] = False,
     compiled: Annotated[
         bool | None,
         typer.Option(help="Measure with compiled kernels, or without; else as the run has them."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
-    """Predict the step time with other codecs, links and numbers of hosts.
+    """Predict step times with other codecs, links, hosts.
 
     Simulates the buckets of the profile with the rates that the run itself had and with codec costs
     as measured at the end of the run (costs.json), otherwise on this machine now. The run itself is
@@ -91,6 +105,8 @@ def whatif_command(
         form=form[0] if form else None,
         sync_every=local_steps or (),
         below=None if below is None else below / 100,
+        fragments=fragments,
+        overlap_steps=overlap_steps,
     )
     found = predict(observed, [*scenarios, *local], costs=costs)
     if as_json:

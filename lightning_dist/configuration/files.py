@@ -14,7 +14,8 @@ from lightning_dist.shared_folder import replace_file
 SIDECAR = "lightning_dist.yaml"
 PREFIX = "LIGHTNING_DIST_"
 CONFIG = f"{PREFIX}CONFIG"
-OTHERS = (f"{PREFIX}HOSTNAME",)
+_OF_RECOVERY = ("RECOVERY_STORE", "WORKER", "MIN_WORKERS", "BEAT_TIMEOUT", "REPORT_TIMEOUT")
+OTHERS = tuple(f"{PREFIX}{name}" for name in ("HOSTNAME", *_OF_RECOVERY))
 """Variables with our prefix that are no settings of what travels."""
 _HEAD = "# Settings of lightning_dist for Accelerate; `lightning-dist config` writes this file.\n"
 
@@ -44,7 +45,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         content = yaml.load(raw.decode(), _Loader)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
-        raise ValueError(f"{path} is no YAML of key: value lines{_said(error, raw)}") from None
+        raise ValueError(f"{path} is not valid YAML (key: value){_said(error, raw)}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -87,7 +88,7 @@ def parse(text: str) -> Any:
     try:
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError):  # ValueError: a date that does not exist
-        raise ValueError(f"{text!r} is no YAML value; quote it") from None
+        raise ValueError(f"{text!r} is not a valid YAML value; quote it") from None
 
 
 def write(path: Path, options: Mapping[str, Any]) -> None:

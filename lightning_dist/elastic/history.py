@@ -10,9 +10,10 @@ from typing import Any
 
 from lightning_dist.checkpoint.disk.storage import LocalStorage, storage_of
 from lightning_dist.checkpoint.ranks import Ranks
-from lightning_dist.elastic.journal import Journal, Progress, Summary, summarize
+from lightning_dist.elastic.journal import CHANGE, Journal, Progress, Summary, summarize
 from lightning_dist.elastic.plan import Layout
 from lightning_dist.elastic.progress import ElasticState
+from lightning_dist.elastic.recovery.change import Change
 from lightning_dist.shared_folder import has_token, leave_token
 
 
@@ -140,6 +141,11 @@ class RunHistory:
             self._journal.progress(samples)
         return caught_up
 
+    def change(self, change: Change) -> None:
+        """Write down who takes part from now on, within the process."""
+        if self._leads:
+            self._journal.write(CHANGE, run_id=self.run_id, **asdict(change))
+
     @property
     def summary(self) -> Summary:
         """What restarts have cost this run so far; on the leader."""
@@ -154,6 +160,9 @@ class RunHistory:
             found["elastic/samples_recomputed"] = float(summary.samples_recomputed)
             if self._to_catch_up is None:
                 found["elastic/lost_time_s"] = summary.lost_time_s
+            if summary.generations:
+                names = ("generations", "steps_redone", "recovery_s", "residual_norm_lost")
+                found |= {f"elastic/{name}": float(getattr(summary, name)) for name in names}
         return found
 
     def end(self, reason: str, *, is_echo: bool = False) -> None:
@@ -202,12 +211,20 @@ def start_line(
 
 
 def cost_line(summary: Summary) -> str:
-    """What restarts have cost, for the user."""
-    restarts, causes = _counted(summary.restarts, "restart"), "; ".join(summary.causes)
-    return (
-        f"elastic: {restarts}, {summary.lost_time_s:.1f} s lost, "
-        f"{summary.samples_recomputed} samples recomputed ({causes})"
-    )
+    """What restarts and changes within the process have cost, for the user."""
+    told = []
+    if summary.restarts:
+        restarts, causes = _counted(summary.restarts, "restart"), "; ".join(summary.causes)
+        told.append(
+            f"{restarts}, {summary.lost_time_s:.1f} s lost, "
+            f"{summary.samples_recomputed} samples recomputed ({causes})"
+        )
+    if summary.generations:
+        told.append(
+            f"{_counted(summary.generations, 'change')} within the process, "
+            f"{summary.recovery_s:.1f} s lost, {_counted(summary.steps_redone, 'step')} taken again"
+        )
+    return f"elastic: {'; '.join(told)}"
 
 
 def _counted(number: int, what: str) -> str:

@@ -14,6 +14,9 @@ from typing import Any
 FINISHED = "finished"
 """The reason of an end that needs no restart."""
 
+CHANGE = "change"
+"""The event of members that have changed within the process; written by the leader."""
+
 _FOLDER = "elastic"
 _PROGRESS = "progress"
 _WIDTH = 64
@@ -117,16 +120,24 @@ class Summary:
         causes: why, in order.
         lost_time_s: from the last step before a fault to the same step after it, added up.
         samples_recomputed: samples that were computed again.
+        generations: how often members have changed within the process.
+        steps_redone: steps that were taken again then.
+        recovery_s: pauses for that, added up.
+        residual_norm_lost: norms of the residuals of lost ranks, estimated, added up.
     """
 
     restarts: int = 0
     causes: list[str] = field(default_factory=list)
     lost_time_s: float = 0.0
     samples_recomputed: int = 0
+    generations: int = 0
+    steps_redone: int = 0
+    recovery_s: float = 0.0
+    residual_norm_lost: float = 0.0
 
 
 def summarize(lines: list[dict[str, Any]], *, run_id: str) -> Summary:
-    """Add up what the journal of a run says; ``start`` and ``caught_up`` are of rank 0."""
+    """Add up what the journal of a run says; all but ``end`` is of the leader."""
     starts = [each for each in lines if each["event"] == "start" and each.get("run_id") == run_id]
     ends = [each for each in lines if each["event"] == "end"]
     causes = []
@@ -137,11 +148,16 @@ def summarize(lines: list[dict[str, Any]], *, run_id: str) -> Summary:
         causes.append(_cause(between, before=before, now=now))
     caught_up = [each for each in lines if each["event"] == "caught_up"]
     mine = [each for each in caught_up if each.get("run_id") == run_id]
+    changes = [each for each in lines if each["event"] == CHANGE and each.get("run_id") == run_id]
     return Summary(
         restarts=len(causes),
         causes=causes,
         lost_time_s=sum(each["seconds"] for each in mine),
         samples_recomputed=sum(each.get("redone") or 0 for each in starts[1:]),
+        generations=len(changes),
+        steps_redone=sum(each["is_redone"] for each in changes),
+        recovery_s=sum(each["pause_s"] for each in changes),
+        residual_norm_lost=sum(each["norm_lost"] for each in changes),
     )
 
 

@@ -15,6 +15,7 @@ from lightning_dist.elastic.lifecycle import ProcessLifecycle, stop_line
 from lightning_dist.elastic.membership import Membership
 from lightning_dist.elastic.plan import Layout, Position, lr_factor
 from lightning_dist.elastic.progress import ElasticState, scale_learning_rates
+from lightning_dist.elastic.recovery.change import Change
 from lightning_dist.elastic.retention import Retention
 from lightning_dist.elastic.settings import RunSettings
 
@@ -162,6 +163,14 @@ class Session:
             self._saved_step = -1
         if self._costs or members.ranks.is_leader:
             self._count_costs()
+
+    def change(self, change: Change) -> None:
+        """Tell and write down that members have changed within the process, on the leader."""
+        self.lifecycle.heartbeat()
+        say = self._placement.warn if change.lost else self._placement.tell
+        say(change.line)
+        self.history.change(change)
+        self._count_costs()
 
     def load(self, state: ElasticState | None, *, is_own: bool) -> None:
         """Go on from ``state``, or begin afresh.
@@ -355,8 +364,10 @@ class Session:
         self.lifecycle.finish()
         self.history.end(FINISHED)
         self._count_costs()
-        if self.members.ranks.is_leader and self.history.summary.restarts:
-            self._placement.tell(cost_line(self.history.summary))
+        if self.members.ranks.is_leader:
+            summary = self.history.summary
+            if summary.restarts or summary.generations:
+                self._placement.tell(cost_line(summary))
 
     def close(self, error: BaseException | None = None, *, stopped: bool = False) -> None:
         """The end of this process's part, with what has ended it.

@@ -21,6 +21,26 @@ def require_recovery(recovery: str) -> None:
         raise ValueError(f"recovery is {names}; got {recovery!r}")
 
 
+def require_mirror(mirror: bool | int, *, recovery: RecoveryMode) -> int | None:
+    """Steps between two copies of residuals; None: there are none.
+
+    Raises:
+        ValueError: the number is not positive, or there is nobody to take copies over.
+    """
+    if mirror is False:
+        return None
+    if mirror < 1:
+        raise ValueError(
+            f"mirror_residuals is True, False or the steps between two copies; got {mirror}"
+        )
+    if recovery != "in_process":
+        raise ValueError(
+            f"mirror_residuals={mirror} takes effect with recovery='in_process' only, where other "
+            "ranks take residuals over; leave it out: checkpoints have the residuals of all ranks"
+        )
+    return int(mirror)
+
+
 @dataclass(frozen=True)
 class RunSettings:
     """What users set of a run, in a Trainer or a loop of their own; see ElasticRestart.

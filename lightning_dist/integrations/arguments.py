@@ -7,6 +7,7 @@ from typing import Any, Literal
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.codecs import Codec
+from lightning_dist.elastic.settings import RecoveryMode, require_recovery
 from lightning_dist.integrations.refusals import (
     refuse_codec_options,
     refuse_ddp_arguments,
@@ -23,6 +24,8 @@ CONFIG_KEY = "lightning_dist"
 class CompressionArguments:
     """Mixin before a ``DDPStrategy``; typed, so that LightningCLI reads the arguments from YAML."""
 
+    _can_recover = False
+
     def __init__(
         self,
         codec: str | Codec | dict[str, str | Codec] = "int8",
@@ -35,6 +38,7 @@ class CompressionArguments:
         rank_groups: list[Any] | None = None,
         commit: Literal["auto", "immediate", "deferred"] = "auto",
         delay: int = 0,
+        recovery: RecoveryMode = "restart",
         **kwargs: Any,
     ) -> None:
         """Check the arguments; nothing here may depend on rank or device.
@@ -68,6 +72,11 @@ class CompressionArguments:
             delay: 1 applies the mean of a step in the next one, so that its exchange has a whole
                 step; the first step gets zeros. For slow links, at some cost in loss. Not with a
                 GradScaler, ``find_unused_parameters``, several optimizers or OneBitAdam.
+            recovery: ``"in_process"``, for a Trainer with ``ElasticRestart`` under
+                ``lightning-dist launch``: where a rank is lost, the others take the interrupted
+                step again without it, in their processes, and the one that the launcher starts in
+                its place joins them between two steps; ``commit`` is ``"deferred"`` and the
+                exchange flat. On CPUs. ``"restart"``: all ranks are started again.
             **kwargs: everything ``DDPStrategy`` takes, and so ``DistributedDataParallel``'s
                 arguments.
 
@@ -78,6 +87,17 @@ class CompressionArguments:
         refuse_codec_options(kwargs, codec, of=type(self))
         refuse_unknown(kwargs, of=type(self), handed_to=DistributedDataParallel.__init__)
         refuse_pytorch_lightning(**kwargs)
+        require_recovery(recovery)
+        self._recovery: RecoveryMode = recovery
+        if recovery == "in_process":
+            if not self._can_recover:
+                raise ValueError(
+                    f"{type(self).__name__} cannot go on in its process where a rank is lost; use "
+                    "the Trainer's CompressedDDPStrategy, ElasticLoop(recovery='in_process'), or "
+                    "recovery='restart'"
+                )
+            require_held_back(commit=commit, delay=delay, hierarchical=hierarchical)
+            commit, hierarchical = "deferred", False
         self._settings = Settings.check(
             codec,
             error_feedback=error_feedback,
@@ -91,3 +111,18 @@ class CompressionArguments:
             delay=delay,
         )
         super().__init__(**kwargs)
+
+
+def require_held_back(*, commit: str, delay: int, hierarchical: bool | str) -> None:
+    """Raise ValueError for arguments with which a step cannot be taken again without a rank."""
+    wrong = {
+        "commit='immediate'": (commit == "immediate", "leave it at 'auto'"),
+        f"delay={delay}": (delay != 0, "leave it out"),
+        f"hierarchical={hierarchical!r}": (hierarchical not in ("auto", False), "leave it out"),
+    }
+    for name, (is_wrong, remedy) in wrong.items():
+        if is_wrong:
+            raise ValueError(
+                f"recovery='in_process' takes a step again that fails, which is not possible with "
+                f"{name}; {remedy}, or use recovery='restart'"
+            )

@@ -5,15 +5,21 @@ from __future__ import annotations
 from itertools import zip_longest
 from typing import Any
 
+import torch.distributed as dist
 from lightning.fabric.strategies.ddp import DDPStrategy
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dist.elastic.recovery.member import RecoveryEnvironment
 from lightning_dist.integrations.arguments import CHECKPOINT_KEY, CompressionArguments
 from lightning_dist.integrations.comm_report import CommReport
-from lightning_dist.integrations.lightning.launcher import FollowsLauncher, init_process_group
+from lightning_dist.integrations.lightning.launcher import (
+    FollowsLauncher,
+    MembersEnvironment,
+    init_process_group,
+)
 from lightning_dist.integrations.strategy_names import register
 from lightning_dist.integrations.torch.checks import require_compressible
 from lightning_dist.integrations.torch.ddp import attach, connect_to_own
@@ -26,6 +32,10 @@ class CompressedDDPStrategy(CommReport, CompressionArguments, FollowsLauncher, D
 
     Every module given to ``fabric.setup`` gets a reducer of its own. ``fabric.save`` stores their
     residuals under ``"lightning_dist"``; ``fabric.load`` after ``fabric.setup`` restores them.
+
+    After ``lightning_dist.init_process_group(recovery="in_process")`` ranks are those of the
+    present generation: see ``ElasticLoop(recovery="in_process")``, which needs
+    ``commit="deferred"``.
     """
 
     reducers: list[Reducer]
@@ -37,6 +47,8 @@ class CompressedDDPStrategy(CommReport, CompressionArguments, FollowsLauncher, D
 
     @override
     def _setup_distributed(self) -> None:
+        if dist.is_initialized() and RecoveryEnvironment.from_env() is not None:
+            self.cluster_environment = MembersEnvironment()
         init_process_group(self)
         super()._setup_distributed()
 

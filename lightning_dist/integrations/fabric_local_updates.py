@@ -26,7 +26,8 @@ class LocalUpdateStrategy(CommReport, LocalUpdateArguments, FollowsLauncher, DDP
 
     One model with its optimizers, in one ``fabric.setup(model, optimizer)``. Every step of the
     first optimizer counts. Call ``strategy.updates.finish()`` after the last one; evaluate ``with
-    strategy.updates.anchor_weights():``.
+    strategy.updates.anchor_weights():``. With ``weigh_by="samples"`` call
+    ``strategy.count_samples(len(batch))`` for every batch.
 
     ``fabric.save`` stores the anchor as the weights of the model, and the state of all workers
     under ``"lightning_dist_local_updates"``; ``fabric.load`` after ``fabric.setup`` restores both.
@@ -83,7 +84,7 @@ class LocalUpdateStrategy(CommReport, LocalUpdateArguments, FollowsLauncher, DDP
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, **kwargs)
         if self._updates is not None and optimizer is self._first:
-            self._updates.step()
+            self._count_step()
         return output
 
     @override

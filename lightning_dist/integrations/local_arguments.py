@@ -12,6 +12,7 @@ from lightning_dist.integrations.arguments import CompressionArguments
 from lightning_dist.integrations.torch.local_settings import (
     LocalUpdateSettings,
     Method,
+    Weight,
     default_codec,
 )
 from lightning_dist.integrations.torch.networks import host_group
@@ -39,6 +40,7 @@ class LocalUpdateArguments(CompressionArguments):
         outer_optimizer: OuterOptimizer | None = None,
         replicas: Literal["rank", "host"] = "rank",
         offload: bool = False,
+        weigh_by: Weight = "workers",
         codec: str | Codec | dict[str, str | Codec] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -56,6 +58,8 @@ class LocalUpdateArguments(CompressionArguments):
             outer_optimizer: another one, made from the anchor's tensors.
             replicas: a worker is a rank, or all ranks of a host with DDP between them.
             offload: keep the anchor and the outer optimizer's state in the host's memory.
+            weigh_by: a worker counts as one of the ``"workers"``, or by the ``"samples"`` of its
+                batches; under Fabric :meth:`count_samples` says how many.
             codec: of what is exchanged between workers: by default int8, of sparseloco its own.
             **kwargs: see :class:`~lightning_dist.CompressedDDPStrategy`.
 
@@ -71,8 +75,11 @@ class LocalUpdateArguments(CompressionArguments):
             ddp_steps=ddp_steps,
             outer_lr=outer_lr,
             outer_momentum=outer_momentum,
+            outer_optimizer=outer_optimizer,
             offload=offload,
+            weigh_by=weigh_by,
         )
+        self._samples: float | None = None
         if replicas not in ("rank", "host"):
             raise ValueError(f"replicas must be 'rank' or 'host', got {replicas!r}")
         if replicas == "host" and self._schedule.ddp_steps:
@@ -97,6 +104,24 @@ class LocalUpdateArguments(CompressionArguments):
     def updates(self) -> LocalUpdates | None:
         """The outer steps; None before the model is set up."""
         return self._updates
+
+    def count_samples(self, samples: float) -> None:
+        """Count samples, or tokens, of a batch of the step to come, where ``weigh_by="samples"``.
+
+        A Trainer does that itself. Under Fabric call it once for every batch.
+        """
+        self._samples = (self._samples or 0.0) + samples
+
+    def _count_step(self) -> None:
+        """The first optimizer has attempted a step; exchange where it is time."""
+        assert self._updates is not None
+        samples, self._samples = self._samples, None
+        if samples is None and self._schedule.weigh_by == "samples":
+            raise ValueError(
+                "weigh_by='samples' needs to know them; call strategy.count_samples(len(batch)) "
+                "before the optimizer's step"
+            )
+        self._updates.step(samples)
 
     def _wraps(self, ddp_kwargs: dict[str, Any], device: torch.device) -> bool:
         """Whether the model is in DDP, which gets ``ddp_kwargs``: in hosts, or at first."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_dist.codecs import CODECS
 from lightning_dist.integrations.strategy_names import (
+    ELASTIC_NAMES,
     LOCAL_NAMES,
     NAME,
     NAMES,
@@ -22,12 +23,15 @@ def register_all() -> None:
     from lightning.pytorch.strategies import StrategyRegistry
 
     register(StrategyRegistry, lightning_strategy)
+    register(StrategyRegistry, lightning_strategy, ELASTIC_NAMES)
     register(StrategyRegistry, local_update_strategy, LOCAL_NAMES, what="local updates")
     register(StrategyRegistry, sharded_strategy, SHARDED_NAMES, what="compressed FSDP2")
     register(STRATEGY_REGISTRY, fabric_strategy)
     register(STRATEGY_REGISTRY, fabric_local_strategy, LOCAL_NAMES, what="local updates")
     CODECS.on_add(_register_codec)
-    explain_wrong_strategies("lightning", ChainMap(NAMES, LOCAL_NAMES, SHARDED_NAMES))
+    explain_wrong_strategies(
+        "lightning", ChainMap(NAMES, ELASTIC_NAMES, LOCAL_NAMES, SHARDED_NAMES)
+    )
 
 
 def _register_codec(codec: str) -> None:

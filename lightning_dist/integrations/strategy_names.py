@@ -19,6 +19,9 @@ NAMES: dict[str, dict[str, Any]] = {
 """``compressed_ddp`` by start method, with unused parameters, and by codec: arguments by name."""
 
 
+ELASTIC_NAMES: dict[str, dict[str, Any]] = {f"{NAME}_elastic": {"recovery": "in_process"}}
+"""Of Lightning's registry alone: with Fabric it is ElasticLoop that recovers."""
+
 LOCAL_NAMES: dict[str, dict[str, Any]] = {
     "compressed_local_sgd": {"method": "local_sgd"},
     "compressed_diloco": {"method": "diloco"},

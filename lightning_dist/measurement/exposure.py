@@ -109,11 +109,10 @@ class ExposureWatch(Observer):
         if ours <= ddps or not self._says:
             return
         log.warning(
-            "compression costs more than it saves here, or ranks wait for one that is late: the "
-            "mean of a step comes %.1f ms after rank 0's last gradient, with uncompressed DDP it "
-            "would after about %.1f ms at the %.2f Gbit/s measured at start-up. CommProfiler() "
-            "tells codec and transfer from waiting, and for which rank; if it is not waiting, use "
-            "DDP without compression (strategy='ddp') on this network, or codec='bf16'.",
+            "compression costs more than it saves here, or ranks wait for one that is late: "
+            "exposed communication is %.1f ms a step; estimate for plain DDP: %.1f ms at the %.2f "
+            "Gbit/s measured at start-up. CommProfiler() separates codec, transfer and waiting and "
+            "names the late rank; if there is none, use strategy='ddp' here, or codec='bf16'.",
             ours * 1e3,
             ddps * 1e3,
             self._link * 8 / 1e9,

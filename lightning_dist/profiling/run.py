@@ -24,6 +24,7 @@ from lightning_dist.profiling.capture.events import (
     ClockRecord,
     EndRecord,
     ErrorRecord,
+    GenerationRecord,
     LinkRecord,
     RankRecord,
     Record,
@@ -97,6 +98,7 @@ class RankRun:
     errors: Sequence[ErrorRecord] = ()
     links: Sequence[LinkRecord] = ()
     bursts: Sequence[BurstRecord] = ()
+    generations: Sequence[GenerationRecord] = ()
     end: EndRecord | None = None
 
     def head(self, step: int) -> StepRecord:
@@ -149,6 +151,12 @@ class Run:
     def world_size(self) -> int:
         """Ranks of the run, whether or not they have left something."""
         return max((each.metadata.world_size for each in self.ranks.values()), default=0)
+
+    @property
+    def generations(self) -> list[GenerationRecord]:
+        """Changes of members within the process, as the first rank that knew of each tells it."""
+        found = {mark.number: mark for each in self.ranks.values() for mark in each.generations}
+        return [found[number] for number in sorted(found)]
 
     @property
     def common_steps(self) -> list[int]:
@@ -233,7 +241,8 @@ def _of_one_run(ranks: dict[int, RankRun], notes: list[str]) -> dict[int, RankRu
     kept = {}
     for rank, each in ranks.items():
         metadata = each.metadata
-        if (metadata.codec, metadata.world_size) == (first.codec, first.world_size):
+        size = metadata.world_size if not metadata.worker else first.world_size
+        if (metadata.codec, size) == (first.codec, first.world_size):
             kept[rank] = each
             continue
         notes.append(
@@ -282,5 +291,6 @@ def _read_rank(path: Path, notes: list[str]) -> RankRun | None:
         errors=found[ErrorRecord],
         links=found[LinkRecord],
         bursts=found[BurstRecord],
+        generations=found[GenerationRecord],
         end=found[EndRecord][-1] if found[EndRecord] else None,
     )

@@ -65,6 +65,9 @@ class Observer(Watch):
     def finished(self, buckets: Sequence[tuple[int, Sequence[CodecGroup]]]) -> None:
         """The mean of all gradients of a step is there, and bytes are known."""
 
+    def regrouped(self, generation: int, *, step: int, reason: str) -> None:
+        """Ranks were lost or have joined, and ``step`` comes next; from the training's thread."""
+
     @override
     def launches(self, op: str, *, group: str, sent: int) -> Callable[[dist.Work], None] | None:
         return None

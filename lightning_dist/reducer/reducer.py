@@ -487,6 +487,16 @@ class Reducer:
         """Whether somebody is told of everything."""
         return any(channel.watch is not None for channel in self.network.channels)
 
+    def tell_regrouped(self, generation: int, *, reason: str) -> None:
+        """Tell observers that training goes on with other ranks, who know this step."""
+        for observer in self._observers:
+            observer.regrouped(generation, step=self.step, reason=reason)
+
+    @property
+    def recovers(self) -> bool:
+        """Whether a step that fails is taken again."""
+        return self._recovery is not None
+
     def detach(self, observer: Observer) -> None:
         """Tell ``observer`` nothing more."""
         self._observers = tuple(each for each in self._observers if each is not observer)
@@ -502,6 +512,12 @@ class Reducer:
     def residuals(self) -> Mapping[str, Tensor]:
         """What this rank still owes, by parameter name."""
         return self.state.residuals
+
+    def residual_norm(self) -> float:
+        """Norm of all that this rank owes."""
+        parts = [part for part in self.state.residuals.values() if part.numel()]
+        norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+        return float(torch.stack(norms).norm()) if norms else 0.0
 
     def comm_stats(self) -> Mapping[str, Any]:
         """Bytes this rank sent: totals, ``last_step`` and ``per_codec``; see the guide."""
@@ -606,6 +622,22 @@ class Reducer:
         self.step = int(shared["step"])
         self._reserve_again()
 
+    def owe(self, packed: Tensor | None, *, factor: float) -> None:
+        """Take over what a lost rank owed, if there is any, and scale all that this rank owes.
+
+        Args:
+            packed: ``state.packed()`` of that rank.
+            factor: ranks that there are now, over those that there were.
+        """
+        if packed is not None:
+            self.state.add(packed)
+        self.state.scale(factor)
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether any codec of the settings owes something."""
+        return self._keeps_state
+
     def rebind(self, network: Network, *, executor: Executor | None = None) -> None:
         """Go on in other groups, with other members or another hierarchy. Collective there.
 
@@ -629,6 +661,8 @@ class Reducer:
         self.answer = Answer()
         self.stats.drop_step()
         old, self.network = self.network, network
+        for channel in network.channels:
+            channel.watch = old.data.watch or old.channels[0].watch
         self.generation += 1
         if old.intra is not None or network.intra is not None:
             self.state.average(network, old.rows)

@@ -283,6 +283,30 @@ class ReducerState:
             self._held[kind, name] = _Held.from_row(mean)
         self.load_factors(self._factors_of_all(network, on_all=True))
 
+    def packed(self) -> Tensor:
+        """A copy of all that differs from rank to rank, flat, on the CPU."""
+        held = [tensor.cpu() for tensor in self._tensors_in_order()]
+        return torch.cat([each.flatten() for each in held]) if held else torch.empty(0)
+
+    def add(self, packed: Tensor) -> None:
+        """Add what :meth:`packed` of another rank has returned; both know the same parameters."""
+        held = self._tensors_in_order()
+        assert packed.numel() == sum(each.numel() for each in held), "of another model or codec"
+        begin = 0
+        for own in held:
+            end = begin + own.numel()
+            own.add_(packed[begin:end].view_as(own).to(own.device))
+            begin = end
+
+    def scale(self, factor: float) -> None:
+        """Multiply all that differs from rank to rank."""
+        for each in self._tensors_in_order():
+            each.mul_(factor)
+
+    def _tensors_in_order(self) -> list[Tensor]:
+        """Of this rank alone, in an order that is equal on all ranks."""
+        return [part for *_, held in self._in_order() for _, part in held.of_row(first=True)]
+
     def _in_order(self) -> Iterator[tuple[str, str, _Held]]:
         """All of it, in an order that is equal on all ranks."""
         for kind in _KINDS:

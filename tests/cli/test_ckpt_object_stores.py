@@ -21,7 +21,7 @@ def test_every_command_on_an_object_store(memory: str) -> None:
     ]  # fmt: skip
     assert ckpt("verify", memory).exit_code == 0
     result = ckpt("prune", memory, "--keep", "2", stdin="y\n")
-    assert "there are no locks here" in result.stdout
+    assert "no locks here" in result.stdout
     assert set(listed(memory)) == {"2.ckpt", "3.ckpt"}
     result = ckpt("consolidate", f"{memory}/3.ckpt", f"{memory}/full.pt")
     assert result.exit_code == 0

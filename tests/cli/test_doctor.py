@@ -92,7 +92,7 @@ def test_two_ranks_that_do_not_come_are_given_up_and_killed(tmp_path: Path) -> N
         "signal.pause()\n"
     )
     found = two_ranks({**os.environ, "PYTHONPATH": str(tmp_path)}, timeout=1.0)
-    assert (found.state, found.what) == ("error", "they did not find each other within 1 s")
+    assert (found.state, found.what) == ("error", "no connection between them within 1 s")
     for path in tmp_path.glob("pid*"):
         assert not Path("/proc", path.name.removeprefix("pid")).exists()
 
@@ -104,14 +104,14 @@ def test_a_fix_is_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "error    launcher variables  RANK without WORLD_SIZE, MASTER_ADDR" in result.stdout
     assert {"Suggested fixes:", "  unset RANK"} <= set(result.stdout.splitlines())
     (row,) = [line for line in result.stdout.splitlines() if "2 ranks here" in line]
-    assert (row.split()[0], row.split(" here ")[1].strip()) == ("n/a", "left out by --no-run")
+    assert (row.split()[0], row.split(" here ")[1].strip()) == ("n/a", "skipped by --no-run")
 
 
 @pytest.mark.parametrize("as_json", [True, False])
 def test_nothing_wrong_is_exit_code_0(as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
     fine = {"python": Finding("ok", "3.11"), "cuda": Finding("n/a", "no GPU")}
     assert show(fine, as_json=as_json) == 0
-    assert ("nothing is wrong" in capsys.readouterr().out) is not as_json
+    assert ("No problems." in capsys.readouterr().out) is not as_json
     assert show({**fine, "x": Finding("warning", "y", "z")}, as_json=as_json) == 1
     assert show({**fine, "x": Finding("error", "y", "z")}, as_json=as_json) == 1
 
@@ -120,7 +120,7 @@ def test_bad_input(tmp_path: Path) -> None:
     result = doctor("--folder", tmp_path / "no")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
-        f"lightning-dist: --folder must be a folder, and {tmp_path}/no is none\n"
+        f"lightning-dist: --folder must be an existing folder, got {tmp_path}/no\n"
     )
 
 
@@ -226,9 +226,9 @@ def test_a_compiler_and_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("environ", "state", "told", "fix"),
     [
-        ({}, "ok", "none are set", ""),
+        ({}, "ok", "not set", ""),
         (RANK, "ok", "rank 0 of 4", ""),
-        ({"MASTER_ADDR": "a", "MASTER_PORT": "1"}, "ok", "only where to meet is set", ""),
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "1"}, "ok", "only the rendezvous address is set", ""),
         (
             {"RANK": "0", "WORLD_SIZE": "2"},
             "error",
@@ -279,10 +279,10 @@ CHECKS = {"GLOO_SOCKET_IFNAME": "gloo address", "NCCL_SOCKET_IFNAME": "NCCL_SOCK
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("GLOO_SOCKET_IFNAME", "eth7", "there is no interface 'eth7'"),
-        ("GLOO_SOCKET_IFNAME", "eth0,eth7", "there is no interface 'eth7'"),
-        ("GLOO_SOCKET_IFNAME", "^lo", "gloo takes the name of an interface, and no ^"),
-        ("GLOO_SOCKET_IFNAME", "=eth0", "and no = as NCCL does"),
+        ("GLOO_SOCKET_IFNAME", "eth7", "no interface 'eth7'"),
+        ("GLOO_SOCKET_IFNAME", "eth0,eth7", "no interface 'eth7'"),
+        ("GLOO_SOCKET_IFNAME", "^lo", "gloo takes an interface name without ^"),
+        ("GLOO_SOCKET_IFNAME", "=eth0", "without =, unlike NCCL"),
         ("GLOO_SOCKET_IFNAME", "ib0", "ib0 down"),
         ("GLOO_SOCKET_IFNAME", "docker0", "no address"),
         ("NCCL_SOCKET_IFNAME", "eth7", "'eth7' leaves no interface"),
@@ -308,8 +308,7 @@ def test_interfaces_that_are_chosen(name: str, value: str, told: str | None) -> 
 def test_a_hostname_that_is_loopback() -> None:
     assert in_network({})["gloo address"] == Finding(
         "warning",
-        "127.0.0.1 (the hostname localhost resolves to it): ranks of several hosts will not find "
-        "each other",
+        "127.0.0.1 (the hostname localhost resolves to it): ranks of other hosts cannot connect",
         "export GLOO_SOCKET_IFNAME=eth0",
     )
     assert in_network(ELASTIC)["gloo address"].state == "error"
@@ -332,7 +331,7 @@ def test_where_ranks_meet() -> None:
     found = in_network(ELASTIC)["MASTER_ADDR"]
     assert (found.state, found.what) == (
         "error",
-        "127.0.0.1 is 127.0.0.1, which is another host on every host",
+        "127.0.0.1 is 127.0.0.1, a different host on every host",
     )
     found = in_network({**RANK, "MASTER_ADDR": "no-such-host.invalid"})["MASTER_ADDR"]
     assert found.state == "error"
@@ -367,4 +366,4 @@ def test_real_hosts() -> None:
     assert unset["gloo address"].fix == "export GLOO_SOCKET_IFNAME=eth0"
     assert chosen["gloo address"].what == "10.77.0.1 (GLOO_SOCKET_IFNAME=eth0)"
     assert lost["MASTER_ADDR"].state == "error"
-    assert lost["MASTER_ADDR"].what == "there is no route to 10.99.0.1 (10.99.0.1)"
+    assert lost["MASTER_ADDR"].what == "no route to 10.99.0.1 (10.99.0.1)"

@@ -126,7 +126,7 @@ def test_accelerates_own_file_alone_changes_nothing(
         (home / "lightning_dist.yaml").write_text(sidecar)
     _, module, _, note = planned(script)
     assert module == "lightning_dist.elastic.agent"
-    assert "lightning-dist config has written none" in note
+    assert "no file of lightning-dist config" in note
 
 
 def test_config_file_after_the_script_is_the_scripts(script: Path) -> None:
@@ -186,7 +186,7 @@ def test_settings_that_are_not_beside_the_file_are_told(
         ({"sidecar": "codec: int5"}, [], "lightning_dist.yaml"),
         ({"distributed_type": "FSDP"}, [], "take away the settings of "),
         ({"lightning_dist": {}}, [], "had unknown keys"),
-        ({}, ["--torchrun"], "--torchrun asks for the other; leave out one"),
+        ({}, ["--torchrun"], "and --torchrun torchrun; remove one of them"),
         ({}, ["--nnodes", "2"], "unrecognized arguments: --nnodes"),
     ],
     ids=str,

@@ -118,7 +118,7 @@ def test_a_profile_without_steps_says_why_and_fails(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert result.stdout.startswith("No data: no rank has recorded a step: ")
     assert result.stderr == (
-        f"lightning-dist: nothing to report of {folder}: no rank has recorded a step: no optimizer "
+        f"lightning-dist: no report for {folder}: no rank has recorded a step: no optimizer "
         "has made a step with parameters of the model; profile a training that makes a few\n"
     )
     assert written(folder) == {"summary.json"}
@@ -131,7 +131,7 @@ def test_what_has_no_steps_is_compared_with_nothing(tmp_path: Path, folder: Path
         assert result.exit_code == 2
         assert "The steps cannot be compared" in result.stdout
         assert result.stderr.startswith(
-            f"lightning-dist: nothing to report of {empty}: no rank has recorded a step: "
+            f"lightning-dist: no report for {empty}: no rank has recorded a step: "
         )
         assert result.stderr.count("\n") == 1
 

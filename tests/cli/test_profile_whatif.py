@@ -216,3 +216,12 @@ def test_local_steps_are_said_for_every_codec(folder: Path) -> None:
     assert re.search(r"fp16 every 23 steps .* waits 4\.9 % of the time", result.stdout)
     local = [each for each in content(*asked)["scenarios"] if each["sync_every"]]
     assert [each["sync_every"] for each in local] == [23, 16]
+
+
+def test_local_steps_in_fragments_that_overlap(folder: Path) -> None:
+    write_costs(folder, KEPT)
+    asked = ["--codec", "fp16", "--local-steps", "16", "--fragments", "2", "--overlap-steps", "1"]
+    result = profile("whatif", folder, *asked)
+    assert (result.exit_code, result.stderr) == (0, "")
+    name = "fp16 every 16 steps in 2 fragments with 1 step overlap"
+    assert name in " ".join(result.stdout.split())

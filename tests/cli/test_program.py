@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 from pathlib import Path
 
+import lightning
 import pytest
+import torch
 from calls import program
 from cli_saves import damage, save_file
 from processes import run
@@ -97,10 +100,29 @@ def test_that_test_can_fail(tmp_path: Path) -> None:
 
 def test_version() -> None:
     result = program("--version")
-    assert (result.exit_code, result.stdout) == (
-        0,
-        f"lightning-dist {lightning_dist.__version__}\n",
-    )
+    assert result.exit_code == 0
+    first, *others = result.stdout.splitlines()
+    assert first == f"lightning-dist {lightning_dist.__version__}"
+    found = dict(line.split(" ") for line in others)
+    assert found["torch"] == torch.__version__
+    assert found["python"] == platform.python_version()
+    assert found["lightning"] == lightning.__version__
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("lightning-dist profile whatif --codec in", "int8\nint4"),
+        ("lightning-dist profile whatif --codec d", "ddp\ndgc"),
+        ("lightning-dist config --set st", "start_step="),
+        ("lightning-dist config --set codec=to", "codec=topk"),
+        ("lightning-dist config --set commit=d", ""),
+    ],
+)
+def test_completion(line: str, expected: str) -> None:
+    words = {"_TYPER_COMPLETE_ARGS": line, "_LIGHTNING_DIST_COMPLETE": "complete_fish"}
+    result = program(env={**words, "_TYPER_COMPLETE_FISH_ACTION": "get-args"})
+    assert (result.exit_code, result.stdout.strip()) == (0, expected)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["ckpt", "--help"], ["ckpt", "prune", "--help"]])

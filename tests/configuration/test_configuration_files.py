@@ -52,14 +52,14 @@ def test_nothing_is_set(tmp_path: Path, text: str) -> None:
             "must be a YAML mapping, lines of key: value such as 'codec: int8'; it is a lis",
         ),
         ("int8", "must be a YAML mapping"),
-        ("codec: [", "is no YAML"),
-        ("codec: int8\n---\ncodec: int4", "is no YAML"),
+        ("codec: [", "is not valid YAML"),
+        ("codec: int8\n---\ncodec: int4", "is not valid YAML"),
         ("codec: int8\ncodec: int4", "in line 2: 'codec' is there twice; keep one"),
         ("start_step: 0\n\ncodec: int8: 4", "in line 3: mapping values are not allowed here"),
         ("start_step: 0\ncodec: 'int8\n", "in line 3: while scanning a quoted scalar from line 2"),
         ("start_step: 0\ncodec: \x01", "in line 2: special characters are not allowed, 0x1"),
-        ("codec: 2026-13-01", "is no YAML of key: value lines: month must be in 1..12"),
-        ("!!python/object:os.system {}", "is no YAML"),
+        ("codec: 2026-13-01", "is not valid YAML (key: value): month must be in 1..12"),
+        ("!!python/object:os.system {}", "is not valid YAML"),
         ("codek: int8", "did you mean 'codec'?"),
         ("num_processes: 2", "unknown setting 'num_processes' in "),
         ("1: 2", "unknown setting '1'"),
@@ -82,7 +82,7 @@ def test_wrong_files_are_named(tmp_path: Path, text: str, said: str) -> None:
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_bytes(b"start_step: 0\ncodec: \xff\xfe")
-    with pytest.raises(ValueError, match=r"is no YAML .*, in line 2: .* 0xff"):
+    with pytest.raises(ValueError, match=r"is not valid YAML .*, in line 2: .* 0xff"):
         read(tmp_path / "x.yaml")
 
 

@@ -109,7 +109,9 @@ def test_a_path_is_relative_to_the_current_folder(
 
 
 def test_other_variables_of_ours_are_no_settings(home: dict[str, str]) -> None:
-    assert resolve(environ={**home, "LIGHTNING_DIST_HOSTNAME": "a"}).options == {}
+    others = {"HOSTNAME": "a", "RECOVERY_STORE": "a:1", "WORKER": "0.0.0", "BEAT_TIMEOUT": "5"}
+    given = {f"LIGHTNING_DIST_{name}": value for name, value in others.items()}
+    assert resolve(environ={**home, **given}).options == {}
 
 
 @pytest.mark.parametrize(
@@ -127,8 +129,8 @@ def test_other_variables_of_ours_are_no_settings(home: dict[str, str]) -> None:
         ({"RANKS_PER_HOST": "0"}, ["1 or more ranks", "got 0"]),
         ({"RANK_GROUPS": "[0, 1]"}, ["rank_groups must be", "[0, 1]"]),
         ({"CODEC": "{inter: int4}"}, ["{intra: CODEC, inter: CODEC}"]),
-        ({"CODEC": "'int8"}, ["LIGHTNING_DIST_CODEC", "is no YAML value; quote it"]),
-        ({"CODEC": "2026-13-01"}, ["LIGHTNING_DIST_CODEC", "is no YAML value; quote it"]),
+        ({"CODEC": "'int8"}, ["LIGHTNING_DIST_CODEC", "is not a valid YAML value; quote it"]),
+        ({"CODEC": "2026-13-01"}, ["LIGHTNING_DIST_CODEC", "is not a valid YAML value; quote it"]),
         ({"CONFIG": "/no/such.yaml"}, ["LIGHTNING_DIST_CONFIG names /no/such.yaml", "unset it"]),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dist.elastic.journal import Journal, Progress, Summary, summarize
+from lightning_dist.elastic.journal import CHANGE, Journal, Progress, Summary, summarize
+from lightning_dist.elastic.recovery.change import Change, norm_of_lost
 
 
 class Clock:
@@ -49,6 +51,30 @@ def test_lines_of_all_ranks_by_time(journal: Make, clock: Clock, tmp_path: Path)
     ]
     assert journal(0).read() == journal(7).read() == expected
     assert json.loads(file_of(tmp_path, 1).read_text()) == expected[1]
+
+
+def test_changes_within_the_process_are_added_up(journal: Make) -> None:
+    first = Change(1, 7, 2, lost=["0.1.0"], is_redone=True, pause_s=0.25, norm_lost=0.5)
+    second = Change(2, 10, 3, joined=["0.1.1"], pause_s=0.5)
+    for each in (first, second):
+        journal().write(CHANGE, run_id="a", **asdict(each))
+    journal().write(CHANGE, run_id="b", **asdict(first))
+    found = summarize(journal().read(), run_id="a")
+    assert found == Summary(generations=2, steps_redone=1, recovery_s=0.75, residual_norm_lost=0.5)
+
+
+def test_a_change_is_one_line() -> None:
+    reason = "worker 0.1.0 is gone: SIGKILL"
+    change = Change(1, 7, 2, reason=reason, is_redone=True, pause_s=0.254, norm_lost=0.5)
+    assert change.line == (
+        "elastic: 2 ranks after step 7, within the process (generation 1): worker 0.1.0 is gone: "
+        "SIGKILL; step 8 is taken again; lost residuals of norm 0.5; paused 0.25 s"
+    )
+
+
+def test_the_norm_of_lost_residuals_is_that_of_as_many_others() -> None:
+    assert norm_of_lost([3.0, None, 3.0], lost=4) == 6.0
+    assert norm_of_lost([None], lost=1) == norm_of_lost([1.0], lost=0) == 0.0
 
 
 def test_a_line_is_there_at_once(journal: Make, tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
     recovering_loops.py FOLDER SETTINGS
 
 SETTINGS is JSON: ``codec``, ``faults`` as ``[worker, place, step]``, ``joins`` (wait at a step
-until a newcomer waits), and ``epochs``. Every rank writes what it computes and what it has
-committed to ``FOLDER/<worker>.jsonl``.
+until a newcomer waits), ``profile`` (a CommProfiler watches), ``mirror`` (of residuals),
+``framework``, and ``epochs``. Every rank writes what it computes and what it has committed to
+``FOLDER/<worker>.jsonl``.
 """
 
 from __future__ import annotations
@@ -16,16 +17,20 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_dist import ElasticLoop, compress_ddp, init_process_group
+from lightning_dist import CommProfiler, ElasticLoop, compress_ddp, init_process_group
 from lightning_dist.exchange.channel import Channel
 
 SIZE, BATCH, EPOCHS = 60, 4, 3
@@ -111,6 +116,87 @@ def watch_votes(folder: Path, faults: Faults, lost: list[Any]) -> None:
     Channel.all_reduce = all_reduce  # type: ignore[method-assign]
 
 
+@dataclass(frozen=True)
+class Made:
+    """What a framework has made of a model and its optimizer."""
+
+    model: nn.Module
+    optimizer: Any
+    backward: Callable[[Tensor], object] = torch.Tensor.backward
+    ranks: Callable[[], list[int]] = lambda: [dist.get_rank(), dist.get_world_size()]
+    """Rank and world size, as the framework tells them."""
+    gather: Callable[[], None] = lambda: None
+    """A collective of the framework's."""
+
+
+COMPRESSION: dict[str, Any] = {
+    "min_compress_numel": 0,
+    "commit": "deferred",
+    "compile_kernels": False,
+}
+BUCKETS = {"bucket_cap_mb": 0.0001}
+
+
+def plain(module: nn.Module, optimizer: Any, codec: str) -> Made:
+    model = DistributedDataParallel(module, **BUCKETS)  # type: ignore[arg-type]
+    compress_ddp(model, codec, **COMPRESSION)
+    return Made(model, optimizer)
+
+
+def of_fabric(module: nn.Module, optimizer: Any, codec: str) -> Made:
+    from lightning.fabric import Fabric
+
+    from lightning_dist.fabric import CompressedDDPStrategy
+
+    strategy = CompressedDDPStrategy(codec, **COMPRESSION, **BUCKETS)
+    fabric = Fabric(accelerator="cpu", strategy=strategy)
+    fabric.launch()
+    model, optimizer = fabric.setup(module, optimizer)
+
+    def gather() -> None:
+        gathered = fabric.all_gather(torch.tensor([fabric.global_rank]))
+        assert gathered.flatten().tolist() == [0, 1, 2]
+        assert fabric.is_global_zero == (fabric.global_rank == 0)
+
+    return Made(
+        model,
+        optimizer,
+        fabric.backward,
+        lambda: [fabric.global_rank, fabric.world_size],
+        gather,
+    )
+
+
+def of_accelerate(module: nn.Module, optimizer: Any, codec: str) -> Made:
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    from lightning_dist.accelerate import Accelerator, CompressedDDPPlugin
+
+    handlers = [CompressedDDPPlugin(codec, **COMPRESSION), DistributedDataParallelKwargs(**BUCKETS)]
+    accelerator = Accelerator(kwargs_handlers=handlers)
+    model, optimizer = accelerator.prepare(module, optimizer)
+
+    def gather() -> None:
+        gathered = accelerator.gather(torch.tensor([accelerator.process_index]))
+        assert gathered.tolist() == list(range(accelerator.num_processes)) == [0, 1, 2]
+
+    return Made(
+        model,
+        optimizer,
+        accelerator.backward,
+        lambda: [accelerator.process_index, accelerator.num_processes],
+        gather,
+    )
+
+
+FRAMEWORKS = {"ddp": plain, "fabric": of_fabric, "accelerate": of_accelerate}
+
+
+def profiled(model: nn.Module, folder: Path) -> CommProfiler:
+    return CommProfiler(model, dirpath=folder, max_overhead=1.0, predict=False, trace=False)
+
+
 def train(folder: Path, told: dict[str, Any]) -> nn.Module:
     own = os.environ.get("LIGHTNING_DIST_WORKER", "")
     if own:  # where it hangs, should it hang
@@ -119,20 +205,14 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
     faults = Faults(told.get("faults", []))
     watch_votes(folder, faults, told.get("lost", []))
     module = Net()
-    model: nn.Module = module
+    module.layers[1].weight.register_hook(lambda _: faults.strike("between buckets"))
+    sgd = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.LinearLR(sgd, 1.0, 0.1, total_iters=20)
+    made = Made(module, sgd)
     if own:
         init_process_group("gloo", recovery="in_process")
-        model = DistributedDataParallel(module, bucket_cap_mb=0.0001)
-        compress_ddp(
-            model,
-            told.get("codec", "none"),
-            min_compress_numel=0,
-            commit="deferred",
-            compile_kernels=False,
-        )
-    module.layers[1].weight.register_hook(lambda _: faults.strike("between buckets"))
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=20)
+        made = FRAMEWORKS[told.get("framework", "ddp")](module, sgd, told.get("codec", "none"))
+    model, optimizer = made.model, made.optimizer
     register_optimizer_step_pre_hook(lambda *_: faults.strike("after the vote"))
     log = (folder / f"{own}.jsonl").open("a", buffering=1)
 
@@ -140,35 +220,42 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
         print(json.dumps({**facts, "time": time.time()}), file=log)
 
     accumulate = 1 if own else 3
-    with ElasticLoop(
-        folder / "ckpt",
-        loader=DataLoader(Samples(), batch_size=BATCH, shuffle=True),
-        state={"model": model, "optimizer": optimizer, "scheduler": scheduler},
-        every_n_train_steps=told.get("saves", 4),
-        gradient_accumulation_steps=accumulate,
-        seed=5,
-        recovery="in_process" if own else "restart",
-    ) as loop:
+    with (
+        ElasticLoop(
+            folder / "ckpt",
+            loader=DataLoader(Samples(), batch_size=BATCH, shuffle=True),
+            state={"model": model, "optimizer": optimizer, "scheduler": scheduler},
+            every_n_train_steps=told.get("saves", 4),
+            gradient_accumulation_steps=accumulate,
+            seed=5,
+            recovery="in_process" if own else "restart",
+            mirror_residuals=told.get("mirror", False),
+        ) as loop,
+        profiled(model, folder / "profile") if "profile" in told else nullcontext(),
+    ):
         recovery = loop._run.recovery
         ids: list[int] = []
         for epoch in loop.epochs(told.get("epochs", EPOCHS)):
             for numbers, x in loop.batches():
                 begun, ids = loop.steps, [] if loop.micro_batch is None else ids
                 faults.step = begun
-                number = -1 if recovery is None else recovery._member.generation.number
+                number = -1 if recovery is None else recovery.generations.now.number
                 if recovery is not None and begun == told.get("joins"):
                     is_less = loop._run.session.members.world_size < told.get("ranks", 3)
                     end = time.monotonic() + LIMIT
-                    while is_less and not recovery._member.has_waiting:
+                    while is_less and not recovery.generations.has_waiting:
                         assert time.monotonic() < end, "nobody has come"
                         time.sleep(0.01)
+                if begun in (2, 12) and own:
+                    made.gather()
                 faults.strike("forward")
                 loss = (model(x) - x.flip(1)).square().mean()
-                loop.scale_loss(loss).backward()
+                made.backward(loop.scale_loss(loss))
                 if loop.micro_batch is not None and loop.micro_batch.weight:
                     ids = ids + numbers.tolist()
                 if loop.sync_gradients:
-                    note(computed=begun + 1, ids=ids, generation=number, epoch=epoch)
+                    ranks = made.ranks() if own else []
+                    note(computed=begun + 1, ids=ids, generation=number, epoch=epoch, ranks=ranks)
                     optimizer.step()
                     faults.strike("after the step")
                     scheduler.step()
@@ -185,7 +272,7 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
                             lr=scheduler.get_last_lr()[0],
                             passes=float(module.passes),
                         )
-    note(end=loop.steps, hash=digest(module))
+    note(end=loop.steps, hash=digest(module), metrics=loop.metrics())
     faulthandler.cancel_dump_traceback_later()
     if own.startswith("0."):
         torch.save(module.state_dict(), folder / f"weights-{own}.pt")

@@ -86,6 +86,7 @@ def test_by_name_with_statistics_and_metrics(two: Results) -> None:
         ("start_step", "ddp_steps are steps of plain DDP"),
         ("replicas", "replicas must be 'rank' or 'host'"),
         ("both", "give one of the two"),
+        ("rates", "set them there"),
         ("one level", "needs several hosts"),
         ("no outer step", "must have an outer step"),
     ],
@@ -102,3 +103,35 @@ def test_ranks_of_a_host_are_one_worker(three: Results) -> None:
     for facts in (first, second, other):
         require_equal(facts["parameters"], first["parameters"])
         assert facts["stats"]["steps"] == 3
+
+
+def test_an_elastic_loop_goes_on_bit_exactly(two: Results) -> None:
+    ranks = two("local_steps_in_an_elastic_loop")
+    for facts in ranks:
+        assert facts["resumed"]["own"] == facts["whole"]["own"][3:]
+        require_equal(facts["resumed"]["parameters"], facts["whole"]["parameters"])
+        require_equal(facts["whole"]["parameters"], ranks[0]["whole"]["parameters"])
+        assert "use recovery='restart'" in facts["whole"]["refused"]
+    assert ranks[0]["whole"]["own"][0] != ranks[1]["whole"]["own"][0]
+
+
+def test_an_elastic_loop_of_two_goes_on_as_three(three: Results) -> None:
+    ranks = three("local_steps_of_two_loop_on_as_three")
+    for rank, facts in enumerate(ranks):
+        require_equal(facts["start"], facts["saved"][rank] if rank < 2 else facts["anchor"])
+        require_equal(facts["weights"], facts["anchor"])
+        require_equal(facts["parameters"], ranks[0]["parameters"])
+        assert facts["steps"] == 8
+        assert len(facts["own"]) == 5
+    assert not torch.equal(ranks[0]["start"]["net.0.weight"], ranks[1]["start"]["net.0.weight"])
+
+
+def test_workers_count_by_their_samples_in_every_framework(two: Results) -> None:
+    ranks = two("local_steps_by_samples")
+    for facts in ranks:
+        assert facts["loop"]["metrics"]["outer/samples"] == 3 * (2 + 6)
+        assert "call strategy.count_samples" in facts["uncounted"]
+        for other in ("trainer", "fabric"):
+            assert facts[other]["own"] == facts["loop"]["own"]
+            require_equal(facts[other]["parameters"], facts["loop"]["parameters"])
+    assert ranks[0]["loop"]["own"] != ranks[1]["loop"]["own"]

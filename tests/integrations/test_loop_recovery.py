@@ -12,6 +12,8 @@ import torch
 from processes import run
 from recovering_loops import EPOCHS, SIZE, train
 
+from lightning_dist.profiling.run import read_run
+
 SCRIPT = Path(__file__).parent / "recovering_loops.py"
 STEP = 6
 """The step in whose course a rank is killed, counted from 0; that of an epoch has 5."""
@@ -24,11 +26,13 @@ pytestmark = pytest.mark.timeout(400)
 class Job:
     """Three ranks under our launcher, and what they have written down."""
 
+    script = SCRIPT
+
     def __init__(self, folder: Path, python: list[str], **told: Any) -> None:
         self.folder = folder
         options = ["--monitor-interval=0.05", "--standalone", "--nproc-per-node=3"]
         launcher = [*python, "-m", "lightning_dist.elastic.agent", *options, "--max-restarts=3"]
-        script = ["--no-python", *python, SCRIPT, folder, json.dumps(told)]
+        script = ["--no-python", *python, self.script, folder, json.dumps(told)]
         environment = {"LIGHTNING_DIST_BEAT_TIMEOUT": "60"}  # a busy machine is not a hang
         done = run([*launcher, *script], limit=300, **environment)
         self.output = done.require_success().output
@@ -74,6 +78,11 @@ class Job:
         assert len({line["hash"] for line in self.of("end")}) == 1
         assert len(self.of("end")) == 3
 
+    def metrics(self) -> dict[str, float]:
+        """Of the leader, at the end."""
+        (found,) = [line["metrics"] for line in self.of("end") if line["metrics"]]
+        return dict(found)
+
     def weights(self) -> dict[str, torch.Tensor]:
         newest = max(self.folder.glob("weights-*.pt"))
         found: dict[str, torch.Tensor] = torch.load(newest)
@@ -113,24 +122,91 @@ def test_a_killed_rank_costs_no_sample_and_changes_no_weight(
     assert worlds[STEP] == worlds[EPOCHS * SIZE // 12] == 3
     assert {line["committed"] for line in job.lines[new] if "committed" in line} >= {13, 14, 15}
     assert any(len(names) == 2 for names in job.members().values())
+    # A rank that dies in the step has left it to the others; later it was done by all.
+    is_redone = place not in ("after the vote", "after the step")
+    assert job.metrics()["elastic/steps_redone"] == is_redone
+    assert (f"step {STEP + 1} is taken again" in job.output) == is_redone
 
 
-def test_compressed_ranks_stay_equal_and_whoever_misses_the_answer_commits(
-    tmp_path: Path, quick_python: list[str]
-) -> None:
+@pytest.fixture(scope="module")
+def compressed(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Job:
     """Rank 0 dies after a vote whose answer rank 1 has not heard, and rank 2 has."""
-    job = Job(
-        tmp_path,
+    return Job(
+        tmp_path_factory.mktemp("compressed"),
         quick_python,
         codec="int8",
         faults=[["0.0.0", "after the vote", STEP]],
         lost=[["0.1.0", STEP, "0.2.0"]],
         joins=10,
+        profile=True,
     )
+
+
+def test_events_are_told_in_one_line_each_and_counted(compressed: Job) -> None:
+    told = [line for line in compressed.output.splitlines() if "elastic: " in line]
+    (lost,) = [line for line in told if "worker 0.0.0 is gone" in line]
+    assert f"2 ranks after step {STEP + 1}, within the process (generation 1)" in lost
+    assert "lost residuals of norm" in lost
+    assert "paused" in lost
+    metrics = compressed.metrics()
+    assert metrics["elastic/generations"] == 2  # lost, joined
+    assert metrics["elastic/restarts"] == metrics["elastic/steps_redone"] == 0
+    assert metrics["elastic/recovery_s"] > 0
+    assert 0 < metrics["elastic/residual_norm_lost"] < 1
+
+
+def test_the_profile_has_all_ranks_and_says_when_members_changed(compressed: Job) -> None:
+    run = read_run(compressed.folder / "profile" / "run-0")
+    assert [each.number for each in run.generations] == [1, 2]
+    assert [each.step for each in run.generations][:1] == [STEP + 1]
+    assert "0.0.0 is gone" in run.generations[0].reason
+    assert "0.0.1 has joined" in run.generations[1].reason
+    assert sorted(run.ranks) == [0, 1, 2]
+    last, joined = EPOCHS * SIZE // 12, run.generations[1].step
+    everyone = set(range(last))
+    assert set(run.ranks[1].steps) == set(run.ranks[2].steps) == everyone
+    # What the lost rank had not written yet went with it.
+    assert set(range(joined, last)) <= set(run.ranks[0].steps) <= everyone - {STEP + 1}
+    for of_rank in run.ranks.values():
+        for step in set(of_rank.steps) & set(range(joined, last)):
+            assert {span.phase for span in of_rank.steps[step].spans} >= {"encode", "exchange"}
+    summary = json.loads((compressed.folder / "profile/run-0/summary.json").read_text())
+    assert summary["steps"] >= last - joined - 2
+    assert summary["generations"][0]["step"] == STEP + 1
+    assert any("generation 1 began at step" in note for note in summary["notes"])
+    page = (compressed.folder / "profile/run-0/report.html").read_text()
+    assert "generation 1" in page
+
+
+def test_compressed_ranks_stay_equal_and_whoever_misses_the_answer_commits(
+    compressed: Job,
+) -> None:
+    job = compressed
     job.require_exact()
     taken = [line for line in job.of("committed") if line["committed"] == STEP + 1]
     assert {line["generation"] for line in taken} == {0}
     assert len(taken) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["fabric", "accelerate"])
+def test_under_other_frameworks(
+    framework: str, expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
+) -> None:
+    """Whose rank and world size are those of the present members."""
+    fault = ["0.1.0", "between buckets", STEP]
+    job = Job(tmp_path, quick_python, framework=framework, faults=[fault], joins=10)
+    job.require_exact()
+    for name, weight in job.weights().items():
+        if name != "passes":
+            torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=1e-9)
+    taken = {(line["committed"], line["generation"]) for line in job.of("committed")}
+    told = defaultdict(list)
+    for line in job.of("computed"):
+        told[line["computed"], line["generation"]].append(line["ranks"])
+    for found in (sorted(told[each]) for each in taken):
+        assert found == [[rank, len(found)] for rank in range(len(found))]
+    assert {len(told[each]) for each in taken} == {2, 3}
 
 
 @pytest.mark.slow

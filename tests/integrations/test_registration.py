@@ -17,7 +17,12 @@ import lightning_dist
 from lightning_dist import CODECS, CompressedDDPStrategy
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
 from lightning_dist.integrations.registration import lightning_strategy, register_all
-from lightning_dist.integrations.strategy_names import LOCAL_NAMES, SHARDED_NAMES, register
+from lightning_dist.integrations.strategy_names import (
+    ELASTIC_NAMES,
+    LOCAL_NAMES,
+    SHARDED_NAMES,
+    register,
+)
 
 NAMES = {
     "compressed_ddp": {"start_method": "popen"},
@@ -37,7 +42,7 @@ NAMES = {
 def test_a_registry_has_the_names_and_no_others(registry: Any, strategy: type) -> None:
     """Lower-case, because Lightning lower-cases what the user writes."""
     ours = {name: registry[name]["init_params"] for name in registry if "compressed" in name}
-    of_trainer = SHARDED_NAMES if registry is StrategyRegistry else {}
+    of_trainer = {**SHARDED_NAMES, **ELASTIC_NAMES} if registry is StrategyRegistry else {}
     assert ours == {**NAMES, **LOCAL_NAMES, **of_trainer}
     for name in NAMES:
         assert name == name.lower()

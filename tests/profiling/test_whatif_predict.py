@@ -300,6 +300,54 @@ def test_the_least_number_of_local_steps_that_keeps_waiting_below_a_share(below:
     assert counts["int8"] < 23
 
 
+@pytest.mark.parametrize(
+    ("fragments", "overlap_steps", "exposed_ms"),
+    [
+        (1, 1, (160 - 67) / 16),
+        (1, 2, (160 - 2 * 67) / 16),
+        (1, 3, 0.0),
+        (4, 0, 40 / 4),
+        (4, 1, 0.0),
+        (2, 1, (80 - 67) / 8),
+    ],
+)
+def test_fragments_and_overlap_by_hand(
+    fragments: int, overlap_steps: int, exposed_ms: float
+) -> None:
+    """Of 160 ms in 16 steps of 67 ms, a fragment's share, less what the overlap hides."""
+    settings = {"fragments": fragments, "overlap_steps": overlap_steps}
+    (found,) = local(codecs=["none"], sync_every=[16], **settings)
+    assert (found.fragments, found.overlap_steps) == (fragments, overlap_steps)
+    assert found.exposed_ms == pytest.approx(exposed_ms, abs=1e-9)
+    assert found.step_ms == pytest.approx(67 + exposed_ms)
+    assert found.sent_mb == pytest.approx(1.0)
+
+
+def test_on_a_shared_core_no_overlap_hides_the_codec() -> None:
+    observed = replace(observe(DDP.run()), one_core=True)
+    settings = {"codecs": ["int8"], "sync_every": [4], "overlap_steps": 3}
+    scenarios = local_scenarios(observed, observed.scenario, costs=COSTS, **settings)
+    (found,) = predict(observed, scenarios, costs=COSTS).scenarios
+    cost = COSTS["int8"]
+    codec_ms = 4e6 * (cost.encode + cost.decoding(2)) * 1e3
+    assert found.exposed_ms == pytest.approx(codec_ms / 4)
+
+
+def test_the_least_number_of_local_steps_of_fragments() -> None:
+    def counts(**settings: int) -> int:
+        return local(codecs=["none"], below=0.05, **settings)[0].sync_every
+
+    assert counts(fragments=4) == 48  # 40 ms * 0.95 / (0.05 * 67 ms) = 11.3 for each
+    assert counts(overlap_steps=2) == 8  # 26 ms * 0.95 / (0.05 * 67 ms) = 7.4
+    assert counts(fragments=4, overlap_steps=1) == 8  # all hidden; more than the overlap
+    with pytest.raises(ValueError, match="multiple of fragments"):
+        local(sync_every=[6], fragments=4)
+    with pytest.raises(ValueError, match=r"less than local steps / fragments.* 8 / 4 = 2"):
+        local(sync_every=[8], fragments=4, overlap_steps=2)
+    with pytest.raises(ValueError, match="fragments must be 1 or more"):
+        local(below=0.05, fragments=0)
+
+
 def test_local_steps_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="1 or more, got 0"):
         local(sync_every=[4, 0])

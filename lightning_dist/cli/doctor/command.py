@@ -39,29 +39,29 @@ dist.destroy_process_group()
 @reported
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
-    folder: Annotated[Path, typer.Option(help="Where results will be written.")] = Path(),
+    folder: Annotated[Path, typer.Option(help="Folder for the results of the training.")] = Path(),
     run: Annotated[
-        bool, typer.Option("--run/--no-run", help="Start two ranks and let them meet.")
+        bool, typer.Option("--run/--no-run", help="Start two ranks that exchange a tensor.")
     ] = True,
 ) -> None:
-    """Look for what is wrong here for distributed training, and say how to put it right.
+    """Diagnose this environment, and suggest fixes.
 
-    Run it on every host, with the variables of the training: under torchrun, or in the script of
-    the job. Exit code 0: nothing is wrong; 1: warnings or errors were found.
+    Checks what distributed training needs. Run it on every node with the environment of the
+    training: under torchrun, or in the job script. Exit code 0: no problem; 1: warnings or errors.
 
     \b
       lightning-dist doctor
       srun --nodes 4 --ntasks-per-node 1 lightning-dist doctor --json
     """
     if not folder.is_dir():
-        raise ValueError(f"--folder must be a folder, and {folder} is none")
+        raise ValueError(f"--folder must be an existing folder, got {folder}")
     findings = {**versions(), **devices(), **launcher(os.environ), **network(os.environ)}
     findings |= {**clocks(), **limits(), **machine(os.environ, folder)}
     if run:
         with Console(stderr=True).status("starting two ranks"):
             findings["2 ranks here"] = two_ranks(os.environ)
     else:
-        findings["2 ranks here"] = Finding("n/a", "left out by --no-run")
+        findings["2 ranks here"] = Finding("n/a", "skipped by --no-run")
     raise typer.Exit(show(findings, as_json=as_json))
 
 
@@ -76,9 +76,9 @@ def show(findings: Mapping[str, Finding], *, as_json: bool) -> int:
     cells = [
         (Text(each.state, _COLORS[each.state]), name, each.what) for name, each in findings.items()
     ]
-    print_table(("state", "check", "found"), cells, fold=("found",))
+    print_table(("state", "check", "result"), cells, fold=("result",))
     if not errors + warnings:
-        typer.echo("\nnothing is wrong")
+        typer.echo("\nNo problems.")
         return 0
     typer.echo(f"\nerrors: {errors}, warnings: {warnings}\nSuggested fixes:")
     for name, each in findings.items():  # outside of the table, where no line is folded
@@ -112,7 +112,7 @@ def two_ranks(environ: Mapping[str, str], *, timeout: float = 60.0) -> Finding:
                     last = (output.strip() or f"exit code {process.returncode}").splitlines()[-1]
                     return Finding("error", f"rank {rank}: {last}", fix)
         except subprocess.TimeoutExpired:
-            return Finding("error", f"they did not find each other within {timeout:.0f} s", fix)
+            return Finding("error", f"no connection between them within {timeout:.0f} s", fix)
         finally:
             for process in ranks:
                 with process:

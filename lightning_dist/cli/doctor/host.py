@@ -53,7 +53,7 @@ def version_of(name: str, need: Requirement | None) -> Finding:
         return Finding("n/a", "not installed")
     if need is None or need.specifier.contains(version, prereleases=True):
         return Finding("ok", version)
-    what = f"{version}, and lightning_dist needs {need.specifier}"
+    what = f"{version}; lightning_dist requires {need.specifier}"
     return Finding("error", what, f"pip install '{name}{need.specifier}'")
 
 
@@ -63,12 +63,12 @@ def devices(driver: Path = Path("/proc/driver/nvidia/version")) -> dict[str, Fin
     import torch.distributed as dist
 
     missing = f"torch {torch.__version__} is built without it"
-    cuda, nccl, gloo = Finding("n/a", "no GPU"), Finding("n/a", missing), Finding("ok", "there")
+    cuda, nccl, gloo = Finding("n/a", "no GPU"), Finding("n/a", missing), Finding("ok", "available")
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         cuda = Finding("ok", f"{torch.version.cuda}; {', '.join(names)}")
     elif driver.exists():
-        what = f"there is an NVIDIA driver, and torch {torch.__version__} sees no GPU"
+        what = f"an NVIDIA driver is installed, but torch {torch.__version__} finds no GPU"
         torchs = (
             "install a build of torch for this driver (see https://pytorch.org/get-started/locally)"
         )
@@ -99,7 +99,7 @@ def clocks(folder: Path = CLOCK) -> dict[str, Finding]:
         what = "not synchronised: logs of several hosts do not line up"
         time_of_day = Finding("warning", what, "timedatectl set-ntp true")
     elif state < 0:
-        time_of_day = Finding("n/a", "this system does not tell whether it is synchronised")
+        time_of_day = Finding("n/a", "this system does not report it")
     source = _clock_source(folder)
     return {"clock source": source, "time of day": time_of_day, "time stamps": time_stamps}
 
@@ -112,7 +112,7 @@ def _clock_source(folder: Path) -> Finding:
         return Finding("n/a", f"{folder} cannot be read")
     if current not in SLOW_CLOCKS:
         return Finding("ok", current)
-    what = f"{current}: to read it takes microseconds, and every operation on a GPU does"
+    what = f"{current}: reading it takes microseconds, in every GPU operation"
     for faster in available:
         if faster not in SLOW_CLOCKS:
             return Finding("warning", what, f"echo {faster} > {folder}/current_clocksource")
@@ -128,7 +128,7 @@ def limits(
     locked_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     locked = Finding("ok", "unlimited")
     if not any(infiniband.glob("*")):
-        locked = Finding("n/a", "no InfiniBand, which alone needs it")
+        locked = Finding("n/a", "needed for InfiniBand only")
     elif locked_bytes != resource.RLIM_INFINITY:
         what = f"{decimal(locked_bytes)}: InfiniBand cannot register its buffers"
         locked = Finding("error", what, "ulimit -l unlimited")
@@ -159,7 +159,7 @@ def _shared_memory(path: Path) -> Finding:
         fix = f"mount -o remount,size=8g {path}  # Docker: --shm-size=8g"
         return Finding("warning", f"{what}: data loaders die of SIGBUS", fix)
     if usage.free < ROOM // 10:
-        return Finding("warning", what, f"ls -lS {path}  # left by whom?")
+        return Finding("warning", what, f"ls -lS {path}  # files left behind")
     return Finding("ok", what)
 
 
@@ -201,7 +201,7 @@ def _threads(environ: Mapping[str, str]) -> Finding:
         return Finding("error", f"OMP_NUM_THREADS must be a number above 0, it is {value!r}", fix)
     what = f"{available} for {local} ranks here of {each} threads (OMP_NUM_THREADS)"
     if int(each) * local > available:
-        return Finding("warning", f"{what}: they take turns", fix)
+        return Finding("warning", f"{what}: more threads than processors", fix)
     return Finding("ok", what)
 
 

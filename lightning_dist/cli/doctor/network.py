@@ -42,9 +42,9 @@ def _variables(environ: Mapping[str, str]) -> Finding:
     there = [each for each in NEEDED if environ.get(each)]
     missing = [each for each in NEEDED if each not in there]
     if not there:
-        return Finding("ok", "none are set; a launcher sets them")
+        return Finding("ok", "not set; a launcher sets them")
     if missing == ["RANK", "WORLD_SIZE"]:
-        what = "only where to meet is set; Lightning starts the ranks of this host itself"
+        what = "only the rendezvous address is set; Lightning starts the ranks of this host"
         return Finding("ok", what)
     try:
         if missing:
@@ -129,9 +129,9 @@ def network(
     best = next((each for each in (way, default, *usable) if each in usable), None)
     all_usable = Finding("ok", "; ".join(map(str, usable)))
     if not usable:
-        what = "none but loopback is up with an address: this host reaches no other one"
+        what = "no interface but loopback is up with an address: no other host can be reached"
         all_usable = Finding("warning", what, "ip link; ip addr")
-    speed = Finding("ok", "no interface is known to be slow")
+    speed = Finding("ok", "no slow interface known")
     if slow := [each for each in usable if each.mbit is not None and each.mbit < 1000]:
         what = "; ".join(f"{each.name} runs at {each.mbit} Mbit/s" for each in slow)
         speed = Finding("warning", what, f"ethtool {slow[0].name}  # cable, switch")
@@ -155,11 +155,11 @@ def _gloo(
     fix = f"export GLOO_SOCKET_IFNAME={best.name}" if best else "unset GLOO_SOCKET_IFNAME"
     known = {each.name: each for each in found}
     if value.startswith(("^", "=")):
-        what = f"{value!r}: gloo takes the name of an interface, and no {value[0]} as NCCL does"
+        what = f"{value!r}: gloo takes an interface name without {value[0]}, unlike NCCL"
         return Finding("error", what, fix)
     for name in value.split(",") if value else ():
         if name not in known:
-            what = f"there is no interface {name!r}, only {', '.join(known)}"
+            what = f"no interface {name!r}; available: {', '.join(known)}"
             return Finding("error", what, fix)
         if not known[name].has_address:
             return Finding("error", str(known[name]), fix)
@@ -174,9 +174,9 @@ def _gloo(
         address = "127.0.0.1"
         cause = f"the hostname {hostname} resolves to no address of this host"
     if best is None:
-        return Finding("ok", f"{address}, and there is no other network")
+        return Finding("ok", f"{address}, the only network")
     if _is_loopback(address):
-        what = f"{address} ({cause}): ranks of several hosts will not find each other"
+        what = f"{address} ({cause}): ranks of other hosts cannot connect"
         return Finding("error" if _has_several_hosts(environ) else "warning", what, fix)
     if not value and using and way and way.is_usable and using != way:
         what = f"{using.name} {address} ({cause}), and MASTER_ADDR is reached through {way.name}"
@@ -211,11 +211,11 @@ def _master(
     except OSError as error:
         return None, Finding("error", f"{master} cannot be resolved: {error.strerror}", fix)
     if _is_loopback(address) and _has_several_hosts(environ):
-        what = f"{master} is {address}, which is another host on every host"
+        what = f"{master} is {address}, a different host on every host"
         return None, Finding("error", what, fix)
     way = _route(address, found)
     if way is None:
-        what = f"there is no route to {master} ({address})"
+        what = f"no route to {master} ({address})"
         return None, Finding("error", what, f"ip route get {address}")
     return way, Finding("ok", f"{master} ({address}) through {way.name}")
 

@@ -263,7 +263,7 @@ class CoordinatorThread(threading.Thread):
             try:
                 self.coordinator.end(self.ended)
             except Exception:
-                log.warning("recovery: nobody can be told, the store is gone")
+                log.warning("recovery: the store is gone, workers cannot be informed")
 
     def close(self) -> None:
         """End it, and wait for that."""

@@ -25,6 +25,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
 )
 from torch.distributed.constants import default_pg_timeout
 
+from lightning_dist.elastic.launch import Launch
 from lightning_dist.private import set_group_timeout
 
 _CONNECT = timedelta(seconds=10)
@@ -36,6 +37,13 @@ def init_alone(*, timeout: timedelta | None = None) -> None:
     dist.init_process_group(
         "gloo", store=HashStore(), rank=0, world_size=1, timeout=timeout or default_pg_timeout
     )
+
+
+def is_alone() -> bool:
+    """Whether this process recovers within itself, and has not met the others yet."""
+    has_store = bool(os.environ.get("LIGHTNING_DIST_RECOVERY_STORE"))
+    several = Launch.from_env().world_size > 1
+    return has_store and several and dist.is_initialized() and dist.get_world_size() == 1
 
 
 class GenerationGroups:

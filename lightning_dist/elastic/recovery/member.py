@@ -106,6 +106,15 @@ class Member:
         """Whether newcomers wait, so that all should pause."""
         return self._waiting > self.generation.waiting
 
+    def finds_others(self) -> bool:
+        """Whether there is a generation already, so that this worker joins others.
+
+        Raises:
+            StoreLostError: the store is gone.
+        """
+        with _one_error():
+            return bool(self.store.check([Keys.newest]))
+
     def announce(self, fingerprint: str) -> Generation:
         """Say that this worker is ready to train; the first generation that has it.
 

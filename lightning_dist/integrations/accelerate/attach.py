@@ -18,6 +18,7 @@ from accelerate.utils import (
 )
 
 from lightning_dist.configuration import Resolved
+from lightning_dist.elastic.recovery.groups import is_alone
 from lightning_dist.integrations.accelerate.private import ddp_handler, prepared_models
 from lightning_dist.integrations.refusals import second_hook
 from lightning_dist.topology.launcher import promised_ranks
@@ -62,7 +63,7 @@ def require_attachable(accelerator: Accelerator) -> None:
         )
     _require_ddp(accelerator)
     _require_no_hook(ddp_handler(accelerator))
-    if accelerator.num_processes == 1:
+    if accelerator.num_processes == 1 and not is_alone():
         _about_one_process()
 
 

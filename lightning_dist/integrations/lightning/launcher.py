@@ -48,6 +48,18 @@ class FollowedEnvironment(ElasticEnvironment):
         """Nodes may have different numbers of ranks, so the product says nothing."""
 
 
+class MembersEnvironment(FollowedEnvironment):
+    """The ranks of the default process group, whose members may change within the process."""
+
+    @override
+    def world_size(self) -> int:
+        return dist.get_world_size()
+
+    @override
+    def global_rank(self) -> int:
+        return dist.get_rank()
+
+
 def launch_of(environment: ClusterEnvironment | None) -> Launch | None:
     """What the launcher said, where ranks are torchrun's and Lightning takes them from it."""
     if not isinstance(environment, TorchElasticEnvironment):
@@ -73,7 +85,7 @@ class FollowsLauncher:
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         launch = launch_of(self.cluster_environment)
-        if launch is None:
+        if launch is None or isinstance(self.cluster_environment, MembersEnvironment):
             kwargs: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
             return kwargs
         return {"num_replicas": launch.world_size, "rank": launch.rank}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.data import extract_batch_size
 from typing_extensions import override
 
 from lightning_dist.integrations.lightning.checkpoint.session_io import CheckpointerIO
@@ -39,6 +40,8 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
     optimizer states, put together by rank 0. With another number of workers those who join take the
     anchor, and those who leave take with them what they have not sent.
     """
+
+    _can_recover = False
 
     def __init__(
         self, *args: Any, evaluate: Literal["anchor", "worker"] = "anchor", **kwargs: Any
@@ -126,8 +129,15 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         # Attempted steps count, also where a GradScaler skips one; of several optimizers the first.
         if self._updates is not None and optimizer is self.optimizers[0]:
-            self._updates.step()
+            self._count_step()
+            self._samples = 0.0 if self._schedule.weigh_by == "samples" else None
         return output
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self._schedule.weigh_by == "samples":
+            self.count_samples(extract_batch_size(batch))
 
     @override
     def _comm_metrics(self, stats: Mapping[str, Any]) -> dict[str, float]:

@@ -8,6 +8,8 @@ else of the package goes through the functions. How names are verified is in
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -34,7 +36,9 @@ NAMES: Table = {
     ),
     f"{_PYTORCH}.callbacks:BatchSizeFinder": "_early_exit",
     f"{_PYTORCH}.callbacks:LearningRateFinder": "_early_exit",
-    f"{_PYTORCH}:Trainer": "_accelerator_connector _checkpoint_connector _signal_connector",
+    f"{_PYTORCH}:Trainer": (
+        "_accelerator_connector _checkpoint_connector _logger_connector _signal_connector"
+    ),
     f"{_CONNECTORS}.accelerator_connector:_AcceleratorConnector": "cluster_environment",
     f"{_CONNECTORS}.checkpoint_connector:_CheckpointConnector": (
         "_ckpt_path _loaded_checkpoint dump_checkpoint restore_loops resume_start"
@@ -46,15 +50,25 @@ NAMES: Table = {
     f"{_PYTORCH}.loops.fit_loop:_FitLoop": (
         "_can_stop_early _combined_loader _combined_loader_states_to_load _data_fetcher "
         "_data_source _loaded_from_state_dict _restarting _resuming_from_checkpoint "
-        "_should_accumulate epoch_loop epoch_progress max_batches setup_data"
+        "_should_accumulate epoch_loop epoch_progress max_batches reset setup_data"
     ),
     f"{_PYTORCH}.loops.training_epoch_loop:_TrainingEpochLoop": (
-        "_batches_that_stepped _loaded_from_state_dict _restarting _resuming_from_checkpoint "
-        "_should_check_val_fx automatic_optimization batch_progress scheduler_progress "
-        "val_loop"
+        "_batches_that_stepped _broadcast_sigterm_tensor _build_kwargs _loaded_from_state_dict "
+        "_restarting _results _resuming_from_checkpoint _should_check_val_fx "
+        "automatic_optimization batch_progress scheduler_progress val_loop"
     ),
     f"{_PYTORCH}.loops.evaluation_loop:_EvaluationLoop": (
-        "_data_source _loaded_from_state_dict _restarting _resuming_from_checkpoint batch_progress"
+        "_combined_loader _data_source _loaded_from_state_dict _restarting "
+        "_resuming_from_checkpoint batch_progress"
+    ),
+    f"{_PYTORCH}.loops.fetchers:_DataFetcher": "fetched",
+    f"{_CONNECTORS}.logger_connector.result:_ResultMetric": (
+        "cumulated_batch_size is_tensor value"
+    ),
+    f"{_PYTORCH}.loops.optimization.automatic:_AutomaticOptimization": "_make_closure",
+    f"{_PYTORCH}.loops.optimization.automatic:Closure": "_step_fn _zero_grad_fn",
+    f"{_PYTORCH}.trainer.connectors.logger_connector.logger_connector:_LoggerConnector": (
+        "on_batch_start"
     ),
     f"{_PYTORCH}.loggers:TensorBoardLogger": "_version",
     f"{_PYTORCH}.loggers:WandbLogger": "_experiment _id _wandb_init",
@@ -245,6 +259,85 @@ def begin_with_fresh_loader(loop: Any) -> None:
     end_restart(loop)  # a restarted loop asks first whether a validation is due at batch 0
     loop._loaded_from_state_dict = False
     loop._resuming_from_checkpoint = True
+
+
+# It is asked before every batch, of rank 0, and swallows what goes wrong.
+def leave_out_sigterm_broadcast(trainer: pl.Trainer) -> None:
+    """Let Lightning not ask whether rank 0 has got a SIGTERM."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    loop._broadcast_sigterm_tensor = lambda: None
+
+
+# Loaders are made once, and the state of a loop is taken into account once.
+def begin_fit_again(trainer: pl.Trainer) -> None:
+    """Let a fit that has not taken a batch begin where its loops have been placed."""
+    trainer.fit_loop.reset()
+
+
+def forget_train_loader(trainer: pl.Trainer) -> None:
+    """Let the train dataloader be made anew when it is needed."""
+    trainer.fit_loop._combined_loader = None
+
+
+def forget_validation_loader(trainer: pl.Trainer) -> None:
+    """Let validation dataloaders be made anew when they are needed."""
+    trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
+
+
+# A loop iterates its loader once in an epoch.
+def iterate_again(trainer: pl.Trainer, *, passes: int) -> None:
+    """Iterate the train dataloader anew, as after ``passes`` batches."""
+    fetcher = trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    iter(fetcher)
+    fetcher.fetched += passes
+
+
+# A batch of a loop is one micro-batch, and the closure of it is made once.
+def next_batch(trainer: pl.Trainer) -> Any:
+    """The next batch, as a loop would take it."""
+    fetcher, batches = trainer.fit_loop._data_fetcher, trainer.fit_loop.epoch_loop.batch_progress
+    assert fetcher is not None
+    batch, _, _ = next(fetcher)
+    batches.is_last_batch = fetcher.done
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+    batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+    trainer._logger_connector.on_batch_start(batch)
+    return batch
+
+
+def give_batch(closure: Any, trainer: pl.Trainer, batch: Any, index: int) -> None:
+    """Let ``closure`` compute ``batch``, number ``index`` of the epoch."""
+    loop = trainer.fit_loop.epoch_loop
+    arguments = loop._build_kwargs(OrderedDict(), batch, index)
+    made = loop.automatic_optimization._make_closure(arguments, trainer.optimizers[0], index)
+    closure._step_fn, closure._zero_grad_fn = made._step_fn, made._zero_grad_fn
+
+
+# What `self.log` adds up over an epoch is nobody else's. Each value is a tensor of its own.
+_ADDED_UP = ("value", "cumulated_batch_size")
+
+
+def logged_values(trainer: pl.Trainer) -> list[tuple[Any, dict[str, Any]]]:
+    """What was logged in this epoch's steps so far; not the states of torchmetrics."""
+    results: Any = trainer.fit_loop.epoch_loop._results
+    return [
+        (each, {name: getattr(each, name) for name in _ADDED_UP if hasattr(each, name)})
+        for each in results.values()
+        if each.is_tensor
+    ]
+
+
+def restore_logged(trainer: pl.Trainer, values: Sequence[tuple[Any, dict[str, Any]]]) -> None:
+    """Forget what was logged after :func:`logged_values`."""
+    results: Any = trainer.fit_loop.epoch_loop._results
+    known = {id(each): before for each, before in values}
+    for each in results.values():
+        if id(each) in known:
+            vars(each).update(known[id(each)])
+        elif each.is_tensor:
+            each.reset()
 
 
 # Loggers take these when they are made, before anybody knows which run it is.

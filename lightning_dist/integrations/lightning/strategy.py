@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
+from lightning_dist.elastic.recovery.member import RecoveryEnvironment
 from lightning_dist.integrations.arguments import (
     CHECKPOINT_KEY,
     CompressionArguments,
@@ -18,6 +20,7 @@ from lightning_dist.integrations.lightning.before_setup import call_before_setup
 from lightning_dist.integrations.lightning.checkpoint.session_io import CheckpointerIO
 from lightning_dist.integrations.lightning.fit_results import ResultsLauncher
 from lightning_dist.integrations.lightning.launcher import FollowsLauncher, init_process_group
+from lightning_dist.integrations.lightning.recovering import RecoversInProcess
 from lightning_dist.integrations.lightning.reporting import ReportsCommunication
 from lightning_dist.integrations.refusals import refuse_pytorch_lightning
 from lightning_dist.integrations.strategy_names import register
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class CompressedDDPStrategy(
-    ReportsCommunication, CompressionArguments, FollowsLauncher, DDPStrategy
+    ReportsCommunication, CompressionArguments, RecoversInProcess, FollowsLauncher, DDPStrategy
 ):
     """DDP whose gradients travel compressed. Works on every device and backend DDP works on.
 
@@ -42,6 +45,8 @@ class CompressedDDPStrategy(
     Residuals of all ranks are in the checkpoint under ``"lightning_dist"``. Such a checkpoint loads
     under plain ``ddp`` and a plain one loads here.
     """
+
+    _can_recover = True
 
     @override
     def _configure_launcher(self) -> None:
@@ -56,8 +61,36 @@ class CompressedDDPStrategy(
 
     @override
     def setup_distributed(self) -> None:
+        if self._recovery == "in_process" and self._fits:
+            self._begin_recovery()
         init_process_group(self)
         super().setup_distributed()
+
+    @property
+    def _fits(self) -> bool:
+        module = self.lightning_module
+        return module is not None and module.trainer.state.fn == "fit"
+
+    def _begin_recovery(self) -> None:
+        from lightning_dist.integrations.lightning.elastic.restart import ElasticRestart
+
+        assert self.lightning_module is not None
+        trainer: Any = self.lightning_module.trainer
+        if trainer.fast_dev_run or not any(
+            isinstance(e, ElasticRestart) for e in trainer.callbacks
+        ):
+            raise ValueError(
+                "recovery='in_process' needs ElasticRestart(...) among the callbacks, which deals "
+                "samples to those who are left, and a fit without fast_dev_run"
+            )
+        environment = RecoveryEnvironment.from_env()
+        if environment is not None:
+            self.begin_recovery(environment)
+            return
+        rank_zero_warn(
+            "recovery='in_process' takes effect under `lightning-dist launch` only; where a rank "
+            "is lost here, all are restarted"
+        )
 
     @override
     def setup_environment(self) -> None:
@@ -85,13 +118,14 @@ class CompressedDDPStrategy(
         assert self.model is not None
         require_compressible(self.model)
         super().configure_ddp()
-        model: DistributedDataParallel = self.model  # type: ignore[assignment]
+        model: DistributedDataParallel = self.model
         self._logged_step = 0
         self._reducer = attach(
             model,
             self._settings,
             grad_scale=loss_scale_of(getattr(self.precision_plugin, "scaler", None)),
             continue_from=self._reducer,
+            groups=self._groups,
             timeout=self._timeout,
         )
 
@@ -112,7 +146,7 @@ class CompressedDDPStrategy(
 
     def _state_for(self, io: CheckpointIO, reducer: Reducer) -> dict[str, Any] | None:
         if not isinstance(io, CheckpointerIO) or not io.sharded:
-            return reducer.state_dict()
+            return reducer.state_dict(to=self._leader)
         from lightning_dist.checkpoint.plan import Striped
 
         state, stripes = reducer.striped_state_dict()

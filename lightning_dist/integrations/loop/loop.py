@@ -16,7 +16,7 @@ from lightning_dist.elastic.journal import Summary
 from lightning_dist.elastic.plan import BatchPolicy, MicroBatch
 from lightning_dist.elastic.progress import ElasticState
 from lightning_dist.elastic.session import Session
-from lightning_dist.elastic.settings import RecoveryMode, RunSettings
+from lightning_dist.elastic.settings import RecoveryMode, RunSettings, require_mirror
 from lightning_dist.integrations.loop.placement import LoopPlacement
 
 
@@ -69,6 +69,11 @@ class ElasticLoop:
             them between two steps. Needs ``lightning-dist launch``,
             ``init_process_group(recovery="in_process")``, and one model in DDP on the CPU with
             ``compress_ddp(..., commit="deferred")``. ``"restart"``: all ranks are started again.
+        mirror_residuals: with ``recovery="in_process"``, keep a copy of the residuals of each rank
+            on the next one, which takes them over if the rank is lost. True: copied after every
+            step; a number: after so many. Each copy sends 4 bytes per compressed element while the
+            training waits, and takes as much memory. A copy that is some steps old is good for
+            codecs that pay slowly (``topk``, ``powersgd``), and no better than none for the others.
 
     Raises:
         ValueError: a setting that is out of range or cannot take effect.
@@ -95,7 +100,9 @@ class ElasticLoop:
         hang_timeout: float | None = 600.0,
         checkpoint: CheckpointSettings | None = None,
         recovery: RecoveryMode = "restart",
+        mirror_residuals: bool | int = False,
     ) -> None:
+        mirror_every = require_mirror(mirror_residuals, recovery=recovery)
         if gradient_accumulation_steps < 1:
             raise ValueError(
                 f"gradient_accumulation_steps has to be positive; got {gradient_accumulation_steps}"
@@ -120,6 +127,7 @@ class ElasticLoop:
             accumulate=gradient_accumulation_steps,
             signals=signals,
             recovery=recovery,
+            mirror_every=mirror_every,
         )
         self._in_epoch = False
         self._this: MicroBatch | None = None

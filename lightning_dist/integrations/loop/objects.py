@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from lightning_dist.checkpoint.restricted import require_loadable
 from lightning_dist.elastic.progress import KEY, ElasticState
 from lightning_dist.integrations.torch.ddp import reducer_of
+from lightning_dist.integrations.torch.local_state import WorkerStates
+from lightning_dist.integrations.torch.outer_steps import LocalUpdates
 from lightning_dist.reducer.reducer import Reducer
 
 
@@ -21,14 +23,17 @@ class Objects:
     """Models, optimizers, schedulers and whatever else has a state, by the names in a checkpoint.
 
     Models and optimizers may be as Accelerate or Fabric return them. A model's names in a
-    checkpoint are those of the module inside, so that another number of ranks can load it.
+    checkpoint are those of the module inside, so that another number of ranks can load it. Where
+    there are local updates its weights in a checkpoint are the anchor's, and what each worker has
+    of its own is under the name of the updates.
 
     Args:
         given: by name.
         world_size: ranks.
 
     Raises:
-        ValueError: something has no state, a model is not in DDP, or Accelerate counts steps.
+        ValueError: something has no state, a model is neither in DDP nor trained in local steps, or
+            Accelerate counts steps.
     """
 
     def __init__(self, given: Mapping[str, Any], *, world_size: int) -> None:
@@ -43,11 +48,17 @@ class Objects:
                 'state={"model": model, "optimizer": optimizer}'
             )
         self._wrapped = [ddp for each in modules if (ddp := _ddp_in(each)) is not None]
-        if world_size > 1 and not self._wrapped:
+        self.updates = [each for each in self._given.values() if isinstance(each, LocalUpdates)]
+        if world_size > 1 and not self._wrapped and not self.updates:
             raise ValueError(
                 f"no model in state= is in DistributedDataParallel, so {world_size} ranks would "
-                "train apart; give the one that prepare(), fabric.setup() or DDP returned"
+                "train apart; give the one that prepare(), fabric.setup() or DDP returned, or the "
+                "updates that local_updates() returned beside the model"
             )
+        for name, each in given.items():
+            if isinstance(each, LocalUpdates):  # at the end: they load into models and optimizers
+                self._given.pop(name)
+                self._given[name] = WorkerStates(each, self.optimizers)
         self.device = next((p.device for m in modules for p in m.parameters()), torch.device("cpu"))
 
     @property
@@ -92,7 +103,13 @@ class Objects:
         require_loadable(self._states(), name="state")
 
     def _states(self) -> dict[str, Any]:
-        return {name: _inside(each).state_dict() for name, each in self._given.items()}
+        return {name: self._state_of(each) for name, each in self._given.items()}
+
+    def _state_of(self, each: Any) -> Any:
+        inside = _inside(each)
+        of = (updates for updates in self.updates if updates.is_of(inside))
+        updates = next(of, None) if isinstance(inside, nn.Module) else None
+        return inside.state_dict() if updates is None else updates.anchor_state_dict()
 
     def state_dict(self, *, leader: int = 0) -> dict[str, Any]:
         """Collective; residuals are on rank ``leader`` only."""

@@ -15,21 +15,16 @@ from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.reading import load
 from lightning_dist.elastic.launch import Launch
 from lightning_dist.elastic.membership import Membership
-from lightning_dist.elastic.plan import Position, lr_factor
-from lightning_dist.elastic.progress import (
-    KEY,
-    ElasticState,
-    Generators,
-    scale_learning_rates,
-)
+from lightning_dist.elastic.plan import Position
+from lightning_dist.elastic.progress import KEY, ElasticState, Generators
+from lightning_dist.elastic.recovery.generations import Ended, Generations
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
-from lightning_dist.elastic.recovery.protocol import Generation
-from lightning_dist.elastic.session import Placement, Session
+from lightning_dist.elastic.session import Session
 from lightning_dist.elastic.settings import RecoveryMode, require_recovery
 from lightning_dist.elastic.sharding import Deal, NotExactError
 from lightning_dist.elastic.workers import keep_workers
 from lightning_dist.integrations.loop.objects import Objects
-from lightning_dist.integrations.loop.recovery import Ended, LoopRecovery
+from lightning_dist.integrations.torch.recovery import RecoverablePlacement, StepRecovery
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +33,7 @@ class Stopped(SystemExit):
     """The training has stopped on all ranks at one step; ends the process with a code."""
 
 
-class LoopPlacement(Placement):
+class LoopPlacement(RecoverablePlacement):
     """From the entering of an ElasticLoop to its end.
 
     Args:
@@ -46,6 +41,7 @@ class LoopPlacement(Placement):
         accumulate: micro-batches per optimizer step of the first start.
         signals: that end the training at a checkpoint of all ranks.
         recovery: what the ranks that are left do when one is lost.
+        mirror_every: as of StepRecovery.
     """
 
     def __init__(
@@ -55,11 +51,11 @@ class LoopPlacement(Placement):
         accumulate: int,
         signals: Sequence[signal.Signals],
         recovery: RecoveryMode = "restart",
+        mirror_every: int | None = None,
     ) -> None:
         require_recovery(recovery)
+        self._mirror_every = mirror_every
         self._mode: RecoveryMode = recovery
-        self.recovery: LoopRecovery | None = None
-        """None where lost ranks mean a restart of all."""
         self._steps = 0
         self.is_current = True
         """Whether the loader's batches are those of the present members."""
@@ -88,21 +84,39 @@ class LoopPlacement(Placement):
                 "recovery='in_process'), before DistributedDataParallel"
             )
         self.objects = Objects(given, world_size=1)
-        self.recovery = LoopRecovery(environment, self.objects, steps=lambda: self._steps)
+        if self.objects.updates:
+            raise ValueError(
+                "recovery='in_process' takes a step of all ranks again, and local steps are of one "
+                "worker alone; use recovery='restart'"
+            )
+        if len(self.objects.wrapped) != 1:
+            raise ValueError(
+                "recovery='in_process' is for one model in DistributedDataParallel, got "
+                f"{len(self.objects.wrapped)}; use recovery='restart'"
+            )
+        generations = Generations(environment)
+        self.recovery = StepRecovery(
+            generations,
+            *self.objects.wrapped,
+            optimizers=self.objects.optimizers,
+            counters=self.objects.counters,
+            steps=lambda: self._steps,
+            mirror_every=self._mirror_every,
+        )
         generation, members = self.recovery.begin()
         while True:
             try:
                 if generation.source is None:
-                    self.recovery.agree_on_leader(generation)
+                    generations.agree_on_leader(generation)
                     self.recovery.handed_over(generation, dict)
                     self.session.meet(members)
                     self._open(given, world_size=members.world_size)
                 else:
                     self.session.lifecycle.open()
-                    self._enter(generation, members)
+                    self.enter(generation, members)
                 break
             except RuntimeError as error:
-                self.recovery.lost(error)
+                generations.lost(error)
                 if self.is_open:  # it has gone wrong after the state came
                     break
                 generation, members = self.recovery.change()
@@ -160,30 +174,8 @@ class LoopPlacement(Placement):
 
     # Recovery within the process.
 
-    def take_again(self) -> None:
-        """The exchange of this step has failed: go on with those who are left, from its begin."""
-        assert self.recovery is not None
-        self.recovery.undo()
-        self.settle()
-
-    def settle(self) -> None:
-        """Between steps: what all ranks do there, with those who are left where some are lost."""
-        recovery = self.recovery
-        if recovery is None:
-            self._close_step()
-            return
-        while True:
-            try:
-                if recovery.must_change:
-                    self._enter(*recovery.change())
-                recovery.level()
-                self._close_step()
-                break
-            except RuntimeError as error:
-                recovery.lost(error)
-        recovery.begin_step()
-
-    def _close_step(self) -> None:
+    @override
+    def close_step(self) -> None:
         """Save if it is due, and stop if a rank is told to; after the last step of an epoch only
         once the user has done what follows it."""
         position, settings = self.position, self._settings
@@ -199,42 +191,34 @@ class LoopPlacement(Placement):
             self.session.save()
         self.stop_if_told()
 
-    def _enter(self, generation: Generation, members: Membership) -> None:
-        """Go on as a member of ``generation``; collective among them."""
-        recovery = self.recovery
-        assert recovery is not None
-        told = recovery.handed_over(generation, self._handover)
-        if told is not None:
-            self.objects.load_states(told["objects"])
-            recovery.join(told["reducer"])
-            recovery.leader = told["leader"]
-        recovery.agree_on_leader(generation)
-        members.ranks.leader = list(generation.members).index(recovery.leader)
-        self.session.move(self, members, facts=None if told is None else told["session"])
-        state: ElasticState = self._here() if told is None else told["state"]
-        is_new = told is not None
-        if is_new:
-            self.position, self.samples = state.position, state.total_samples
-            self._steps = state.total_steps
-            self._before_epoch = self.samples - self.position.samples
-        else:
+    @override
+    def take_over(self, handed: Any, state: ElasticState, members: Membership) -> None:
+        self.objects.load_states(handed)
+        self.position, self.samples = state.position, state.total_samples
+        self._steps = state.total_steps
+        self._before_epoch = self.samples - self.position.samples
+
+    @override
+    def handed_over(self) -> dict[str, Any]:
+        return self.objects.states()
+
+    @override
+    def go_on(self, state: ElasticState, *, is_new: bool) -> None:
+        if not is_new:
             self.data.close()
         self._deal(state)
-        if not is_new:
-            self.generators.restored()  # they are where they were
-        before, (_, now) = state.layout, self.data.layouts
-        factor = lr_factor(self._settings.batch_policy, before=before, now=now)
-        scale_learning_rates(self.objects.optimizers, self.objects.schedulers, factor=factor)
         if is_new:
             self._listen()
-            recovery.has_state()
+        else:
+            self.generators.restored()  # they are where they were
         self.is_current = False
-        self.tell(
-            f"elastic: goes on with {members.world_size} ranks after step {self._steps}, within "
-            f"the process (generation {generation.number}: {generation.reason or 'as before'})"
-        )
 
-    def _here(self) -> ElasticState:
+    @override
+    def rates(self) -> tuple[Sequence[Any], Sequence[Any]]:
+        return self.objects.optimizers, self.objects.schedulers
+
+    @override
+    def here(self) -> ElasticState:
         first, now = self.data.layouts
         return ElasticState(
             run_id=self.session.history.run_id,
@@ -246,17 +230,6 @@ class LoopPlacement(Placement):
             total_steps=self._steps,
             size=self.data.size,
         )
-
-    def _handover(self) -> dict[str, Any]:
-        """All that a worker needs to be where this one is."""
-        assert self.recovery is not None
-        return {
-            "objects": self.objects.states(),
-            "reducer": self.recovery.shared_state(),
-            "leader": self.recovery.leader,
-            "session": self.session.facts(),
-            "state": self._here(),
-        }
 
     def _load(self, path: str) -> Any:
         """What was saved as ``path``, which has been verified. Collective: errors are of all."""
@@ -282,7 +255,7 @@ class LoopPlacement(Placement):
         self._steps += 1
         self.session.step(self.samples)
         if self.recovery is not None:
-            self.recovery.took_step()
+            self.recovery.generations.took_step()
 
     def end_epoch(self, epoch: int) -> None:
         """``epoch`` is over, with what the user does after its batches."""
@@ -350,7 +323,7 @@ class LoopPlacement(Placement):
             except RuntimeError as error:
                 if self.recovery is None:
                     raise
-                self.recovery.lost(error)
+                self.recovery.generations.lost(error)
                 self.settle()
         self.is_complete = True
 

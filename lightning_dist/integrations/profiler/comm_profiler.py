@@ -268,7 +268,7 @@ class CommProfiler(pl.Callback):
         lost = run.close(reason, together=together)
         for problem in lost:  # on every rank: of its lines rank 0 knows only that none came
             warnings.warn(f"CommProfiler, rank {run.metadata.rank}: {problem}", stacklevel=2)
-        if run.metadata.rank != 0:
+        if not run.reports:
             return
         try:
             self.summary, written = run.report(**self._files)

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.accelerator import has_streams
+from lightning_dist.elastic.launch import Launch
+from lightning_dist.elastic.recovery.protocol import Worker
 from lightning_dist.profiling.capture.ddp_hook import why_not_watched
 from lightning_dist.profiling.capture.events import RankRecord
 from lightning_dist.profiling.capture.session import SessionSettings
@@ -28,17 +30,29 @@ _OF_RANK_0 = (
 
 
 def rank_metadata(
-    model: DistributedDataParallel, reducer: Reducer | None, *, host: str
+    model: DistributedDataParallel,
+    reducer: Reducer | None,
+    *,
+    host: str,
+    worker: Worker | None = None,
 ) -> RankRecord:
-    """The first line of the file of this rank; ``reducer``: of ``model``, if it is compressed."""
+    """The first line of the file of this rank; ``reducer``: of ``model``, if it is compressed.
+
+    Args:
+        worker: this process, where ranks change; the file is of its place.
+    """
     if reducer is None:
         groups = {"flat": dist.get_process_group_ranks(model.process_group)}
     else:
         channels = reducer.network.channels
         groups = {each.name: dist.get_process_group_ranks(each.group) for each in channels}
     return RankRecord(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
+        rank=dist.get_rank() if worker is None else place_of(worker),
+        world_size=(
+            dist.get_world_size()
+            if worker is None
+            else max(Launch.from_env().world_size, place_of(worker) + 1)
+        ),
         host=host,
         groups=groups,
         clock=time.monotonic_ns(),
@@ -52,7 +66,13 @@ def rank_metadata(
         versions=versions(),
         script=sys.argv[0],
         commit="" if reducer is None else reducer.comm_config()["commit"],
+        worker="" if worker is None else str(worker),
     )
+
+
+def place_of(worker: Worker) -> int:
+    """The rank that a worker has while nobody is lost, where all nodes have equally many."""
+    return worker.node * (Launch.from_env().local_world_size or 1) + worker.local_rank
 
 
 def run_metadata(

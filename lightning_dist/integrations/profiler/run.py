@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.accelerator import is_accelerator
+from lightning_dist.elastic.recovery.groups import is_alone
+from lightning_dist.elastic.recovery.member import RecoveryEnvironment
 from lightning_dist.exchange.handshake import all_facts
 from lightning_dist.integrations.profiler.metadata import (
     rank_metadata,
@@ -60,6 +62,7 @@ _GATHER_TIMEOUT = 600.0
 """Seconds for records of other hosts to travel."""
 _TOGETHER = 2.0
 """Seconds in which ranks end that end by the same error."""
+NO_LINKS = "n/a, ranks that recover within their processes meet at the end only"
 _WAITING = (
     "waiting for the other ranks: all of them have to enter CommProfiler, at the same point of the "
     "program; those that do not are waited for until the timeout of the process group"
@@ -104,15 +107,26 @@ class ProfileRun:
                 "this model is profiled already, and one CommProfiler at a time can see its "
                 "gradients; leave one out, or let the other end first"
             )
-        with log_if_slow(_TIMEOUT, on_problem, _WAITING):
-            self._group: dist.ProcessGroup = dist.new_group(backend="gloo")
+        recovers = self._reducer is not None and self._reducer.recovers
+        self._environment = RecoveryEnvironment.from_env() if recovers else None
+        if not recovers and is_alone():
+            raise ValueError(
+                "this process has not met the others yet, so its profile would be of one rank; "
+                "enter CommProfiler inside of `with ElasticLoop(..., recovery='in_process')`"
+            )
         rank = dist.get_rank()
-        folder = new_run_folder(Path(parent), on_problem=self.reasons.append) if rank == 0 else ""
-        facts = {"host": this_host(), "folder": str(folder)}
-        of_all = all_facts(facts, group=self._group, device=torch.device("cpu"))
-        self.folder = Path(of_all[0]["folder"])
-        self._hosts = [str(each["host"]) for each in of_all]
-        self._apart = ranks_apart(self.folder, self._group)
+        if self._environment is None:
+            with log_if_slow(_TIMEOUT, on_problem, _WAITING):
+                self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
+            self._meet(parent, rank)
+        else:
+            # Others may be in the middle of a step: nothing is exchanged before the end.
+            self._group, self._hosts = None, [this_host()] * dist.get_world_size()
+            self._apart: list[int] = []
+            self.folder = self._agreed_folder(Path(parent), self._environment)
+            assert self._reducer is not None
+            first, measure_links = self._reducer.step, False
+            self.reasons.append(f"links: {NO_LINKS}")
         in_detail = settings.in_detail
         if in_detail and (why_not := why_not_in_detail(model, self._reducer)):
             in_detail = False
@@ -120,8 +134,9 @@ class ProfileRun:
                 f"phases, buckets and compression errors: n/a, {why_not}; step times are taken"
             )
         host = self._hosts[rank]
-        self.metadata = rank_metadata(model, self._reducer, host=host)
-        if rank == 0:
+        worker = None if self._environment is None else self._environment.worker
+        self.metadata = rank_metadata(model, self._reducer, host=host, worker=worker)
+        if rank == 0 and not (self.folder / "meta.json").exists():
             try:
                 meta = run_metadata(
                     model, self._reducer, self.metadata, hosts=self._hosts, settings=settings
@@ -141,7 +156,8 @@ class ProfileRun:
             on_error=on_error,
             on_problem=on_problem,
         )
-        self._compare_clocks()
+        if self._group is not None:
+            self._compare_clocks()
         if measure_links and in_detail:
             self._measure_links(model)
         if torch_profiler is not None:
@@ -163,10 +179,30 @@ class ProfileRun:
         if isinstance(model, ShardedModel):
             self._collectives = model.watch_collectives(self._session.recorder)
 
+    def _meet(self, parent: str | Path, rank: int) -> None:
+        """Agree on a folder, and know who sees it. Collective."""
+        assert self._group is not None
+        folder = new_run_folder(Path(parent), on_problem=self.reasons.append) if rank == 0 else ""
+        facts = {"host": this_host(), "folder": str(folder)}
+        of_all = all_facts(facts, group=self._group, device=torch.device("cpu"))
+        self.folder = Path(of_all[0]["folder"])
+        self._hosts = [str(each["host"]) for each in of_all]
+        self._apart = ranks_apart(self.folder, self._group)
+
+    def _agreed_folder(self, parent: Path, environment: RecoveryEnvironment) -> Path:
+        """The folder of this start of the job: that of whoever comes first."""
+        store, key = environment.connect(), f"profile/{parent.resolve()}"
+        if not store.check([key]):
+            own = new_run_folder(parent, on_problem=self.reasons.append)
+            if store.compare_set(key, "", str(own)).decode() != str(own):
+                own.rmdir()
+        return Path(store.get(key).decode())
+
     def _measure_links(self, model: DistributedDataParallel) -> None:
         name = "inter" if "inter" in self.metadata.groups else "flat"
         # NCCL's links are not gloo's; a group that not all ranks are in is nobody's rate.
         group = model.process_group if is_accelerator(model.device) else self._group
+        assert group is not None
         if group.size() == len(self._hosts):
             links = measure_links(group, hosts=self._hosts, name=name, device=model.device)
             self._session.note(*links)
@@ -180,6 +216,11 @@ class ProfileRun:
 
     def _begin_step(self, step: int) -> bool:
         return self._tracer is not None and self._tracer.begin_step(step)
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank makes the report."""
+        return (self.metadata.rank if self._environment is None else dist.get_rank()) == 0
 
     @property
     def is_closed(self) -> bool:
@@ -222,25 +263,30 @@ class ProfileRun:
             tracer.close()
         if self._reducer is not None:
             self._reducer.detach(self._session.recorder)
-        if together:
+        if together and self._group is None:
+            self._group = dist.group.WORLD  # of this generation: where a rank is lost, it is shut
+            together = self._meets(self._compare_clocks, "clocks were not compared", problems)
+            self._group = None
+        elif together:
             # Not before: ranks may come to the begin of a profile minutes apart.
+            assert self._group is not None
             set_group_timeout(self._group, timedelta(seconds=_TIMEOUT))
             together = self._meets(self._compare_clocks, "clocks were not compared", problems)
         if not together:
             with suppress(OSError):
                 dump_flight_record(self.folder, rank=self.metadata.rank)
         self._session.close()
-        if together:
+        if together and self._group is not None:
             if self._apart:
                 set_group_timeout(self._group, timedelta(seconds=_GATHER_TIMEOUT))
                 path = self.folder / f"rank{self.metadata.rank}.jsonl"
                 problems += gather_records(path, ranks=self._apart, group=self._group)
             # Of a model that is profiled many times; where something went wrong it stays.
             self._meets(partial(end_group, self._group), "its group stays open", problems)
-            del self._group
+            self._group = None
         elif self._apart and self.metadata.rank in (0, *self._apart):
             problems.append(self._how_to_copy())
-        if not together and self.metadata.rank == 0 and not self._apart:
+        if not together and self.reports and not self._apart:
             await_ends(self.folder, range(self.metadata.world_size), timeout=_TOGETHER)
         return problems
 
@@ -253,6 +299,7 @@ class ProfileRun:
         )
 
     def _compare_clocks(self) -> None:
+        assert self._group is not None
         self._session.note(read_offset(self._group))
 
     def _meets(self, meet: Callable[[], object], loss: str, problems: list[str]) -> bool:

@@ -10,6 +10,7 @@ from lightning_utilities.core import rank_zero
 
 from lightning_dist.codecs import NoCompression
 from lightning_dist.codecs.none import Uncompressed
+from lightning_dist.elastic.recovery.member import RecoveryEnvironment
 from lightning_dist.integrations.torch.grouping import picture
 from lightning_dist.measurement.expected import expected_traffic
 from lightning_dist.reducer.reducer import Reducer
@@ -30,6 +31,8 @@ def tell_in_force(reducer: Reducer, *, begins: int | None) -> None:
         begins: the first synchronised step at which a parameter is compressed, None: none is.
     """
     if reducer.network.world_size == 1:
+        if RecoveryEnvironment.from_env() is not None:  # the others are met later
+            return
         log.warning(
             "one process: nothing is exchanged or compressed, %s takes effect with two ranks or "
             "more. If you started several, they do not know of each other: look at WORLD_SIZE",

@@ -61,8 +61,13 @@ class LocalUpdateSettings:
     offload: bool = False
 
     @classmethod
-    def check(cls, method: Method, **given: Any) -> LocalUpdateSettings:
+    def check(
+        cls, method: Method, *, outer_optimizer: object = None, **given: Any
+    ) -> LocalUpdateSettings:
         """Fill in the defaults of ``method`` for what is None, and refuse what cannot work.
+
+        Args:
+            outer_optimizer: the user's own, which has rates of its own; None: the outer SGD.
 
         Raises:
             ValueError: with the rule, the value received and what to do.
@@ -71,6 +76,11 @@ class LocalUpdateSettings:
             known = ", ".join(get_args(Method))
             raise ValueError(f"method must be one of {known}, got {method!r}")
         chosen = {key: value for key, value in given.items() if value is not None}
+        if outer_optimizer is not None and chosen.keys() & {"outer_lr", "outer_momentum"}:
+            raise ValueError(
+                "outer_lr and outer_momentum are of the outer SGD, got them with an "
+                "outer_optimizer; set them there"
+            )
         settings = cls(method=method, **{**_DEFAULTS[method], **chosen})
         settings._check_counts()
         settings._check_rates()

@@ -138,14 +138,10 @@ def checked(
     """
     known = {field.name for field in fields(LocalUpdateSettings)}
     schedule = LocalUpdateSettings.check(
-        method, **{name: value for name, value in given.items() if name in known}
+        method,
+        outer_optimizer=outer_optimizer,
+        **{name: value for name, value in given.items() if name in known},
     )
-    rates = given.get("outer_lr"), given.get("outer_momentum")
-    if outer_optimizer is not None and rates != (None, None):
-        raise ValueError(
-            "outer_lr and outer_momentum are of the outer SGD, got them with an outer_optimizer; "
-            "set them there"
-        )
     exchange = {name: value for name, value in given.items() if name not in known}
     for name in exchange:
         if name not in signature(local_updates).parameters:

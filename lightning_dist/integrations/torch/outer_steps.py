@@ -1,11 +1,9 @@
-"""Outer steps of a model that is trained in local ones: send, wait, apply, save."""
+"""Outer steps of a model that is trained in local ones: when, and what they change."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,44 +14,15 @@ from torch.optim import Optimizer
 from lightning_dist.integrations.torch.checks import require_effect
 from lightning_dist.integrations.torch.fragments import Fragment, cut
 from lightning_dist.integrations.torch.local_settings import LocalUpdateSettings
+from lightning_dist.integrations.torch.pseudo_gradients import Exchange, PseudoGradients
 from lightning_dist.private import name_before_compile
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.plans import Handle
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.slices import as_real
 from lightning_dist.settings import Settings
 
-log = logging.getLogger(__name__)
-
 STATE_VERSION = 1
 OuterOptimizer = Callable[[Sequence[Tensor]], Optimizer]
-
-
-@dataclass
-class _Exchange:
-    """A pseudo-gradient that is under way, or has landed and is not used yet."""
-
-    fragment: int
-    due: int  # the local step after which its mean is used
-    squares: float  # sum of this worker's pseudo-gradient
-    finite: bool  # whether it takes part
-    samples: float = 0.0  # of this worker, since the fragment was sent before
-    usual: float = 1.0  # of a worker in the exchange before; equal on all ranks
-    handle: Handle | None = field(default=None)  # None: the mean is there
-
-
-class _Samples:
-    """Samples of this worker, and how many of them each fragment's last exchange had."""
-
-    def __init__(self, fragments: int) -> None:
-        self.seen = 0.0
-        self.sent = [0.0] * fragments
-        self.usual = 0.0  # of a worker in the last exchange; 0: there was none
-
-    def take(self, fragment: int) -> float:
-        """Samples since the last exchange of ``fragment``, which count in this one."""
-        since, self.sent[fragment] = self.seen - self.sent[fragment], self.seen
-        return since
 
 
 class LocalUpdates:
@@ -79,7 +48,6 @@ class LocalUpdates:
         for tensor in [*module.parameters(), *module.buffers()]:
             network.data.broadcast(tensor.detach(), owner=0).wait()
         self._fragments = cut(self._trained, schedule.fragments, offload=schedule.offload)
-        self._samples = _Samples(schedule.fragments)
         anchors = [anchor for each in self._fragments for anchor in each.anchors]
         self.outer_optimizer = (
             torch.optim.SGD(
@@ -92,15 +60,10 @@ class LocalUpdates:
             else outer_optimizer(anchors)
         )
         """Any learning rate scheduler of torch may change its learning rate."""
-        largest = max(each.numel for each in self._fragments)
-        self._flat = torch.zeros(largest, dtype=anchors[0].dtype, device=network.device)
-        for each in self._fragments:
-            self.reducer.reserve(each.slices, self._flat.dtype)
+        self._gradients = PseudoGradients(self._fragments, self.reducer, weigh_by=schedule.weigh_by)
         self.attempted = 0
         """Optimizer steps that were attempted so far."""
-        self._exchange: _Exchange | None = None
         self._set_aside: dict[str, Tensor] | None = None  # own weights, while the anchor's are used
-        self._metrics: dict[str, float] = {}
 
     def step(self, samples: float | None = None) -> bool:
         """Count an attempted optimizer step; at the end of a window exchange. Collective then.
@@ -123,7 +86,7 @@ class LocalUpdates:
                 f"step(samples=) is for weigh_by='samples' and needed there, got {samples!r} with "
                 f"weigh_by={self.schedule.weigh_by!r}"
             )
-        self._samples.seen += samples or 0.0
+        self._gradients.samples.seen += samples or 0.0
         self.attempted += 1
         local = self.attempted - self.schedule.ddp_steps
         if local < 0:
@@ -131,12 +94,14 @@ class LocalUpdates:
         if local == 0:
             self._begin()
             return False
-        moved = self._exchange is not None and self._exchange.due == local
+        under_way = self._gradients.under_way
+        moved = under_way is not None and under_way.due == local
         if moved:
             self._apply()
         fragment = self.schedule.fragment_at(local)
         if fragment is not None:
-            self._send(fragment, due=local + self.schedule.overlap_steps)
+            due = local + self.schedule.overlap_steps
+            self._gradients.send(fragment, due=due, attempted=self.attempted)
             if not self.schedule.overlap_steps:
                 self._apply()
                 moved = True
@@ -144,8 +109,8 @@ class LocalUpdates:
 
     def wait(self) -> None:
         """Wait for the exchange that is under way, if any; its mean is used when it is due."""
-        if self._exchange is not None:
-            self._wait()
+        if self._gradients.under_way is not None:
+            self._gradients.wait()
 
     def finish(self) -> None:
         """End the training: every worker gets the mean of all. Collective.
@@ -154,12 +119,11 @@ class LocalUpdates:
         """
         if self.attempted < self.schedule.ddp_steps:
             return
-        if self._exchange is not None:
+        if self._gradients.under_way is not None:
             self._apply()
         for index, fragment in enumerate(self._fragments):
-            self._send(index, due=0)
-            _, mean = self._wait()
-            self._exchange = None
+            self._gradients.send(index, due=0, attempted=self.attempted)
+            _, mean = self._take_mean()
             for anchor, part in zip(fragment.anchors, fragment.slices, strict=True):
                 anchor.data.sub_(part.shaped(part.of(mean)).to(anchor.device))
             self._take_anchor(fragment, keep=0.0)
@@ -210,7 +174,7 @@ class LocalUpdates:
         weighted by their norms (two workers or more); ``outer/workers``: those whose weights were
         finite, which alone take part; ``outer/samples`` of all workers, where they count by them.
         """
-        return dict(self._metrics)
+        return dict(self._gradients.metrics)
 
     def comm_stats(self) -> Mapping[str, Any]:
         """Bytes this rank sent, as of ``Reducer.comm_stats``; a step is one fragment's exchange."""
@@ -225,12 +189,8 @@ class LocalUpdates:
 
         Parameters and optimizers differ between workers inside a window: each saves its own.
         """
-        under_way = None
-        if self._exchange is not None:
-            sent, mean = self._wait()
-            under_way = {"fragment": sent.fragment, "due": sent.due, "mean": mean.cpu().clone()}
+        gradients = self._gradients.state_dict()
         residuals = self.reducer.state_dict()
-        samples = self._gather_samples()
         if self.reducer.network.rank:
             return None
         return {
@@ -240,9 +200,8 @@ class LocalUpdates:
                 name: anchor.detach().cpu().clone() for name, anchor in self._anchors().items()
             },
             "outer_optimizer": self.outer_optimizer.state_dict(),
-            "exchange": under_way,
             "residuals": residuals,
-            "samples": samples,
+            **gradients,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -268,10 +227,7 @@ class LocalUpdates:
         self.outer_optimizer.load_state_dict(state["outer_optimizer"])
         self.attempted = int(state["attempted"])
         self.reducer.load_state_dict(state["residuals"])
-        self._load_samples(state["samples"])
-        self._exchange = None
-        if state["exchange"] is not None:
-            self._load_exchange(state["exchange"])
+        self._gradients.load_state_dict(state)
         if self._synced is not None:
             self._synced.require_backward_grad_sync = self.attempted < self.schedule.ddp_steps
 
@@ -305,77 +261,11 @@ class LocalUpdates:
         self._synced.require_backward_grad_sync = False
         self.anchor_from_weights()
 
-    @torch.no_grad()
-    def _send(self, index: int, *, due: int) -> None:
-        """Start to average ``anchor - weights`` of a fragment."""
-        fragment = self._fragments[index]
-        flat = self._flat[: fragment.numel]
-        for parameter, anchor, part in fragment.rows():
-            difference = part.shaped(part.of(flat))
-            there = anchor.to(difference.device)
-            torch.sub(there, as_real(parameter.detach()).to(anchor.dtype), out=difference)
-        squares = float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2
-        samples, usual = 1.0, 1.0
-        if self.schedule.weigh_by == "samples":
-            samples = self._samples.take(index)
-            usual = self._samples.usual or self._mean_of(samples)
-            flat.mul_(samples / usual)
-            squares *= (samples / usual) ** 2
-        finite = squares < float("inf")  # not where it is NaN
-        if not finite:
-            flat.zero_()  # this worker goes on from the anchor, and the others without it
-            log.warning(
-                "the weights of this worker are not finite after %d optimizer steps: it takes no "
-                "part in this exchange and goes on from the anchor, with its optimizer's state as "
-                "it is",
-                self.attempted,
-            )
-        handle = self.reducer.start(flat, fragment.slices, key=index)
-        self.reducer.finish()
-        self._exchange = _Exchange(
-            index,
-            due,
-            squares if finite else 0.0,
-            finite,
-            samples if finite else 0.0,
-            usual,
-            handle,
-        )
-
-    def _wait(self) -> tuple[_Exchange, Tensor]:
-        """What was sent, and its mean over the workers that take part, once that is there."""
-        exchange = self._exchange
-        assert exchange is not None
-        mean = self._flat[: self._fragments[exchange.fragment].numel]
-        if exchange.handle is not None:
-            exchange.handle.done.wait()
-            exchange.handle = None
-            self._complete(exchange, mean)
-        return exchange, mean
-
-    def _complete(self, exchange: _Exchange, mean: Tensor) -> None:
-        """Divide by the weights of the workers that are finite, and note the metrics."""
-        network = self.reducer.network
-        own = [exchange.finite, exchange.squares, exchange.samples]
-        told = torch.tensor(own, dtype=torch.float64).to(network.device)
-        network.control.all_reduce(told).wait()
-        workers, squares, samples = told.tolist()
-        expected = network.world_size * exchange.usual
-        if samples not in (0.0, expected):
-            mean.mul_(expected / samples)
-            squares *= (exchange.usual * workers / samples) ** 2
-        of_mean = float(torch.linalg.vector_norm(mean, dtype=torch.float64)) ** 2
-        self._metrics = {
-            "outer/pseudo_gradient_norm": of_mean**0.5,
-            "outer/drift": (squares / max(workers, 1)) ** 0.5,
-            "outer/workers": workers,
-        }
-        if self.schedule.weigh_by == "samples":
-            self._metrics["outer/samples"] = samples
-            self._samples.usual = samples / network.world_size or exchange.usual
-        if workers > 1 and squares:
-            cosine = (workers**2 * of_mean - squares) / ((workers - 1) * squares)
-            self._metrics["outer/cosine"] = cosine
+    def _take_mean(self) -> tuple[Exchange, Tensor]:
+        """The exchange that is under way, and its mean, once that is there; now none is."""
+        taken = self._gradients.wait()
+        self._gradients.under_way = None
+        return taken
 
     @torch.no_grad()
     def _average_buffers(self) -> None:
@@ -383,8 +273,9 @@ class LocalUpdates:
         buffers = [b for b in self._module.buffers() if b.is_floating_point() and b.numel()]
         if not buffers:
             return
-        own = [buffer.reshape(-1).to(self._flat.dtype) for buffer in buffers]
-        flat = torch.cat([*own, self._flat.new_ones(1)])  # the last counts workers
+        ones = self._gradients.flat.new_ones(1)
+        own = [buffer.reshape(-1).to(ones.dtype) for buffer in buffers]
+        flat = torch.cat([*own, ones])  # the last counts workers
         if not bool(flat.isfinite().all()):
             flat.zero_()
         self.reducer.network.data.all_reduce(flat).wait()
@@ -397,8 +288,7 @@ class LocalUpdates:
     @torch.no_grad()
     def _apply(self) -> None:
         """Take the outer step that is due."""
-        exchange, mean = self._wait()
-        self._exchange = None
+        exchange, mean = self._take_mean()
         fragment = self._fragments[exchange.fragment]
         for anchor, part in zip(fragment.anchors, fragment.slices, strict=True):
             anchor.grad = part.shaped(part.of(mean)).to(anchor.device)
@@ -426,37 +316,3 @@ class LocalUpdates:
             for fragment in self._fragments
             for anchor, part in zip(fragment.anchors, fragment.slices, strict=True)
         }
-
-    def _mean_of(self, own: float) -> float:
-        """The mean of a figure of all ranks; 1 where it is 0. Collective."""
-        network = self.reducer.network
-        told = torch.tensor([own], dtype=torch.float64, device=network.device)
-        network.control.all_reduce(told).wait()
-        return float(told) / network.world_size or 1.0
-
-    def _gather_samples(self) -> dict[str, Any]:
-        """Counts of all workers, on all ranks. Collective."""
-        network, counts = self.reducer.network, self._samples
-        rows = torch.zeros(network.world_size, 1 + len(counts.sent), dtype=torch.float64)
-        rows[network.rank] = torch.tensor([counts.seen, *counts.sent], dtype=torch.float64)
-        rows = rows.to(network.device)
-        network.control.all_reduce(rows).wait()
-        return {"workers": rows.cpu(), "usual": counts.usual}
-
-    def _load_samples(self, saved: Mapping[str, Any]) -> None:
-        network, rows = self.reducer.network, saved["workers"]
-        self._samples = _Samples(len(self._fragments))
-        self._samples.usual = float(saved["usual"])
-        if network.rank < len(rows) and rows.shape[1] == 1 + len(self._fragments):
-            self._samples.seen, *self._samples.sent = rows[network.rank].tolist()
-
-    def _load_exchange(self, saved: Mapping[str, Any]) -> None:
-        index, mean = int(saved["fragment"]), saved["mean"]
-        sizes = [each.numel for each in self._fragments]
-        if index >= len(sizes) or sizes[index] != len(mean):
-            raise ValueError(
-                "the state was saved in the middle of an exchange of another fragment; use the "
-                "number of fragments that it was saved with"
-            )
-        self._flat[: len(mean)].copy_(mean)
-        self._exchange = _Exchange(index, int(saved["due"]), squares=0.0, finite=True)

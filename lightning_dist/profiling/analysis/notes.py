@@ -25,6 +25,8 @@ _LEAST = 0.005
 """Share of the step below which communication counts as hidden."""
 _OFTEN = 0.1
 """Share above which exchanges without a step are no accident, as those that a GradScaler skips."""
+_MOST_GENERATIONS = 10
+"""Changes of members that are told, the last ones."""
 _MOST_NAMED = 4
 """Number of ranks up to which they are named."""
 _DOUBTFUL = 0.1
@@ -126,6 +128,10 @@ def notes_of(run: Run, chosen: Sample, table: StepTable, summary: Summary) -> li
     growths.sort(key=lambda each: -each[0].now)
     return [
         *_ended_by(run),
+        *(
+            f"generation {each.number} began at step {each.step}: {each.reason}"
+            for each in run.generations[-_MOST_GENERATIONS:]
+        ),
         *([f"buckets: n/a, {run.unseen}"] if run.unseen else []),
         *run.notes,
         *chosen.notes,

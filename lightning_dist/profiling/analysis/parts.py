@@ -235,6 +235,7 @@ class Summary:
         phase_skew: phases in which ranks differ, and do not wait for each other in exchanges.
         exposed_fsdp_ms: of ``exposed_ms``, in collectives that FSDP calls itself; the rest is
             between its replicas. On an accelerator these are not in ``exposed_ms``, and this is 0.
+        generations: changes of members within the process: ``{"number", "step", "reason"}``.
     """
 
     headline: str
@@ -260,6 +261,7 @@ class Summary:
     detailed_steps: int = 0
     phase_skew: Sequence[PhaseSkew] = ()
     exposed_fsdp_ms: float | None = None
+    generations: Sequence[Mapping[str, Any]] = ()
 
     @property
     def detailed_step_ms(self) -> float | None:

@@ -76,6 +76,10 @@ def summarize(run: Run, *, warmup_steps: int = 2) -> Summary:
         unavailable=unavailable,
         phase_skew=phase_skew,
         exposed_fsdp_ms=None if is_unknown else table.mean_ms("exposed_fsdp"),
+        generations=[
+            {name: getattr(each, name) for name in ("number", "step", "reason")}
+            for each in run.generations
+        ],
     )
     return replace(
         summary,

@@ -46,6 +46,8 @@ class RankRecord(_Record, frozen=True, tag="rank"):
         cores: that the processes of this host may use.
         unseen: why no bucket of this model can be seen; empty: they can.
         commit: of residuals, ``"immediate"`` or ``"deferred"``.
+        worker: name of the process where lost ranks are replaced by others, which then go on with
+            the file and its ``rank``.
     """
 
     rank: int
@@ -64,6 +66,7 @@ class RankRecord(_Record, frozen=True, tag="rank"):
     versions: Mapping[str, str] = field(default_factory=dict)
     script: str = ""
     commit: str = ""
+    worker: str = ""
 
     @property
     def started(self) -> str | None:
@@ -213,6 +216,22 @@ class BurstRecord(_Record, frozen=True, tag="burst"):
     cpu: float
 
 
+class GenerationRecord(_Record, frozen=True, tag="generation"):
+    """Ranks were lost or have joined within the process, and training went on.
+
+    Args:
+        number: of the generation.
+        step: the first one of it.
+        at: on this rank's clock.
+        reason: who is gone and why, and who has joined.
+    """
+
+    number: int
+    step: int
+    at: int
+    reason: str = ""
+
+
 class EndRecord(_Record, frozen=True, tag="end"):
     """The last line, if the process could write one.
 
@@ -225,7 +244,14 @@ class EndRecord(_Record, frozen=True, tag="end"):
 
 
 Record: TypeAlias = (
-    RankRecord | ClockRecord | StepRecord | ErrorRecord | LinkRecord | BurstRecord | EndRecord
+    RankRecord
+    | ClockRecord
+    | StepRecord
+    | ErrorRecord
+    | LinkRecord
+    | BurstRecord
+    | GenerationRecord
+    | EndRecord
 )
 
 

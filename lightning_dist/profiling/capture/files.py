@@ -34,13 +34,14 @@ def new_run_folder(parent: Path, *, on_problem: Callable[[str], None]) -> Path:
 
 
 class RankFile:
-    """Lines of one rank, in the order of its records; an older file under its name is replaced.
+    """Lines of one rank, in the order of its records.
 
     A disk that fails does not stop the training: nothing more is written then, because the last
     line may be incomplete.
 
     Args:
         folder: of the run; None: nothing is kept.
+        appends: go on with the file that is there; False: replace it.
         on_problem: called with what went wrong, and what that costs.
     """
 
@@ -49,6 +50,7 @@ class RankFile:
         folder: str | Path | None,
         *,
         rank: int,
+        appends: bool = False,
         on_problem: Callable[[str], None] = lambda problem: None,
     ) -> None:
         self._path = Path(folder or "") / f"rank{rank}.jsonl"
@@ -58,7 +60,9 @@ class RankFile:
         if folder is not None:
             with self._told("the steps of this rank are not kept"):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self._path.open("wb")
+                if appends and _is_torn(self._path):
+                    self._lines.append(b"")
+                self._file = self._path.open("ab" if appends else "wb")
 
     def write(self, records: Iterable[Record]) -> None:
         """Append them, with the next flush."""
@@ -91,6 +95,17 @@ class RankFile:
                 with suppress(OSError):
                     file.close()
             self._on_problem(f"{error.filename or self._path}: {error.strerror}; {loss}")
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether who has written a file has died within a line."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(size - 1, 0))
+            return file.read() not in (b"\n", b"")
+    except FileNotFoundError:
+        return False
 
 
 def await_ends(folder: Path, ranks: Iterable[int], *, timeout: float) -> bool:

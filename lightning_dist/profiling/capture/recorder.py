@@ -72,6 +72,12 @@ class Recorder(Observer):
         """Nanoseconds of this step that went into what only a profile needs, on or off."""
         self._looked = 0  # of the thread, before this step
         self.is_closed = False
+        self.on_regrouped: Callable[[int, int, str], None] = lambda number, step, reason: None
+        """Called with number and first step of a generation, and its reason."""
+
+    @override
+    def regrouped(self, generation: int, *, step: int, reason: str) -> None:
+        self.on_regrouped(generation, step, reason)
 
     @override
     def ready(self, bucket: int) -> None:

@@ -12,6 +12,7 @@ from lightning_dist.measurement.device_clock import DeviceClock, HostClock
 from lightning_dist.profiling.capture.events import (
     EndRecord,
     ErrorRecord,
+    GenerationRecord,
     RankRecord,
     Record,
     StepRecord,
@@ -100,7 +101,9 @@ class Session:
         self._next_step, self._on_step = begin_step, on_step
         self._on_error, self._on_problem = on_error, on_problem
         self._step = first
-        self._file = RankFile(folder, rank=metadata.rank, on_problem=on_problem)
+        self._file = RankFile(
+            folder, rank=metadata.rank, appends=bool(metadata.worker), on_problem=on_problem
+        )
         self._written_at = clock()
         self._governor = Governor((1 - _FOR_ERRORS) * settings.max_overhead)
         self._error_governor = Governor(_FOR_ERRORS * settings.max_overhead)
@@ -110,6 +113,7 @@ class Session:
         """Whether something makes this step longer than it is; it is not written down."""
         self._over: deque[PendingStep] = deque()
         self.recorder = Recorder(clock, device_clock=self._device_clock)
+        self.recorder.on_regrouped = self._regrouped
         self._begin_step()
         self.timer = StepTimer(self._device_clock.now, self.recorder, self._close)
         """Is told of passes and of steps of optimizers."""
@@ -146,6 +150,15 @@ class Session:
     def close(self) -> None:
         """Nothing more comes."""
         self._file.close()
+
+    def _regrouped(self, number: int, step: int, reason: str) -> None:
+        """Go on at ``step`` with other ranks; one that was under way is taken again."""
+        if step > self._step:
+            self.timer.end()
+        self.timer.drop()
+        self._step = step
+        self.note(GenerationRecord(number, step, self._clock(), reason))
+        self._file.flush()
 
     def _close(self, step: PendingStep) -> None:
         now, recorder = self._clock(), self.recorder

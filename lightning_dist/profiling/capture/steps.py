@@ -206,6 +206,14 @@ class StepTimer:
         self._synchronised = self._stepped = None
         self._on_step(step)
 
+    def drop(self) -> None:
+        """The step is taken again: what there is of it was none."""
+        self._begin = self._since = self._now()
+        self._phases, self._excluded, self._phase = [], [], "between_steps"
+        self._synchronised = self._stepped = self._evaluated = self._passes = None
+        self._in_forward = False
+        self._recorder.drop()
+
     def _exclude(self, until: Timestamp) -> None:
         self.end()
         since = self._since

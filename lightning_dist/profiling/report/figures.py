@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -98,6 +99,10 @@ def steps_over_time(summary: Summary) -> View:
     )
     y_axis = {"title": "ms per step", "rangemode": "tozero"}
     drawn = styled(bars, 440, barmode="stack", bargap=0.1, xaxis=_steps_axis(summary), yaxis=y_axis)
+    for mark in summary.generations:  # at the begin of the first step of it that is shown
+        at = bisect_left(summary.per_step.steps, mark["step"]) - 0.5
+        label = f"generation {mark['number']}"
+        drawn.add_vline(x=at, line_dash="dot", opacity=0.6, annotation_text=label)
     return View("steps", title, caption, figures={"": drawn})
 
 

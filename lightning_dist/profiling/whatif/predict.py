@@ -55,6 +55,7 @@ class Prediction:
         assumption: condition of the prediction, which is not ranked then; empty: none.
         sync_every: local steps between two exchanges; times and bytes are means of a step. 0:
             gradients are exchanged in every step.
+        fragments, overlap_steps: of local steps, as of ``Scenario``.
     """
 
     codec: str
@@ -71,6 +72,8 @@ class Prediction:
     assumption: str = ""
     reason: str = ""
     sync_every: int = 0
+    fragments: int = 1
+    overlap_steps: int = 0
 
     @property
     def exposed_share(self) -> float | None:
@@ -186,6 +189,8 @@ def local_scenarios(
     form: str | None = None,
     sync_every: Sequence[int] = (),
     below: float | None = None,
+    fragments: int = 1,
+    overlap_steps: int = 0,
 ) -> list[Scenario]:
     """Local steps on the links and hosts of ``there``, for every codec whose cost is known.
 
@@ -194,10 +199,17 @@ def local_scenarios(
         sync_every: local steps between two exchanges.
         below: for every codec also the least number of them with which waiting for the exchange
             takes no more than this share of the time.
+        fragments: parts of the model that are exchanged in turn.
+        overlap_steps: local steps that an exchange has before training waits for it.
 
     Raises:
         ValueError: one of them is out of range.
     """
+    if fragments < 1 or overlap_steps < 0:
+        raise ValueError(
+            f"fragments must be 1 or more and overlap_steps 0 or more, got {fragments} and "
+            f"{overlap_steps}"
+        )
     if any(each < 1 for each in sync_every):
         raise ValueError(f"local steps must be 1 or more, got {min(sync_every)}")
     if below is not None and not 0 < below < 1:
@@ -209,13 +221,21 @@ def local_scenarios(
     for codec in codecs or CANDIDATES:
         if codec == DDP or codec not in costs:
             continue
-        one = replace(there, codec=codec, form=form, sync_every=1)
+        one = replace(
+            there,
+            codec=codec,
+            form=form,
+            sync_every=fragments * (overlap_steps + 1),
+            fragments=fragments,
+            overlap_steps=overlap_steps,
+        )
         counts = list(sync_every)
         if below is not None and not one.unsupported:
             step = _prediction(observed, one, costs)
             if step.step_ms is not None and step.exposed_ms is not None:
-                alone = step.step_ms - step.exposed_ms
-                counts.append(max(1, ceil(step.exposed_ms * (1 - below) / (below * alone))))
+                alone, exchange = step.step_ms - step.exposed_ms, step.exposed_ms * one.interval
+                interval = ceil(exchange * (1 - below) / (below * alone))
+                counts.append(fragments * max(one.interval, interval))
         found += [replace(one, sync_every=each) for each in sorted(set(counts))]
     return found
 
@@ -301,14 +321,29 @@ def _prediction(
     missing = [name for name in needed if name not in costs]
     reason = f"what {missing[0]} costs was not measured" if missing else scenario.unsupported
     codec, shape = scenario.codec, (scenario.hosts, scenario.world_size, scenario.link.gbps)
-    found = Prediction(codec, scenario.form, *shape, reason=reason, sync_every=scenario.sync_every)
+    found = Prediction(
+        codec,
+        scenario.form,
+        *shape,
+        reason=reason,
+        sync_every=scenario.sync_every,
+        fragments=scenario.fragments,
+        overlap_steps=scenario.overlap_steps,
+    )
     if reason:
         return found
     # What the run's own codec took has its share of the core in it.
     one_core = observed.one_core and codec != observed.scenario.codec
     buckets, cost, inside = observed.buckets, costs[codec], costs.get("none")
     if scenario.sync_every:
-        step = simulate_local_step(buckets, scenario, cost=cost, inside_cost=inside)
+        step = simulate_local_step(
+            buckets,
+            scenario,
+            tail=observed.tail,
+            cost=cost,
+            inside_cost=inside,
+            one_core=observed.one_core,
+        )
     else:
         step = simulate_step(buckets, scenario, cost=cost, inside_cost=inside, one_core=one_core)
     last = max(bucket.ready for bucket in buckets)
@@ -372,6 +407,8 @@ def name_of(each: Prediction, baseline: Prediction) -> str:
     """Codec, and the form where it is not a flat one as in the run."""
     flat = "" if baseline.form == FLAT else ", flat"
     steps = f" every {count(each.sync_every, 'step')}" if each.sync_every else ""
+    steps += f" in {each.fragments} fragments" if each.fragments > 1 else ""
+    steps += f" with {count(each.overlap_steps, 'step')} overlap" if each.overlap_steps else ""
     words = each.codec + steps + (flat if each.form == FLAT else " between hosts")
     return f"{words}, leader form" if each.form == LEADER else words
 

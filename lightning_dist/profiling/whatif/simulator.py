@@ -19,7 +19,7 @@ would exchange in two shots.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, inf
 from typing import NamedTuple
 
@@ -79,9 +79,11 @@ class Scenario:
         immediate: a bucket is decoded while the next one travels, not when all have landed.
         sync_every: local steps between two exchanges of what has changed; 0: gradients are
             exchanged in every step.
+        fragments: parts of the model that are exchanged in turn, each every ``sync_every`` steps.
+        overlap_steps: local steps that an exchange has before training waits for it.
 
     Raises:
-        ValueError: an unknown form.
+        ValueError: an unknown form, or local steps that cannot be.
     """
 
     codec: str
@@ -92,12 +94,30 @@ class Scenario:
     at_once: int = GLOO_AT_ONCE
     immediate: bool = False
     sync_every: int = 0
+    fragments: int = 1
+    overlap_steps: int = 0
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
             raise ValueError(f"form must be one of {', '.join(FORMS)}, got {self.form!r}")
         if self.sync_every < 0:
             raise ValueError(f"sync_every must be 1 or more local steps, got {self.sync_every}")
+        if self.fragments < 1 or self.sync_every % self.fragments:
+            raise ValueError(
+                "local steps must be a multiple of fragments, which take turns at equal distances, "
+                f"got {self.sync_every} local steps and {self.fragments} fragments"
+            )
+        if not 0 <= self.overlap_steps < max(self.interval, 1):
+            raise ValueError(
+                "overlap_steps must be 0 or more and less than local steps / fragments, so that "
+                f"one exchange is under way at a time, got {self.overlap_steps} and "
+                f"{self.sync_every} / {self.fragments} = {self.interval}"
+            )
+
+    @property
+    def interval(self) -> int:
+        """Local steps between two exchanges, of any fragments."""
+        return self.sync_every // self.fragments
 
     @property
     def hosts(self) -> int:
@@ -301,16 +321,31 @@ def simulate_local_step(
     buckets: Sequence[Bucket],
     scenario: Scenario,
     *,
+    tail: float,
     cost: CodecCost | None,
     inside_cost: CodecCost | None = None,
+    one_core: bool = False,
 ) -> SimulatedStep:
-    """Simulate the mean step of a window of local ones, which ends with an exchange.
+    """Simulate the mean step of a window of local ones, at whose end a fragment is exchanged.
 
-    The pseudo-gradient has as many elements as the gradients, and all of it is there when the
-    exchange begins; training waits for it. The outer optimizer's own passes count nothing.
+    The pseudo-gradient has as many elements as the gradients, a fragment its share of them, and all
+    of it is there when the exchange begins; training waits for what ``overlap_steps`` local steps
+    do not hide. The outer optimizer's own passes count nothing.
+
+    Args:
+        tail: seconds from the last gradient to the end of a step.
+        one_core: local steps share a core with the codec, whose time is never hidden.
     """
     assert scenario.sync_every
-    whole = Bucket(0.0, sum(bucket.elements for bucket in buckets))
-    outer = simulate_step([whole], scenario, cost=cost, inside_cost=inside_cost)
+    elements = sum(bucket.elements for bucket in buckets) / scenario.fragments
     last = max(bucket.ready for bucket in buckets)
-    return SimulatedStep(last + outer.done / scenario.sync_every, outer.sent / scenario.sync_every)
+
+    def exchange(of: Scenario) -> SimulatedStep:
+        return simulate_step([Bucket(0.0, elements)], of, cost=cost, inside_cost=inside_cost)
+
+    done, sent = exchange(scenario)
+    exposed = max(done - scenario.overlap_steps * (last + tail), 0.0)
+    if one_core:
+        inside = None if scenario.inside is None else Link(inf)
+        exposed = max(exposed, exchange(replace(scenario, link=Link(inf), inside=inside)).done)
+    return SimulatedStep(last + exposed / scenario.interval, sent / scenario.interval)

@@ -9,7 +9,7 @@ import torch
 
 from scenarios.catalogue import Facts, folder, scenario
 from scenarios.fitting import parameters
-from scenarios.local_steps import elastic, fit, strategy
+from scenarios.local_steps import elastic, fit, looped, strategy
 
 
 @scenario
@@ -49,4 +49,16 @@ def local_steps_of_two_go_on_as_three() -> Facts:
         ],
         "anchor": saved["shared"]["anchor"],
         "steps": trainer.global_step,
+    }
+
+
+@scenario
+def local_steps_of_two_loop_on_as_three() -> Facts:
+    (path,) = (folder() / "local_loop_other").glob("*.ckpt")
+    saved = torch.load(path, weights_only=True)["objects"]
+    return {
+        **looped("local_loop_other"),
+        "saved": [worker["parameters"] for worker in saved["updates"]["workers"]],
+        "anchor": saved["updates"]["shared"]["anchor"],
+        "weights": saved["model"],
     }

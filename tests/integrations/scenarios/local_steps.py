@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning_dist.integrations.loop.recovery import LoopRecovery
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-from lightning_dist import AsyncCheckpoint, ElasticRestart, LocalUpdateStrategy, local_updates
+from lightning_dist import (
+    AsyncCheckpoint,
+    ElasticLoop,
+    ElasticRestart,
+    LocalUpdateStrategy,
+    local_updates,
+)
 from lightning_dist.fabric import LocalUpdateStrategy as FabricStrategy
+from lightning_dist.integrations.loop.objects import Objects
 from scenarios.catalogue import TIMEOUT, Facts, folder, rank, scenario, world_size
 from scenarios.fabric_runs import Run
 from scenarios.fitting import QUIET, digest, parameters, plain
@@ -51,12 +61,14 @@ def strategy(**settings: Any) -> LocalUpdateStrategy:
     return LocalUpdateStrategy(**settings)
 
 
-def fit(of: Any, *, ckpt_path: Any = None, **arguments: Any) -> tuple[L.Trainer, Facts]:
+def fit(
+    of: Any, *, ckpt_path: Any = None, data: type[Regression] = SameData, **arguments: Any
+) -> tuple[L.Trainer, Facts]:
     watched = Watched()
     callbacks = [*arguments.pop("callbacks", []), watched]
     given = {**QUIET, "devices": world_size(), "default_root_dir": folder(), "max_epochs": 2}
     trainer = L.Trainer(strategy=of, callbacks=callbacks, **{**given, **arguments})
-    model = SameData(optimizer="adam")
+    model = data(optimizer="adam")
     trainer.fit(model, ckpt_path=ckpt_path)
     facts = {"parameters": parameters(model), "own": watched.own, "validated": watched.validated}
     return trainer, facts
@@ -133,6 +145,107 @@ def local_steps_elastic() -> Facts:
     except ValueError as error:
         return {"whole": whole, "resumed": resumed, "sharded": str(error)}
     raise AssertionError("a sharded checkpoint of workers that differ")
+
+
+def looped(name: str, *, stop: int = 0) -> Facts:
+    """An ElasticLoop of 8 steps that saves every third; after ``stop`` of them an error ends it."""
+    model = SameData(optimizer="adam")
+    optimizer = model.configure_optimizers()
+    updates = local_updates(model, optimizer, min_compress_numel=0, codec="int4", **SCHEDULE)
+    state = {"updates": updates, "model": model, "optimizer": optimizer}
+    settings: dict[str, Any] = {"every_n_train_steps": 3, "every_n_epochs": 0, "seed": 5}
+    loader, own = model.train_dataloader(), list[str]()
+    with (
+        suppress(InterruptedError),
+        ElasticLoop(
+            folder() / name, loader=loader, state=state, hang_timeout=None, **settings
+        ) as loop,
+    ):
+        start = parameters(model)
+        for _ in loop.epochs(2):
+            for batch in loop.batches():
+                loop.scale_loss(model.loss(batch)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                updates.step()
+                own.append(digest(model))
+                loop.step_done()
+                if loop.steps == stop:
+                    raise InterruptedError
+    try:
+        LoopRecovery(None, Objects(state, world_size=2), steps=lambda: 0)  # type: ignore[arg-type]
+    except ValueError as error:
+        refused = str(error)
+    updates.finish()
+    updates.close()
+    return {
+        "own": own,
+        "start": start,
+        "parameters": parameters(model),
+        "refused": refused,
+        "steps": loop.steps,
+    }
+
+
+@scenario
+def local_steps_in_an_elastic_loop() -> Facts:
+    """Stopped after 4 steps of 8, saved after 3, where an exchange has just begun."""
+    whole = looped("local_loop_whole")
+    looped("local_loop", stop=4)
+    dist.barrier()
+    if rank() == 0:
+        shutil.copytree(folder() / "local_loop", folder() / "local_loop_other")
+    dist.barrier()
+    return {"whole": whole, "resumed": looped("local_loop")}
+
+
+class UnequalData(Regression):
+    """Batches of 6 on one rank and of 2 on the other, four of each."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        size = 2 + 4 * rank()
+        dataset = super().train_dataloader().dataset
+        return DataLoader(Subset(dataset, range(4 * size)), batch_size=size)
+
+
+@scenario
+def local_steps_by_samples() -> Facts:
+    """With a Trainer, with Fabric and in a loop."""
+    settings: dict[str, Any] = {**SCHEDULE, "weigh_by": "samples", "codec": "int8"}
+    found: Facts = {}
+    _, found["trainer"] = fit(strategy(**settings), data=UnequalData, use_distributed_sampler=False)
+    for name in ("loop", "fabric"):
+        model: Any = UnequalData(optimizer="adam")
+        data, optimizer = model.train_dataloader(), model.configure_optimizers()
+        own: list[str] = []
+        count, updates = None, None
+        if name == "loop":
+            updates = local_updates(model, optimizer, min_compress_numel=0, **settings)
+        else:
+            ours = FabricStrategy(min_compress_numel=0, timeout=TIMEOUT, **settings)
+            fabric = Fabric(accelerator="cpu", devices=2, strategy=ours)
+            fabric.launch()
+            _, optimizer = fabric.setup(model.net, optimizer)
+            try:
+                optimizer.step()
+            except ValueError as error:
+                found["uncounted"] = str(error)
+            count, updates = ours.count_samples, ours.updates
+        for _ in range(2):
+            for x, y in data:
+                optimizer.zero_grad()
+                torch.nn.functional.mse_loss(model.net(x), y).backward()
+                if count is not None:
+                    count(len(x))
+                optimizer.step()
+                if count is None:
+                    updates.step(samples=len(x))
+                own.append(digest(model))
+        metrics = dict(updates.metrics())
+        updates.finish()
+        updates.close()
+        found[name] = {"own": own, "parameters": parameters(model), "metrics": metrics}
+    return found
 
 
 @scenario
@@ -219,6 +332,7 @@ def local_steps_refused() -> Facts:
         "start_step": lambda: strategy(start_step=3),
         "replicas": lambda: strategy(replicas="node"),
         "both": lambda: strategy(replicas="host", method="post_local_sgd", ddp_steps=2),
+        "rates": lambda: strategy(outer_lr=0.5, outer_optimizer=torch.optim.SGD),
         "one level": lambda: fit(strategy(replicas="host")),
         "no outer step": lambda: fit(strategy(sync_every=100)),
     }.items():

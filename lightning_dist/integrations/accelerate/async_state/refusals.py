@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.tensor import DTensor
 
+from lightning_dist.elastic.recovery.groups import is_alone
 from lightning_dist.integrations.accelerate.async_state.folders import local
 from lightning_dist.integrations.accelerate.attach import kind_of
 from lightning_dist.integrations.accelerate.private import prepared_models
@@ -41,6 +42,12 @@ def staging_folder(given: str | os.PathLike[str] | None) -> str | None:
 
 def require_separable(accelerator: Accelerator) -> None:
     """Raise ValueError unless every rank can write its files into a folder of its own."""
+    if is_alone():
+        raise ValueError(
+            "an AsyncStateCheckpointer saves with the ranks of its start, and with "
+            "recovery='in_process' ranks come and go; leave it out: ElasticLoop saves, and "
+            "accelerator.save_state works inside of it"
+        )
     kind = kind_of(accelerator)
     if kind != "NO" and not kind.startswith("MULTI_"):
         raise _not_separable(f"with {kind} they are not")

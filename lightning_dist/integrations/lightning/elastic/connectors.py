@@ -67,6 +67,16 @@ class RestartConnector(private.CheckpointConnector):
         super().resume_start(self._path or checkpoint_path, weights_only=policy)
         self._on_loaded(self._loaded_checkpoint, policy)
 
+    def take_over(self, checkpoint: dict[str, Any]) -> None:
+        """Load ``checkpoint``, which another rank has handed over."""
+        self._loaded_checkpoint = checkpoint
+        self._on_loaded(checkpoint, self._weights_only)
+        self.restore_datamodule()
+        self.restore_model()
+        self.restore_callbacks()
+        self.restore_training_state()
+        self._loaded_checkpoint = {}
+
     @override
     def restore_loops(self) -> None:
         super().restore_loops()
@@ -160,6 +170,7 @@ class KeptSource(private.DataLoaderSource):
 
 def place_sources(trainer: pl.Trainer, data: TrainerDeal) -> None:
     """Stand in for the sources of a fit; the train dataloader is dealt by ``data``."""
+    _restore_sources(trainer)
     fit: Any = trainer.fit_loop
     validation = fit.epoch_loop.val_loop
     train = KeptSource(private.data_source(fit), trainer=trainer, take=data.take)
@@ -182,6 +193,10 @@ def restore_usual(trainer: pl.Trainer) -> None:
     if isinstance(signals, NoticeConnector):
         private.give_back_handlers(signals, signals.usual)
         private.set_signal_connector(trainer, signals.usual)
+    _restore_sources(trainer)
+
+
+def _restore_sources(trainer: pl.Trainer) -> None:
     loops: tuple[Any, ...] = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
     for loop in loops:
         source = private.data_source(loop)

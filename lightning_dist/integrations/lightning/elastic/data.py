@@ -44,8 +44,6 @@ class TrainerDeal(Deal):
     ) -> None:
         super().__init__(
             accumulate=trainer.accumulate_grad_batches,
-            rank=trainer.global_rank,
-            world_size=trainer.world_size,
             **deal,
         )
         self._trainer = trainer
@@ -137,6 +135,18 @@ class TrainerDeal(Deal):
                 self._interval, first=first, now=now, what="val_check_interval"
             )
 
+    @override
+    def deal_again(self, position: Position, *, rank: int, world_size: int) -> None:
+        self.cursor.set_epoch(position.epoch)
+        super().deal_again(position, rank=rank, world_size=world_size)
+        assert self.first is not None
+        assert self.layout is not None
+        trainer: Any = self._trainer
+        self._translate(self.first, self.layout)
+        if isinstance(self._interval, int):
+            trainer.val_check_batch = trainer.val_check_interval
+        self.refresh()
+
     def refresh(self) -> None:
         """Tell the trainer how long the present epoch is; a resumed one had another length."""
         loop = self._trainer.fit_loop
@@ -211,6 +221,27 @@ def require_plain_trainer(trainer: pl.Trainer) -> None:
                 f"ElasticRestart goes on from a checkpoint at every start, and {name} would search "
                 "again there and restore a checkpoint of its own over it; search before fit(), "
                 "with a Tuner(trainer), and leave the callback out"
+            )
+
+
+def require_recoverable_fit(trainer: pl.Trainer, data: TrainerDeal) -> None:
+    """Raise a ValueError for a fit whose steps cannot be taken again where a rank is lost."""
+    optimizers: Any = trainer.optimizers
+    kinds = [type(each).__name__ for each in optimizers]
+    wrong = {
+        f"{len(kinds)} optimizers": len(kinds) != 1,
+        "automatic_optimization=False": not trainer.lightning_module.automatic_optimization,
+        "LBFGS, which computes gradients several times in a step": "LBFGS" in kinds,
+        "a train dataloader whose samples cannot be dealt to other ranks": not data.is_dealt,
+    }
+    with_groups = {"AsyncCheckpoint", "CommProfiler"}
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        found = with_groups.intersection(kind.__name__ for kind in type(callback).__mro__)
+        wrong |= {f"{name}, which keeps process groups of the first ranks": True for name in found}
+    for what, is_wrong in wrong.items():
+        if is_wrong:
+            raise ValueError(
+                f"recovery='in_process' does not support {what}; use recovery='restart'"
             )
 
 

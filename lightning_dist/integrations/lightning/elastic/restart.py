@@ -15,8 +15,10 @@ from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.restricted import require_loadable
 from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.elastic.membership import Membership
 from lightning_dist.elastic.plan import BatchPolicy, MicroBatch
 from lightning_dist.elastic.progress import KEY, ElasticState
+from lightning_dist.elastic.recovery.generations import Ended
 from lightning_dist.elastic.retention import not_ours
 from lightning_dist.elastic.session import Session
 from lightning_dist.elastic.settings import RunSettings
@@ -40,6 +42,7 @@ from lightning_dist.integrations.lightning.elastic.data import (
     TrainerDeal,
     is_trial,
     require_plain_trainer,
+    require_recoverable_fit,
 )
 from lightning_dist.integrations.lightning.elastic.placement import TrainerPlacement
 from lightning_dist.integrations.lightning.launcher import FollowsLauncher, follow_launcher
@@ -142,6 +145,8 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         self._foreign = ""
         self._is_restricted = True
         self._has_begun = self._epoch_is_due = self._polls_validation = False
+        self._joins = False
+        """Whether this process has come later than the others of a job."""
 
     @property
     def micro_batch(self) -> MicroBatch | None:
@@ -166,6 +171,11 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         io = resume_io(trainer, verify=self._settings.saving.verify)
         if stage != "fit" or is_trial(trainer):
             return
+        if self._settings.sharded and _recovers(trainer):
+            raise ValueError(
+                "recovery='in_process' lets another rank write a checkpoint, and with "
+                "format='sharded' all of them do; use format='single', or recovery='restart'"
+            )
         require_effective(self._settings.saving, trainer)
         require_plain_trainer(trainer)
         self._require_own_folder(trainer)
@@ -173,9 +183,9 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         if not isinstance(trainer.strategy, FollowsLauncher):
             follow_launcher(trainer.strategy)  # for the samplers of validation
         self._at, self._has_begun = None, False
-        self._session.meet()
         placement = TrainerPlacement(trainer, self._session)
-        self._found = io.verified = self._session.open(placement)
+        self._joins = _meet(trainer, self._session)
+        self._found = io.verified = None if self._joins else self._session.open(placement)
         connector = RestartConnector(
             private.checkpoint_connector(trainer),
             path=self._found,
@@ -241,11 +251,13 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         elif checkpoint and self._found is not None:
             raise ValueError(not_ours(path))
         self._foreign = path if checkpoint and state is None else ""
-        self._session.load(state, is_own=self._found is not None)
+        self._session.load(state, is_own=self._joins or self._found is not None)
         data = TrainerDeal(
             trainer,
             exact=self._exact,
             on_first=lambda: placement.generators.restore(),
+            rank=placement.members.rank,
+            world_size=placement.members.world_size,
             policy=self._settings.batch_policy,
             resumed=state,
             path=path,
@@ -261,7 +273,13 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         session = self._session
         if self._at is None:
             return
+        if _recovers(trainer):
+            require_recoverable_fit(trainer, self._at.data)
+            self._at.recover()
         self._at.watch_optimizers()
+        if self._joins:
+            self._join(self._at)
+            return
         data = self._at.data
         first, now = data.layouts
         if data.is_dealt:
@@ -284,15 +302,24 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         if self._at.validates_first:  # it begins with seeds for the workers of its loader
             self._at.generators.restore()
 
+    def _join(self, placement: TrainerPlacement) -> None:
+        placement.restore_metrics()
+        self._has_begun = True
+        self._session.lifecycle.heartbeat()
+
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._at is None:
             return
-        if self._epoch_is_due:
-            self._epoch_is_due = False
-            self._session.save()
-        if self._at.has_begun:
-            self._stop_if_told()
+        due, self._epoch_is_due = self._epoch_is_due, False
+        if self._at.recovery is not None:
+            if self._at.has_begun:
+                self._at.settle_epoch()
+        else:
+            if due:
+                self._session.save()
+            if self._at.has_begun:
+                self._at.stop_if_told()
         self._at.begin_epoch()
 
     @override
@@ -320,13 +347,18 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         session.lifecycle.heartbeat()
         if private.is_accumulating(trainer):
             return
+        self._at.end_step()
         if session.step(self._at.total_samples):
             self._at.log_costs()
         # What ends an epoch comes after this hook; a checkpoint waits for it.
-        if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            if self._settings.is_due_after_step(trainer.global_step):
-                session.save()
-            self._stop_if_told()
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            return
+        if self._at.recovery is not None:
+            self._at.settle()
+            return
+        if self._settings.is_due_after_step(trainer.global_step):
+            session.save()
+        self._at.stop_if_told()
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -342,6 +374,8 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         if trainer.sanity_checking or self._at is None:
             return
         self._at.generators.restore()
+        if self._at.recovery is not None:  # ranks may be at different batches of it
+            return
         batches = sum(trainer.num_val_batches)
         number = int(batches) if batches != float("inf") else -1
         numbers = self._session.members.ranks.gather(number)
@@ -351,7 +385,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
     def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         self._session.lifecycle.heartbeat()
         if self._polls_validation and self._at is not None and not trainer.sanity_checking:
-            self._stop_if_told()
+            self._at.stop_if_told()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -364,7 +398,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         if self._at is None:
             return
         self._epoch_is_due = False
-        self._session.complete(saves=self._at.has_begun)
+        self._at.complete()
         self.best_model_path = self._session.newest
         if self._session.costs.get("elastic/restarts"):
             self._at.log_costs()
@@ -378,7 +412,9 @@ class ElasticRestart(BeforeSetup, Checkpoint):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        self._session.close(exception, stopped=isinstance(exception, Preempted))
+        if isinstance(exception, Ended):
+            self._session.lifecycle.leave()
+        self._session.close(exception, stopped=isinstance(exception, Preempted | Ended))
         self._end()  # Lightning calls no teardown() then
 
     @override
@@ -389,15 +425,9 @@ class ElasticRestart(BeforeSetup, Checkpoint):
 
     def _end(self) -> None:
         if self._at is not None:
-            self._at.data.close()
+            self._at.end()
         self._at = None
         self._epoch_is_due = self._polls_validation = False
-
-    def _stop_if_told(self) -> None:
-        """Where any rank is to end: one checkpoint of all, and the end of this process."""
-        code = self._session.stop_if_told()
-        if code is not None:
-            raise Preempted(code)
 
     @override
     def on_save_checkpoint(
@@ -405,6 +435,23 @@ class ElasticRestart(BeforeSetup, Checkpoint):
     ) -> None:
         if self._at is not None:
             self._at.add_to(checkpoint)
+
+
+def _recovers(trainer: pl.Trainer) -> bool:
+    return getattr(trainer.strategy, "generations", None) is not None
+
+
+def _meet(trainer: pl.Trainer, session: Session) -> bool:
+    """Meet all ranks of the start; whether this process has come later, and is alone so far."""
+    strategy: Any = trainer.strategy
+    if not _recovers(trainer):
+        session.meet()
+        return False
+    if strategy.joins:
+        session.meet(Membership(make=strategy.generations.groups.new))  # which makes none for one
+        return True
+    session.meet(strategy.members)
+    return False
 
 
 def _refuse_choices(arguments: dict[str, Any]) -> None:

@@ -1,0 +1,165 @@
+"""A worker in one generation after the other: it waits for the next one and makes its groups."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from lightning_dist.elastic.lifecycle import EXIT_EVICTED, EXIT_RESTART, is_of_a_peer
+from lightning_dist.elastic.membership import Membership
+from lightning_dist.elastic.recovery.groups import GenerationGroups
+from lightning_dist.elastic.recovery.member import Member, RecoveryEnvironment, StoreLostError
+from lightning_dist.elastic.recovery.protocol import Generation, Report
+
+log = logging.getLogger(__name__)
+
+_TRIES = 5
+"""Generations without a step and without a worker less, after which an error is the user's."""
+
+
+class Ended(SystemExit):
+    """This process cannot go on, and is started again."""
+
+
+class Generations:
+    """This worker among those that train together, whoever they are.
+
+    Args:
+        environment: of the worker.
+    """
+
+    def __init__(self, environment: RecoveryEnvironment) -> None:
+        self.on_broken: Callable[[], None] = lambda: None
+        """Called from a thread when this generation is known to be at its end."""
+        self.groups = GenerationGroups()
+        self._member = Member(environment, on_broken=self._break)
+        self._tries = 0
+        self.leader = ""
+        """The member that writes and keeps the account."""
+
+    @property
+    def name(self) -> str:
+        """Of this worker."""
+        return self._member.name
+
+    @property
+    def now(self) -> Generation:
+        """The present one."""
+        return self._member.generation
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether this generation is known to be at its end."""
+        return self._member.is_broken
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether newcomers wait, so that all should pause."""
+        return self._member.has_waiting
+
+    def finds_others(self) -> bool:
+        """Whether there is a generation already, so that this worker joins others."""
+        try:
+            return self._member.finds_others()
+        except StoreLostError as error:
+            self.end(str(error), code=EXIT_RESTART)
+
+    def announce(self, fingerprint: str) -> Generation:
+        """Say that this worker is ready, and wait for the first generation with it."""
+        try:
+            return self._member.announce(fingerprint)
+        except StoreLostError as error:
+            self.end(str(error), code=EXIT_RESTART)
+
+    def report(self, report: Report) -> Generation:
+        """End this generation here, and wait for the next one.
+
+        Raises:
+            StoreLostError: the store is gone.
+        """
+        return self._member.report(report)
+
+    def after(self, report: Report) -> Generation:
+        """The same, and the end of this process where there can be none."""
+        try:
+            return self._member.report(report)
+        except StoreLostError as error:
+            self.end(str(error), code=EXIT_RESTART)
+
+    def break_off(self, reason: str) -> None:
+        """Let all members of this generation know that it cannot go on. Returns at once."""
+        self._member.break_off(reason)
+
+    def lost(self, error: RuntimeError) -> None:
+        """A collective has failed; raises ``error`` if that is nobody's loss."""
+        if isinstance(error, StoreLostError):
+            self.end(str(error), code=EXIT_RESTART)
+        if not (self._member.is_broken or is_of_a_peer(error)):
+            raise error
+        self._member.break_off(str(error))
+
+    def enter(
+        self, generation: Generation, *, has_state: bool, failure: BaseException | None = None
+    ) -> tuple[Membership, dist.ProcessGroup, dist.ProcessGroup]:
+        """Make the groups of ``generation``: the members', and two more of all. Collective.
+
+        Args:
+            has_state: this worker is where the training is.
+            failure: what has ended the generation before here.
+
+        Raises:
+            ValueError: this worker is of another training.
+            RuntimeError: a member is lost meanwhile.
+        """
+        self._require_place(generation, has_state=has_state)
+        if not generation.newcomers and self._tries > _TRIES:
+            raise RuntimeError(
+                f"{_TRIES} generations of the same step have failed: {generation.reason}"
+            ) from failure
+        self._tries = 0 if generation.newcomers else self._tries + 1
+        self._member.meet()
+        rank, size = generation.members.index(self.name), len(generation.members)
+        store, number = self._member.store, generation.number
+        with self.groups.made(store, number=number, rank=rank, world_size=size):
+            data, control = self.groups.new(), self.groups.new()
+            members = Membership(generation=number, make=self.groups.new)
+        if self._member.is_broken:
+            self.groups.shut()
+            raise RuntimeError("a member is lost while groups were made")
+        return members, data, control
+
+    def _require_place(self, generation: Generation, *, has_state: bool) -> None:
+        if generation.ends:
+            self.end(generation.ends, code=EXIT_RESTART)
+        if self.name in generation.refused:
+            raise ValueError(
+                "this worker's model, settings or versions are not those of the training that it "
+                "would join; start the same script with the same packages on all nodes"
+            )
+        if self.name not in generation.members:
+            self.end("a generation has been made without this worker", code=EXIT_EVICTED)
+        if self.name in generation.heals and has_state:
+            self.end("this worker is behind the others", code=EXIT_RESTART)
+
+    def took_step(self) -> None:
+        """A step is done in this generation."""
+        self._tries = 0
+
+    def agree_on_leader(self, generation: Generation) -> int:
+        """The leader stays, or is the first of those who were there before; its rank."""
+        if self.leader not in generation.members:
+            old = [name for name in generation.members if name not in generation.newcomers]
+            self.leader = (old or list(generation.members))[0]
+        return list(generation.members).index(self.leader)
+
+    def _break(self) -> None:
+        self.groups.shut()
+        self.on_broken()
+
+    def end(self, reason: str, *, code: int) -> NoReturn:
+        """End this process, and say why."""
+        log.warning("elastic: this process ends (exit code %d): %s", code, reason)
+        raise Ended(code)

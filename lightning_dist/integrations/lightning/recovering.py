@@ -1,0 +1,169 @@
+"""A strategy whose ranks may be lost, and whose process group is made anew without them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dist.elastic.lifecycle import EXIT_EVICTED, EXIT_RESTART, is_of_a_peer
+from lightning_dist.elastic.membership import Membership
+from lightning_dist.elastic.recovery.generations import Generations
+from lightning_dist.elastic.recovery.groups import init_alone
+from lightning_dist.elastic.recovery.member import RecoveryEnvironment
+from lightning_dist.integrations.lightning.launcher import FollowedEnvironment
+
+_T = TypeVar("_T")
+
+
+class MembersEnvironment(FollowedEnvironment):
+    """Rank and world size among the present members. The leader is rank 0, as Lightning has it."""
+
+    place: tuple[int, int] | None = None
+    """Rank and world size; None: as the launcher says."""
+
+    @override
+    def global_rank(self) -> int:
+        return super().global_rank() if self.place is None else self.place[0]
+
+    @override
+    def world_size(self) -> int:
+        return super().world_size() if self.place is None else self.place[1]
+
+
+class RecoversInProcess:
+    """Mixin before a ``DDPStrategy`` of Lightning's, which takes part in generations of workers.
+
+    Workers that are there at the start are in the first generation from the set-up of the process
+    group on. One that comes later sets up a Trainer alone, as a rank that is not the leader, until
+    its ElasticRestart meets the others.
+    """
+
+    generations: Generations | None = None
+    """None where lost ranks mean a restart of all."""
+    members: Membership | None = None
+    """Of the first generation; None in a worker that has come later."""
+    complete_step: Callable[[Callable[[], Any]], Any] | None = None
+    """Computes a closure of an optimizer until its gradients were exchanged."""
+    _groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+    _is_apart = False
+    _leader = 0
+
+    if TYPE_CHECKING:
+        cluster_environment: Any
+        model: Any
+
+        def set_world_ranks(self) -> None: ...
+
+    def begin_recovery(self, environment: RecoveryEnvironment) -> None:
+        """Make the process group: of all that are there at the start, or of this process alone."""
+        if dist.is_initialized():
+            raise ValueError(
+                "recovery='in_process' makes the process group itself, and there is one already; "
+                "leave out init_process_group, and call fit() once in a process"
+            )
+        self.generations = generations = Generations(environment)
+        self.cluster_environment = MembersEnvironment()
+        if generations.finds_others():
+            init_alone()
+            self.cluster_environment.place = (1, 1)
+            self._is_apart = True
+            return
+        generation = generations.announce("")
+        if generation.number > 0 and not generation.ends:  # it was made meanwhile, without us
+            generations.end("it is not ready for others yet", code=EXIT_EVICTED)
+        try:
+            members, *groups = generations.enter(generation, has_state=False)
+        except RuntimeError as error:
+            generations.end(f"a rank is lost at the start: {error}", code=EXIT_RESTART)
+        self._groups = (groups[0], groups[1])
+        generations.agree_on_leader(generation)
+        self.members = members
+        self.become(members)
+
+    @property
+    def joins(self) -> bool:
+        """Whether this worker has come later, and has not met the others."""
+        return self._is_apart
+
+    def become(self, members: Membership) -> None:
+        """Be a rank of ``members``."""
+        ranks = members.ranks
+        self._leader = ranks.leader
+        self.cluster_environment.place = (ranks.rank - ranks.leader) % ranks.count, ranks.count
+        self.set_world_ranks()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, nothing is asked of other ranks: they do not set up a training."""
+        before, self._is_apart = self._is_apart, True
+        try:
+            yield
+        finally:
+            self._is_apart = before
+
+    def meets(self) -> None:
+        """This worker is one of all from now on."""
+        self._is_apart = False
+
+    # What Lightning asks of all ranks, by the rank that it knows.
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        if self.generations is None:
+            kwargs: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
+            return kwargs
+        rank, count = self.cluster_environment.place
+        return {"num_replicas": count, "rank": rank % count}
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if not self._is_apart:
+            super().barrier(*args, **kwargs)  # type: ignore[misc]
+
+    def broadcast(self, obj: _T, src: int = 0) -> _T:
+        if self._is_apart:
+            return obj
+        if self.generations is not None:
+            src = (src + self._leader) % dist.get_world_size()
+        found: _T = super().broadcast(obj, src)  # type: ignore[misc]
+        return found
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if self._is_apart:
+            return tensor
+        return super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if self._is_apart:
+            return tensor.unsqueeze(0)
+        found: Tensor = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
+        return found
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        complete = self.complete_step
+        if complete is not None:
+            usual = closure
+
+            def closure() -> Any:
+                return complete(usual)
+
+        return super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)  # type: ignore[misc]
+        generations = self.generations
+        if generations is None or not isinstance(exception, RuntimeError):
+            return
+        if generations.is_broken or is_of_a_peer(exception):
+            generations.break_off(str(exception))
+            generations.end(
+                "a rank is lost outside of a training step, where the others cannot go on "
+                f"without it: {str(exception)[:200]}",
+                code=EXIT_RESTART,
+            )

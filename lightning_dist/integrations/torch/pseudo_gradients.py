@@ -1,0 +1,200 @@
+"""Pseudo-gradients on their way: what a worker has changed of a fragment, sent and averaged."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dist.integrations.torch.fragments import Fragment
+from lightning_dist.integrations.torch.local_settings import Weight
+from lightning_dist.reducer.plans import Handle
+from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.reducer.slices import as_real
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Exchange:
+    """A pseudo-gradient that is under way, or has landed and is not used yet."""
+
+    fragment: int
+    due: int  # the local step after which its mean is used
+    squares: float  # sum of this worker's pseudo-gradient
+    finite: bool  # whether it takes part
+    samples: float = 0.0  # of this worker, since the fragment was sent before
+    usual: float = 1.0  # of a worker in the exchange before; equal on all ranks
+    handle: Handle | None = field(default=None)  # None: the mean is there
+
+
+class _Samples:
+    """Samples of this worker, and how many of them each fragment's last exchange had."""
+
+    def __init__(self, fragments: int) -> None:
+        self.seen = 0.0
+        self.sent = [0.0] * fragments
+        self.usual = 0.0  # of a worker in the last exchange; 0: there was none
+
+    def take(self, fragment: int) -> float:
+        """Samples since the last exchange of ``fragment``, which count in this one."""
+        since, self.sent[fragment] = self.seen - self.sent[fragment], self.seen
+        return since
+
+
+class PseudoGradients:
+    """One exchange at a time of ``anchor - weights`` of a fragment, averaged over the workers.
+
+    Args:
+        fragments: of the model.
+        reducer: which averages.
+        weigh_by: what a worker counts by.
+    """
+
+    def __init__(
+        self, fragments: Sequence[Fragment], reducer: Reducer, *, weigh_by: Weight
+    ) -> None:
+        self._fragments, self._reducer, self._weigh_by = fragments, reducer, weigh_by
+        largest = max(each.numel for each in fragments)
+        dtype = fragments[0].anchors[0].dtype
+        self.flat = torch.zeros(largest, dtype=dtype, device=reducer.network.device)
+        for each in fragments:
+            reducer.reserve(each.slices, dtype)
+        self.samples = _Samples(len(fragments))
+        self.under_way: Exchange | None = None
+        self.metrics: dict[str, float] = {}
+        """Of the last exchange."""
+
+    @torch.no_grad()
+    def send(self, index: int, *, due: int, attempted: int) -> None:
+        """Start to average a fragment's.
+
+        Args:
+            due: local step after which the mean is used.
+            attempted: optimizer steps of this worker so far.
+        """
+        fragment = self._fragments[index]
+        flat = self.flat[: fragment.numel]
+        for parameter, anchor, part in fragment.rows():
+            difference = part.shaped(part.of(flat))
+            there = anchor.to(difference.device)
+            torch.sub(there, as_real(parameter.detach()).to(anchor.dtype), out=difference)
+        squares = float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2
+        samples, usual = 1.0, 1.0
+        if self._weigh_by == "samples":
+            samples = self.samples.take(index)
+            usual = self.samples.usual or self._mean_of(samples)
+            flat.mul_(samples / usual)
+            squares *= (samples / usual) ** 2
+        finite = squares < float("inf")  # not where it is NaN
+        if not finite:
+            flat.zero_()  # this worker goes on from the anchor, and the others without it
+            log.warning(
+                "the weights of this worker are not finite after %d optimizer steps: it takes no "
+                "part in this exchange and goes on from the anchor, with its optimizer's state as "
+                "it is",
+                attempted,
+            )
+        handle = self._reducer.start(flat, fragment.slices, key=index)
+        self._reducer.finish()
+        self.under_way = Exchange(
+            index,
+            due,
+            squares if finite else 0.0,
+            finite,
+            samples if finite else 0.0,
+            usual,
+            handle,
+        )
+
+    def wait(self) -> tuple[Exchange, Tensor]:
+        """What was sent, and its mean over the workers that take part, once that is there."""
+        exchange = self.under_way
+        assert exchange is not None
+        mean = self.flat[: self._fragments[exchange.fragment].numel]
+        if exchange.handle is not None:
+            exchange.handle.done.wait()
+            exchange.handle = None
+            self._complete(exchange, mean)
+        return exchange, mean
+
+    def _complete(self, exchange: Exchange, mean: Tensor) -> None:
+        """Divide by the weights of the workers that are finite, and note the metrics."""
+        network = self._reducer.network
+        own = [exchange.finite, exchange.squares, exchange.samples]
+        told = torch.tensor(own, dtype=torch.float64).to(network.device)
+        network.control.all_reduce(told).wait()
+        workers, squares, samples = told.tolist()
+        expected = network.world_size * exchange.usual
+        if samples not in (0.0, expected):
+            mean.mul_(expected / samples)
+            squares *= (exchange.usual * workers / samples) ** 2
+        of_mean = float(torch.linalg.vector_norm(mean, dtype=torch.float64)) ** 2
+        self.metrics = {
+            "outer/pseudo_gradient_norm": of_mean**0.5,
+            "outer/drift": (squares / max(workers, 1)) ** 0.5,
+            "outer/workers": workers,
+        }
+        if self._weigh_by == "samples":
+            self.metrics["outer/samples"] = samples
+            self.samples.usual = samples / network.world_size or exchange.usual
+        if workers > 1 and squares:
+            cosine = (workers**2 * of_mean - squares) / ((workers - 1) * squares)
+            self.metrics["outer/cosine"] = cosine
+
+    def _mean_of(self, own: float) -> float:
+        """The mean of a figure of all ranks; 1 where it is 0. Collective."""
+        network = self._reducer.network
+        told = torch.tensor([own], dtype=torch.float64, device=network.device)
+        network.control.all_reduce(told).wait()
+        return float(told) / network.world_size or 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The mean that is not used yet, and samples of all workers; equal on all. Collective."""
+        saved = None
+        if self.under_way is not None:
+            sent, mean = self.wait()
+            saved = {"fragment": sent.fragment, "due": sent.due, "mean": mean.cpu().clone()}
+        return {"exchange": saved, "samples": self._gather_samples()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`; a worker that was not there has no samples.
+
+        Raises:
+            ValueError: the exchange is of another fragment.
+        """
+        self._load_samples(state["samples"])
+        self.under_way = None
+        if state["exchange"] is not None:
+            self._load_exchange(state["exchange"])
+
+    def _gather_samples(self) -> dict[str, Any]:
+        """Counts of all workers, on all ranks. Collective."""
+        network, counts = self._reducer.network, self.samples
+        rows = torch.zeros(network.world_size, 1 + len(counts.sent), dtype=torch.float64)
+        rows[network.rank] = torch.tensor([counts.seen, *counts.sent], dtype=torch.float64)
+        rows = rows.to(network.device)
+        network.control.all_reduce(rows).wait()
+        return {"workers": rows.cpu(), "usual": counts.usual}
+
+    def _load_samples(self, saved: Mapping[str, Any]) -> None:
+        network, rows = self._reducer.network, saved["workers"]
+        self.samples = _Samples(len(self._fragments))
+        self.samples.usual = float(saved["usual"])
+        if network.rank < len(rows) and rows.shape[1] == 1 + len(self._fragments):
+            self.samples.seen, *self.samples.sent = rows[network.rank].tolist()
+
+    def _load_exchange(self, saved: Mapping[str, Any]) -> None:
+        index, mean = int(saved["fragment"]), saved["mean"]
+        sizes = [each.numel for each in self._fragments]
+        if index >= len(sizes) or sizes[index] != len(mean):
+            raise ValueError(
+                "the state was saved in the middle of an exchange of another fragment; use the "
+                "number of fragments that it was saved with"
+            )
+        self.flat[: len(mean)].copy_(mean)
+        self.under_way = Exchange(index, int(saved["due"]), squares=0.0, finite=True)

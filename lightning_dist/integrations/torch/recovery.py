@@ -1,0 +1,402 @@
+"""What a worker does from the loss of another one until it goes on, with a model in DDP.
+
+:class:`StepRecovery` holds back a step that fails, and enters generations. What a loop of the
+user's own and a Trainer do then is one, and stands in :class:`RecoverablePlacement`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from lightning_dist.elastic import rng
+from lightning_dist.elastic.lifecycle import EXIT_RESTART
+from lightning_dist.elastic.membership import Membership
+from lightning_dist.elastic.plan import lr_factor
+from lightning_dist.elastic.progress import ElasticState, scale_learning_rates
+from lightning_dist.elastic.recovery.change import Pause
+from lightning_dist.elastic.recovery.generations import Generations
+from lightning_dist.elastic.recovery.member import StoreLostError
+from lightning_dist.elastic.recovery.protocol import Generation, Report
+from lightning_dist.elastic.session import Placement, Session
+from lightning_dist.elastic.sharding import Deal
+from lightning_dist.integrations.frameworks import tell_frameworks
+from lightning_dist.integrations.torch.ddp import describe_parameters, reducer_of
+from lightning_dist.integrations.torch.regroup import (
+    from_rank,
+    network_of,
+    regroup,
+    require_recoverable,
+    send_buffers,
+)
+from lightning_dist.onebit_adam import OneBitAdam
+from lightning_dist.private import order_buckets
+from lightning_dist.reducer.commit import untraced
+from lightning_dist.reducer.mirror import ResidualMirror
+
+
+class StepRecovery:
+    """One worker of a training: it holds back steps that fail, and enters generations.
+
+    Args:
+        generations: of this worker.
+        model: whose gradients are compressed.
+        optimizers: of ``model``.
+        counters: by name, what else a step changes before it is known that it has failed.
+        steps: optimizer steps so far.
+        with_closures: optimizers are given closures, in which the caller sees that a step is given
+            up; otherwise a hook leaves optimizers nothing to do.
+        mirror_every: steps between two copies of residuals to the next rank; None: there are none.
+
+    Raises:
+        ValueError: something whose step cannot be taken again.
+    """
+
+    def __init__(
+        self,
+        generations: Generations,
+        model: DistributedDataParallel,
+        *,
+        optimizers: Sequence[Optimizer],
+        counters: Mapping[str, Any],
+        steps: Callable[[], int],
+        with_closures: bool = False,
+        mirror_every: int | None = None,
+    ) -> None:
+        if any(isinstance(each, OneBitAdam) for each in optimizers):
+            raise ValueError(
+                "OneBitAdam exchanges in its step, which cannot be taken again; use another "
+                "optimizer, or recovery='restart'"
+            )
+        self.generations, self._model, self._steps = generations, model, steps
+        self._optimizers, self._counted = list(optimizers), dict(counters)
+        self._reducer = require_recoverable(model, reducer_of(model.module))
+        self._reducer.leave_failures_to(self)
+        self._mirror: ResidualMirror | None = None
+        if mirror_every is not None:
+            if not self._reducer.keeps_state:
+                raise ValueError(
+                    "mirror_residuals has nothing to copy: "
+                    f"codec {self._reducer.settings.codec!r} leaves no residuals; leave it out"
+                )
+            name = generations.name
+            self._mirror = ResidualMirror(self._reducer, every=mirror_every, name=name)
+        self._taken_over = ""  # the lost worker whose residuals this rank owes since this pause
+        self.pause = Pause()
+        self._buffers_are_sent = model.forward_sync_buffers
+        generations.on_broken = self._break
+        model.forward_sync_buffers = False  # they are sent between steps, where that may fail
+        self._hook = None
+        if not with_closures:
+            self._hook = register_optimizer_step_pre_hook(untraced(self._before_step))
+        self._has_state = False
+        self._next: Generation | None = None  # made while the reducer's thread has waited
+        self._store_lost: StoreLostError | None = None
+        self.begin_step()
+
+    # What the reducer asks, on its thread.
+
+    def pauses(self) -> bool:
+        """Newcomers wait."""
+        return self.generations.has_waiting
+
+    def failed(self, error: RuntimeError) -> None:
+        """The exchange of this generation has failed."""
+        self.generations.break_off(str(error))
+
+    def verdict(self) -> bool | None:
+        """What the next generation knows of the step whose payloads are all here."""
+        try:
+            self._next = self.generations.report(self._report(holds=True, failed=True))
+        except StoreLostError as error:
+            self._store_lost = error
+            return None
+        return self._next.verdict if self.generations.name in self._next.commits else None
+
+    # Steps, on the thread of the training.
+
+    def begin_step(self) -> None:
+        """Remember what a step changes before it is committed."""
+        self._begun = self._reducer.step
+        self._generators = rng.capture()
+        self._buffers = [(each, each.clone()) for each in self._model.module.buffers()]
+        self._counters: dict[str, Any] | None = None
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the mean of this step is here, on all ranks."""
+        return self._reducer.step > self._begun
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the exchange of this step has failed, and nothing of it is committed."""
+        return self._reducer.failure is not None and not self.is_committed
+
+    def _before_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
+        if not any(optimizer is each for each in self._optimizers):
+            return
+        closure = named.get("closure", arguments[1] if len(arguments) > 1 else None)
+        if closure is not None:
+            raise ValueError(
+                "an optimizer that is given a closure computes gradients in its step, which "
+                "recovery='in_process' cannot take again; call backward before step(), or use "
+                "recovery='restart'"
+            )
+        if not self.is_given_up:
+            return
+        if self._counters is None:
+            self._counters = {
+                name: copy.deepcopy(each.state_dict()) for name, each in self._counted.items()
+            }
+            self._rates = [
+                [{k: v for k, v in group.items() if k != "params"} for group in each.param_groups]
+                for each in self._optimizers
+            ]
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Put everything as it was when the step began: its exchange has failed."""
+        for parameter in self._model.module.parameters():
+            parameter.grad = None
+        for buffer, value in self._buffers:
+            buffer.copy_(value)
+        rng.restore(self._generators)
+        for name, state in (self._counters or {}).items():
+            self._counted[name].load_state_dict(state)
+        if self._counters is not None:
+            for optimizer, groups in zip(self._optimizers, self._rates, strict=True):
+                for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                    group.update(settings)
+        self._counters = None
+
+    @property
+    def must_change(self) -> bool:
+        """Whether this generation is at its end here."""
+        return (
+            self._next is not None
+            or self._store_lost is not None
+            or self.generations.is_broken
+            or self._reducer.failure is not None
+            or self._reducer.answer.pauses
+        )
+
+    def level(self) -> None:
+        """What DDP would do in the next forward pass by collectives, which could fail there."""
+        order_buckets(self._model)
+        if self._buffers_are_sent:
+            send_buffers(self._model)
+        if self._mirror is not None:
+            world = dist.group.WORLD
+            assert world is not None
+            self._mirror.refresh(world)
+
+    # Generations.
+
+    def begin(self) -> tuple[Generation, Membership]:
+        """Wait for the first generation with this worker, and enter it."""
+        return self._enter_one_from(self.generations.announce(self._fingerprint))
+
+    def change(self) -> tuple[Generation, Membership]:
+        """End this generation here, and enter the next one."""
+        if self._store_lost is not None:
+            self.generations.end(str(self._store_lost), code=EXIT_RESTART)
+        self.pause.begin()
+        generation, self._next = self._next, None
+        if generation is None:
+            failed = self.generations.is_broken or self._reducer.failure is not None
+            generation = self.generations.after(self._report(failed=failed))
+        return self._enter_one_from(generation)
+
+    def _enter_one_from(self, generation: Generation) -> tuple[Generation, Membership]:
+        while True:
+            try:
+                members, data, control = self.generations.enter(
+                    generation, has_state=self._has_state, failure=self._reducer.failure
+                )
+                regroup(self._model, self._reducer, network_of(data, control))
+                tell_frameworks(rank=members.rank, world_size=members.world_size)
+                if self._mirror is not None and (taken := self._mirror.regroup(generation.members)):
+                    self._taken_over = taken
+                return generation, members
+            except RuntimeError as error:  # another worker is lost meanwhile
+                self.generations.lost(error)
+                generation = self.generations.after(self._report(failed=True))
+
+    def handed_over(self, generation: Generation, give: Callable[[], Any]) -> Any:
+        """What ``give`` returns on the source of a generation. Collective.
+
+        Returns None where this worker needs nothing.
+        """
+        if generation.source is None:  # all begin, from the weights of rank 0 as under DDP
+            module = self._model.module
+            module.load_state_dict(from_rank(module.state_dict(), rank=0))
+            return None
+        if not generation.heals:
+            return None
+        source, name = generation.source, self.generations.name
+        given = give() if name == source else None
+        state = from_rank(given, rank=generation.members.index(source))
+        return state if name in generation.heals else None
+
+    def shared_state(self) -> dict[str, Any]:
+        """Of the reducer, for newcomers."""
+        return self._reducer.shared_state()
+
+    def join(self, shared: Any) -> None:
+        """Take over :meth:`shared_state` of another worker."""
+        self._reducer.join(shared)
+
+    def has_state(self) -> None:
+        """This worker is where the training is."""
+        self._has_state = True
+        if not self.pause.reasons:  # all begin
+            self.pause = Pause(self.generations.now.members)
+
+    @property
+    def owed(self) -> tuple[float | None, str]:
+        """Norm of the residuals, None on a newcomer, and the lost worker that some are of."""
+        return (self._reducer.residual_norm() if self._has_state else None, self._taken_over)
+
+    def tell_observers(self, reason: str) -> None:
+        """Let a profile know that this generation has begun."""
+        self._reducer.tell_regrouped(self.generations.now.number, reason=reason)
+
+    def _report(self, *, failed: bool, holds: bool = False) -> Report:
+        failure = self._reducer.failure
+        return Report(
+            self.generations.name,
+            generation=self.generations.now.number,
+            step=self._steps() if self._has_state else -1,
+            holds=holds,
+            verdict=self._reducer.answer.finite,
+            failed=failed,
+            reason="" if failure is None else str(failure)[:300],
+            fingerprint=self._fingerprint,
+        )
+
+    @property
+    def _fingerprint(self) -> str:
+        settings = self._reducer.settings.fingerprint()
+        facts = {**settings, "parameters": describe_parameters(self._model.module)}
+        return repr(sorted(facts.items(), key=str))
+
+    def _break(self) -> None:
+        self.pause.begin()
+        self._reducer.network.limit.give_up()
+
+    def close(self) -> None:
+        """The training is over; this worker beats until its process ends."""
+        if self._hook is not None:
+            self._hook.remove()
+
+
+class RecoverablePlacement(Placement):
+    """A session whose ranks may be lost: what all ranks do between two steps, until they can."""
+
+    session: Session
+    data: Deal
+    recovery: StepRecovery | None = None
+    """None where lost ranks mean a restart of all."""
+
+    # What a Trainer and a loop of the user's own do differently.
+
+    def close_step(self) -> None:
+        """Save if it is due, and stop if a rank is told to. Collective."""
+        raise NotImplementedError
+
+    def here(self) -> ElasticState:
+        """Where this rank is; no collective."""
+        raise NotImplementedError
+
+    def handed_over(self) -> Any:
+        """All states that a worker needs to be where this one is, beside :meth:`here`."""
+        raise NotImplementedError
+
+    def take_over(self, handed: Any, state: ElasticState, members: Membership) -> None:
+        """Be where the member is whose :meth:`handed_over` and :meth:`here` these are."""
+        raise NotImplementedError
+
+    def go_on(self, state: ElasticState, *, is_new: bool) -> None:
+        """Deal what is left, from ``state`` on, to the present members; no collective."""
+        raise NotImplementedError
+
+    def rates(self) -> tuple[Sequence[Optimizer], Sequence[Any]]:
+        """Optimizers and schedulers."""
+        raise NotImplementedError
+
+    # What is one.
+
+    def take_again(self) -> None:
+        """The exchange of this step has failed: go on with those who are left, from its begin."""
+        assert self.recovery is not None
+        self.recovery.undo()
+        self.recovery.pause.is_redone = True
+        self.settle()
+
+    def settle(self) -> None:
+        """Between steps: what all ranks do there, with those who are left where some are lost."""
+        recovery = self.recovery
+        if recovery is None:
+            self.close_step()
+            return
+        while True:
+            try:
+                if recovery.must_change:
+                    self.enter(*recovery.change())
+                recovery.level()
+                self.close_step()
+                break
+            except RuntimeError as error:
+                recovery.generations.lost(error)
+        if recovery.pause.reasons:
+            generation = recovery.generations.now
+            change = recovery.pause.change(generation, step=self.steps)
+            recovery.pause = Pause(generation.members)
+            recovery.tell_observers(change.reason)
+            self.session.change(change)
+        self.begin_step(recovery)
+
+    def begin_step(self, recovery: StepRecovery) -> None:
+        """Remember what a step changes before it is committed."""
+        recovery.begin_step()
+
+    def enter(self, generation: Generation, members: Membership) -> None:
+        """Go on as a member of ``generation``; collective among them."""
+        recovery = self.recovery
+        assert recovery is not None
+        told = recovery.handed_over(generation, self._handover)
+        if told is not None:
+            recovery.generations.leader = told["leader"]
+        members.ranks.leader = recovery.generations.agree_on_leader(generation)
+        if told is not None:
+            self.take_over(told["states"], told["here"], members)
+            recovery.join(told["reducer"])
+        self.session.move(self, members, facts=None if told is None else told["session"])
+        state: ElasticState = self.here() if told is None else told["here"]
+        self.go_on(state, is_new=told is not None)
+        before, (_, now) = state.layout, self.data.layouts
+        factor = lr_factor(self.session.settings.batch_policy, before=before, now=now)
+        optimizers, schedulers = self.rates()
+        scale_learning_rates(optimizers, schedulers, factor=factor)
+        recovery.pause.enter(generation, members.ranks.gather(recovery.owed))
+        if told is not None:
+            recovery.has_state()
+
+    def _handover(self) -> dict[str, Any]:
+        assert self.recovery is not None
+        return {
+            "states": self.handed_over(),
+            "reducer": self.recovery.shared_state(),
+            "leader": self.recovery.generations.leader,
+            "session": self.session.facts(),
+            "here": self.here(),
+        }

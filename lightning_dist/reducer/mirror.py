@@ -1,0 +1,83 @@
+"""Copies of what ranks owe, each on the rank behind it, for the loss of a rank.
+
+What is owed to a model is the mean of the residuals over the ranks. When a rank is lost, the one
+that has its copy adds it to its own residuals, and all ranks scale theirs to the new number of
+ranks: what is owed stays the same. The same scaling holds where ranks join that owe nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dist.reducer.reducer import Reducer
+
+
+class ResidualMirror:
+    """A copy of the residuals of the rank before this one, in a ring of all ranks.
+
+    Ranks have names that stay when their numbers change. A refresh sends 4 bytes per compressed
+    element, and all ranks wait for it; the copy takes as much memory, and as much again meanwhile.
+
+    Args:
+        every: steps between two refreshes.
+        name: of this rank.
+    """
+
+    def __init__(self, reducer: Reducer, *, every: int, name: str) -> None:
+        self._reducer, self._every, self._name = reducer, every, name
+        self._members: Sequence[str] = ()
+        self._step: int | None = None  # of the last refresh
+        self._owner = ""
+        self._copy: Tensor | None = None
+
+    def refresh(self, group: dist.ProcessGroup) -> None:
+        """Copy the residuals, if it is time. Collective, between steps.
+
+        Args:
+            group: of all members in their order, used for nothing else meanwhile.
+        """
+        step = self._reducer.step
+        if len(self._members) < 2 or step == self._step or step % self._every:
+            return
+        copy = passed_on(self._reducer.state.packed(), group)
+        self._copy, self._step = copy, step
+        self._owner = self._members[group.rank() - 1]
+
+    def regroup(self, members: Sequence[str]) -> str:
+        """Go on among ``members``, all of whom call it; the lost rank whose residuals this one
+        has taken over, or nothing.
+        """
+        before, self._members, self._step = self._members, tuple(members), None
+        owner, self._owner = self._owner, ""
+        copy, self._copy = self._copy, None
+        if not before:  # a newcomer, which owes nothing
+            return ""
+        takes_over = copy is not None and owner not in members
+        self._reducer.owe(copy if takes_over else None, factor=len(members) / len(before))
+        return owner if takes_over else ""
+
+
+def passed_on(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``own``, flat, to the next rank of ``group``; what the one before has sent. Collective."""
+    rank, size = group.rank(), group.size()
+    following, before = (rank + 1) % size, (rank - 1) % size
+    about = torch.tensor([own.numel(), own.dtype == torch.float64])
+    told = torch.empty_like(about)
+    _exchange(about, told, to=following, source=before, group=group)
+    dtype = torch.float64 if told[1] else torch.float32
+    received = torch.empty(int(told[0]), dtype=dtype)
+    if own.numel() or received.numel():
+        _exchange(own, received, to=following, source=before, group=group)
+    return received
+
+
+def _exchange(
+    own: Tensor, other: Tensor, *, to: int, source: int, group: dist.ProcessGroup
+) -> None:
+    works = [group.send([own], to, 0), group.recv([other], source, 0)]
+    for work in works:
+        work.wait()

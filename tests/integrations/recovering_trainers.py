@@ -1,0 +1,145 @@
+"""A Trainer whose ranks die where they are told to, and go on within their processes.
+
+    recovering_trainers.py FOLDER SETTINGS
+
+SETTINGS is JSON, as of `recovering_loops`: ``codec``, ``faults``, ``lost``, ``joins``; and
+``accumulate``, ``clip``, ``validates``. Every rank writes what it computes and what it has
+committed to ``FOLDER/<worker>.jsonl``.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from recovering_loops import BATCH, EPOCHS, LIMIT, Faults, Net, Samples, digest, watch_votes
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_dist import CompressedDDPStrategy, ElasticRestart
+
+
+class Module(pl.LightningModule):
+    """Tells what it computes, and dies where it is told to."""
+
+    def __init__(self, folder: Path, told: dict[str, Any]) -> None:
+        super().__init__()
+        self.net, self.told = Net(), told
+        self.faults, self.own = Faults(told.get("faults", [])), os.environ["LIGHTNING_DIST_WORKER"]
+        watch_votes(folder, self.faults, told.get("lost", []))
+        self.log_file = (folder / f"{self.own}.jsonl").open("a", buffering=1)
+        self.ids: list[int] = []
+        self.key: tuple[int, int] = (-1, -1)
+        self.net.layers[1].weight.register_hook(lambda _: self.faults.strike("between buckets"))
+
+    def note(self, **facts: Any) -> None:
+        print(json.dumps({**facts, "time": time.time()}), file=self.log_file)
+
+    @property
+    def generations(self) -> Any:
+        return self.trainer.strategy.generations
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        is_less = self.trainer.world_size < self.told.get("ranks", 3)
+        if self.trainer.global_step == self.told.get("joins") and is_less:
+            end = time.monotonic() + LIMIT
+            while not self.generations.has_waiting:
+                assert time.monotonic() < end, "nobody has come"
+                time.sleep(0.01)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        numbers, x = batch
+        key = self.generations.now.number, self.trainer.global_step
+        if key != self.key:
+            self.key, self.ids = key, []
+        self.faults.step = self.trainer.global_step
+        self.faults.strike("forward")
+        elastic = self.trainer.checkpoint_callbacks[-1]
+        assert isinstance(elastic, ElasticRestart)
+        assert elastic.micro_batch is not None
+        if elastic.micro_batch.weight:
+            self.ids += numbers.tolist()
+        loss = (self.net(x) - x.flip(1)).square().mean()
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        generation, step = self.key
+        epoch = self.trainer.current_epoch
+        self.note(computed=step + 1, ids=self.ids, generation=generation, epoch=epoch)
+        self.faults.strike("after the vote")
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.faults.strike("after the step")
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.trainer.global_step > self.key[1]:
+            self.note(
+                committed=self.trainer.global_step,
+                generation=self.key[0],
+                hash=digest(self.net),
+                world=self.trainer.world_size,
+                lr=self.lr_schedulers().get_last_lr()[0],
+                passes=float(self.net.passes),
+            )
+
+    def on_train_epoch_end(self) -> None:
+        logged = self.trainer.fit_loop.epoch_loop._results["training_step.loss"]
+        self.note(logged=int(logged.cumulated_batch_size), epoch=self.trainer.current_epoch)
+        self.faults.strike("end of epoch")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.faults.strike("validation")
+        _, x = batch
+        loss = (self.net(x) - x.flip(1)).square().mean()
+        self.log("val_loss", loss, sync_dist=self.told.get("syncs", False))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=20)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def train(folder: Path, told: dict[str, Any]) -> None:
+    own = os.environ["LIGHTNING_DIST_WORKER"]
+    trace = (folder / f"{own}.trace").open("w")  # where it hangs, should it hang
+    faulthandler.dump_traceback_later(told.get("limit", 100), exit=True, file=trace)
+    module = Module(folder, told)
+    accumulate = told.get("accumulate", 1)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy=CompressedDDPStrategy(
+            told.get("codec", "none"),
+            min_compress_numel=0,
+            compile_kernels=False,
+            recovery="in_process",
+            bucket_cap_mb=0.0001,
+        ),
+        callbacks=[ElasticRestart(folder / "ckpt", every_n_train_steps=4, seed=5)],
+        max_epochs=told.get("epochs", EPOCHS),
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=told.get("clip"),
+        limit_val_batches=2 if told.get("validates") else 0,
+        num_sanity_val_steps=1 if told.get("validates") else 0,
+        log_every_n_steps=1,
+        logger=told.get("logs", False),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = DataLoader(Samples(), batch_size=BATCH // accumulate, shuffle=True)
+    trainer.fit(module, loader, DataLoader(Samples(), batch_size=BATCH))
+    module.note(end=trainer.global_step, hash=digest(module.net))
+    faulthandler.cancel_dump_traceback_later()
+    torch.save(module.net.state_dict(), folder / f"weights-{own}.pt")
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -1,0 +1,70 @@
+"""Settings, models and optimizers with which local updates refuse to begin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from local_worlds import World, plain, run
+from torch import nn
+
+from lightning_dist import OneBitAdam
+
+
+def test_samples_are_given_where_they_count() -> None:
+    def train(world: World) -> None:
+        with pytest.raises(ValueError, match="needed there"):
+            world.worker(plain(), weigh_by="samples").updates.step()
+        with pytest.raises(ValueError, match="is for weigh_by='samples'"):
+            world.worker(plain()).updates.step(32)
+
+    run(train, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"method": "sgd"}, "method must be one of local_sgd, post_local_sgd"),
+        ({"sync_every": 0}, "sync_every must be 1 or more"),
+        ({"sync_every": 5, "fragments": 2}, "multiple of fragments"),
+        ({"sync_every": 8, "overlap_steps": 8}, "less than sync_every / fragments"),
+        ({"method": "post_local_sgd"}, "plain DDP before ddp_steps"),
+        ({"ddp_steps": 3}, "wrap it, or leave ddp_steps out"),
+        ({"outer_lr": 0.0}, "outer_lr must be above 0"),
+        ({"outer_momentum": 1.0}, "less than 1"),
+        ({"mixing": -0.1}, "mixing must be 0 or more"),
+        ({"weigh_by": "tokens"}, "weigh_by must be 'workers'"),
+        ({"offload": "cpu"}, "offload must be True or False"),
+        ({"outer_lr": 0.5, "outer_optimizer": torch.optim.SGD}, "set them there"),
+        ({"codec": "dgc"}, "difference of weights"),
+        ({"sync_every": 7, "fragments": 7}, "at most the number of trained parameters, 6"),
+    ],
+)
+def test_what_cannot_work_is_refused(settings: dict[str, Any], says: str) -> None:
+    def train(world: World) -> None:
+        world.worker(plain(), **settings)
+
+    with pytest.raises(ValueError, match=says):
+        run(train, 1)
+
+
+def test_optimizers_and_models_that_exchange_themselves_are_refused() -> None:
+    def train(world: World) -> None:
+        with pytest.raises(ValueError, match="exchanges between ranks in every step"):
+            world.worker(plain(), lambda each: OneBitAdam(each, freeze_step=2))
+        with pytest.raises(ValueError, match="averages gradients in every step"):
+            world.worker(world.rank.ddp(plain()))
+        with pytest.raises(ValueError, match="has a DistributedDataParallel inside"):
+            world.worker(nn.Sequential(world.rank.ddp(plain())))
+
+    run(train, 2)
+
+
+def test_ranks_that_want_different_things_are_told() -> None:
+    def train(world: World) -> str:
+        with pytest.raises(ValueError, match="local updates") as error:
+            world.worker(plain(), sync_every=4 + world.rank.rank)
+        return str(error.value)
+
+    assert all("sync_every" in each for each in run(train, 2))

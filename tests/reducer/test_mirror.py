@@ -1,0 +1,103 @@
+"""Residuals of lost ranks, which the rank behind each has a copy of."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from fed_model import SHAPES, Model, among
+from feeding import feed
+from torch import Tensor
+from worlds import Rank, run_threads
+
+from lightning_dist.reducer.mirror import ResidualMirror, passed_on
+
+NAMES = ["a", "b", "c", "d", "new"]
+CODECS = ["int8", "topk:ratio=0.1,block_size=128", "powersgd:rank=2", "int4:block_size=64"]
+
+
+def test_what_is_passed_on_comes_from_the_rank_before() -> None:
+    def body(rank: Rank) -> Tensor:
+        own = torch.arange(rank.rank + 1, dtype=torch.float64) + 10 * rank.rank
+        return passed_on(own, rank.group("ring"))
+
+    found = run_threads(body, 3)
+    assert [each.tolist() for each in found] == [[20.0, 21.0, 22.0], [0.0], [10.0, 11.0]]
+
+
+def flat(tensors: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat([tensors[name].flatten().double() for name in SHAPES])
+
+
+def mean_fed(members: list[int], step: int) -> Tensor:
+    return torch.stack([flat(feed(each, step, SHAPES)) for each in members]).mean(0)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("lost", [[1], [0, 2], [3]], ids=str)
+def test_no_gradient_is_lost_with_a_rank(codec: str, lost: list[int]) -> None:
+    """Sum of the means + what is owed == sum of the mean gradients: ranks are lost, one joins.
+
+    The twin adds up in float64 what ranks were fed, and knows nothing of codecs or copies.
+    """
+    left = [rank for rank in range(4) if rank not in lost]
+    phases = [(range(4), 0), (left, 3), ([*left, 4], 6)]
+    owed: dict[int, Tensor] = {}
+    shared: dict[str, Any] = {}
+    all_five = threading.Barrier(5, timeout=60)
+
+    def body(rank: Rank) -> None:
+        number, total, fed = rank.rank, torch.zeros(()), torch.zeros(())
+        model: Model | None = None
+        for ranks, begin in phases:
+            members, name = list(ranks), f"from {begin}"
+            all_five.wait()
+            if number in members:
+                if model is None:
+                    model = Model(among(rank, members, name), codec)
+                    mirror = ResidualMirror(model.reducer, every=1, name=NAMES[number])
+                    if begin:
+                        model.reducer.join(shared)
+                else:
+                    model.reducer.rebind(among(rank, members, name))
+                taken = mirror.regroup([NAMES[each] for each in members])
+                is_behind = begin == 3 and (number - 1) % 4 in lost
+                assert taken == (NAMES[(number - 1) % 4] if is_behind else "")
+                for step in range(begin, begin + 3):
+                    total = total + torch.cat(model.step(number, step)).double()
+                    fed = fed + mean_fed(members, step)
+                    mirror.refresh(rank.group(f"ring {name}", members))
+                owed[number] = flat(model.reducer.residuals)
+                shared.update(model.reducer.shared_state())
+            all_five.wait()
+            if number in members and number != 4:
+                mean = torch.stack([owed[each] for each in members]).mean(0)
+                assert mean.abs().max() > 1e-3
+                torch.testing.assert_close(total + mean, fed, rtol=1e-5, atol=1e-5)
+        assert model is not None
+        model.reducer.close()
+
+    run_threads(body, 5)
+
+
+def test_a_copy_of_before_is_older_by_as_many_steps() -> None:
+    def body(rank: Rank) -> None:
+        model = Model(rank.network(), "topk:ratio=0.1,block_size=128")
+        mirror = ResidualMirror(model.reducer, every=2, name=NAMES[rank.rank])
+        mirror.regroup(NAMES[:2])
+        for step in range(3):
+            model.step(rank.rank, step)
+            mirror.refresh(rank.group("ring"))
+            if step == 1:
+                kept = model.reducer.state.packed()
+        copies = passed_on(kept, rank.group("ring"))
+        before = model.reducer.state.packed()
+        model.reducer.rebind(among(rank, [rank.rank], "alone"))
+        assert mirror.regroup([NAMES[rank.rank]]) == NAMES[1 - rank.rank]
+        torch.testing.assert_close(model.reducer.state.packed(), (before + copies) / 2)
+        model.reducer.close()
+
+    run_threads(body, 2)
