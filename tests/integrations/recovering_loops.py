@@ -2,9 +2,12 @@
 
     recovering_loops.py FOLDER SETTINGS
 
-SETTINGS is JSON: ``codec``, ``faults`` as ``[worker, place, step]``, ``joins`` (wait at a step
-until a newcomer waits), ``profile`` (a CommProfiler watches), ``mirror`` (of residuals),
-``framework``, and ``epochs``. Every rank writes what it computes and what it has committed to
+SETTINGS is JSON: ``codec``, ``faults`` as ``[worker, place, step]`` or ``[worker, place, step,
+action]``, ``joins`` (wait at a step until a newcomer waits), ``spare`` (wait until that worker
+does, at a step), ``waits`` (for a file, at a step), ``profile`` (a CommProfiler watches),
+``mirror`` (of residuals), ``framework``, ``overflows`` (a GradScaler scales, and a step has an inf
+until it is taken again), ``accumulate`` (of a process alone), ``epochs`` and ``hang_timeout``.
+Every rank writes what it computes and what it has committed to
 ``FOLDER/<worker>.jsonl``.
 """
 
@@ -16,6 +19,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -31,6 +35,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dist import CommProfiler, ElasticLoop, compress_ddp, init_process_group
+from lightning_dist.elastic.recovery.protocol import Keys
 from lightning_dist.exchange.channel import Channel
 
 SIZE, BATCH, EPOCHS = 60, 4, 3
@@ -70,16 +75,23 @@ def digest(module: nn.Module) -> str:
 
 
 class Faults:
-    """Kills this process where it is told to."""
+    """Kills, stops or hangs this process where it is told to."""
 
     def __init__(self, told: list[list[Any]]) -> None:
         self._own = os.environ.get("LIGHTNING_DIST_WORKER", "")
-        self._told = [(place, step) for worker, place, step in told if worker == self._own]
+        self._told = {
+            (place, step): action[0] if action else "kill"
+            for worker, place, step, *action in told
+            if worker == self._own
+        }
         self.step = -1
 
     def strike(self, place: str) -> None:
-        if (place, self.step) in self._told:
-            os.kill(os.getpid(), signal.SIGKILL)
+        action = self._told.get((place, self.step))
+        if action == "hang":
+            threading.Event().wait()
+        elif action is not None:
+            os.kill(os.getpid(), signal.SIGSTOP if action == "stop" else signal.SIGKILL)
 
 
 def await_file(path: Path) -> None:
@@ -137,9 +149,9 @@ COMPRESSION: dict[str, Any] = {
 BUCKETS = {"bucket_cap_mb": 0.0001}
 
 
-def plain(module: nn.Module, optimizer: Any, codec: str) -> Made:
+def plain(module: nn.Module, optimizer: Any, codec: str, scaler: Any = None) -> Made:
     model = DistributedDataParallel(module, **BUCKETS)  # type: ignore[arg-type]
-    compress_ddp(model, codec, **COMPRESSION)
+    compress_ddp(model, codec, grad_scaler=scaler, **COMPRESSION)
     return Made(model, optimizer)
 
 
@@ -199,7 +211,9 @@ def profiled(model: nn.Module, folder: Path) -> CommProfiler:
 
 def train(folder: Path, told: dict[str, Any]) -> nn.Module:
     own = os.environ.get("LIGHTNING_DIST_WORKER", "")
-    if own:  # where it hangs, should it hang
+    if own:
+        (folder / "store").write_text(os.environ["LIGHTNING_DIST_RECOVERY_STORE"])
+        # Where it hangs, should it hang.
         trace = (folder / f"{own}.trace").open("w")
         faulthandler.dump_traceback_later(told.get("limit", 100), exit=True, file=trace)
     faults = Faults(told.get("faults", []))
@@ -209,9 +223,12 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
     sgd = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.LinearLR(sgd, 1.0, 0.1, total_iters=20)
     made = Made(module, sgd)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    scaled: dict[str, Any] = {"scaler": scaler} if own and "overflows" in told else {}
     if own:
         init_process_group("gloo", recovery="in_process")
-        made = FRAMEWORKS[told.get("framework", "ddp")](module, sgd, told.get("codec", "none"))
+        framework, codec = told.get("framework", "ddp"), told.get("codec", "none")
+        made = FRAMEWORKS[framework](module, sgd, codec, **scaled)
     model, optimizer = made.model, made.optimizer
     register_optimizer_step_pre_hook(lambda *_: faults.strike("after the vote"))
     log = (folder / f"{own}.jsonl").open("a", buffering=1)
@@ -219,15 +236,16 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
     def note(**facts: Any) -> None:
         print(json.dumps({**facts, "time": time.time()}), file=log)
 
-    accumulate = 1 if own else 3
+    accumulate = 1 if own else told.get("accumulate", 3)
     with (
         ElasticLoop(
             folder / "ckpt",
             loader=DataLoader(Samples(), batch_size=BATCH, shuffle=True),
-            state={"model": model, "optimizer": optimizer, "scheduler": scheduler},
+            state={"model": model, "optimizer": optimizer, "scheduler": scheduler, **scaled},
             every_n_train_steps=told.get("saves", 4),
             gradient_accumulation_steps=accumulate,
             seed=5,
+            hang_timeout=told.get("hang_timeout", 600.0),
             recovery="in_process" if own else "restart",
             mirror_residuals=told.get("mirror", False),
         ) as loop,
@@ -245,18 +263,34 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
                     end = time.monotonic() + LIMIT
                     while is_less and not recovery.generations.has_waiting:
                         assert time.monotonic() < end, "nobody has come"
+                        loop.heartbeat()
                         time.sleep(0.01)
                 if begun in (2, 12) and own:
                     made.gather()
+                file, at = told.get("waits", ("", -1))
+                if begun == at:
+                    await_file(folder / file)
+                spare, at = told.get("spare", ("", -1))
+                while recovery is not None and begun == at:
+                    if recovery.generations._member.store.check([Keys.report(-1, spare)]):
+                        break
+                    time.sleep(0.01)
                 faults.strike("forward")
                 loss = (model(x) - x.flip(1)).square().mean()
-                made.backward(loop.scale_loss(loss))
+                if (begun, number) == (told.get("overflows"), 0):
+                    loss = loss * torch.inf  # of a step that is given up
+                loss = loop.scale_loss(loss)
+                made.backward(scaler.scale(loss) if scaled else loss)
                 if loop.micro_batch is not None and loop.micro_batch.weight:
                     ids = ids + numbers.tolist()
                 if loop.sync_gradients:
                     ranks = made.ranks() if own else []
                     note(computed=begun + 1, ids=ids, generation=number, epoch=epoch, ranks=ranks)
-                    optimizer.step()
+                    if scaled:
+                        scaler.step(optimizer)
+                        scaler.update()
+                    else:
+                        optimizer.step()
                     faults.strike("after the step")
                     scheduler.step()
                     optimizer.zero_grad()
@@ -271,6 +305,7 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
                             world=world,
                             lr=scheduler.get_last_lr()[0],
                             passes=float(module.passes),
+                            scale=scaler.get_scale(),
                         )
     note(end=loop.steps, hash=digest(module), metrics=loop.metrics())
     faulthandler.cancel_dump_traceback_later()

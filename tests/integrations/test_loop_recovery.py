@@ -24,17 +24,19 @@ pytestmark = pytest.mark.timeout(400)
 
 
 class Job:
-    """Three ranks under our launcher, and what they have written down."""
+    """Three ranks under our launcher, and what they have written down.
+
+    beats: seconds without one after which a rank is dead; a busy machine is not a hang.
+    """
 
     script = SCRIPT
 
-    def __init__(self, folder: Path, python: list[str], **told: Any) -> None:
+    def __init__(self, folder: Path, python: list[str], *, beats: str = "60", **told: Any) -> None:
         self.folder = folder
         options = ["--monitor-interval=0.05", "--standalone", "--nproc-per-node=3"]
         launcher = [*python, "-m", "lightning_dist.elastic.agent", *options, "--max-restarts=3"]
         script = ["--no-python", *python, self.script, folder, json.dumps(told)]
-        environment = {"LIGHTNING_DIST_BEAT_TIMEOUT": "60"}  # a busy machine is not a hang
-        done = run([*launcher, *script], limit=300, **environment)
+        done = run([*launcher, *script], limit=300, LIGHTNING_DIST_BEAT_TIMEOUT=beats)
         self.output = done.require_success().output
         self.lines: dict[str, list[dict[str, Any]]] = {}
         for path in folder.glob("*.*.*.jsonl"):
@@ -186,6 +188,33 @@ def test_compressed_ranks_stay_equal_and_whoever_misses_the_answer_commits(
     taken = [line for line in job.of("committed") if line["committed"] == STEP + 1]
     assert {line["generation"] for line in taken} == {0}
     assert len(taken) == 2
+
+
+@pytest.mark.slow
+def test_residuals_of_a_lost_rank_are_taken_over(tmp_path: Path, quick_python: list[str]) -> None:
+    """By the next rank, which has a copy of the step before."""
+    fault = ["0.1.0", "between buckets", STEP]
+    job = Job(tmp_path, quick_python, codec="int8", mirror=True, faults=[fault], joins=10)
+    job.require_exact()
+    (told,) = [line for line in job.output.splitlines() if "worker 0.1.0 is gone" in line]
+    assert "residuals of 0.1.0 taken over" in told
+    assert job.metrics()["elastic/residual_norm_lost"] == 0
+
+
+@pytest.mark.slow
+def test_a_grad_scaler_is_as_at_the_begin_of_a_step_that_is_taken_again(
+    expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
+) -> None:
+    """It has seen an inf in the step that was given up, and skipped the optimizer."""
+    fault = ["0.1.0", "before the vote", STEP]
+    job = Job(tmp_path, quick_python, overflows=STEP, faults=[fault], joins=10)
+    job.require_exact()
+    for name, weight in job.weights().items():
+        if name != "passes":
+            torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=1e-9)
+    assert job.metrics()["elastic/steps_redone"] == 1
+    for line in job.of("committed"):
+        assert line["scale"] == 1024.0 * 2 ** (line["committed"] // 3)
 
 
 @pytest.mark.slow
