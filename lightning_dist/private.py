@@ -36,7 +36,7 @@ NAMES: Table = {
     "torch.optim.lr_scheduler:SequentialLR": "_schedulers",
     "torch.utils.data:DataLoader": "_iterator",
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter": "_shutdown_workers",
-    "torch.distributed.distributed_c10d": "_set_pg_timeout",
+    "torch.distributed.distributed_c10d": "_set_pg_timeout _world",
 }
 REGROUPED: Table = {
     "torch.nn.parallel:DistributedDataParallel": (
@@ -213,6 +213,15 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     _set_pg_timeout(timeout, group)
+
+
+# torch numbers groups, by which members find each other, also one that could not be made.
+def forget_group_numbers() -> None:
+    """Number process groups from 0 again, where there are none."""
+    require_torch()
+    from torch.distributed.distributed_c10d import _world
+
+    _world.group_count = 0
 
 
 # Persistent workers end when their iterator is collected, and in a circle of references it is not.

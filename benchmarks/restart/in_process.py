@@ -1,15 +1,23 @@
-"""How long do the ranks that are left need until their next step when one is killed?
+"""How long do the ranks that are left need until their next step when one is lost?
 
-A loop around DDP with ``recovery="in_process"`` runs under ``lightning-dist launch``; again and
-again a rank, drawn at random, is killed. Measured from the signal: to the first step that all ranks
-which are left have done without it, and to the first one with the process that is started in its
-place; and of the latter the pause of the others.
+Loops around DDP with ``recovery="in_process"`` under ``lightning-dist launch``:
+
+- killed: a rank, drawn at random, again and again. From the signal to the first step that all ranks
+  which are left have done without it, and to the first one with the process that is started in its
+  place; and of the latter the pause of the others.
+- stopped: the same with SIGSTOP, which only missing beats tell, after ``--detection`` seconds.
+- cost: the time of a step without faults, beside recovery="restart", in turns.
+- goodput: ranks killed one after the other, and how many steps of those that would have fit are
+  done.
+- others: a restart of all, torchrun, and torchft where it is installed: kill to the next step.
 
     python -m benchmarks.restart.in_process --trials N --seed S --json FILE
+    python -m benchmarks.restart.in_process --quick
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -18,7 +26,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,178 +40,315 @@ from benchmarks.harness.testbed import exit_on_signals
 
 _STEP_SECONDS = 0.02
 _LIMIT = 120.0
+_LINES = 400
+"""Of a rank: looked at."""
+_GOODPUT_RANKS, _GOODPUT_STEP, _KILL_EVERY = 4, 0.5, 2.75
+_COST_STEP = 0.05
+_TORCHFT = {"": {}, " (heartbeat_timeout_ms=1000)": {"heartbeat_timeout_ms": 1000}}
+
+Line = dict[str, Any]
 
 
 class Job:
-    """A training, and the steps that its workers have written down."""
+    """A training, and the steps that its ranks have written down.
 
-    def __init__(self, folder: Path, *, ranks: int, codec: str, parameters: int) -> None:
+    Args:
+        way: of ``training.py``.
+        told: its settings.
+        launched: by our launcher, or by this process.
+        settings: variables of the launcher.
+    """
+
+    def __init__(
+        self, way: str, folder: Path, *, ranks: int, told: dict[str, Any], **settings: str
+    ) -> None:
+        folder.mkdir()
         self._folder, self._ranks = folder, ranks
-        options = ["--monitor-interval=0.05", "--standalone", f"--nproc-per-node={ranks}"]
-        launcher = [sys.executable, "-m", "lightning_dist.elastic.agent", *options]
-        training = ["-m", "benchmarks.restart.in_process", str(folder), codec, str(parameters)]
-        with (folder / "output").open("wb") as output:
-            self.process = subprocess.Popen(
-                [*launcher, "--max-restarts=1000000", *training],
+        self._training = ["-m", "benchmarks.restart.training", way, str(folder), json.dumps(told)]
+        self._settings = settings
+        options = ["--standalone", f"--nproc-per-node={ranks}", "--max-restarts=1000000"]
+        launcher = {
+            "ours": ["-m", "lightning_dist.elastic.agent", "--monitor-interval=0.05", *options],
+            "torchrun": ["-m", "torch.distributed.run", *options],
+        }
+        self._by_us = way not in launcher
+        self._processes = (
+            [self._start(self._training) for _ in range(ranks)]
+            if self._by_us
+            else [self._start([*launcher[way], *self._training])]
+        )
+
+    def _start(self, words: list[str]) -> subprocess.Popen[bytes]:
+        with (self._folder / "output").open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, *words],
                 cwd=REPOSITORY,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "GLOO_SOCKET_IFNAME": "lo",
+                    # Or half of torchrun's restarts fail.
+                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+                    **self._settings,
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
 
-    def steps(self) -> dict[str, list[dict[str, Any]]]:
-        """By worker: steps with their time, and how many ranks took it."""
+    def steps(self) -> dict[int, list[Line]]:
+        """By process: its last steps."""
         found = {}
-        for path in self._folder.glob("*.*.*.steps"):
+        for path in self._folder.glob("*.steps"):
             lines = [line for line in path.read_text().splitlines(True) if line.endswith("\n")]
-            found[path.stem] = [json.loads(line) for line in lines[-400:]]
+            if lines:
+                found[int(path.stem)] = [json.loads(line) for line in lines[-_LINES:]]
         return found
 
-    def workers(self) -> dict[str, int]:
-        """Processes by the names of the workers that train now."""
-        steps = {name: lines[-1] for name, lines in self.steps().items() if lines}
-        newest = max((line["step"] for line in steps.values()), default=0)
-        return {n: line["process"] for n, line in steps.items() if line["step"] > newest - 20}
+    def ranks(self) -> list[int]:
+        """Processes that train now."""
+        last = {process: lines[-1] for process, lines in self.steps().items()}
+        newest = max((line["step"] for line in last.values()), default=0)
+        return [
+            process
+            for process, line in last.items()
+            if line["step"] > newest - 20 and Path(f"/proc/{process}").exists()
+        ]
 
     def wait_for(self, found: Callable[[], Any], what: str) -> Any:
         end = time.monotonic() + _LIMIT
         while not (thing := found()):
-            if time.monotonic() > end or self.process.poll() is not None:
-                said = (self._folder / "output").read_text(errors="replace")[-3000:]
-                raise RuntimeError(f"{what} has not come: {said}")
+            ended = not self._by_us and self._processes[0].poll() is not None
+            if time.monotonic() > end or ended:
+                raise RuntimeError(f"{what} has not come: {self.said()}")
             time.sleep(0.02)
         return thing
 
-    def all_there(self) -> dict[str, int]:
-        """Processes by name, once as many as wanted train together."""
+    def times(self, count: int) -> list[float]:
+        """Of the steps of a rank, once they are so many."""
+        times = [line["time"] for line in next(iter(self.steps().values()), [])]
+        return times if len(times) >= count else []
 
-        def found() -> dict[str, int] | None:
-            last = [lines[-1] for lines in self.steps().values() if lines]
-            newest = max(last, key=lambda line: line["step"], default=None)
-            now = self.workers()
-            whole = newest is not None and newest["world"] == self._ranks
-            return now if whole and len(now) == self._ranks else None
+    def said(self) -> str:
+        return (self._folder / "output").read_text(errors="replace")[-3000:]
 
-        there: dict[str, int] = self.wait_for(found, "a step of all ranks")
+    def all_there(self) -> list[int]:
+        """Processes, once as many as wanted train together."""
+
+        def found() -> list[int] | None:
+            steps, now = self.steps(), self.ranks()
+            whole = all(steps[process][-1]["world"] == self._ranks for process in now)
+            return sorted(now) if whole and len(now) == self._ranks else None
+
+        there: list[int] = self.wait_for(found, "a step of all ranks")
         return there
 
-    def kill(self, name: str, process: int) -> dict[str, float]:
+    def strike(self, process: int, number: signal.Signals = signal.SIGKILL) -> dict[str, float]:
         """Seconds until the others go on, and until another one is with them."""
         began = time.time()
-        os.kill(process, signal.SIGKILL)
+        os.kill(process, number)
 
         def first(world: int, after: float) -> float | None:
             firsts = [
                 min((line["time"] for line in lines if _is(line, world, after)), default=None)
-                for worker, lines in self.steps().items()
-                if worker != name and lines and lines[-1]["time"] > after
+                for each, lines in self.steps().items()
+                if each != process and lines[-1]["time"] > after
             ]
             known = [each for each in firsts if each is not None]
             return max(known) if len(known) == world else None
 
         left = self.wait_for(lambda: first(self._ranks - 1, began), "a step without it")
+        if self._by_us:
+            self._processes.append(self._start(self._training))
         joined = self.wait_for(lambda: first(self._ranks, left), "a step with another")
         before = [
             line["time"]
-            for worker, lines in self.steps().items()
+            for each, lines in self.steps().items()
             for line in lines
-            if worker != name and line["world"] == self._ranks - 1 and line["time"] < joined
+            if each != process and line["world"] == self._ranks - 1 and line["time"] < joined
         ]
         return {"left_s": left - began, "joined_s": joined - began, "pause_s": joined - max(before)}
 
+    def restart(self, process: int) -> float:
+        """Seconds from the kill of a rank to the next step, of processes that are all new."""
+        known, began = {*self.steps()}, time.time()
+        os.kill(process, signal.SIGKILL)
+
+        def next_step() -> float | None:
+            new = [lines[0] for each, lines in self.steps().items() if each not in known]
+            return max(line["time"] for line in new) if len(new) == self._ranks else None
+
+        at: float = self.wait_for(next_step, "a step after the restart")
+        return at - began
+
     def close(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        for process in self._processes:
+            process.send_signal(signal.SIGTERM)
+        for process in self._processes:
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
-def _is(line: dict[str, Any], world: int, after: float) -> bool:
+@contextmanager
+def running(
+    way: str, root: str, *, ranks: int, told: dict[str, Any], **settings: str
+) -> Iterator[Job]:
+    """A job in a folder of its own, which is ended."""
+    folder = Path(tempfile.mkdtemp(dir=root)) / "job"
+    job = Job(way, folder, ranks=ranks, told=told, **settings)
+    try:
+        yield job
+    finally:
+        job.close()
+
+
+def _is(line: Line, world: int, after: float) -> bool:
     return bool(line["world"] == world and line["time"] > after)
 
 
-def train(folder: str, codec: str, parameters: str) -> None:
-    """Steps without an end."""
-    import torch
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data import DataLoader, TensorDataset
-
-    from lightning_dist import ElasticLoop, compress_ddp, init_process_group
-
-    torch.set_num_threads(1)
-    init_process_group("gloo", recovery="in_process")
-    width = max(8, int((int(parameters) / 2) ** 0.5))
-    net = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
-    model = DistributedDataParallel(net)
-    compress_ddp(model, codec, commit="deferred", compile_kernels=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    worker = os.environ["LIGHTNING_DIST_WORKER"]
-    file = Path(folder, f"{worker}.steps").open("w", buffering=1)  # noqa: SIM115
-    data = TensorDataset(torch.randn(600_000, 1))
-    state = {"model": model, "optimizer": optimizer}
-    loader = DataLoader(data, batch_size=2)
-    with ElasticLoop(
-        Path(folder, "ckpt"), loader=loader, state=state, recovery="in_process"
-    ) as loop:
-        for _ in loop.epochs(1):
-            for (x,) in loop.batches():
-                before = loop.steps
-                time.sleep(_STEP_SECONDS)
-                loop.scale_loss(model(x.expand(-1, width)).square().mean()).backward()
-                if not loop.sync_gradients:
-                    continue
-                world = torch.distributed.get_world_size()
-                optimizer.step()
-                optimizer.zero_grad()
-                loop.step_done()
-                if loop.steps > before:
-                    line = {"step": loop.steps, "time": time.time(), "world": world}
-                    print(json.dumps({**line, "process": os.getpid()}), file=file)
+def measure_strikes(
+    root: str, draw: random.Random, *, kills: int, stops: int, ranks: int, told: Line, beats: float
+) -> list[Line]:
+    """Two rows: ranks that are killed, and stopped; medians and the worst."""
+    killed, stopped = [], []
+    settings = {"LIGHTNING_DIST_BEAT_TIMEOUT": f"{beats:g}"}
+    with running("ours", root, ranks=ranks, told=told, **settings) as job:
+        for number in range(kills + stops):
+            is_kill = number < kills
+            signal_ = signal.SIGKILL if is_kill else signal.SIGSTOP
+            found = job.strike(draw.choice(job.all_there()), signal_)
+            (killed if is_kill else stopped).append(found)
+            print(number + 1, "of", kills + stops, signal_.name, found, flush=True)
+    rows = []
+    if killed:
+        row: Line = {"ranks": ranks, "kind": "in_process", "trials": len(killed)}
+        for name in ("left_s", "joined_s", "pause_s"):
+            values = [each[name] for each in killed]
+            row |= {name: median(values), f"{name.removesuffix('_s')}_max_s": max(values)}
+        rows.append(row)
+    if stopped:
+        values = [each["left_s"] - beats for each in stopped]
+        about = {"ranks": ranks, "kind": "stopped", "trials": len(stopped), "detection_s": beats}
+        rows.append({**about, "undetected_s": median(values), "undetected_max_s": max(values)})
+    return rows
 
 
-def summarize(trials: list[dict[str, Any]], **about: Any) -> list[dict[str, Any]]:
-    """One row: medians and the worst."""
-    row: dict[str, Any] = {**about, "kind": "in_process", "trials": len(trials)}
-    for name in ("left_s", "joined_s", "pause_s"):
-        values = [each[name] for each in trials]
-        row |= {name: median(values), f"{name.removesuffix('_s')}_max_s": max(values)}
-    return [row]
+def measure_cost(root: str, *, rounds: int, steps: int, told: Line) -> list[Line]:
+    """One row: medians of steps of 2 ranks without faults, in turns with those of a restart."""
+    found: dict[str, list[float]] = {"restart": [], "in_process": []}
+    for way in [*found] * rounds:
+        settings = {**told, "recovery": way, "seconds": _COST_STEP}
+        with running("ours", root, ranks=2, told=settings) as job:
+            job.all_there()
+            times = job.wait_for(partial(job.times, steps + 20), "enough steps")[20:]
+        gaps = [after - before for before, after in pairwise(times)]
+        found[way].append(median(gaps))
+        print("cost:", way, f"{median(gaps) * 1e3:.3f} ms", flush=True)
+    without, with_it = (median(values) for values in found.values())
+    about = {
+        "kind": "cost",
+        "trials": rounds,
+        "without_ms": without * 1e3,
+        "with_ms": with_it * 1e3,
+    }
+    return [{**about, "cost": with_it / without - 1}]
+
+
+def measure_goodput(root: str, draw: random.Random, *, kills: int, told: Line) -> list[Line]:
+    """One row: steps that were done of those that would have fit, a rank killed every few seconds.
+
+    The last one left is spared. As many samples a rank as ever: a step takes as long with fewer.
+    """
+    settings = {**told, "seconds": _GOODPUT_STEP, "policy": "fixed_micro_batch"}
+    with running("ours", root, ranks=_GOODPUT_RANKS, told=settings) as job:
+        job.all_there()
+        began, done = time.time(), 0
+        for number in range(kills):
+            time.sleep(max(0.0, began + (number + 1) * _KILL_EVERY - time.time()))
+            if len(there := job.ranks()) > 1:
+                with suppress(ProcessLookupError):
+                    os.kill(draw.choice(sorted(there)), signal.SIGKILL)
+                    done += 1
+        end = began + (kills + 1) * _KILL_EVERY
+        time.sleep(max(0.0, end - time.time()))
+        lines = [x for every in job.steps().values() for x in every if began < x["time"] < end]
+    worlds = {line["step"]: line["world"] for line in lines}
+    share = len(worlds) * _GOODPUT_STEP / (end - began)
+    world = sum(worlds.values()) / len(worlds)
+    print(f"goodput: {share:.1%} of steps, {done} kills, {world:.2f} ranks", flush=True)
+    return [{"kind": "goodput", "trials": done, "steps_share": share, "mean_ranks": world}]
+
+
+def measure_others(
+    root: str, draw: random.Random, *, trials: int, ranks: int, told: Line
+) -> list[Line]:
+    """A row for each way: from the kill of a rank to the next step."""
+    rows = []
+
+    def add(way: str, values: list[float]) -> None:
+        print(way, values, flush=True)
+        worst = max(values)
+        rows.append({"kind": "others", "way": way, "trials": trials, "next_s": median(values)})
+        rows[-1]["next_max_s"] = worst
+
+    for name, way in (("restart of all, ours", "ours"), ("torchrun, DDP", "torchrun")):
+        with running(way, root, ranks=ranks, told={**told, "recovery": "restart"}) as job:
+            add(name, [job.restart(draw.choice(job.all_there())) for _ in range(trials)])
+    if importlib.util.find_spec("torchft") is None:
+        print("torchft is not installed, so it is left out: pip install torchft==0.2.0")
+        return rows
+    for label, settings in _TORCHFT.items():
+        with ExitStack() as stack:
+            server = stack.enter_context(running("lighthouse", root, ranks=1, told=settings))
+            path = server._folder / "lighthouse"
+            server.wait_for(path.exists, "the lighthouse")
+            given = {**told, "lighthouse": path.read_text()}
+            job = stack.enter_context(running("torchft", root, ranks=ranks, told=given))
+            found = [job.strike(draw.choice(job.all_there()))["left_s"] for _ in range(trials)]
+            add(f"torchft 0.2{label}", found)
+    return rows
 
 
 def main() -> None:
-    if "LIGHTNING_DIST_WORKER" in os.environ:
-        train(*sys.argv[1:])
-        return
     parser = parser_of(__doc__)
-    parser.add_argument("--trials", type=int, default=30)
+    parser.add_argument("--trials", type=int, default=30, help="ranks killed")
+    parser.add_argument("--stops", type=int, default=10, help="ranks stopped")
+    parser.add_argument("--kills", type=int, default=40, help="ranks killed for the goodput")
+    parser.add_argument("--rounds", type=int, default=5, help="of steps without faults")
+    parser.add_argument("--others", type=int, default=10, help="ranks killed of each other way")
+    parser.add_argument("--quick", action="store_true", help="fewer of all, about 8 minutes")
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--codec", default="int8")
     parser.add_argument("--parameters", type=int, default=1_000_000)
+    parser.add_argument("--detection", type=float, default=5.0, help="seconds without a beat")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
-    draw, done = random.Random(given.seed), []
-    about = {"ranks": given.ranks, "codec": given.codec, "parameters": given.parameters}
+    if given.quick:
+        few = {"trials": 30, "stops": 4, "kills": 12, "rounds": 2, "others": 3}
+        for name, most in few.items():
+            setattr(given, name, min(most, getattr(given, name)))
+    draw = random.Random(given.seed)
+    told = {"codec": given.codec, "parameters": given.parameters, "seconds": _STEP_SECONDS}
+    recovers = {**told, "recovery": "in_process"}
     with (
         recording(given, seed=given.seed) as record,
         exit_on_signals(),
-        tempfile.TemporaryDirectory(prefix="in-process") as folder,
+        tempfile.TemporaryDirectory(prefix="in-process") as root,
     ):
-        job = Job(Path(folder), ranks=given.ranks, codec=given.codec, parameters=given.parameters)
-        try:
-            for number in range(1, given.trials + 1):
-                there = job.all_there()
-                victim = draw.choice(sorted(there))
-                found = {"victim": victim, **job.kill(victim, there[victim])}
-                done.append(found)
-                print(number, "of", given.trials, found, flush=True)
-                record.rows = summarize(done, **about)
-                record.write()
-        finally:
-            job.close()
+        counts = {"kills": given.trials, "stops": given.stops, "ranks": given.ranks}
+        if given.trials or given.stops:
+            rows = measure_strikes(root, draw, told=recovers, beats=given.detection, **counts)
+            record.add([{"codec": given.codec, "parameters": given.parameters, **x} for x in rows])
+        if given.rounds:
+            record.add(measure_cost(root, rounds=given.rounds, steps=150, told=told))
+        if given.kills:
+            record.add(measure_goodput(root, draw, kills=given.kills, told=recovers))
+        if given.others:
+            counts = {"trials": given.others, "ranks": given.ranks}
+            record.add(measure_others(root, draw, told=told, **counts))
 
 
 if __name__ == "__main__":

@@ -103,6 +103,55 @@ IN_PROCESS = Table(
 )
 
 
+STOPPED = Table(
+    has="undetected_s",
+    columns=[
+        ("ranks stopped", "{trials}"),
+        ("detection", "{detection_s:.0f} s"),
+        ("beyond it, to the next step of the others", "{undetected_s:.2f} s"),
+        ("at most", "{undetected_max_s:.2f} s"),
+    ],
+    text="The same training; ranks stopped by SIGSTOP, known by the beats that do not come. "
+    "Less than 0 s: the last beat was before the stop.",
+)
+
+
+OTHERS = Table(
+    has="next_s",
+    columns=[
+        ("", "{way}"),
+        ("ranks killed", "{trials}"),
+        ("kill to the next step", "{next_s:.2f} s"),
+        ("at most", "{next_max_s:.2f} s"),
+    ],
+    text="3 ranks of the same model in the same run; with torchrun a checkpoint every 50 steps. "
+    "`torchft`: replicas of one rank.",
+)
+
+
+WITHOUT_FAULTS = Table(
+    has="cost",
+    columns=[
+        ("step with a restart of all", "{without_ms:.2f} ms"),
+        ("step with recovery in the process", "{with_ms:.2f} ms"),
+        ("difference", "{cost:+.1%}"),
+    ],
+    text="2 ranks, steps with 50 ms of sleep, medians of jobs that take turns.",
+)
+
+
+GOODPUT = Table(
+    has="steps_share",
+    columns=[
+        ("ranks killed, one every 2.75 s", "{trials}"),
+        ("steps done of those that would have fit", "{steps_share:.1%}"),
+        ("ranks on the average", "{mean_ranks:.2f} of 4"),
+    ],
+    text='Steps of 0.5 s; `batch_policy="fixed_micro_batch"`, so that a step takes as long with '
+    "fewer ranks.",
+)
+
+
 RENDEZVOUS = Table(
     has="finished",
     columns=[

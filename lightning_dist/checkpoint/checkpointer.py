@@ -64,6 +64,8 @@ class Checkpointer:
         """Name of the run that saves, for the record."""
         self.proves_loadable = False
         """Whether the first save is refused if ``weights_only=True`` could not read it."""
+        self.patience = 0.0
+        """Seconds that :meth:`open` waits for a trainer whose place this process takes."""
         self._orders = Orders()
         self._locks: dict[str, Lock | None] = {}
         self._alone = True
@@ -93,7 +95,10 @@ class Checkpointer:
             takes = alone and self.is_first
             # The writer of a rank that comes before would keep rank 0 out.
             assert takes or not alone or is_owned(folder), f"rank 0 has not opened {folder}"
-            self._locks[folder] = own(folder, lock=self.settings.lock) if takes else None
+            lock = self.settings.lock
+            self._locks[folder] = (
+                own(folder, lock=lock, trainer_patience=self.patience) if takes else None
+            )
             self._delivery.open(folder, alone=alone and self.settings.lock)
             if self.is_first:
                 self._orders.begin_after(folder)

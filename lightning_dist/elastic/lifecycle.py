@@ -44,6 +44,8 @@ class ProcessLifecycle:
         self._history = history
         self._notices: PreemptionListener | None = None
         self._watchdog: Watchdog | None = None
+        self.waits_for_another: Callable[[], bool] = lambda: False
+        """Asked where there is no progress: whether another rank is the one that hangs."""
 
     @property
     def reason(self) -> str:
@@ -62,8 +64,14 @@ class ProcessLifecycle:
         return _ROUND if limit is None else min(_ROUND, limit / 4)
 
     def open(self) -> None:
-        """Begin to watch for progress."""
-        self._watchdog = Watchdog(self._settings.hang_timeout, last_words=self._last_words)
+        """Begin to watch for progress; again, where the members changed before all was there."""
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        self._watchdog = Watchdog(
+            self._settings.hang_timeout,
+            last_words=self._last_words,
+            waits=lambda: self.waits_for_another(),
+        )
         self._watchdog.start()
 
     def note(

@@ -56,6 +56,8 @@ class Watchdog:
     Args:
         hang_timeout: seconds without a :meth:`heartbeat` after which the process ends; None: never.
         last_words: called before that with the reason.
+        waits: whether this process only waits for one that has not come as far, which is the one
+            that hangs; asked when there was no progress for so long.
         end: how the process ends.
         clock: in seconds.
     """
@@ -65,11 +67,12 @@ class Watchdog:
         hang_timeout: float | None,
         *,
         last_words: Callable[[str], None] = lambda reason: None,
+        waits: Callable[[], bool] = lambda: False,
         end: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._hang_timeout = hang_timeout
-        self._last_words = last_words
+        self._last_words, self._waits = last_words, waits
         siblings = Siblings() if Launch.from_env().is_elastic else None
         self._end = end or (lambda why: _end(why, siblings))
         self._stopped = threading.Event()
@@ -101,7 +104,11 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stopped.wait(_PERIOD):
-            if why := self._limit.expired() or self._progress.expired():
+            why = self._limit.expired()
+            if not why and (why := self._progress.expired()) and self._waits():
+                self.heartbeat()
+                continue
+            if why:
                 _attempt(self._last_words, why)
                 self._end(why)
                 return

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -52,6 +53,19 @@ def test_the_lock_of_a_dead_owner_is_free(tmp_path: Path, number: int) -> None:
         other.send_signal(number)
         other.wait(20)
         lock = own(str(tmp_path))
+    assert lock is not None
+    assert f'"pid": {os.getpid()}}}' in (tmp_path / LOCK).read_text()
+    lock.release()
+
+
+def test_whoever_takes_the_place_of_another_waits_for_its_end(tmp_path: Path) -> None:
+    """A leader that was evicted is still there when the next one opens the folder."""
+    with owner(tmp_path, "own") as other, ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(own, str(tmp_path), trainer_patience=60.0)
+        with pytest.raises(TimeoutError):
+            waits.result(0.1)
+        other.kill()
+        lock = waits.result(60)
     assert lock is not None
     assert f'"pid": {os.getpid()}}}' in (tmp_path / LOCK).read_text()
     lock.release()

@@ -162,6 +162,16 @@ def test_who_does_not_report_is_left_out_and_killed(three: Job) -> None:
     assert b"left out of generation 1" in three.store.get(Keys.dead("0.1.0"))
 
 
+def test_time_to_report_counts_from_the_first_report(three: Job) -> None:
+    """All others validate, each by itself, when one is lost: nobody may be missed for that."""
+    three.store.set(Keys.dead("0.1.0"), "SIGKILL")
+    assert three.pass_time(300).number == 0
+    three.report("0.0.0")
+    assert three.pass_time(19.5).number == 0
+    three.report("0.2.0")
+    assert three.pass_time(1).members == ("0.0.0", "0.2.0")
+
+
 def test_a_zombie_cannot_come_back(three: Job) -> None:
     three.store.set(Keys.dead("0.1.0"), "no sign of life")
     three.report("0.0.0", "0.2.0")
@@ -284,7 +294,7 @@ def test_a_refused_newcomer_is_refused_once(three: Job) -> None:
 def test_settings_of_the_environment() -> None:
     environ = {"LIGHTNING_DIST_MIN_WORKERS": "3", "LIGHTNING_DIST_BEAT_TIMEOUT": "0.5"}
     settings = RecoverySettings.from_env(nodes=(1, 4), ranks=2, environ=environ)
-    assert settings == RecoverySettings(3, 8, 0.5, 30.0)
+    assert settings == RecoverySettings(3, 8, 0.5, 600.0)
     assert RecoverySettings.from_env(nodes=(2, 4), ranks=2, environ={}).min_workers == 2
 
 

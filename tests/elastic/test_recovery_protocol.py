@@ -187,7 +187,7 @@ def test_the_first_generation_waits_for_all() -> None:
     assert start("a", "a", min_workers=3).next is None
     after = start("a", "a", "a", min_workers=3).next
     all_of_them = ("0.0.0", "0.1.0", "1.0.0")
-    assert after == Generation(0, members=all_of_them, newcomers=all_of_them)
+    assert after == Generation(0, members=all_of_them, newcomers=all_of_them, leader="0.0.0")
 
 
 def test_the_first_generation_is_of_one_training() -> None:
@@ -220,8 +220,20 @@ def test_one_dies_and_the_others_take_the_step_again() -> None:
         members=("0.0.0", "1.0.0"),
         step=STEP,
         source="0.0.0",
+        leader="0.0.0",
         reason="worker 0.1.0 is gone: SIGKILL",
     )
+
+
+def test_the_leader_stays_and_its_heir_has_the_state() -> None:
+    """Also where whoever comes before it in rank order has not been healed yet."""
+    now = replace(generation(3), leader=name(1))
+    after = Facts(now, stop(now, "failed", "failed", "failed")).next
+    assert after is not None
+    assert after.leader == name(1)
+    after = Facts(now, stop(now, "not healed", "trains", "failed"), dead={name(1): ""}).next
+    assert after is not None
+    assert (after.leader, after.heals) == (name(2), (name(0),))
 
 
 def test_one_has_applied_the_step() -> None:

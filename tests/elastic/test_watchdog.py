@@ -41,13 +41,16 @@ class Clock:
 class Watched:
     """A watchdog whose process does not really end."""
 
-    def __init__(self, hang_timeout: float | None) -> None:
+    def __init__(
+        self, hang_timeout: float | None, *, waits: Callable[[], bool] = lambda: False
+    ) -> None:
         self.said: list[str] = []
         self.ended = threading.Event()
         self.clock = Clock()
         self.dog = Watchdog(
             hang_timeout,
             last_words=lambda why: self.said.append(f"words: {why}"),
+            waits=waits,
             end=self._end,
             clock=self.clock,
         )
@@ -81,6 +84,18 @@ def test_progress_puts_it_off() -> None:
         watched.dog.heartbeat()
     assert watched.said == []
     watched.dog.stop()
+
+
+def test_who_waits_for_another_is_not_the_one_that_hangs() -> None:
+    answers = [False, True, True]
+    watched = Watched(30, waits=lambda: answers.pop())
+    watched.dog.start()
+    for watched.clock.now in (30.0, 60.0):
+        watched.clock.wait_until_looked_at()
+    assert watched.said == []
+    watched.clock.now = 90.0
+    assert watched.ended.wait(LIMIT)
+    assert answers == []
 
 
 def test_at_rest_no_progress_is_expected() -> None:

@@ -2,10 +2,12 @@
 
     recovering_loops.py FOLDER SETTINGS
 
-SETTINGS is JSON: ``codec``, ``faults`` as ``[worker, place, step]``, ``joins`` (wait at a step
-until a newcomer waits), ``profile`` (a CommProfiler watches), ``mirror`` (of residuals),
-``framework``, ``overflows`` (a GradScaler scales, and a step has an inf until it is taken again),
-and ``epochs``. Every rank writes what it computes and what it has committed to
+SETTINGS is JSON: ``codec``, ``faults`` as ``[worker, place, step]`` or ``[worker, place, step,
+action]``, ``joins`` (wait at a step until a newcomer waits), ``spare`` (wait until that worker
+does, at a step), ``waits`` (for a file, at a step), ``profile`` (a CommProfiler watches),
+``mirror`` (of residuals), ``framework``, ``overflows`` (a GradScaler scales, and a step has an inf
+until it is taken again), ``accumulate`` (of a process alone), ``epochs`` and ``hang_timeout``.
+Every rank writes what it computes and what it has committed to
 ``FOLDER/<worker>.jsonl``.
 """
 
@@ -17,6 +19,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -32,6 +35,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dist import CommProfiler, ElasticLoop, compress_ddp, init_process_group
+from lightning_dist.elastic.recovery.protocol import Keys
 from lightning_dist.exchange.channel import Channel
 
 SIZE, BATCH, EPOCHS = 60, 4, 3
@@ -71,16 +75,23 @@ def digest(module: nn.Module) -> str:
 
 
 class Faults:
-    """Kills this process where it is told to."""
+    """Kills, stops or hangs this process where it is told to."""
 
     def __init__(self, told: list[list[Any]]) -> None:
         self._own = os.environ.get("LIGHTNING_DIST_WORKER", "")
-        self._told = [(place, step) for worker, place, step in told if worker == self._own]
+        self._told = {
+            (place, step): action[0] if action else "kill"
+            for worker, place, step, *action in told
+            if worker == self._own
+        }
         self.step = -1
 
     def strike(self, place: str) -> None:
-        if (place, self.step) in self._told:
-            os.kill(os.getpid(), signal.SIGKILL)
+        action = self._told.get((place, self.step))
+        if action == "hang":
+            threading.Event().wait()
+        elif action is not None:
+            os.kill(os.getpid(), signal.SIGSTOP if action == "stop" else signal.SIGKILL)
 
 
 def await_file(path: Path) -> None:
@@ -200,7 +211,9 @@ def profiled(model: nn.Module, folder: Path) -> CommProfiler:
 
 def train(folder: Path, told: dict[str, Any]) -> nn.Module:
     own = os.environ.get("LIGHTNING_DIST_WORKER", "")
-    if own:  # where it hangs, should it hang
+    if own:
+        (folder / "store").write_text(os.environ["LIGHTNING_DIST_RECOVERY_STORE"])
+        # Where it hangs, should it hang.
         trace = (folder / f"{own}.trace").open("w")
         faulthandler.dump_traceback_later(told.get("limit", 100), exit=True, file=trace)
     faults = Faults(told.get("faults", []))
@@ -223,7 +236,7 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
     def note(**facts: Any) -> None:
         print(json.dumps({**facts, "time": time.time()}), file=log)
 
-    accumulate = 1 if own else 3
+    accumulate = 1 if own else told.get("accumulate", 3)
     with (
         ElasticLoop(
             folder / "ckpt",
@@ -232,6 +245,7 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
             every_n_train_steps=told.get("saves", 4),
             gradient_accumulation_steps=accumulate,
             seed=5,
+            hang_timeout=told.get("hang_timeout", 600.0),
             recovery="in_process" if own else "restart",
             mirror_residuals=told.get("mirror", False),
         ) as loop,
@@ -249,9 +263,18 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
                     end = time.monotonic() + LIMIT
                     while is_less and not recovery.generations.has_waiting:
                         assert time.monotonic() < end, "nobody has come"
+                        loop.heartbeat()
                         time.sleep(0.01)
                 if begun in (2, 12) and own:
                     made.gather()
+                file, at = told.get("waits", ("", -1))
+                if begun == at:
+                    await_file(folder / file)
+                spare, at = told.get("spare", ("", -1))
+                while recovery is not None and begun == at:
+                    if recovery.generations._member.store.check([Keys.report(-1, spare)]):
+                        break
+                    time.sleep(0.01)
                 faults.strike("forward")
                 loss = (model(x) - x.flip(1)).square().mean()
                 if (begun, number) == (told.get("overflows"), 0):

@@ -24,17 +24,19 @@ pytestmark = pytest.mark.timeout(400)
 
 
 class Job:
-    """Three ranks under our launcher, and what they have written down."""
+    """Three ranks under our launcher, and what they have written down.
+
+    beats: seconds without one after which a rank is dead; a busy machine is not a hang.
+    """
 
     script = SCRIPT
 
-    def __init__(self, folder: Path, python: list[str], **told: Any) -> None:
+    def __init__(self, folder: Path, python: list[str], *, beats: str = "60", **told: Any) -> None:
         self.folder = folder
         options = ["--monitor-interval=0.05", "--standalone", "--nproc-per-node=3"]
         launcher = [*python, "-m", "lightning_dist.elastic.agent", *options, "--max-restarts=3"]
         script = ["--no-python", *python, self.script, folder, json.dumps(told)]
-        environment = {"LIGHTNING_DIST_BEAT_TIMEOUT": "60"}  # a busy machine is not a hang
-        done = run([*launcher, *script], limit=300, **environment)
+        done = run([*launcher, *script], limit=300, LIGHTNING_DIST_BEAT_TIMEOUT=beats)
         self.output = done.require_success().output
         self.lines: dict[str, list[dict[str, Any]]] = {}
         for path in folder.glob("*.*.*.jsonl"):

@@ -9,6 +9,7 @@ from feeding import FakeBucket, Tensors, feed
 from torch import Tensor
 from worlds import Rank
 
+from lightning_dist.codecs import Codec
 from lightning_dist.exchange.channel import Channel
 from lightning_dist.integrations.torch.buckets import DDPBuckets
 from lightning_dist.reducer.network import Network
@@ -25,11 +26,13 @@ class Model:
     def __init__(
         self,
         network: Network,
-        codec: str = "int8",
+        codec: str | Codec = "int8",
         *,
         commit: Literal["immediate", "deferred"] = "deferred",
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        self._dtype = dtype
+        self.parameters = {n: torch.zeros(shape, dtype=dtype) for n, shape in SHAPES.items()}
         names: dict[Tensor, str] = {p: name for name, p in self.parameters.items()}
         settings = Settings.check(codec, min_compress_numel=0, commit=commit)
         self.reducer = Reducer(names, settings=settings, network=network)
@@ -43,7 +46,7 @@ class Model:
         ]
 
     def step(self, rank: int, step: int) -> list[Tensor]:
-        return [future.wait() for future in self.begin(feed(rank, step, SHAPES))]
+        return [future.wait() for future in self.begin(feed(rank, step, SHAPES, self._dtype))]
 
 
 def among(rank: Rank, members: list[int], name: str) -> Network:

@@ -13,7 +13,7 @@ from feeding import Tensors, digest, feed, fitting, held
 from torch import Tensor
 from worlds import Rank, run_threads
 
-from lightning_dist.codecs import CODECS
+from lightning_dist.codecs import CODECS, Codec, resolve_codec
 from lightning_dist.exchange.channel import PendingWork
 from lightning_dist.exchange.rounds import Exchange
 from lightning_dist.reducer.network import Network
@@ -136,6 +136,72 @@ def test_a_step_that_nobody_has_committed_is_given_up_and_taken_again(
     first, second, _ = run_threads(body, 3)
     assert first == second
     assert first
+
+
+def test_what_ranks_owe_is_that_of_a_naive_twin() -> None:
+    """In float64: one is lost in a step that is taken again without it, and another one joins."""
+    codec = resolve_codec("topk:ratio=0.1,block_size=128,values=fp32")
+    phases = [[0, 1, LAST], SURVIVORS, [0, 1, LAST]]
+    count = 25
+    all_here = threading.Barrier(3, timeout=60)
+
+    def body(rank: Rank) -> list[tuple[Tensors, Tensors]]:
+        own, found = rank.rank, []
+        model = Model(rank.network(), codec, dtype=torch.float64)
+        model.reducer.leave_failures_to(Told())
+        for phase, members in enumerate(phases):
+            if phase == 1 and own == LAST:
+                leave_before_the_vote(model.reducer.network)
+                take(model, own, count)
+                model.reducer.close()
+            elif phase == 1:
+                model.reducer.network.limit.seconds = 0.3
+                take(model, own, count)
+                assert model.reducer.step == count
+            all_here.wait()
+            if own in members and phase:
+                network = among(rank, members, str(phase))
+                if own == LAST:
+                    model = Model(network, codec, dtype=torch.float64)
+                    model.reducer.leave_failures_to(Told())
+                    model.reducer.join({"step": phase * count, "factors": {}})
+                else:
+                    model.reducer.rebind(network)
+            for step in range(phase * count, (phase + 1) * count) if own in members else ():
+                means = dict(zip(SHAPES, take(model, own, step), strict=True))
+                found.append((means, owed(model)))
+            all_here.wait()
+        model.reducer.close()
+        return found
+
+    ranks = run_threads(body, 3)
+    held = [{name: torch.zeros(shape).double() for name, shape in SHAPES.items()} for _ in ranks]
+    taken = [0, 0, 0]
+    for step in range(len(phases) * count):
+        members = phases[step // count]
+        if step == 2 * count:
+            held[LAST] = {name: torch.zeros_like(of) for name, of in held[LAST].items()}
+        sums = {name: torch.zeros(shape).double() for name, shape in SHAPES.items()}
+        for each in members:
+            given = feed(each, step, SHAPES, torch.float64)
+            for name in SHAPES:
+                wanted = given[name] + held[each][name]
+                sent = decoded(codec, wanted)
+                held[each][name], sums[name] = wanted - sent, sums[name] + sent
+        for each in members:
+            means, owes = ranks[each][taken[each]]
+            taken[each] += 1
+            for name in SHAPES:
+                mean = sums[name].flatten() / len(members)
+                torch.testing.assert_close(means[name], mean, rtol=0, atol=1e-12)
+                kept = held[each][name].flatten()
+                torch.testing.assert_close(owes[name].flatten(), kept, rtol=0, atol=1e-12)
+
+
+def decoded(codec: Codec, x: Tensor) -> Tensor:
+    padded = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % codec.block))
+    payload = codec.encode(padded.view(-1, codec.block))
+    return codec.decode(payload, x.dtype).flatten()[: x.numel()].view_as(x)
 
 
 @pytest.mark.parametrize("codec", EVERY)

@@ -23,6 +23,7 @@ LOCK, _MARK = ".lightning_dist.lock", ".lightning_dist.unlocked"
 _TRAINER, _WRITER, _SETTLED, _CHANGE = range(4)
 """Bytes of the lock file: for the trainer; for its writers, which may outlive it; for the trainer
 once it has cleaned up; and for whoever is about to become the trainer or to remove the file."""
+_POLL = 0.02
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,12 @@ _owned: dict[tuple[int, str], Lock] = {}
 
 
 def own(
-    folder: str, *, patience: float = 60.0, lock: bool = True, clean: bool = True
+    folder: str,
+    *,
+    patience: float = 60.0,
+    lock: bool = True,
+    clean: bool = True,
+    trainer_patience: float = 0.0,
 ) -> Lock | None:
     """Become the trainer that writes to ``folder``, and remove what dead ones left half done.
 
@@ -86,6 +92,8 @@ def own(
             something.
         lock: False: keep nobody out, and remove nothing, for a writer may be at work on it.
         clean: whether to remove what was left half done.
+        trainer_patience: seconds to wait for a trainer that writes there, where this process takes
+            its place: one that was evicted or killed may still have to end.
 
     Raises:
         ValueError: another trainer writes there, or the file system has no locks.
@@ -108,7 +116,12 @@ def own(
         owned = Lock(inside, LockFile(os.path.join(inside, _MARK)), is_real=False)
     else:
         try:
-            owned = _lock(storage, folder, inside, patience=patience)
+            end = time.monotonic() + trainer_patience
+            while (locked := _lock(storage, folder, inside, patience=patience)) is None:
+                if time.monotonic() > end:
+                    raise _belongs_to_another(folder, inside)
+                time.sleep(_POLL)
+            owned = locked
             if clean:
                 _clean(owned, storage)
         except NoLocksError as error:
@@ -121,18 +134,25 @@ def own(
     return owned
 
 
-def _lock(storage: LocalStorage, folder: str, inside: str, *, patience: float) -> Lock:
+def _belongs_to_another(folder: str, inside: str) -> ValueError:
+    with open(os.path.join(inside, LOCK), "rb") as file:
+        owner = _said(file.fileno())
+    return ValueError(
+        f"only one trainer may write to a checkpoint folder, and {folder} belongs to "
+        f"process {owner.get('pid', '?')} on {owner.get('host', '?')}; wait for it, end "
+        "it, or give this run another dirpath"
+    )
+
+
+def _lock(storage: LocalStorage, folder: str, inside: str, *, patience: float) -> Lock | None:
+    """None: another trainer has it."""
     lock = Lock(inside, _open_to_change(inside))
     try:
         taken = lock.file.take(_TRAINER)
         lock.file.give(_CHANGE)
         if not taken:
-            owner = _said(lock.file.descriptor)
-            raise ValueError(
-                f"only one trainer may write to a checkpoint folder, and {folder} belongs to "
-                f"process {owner.get('pid', '?')} on {owner.get('host', '?')}; wait for it, end "
-                "it, or give this run another dirpath"
-            )
+            lock.file.close()
+            return None
         _await_writer(lock, storage, folder, patience=patience)
         lock.file.give(_WRITER)
         _sign(lock)
@@ -164,7 +184,7 @@ def _await_writer(lock: Lock, storage: LocalStorage, folder: str, *, patience: f
                 f"has written nothing for {patience:.0f} s; wait for it, or give this run another "
                 "dirpath"
             )
-        time.sleep(0.02)
+        time.sleep(_POLL)
 
 
 def is_owned(folder: str) -> bool:

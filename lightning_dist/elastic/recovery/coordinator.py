@@ -35,13 +35,14 @@ class RecoverySettings:
         max_workers: more are left waiting.
         beat_timeout: seconds without a sign of life after which a worker is dead.
         report_timeout: seconds that members have to come after the first, when a generation ends;
-            the longest time that a worker computes between two collectives.
+            the longest time that a worker computes between two collectives, such as a validation of
+            its own. Who hangs there ends itself (``hang_timeout``).
     """
 
     min_workers: int = 1
     max_workers: int = 1
     beat_timeout: float = 5.0
-    report_timeout: float = 30.0
+    report_timeout: float = 600.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_workers <= self.max_workers:
@@ -108,7 +109,8 @@ class Coordinator:
         self._done: dict[str, str] = {}
         self._beats: dict[str, tuple[bytes, float]] = {}
         self._looked = self._cared = float("-inf")
-        self._ends_since: float | None = None  # when this generation began to end
+        self._ends = False  # whether this generation does
+        self._reported: float | None = None  # since when a member of it has
 
     def look(self, now: float) -> float:
         """Look at the store, and make a generation where one is due.
@@ -129,12 +131,14 @@ class Coordinator:
             self._cared = now
             self._care(now)
         self._read_newcomers()
-        if self.newest.members and not self._is_ending(now):
+        if self.newest.members and not self._is_ending():
             return QUIET_SECONDS
         reports = self._reports()
         late: list[str] = []
         fewest = self._settings.min_workers
-        if now - (self._ends_since or now) > self._settings.report_timeout:
+        if reports and self._reported is None:
+            self._reported = now
+        if now - (self._reported or now) > self._settings.report_timeout:
             late = [name for name in self.newest.members if name not in reports]
         made = next_generation(
             self.newest,
@@ -147,7 +151,7 @@ class Coordinator:
         )
         if made is not None:
             self._publish(replace(made, waiting=self._waiting))
-        return QUIET_SECONDS if self._ends_since is None else BUSY_SECONDS
+        return BUSY_SECONDS if self._ends else QUIET_SECONDS
 
     def end(self, reason: str) -> None:
         """Tell all that there will be no generation any more."""
@@ -187,9 +191,9 @@ class Coordinator:
                 self._ready[name] = decode_report(self._store.get(key))
                 self._waiting = self._store.add(Keys.waiting, 1)
 
-    def _is_ending(self, now: float) -> bool:
+    def _is_ending(self) -> bool:
         """True once a member has failed, is dead, or pauses."""
-        if self._ends_since is None:
+        if not self._ends:
             number, members = self.newest.number, self.newest.members
             broken = Keys.broken(number)
             # If one pauses for newcomers all do.
@@ -199,7 +203,7 @@ class Coordinator:
                     self._store.set(broken, "; ".join(gone))
             elif not self._store.check([Keys.report(number, members[0])]):
                 return False
-            self._ends_since = now
+            self._ends = True
         self._cared = float("-inf")  # from now on at every look
         return True
 
@@ -223,7 +227,7 @@ class Coordinator:
         for name in (*made.members, *made.refused):
             self._ready.pop(name, None)
             self._had.add(name)
-        self._ends_since, self._cared = None, float("-inf")
+        self._ends, self._reported, self._cared = False, None, float("-inf")
         log.info("recovery: %s", describe(made))
 
 

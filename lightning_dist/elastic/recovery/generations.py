@@ -33,12 +33,12 @@ class Generations:
 
     def __init__(self, environment: RecoveryEnvironment) -> None:
         self.on_broken: Callable[[], None] = lambda: None
-        """Called from a thread when this generation is known to be at its end."""
+        """Called from a thread when this generation is known to be at its end, maybe repeatedly."""
+        self.progress: Callable[[], int] = lambda: 0
+        """How often this worker has come to where it waits for others, in this generation."""
         self.groups = GenerationGroups()
-        self._member = Member(environment, on_broken=self._break)
+        self._member = Member(environment, on_broken=self._break, progress=lambda: self.progress())
         self._tries = 0
-        self.leader = ""
-        """The member that writes and keeps the account."""
 
     @property
     def name(self) -> str:
@@ -59,6 +59,10 @@ class Generations:
     def has_waiting(self) -> bool:
         """Whether newcomers wait, so that all should pause."""
         return self._member.has_waiting
+
+    def waits_for_another(self) -> bool:
+        """Whether another member has not come as far as this one. From any thread."""
+        return self._member.waits_for_another()
 
     def finds_others(self) -> bool:
         """Whether there is a generation already, so that this worker joins others."""
@@ -97,7 +101,8 @@ class Generations:
         """A collective has failed; raises ``error`` if that is nobody's loss."""
         if isinstance(error, StoreLostError):
             self.end(str(error), code=EXIT_RESTART)
-        if not (self._member.is_broken or is_of_a_peer(error)):
+        is_lost = is_of_a_peer(error) or isinstance(error, dist.DistError)
+        if not (self._member.is_broken or is_lost):
             raise error
         self._member.break_off(str(error))
 
@@ -122,8 +127,8 @@ class Generations:
         self._tries = 0 if generation.newcomers else self._tries + 1
         self._member.meet()
         rank, size = generation.members.index(self.name), len(generation.members)
-        store, number = self._member.store, generation.number
-        with self.groups.made(store, number=number, rank=rank, world_size=size):
+        connect, number = self._member.connect, generation.number
+        with self.groups.made(connect, number=number, rank=rank, world_size=size):
             data, control = self.groups.new(), self.groups.new()
             members = Membership(generation=number, make=self.groups.new)
         if self._member.is_broken:
@@ -147,13 +152,6 @@ class Generations:
     def took_step(self) -> None:
         """A step is done in this generation."""
         self._tries = 0
-
-    def agree_on_leader(self, generation: Generation) -> int:
-        """The leader stays, or is the first of those who were there before; its rank."""
-        if self.leader not in generation.members:
-            old = [name for name in generation.members if name not in generation.newcomers]
-            self.leader = (old or list(generation.members))[0]
-        return list(generation.members).index(self.leader)
 
     def _break(self) -> None:
         self.groups.shut()

@@ -2,7 +2,8 @@
 
 gloo cannot abort a collective. So the connected sockets of a generation are noted when its groups
 are made, and shut down when it is broken: whoever waits in one of its collectives fails at once.
-Groups of before stay referenced, since deleting one may block.
+Deleting a group may block until the threads in it have noticed, so a thread does that: each has
+three threads and a dozen descriptors, too many to be kept for ever.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -26,10 +27,11 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_dist.elastic.launch import Launch
-from lightning_dist.private import set_group_timeout
+from lightning_dist.private import forget_group_numbers, set_group_timeout
 
 _CONNECT = timedelta(seconds=10)
 """For the members of a generation to connect, and of the first collectives among them."""
+_LAST_SECONDS = 2.0
 
 
 def init_alone(*, timeout: timedelta | None = None) -> None:
@@ -51,41 +53,53 @@ class GenerationGroups:
 
     def __init__(self) -> None:
         self._sockets: list[socket.socket] = []
+        self._making: set[tuple[int, int]] | None = None  # sockets that were there before
         self._lock = threading.Lock()
-        self._left: list[object] = []  # groups of all generations
         self._made: list[dist.ProcessGroup] = []
-        # Not even at the end of the process: a group that is deleted waits for its peers.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._left))
-        atexit.register(self.shut)
+        self._before: list[object] = []  # groups of the generation before, which may be in use
+        # Not at the end of the process: a group that is deleted waits for its peers.
+        for kept in (self._made, self._before):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        self._deletes = threading.Thread()
+        atexit.register(self._end)
 
     @contextmanager
-    def made(self, store: Store, *, number: int, rank: int, world_size: int) -> Iterator[None]:
+    def made(
+        self, connect: Callable[[], Store], *, number: int, rank: int, world_size: int
+    ) -> Iterator[None]:
         """The default group of generation ``number``; groups made inside are of it too. Collective.
 
         Args:
-            store: of all members.
+            connect: makes a client of the store of all members, whose connection is shut down with
+                the others: members are waited for in it too.
         """
         self.shut()
-        self._left.append(dist.group.WORLD)
-        self._made = []
-        before = _descriptors()
+        left, self._before[:] = [*self._before], [dist.group.WORLD, *self._made]
+        self._made.clear()
+        self._deletes = threading.Thread(target=left.clear, name="recovery groups", daemon=True)
+        self._deletes.start()
         if dist.is_initialized():
             dist.destroy_process_group()
-        dist.init_process_group(
-            "gloo",
-            store=PrefixStore(f"gen-{number}", store),
-            rank=rank,
-            world_size=world_size,
-            timeout=_CONNECT,
-        )
-        self._keep(_world())
+        forget_group_numbers()  # of one that could not be made
+        with self._lock:
+            self._making = _descriptors()
         try:
+            dist.init_process_group(
+                "gloo",
+                store=PrefixStore(f"gen-{number}", connect()),
+                rank=rank,
+                world_size=world_size,
+                timeout=_CONNECT,
+            )
+            self._made.append(_world())
             yield
         except BaseException:
-            self._note_sockets(before)
             self.shut()  # others may wait for this process
             raise
-        self._note_sockets(before)
+        finally:
+            with self._lock:
+                self._sockets += self._new()
+                self._making = None
         for group in self._made:
             set_group_timeout(group, default_pg_timeout)
 
@@ -93,21 +107,25 @@ class GenerationGroups:
         """One more group of all members. Collective, inside :meth:`made`."""
         group = dist.new_group(backend="gloo", timeout=_CONNECT)
         assert isinstance(group, dist.ProcessGroup)
-        self._keep(group)
+        self._made.append(group)
         return group
 
-    def _keep(self, group: dist.ProcessGroup) -> None:
-        self._made.append(group)
-        self._left.append(group)
+    def _new(self) -> list[socket.socket]:
+        """Connections of the groups that are being made."""
+        return [] if self._making is None else _connected(_descriptors() - self._making)
 
-    def _note_sockets(self, before: set[tuple[int, int]]) -> None:
-        with self._lock:
-            self._sockets += _connected(_descriptors() - before)
+    def _end(self) -> None:
+        self.shut()
+        if self._deletes.is_alive():  # a thread in torch would abort a process that ends
+            self._deletes.join(_LAST_SECONDS)
 
     def shut(self) -> None:
-        """Shut down all connections of this generation: its collectives fail. From any thread."""
+        """Shut down all connections of this generation: its collectives fail. From any thread.
+
+        While groups are made there may be more of them later.
+        """
         with self._lock:
-            sockets, self._sockets = self._sockets, []
+            sockets, self._sockets = self._sockets + self._new(), []
         for each in sockets:
             with suppress(OSError):  # the peer was faster
                 each.shutdown(socket.SHUT_RDWR)

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -33,7 +33,10 @@ _QUIET, _BUSY = 0.02, 0.003
 """Seconds between two looks at the store. (A wait for a key that times out writes a warning.)"""
 
 _PATIENCE = 120.0
-"""Seconds that a member waits for the next generation: the coordinator counts with less."""
+"""Seconds that a member waits for the others of its generation."""
+
+_REPORTED = 1 << 40
+"""Progress of a member that has come to the end of its generation."""
 
 
 @dataclass(frozen=True)
@@ -77,17 +80,26 @@ class Member:
 
     Args:
         environment: of the worker.
-        on_broken: called from a thread, once for each generation, as soon as it is known that this
-            generation cannot go on.
+        on_broken: called from a thread as soon as it is known that this generation cannot go on,
+            and again until this worker is in the next one: its groups may still be made.
+        progress: how often this worker has come to where it waits for others, in this generation.
     """
 
-    def __init__(self, environment: RecoveryEnvironment, *, on_broken: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        environment: RecoveryEnvironment,
+        *,
+        on_broken: Callable[[], None],
+        progress: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._environment = environment
         self.name = str(environment.worker)
         self.generation = Generation(NOT_YET)
         self.store = environment.connect()
         """For process groups and reports; used by one thread at a time."""
         self._watched = environment.connect()
-        self._on_broken = on_broken
+        self._on_broken, self._progress = on_broken, progress
+        self._has_reported = False
         self._reason = ""  # why this generation is broken, as far as is known here
         self._waiting = 0  # newcomers so far
         self._lock = threading.Lock()
@@ -95,6 +107,10 @@ class Member:
         self._thread = threading.Thread(target=self._watch, name="recovery member", daemon=True)
         self._thread.start()
         atexit.register(self._stop)  # a thread in torch would abort a process that ends
+
+    def connect(self) -> Store:
+        """One more client of the store."""
+        return self._environment.connect()
 
     @property
     def is_broken(self) -> bool:
@@ -139,20 +155,18 @@ class Member:
         """Write ``report``, which ends this generation here; the next one.
 
         Raises:
-            StoreLostError: the store is gone, or nobody makes generations.
+            StoreLostError: the store is gone.
         """
         number = self.generation.number
         with _one_error():
             self.store.set(Keys.report(number, self.name), encode(report))
+            self._has_reported = True
             if report.failed:
                 self._say_broken(report.reason)
-            end = time.monotonic() + _PATIENCE
-            while True:
-                newest = self._newest(number)
-                if newest > number:
-                    return self._enter(self._read(newest))
-                if time.monotonic() > end:
-                    raise RuntimeError(f"no generation came after {number} in {_PATIENCE:g} s")
+            # The coordinator knows how long others may take, and tells if there is none.
+            while (newest := self._newest(number)) <= number:
+                pass
+            return self._enter(self._read(newest))
 
     def meet(self) -> None:
         """Wait until all members of this generation are here.
@@ -173,6 +187,22 @@ class Member:
         if come < size:
             raise RuntimeError(f"a member is lost before all have met: {self._reason}")
 
+    def waits_for_another(self) -> bool:
+        """Whether another member has not come as far as this one. From any thread."""
+        own, others = self._where, [n for n in self.generation.members if n != self.name]
+        with suppress(RuntimeError):  # of the store; others are told so
+            store = self.connect()
+            beats = [
+                store.get(Keys.beat(n)).decode() for n in others if store.check([Keys.beat(n)])
+            ]
+            return any(_where_of(beat) < own for beat in beats)
+        return False
+
+    @property
+    def _where(self) -> tuple[int, int]:
+        progress = _REPORTED if self._has_reported else self._progress()
+        return self.generation.number, progress
+
     def break_off(self, reason: str) -> None:
         """Let all members of this generation know that it cannot go on. Returns at once."""
         self._note(self.generation.number, reason or "an exchange has failed")
@@ -192,7 +222,7 @@ class Member:
 
     def _enter(self, generation: Generation) -> Generation:
         with self._lock:
-            self.generation, self._reason = generation, ""
+            self.generation, self._reason, self._has_reported = generation, "", False
         return generation
 
     def _stop(self) -> None:
@@ -206,7 +236,8 @@ class Member:
             try:
                 if time.monotonic() >= next_beat:
                     beats, next_beat = beats + 1, time.monotonic() + BEAT_SECONDS
-                    self._watched.set(Keys.beat(self.name), str(beats))
+                    at = ".".join(map(str, self._where))
+                    self._watched.set(Keys.beat(self.name), f"{beats} {at}")
                     self._waiting = self._watched.add(Keys.waiting, 0)
                 self._watch_generation(number)
             except Exception as error:
@@ -216,6 +247,9 @@ class Member:
     def _watch_generation(self, number: int) -> None:
         key = Keys.broken(number)
         if self._reason and number == self.generation.number:
+            with self._lock:
+                if number == self.generation.number:
+                    self._on_broken()
             if not self._watched.check([key]):
                 self._watched.set(key, self._reason)
             time.sleep(_BUSY)
@@ -230,6 +264,12 @@ class Member:
             if number == self.generation.number and not self._reason:
                 self._reason = reason
                 self._on_broken()
+
+
+def _where_of(beat: str) -> tuple[int, int]:
+    """Generation and progress in it, of a worker that beats so."""
+    generation, _, progress = beat.partition(" ")[2].partition(".")
+    return int(generation), int(progress)
 
 
 @contextmanager

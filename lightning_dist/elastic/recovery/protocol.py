@@ -91,6 +91,8 @@ class Generation:
         heals: members, newcomers among them, that receive the state of ``source``.
         source: who sends its state; it has applied ``step`` steps. None where nobody needs one:
             all begin.
+        leader: the member that writes; it stays as long as it is one. Members that have missed a
+            generation know it too.
         newcomers: members that were in no generation.
         refused: newcomers that are of another training, and end with an error.
         waiting: value of ``Keys.waiting`` when it was made; members pause when it is greater.
@@ -106,11 +108,17 @@ class Generation:
     verdict: bool = True
     heals: Sequence[str] = ()
     source: str | None = None
+    leader: str = ""
     newcomers: Sequence[str] = ()
     refused: Sequence[str] = ()
     waiting: int = 0
     reason: str = ""
     ends: str = ""
+
+
+def leader_of(generation: Generation) -> int:
+    """The rank that writes and keeps the account."""
+    return list(generation.members).index(generation.leader)
 
 
 def encode(record: Report | Generation) -> str:
@@ -162,7 +170,7 @@ class Keys:
 
     @staticmethod
     def beat(worker: str) -> str:
-        """A number that changes as long as ``worker`` lives."""
+        """A number that changes as long as ``worker`` lives, and how far it has come."""
         return f"beat/{worker}"
 
     @staticmethod
@@ -258,6 +266,7 @@ def next_generation(
         verdict=reports[newest[0]].verdict if newest else True,
         heals=(*heals, *(admitted if stopped else ())),
         source=newest[0] if newest else None,
+        leader=now.leader if now.leader in stopped else (newest or commits or admitted)[0],
         newcomers=tuple(admitted),
         refused=tuple(refused),
         reason="; ".join(reasons),

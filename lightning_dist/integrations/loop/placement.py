@@ -84,30 +84,21 @@ class LoopPlacement(RecoverablePlacement):
                 "recovery='in_process'), before DistributedDataParallel"
             )
         self.objects = Objects(given, world_size=1)
-        if self.objects.updates:
-            raise ValueError(
-                "recovery='in_process' takes a step of all ranks again, and local steps are of one "
-                "worker alone; use recovery='restart'"
-            )
-        if len(self.objects.wrapped) != 1:
-            raise ValueError(
-                "recovery='in_process' is for one model in DistributedDataParallel, got "
-                f"{len(self.objects.wrapped)}; use recovery='restart'"
-            )
+        model = self.objects.model_to_recover()
         generations = Generations(environment)
         self.recovery = StepRecovery(
             generations,
-            *self.objects.wrapped,
+            model,
             optimizers=self.objects.optimizers,
             counters=self.objects.counters,
             steps=lambda: self._steps,
             mirror_every=self._mirror_every,
         )
+        self.session.lifecycle.waits_for_another = generations.waits_for_another
         generation, members = self.recovery.begin()
         while True:
             try:
                 if generation.source is None:
-                    generations.agree_on_leader(generation)
                     self.recovery.handed_over(generation, dict)
                     self.session.meet(members)
                     self._open(given, world_size=members.world_size)
@@ -175,13 +166,21 @@ class LoopPlacement(RecoverablePlacement):
     # Recovery within the process.
 
     @override
+    def settle(self) -> None:
+        """After the last step of an epoch only once the user has done what follows it.
+
+        In between there is no collective: of members that fail there some would already have ended
+        the epoch, and would not do the same ones as the others afterwards.
+        """
+        done = self.position.samples
+        if not done or done < self.data.plan().used:
+            super().settle()
+
+    @override
     def close_step(self) -> None:
-        """Save if it is due, and stop if a rank is told to; after the last step of an epoch only
-        once the user has done what follows it."""
+        """Save if it is due, and stop if a rank is told to."""
         position, settings = self.position, self._settings
         if position.samples:
-            if position.samples >= self.data.plan().used:
-                return
             is_due = settings.is_due_after_step(self._steps)
         elif position.epoch:
             is_due = settings.is_due_after_epoch(position.epoch - 1, steps=self._steps)

@@ -24,7 +24,7 @@ from lightning_dist.elastic.progress import ElasticState, scale_learning_rates
 from lightning_dist.elastic.recovery.change import Pause
 from lightning_dist.elastic.recovery.generations import Generations
 from lightning_dist.elastic.recovery.member import StoreLostError
-from lightning_dist.elastic.recovery.protocol import Generation, Report
+from lightning_dist.elastic.recovery.protocol import Generation, Report, leader_of
 from lightning_dist.elastic.session import Placement, Session
 from lightning_dist.elastic.sharding import Deal
 from lightning_dist.integrations.frameworks import tell_frameworks
@@ -95,6 +95,8 @@ class StepRecovery:
                     f"codec {self._reducer.settings.codec!r} leaves no residuals; leave it out"
                 )
             self._mirror = ResidualMirror(self._reducer, every=mirror_every)
+        self._arrivals = 0
+        generations.progress = lambda: self._arrivals + self._reducer.arrivals
         self._taken_over = ""  # the lost worker whose residuals this rank owes since this pause
         self.pause = Pause()
         self._buffers_are_sent = model.forward_sync_buffers
@@ -131,6 +133,7 @@ class StepRecovery:
 
     def begin_step(self) -> None:
         """Remember what a step changes before it is committed."""
+        self._arrivals += 1
         self._begun = self._reducer.step
         self._generators = rng.capture()
         self._buffers = [(each, each.clone()) for each in self._model.module.buffers()]
@@ -204,6 +207,7 @@ class StepRecovery:
 
     def level(self) -> None:
         """What DDP would do in the next forward pass by collectives, which could fail there."""
+        self._arrivals += 1
         order_buckets(self._model)
         if self._buffers_are_sent:
             send_buffers(self._model)
@@ -232,6 +236,7 @@ class StepRecovery:
     def _enter_one_from(self, generation: Generation) -> tuple[Generation, Membership]:
         while True:
             try:
+                self._arrivals = -self._reducer.arrivals
                 members, data, control = self.generations.enter(
                     generation, has_state=self._has_state, failure=self._reducer.failure
                 )
@@ -387,9 +392,7 @@ class RecoverablePlacement(Placement):
         recovery = self.recovery
         assert recovery is not None
         told = recovery.handed_over(generation, self._handover)
-        if told is not None:
-            recovery.generations.leader = told["leader"]
-        members.ranks.leader = recovery.generations.agree_on_leader(generation)
+        members.ranks.leader = leader_of(generation)
         if told is not None:
             self.take_over(told["states"], told["here"], members)
             recovery.join(told["reducer"])
@@ -409,7 +412,6 @@ class RecoverablePlacement(Placement):
         return {
             "states": self.handed_over(),
             "reducer": self.recovery.shared_state(),
-            "leader": self.recovery.generations.leader,
             "session": self.session.facts(),
             "here": self.here(),
         }

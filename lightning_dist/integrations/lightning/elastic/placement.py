@@ -317,6 +317,7 @@ class TrainerPlacement(RecoverablePlacement):
             steps=lambda: trainer.global_step,
             with_closures=True,
         )
+        self._session.lifecycle.waits_for_another = strategy.generations.waits_for_another
         if strategy.joins:
             self._join(recovery)
         else:
@@ -383,6 +384,13 @@ class TrainerPlacement(RecoverablePlacement):
             self.recovery.close()
             assert isinstance(strategy, RecoversInProcess)
             strategy.complete_step = None
+
+    @override
+    def settle(self) -> None:
+        before = self._session.members
+        super().settle()
+        if self._session.members is not before:
+            self.log_costs()
 
     def settle_epoch(self) -> None:
         """:meth:`settle` between two epochs."""
@@ -456,8 +464,11 @@ class TrainerPlacement(RecoverablePlacement):
         self._strategy.become(members)
         self._joined, self._watched = None, []
         private.forget_validation_loader(trainer)
+        generations = self._strategy.generations
+        assert generations is not None
         if members.ranks.is_leader:
-            identify(trainer, run_id=self._session.history.run_id)
+            run = self._session.history.run_id
+            identify(trainer, run_id=run, takes_over=generations.name)
         if is_new:
             self._strategy.meets()
             return

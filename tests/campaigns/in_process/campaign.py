@@ -1,0 +1,176 @@
+"""Faults of every kind, again and again, in trainings that recover within their processes.
+
+Jobs of 4 ranks in an ElasticLoop around DDP under our launcher, with real processes and signals:
+killed, stopped, with an exception, alone or two at once, in every place of a step, while
+checkpoints are saved, groups are made and newcomers healed. Four fifths of the faults are met by
+one job (codec none, float64) whose last worker is spared and must not grow; the others by one with
+codec int8. Every job is judged: it ends with 0 without a restart of all, every sample is committed
+once in each epoch, ranks have the same bits after every step, and the weights are those of the run
+without a fault to 1e-6 of the largest (codec none). oracle.py says what is counted.
+struck: faults that were met.
+
+    python -m tests.campaigns.in_process --trials N --seed S --json FILE
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from forks import EVERYTHING, fork_server
+from processes import environment_of, kill_tree
+
+from benchmarks.harness.results import recording
+from tests.campaigns.harness import Hang, parser_of_trials, run_trials
+from tests.campaigns.in_process.drawing import EPOCH_STEPS, RANKS, draw
+from tests.campaigns.in_process.oracle import PROBLEMS, Verdict, judge
+
+SCRIPT = Path(__file__).with_name("training.py")
+SECONDS_PER_FAULT, SECONDS = 8.0, 60.0
+"""Of a job: at most."""
+_OUTPUT_LINES = 80
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One job."""
+
+    number: int
+    faults: int
+    codec: str
+    spared: int | None
+    seed: int
+    beat_timeout: float
+
+    @property
+    def bound(self) -> float:
+        return SECONDS + SECONDS_PER_FAULT * self.faults
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """What all jobs share."""
+
+    root: Path
+    python: list[str]
+
+    def run(self, trial: Trial) -> Verdict:
+        """One job, judged."""
+        verdict = Verdict(trial.codec, trial.number)
+        folder = self.root / str(trial.number)
+        strikes, steps = draw(trial.faults, seed=trial.seed, spared=trial.spared)
+        plan = {
+            "codec": trial.codec,
+            "epochs": steps // EPOCH_STEPS,
+            "strikes": [asdict(each) for each in strikes],
+            "spared": trial.spared,
+            "limit": trial.bound - 15.0,
+        }
+        folder.mkdir(parents=True)
+        (folder / "plan.json").write_text(json.dumps(plan))
+        began = time.monotonic()
+        with verdict.judging():
+            _run([*self.python, str(SCRIPT), str(folder)], folder / "alone.txt", {}, trial.bound)
+            options = ["--monitor-interval=0.05", "--standalone", f"--nproc-per-node={RANKS}"]
+            launcher = [*self.python, "-m", "lightning_dist.elastic.agent", *options]
+            script = ["--no-python", *self.python, str(SCRIPT), str(folder)]
+            settings = {"LIGHTNING_DIST_BEAT_TIMEOUT": str(trial.beat_timeout)}
+            began = time.monotonic()
+            restarts = "--max-restarts=1000000"
+            try:
+                _run([*launcher, restarts, *script], folder / "output.txt", settings, trial.bound)
+            except RuntimeError as error:
+                verdict.require(False, "hang" if isinstance(error, Hang) else "end", str(error))
+            judge(verdict, folder, strikes, codec=trial.codec, spared=trial.spared)
+        verdict.seconds = time.monotonic() - began
+        if verdict.problems:
+            print(f"{trial}: {verdict.problems[:5]}; see {folder}")
+        return verdict
+
+
+def _run(command: list[str], log: Path, settings: dict[str, str], limit: float) -> None:
+    """Until it has ended with 0.
+
+    Raises:
+        Hang: it has not ended in time.
+        RuntimeError: it has ended with another code.
+    """
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env=environment_of(settings),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        code = process.wait(limit)
+    except subprocess.TimeoutExpired:
+        raise Hang(f"had not ended after {limit:.0f} s") from None
+    finally:
+        if process.poll() is None:
+            kill_tree(process.pid)
+        process.wait()
+    if code:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-_OUTPUT_LINES:])
+        raise RuntimeError(f"exit code {code}: {tail}")
+
+
+def trials_of(count: int, *, seed: int, beat_timeout: float) -> list[Trial]:
+    """Two jobs that have ``count`` faults together."""
+    few = count // 5
+    jobs = [(count - few, "none", RANKS - 1), (few, "int8", None)]
+    return [
+        Trial(number, faults, codec, spared, seed + number, beat_timeout)
+        for number, (faults, codec, spared) in enumerate(jobs)
+        if faults
+    ]
+
+
+def figures_of_kind(found: Sequence[Verdict]) -> dict[str, Any]:
+    """The row of a codec."""
+    (verdict,) = found
+    return {
+        "faults": sum(verdict.drawn.values()),
+        "struck": sum(verdict.struck.values()),
+        "generations": verdict.generations,
+        "seconds": round(verdict.seconds, 1),
+        "error": verdict.error,
+        "held": [[what, *sizes] for what, sizes in verdict.held.items()],
+        "kinds": [[kind, verdict.struck[kind], count] for kind, count in verdict.drawn.items()],
+        "problems": [list(each) for each in verdict.problems],
+    }
+
+
+def main() -> int:
+    parser = parser_of_trials(__doc__, folder="where to write, and to keep it")
+    parser.add_argument("--trials", type=int, default=250, help="faults")
+    parser.add_argument("--beat-timeout", type=float, default=2.0)
+    given = parser.parse_args()
+    with (
+        recording(given, seed=given.seed) as record,
+        tempfile.TemporaryDirectory(prefix="in-process") as temporary,
+        fork_server(*EVERYTHING) as python,
+    ):
+        root = given.folder or Path(temporary)
+        verdicts = run_trials(
+            "recovery within the process",
+            Campaign(root, python).run,
+            trials_of(given.trials, seed=given.seed, beat_timeout=given.beat_timeout),
+            given=given,
+            record=record,
+            problems=PROBLEMS,
+            figures=figures_of_kind,
+        )
+    return 1 if any(verdict.problems for verdict in verdicts) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

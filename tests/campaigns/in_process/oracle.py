@@ -1,0 +1,144 @@
+"""What must hold when a job has ended, and what did not."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.campaigns import harness
+from tests.campaigns.in_process.drawing import EPOCH_STEPS, RANKS, SIZE, Strike
+
+PROBLEMS = ("hang", "end", "restart", "ids", "hash", "weights", "growth", "report")
+"""hang: beyond the bound; end: not ended with 0; restart: all were started again; ids: an epoch
+whose committed samples are not those of the data, each once; hash: ranks that differ after a step;
+weights: not those of the run without a fault, or not finite; growth: of memory, descriptors or
+threads of the worker that is spared; report: the oracle itself failed."""
+
+TOLERANCE = 1e-6
+"""Of weights, relative to the largest (codec none, float64)."""
+GROWTH = {"resident_kb": 16_000, "fd": 8, "task": 4}
+"""Of the worker that is spared, from a quarter of its generations on: what is allowed."""
+
+Line = dict[str, Any]
+
+
+@dataclass
+class Verdict(harness.Verdict):
+    """One job: its faults, what happened, and what should not have."""
+
+    struck: dict[str, int] = field(default_factory=dict)
+    """By kind: faults of which every strike was met."""
+    drawn: dict[str, int] = field(default_factory=dict)
+    left_s: list[float] = field(default_factory=list)
+    """From a worker's last word to the next step of the others."""
+    generations: int = 0
+    held: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """What the spared worker held after a quarter of its generations, and at the end."""
+    error: float | None = None
+    output: list[str] = field(default_factory=list)
+
+
+def judge(
+    verdict: Verdict, folder: Path, strikes: list[Strike], *, codec: str, spared: int | None
+) -> None:
+    """Look at all that a job has left in ``folder``."""
+    lines = _read(folder)
+    _count(verdict, folder, strikes)
+    starts = {
+        name: [x["process"] for x in found if "process" in x] for name, found in lines.items()
+    }
+    again = sorted(name for name, found in starts.items() if len(found) > 1)
+    verdict.require(not again, "restart", f"started again: {again}")
+    every = [line for name, found in lines.items() if name != "alone" for line in found]
+    committed = [line for line in every if "committed" in line]
+    steps = max((each.step for each in strikes), default=0) + 1
+    hashes = defaultdict(set)
+    taken: dict[int, set[int]] = defaultdict(set)
+    for line in committed:
+        hashes[line["committed"]].add(line["hash"])
+        taken[line["committed"]].add(line["generation"])
+    verdict.require(sorted(hashes) == [*range(1, steps + 1)], "ids", f"steps {len(hashes)}/{steps}")
+    unequal = [step for step, found in hashes.items() if len(found) > 1]
+    verdict.require(not unequal, "hash", f"ranks differ after steps {unequal[:5]}")
+    torn = [step for step, found in taken.items() if len(found) > 1]
+    verdict.require(not torn, "ids", f"steps of several generations: {torn[:5]}")
+    ids = defaultdict(list)
+    for line in every:
+        if "computed" in line and line["generation"] in taken[line["computed"]]:
+            ids[(line["computed"] - 1) // EPOCH_STEPS] += line["ids"]
+    wrong = [epoch for epoch, found in ids.items() if sorted(found) != [*range(SIZE)]]
+    verdict.require(not wrong, "ids", f"not every sample once in epochs {wrong[:5]}")
+    ends = [line for line in every if "end" in line]
+    same = len({(line["end"], line["hash"]) for line in ends}) == 1
+    verdict.require(same, "end", f"workers ended differently: {ends}")
+    verdict.require(all(line["finite"] for line in ends), "weights", "not finite")
+    if codec == "none":
+        _compare(verdict, folder)
+    verdict.generations = max((line["generation"] for line in committed), default=0)
+    if spared is not None:
+        _check_growth(verdict, lines.get(f"0.{spared}.0", []))
+
+
+def _read(folder: Path) -> dict[str, list[Line]]:
+    found = {}
+    for path in folder.glob("*.jsonl"):
+        text = path.read_text().splitlines(True)
+        found[path.stem] = [json.loads(line) for line in text if line.endswith("\n")]
+    return found
+
+
+def _count(verdict: Verdict, folder: Path, strikes: list[Strike]) -> None:
+    missed = {each.fault for each in strikes if not (folder / f"struck-{each.number}").exists()}
+    for fault, kind in {each.fault: each.kind for each in strikes}.items():
+        verdict.drawn[kind] = verdict.drawn.get(kind, 0) + 1
+        verdict.struck[kind] = verdict.struck.get(kind, 0) + (fault not in missed)
+
+
+def _compare(verdict: Verdict, folder: Path) -> None:
+    """Beside the run of one process without a fault."""
+    found = sorted(folder.glob("weights-0.*.pt"))
+    if not found:
+        verdict.require(False, "end", "no worker has left its weights")
+        return
+    mine, theirs = (torch.load(path) for path in (found[-1], folder / "weights-alone.pt"))
+    names = [name for name in theirs if name != "passes"]  # of micro-batches, not of steps
+    largest = max(float(theirs[name].abs().max()) for name in names)
+    away = max(float((mine[name] - theirs[name]).abs().max()) for name in names)
+    verdict.error = away / largest
+    verdict.require(verdict.error <= TOLERANCE, "weights", f"relative difference {verdict.error}")
+
+
+def _check_growth(verdict: Verdict, lines: list[Line]) -> None:
+    """Between a quarter of the generations of whole worlds and the end: what comes stays away."""
+    held = [line for line in lines if "fd" in line]
+    verdict.require(len(held) > 3, "growth", f"{len(held)} generations of the spared worker")
+    quarter, window = len(held) // 4, max(1, len(held) // 8)
+    for what, allowed in GROWTH.items():
+        early, late = (
+            statistics.median_high(line[what] for line in part)
+            for part in (held[quarter : quarter + window], held[-window:])
+        )
+        verdict.held[what] = early, late
+        verdict.require(late - early <= allowed, "growth", f"{what}: {early} -> {late}")
+
+
+def left_seconds(lines: dict[str, list[Line]]) -> list[float]:
+    """Of generations with fewer workers: from the last commit before to the first one in it."""
+    firsts: dict[int, float] = {}
+    lasts: dict[int, float] = {}
+    for found in lines.values():
+        for line in found:
+            if "committed" in line:
+                number, at = line["generation"], line["time"]
+                firsts[number] = min(at, firsts.get(number, at))
+                lasts[number] = max(at, lasts.get(number, at))
+    return [firsts[n] - lasts[n - 1] for n in firsts if n - 1 in lasts]
+
+
+assert RANKS > 1

@@ -1,0 +1,125 @@
+"""Loops whose ranks are stopped, hang, are without a launcher, or have a spare."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from processes import environment_of, kill_tree, run
+from recovering_loops import train
+from test_loop_recovery import SCRIPT, STEP, Job
+
+from lightning_dist.elastic.recovery.node import RecoveryNode
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """Weights of a run of one process without a fault."""
+    return dict(train(tmp_path_factory.mktemp("reference"), {}).state_dict())
+
+
+def require_weights(job: Job, expected: dict[str, torch.Tensor]) -> None:
+    for name, weight in job.weights().items():
+        if name != "passes":  # of micro-batches
+            torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("victim", ["0.0.0", "0.1.0"])
+def test_a_rank_that_is_stopped_is_replaced(
+    victim: str, expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
+) -> None:
+    fault = [victim, "between buckets", STEP, "stop"]
+    job = Job(tmp_path, quick_python, beats="5", faults=[fault], joins=10)
+    job.require_exact()
+    require_weights(job, expected)
+    assert f"worker {victim} is killed: no sign of life for 5" in job.output
+    assert {line["committed"] for line in job.lines[f"{victim[:-1]}1"] if "committed" in line}
+
+
+@pytest.mark.parametrize("place", ["forward", "between buckets", "after the step"])
+def test_a_rank_that_hangs_in_code_of_the_user_ends_itself_alone(
+    place: str, expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
+) -> None:
+    """It beats; the others wait as long without progress, but for one that is behind them."""
+    fault = ["0.1.0", place, STEP, "hang"]
+    job = Job(tmp_path, quick_python, faults=[fault], joins=10, hang_timeout=15.0)
+    job.require_exact()
+    require_weights(job, expected)
+    assert "worker 0.1.0 has ended: exit code 76" in job.output
+    assert job.output.count("has ended:") == 1
+
+
+def test_workers_without_a_launcher_end_and_say_why(
+    tmp_path: Path, quick_python: list[str]
+) -> None:
+    """Nobody could tell them who takes part."""
+    log = tmp_path / "output"
+    told = json.dumps({"epochs": 100_000})
+    words = [sys.executable, "-m", "lightning_dist.elastic.agent", "--standalone"]
+    words += ["--nproc-per-node=3", "--no-python", *quick_python, str(SCRIPT), str(tmp_path), told]
+    with log.open("wb") as output:
+        launcher = subprocess.Popen(
+            words, env=environment_of({}), stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        end = time.monotonic() + 100
+        while (
+            len([path for path in tmp_path.glob("*.jsonl") if "committed" in path.read_text()]) < 3
+        ):
+            assert time.monotonic() < end, log.read_text()
+            time.sleep(0.05)
+        workers = psutil.Process(launcher.pid).children()
+        launcher.kill()
+        launcher.wait()
+        _, alive = psutil.wait_procs(workers, timeout=60)
+    finally:
+        kill_tree(launcher.pid)
+        launcher.wait()
+    said = log.read_text()
+    assert not alive, said
+    assert said.count("this process ends (exit code 75): the launcher's store") == 3, said
+
+
+def test_the_same_bits_where_another_takes_the_place_within_the_step(
+    tmp_path: Path, quick_python: list[str]
+) -> None:
+    """A spare waits: the interrupted step is taken again by as many ranks as before."""
+    quiet, faulty = (tmp_path / name for name in ("quiet", "faulty"))
+    for folder in (quiet, faulty):
+        folder.mkdir()
+    Job(quiet, quick_python)
+    threads = ThreadPoolExecutor(1)
+    spare = threads.submit(_run_spare, faulty, quick_python)
+    fault = ["0.1.0", "between buckets", STEP]
+    job = Job(faulty, quick_python, faults=[fault], spare=["0.3.0", STEP])
+    spare.result(200)
+    job.require_exact()
+    assert any("0.3.0" in names for names in job.members().values())
+    assert all(line["world"] == 3 for line in job.of("committed"))
+    theirs = torch.load(max(quiet.glob("weights-*.pt")))
+    for name, weight in job.weights().items():
+        assert torch.equal(weight, theirs[name]), name
+
+
+def _run_spare(folder: Path, python: list[str]) -> None:
+    """A worker that no launcher has started: it waits, since all places are taken."""
+    end = time.monotonic() + 100
+    while not (folder / "store").exists():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    address = (folder / "store").read_text()
+    node = RecoveryNode(address, ranks=4, min_workers=1)
+    node.come(0)
+    told = json.dumps({})
+    environment = {**node.start(3), "RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "3"}
+    run([*python, SCRIPT, folder, told], limit=200, **environment).require_success()
+    node.tell_end(node.workers[3], "")
