@@ -66,12 +66,20 @@ bench: install
 	$(BIN)/python -m benchmarks.step_time codecs --json benchmarks/results/allreduce.json
 	$(BIN)/python -m benchmarks.step_time forms --json benchmarks/results/hierarchical.json
 	$(BIN)/python -m benchmarks.step_time fsdp --json benchmarks/results/fsdp.json
+	$(BIN)/python -m benchmarks.step_time.local_steps --json benchmarks/results/local_throughput.json
 	$(BIN)/python -m benchmarks.profiler.whatif --json benchmarks/results/whatif.json
 	$(BIN)/python -m benchmarks.convergence --json benchmarks/results/convergence.json
 	$(BIN)/python -m benchmarks.convergence --steps 480 --seeds 3 --ranks 2 --task gpt --codec none \
 	  --codec sign --codec powersgd:two_phase=true --json benchmarks/results/convergence_long.json
+	$(BIN)/python -m benchmarks.convergence --steps 800 --ranks 2 --task gpt --codec delay/int8 \
+	  --json benchmarks/results/convergence_delay.json
+	$(BIN)/python -m benchmarks.convergence --steps 800 --lr 0.0042 --ranks 2 --task gpt \
+	  --codec 'local_sgd@4/int8*1.4' --codec 'local_sgd@8/int8*1.4' \
+	  --json benchmarks/results/convergence_local_tuned.json
 	$(BIN)/python -m benchmarks.convergence.time_to_accuracy \
 	  --json benchmarks/results/time_to_accuracy.json
+	$(BIN)/python -m benchmarks.convergence.time_to_accuracy --seeds 2 --every 16 --codec int8 \
+	  --codec delay/int8 --codec delay/int4 --json benchmarks/results/delay.json
 	$(BIN)/python -m benchmarks.checkpoint --json benchmarks/results/checkpoint.json
 	$(BIN)/python -m tests.campaigns.checkpoint_crash --trials 1000 \
 	  --json benchmarks/results/crash_campaign.json
@@ -83,6 +91,9 @@ bench: install
 	  --json benchmarks/results/faults_figures.json
 	$(BIN)/python -m benchmarks.restart.rendezvous --trials 17 --stock 6 \
 	  --json benchmarks/results/restart_rendezvous.json
+	$(BIN)/python -m tests.campaigns.in_process --trials 250 \
+	  --json benchmarks/results/faults_in_process.json
+	$(BIN)/python -m benchmarks.restart.in_process --json benchmarks/results/restart_in_process.json
 	$(BIN)/python -m benchmarks.restart.overhead --json benchmarks/results/elastic_overhead.json
 	$(BIN)/python -m benchmarks.profiler --json benchmarks/results/profiling.json
 

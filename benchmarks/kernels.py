@@ -40,7 +40,7 @@ def make_passes(codec: BlockCodec, *, numel: int, device: torch.device) -> dict[
         raise SystemExit(f"no kernels for {codec.name}: is Triton installed?")
     each = numel // _PARAMETERS
     slices = [Slice(f"p{i}", i * each, each, i * each) for i in range(_PARAMETERS)]
-    table = SliceTable.of_rows(codec, slices, rows=_WORLD_SIZE, device=device)
+    table = SliceTable.of(codec, [slices], rows=_WORLD_SIZE, device=device)
     generator = torch.Generator(device).manual_seed(_SEED)
     flat = torch.randn(numel, generator=generator, device=device)
     residual = torch.randn(numel, generator=generator, device=device) * 0.1

@@ -115,6 +115,8 @@ def jobs_of(task: str, codecs: Sequence[str], *, ranks: int) -> Iterator[Job]:
 def measure(given: argparse.Namespace, record: Record) -> None:
     """Add all rows as they come. One that breaks its ranks does not stop the rest."""
     results: list[Result] = []
+    chosen = {name: getattr(given, name) for name in ("steps", "batch", "lr")}
+    changed = {name: value for name, value in chosen.items() if value is not None}
 
     def add(result: Result, ranks: int) -> None:
         results.append({"ranks": ranks, **result})
@@ -136,7 +138,7 @@ def measure(given: argparse.Namespace, record: Record) -> None:
                     on_result=partial(add, ranks=ranks),
                     jobs=[asdict(job) for job in left],
                     seeds=list(range(given.seeds)),
-                    tasks={task: {"steps": given.steps} for task in TASKS if given.steps},
+                    tasks=dict.fromkeys(TASKS, changed),
                     min_compress_numel=MIN_COMPRESS_NUMEL,
                 )
                 left = []
@@ -164,6 +166,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--task", action="append", choices=TASKS, help="default: both; repeatable")
     add("--ranks", action="append", type=int, choices=(2, 4), help="default: 2 and 4; repeatable")
     add("--steps", type=int, metavar="N", help="of every training; default: the task's own")
+    add("--batch", type=positive, metavar="N", help="samples of a step; default: the task's own")
+    add("--lr", type=float, metavar="RATE", help="of all rows; default: the task's own")
     add("--seeds", type=positive, default=5, metavar="N", help="0 to N - 1 (%(default)s)")
     given = parser.parse_args(argv)
     codecs = given.codec or ([] if given.outer_sweep else [*CODECS, "powersgd:two_phase=true"])

@@ -32,9 +32,11 @@ def convergence(result: Result, *, task: str) -> str | None:
             columns.append(("difference to `ddp`, %", partial(_off, metric=metric), ranks))
         of_rows = [row for row in rows if row["metrics"]]
         tables.append(markdown(columns, pivot(of_rows, of=["row"], by="ranks")))
-    steps = result["meta"]["arguments"].get("steps")
+    given = result["meta"]["arguments"]
+    words = {"steps": " of {} steps", "batch": ", batches of {}", "lr": ", learning rate {:g}"}
+    chosen = [word.format(given[name]) for name, word in words.items() if given.get(name)]
     text = (
-        f"Task `{task}`{f' of {steps} steps' if steps else ''}, "
+        f"Task `{task}`{''.join(chosen)}, "
         f"{max(len(row['seeds']) for row in rows)} seeds: mean and standard deviation after the "
         "last step; difference to fp32 DDP with the same seed, mean and standard deviation. =: the "
         "mean difference is within DDP's own standard deviation over seeds."

@@ -159,12 +159,8 @@ class Channel:
         if see is not None:
             see(work)
         blocks = of.device.type == "cpu"  # who waits; elsewhere a stream is ordered behind it
-        if see is None and not blocks:
-            return work
-        limit = self.limit if blocks else None
-        return _Launched(
-            work, f"{name} of group {self.name!r}", limit, None if see is None else watch
-        )
+        what, limit = f"{name} of group {self.name!r}", self.limit if blocks else None
+        return _Launched(work, what, limit, None if see is None else watch)
 
 
 @dataclass(frozen=True)

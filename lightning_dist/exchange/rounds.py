@@ -5,10 +5,11 @@ the collectives of all of them in one order on every rank::
 
     start()          first collective, asynchronous
     start_second()   wait for it and issue the second one, if there is one
-    wait()           wait for the last one; afterwards `payloads` are what every rank received, in
-                     rank order and bit for bit the same on every rank
+    wait()           wait for the last one
 
-Buffers are allocated once and reused; an exchange is used for one step at a time.
+The caller encodes into the memory of an exchange before, and reads what it received there after.
+That memory is bytes; a :class:`Section` has typed views of it. Buffers are allocated once and
+reused; an exchange is used for one step at a time.
 """
 
 from __future__ import annotations
@@ -32,9 +33,6 @@ from lightning_dist.topology import Topology
 Allocate = Callable[[int], Tensor]
 """Bytes -> flat uint8 memory, aligned for any dtype."""
 
-ReducePayload = Callable[[Payload, Payload], None]
-"""``(received, mean)``: payloads of all ranks ``(W, ...)`` -> one of their mean ``(1, ...)``."""
-
 
 class Where(TypedDict):
     """Arguments of every exchange: between whom, and in which memory."""
@@ -51,10 +49,12 @@ class Section:
 
     Args:
         own: where the caller encodes.
-        payloads: to be decoded and added in this order.
+        payloads: what every rank received, bit for bit the same on every rank; to be decoded and
+            added in this order.
         received: what every rank said of this rank's share, in rank order.
-        mean: the encoded mean of that share, ``(1, ...)``.
+        mean: of that share, where the caller encodes it between the two collectives.
         sent: bytes of one use.
+        own_stays: ``own`` is kept until the second collective; or the network adds in place.
     """
 
     own: Payload
@@ -62,18 +62,12 @@ class Section:
     sent: Sent
     received: Sequence[Payload] = ()
     mean: Payload = ()
-    own_stays = True
+    own_stays: bool = True
 
 
 class Exchange(ABC):
     """See the module's docstring."""
 
-    own: Payload
-    """Where the caller encodes."""
-    own_stays = True
-    """Until the second collective; or the network writes its sum there at once."""
-    payloads: Sequence[Payload]
-    """To be decoded and added in this order."""
     sent: Sent
     """Bytes of one use."""
 
@@ -101,8 +95,21 @@ class Exchange(ABC):
         return torch.zeros(size, dtype=torch.uint8, device=self._device)
 
 
+class RowExchange(Exchange):
+    """An exchange of rows of bytes, of which several units may each have a :class:`Section`."""
+
+    own_bytes: Tensor
+    """Where callers encode."""
+    payload_bytes: Tensor
+    """What every rank received."""
+
+    @abstractmethod
+    def section(self, planes: Sequence[Plane], blocks: int, *, before: int = 0) -> Section:
+        """``blocks`` of every row, behind so many bytes of it; the rows are of one length."""
+
+
 class AllReduce(Exchange):
-    """The network adds the payloads.
+    """The network adds the payloads; ``whole`` is all of them.
 
     Args:
         keep_own: keep what this rank encoded; its copy is added.
@@ -128,40 +135,42 @@ class AllReduce(Exchange):
             memory = self._memory(blocks * plane.bytes_per_block).view(plane.dtype)
             return memory.view(1, blocks, plane.per_block)
 
-        self._summed = buffer() if in_place is None else in_place
-        self.own = (buffer(),) if keep_own else (self._summed,)
-        self.own_stays = keep_own
-        self.payloads = ((self._summed,),)
-        self.sent = traffic.ring_allreduce(self._summed.nbytes, self._topology)
+        summed = buffer() if in_place is None else in_place
+        own = (buffer(),) if keep_own else (summed,)
+        self.sent = traffic.ring_allreduce(summed.nbytes, self._topology)
+        self.whole = Section(own, ((summed,),), self.sent, own_stays=keep_own)
 
     @override
     def start(self) -> None:
+        (own,), ((summed,),) = self.whole.own, self.whole.payloads
         if self._weight != 1:
-            torch.mul(self.own[0], self._weight, out=self._summed)
-        elif self.own_stays:
-            self._summed.copy_(self.own[0])
-        self._work = [self._channel.all_reduce(self._summed)]
+            torch.mul(own, self._weight, out=summed)
+        elif self.whole.own_stays:
+            summed.copy_(own)
+        self._work = [self._channel.all_reduce(summed)]
 
 
-class AllGather(Exchange):
+class AllGather(RowExchange):
     """Every rank receives every payload: for sparse ones, and the short way for two ranks.
 
     With W = 2 it moves the bytes of the two-shot exchange in one round and rounds once, not twice.
-    With more ranks its bytes grow with W. ``own_bytes`` and ``payload_bytes`` are the uint8 memory
-    behind ``own`` and ``payloads``.
+    With more ranks its bytes grow with W.
+
+    Args:
+        size: bytes of a payload, which is one row.
     """
 
-    def __init__(self, planes: Sequence[Plane], blocks: int, **where: Unpack[Where]) -> None:
+    def __init__(self, size: int, **where: Unpack[Where]) -> None:
         super().__init__(**where)
         topology = self._topology
-        world, size = topology.world_size, row_bytes(planes, blocks)
-        self.payload_bytes = self._memory(world * size).view(world, size)
+        self.payload_bytes = self._memory(topology.world_size * size).view(
+            topology.world_size, size
+        )
         self.own_bytes = self.payload_bytes[topology.rank]  # gathered in place
-        whole = self.section(planes, blocks)
-        self.own, self.payloads, self.sent = whole.own, whole.payloads, whole.sent
+        self.sent = traffic.ring_all_gather(size, topology)
 
+    @override
     def section(self, planes: Sequence[Plane], blocks: int, *, before: int = 0) -> Section:
-        """``blocks`` of every row, behind so many bytes of it."""
         size = row_bytes(planes, blocks)
         rows = self.payload_bytes[:, before : before + size]
         payloads = [views(row.unsqueeze(0), planes, blocks) for row in rows]
@@ -173,11 +182,22 @@ class AllGather(Exchange):
         self._work = [self._channel.all_gather(self.payload_bytes.view(-1), self.own_bytes)]
 
 
-class TwoShot(Exchange):
-    """all_to_all, decode and add this rank's shard, encode the mean, all_gather.
+class TwoShot(RowExchange):
+    """all_to_all; the caller adds what it received of its share and encodes the mean; all_gather.
 
-    Row ``r`` of the ``W`` rows of the payload is the shard of rank ``r``. ``own_bytes``,
-    ``payload_bytes``, ``shard_bytes`` and ``mean_bytes`` are the uint8 memory behind the planes.
+    ``sizes[r]`` bytes of a payload, its row ``r``, are the share of rank ``r``::
+
+        own -> start() -> wait() -> received          every rank's share of mine
+        mean -> start_second() -> wait() -> payloads  every owner's mean, equal on all ranks
+
+    Between the ranks of a flat network all shares are equal; inside a host they may differ, up to
+    the leader form, where one rank owns everything. gloo has no asynchronous reduce_scatter, and a
+    ring adds in an order that depends on positions: an all_to_all brings every owner what all ranks
+    say of its share, in rank order.
+
+    The memory is in use from encoding until what was received is read, and from encoding the mean
+    until the payloads are. Exchanges that do not overlap in this may share it. ``own_bytes``,
+    ``received_bytes``, ``mean_bytes`` and ``payload_bytes`` are the uint8 memory of all sections.
 
     Args:
         keep_own: keep what this rank encoded until the end; otherwise the means are received where
@@ -185,118 +205,66 @@ class TwoShot(Exchange):
     """
 
     def __init__(
-        self,
-        planes: Sequence[Plane],
-        blocks: int,
-        *,
-        reduce: ReducePayload,
-        keep_own: bool = True,
-        **where: Unpack[Where],
+        self, sizes: Sequence[int], *, keep_own: bool = False, **where: Unpack[Where]
     ) -> None:
         super().__init__(**where)
-        topology = self._topology
-        world, size = topology.world_size, row_bytes(planes, blocks)
-
-        def buffer() -> Tensor:
-            return self._memory(world * size).view(world, size)
-
-        self.own_bytes, self.shard_bytes = buffer(), buffer()
-        self.payload_bytes = buffer() if keep_own else self.own_bytes
-        self.mean_bytes = self.payload_bytes[topology.rank].unsqueeze(0)  # gathered in place
-        whole = self.section(planes, blocks)
-        self.own, self.payloads, self.sent = whole.own, whole.payloads, whole.sent
-        (self.shards,), self.mean = whole.received, whole.mean
-        """This rank's shard as every rank encoded it, ``(W, ...)``, and the mean of it."""
-        self._reduce = reduce
-
-    def section(self, planes: Sequence[Plane], blocks: int, *, before: int = 0) -> Section:
-        """``blocks`` of every row, behind so many bytes of it."""
-        size = row_bytes(planes, blocks)
-        memory = (self.own_bytes, self.payload_bytes, self.shard_bytes, self.mean_bytes)
-        own, payloads, shards, mean = (
-            views(rows[:, before : before + size], planes, blocks) for rows in memory
-        )
-        scattered = traffic.all_to_all(self._topology.world_size * size, self._topology)
-        sent = scattered + traffic.ring_all_gather(size, self._topology)
-        return Section(own, (payloads,), sent, (shards,), mean)
-
-    @override
-    def start(self) -> None:
-        shards, own = self.shard_bytes.view(-1), self.own_bytes.view(-1)
-        self._work = [self._channel.all_to_all(shards, own)]
-
-    @override
-    def start_second(self) -> None:
-        self.wait()
-        self._reduce(self.shards, self.mean)
-        results, mean = self.payload_bytes.view(-1), self.mean_bytes.view(-1)
-        self._work = [self._channel.all_gather(results, mean)]
-
-
-class ReduceScatterAllGather(Exchange):
-    """``blocks[r]`` blocks of a payload belong to rank ``r`` of the group: inside a host.
-
-    Where all shares are equal this is the sharded form, where one rank owns everything the leader
-    form. gloo has no asynchronous reduce_scatter, and a ring adds in an order that depends on
-    positions: an all_to_all brings every owner what all ranks say of its share, in rank order.
-    The caller reduces between the two collectives::
-
-        payloads -> start() -> wait() -> received          every rank's share of mine
-        own -> start_second() -> wait() -> payloads        every owner's result, equal on all ranks
-
-    The memory is in use from encoding until what was received is read, and from encoding into
-    ``own`` until the results are. Exchanges that do not overlap in this may share it.
-    ``payload_bytes``, ``received_bytes`` and ``own_bytes`` are the uint8 memory behind the planes.
-    """
-
-    def __init__(
-        self, planes: Sequence[Plane], blocks: Sequence[int], **where: Unpack[Where]
-    ) -> None:
-        super().__init__(**where)
-        self.rank = rank = self._topology.rank
-        self._sizes = [row_bytes(planes, count) for count in blocks]
-        self.payload_bytes = self._memory(sum(self._sizes))
+        self.rank, self._sizes = self._topology.rank, list(sizes)
+        self._equal = len(set(sizes)) == 1
+        own = self._sizes[self.rank]
+        self.own_bytes = self._memory(sum(sizes))
+        self.received_bytes = self._memory(len(sizes) * own).view(len(sizes), own)
+        self.payload_bytes = self._memory(sum(sizes)) if keep_own else self.own_bytes
         self._parts = self.payload_bytes.split_with_sizes(self._sizes)
-        self.own_bytes = self._parts[rank]
-        received = self._memory(len(blocks) * self._sizes[rank])
-        self.received_bytes = received.view(len(blocks), self._sizes[rank])
-        self._equal = len(set(self._sizes)) == 1
-        whole = self.section(planes, blocks, before=[0] * len(blocks))
-        self.own, self.payloads, self.sent = whole.own, whole.payloads, whole.sent
-        """Payload ``(1, blocks[r], ...)`` for every rank ``r``; later each owner's result."""
-        self.received = whole.received
-        """What every rank sent to this one, ``(1, blocks[rank], ...)`` each."""
+        self.mean_bytes = self._parts[self.rank]  # gathered in place
+        self.sent = self._sent(self._sizes)
 
-    def section(
+    def _sent(self, sizes: Sequence[int]) -> Sent:
+        topology = self._topology
+        gathered = (
+            traffic.ring_all_gather(sizes[self.rank], topology)
+            if self._equal
+            else traffic.broadcasts(sizes, topology)
+        )
+        return traffic.scatter(sizes, topology) + gathered
+
+    @override
+    def section(self, planes: Sequence[Plane], blocks: int, *, before: int = 0) -> Section:
+        world, size = len(self._sizes), row_bytes(planes, blocks)
+        memory = (self.own_bytes, self.payload_bytes, self.received_bytes)
+        own, payload, received = (
+            views(rows.view(world, -1)[:, before : before + size], planes, blocks)
+            for rows in memory
+        )
+        mean = views(self.mean_bytes[before : before + size].unsqueeze(0), planes, blocks)
+        return Section(own, (payload,), self._sent([size] * world), (received,), mean)
+
+    def shares(
         self, planes: Sequence[Plane], blocks: Sequence[int], *, before: Sequence[int]
     ) -> Section:
-        """``blocks[r]`` of what belongs to rank ``r``, behind ``before[r]`` bytes of it."""
-        rank, sizes = self._topology.rank, [row_bytes(planes, count) for count in blocks]
+        """``blocks[r]`` of row ``r``, behind ``before[r]`` bytes of it.
+
+        Payloads are ``(1, blocks[r], ...)`` for every rank ``r``, encoded where the means come to.
+        """
+        rank, sizes = self.rank, [row_bytes(planes, count) for count in blocks]
         payloads = [
             views(part[start : start + size].unsqueeze(0), planes, count)
             for part, start, size, count in zip(self._parts, before, sizes, blocks, strict=True)
         ]
         rows = self.received_bytes[:, before[rank] : before[rank] + sizes[rank]].unsqueeze(1)
         received = [views(row, planes, blocks[rank]) for row in rows]
-        gathered = (
-            traffic.ring_all_gather(sizes[rank], self._topology)
-            if self._equal
-            else traffic.broadcasts(sizes, self._topology)
-        )
-        sent = traffic.scatter(sizes, self._topology) + gathered
-        return Section(payloads[rank], payloads, sent, received)
+        return Section((), payloads, self._sent(sizes), received, payloads[rank])
 
     @override
     def start(self) -> None:
-        received = [self._sizes[self._topology.rank]] * len(self._sizes)
-        landing, own = self.received_bytes.view(-1), self.payload_bytes
-        self._work = [self._channel.all_to_all(landing, own, received, self._sizes)]
+        splits = () if self._equal else ([self._sizes[self.rank]] * len(self._sizes), self._sizes)
+        received = self.received_bytes.view(-1)
+        self._work = [self._channel.all_to_all(received, self.own_bytes, *splits)]
 
     @override
     def start_second(self) -> None:
         self.wait()
         if self._equal:
-            self._work = [self._channel.all_gather(self.payload_bytes, self.own_bytes)]  # in place
+            self._work = [self._channel.all_gather(self.payload_bytes, self.mean_bytes)]
             return
         self._work = [
             self._channel.broadcast(part, owner=owner)
@@ -314,6 +282,7 @@ class AllGatherV(Exchange):
     """
 
     own: Payload = ()
+    payloads: Sequence[Payload] = ()
     sent = Sent()
 
     @override

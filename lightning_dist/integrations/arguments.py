@@ -88,7 +88,7 @@ class CompressionArguments:
         refuse_unknown(kwargs, of=type(self), handed_to=DistributedDataParallel.__init__)
         refuse_pytorch_lightning(**kwargs)
         require_recovery(recovery)
-        self._recovery: RecoveryMode = recovery
+        self.recovery: RecoveryMode = recovery
         if recovery == "in_process":
             if not self._can_recover:
                 raise ValueError(

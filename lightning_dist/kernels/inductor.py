@@ -15,7 +15,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -30,12 +30,11 @@ from lightning_dist.codecs.noise import block_keys
 from lightning_dist.codecs.threshold import Threshold
 from lightning_dist.exchange.wire import row_bytes, views
 from lightning_dist.kernels.native import NativeSparsePasses, block_passes
-from lightning_dist.kernels.passes import Passes, compute_dtype
+from lightning_dist.kernels.passes import Pass, Passes, compute_dtype
 from lightning_dist.kernels.sparse import SparsePasses
+from lightning_dist.kernels.triton import available_on
 
 log = logging.getLogger(__name__)
-
-Pass = Callable[..., None]
 
 FUSE_FROM_ELEMENTS = 1 << 22  # a smaller model saves less than the 20 s that compiling costs
 _one_at_a_time = threading.Lock()  # torch's tracer keeps its state in globals
@@ -64,9 +63,7 @@ def should_fuse(wish: bool | Literal["auto"], *, numel: int, device: torch.devic
     if wish is False:
         return False
     if is_accelerator(device):
-        from torch.utils._triton import has_triton  # no attribute of torch.utils before an import
-
-        there = bool(has_triton())
+        there = available_on(device)
     else:
         there = any(shutil.which(name) for name in ("g++", "clang++"))
     if wish is True and not there:
@@ -106,9 +103,7 @@ def _fused_passes(variant: Variant) -> Mapping[str, Pass]:
     return fused
 
 
-def _compiled(
-    variant: Variant, examples: Mapping[str, tuple[Any, ...]]
-) -> Mapping[str, Callable[..., None]]:
+def _compiled(variant: Variant, examples: Mapping[str, tuple[Any, ...]]) -> Mapping[str, Pass]:
     if variant.passes.codec.native is None:
         return {
             name: _compile(getattr(variant.passes, name), arguments)
@@ -177,10 +172,10 @@ def _compile(function: Pass, arguments: tuple[Any, ...]) -> Pass:
     return fused
 
 
-def _leaves(tree: tuple[Any, ...]) -> list[Tensor | None]:
+def _leaves(tree: Sequence[Any]) -> list[Tensor | None]:
     flat: list[Tensor | None] = []
     for part in tree:
-        if isinstance(part, tuple):
+        if isinstance(part, (tuple, list)):
             flat.extend(_leaves(part))
         else:
             flat.append(part)

@@ -15,9 +15,9 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.codecs.base import Payload
-from lightning_dist.codecs.memory import MomentumCorrection, State
+from lightning_dist.codecs.memory import MomentumCorrection
 from lightning_dist.codecs.scales import HEADROOM
 from lightning_dist.codecs.threshold import Threshold
-from lightning_dist.kernels.passes import Passes
+from lightning_dist.kernels.passes import Pass, Passes
 from lightning_dist.kernels.sparse import SparsePasses, place_dtype
 
 _SOURCE = Path(__file__).with_name("native.cpp")
@@ -51,9 +51,7 @@ class _Planes(Structure):
     _fields_ = tuple((name, c_void_p) for name in ("places", "values", "scales"))
 
 
-def block_passes(
-    passes: Passes, dtype: torch.dtype, received: int
-) -> dict[str, Callable[..., None]]:
+def block_passes(passes: Passes, dtype: torch.dtype, received: int) -> dict[str, Pass]:
     """Compiled passes by name for gradients of ``dtype``; none where the C++ has none.
 
     Raises:
@@ -68,11 +66,9 @@ def block_passes(
     if linear and received > 1:
         return {}
     library, planes = _library(), native.planes
-    run_encode = getattr(library, f"{native.functions}_encode")
-    run_encode_and_commit = getattr(library, f"{native.functions}_encode_and_commit")
-    run_decode_and_commit = getattr(library, f"{native.functions}_decode_and_commit")
 
-    def call(grad: Tensor, state: State, scale: Tensor, keys: Tensor | None) -> _Call:
+    def call(given: Sequence[Any], *, received: int = 0) -> _Call:
+        grad, state, scale, keys = given
         residual, velocity = (*(_pointer(held) for held in state), None, None)[:2]
         return _Call(
             grad=_pointer(grad),
@@ -84,6 +80,7 @@ def block_passes(
             block=codec.block,
             k=native.k,
             values=_VALUES.index(native.values),
+            received=received,
             momentum=memory.momentum if isinstance(memory, MomentumCorrection) else 0.0,
             encode_factor=factors.encode,
             own_factor=factors.own,
@@ -95,33 +92,22 @@ def block_passes(
     def planes_of(payload: Payload) -> _Planes:
         return _Planes(**dict(zip(planes, map(_pointer, payload), strict=False)))
 
-    def encode(
-        grad: Tensor, state: State, scale: Tensor, keys: Tensor | None, own: Payload
-    ) -> None:
-        run_encode(byref(call(grad, state, scale, keys)), byref(planes_of(own)))
+    def encode(function: Any, *of_call: Any) -> None:
+        *given, own = of_call
+        function(byref(call(given)), byref(planes_of(own)))
 
-    def encode_and_commit(
-        grad: Tensor, state: State, scale: Tensor, keys: Tensor | None, own: Payload
-    ) -> None:
-        run_encode_and_commit(byref(call(grad, state, scale, keys)), byref(planes_of(own)))
-
-    def decode_and_commit(
-        grad: Tensor,
-        state: State,
-        scale: Tensor,
-        keys: Tensor | None,
-        own: Payload,
-        payloads: tuple[Payload, ...],
-    ) -> None:
-        given = call(grad, state, scale, keys)
-        given.received = len(payloads)
+    def decode_and_commit(function: Any, *of_call: Any) -> None:
+        *given, own, payloads = of_call
         others = (_Planes * len(payloads))(*map(planes_of, payloads))
-        run_decode_and_commit(byref(given), byref(planes_of(own)), others)
+        function(byref(call(given, received=len(payloads))), byref(planes_of(own)), others)
 
     return {
-        "encode": encode,
-        "encode_and_commit": encode_and_commit,
-        "decode_and_commit": decode_and_commit,
+        name: partial(run, getattr(library, f"{native.functions}_{name}"))
+        for name, run in (
+            ("encode", encode),
+            ("encode_and_commit", encode),
+            ("decode_and_commit", decode_and_commit),
+        )
     }
 
 
@@ -197,17 +183,15 @@ def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(_built()))
     call, planes, pointer, number = POINTER(_Call), POINTER(_Planes), c_void_p, c_int64
     arguments: dict[str, list[Any]] = {
-        "topk_encode": [call, planes],
-        "topk_encode_and_commit": [call, planes],
-        "topk_decode_and_commit": [call, planes, planes],
-        "randomk_encode": [call, planes],
-        "randomk_encode_and_commit": [call, planes],
-        "randomk_decode_and_commit": [call, planes, planes],
         "threshold_add": [pointer, pointer, pointer, number],
         "threshold_select": [pointer, number, pointer, number, number, pointer, pointer],
         "threshold_scatter": [pointer, pointer, pointer, number, number, c_float],
         "threshold_keep": [pointer, pointer, pointer, number],
     }
+    for codec in ("topk", "randomk"):
+        for name in ("encode", "encode_and_commit"):
+            arguments[f"{codec}_{name}"] = [call, planes]
+        arguments[f"{codec}_decode_and_commit"] = [call, planes, planes]
     for name, types in arguments.items():
         function = getattr(library, name)
         function.argtypes = types

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from torch import Tensor
 from lightning_dist.accelerator import is_accelerator
 from lightning_dist.codecs.base import BlockCodec, Payload
 from lightning_dist.codecs.memory import Memory, State
+
+Pass: TypeAlias = Callable[..., None]
 
 _CACHE_ELEMENTS = 1 << 16  # 256 KB of float32 and its temporaries stay in a core's cache
 _FUSED_FROM_BLOCKS = 16
@@ -37,7 +40,7 @@ class Factors:
 
 @dataclass(frozen=True)
 class Passes:
-    """The arithmetic itself; see :class:`Kernels` for what each pass does."""
+    """The arithmetic itself. ``own`` and ``mean`` are written, ``grad`` and ``state`` changed."""
 
     codec: BlockCodec
     memory: Memory
@@ -47,12 +50,14 @@ class Passes:
     def encode(
         self, grad: Tensor, state: State, scale: Tensor, keys: Tensor | None, own: Payload
     ) -> None:
+        """``own <- C(compensated)``, with error feedback ``C(grad + scale * residual)``."""
         x = self.memory.compensated(_widened(grad), state, scale)
         _write(own, self._encoded(x, keys))
 
     def encode_and_commit(
         self, grad: Tensor, state: State, scale: Tensor, keys: Tensor | None, own: Payload
     ) -> None:
+        """As :meth:`encode`, and in the same pass ``state <- what D(own) did not say``."""
         x = _widened(grad)
         compensated = self.memory.compensated(x, state, scale)
         payload = self._encoded(compensated, keys)
@@ -61,6 +66,7 @@ class Passes:
             self._commit(x, compensated, self.decoded(payload, x.dtype, keys), state, scale)
 
     def reduce(self, shards: Payload, keys: Tensor | None, mean: Payload) -> None:
+        """``mean <- C(sum_r D(shards[r]) / W)``, added in rank order."""
         # Payloads in float64 are uncompressed gradients, whose mean must not be shorter than they.
         wide = shards[0].dtype == torch.float64
         exact = self._mean_of_ranks(shards, torch.float64 if wide else torch.float32)
@@ -75,6 +81,10 @@ class Passes:
         own: Payload,
         payloads: Sequence[Payload],
     ) -> None:
+        """``state <- what D(own) did not say``, and ``grad <- mean of D(payloads)``.
+
+        With an empty ``state`` ``own`` is not read: what is committed when encoding is not again.
+        """
         x = _widened(grad)
         if state:
             compensated = self.memory.compensated(x, state, scale)
@@ -115,6 +125,12 @@ class Passes:
     def server_feedback(
         self, residual: Tensor, scale: Tensor, shards: Payload, mean: Payload
     ) -> None:
+        """Add what the second rounding lost to the owner's residual ``(1, B, block)``.
+
+        The owner of a shard alone knows the exact sum. ``W`` times the error of the mean in one
+        rank's residual is the error itself in the mean residual, so mass is conserved without a
+        second state.
+        """
         exact = self._mean_of_ranks(shards, residual.dtype)
         kept_back = (exact - self.codec.decode(mean, residual.dtype)) * self.world_size
         new = residual + kept_back / scale
@@ -154,62 +170,28 @@ class Passes:
 
 
 class Kernels:
-    """The passes of one codec for gradients of one dtype."""
+    """The passes of one codec for gradients of one dtype, by their names in :class:`Passes`.
+
+    Compiled ones where there are some, else the eager ones in tiles that stay in a cache.
+    """
 
     def __init__(
         self, codec: BlockCodec, *, memory: Memory, factors: Factors, world_size: int
     ) -> None:
         self.codec, self.memory = codec, memory
         self.passes = Passes(codec, memory, factors, world_size)
-        self._fused: dict[str, Callable[..., None]] = {}
+        self._fused: Mapping[str, Pass] = {}
         # With fewer blocks, what torch's compiler has made costs more to call than to run.
         self._fused_from = 1 if codec.native else _FUSED_FROM_BLOCKS
+        self.encode, self.encode_and_commit, self.reduce, self.decode_and_commit = (
+            partial(self._call, name)
+            for name in ("encode", "encode_and_commit", "reduce", "decode_and_commit")
+        )
+        self.server_feedback = partial(self._call, "server_feedback")
 
-    def encode(
-        self, grad: Tensor, state: State, scale: Tensor, keys: Tensor | None, own: Payload
-    ) -> None:
-        """``own <- C(compensated)``, with error feedback ``C(grad + scale * residual)``."""
-        self._call("encode", grad, state, scale, keys, own)
-
-    def encode_and_commit(
-        self, grad: Tensor, state: State, scale: Tensor, keys: Tensor | None, own: Payload
-    ) -> None:
-        """As :meth:`encode`, and in the same pass ``state <- what D(own) did not say``."""
-        self._call("encode_and_commit", grad, state, scale, keys, own)
-
-    def reduce(self, shards: Payload, keys: Tensor | None, mean: Payload) -> None:
-        """``mean <- C(sum_r D(shards[r]) / W)``, added in rank order."""
-        self._call("reduce", shards, keys, mean)
-
-    def decode_and_commit(
-        self,
-        grad: Tensor,
-        state: State,
-        scale: Tensor,
-        keys: Tensor | None,
-        own: Payload,
-        payloads: Sequence[Payload],
-    ) -> None:
-        """``state <- what D(own) did not say``, and ``grad <- mean of D(payloads)``.
-
-        With an empty ``state`` ``own`` is not read: what is committed when encoding is not again.
-        """
-        self._call("decode_and_commit", grad, state, scale, keys, own, tuple(payloads))
-
-    def server_feedback(
-        self, residual: Tensor, scale: Tensor, shards: Payload, mean: Payload
-    ) -> None:
-        """Add what the second rounding lost to the owner's residual ``(1, B, block)``.
-
-        The owner of a shard alone knows the exact sum. ``W`` times the error of the mean in one
-        rank's residual is the error itself in the mean residual, so mass is conserved without a
-        second state.
-        """
-        self._call("server_feedback", residual, scale, shards, mean)
-
-    def use(self, fused: Mapping[str, Callable[..., None]]) -> None:
+    def use(self, fused: Mapping[str, Pass]) -> None:
         """Replace passes by fused ones."""
-        self._fused = dict(fused)
+        self._fused = fused
 
     @property
     def is_fused(self) -> bool:
@@ -246,10 +228,14 @@ def _write(out: Payload, values: Payload) -> None:
 def _tensors(tree: Any) -> list[Tensor]:
     if isinstance(tree, Tensor):
         return [tree]
-    return [leaf for part in tree for leaf in _tensors(part)] if isinstance(tree, tuple) else []
+    return [leaf for part in tree for leaf in _tensors(part)] if _is_tree(tree) else []
 
 
 def _cut(tree: Any, blocks: slice) -> Any:
-    if isinstance(tree, tuple):
+    if _is_tree(tree):
         return tuple(_cut(part, blocks) for part in tree)
     return tree[:, blocks] if isinstance(tree, Tensor) and tree.dim() == 3 else tree
+
+
+def _is_tree(tree: Any) -> bool:
+    return isinstance(tree, (tuple, list))

@@ -221,16 +221,4 @@ def make_passes(
     return UnitPasses(codec, feedback=feedback, fused=fused, device=device, units=units)
 
 
-@make_passes.register(BlockCodec)
-def _block_passes(
-    codec: BlockCodec,
-    *,
-    feedback: bool,
-    fused: bool,
-    device: torch.device,
-    units: int,
-    received: int | None = None,
-) -> Passes:
-    return BlockPasses(
-        codec, feedback=feedback, fused=fused, device=device, units=units, received=received
-    )
+make_passes.register(BlockCodec, BlockPasses)

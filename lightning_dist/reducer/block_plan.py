@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lightning_dist.codecs.base import BlockCodec, Plane
+from lightning_dist.codecs.base import BlockCodec
 from lightning_dist.exchange.rounds import (
     AllGather,
     AllReduce,
     Exchange,
-    ReducePayload,
+    RowExchange,
+    Section,
     TwoShot,
     Where,
 )
-from lightning_dist.exchange.wire import PayloadMemory
+from lightning_dist.exchange.wire import PayloadMemory, row_bytes
 from lightning_dist.kernels.passes import Kernels, compute_dtype
 from lightning_dist.reducer.fitting import rows_of
 from lightning_dist.reducer.network import Network
@@ -26,7 +26,7 @@ from lightning_dist.reducer.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
 
 if TYPE_CHECKING:
-    from lightning_dist.kernels.triton.passes import SumOfPayloads, TableKernels  # import Triton
+    from lightning_dist.kernels.triton.passes import TableKernels  # import Triton
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,6 @@ class BlockPlan:
     state: ReducerState
     payloads: PayloadMemory | None
     tables: TableKernels | None = None  # of an accelerator: one launch for every pass of a bucket
-    sums: SumOfPayloads | None = None  # the same where nothing is compressed and nothing is kept
 
     @property
     def immediate(self) -> bool:
@@ -71,33 +70,35 @@ class BlockPlan:
             for kind in self.kernels.memory.kinds
         ]
 
-    def exchange(
-        self,
-        blocks: int,
-        *,
-        reduce: ReducePayload,
-        planes: Sequence[Plane] = (),
-        in_place: Tensor | None = None,
-    ) -> Exchange:
-        """One exchange of so many blocks a row.
-
-        Args:
-            planes: those of the codec by default.
-            in_place: memory of the blocks, to be added in itself; for lossless codecs.
-        """
-        network, planes = self.network, planes or self.codec.planes(self.dtype)
-        where = Where(
+    @property
+    def _where(self) -> Where:
+        network = self.network
+        return Where(
             channel=network.data,
             topology=network.topology,
             device=network.device,
             allocate=None if self.payloads is None else self.payloads.take,
         )
+
+    def row_exchange(self, size: int) -> RowExchange:
+        """One exchange of rows of so many bytes; not for linear codecs."""
+        if self.rows == 1:
+            return AllGather(size, **self._where)
+        return TwoShot([size] * self.rows, keep_own=not self.immediate, **self._where)
+
+    def exchange(self, blocks: int, *, in_place: Tensor | None) -> tuple[Exchange, Section]:
+        """One exchange of so many blocks a row, and all of it.
+
+        Args:
+            in_place: memory of the blocks, to be added in itself where the codec is linear.
+        """
+        planes = self.codec.planes(self.dtype)
         if self.codec.exchange == "allreduce":
             keep_own = bool(self.kernels.memory.kinds)
-            return AllReduce(planes, blocks, keep_own=keep_own, in_place=in_place, **where)
-        if self.rows == 1:
-            return AllGather(planes, blocks, **where)
-        return TwoShot(planes, blocks, reduce=reduce, keep_own=not self.immediate, **where)
+            reduce = AllReduce(planes, blocks, keep_own=keep_own, in_place=in_place, **self._where)
+            return reduce, reduce.whole
+        exchange = self.row_exchange(row_bytes(planes, blocks))
+        return exchange, exchange.section(planes, blocks)
 
 
 def key_name(part: ParameterSlice) -> str:

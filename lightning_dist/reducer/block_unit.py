@@ -13,107 +13,62 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.accelerator import placed
-from lightning_dist.codecs.base import Payload
 from lightning_dist.exchange.rounds import Section, TwoShot
-from lightning_dist.kernels.passes import Kernels
 from lightning_dist.reducer.block_plan import BlockPlan, key_name
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 from lightning_dist.reducer.keys import UnitKeys
 from lightning_dist.reducer.slices import ParameterSlice, neighbours
-from lightning_dist.reducer.tiles import Grid, Tile, columns_of, joined, tile_of
+from lightning_dist.reducer.tiles import Grid, Tile, columns_of, joined, of_tiles, tile_of
 from lightning_dist.reducer.unit_sizes import unit_elements
 from lightning_dist.reducer.units import CommUnit
 
 
 class BlockUnit(CommUnit):
-    """Tiles that travel together.
+    """Tiles that travel together."""
 
-    Args:
-        sampled: the payload of another unit that works on the same memory: of this one only
-            samples are drawn, and what its tiles hold is old.
-    """
-
-    def __init__(
-        self, plan: BlockPlan, tiles: Sequence[Tile], *, sampled: Section | None = None
-    ) -> None:
-        self.tiles, self.kernels = tiles, plan.kernels
-        self._rank, self._immediate = plan.network.rank, plan.immediate
-        self._only_sampled = sampled is not None
-        stochastic = plan.codec.stochastic
-        self._keys = UnitKeys(plan.codec, tiles, rank=self._rank) if stochastic else None
+    def __init__(self, plan: BlockPlan, tiles: Sequence[Tile]) -> None:
+        self.tiles, self.kernels, self._plan = tiles, plan.kernels, plan
+        self._keys = unit_keys(plan, tiles)
         whole = plan.codec.lossless and len(tiles) == 1
-        if sampled is None:
-            self.exchange = plan.exchange(
-                tiles[-1].columns.stop,
-                reduce=partial(_reduce, self.kernels, self._keys),
-                in_place=tiles[0].grad if whole else None,
-            )
-        payload = sampled or self.exchange
-        self._own = [columns_of(payload.own, tile.columns) for tile in tiles]
-        self._own_stays = payload.own_stays
-        self._payloads = [
-            tuple(columns_of(received, tile.columns) for received in payload.payloads)
-            for tile in tiles
-        ]
+        self.exchange, self._section = plan.exchange(
+            tiles[-1].columns.stop, in_place=tiles[0].grad if whole else None
+        )
+        section = self._section
+        self._own = of_tiles(tiles, section.own)
+        received = [of_tiles(tiles, payload) for payload in section.payloads]
+        self._payloads = list(zip(*received, strict=True))
         # An exchange on the bucket's own memory needs no decoding back into it.
-        in_place = payload.own[0].data_ptr() == tiles[0].grad.data_ptr()
+        in_place = section.payloads[0][0].data_ptr() == tiles[0].grad.data_ptr()
         self._in_place = in_place and self.kernels.passes.factors.divisor == 1
-
-    def draw(self, step: int) -> None:
-        """Keys for ``step``, where the codec rounds at random."""
-        if self._keys is not None:
-            self._keys.draw(step)
 
     @override
     def encode(self, scale: Tensor, *, step: int) -> None:
-        self.draw(step)
-        now = self._immediate and bool(self.kernels.memory.kinds)
+        if self._keys is not None:
+            self._keys.draw(step)
+        now = self._plan.immediate and bool(self.kernels.memory.kinds)
         encode = self.kernels.encode_and_commit if now else self.kernels.encode
         for tile, own in zip(self.tiles, self._own, strict=True):
             tile.load()
-            encode(tile.grad, tile.state, scale, self._keys_of(tile), own)
+            encode(tile.grad, tile.state, scale, _keys_of(tile, self._keys), own)
             if now:
                 tile.store()
 
     @override
     def finite(self) -> Tensor:
-        return self.kernels.codec.finite(self.exchange.own)
+        return self.kernels.codec.finite(self._section.own)
+
+    @override
+    def start_second(self) -> None:
+        if isinstance(self.exchange, TwoShot):
+            self.exchange.wait()
+            (shards,), keys = self._section.received, self._keys
+            self.kernels.reduce(shards, None if keys is None else keys.reduce, self._section.mean)
+        self.exchange.start_second()
 
     @override
     def samples(self, sampler: Sampler, scale: Tensor) -> Iterator[CodecSample]:
-        for tile, own in zip(self.tiles, self._own, strict=True):
-            rows, columns, block = tile.grad.shape
-            drawn = sampler.drawn(columns, of=rows * block)
-            if not len(drawn):
-                continue
-            if self._only_sampled:
-                tile.load()
-            device = tile.grad.device
-            at = placed(drawn, device)
-            keys, filled = self._keys_of(tile), tile.filled()
-            # By number, which the host knows: it would wait for a mask on an accelerator.
-            chosen = (
-                None
-                if filled is None
-                else placed(filled[:, drawn].flatten().nonzero().squeeze(-1), device)
-            )
-            gradient, compensated, sent = self.kernels.passes.inspect(
-                tile.grad.index_select(1, at),
-                tuple(held.index_select(1, at) for held in tile.state),
-                scale,
-                None if keys is None else keys.index_select(1, at),
-                tuple(plane.index_select(1, at) for plane in own) if self._own_stays else None,
-                committed=self._immediate,
-            )
-            residual = None
-            if "residual" in self.kernels.memory.kinds:
-                residual = partial(self._residual, tile, at, chosen)
-            yield CodecSample(
-                _chosen(gradient, chosen),
-                _chosen(compensated, chosen),
-                partial(_chosen, sent, chosen),
-                residual,
-            )
+        of = self._plan, self.tiles, self._section, self._keys
+        return samples_of_tiles(*of, sampler, scale)
 
     @override
     def decode_and_commit(self, scale: Tensor) -> None:
@@ -121,31 +76,86 @@ class BlockUnit(CommUnit):
         if self._in_place:
             return
         for tile, own, payloads in zip(self.tiles, self._own, self._payloads, strict=True):
-            keys = self._keys_of(tile)
-            state = () if self._immediate else tile.state
+            keys = _keys_of(tile, self._keys)
+            state = () if self._plan.immediate else tile.state
             self.kernels.decode_and_commit(tile.grad, state, scale, keys, own, payloads)
             if "residual" in self.kernels.memory.kinds and isinstance(self.exchange, TwoShot):
-                shards = columns_of(self.exchange.shards, tile.columns)
-                mean = columns_of(self.exchange.mean, tile.columns)
-                row = tile.state[0][self._rank : self._rank + 1]
+                shards = columns_of(self._section.received[0], tile.columns)
+                mean = columns_of(self._section.mean, tile.columns)
+                rank = self._plan.network.rank
+                row = tile.state[0][rank : rank + 1]
                 self.kernels.server_feedback(row, scale, shards, mean)
             tile.store()
 
-    def _residual(self, tile: Tile, at: Tensor, chosen: Tensor | None) -> Tensor:
-        if self._only_sampled:
-            tile.load()
-        return _chosen(tile.state[0].index_select(1, at), chosen)
 
-    def _keys_of(self, tile: Tile) -> Tensor | None:
-        return None if self._keys is None else self._keys.encode[:, tile.columns]
+def unit_keys(plan: BlockPlan, tiles: Sequence[Tile]) -> UnitKeys | None:
+    """None where the codec does not round at random."""
+    codec = plan.codec
+    return UnitKeys(codec, tiles, rank=plan.network.rank) if codec.stochastic else None
+
+
+def samples_of_tiles(
+    plan: BlockPlan,
+    tiles: Sequence[Tile],
+    section: Section,
+    keys: UnitKeys | None,
+    sampler: Sampler,
+    scale: Tensor,
+    *,
+    load: bool = False,
+) -> Iterator[CodecSample]:
+    """Some of what ``tiles`` hold and ``section`` says of it.
+
+    Args:
+        load: what the tiles hold is old, as others work on the same memory.
+    """
+    for tile in tiles:
+        rows, columns, block = tile.grad.shape
+        drawn = sampler.drawn(columns, of=rows * block)
+        if not len(drawn):
+            continue
+        if load:
+            tile.load()
+        device = tile.grad.device
+        at, filled = placed(drawn, device), tile.filled()
+        # By number, which the host knows: it would wait for a mask on an accelerator.
+        chosen = (
+            None
+            if filled is None
+            else placed(filled[:, drawn].flatten().nonzero().squeeze(-1), device)
+        )
+        of_tile, own = _keys_of(tile, keys), columns_of(section.own, tile.columns)
+        gradient, compensated, sent = plan.kernels.passes.inspect(
+            tile.grad.index_select(1, at),
+            tuple(held.index_select(1, at) for held in tile.state),
+            scale,
+            None if of_tile is None else of_tile.index_select(1, at),
+            tuple(plane.index_select(1, at) for plane in own) if section.own_stays else None,
+            committed=plan.immediate,
+        )
+        residual = None
+        if "residual" in plan.kernels.memory.kinds:
+            residual = partial(_residual, tile, at, chosen, load=load)
+        yield CodecSample(
+            _chosen(gradient, chosen),
+            _chosen(compensated, chosen),
+            partial(_chosen, sent, chosen),
+            residual,
+        )
+
+
+def _residual(tile: Tile, at: Tensor, chosen: Tensor | None, *, load: bool) -> Tensor:
+    if load:
+        tile.load()
+    return _chosen(tile.state[0].index_select(1, at), chosen)
 
 
 def _chosen(tensor: Tensor, chosen: Tensor | None) -> Tensor:
     return tensor.flatten() if chosen is None else tensor.flatten().index_select(0, chosen)
 
 
-def _reduce(kernels: Kernels, keys: UnitKeys | None, shards: Payload, mean: Payload) -> None:
-    kernels.reduce(shards, None if keys is None else keys.reduce, mean)
+def _keys_of(tile: Tile, keys: UnitKeys | None) -> Tensor | None:
+    return None if keys is None else keys.encode[:, tile.columns]
 
 
 def tiles_of(
@@ -179,8 +189,8 @@ def tiles_of(
                 yield tiles
                 tiles, columns = [], 0
             at = slice(columns, columns + span.columns)
-            numbers = span.numbers(bucket.device) if codec.stochastic else bucket.new_empty(0)
-            tiles.append(tile_of(key_name(first), flats, span, columns=at, numbers=numbers))
+            tile = tile_of(key_name(first), flats, span, columns=at, numbered=codec.stochastic)
+            tiles.append(tile)
             columns += span.columns
     if tails:
         tiles.append(joined("uncompressed", tails, rows=rows, start=columns))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,6 +32,33 @@ class CodecSample:
     compensated: Tensor
     sent: Callable[[], Tensor]
     residual: Callable[[], Tensor] | None
+
+
+def sample_at(
+    at: Tensor,
+    gradient: Tensor,
+    compensated: Tensor,
+    residual: Tensor | None,
+    scale: Tensor,
+    *,
+    sent: Callable[[], Tensor],
+) -> CodecSample:
+    """The items ``at`` of a tensor whose state is not committed yet.
+
+    Args:
+        gradient: which ``compensated`` may have taken the place of.
+    """
+    chosen, kept = compensated[at], None
+    given = gradient[at].to(chosen.dtype)
+    if residual is not None:
+        if gradient.data_ptr() == compensated.data_ptr():
+            given = chosen - residual[at] * scale
+        kept = partial(_items, residual, at)
+    return CodecSample(given.flatten(), chosen.flatten(), sent, kept)
+
+
+def _items(tensor: Tensor, at: Tensor) -> Tensor:
+    return tensor[at].flatten()
 
 
 class Sampler:

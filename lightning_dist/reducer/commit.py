@@ -6,7 +6,7 @@ it is decoded. If it was not, the state of a parameter is committed when an opti
 gradient, and dropped otherwise.
 
 The all-reduce in which they agree is also the vote of a training that goes on where ranks are lost
-(:class:`Recovery`): a rank takes part once it has all payloads, so whoever has the answer knows
+(``failures.py``): a rank takes part once it has all payloads, so whoever has the answer knows
 that every other rank can commit the step by itself.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakMethod, finalize
 
 import torch
@@ -27,22 +27,6 @@ from lightning_dist.reducer.adjust import free_owed
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.units import CodecGroup, decode_all
-
-
-class Recovery(Protocol):
-    """Who decides about a step whose exchange fails; asked on the reducer's thread."""
-
-    def pauses(self) -> bool:
-        """Whether this rank wants all ranks to stop after this step. Must be quick."""
-
-    def failed(self, error: RuntimeError) -> None:
-        """The exchange has failed, for the first time in these groups. Must be quick."""
-
-    def verdict(self) -> bool | None:
-        """The answer to a vote that this rank has taken part in and did not hear: was it finite.
-
-        None: nobody has heard it, and the step is given up. May wait for the other ranks.
-        """
 
 
 class DriftError(RuntimeError):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_dist.accelerator import is_accelerator
 from lightning_dist.reducer.plans import Handle
 from lightning_dist.reducer.slices import ParameterSlice
+
+_PIECE = 1 << 18  # elements that change places at once: a CPU allocates no second bucket for it
 
 
 class DelayedMeans:
@@ -17,26 +20,42 @@ class DelayedMeans:
 
     Local gradients and the last means change places, so that one copy of the gradients is enough.
     Means are known by parameter: DDP rebuilds its buckets after the first backward pass.
+
+    Args:
+        first_step: the first one that gets means of another one; None: no step does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first_step: int | None) -> None:
+        self._first_step = first_step
         self._memory: dict[int, tuple[Sequence[ParameterSlice], Tensor]] = {}
         self._means: dict[str, Tensor] = {}
 
-    def swap(self, handle: Handle, done: Future[Tensor]) -> Handle:
-        """Complete ``handle`` with the means of the step before; zeros in the first step.
+    @property
+    def active(self) -> bool:
+        """Whether any step gets means of another one."""
+        return self._first_step is not None
 
-        Everything that was started before must have landed.
+    def swap(self, handle: Handle, *, step: int, future: Callable[[], Future[Tensor]]) -> Handle:
+        """Handle to start instead of ``handle``: itself where means are not delayed.
+
+        Else ``handle`` is done with the means of the step before, zeros in the first step, and the
+        new one has the local gradients. Everything that was started before must have landed.
 
         Args:
-            done: of the handle that is returned, for the local gradients.
+            future: makes the one of the new handle.
         """
+        if self._first_step is None or step < self._first_step:
+            return handle
         given, slices = handle.given, tuple(handle.slices)
         known = self._memory.get(handle.key)
         if known is not None and known[0] == slices and known[1].dtype == given.dtype:
-            memory, local = known[1], given.clone()
-            given.copy_(memory)
-            memory.copy_(local)
+            memory = known[1]
+            piece = max(len(given), 1) if is_accelerator(given.device) else _PIECE
+            halves = torch.split(given, piece), torch.split(memory, piece)
+            for mine, last in zip(*halves, strict=True):
+                local = mine.clone()
+                mine.copy_(last)
+                last.copy_(local)
         else:
             memory = given.clone()
             for part in slices:
@@ -45,7 +64,7 @@ class DelayedMeans:
                 self._means[part.name] = part.of(memory)
             self._memory[handle.key] = slices, memory
         handle.done.set_result(given)
-        return Handle(handle.key, memory, handle.slices, handle.absent, done)
+        return Handle(handle.key, memory, handle.slices, handle.absent, future())
 
     def state(self) -> dict[str, Tensor]:
         """The means that wait to be applied, ``{parameter name: (1, numel)}`` on the CPU."""
@@ -54,7 +73,7 @@ class DelayedMeans:
     def load(self, means: Mapping[str, Tensor], *, numel: Mapping[str, int]) -> None:
         """Take over :meth:`state`, for the parameters that ``numel`` has, with their sizes."""
         self.clear()
-        for name, mean in means.items():
+        for name, mean in means.items() if self.active else ():
             if numel.get(name) == mean.shape[1]:
                 self._means[name] = mean[0].clone()
 

@@ -10,25 +10,24 @@ rank of each host. So state belongs to a share and not to a rank's whole gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dist.codecs.base import Codec, Payload, Plane
-from lightning_dist.exchange.rounds import Exchange, ReduceScatterAllGather, Section
+from lightning_dist.codecs.base import Codec, Payload
+from lightning_dist.exchange.rounds import RowExchange, Section, TwoShot
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.exchange.wire import row_bytes
-from lightning_dist.kernels.passes import Kernels
 from lightning_dist.kernels.triton import Slice, SliceTable
 from lightning_dist.kernels.triton.table import Within
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 from lightning_dist.reducer.intra_plan import IntraKernels, IntraPlan, share_dtype
 from lightning_dist.reducer.shares import Cut, shares_of
 from lightning_dist.reducer.slices import ParameterSlice
-from lightning_dist.reducer.tiles import Grid, Tile, columns_of, tile_of
+from lightning_dist.reducer.tiles import Tile, decode_tiles, encode_tiles, of_tiles, runs_of
 from lightning_dist.reducer.units import CommUnit, JoinedUnit, decode_all, staggered
 
 
@@ -50,57 +49,51 @@ class _InTiles:
         share: Tensor,
     ) -> None:
         self._kernels, codec = kernels, kernels.up.codec
-        # What goes up to every owner, and the place to which its result comes down.
-        flats = [[part.of(bucket) for part in parts] for parts in owned]
         is_copied = codec.lossless and codec.block == 1  # the payload is the elements
-        shares = [share] if is_copied else [part.of(share) for part in own]
         self._flats: list[Tensor] = []  # parts of the bucket that travel as they are
         self._places: list[Tensor] = []  # and where, in the payloads
-        self._parts: list[tuple[Tile, Sequence[Payload]]] = []
-        for some, payload in zip(flats, section.payloads, strict=True):
+        self._tiles: list[Tile] = []  # the others, and their parts of the payloads
+        self._payloads: list[Payload] = []
+        for parts, payload in zip(owned, section.payloads, strict=True):
             if is_copied:
-                sizes = [len(flat) for flat in some]
-                self._flats += some
+                sizes = [part.numel for part in parts]
+                self._flats += [part.of(bucket) for part in parts]
                 self._places += payload[0].view(-1)[: sum(sizes)].split_with_sizes(sizes)
             else:
-                self._parts += _tiles(some, codec.block, [payload])
-        # What every rank said of the share, and last where its result is encoded.
-        payloads = [*section.received, section.own]
-        self._own = list(_tiles(shares, codec.block, payloads))
+                tiles = _runs(parts, bucket, codec.block)
+                self._tiles += tiles
+                self._payloads += of_tiles(tiles, payload)
+        whole = [ParameterSlice("", 0, (share.numel(),))]
+        self._own = _runs(whole if is_copied else own, share, codec.block)
+        self._means = of_tiles(self._own, section.mean)
+        received = [of_tiles(self._own, payload) for payload in section.received]
+        self._received = list(zip(*received, strict=True))
         self._one = torch.ones((), dtype=torch.float32, device=bucket.device)
 
     def up(self) -> None:
         """Bucket -> payload of every owner."""
         if self._flats:
             torch._foreach_copy_(self._places, self._flats)
-        for tile, (payload,) in self._parts:
-            self._encode(self._kernels.up, tile, payload)
+        encode_tiles(self._kernels.up, self._tiles, self._payloads, self._one)
 
     def reduce(self) -> None:
         """What was received -> share."""
-        for tile, (*received, _) in self._own:
-            self._decode(self._kernels.up, tile, received)
+        decode_tiles(self._kernels.up, self._own, self._received, self._one)
 
     def down(self) -> None:
         """Share -> own payload."""
-        for tile, (*_, own) in self._own:
-            self._encode(self._kernels.down, tile, own)
+        encode_tiles(self._kernels.down, self._own, self._means, self._one)
 
     def spread(self) -> None:
         """Payload of every owner -> bucket."""
         if self._flats:
             torch._foreach_copy_(self._flats, self._places)
-        for tile, results in self._parts:
-            self._decode(self._kernels.down, tile, results)
+        results = [(payload,) for payload in self._payloads]
+        decode_tiles(self._kernels.down, self._tiles, results, self._one)
 
-    def _encode(self, kernels: Kernels, tile: Tile, payload: Payload) -> None:
-        tile.load()
-        kernels.encode(tile.grad, (), self._one, None, payload)
 
-    def _decode(self, kernels: Kernels, tile: Tile, payloads: Sequence[Payload]) -> None:
-        own = payloads[0]  # of no use where nothing is kept
-        kernels.decode_and_commit(tile.grad, (), self._one, None, own, payloads)
-        tile.store()
+def _runs(parts: Sequence[ParameterSlice], flat: Tensor, block: int) -> Sequence[Tile]:
+    return runs_of(flat.unsqueeze(0), [(part.offset, part.numel) for part in parts], block)
 
 
 class _InTables:
@@ -109,7 +102,7 @@ class _InTables:
     def __init__(
         self,
         kernels: IntraKernels,
-        exchange: ReduceScatterAllGather,
+        exchange: TwoShot,
         owned: Sequence[Sequence[ParameterSlice]],
         bucket: Tensor,
         own: Sequence[ParameterSlice],
@@ -123,21 +116,20 @@ class _InTables:
         self._bucket, self._share = bucket, share
         self._weight = kernels.up.passes.factors.mean
 
-        def table(
-            of: Sequence[Sequence[ParameterSlice]], blocks: Sequence[int], within: Within
-        ) -> SliceTable:
-            rows = [[Slice(part.name, part.offset, part.numel) for part in row] for row in of]
-            return SliceTable.of_shares(
-                codec, rows, blocks=blocks, device=bucket.device, within=within
-            )
-
-        rank = exchange.rank
-        mine = Within([within.row_bytes[rank]], [within.before[rank]])
-        self._every, self._mine = table(owned, blocks, within), table([own], [blocks[rank]], mine)
-        self._one = torch.ones((), dtype=torch.float32, device=bucket.device)
+        rank, device, dtype = exchange.rank, bucket.device, bucket.dtype
+        of_ranks = [[Slice(part.name, part.offset, part.numel) for part in row] for row in owned]
+        self._every = SliceTable.of(
+            codec, of_ranks, blocks=blocks, device=device, dtype=dtype, within=within
+        )
+        within = Within([within.row_bytes[rank]], [within.before[rank]])
+        mine = [[Slice(part.name, part.offset, part.numel) for part in own]]
+        self._mine = SliceTable.of(
+            codec, mine, blocks=[blocks[rank]], device=device, dtype=dtype, within=within
+        )
+        self._one = torch.ones((), dtype=torch.float32, device=device)
 
     def up(self) -> None:
-        payload = self._exchange.payload_bytes
+        payload = self._exchange.own_bytes
         self._tables.encode(self._bucket, None, self._one, table=self._every, payload=payload)
 
     def reduce(self) -> None:
@@ -145,7 +137,7 @@ class _InTables:
         self._tables.decode(received, self._share, table=self._mine, weight=self._weight)
 
     def down(self) -> None:
-        payload = self._exchange.own_bytes
+        payload = self._exchange.mean_bytes
         self._tables.encode(self._share, None, self._one, table=self._mine, payload=payload)
 
     def spread(self) -> None:
@@ -161,7 +153,7 @@ class HierarchicalUnit(JoinedUnit):
         kernels: of the codec inside the host.
     """
 
-    exchange: ReduceScatterAllGather
+    exchange: TwoShot
 
     def __init__(
         self,
@@ -179,6 +171,7 @@ class HierarchicalUnit(JoinedUnit):
         blocks = [sum(-(-part.numel // inside.block) for part in parts) for parts in self._owned]
         self._blocks = [max(blocks)] * world if plan.padded else blocks
         self._planes = inside.planes(bucket.dtype)
+        self.row_bytes = [row_bytes(self._planes, blocks) for blocks in self._blocks]
         self._slices = slices = _one_after_the_other(self._owned[intra.topology.rank])
         wide = share_dtype(codec, bucket.dtype)
         self._share = bucket.new_zeros(sum(part.numel for part in slices), dtype=wide)
@@ -188,17 +181,11 @@ class HierarchicalUnit(JoinedUnit):
         self._inside: _InTiles | _InTables
         self._true = torch.ones((), dtype=torch.bool, device=bucket.device)
 
-    @property
     @override
-    def row_bytes(self) -> Sequence[int]:
-        return [row_bytes(self._planes, blocks) for blocks in self._blocks]
-
-    @override
-    def make_exchange(self, row_bytes: Sequence[int], reduce: Callable[[], None]) -> Exchange:
+    def make_exchange(self, row_bytes: Sequence[int]) -> RowExchange:
         intra, memory = self._plan.intra, self._plan.memory
         memory.restart()
-        return ReduceScatterAllGather(
-            [Plane(torch.uint8, 1)],
+        return TwoShot(
             row_bytes,
             channel=intra.data,
             topology=intra.topology,
@@ -207,8 +194,8 @@ class HierarchicalUnit(JoinedUnit):
         )
 
     @override
-    def place(self, within: Within) -> Section:
-        section = self.exchange.section(self._planes, self._blocks, before=within.before)
+    def place(self, within: Within) -> None:
+        section = self.exchange.shares(self._planes, self._blocks, before=within.before)
         lie = self._owned, self._bucket, self._slices, self._share
         if self._kernels.tables is None:
             self._inside = _InTiles(self._kernels, section, *lie)
@@ -216,7 +203,7 @@ class HierarchicalUnit(JoinedUnit):
             self._inside = _InTables(
                 self._kernels, self.exchange, *lie, blocks=self._blocks, within=within
             )
-        return section
+        self._sent_inside = section.sent
 
     @override
     def begin(self) -> None:
@@ -274,7 +261,7 @@ class HierarchicalUnit(JoinedUnit):
     @property
     @override
     def sent(self) -> Sent:
-        return sum((unit.sent for unit in self._inter), self.section.sent)
+        return sum((unit.sent for unit in self._inter), self._sent_inside)
 
     @property
     @override
@@ -302,17 +289,3 @@ def _one_after_the_other(parts: Sequence[ParameterSlice]) -> list[ParameterSlice
         found.append(replace(part, offset=offset))
         offset += part.numel
     return found
-
-
-def _tiles(
-    flats: Sequence[Tensor], block: int, payloads: Sequence[Payload]
-) -> Iterator[tuple[Tile, Sequence[Payload]]]:
-    """Flat tensors that follow each other in each of ``payloads``, with their places there."""
-    first = 0
-    for flat in flats:
-        grid = Grid(len(flat), 1, block)
-        for span in grid.spans(grid.blocks_per_row):
-            columns = slice(first + span.first, first + span.last)
-            tile = tile_of("", [flat], span, columns=columns, numbers=flat.new_empty(0))
-            yield tile, [columns_of(payload, columns) for payload in payloads]
-        first += grid.blocks_per_row

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -14,7 +15,7 @@ from lightning_dist.codecs.memory import NoMemory
 from lightning_dist.codecs.none import NoCompression
 from lightning_dist.exchange.wire import PayloadMemory, row_bytes
 from lightning_dist.kernels.passes import Factors, Kernels, compute_dtype
-from lightning_dist.kernels.triton import SliceTable, kernels_of, sum_of
+from lightning_dist.kernels.triton import SliceTable, kernels_of
 from lightning_dist.kernels.triton.table import Slice
 from lightning_dist.reducer.network import IntraLevel
 from lightning_dist.reducer.shares import Cut, fragments, shares_of, units_of_shares
@@ -132,9 +133,6 @@ class IntraPlan:
                 Kernels(codec, memory=NoMemory(), factors=Factors(mean=weight), world_size=ranks)
                 for weight in (self.intra.level.weight, 1.0)
             )
-            summed = sum_of(up.passes, dtype=dtype) if self._planner.tables else None
-            if summed is not None:
-                up.use({"decode_and_commit": summed})
             tables = kernels_of(codec, dtype=dtype) if self._planner.tables else None
             self._kernels[codec, dtype] = IntraKernels(up, down, tables)
         return self._kernels[codec, dtype]
@@ -158,26 +156,20 @@ class IntraPlan:
             self.inter.fuse(codec, {share_dtype(codec, each) for each in dtypes}, sizes=shares)
 
     def _compile_tables(self, kernels: IntraKernels, dtype: torch.dtype, wide: torch.dtype) -> None:
-        codec, device = kernels.up.codec, self.memory.device
-        one, ranks = torch.ones((), device=device), self.intra.topology.world_size
-        summed = sum_of(kernels.up.passes, dtype=dtype) if self._planner.tables else None
-        if summed is not None:
-            summed.compile(dtype, wide, count=ranks, like=one)
         if kernels.tables is None:
             return
-        tables, weight = kernels.tables.compiling(), kernels.up.passes.factors.mean
-        ways = ((dtype, 1, 1.0), (wide, ranks, weight))
+        codec, device, ranks = kernels.up.codec, self.memory.device, self.intra.topology.world_size
+        one = torch.ones((), device=device)
+        tables, whole = kernels.tables.compiling(), math.lcm(16, codec.block)
+        ways = ((dtype, 1, 1.0), (wide, ranks, kernels.up.passes.factors.mean))
         # As tables between hosts; payloads begin at multiples of 8 bytes.
-        for numel in (codec.block, codec.block - 1, 16 * codec.block, 16 * codec.block - 1):
-            table = SliceTable.of_shares(codec, [[Slice("", 0, numel)]], device=device)
-            for flat_dtype, count, weight in ways:
-                flat = torch.zeros(numel, dtype=flat_dtype, device=device)
-                size = table.payload_bytes
-                memory = torch.zeros(8 + count * size, dtype=torch.uint8, device=device)
-                for start in (0, 8):
-                    payloads = memory[start : start + count * size]
-                    tables.encode(flat, None, one, table=table, payload=payloads[:size])
-                    tables.decode(payloads, flat, table=table, weight=weight)
+        for numel, start, way in product((whole, whole - 1), (0, 8), ways):
+            flat_dtype, count, weight = way
+            table = SliceTable.of(codec, [[Slice("", 0, numel)]], device=device, dtype=dtype)
+            flat, size = torch.zeros(numel, dtype=flat_dtype, device=device), table.payload_bytes
+            payloads = torch.zeros(start + count * size, dtype=torch.uint8, device=device)[start:]
+            tables.encode(flat, None, one, table=table, payload=payloads[:size])
+            tables.decode(payloads, flat, table=table, weight=weight)
 
 
 def share_dtype(codec: Codec, dtype: torch.dtype) -> torch.dtype:

@@ -17,7 +17,7 @@ from lightning_dist.codecs.precision import full_precision
 from lightning_dist.exchange.rounds import AllReduce
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.kernels.passes import compute_dtype
-from lightning_dist.reducer.codec_sample import CodecSample, Sampler
+from lightning_dist.reducer.codec_sample import CodecSample, Sampler, sample_at
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.slices import ParameterSlice
 from lightning_dist.reducer.units import CommUnit, units_of
@@ -42,8 +42,8 @@ class _Factors:
             topology=network.topology,
             device=like.device,
         )
-        self.owns = _views(self.exchange.own[0], sizes)
-        self.means = _views(self.exchange.payloads[0][0], sizes)
+        (own,), ((mean,),) = self.exchange.whole.own, self.exchange.whole.payloads
+        self.owns, self.means = _views(own, sizes), _views(mean, sizes)
 
 
 @dataclass
@@ -100,7 +100,7 @@ class LowRankUnit(CommUnit):
 
     @override
     def finite(self) -> Tensor:
-        return self._sums[0].exchange.own[0].isfinite().all()
+        return self._sums[0].exchange.whole.own[0].isfinite().all()
 
     @override
     def start(self) -> None:
@@ -134,14 +134,8 @@ class LowRankUnit(CommUnit):
             at = sampler.items(rows, of=width, device=matrix.compensated.device)
             if not len(at):
                 continue
-            compensated, residual = matrix.compensated[at], None
-            gradient = matrix.gradient[at].to(compensated.dtype)
-            if matrix.residual is not None:
-                if matrix.compensated is matrix.gradient:
-                    gradient = compensated - matrix.residual[at] * scale
-                residual = partial(_rows, matrix.residual, at)
-            sent = partial(self._said, i, at)
-            yield CodecSample(gradient.flatten(), compensated.flatten(), sent, residual)
+            held = matrix.gradient, matrix.compensated, matrix.residual
+            yield sample_at(at, *held, scale, sent=partial(self._said, i, at))
 
     def _said(self, i: int, at: Tensor) -> Tensor:
         """Rows ``at`` of what was sent for matrix ``i``: in the two-phase form not known before."""
@@ -233,10 +227,6 @@ def _matrix(codec: PowerSGD, part: ParameterSlice, bucket: Tensor, planner: Plan
         flat = planner.state.per_rank("residual", part, dtype=dtype, device=bucket.device)
         residual = part.shaped(flat).view(gradient.shape)
     return _Matrix(gradient, compensated, residual, left, right)
-
-
-def _rows(matrix: Tensor, at: Tensor) -> Tensor:
-    return matrix[at].flatten()
 
 
 def _of_equal_shape(tensors: Sequence[Tensor], numbers: Iterable[int]) -> list[list[int]]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.reducer.state import Layout
 
 
 class ResidualMirror:
@@ -24,15 +25,14 @@ class ResidualMirror:
 
     Args:
         every: steps between two refreshes.
-        name: of this rank.
     """
 
-    def __init__(self, reducer: Reducer, *, every: int, name: str) -> None:
-        self._reducer, self._every, self._name = reducer, every, name
+    def __init__(self, reducer: Reducer, *, every: int) -> None:
+        self._reducer, self._every = reducer, every
         self._members: Sequence[str] = ()
         self._step: int | None = None  # of the last refresh
         self._owner = ""
-        self._copy: Tensor | None = None
+        self._copy: tuple[Tensor, Layout] | None = None
 
     def refresh(self, group: dist.ProcessGroup) -> None:
         """Copy the residuals, if it is time. Collective, between steps.
@@ -43,8 +43,9 @@ class ResidualMirror:
         step = self._reducer.step
         if len(self._members) < 2 or step == self._step or step % self._every:
             return
-        copy = passed_on(self._reducer.state.packed(), group)
-        self._copy, self._step = copy, step
+        state = self._reducer.state
+        self._copy = passed_on(state.packed(), group), state.layout
+        self._step = step
         self._owner = self._members[group.rank() - 1]
 
     def regroup(self, members: Sequence[str]) -> str:
@@ -56,9 +57,10 @@ class ResidualMirror:
         copy, self._copy = self._copy, None
         if not before:  # a newcomer, which owes nothing
             return ""
-        takes_over = copy is not None and owner not in members
-        self._reducer.owe(copy if takes_over else None, factor=len(members) / len(before))
-        return owner if takes_over else ""
+        if taken := copy is not None and owner not in members:
+            self._reducer.state.add(*copy)
+        self._reducer.state.scale(len(members) / len(before))
+        return owner if taken else ""
 
 
 def passed_on(own: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -21,7 +21,7 @@ from lightning_dist.exchange.wire import PayloadMemory
 from lightning_dist.kernels.inductor import Variant, fused_passes
 from lightning_dist.kernels.passes import Factors, Kernels, compute_dtype
 from lightning_dist.kernels.sparse import SparsePasses
-from lightning_dist.kernels.triton import available_on, kernels_of, sum_of
+from lightning_dist.kernels.triton import available_on, kernels_of
 from lightning_dist.reducer import low_rank, sparse, table_unit  # noqa: F401  (their units)
 from lightning_dist.reducer.adjust import owed
 from lightning_dist.reducer.block_plan import BlockPlan
@@ -93,31 +93,18 @@ class Planner:
             )
         if intra is not None:
             self._intra = IntraPlan(self, intra, intra_codec, self._inter, nested=nested)
-
-    def _restart(self, turn: int) -> None:
-        if self._payloads is not None:
-            self._payloads.restart(turn)
-        if self._inter is not None:
-            self._inter._restart(turn)
+        self._levels: Sequence[Planner] = [self, *(self._inter._levels if self._inter else ())]
+        """From the inside out."""
 
     def joined(self, unit: JoinedUnit) -> JoinedUnit:
         """``unit``, which travels with the others of its tensor that are joined."""
         self._to_join.append(unit)
         return unit
 
-    def _join(self) -> None:
-        units, self._to_join = self._to_join, []
-        if units:
-            join(units)
-        if self._inter is not None:
-            self._inter._join()
-
     def free(self) -> None:
         """Memory of payloads: what is planned from now on has new ones."""
-        if self._payloads is not None:
-            self._payloads = PayloadMemory(self.network.device)
-        if self._inter is not None:
-            self._inter.free()
+        for level in self._levels if self._immediate else ():
+            level._payloads = PayloadMemory(self.network.device)
 
     def kernels(self, codec: BlockCodec, dtype: torch.dtype) -> Kernels:
         """Kernels of a flat exchange for gradients of ``dtype``."""
@@ -165,9 +152,10 @@ class Planner:
     @property
     def is_fused(self) -> bool:
         """Whether any kernels between hosts are compiled."""
-        own = any(kernels.is_fused for kernels in self._kernels.values())
-        own = own or self.sparse_passes is not None
-        return own or (self._inter is not None and self._inter.is_fused)
+        return any(
+            level.sparse_passes is not None or any(k.is_fused for k in level._kernels.values())
+            for level in self._levels
+        )
 
     def kinds(self, codec: Codec) -> Sequence[str]:
         """Kinds of state that differ from rank to rank, under ``codec`` and the user's settings."""
@@ -203,9 +191,14 @@ class Planner:
             turn: tensors of one turn share memory.
             waits: compression has not started, and state that was loaded is kept until it does.
         """
-        self._restart(turn)
+        for level in self._levels:
+            if level._payloads is not None:
+                level._payloads.restart(turn)
         groups = [self._group(codec, slices, bucket, waits) for codec, slices in cut.items()]
-        self._join()
+        for level in self._levels:
+            units, level._to_join = level._to_join, []
+            if units:
+                join(units)
         return groups
 
     def _group(
@@ -258,7 +251,8 @@ class Planner:
     @property
     def nbytes(self) -> int:
         """Of the buffers that units share."""
-        memory = [self._payloads, None if self._intra is None else self._intra.memory, self._inter]
+        memory = [level._payloads for level in self._levels]
+        memory += [level._intra.memory for level in self._levels if level._intra is not None]
         return sum(each.nbytes for each in memory if each is not None)
 
     def fuse_kernels(
@@ -274,13 +268,9 @@ class Planner:
     def blocks(self, codec: BlockCodec, dtype: torch.dtype) -> BlockPlan:
         """How a block codec cuts gradients of ``dtype`` of a flat exchange."""
         kernels = self.kernels(codec, dtype)
-        tables = sums = None
-        if self.tables and codec.exchange == "two_shot" and _in_tables(kernels.memory):
-            tables = kernels_of(codec, dtype=dtype)
-            sums = sum_of(kernels.passes, dtype=dtype)
-        return BlockPlan(
-            codec, dtype, kernels, self.network, self.state, self._payloads, tables, sums
-        )
+        in_tables = self.tables and codec.exchange == "two_shot" and _in_tables(kernels.memory)
+        tables = kernels_of(codec, dtype=dtype) if in_tables else None
+        return BlockPlan(codec, dtype, kernels, self.network, self.state, self._payloads, tables)
 
 
 def _in_tables(memory: Memory) -> bool:

@@ -28,13 +28,13 @@ from lightning_dist.reducer.commit import (
     Answer,
     DriftError,
     PendingCommit,
-    Recovery,
     agree,
     decode_groups,
     sum_of_bits,
 )
 from lightning_dist.reducer.delayed import DelayedMeans
 from lightning_dist.reducer.executor import Executor, executor_for
+from lightning_dist.reducer.failures import Failures, Recovery
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.observer import Observer, show_encoded, working
 from lightning_dist.reducer.plan import Planner
@@ -116,7 +116,6 @@ class Reducer:
         self.closed = False
         self.answer = Answer()
         """What the ranks have agreed on about the last step that was committed."""
-        self._recovery: Recovery | None = None
         self.at_close: list[Callable[[], None]] = []
         self.never_compressed: finalize[..., Any] | None = None  # says so at the end
         self._observers: tuple[Observer, ...] = tuple(observers)
@@ -130,7 +129,7 @@ class Reducer:
         )
         """Whether state is committed when it is encoded, not when the step is finished."""
         assert not (self.immediate and allow_absent), "what is absent everywhere is known too late"
-        self._delayed = DelayedMeans() if settings.delay else None
+        self._delayed = DelayedMeans(settings.start_step if settings.delay else None)
         self._shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
         self._plans = self._make_plans()
         self._keeps_state = any(map(self.planner.keeps_state, self._policy.leaves()))
@@ -138,6 +137,7 @@ class Reducer:
         self._trained = {name for parameter, name in names.items() if parameter.requires_grad}
         self._reserved: list[tuple[Sequence[ParameterSlice], torch.dtype]] = []
         self._prefix, self._in_order = prefix, in_order
+        self._failures = Failures()
         self._use(executor)
         self._in_flight: list[Handle] = []
         self._finite: list[Tensor] = []
@@ -181,7 +181,7 @@ class Reducer:
     @property
     def failure(self) -> BaseException | None:
         """The first error of an exchange; nothing is exchanged after it."""
-        return self._executor.failure
+        return self._failures.first
 
     def reserve(self, slices: Sequence[ParameterSlice], dtype: torch.dtype) -> None:
         """Allocate what will be kept of ``slices`` under the codecs of this step.
@@ -226,7 +226,7 @@ class Reducer:
                 "a step that fails can be taken again only where the exchange is flat; use "
                 "compress_ddp(..., hierarchical=False)"
             )
-        self._recovery = recovery
+        self._failures.recovery = recovery
 
     def start(
         self,
@@ -268,9 +268,7 @@ class Reducer:
 
     def _swapped(self, handle: Handle) -> Handle:
         """Handle to start instead of ``handle``, which is done where means are delayed."""
-        if self._delayed is None or self.step < self.settings.start_step:
-            return handle
-        return self._delayed.swap(handle, self._future())
+        return self._delayed.swap(handle, step=self.step, future=self._future)
 
     def wait(self) -> None:
         """Wait for the means of a step that are delayed; those of others are waited for.
@@ -278,7 +276,7 @@ class Reducer:
         Raises:
             RuntimeError: the exchange has failed.
         """
-        if self._delayed is None or self.network.world_size == 1 or self.closed:
+        if not self._delayed.active or self.network.world_size == 1 or self.closed:
             return
         landed = self._future()
         # Of a tensor: a future waits for the streams of what is in it.
@@ -294,7 +292,7 @@ class Reducer:
         """
         self.arrivals += 1
         if self.network.world_size == 1:
-            recovery = self._recovery
+            recovery = self._failures.recovery
             self.answer = Answer(pauses=recovery is not None and recovery.pauses())
             self._end_step()
         else:
@@ -396,12 +394,11 @@ class Reducer:
             for unit in () if handle.done.done() else handle.units():
                 unit.wait()
         self._in_flight, self._finite, self._looked = [], [], []
-        if self._delayed is not None:  # some of its means are in buckets that nobody applies
-            self._delayed.clear()
+        self._delayed.clear()  # some of its means are in buckets that nobody applies
 
     def _ask(self) -> Answer:
         """See :func:`agree`; no allreduce where nothing depends on it."""
-        recovery = self._recovery
+        recovery = self._failures.recovery
         finite, self._finite = self._finite, []
         sums, self._sums = self._sums, []
         if not (self._allow_absent or self._asks or sums or recovery is not None):
@@ -423,7 +420,7 @@ class Reducer:
         except DriftError:
             raise
         except RuntimeError as error:
-            self._fail(error)
+            self._failures.note(error)
             verdict = recovery.verdict()
             if verdict is None:
                 raise
@@ -449,36 +446,12 @@ class Reducer:
 
     def _guarded(self, task: Callable[[], None], handle: Handle | None = None) -> None:
         try:
-            if self.failure is not None:
-                raise RuntimeError(f"an earlier exchange failed: {self.failure}") from self.failure
+            self._failures.require_none()
             task()
         except BaseException as error:  # every waiting future must hear of it, whatever it is
-            self._fail(error)
-            waiting, self._in_flight = self._in_flight, []
-            if handle is not None and handle not in waiting:
-                waiting.append(handle)
-            self._looked = []
-            for waiter in [each for each in waiting if not each.done.done()]:
-                if self._is_recovered(error):
-                    waiter.done.set_result(waiter.given)
-                    continue
-                failed = RuntimeError(f"lightning_dist: {error}")
-                waiter.done.set_exception(failed)  # type: ignore[arg-type]  # the stub is wrong
-
-    def _is_recovered(self, error: BaseException) -> bool:
-        """Whether ``error`` is somebody's to recover from: collectives fail with RuntimeErrors."""
-        first = self.failure or error
-        is_of_collective = isinstance(first, RuntimeError) and not isinstance(first, DriftError)
-        return self._recovery is not None and is_of_collective
-
-    def _fail(self, error: BaseException) -> None:
-        """Exchange nothing from now on."""
-        is_first = self.failure is None
-        self._executor.failure = self.failure or error
-        if is_first and self._is_recovered(error):
-            assert self._recovery is not None
-            assert isinstance(error, RuntimeError)
-            self._recovery.failed(error)
+            self._failures.note(error)
+            waiting, self._in_flight, self._looked = self._in_flight, [], []
+            self._failures.tell([*waiting, *([] if handle is None else [handle])], error)
 
     def observe(self, observer: Observer) -> None:
         """Tell ``observer`` of everything, collectives too, from the next bucket on."""
@@ -499,7 +472,7 @@ class Reducer:
     @property
     def recovers(self) -> bool:
         """Whether a step that fails is taken again."""
-        return self._recovery is not None
+        return self._failures.recovery is not None
 
     def detach(self, observer: Observer) -> None:
         """Tell ``observer`` nothing more."""
@@ -542,7 +515,7 @@ class Reducer:
 
         With delayed means also ``delayed_bytes``.
         """
-        delayed = {} if self._delayed is None else {"delayed_bytes": self._delayed.nbytes}
+        delayed = {"delayed_bytes": self._delayed.nbytes} if self._delayed.active else {}
         return {
             "residual_bytes": self.state.nbytes,
             "buffer_bytes": self._plans.nbytes,
@@ -578,7 +551,7 @@ class Reducer:
     def _described(self, state: dict[str, Any]) -> dict[str, Any]:
         strides = {name: list(found) for name, found in self.strides.items() if found is not None}
         about = {"world_size": self.network.world_size, "step": self.step, "strides": strides}
-        delayed = {} if self._delayed is None else {"delayed": self._delayed.state()}
+        delayed = {"delayed": self._delayed.state()} if self._delayed.active else {}
         described = {"version": STATE_VERSION, **about, **state, **delayed}
         return {self._prefix + key: value for key, value in described.items()}
 
@@ -600,10 +573,9 @@ class Reducer:
         self._reserve_again()
 
     def _load_delayed(self, means: Mapping[str, Tensor]) -> None:
-        if self._delayed is not None:
-            numel = {name: as_real(p).numel() for p, name in self.names.items()}
-            self._delayed.load(means, numel=numel)
-        elif means and self.network.rank == 0:
+        numel = {name: as_real(p).numel() for p, name in self.names.items()}
+        self._delayed.load(means, numel=numel)
+        if means and not self._delayed.active and self.network.rank == 0:
             log.warning(
                 "the state has a mean gradient that was not applied yet, and is left out here: set "
                 "delay=1 to go on with it"
@@ -612,8 +584,7 @@ class Reducer:
     def continue_from(self, before: Reducer) -> None:
         """Go on from the step that ``before`` was at when it was closed, with its means."""
         self.step = before.step
-        if before._delayed is not None:
-            self._load_delayed(before._delayed.state())
+        self._load_delayed(before._delayed.state())
 
     def shared_state(self) -> dict[str, Any]:
         """What is equal on all ranks of a flat exchange, for a rank that joins them."""
@@ -625,17 +596,6 @@ class Reducer:
         self.state.load({"factors": shared["factors"]}, self.network.rows)
         self.step = int(shared["step"])
         self._reserve_again()
-
-    def owe(self, packed: Tensor | None, *, factor: float) -> None:
-        """Take over what a lost rank owed, if there is any, and scale all that this rank owes.
-
-        Args:
-            packed: ``state.packed()`` of that rank.
-            factor: ranks that there are now, over those that there were.
-        """
-        if packed is not None:
-            self.state.add(packed)
-        self.state.scale(factor)
 
     @property
     def keeps_state(self) -> bool:
@@ -659,8 +619,7 @@ class Reducer:
             if not handle.done.done():
                 handle.done.set_exception(RuntimeError("lightning_dist: other groups"))  # type: ignore[arg-type]
         self._in_flight, self._finite, self._sums, self._looked = [], [], [], []
-        if self._delayed is not None:  # not there on every rank
-            self._delayed.clear()
+        self._delayed.clear()  # not there on every rank
         self._pending.drop()
         self.answer = Answer()
         self.stats.drop_step()
@@ -680,6 +639,7 @@ class Reducer:
     def _use(self, executor: Executor | None) -> None:
         self._owns_executor = executor is None
         self._executor = executor or executor_for(self.network.device, in_order=self._in_order)
+        self._failures.executor = self._executor
 
     def _stop(self, patience: float) -> None:
         """End what is under way; if it waits for other ranks, give up after ``patience`` seconds.
@@ -713,5 +673,4 @@ class Reducer:
         self._pending.close()
         self._plans.clear()
         self.state.to(torch.device("cpu"))
-        if self._delayed is not None:
-            self._delayed.to(torch.device("cpu")) if self.in_step else self._delayed.clear()
+        self._delayed.to(torch.device("cpu")) if self.in_step else self._delayed.clear()

@@ -9,7 +9,7 @@ if it is wished, the error of gradients, in 8 bits.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.wire import row_bytes, views
 from lightning_dist.kernels.inductor import Variant, fused_passes
 from lightning_dist.kernels.passes import Factors, Kernels
+from lightning_dist.reducer.tiles import Tile, decode_tiles, encode_tiles, of_tiles, runs_of
 from lightning_dist.topology import Topology
 
 Cut = Mapping[BlockCodec, Sequence[tuple[int, int]]]
@@ -37,6 +38,9 @@ class _Part:
     slices: Sequence[tuple[int, int]]
     blocks: int
     before: int
+
+    def tiles(self, rows: Tensor) -> Sequence[Tile]:
+        return runs_of(rows, self.slices, self.kernels.codec.block)
 
 
 class Rows:
@@ -97,29 +101,23 @@ class Rows:
         """
         one = torch.ones((), dtype=torch.float32, device=rows.device)
         for number, part in enumerate(self._parts):
-            kernels = part.kernels
-            own, state = self._planes(part, payload), errors[number] if errors else ()
-            keys = _keys(part, len(rows), salt, rows.device)
-            encode = kernels.encode_and_commit if state else kernels.encode
-            for tile, columns, _ in _tiles(part, rows):
-                encode(
-                    tile,
-                    tuple(held[:, columns] for held in state),
-                    one,
-                    None if keys is None else keys[:, columns],
-                    tuple(plane[:, columns] for plane in own),
-                )
+            tiles = part.tiles(rows)
+            encode_tiles(
+                part.kernels,
+                tiles,
+                of_tiles(tiles, self._planes(part, payload)),
+                one,
+                state=errors[number] if errors else (),
+                keys=_keys(part, len(rows), salt, rows.device),
+            )
 
     def decode(self, payloads: Sequence[Tensor], rows: Tensor) -> None:
         """``rows (R, numel)`` <- the weighted sum of ``payloads (R, nbytes)``, in their order."""
         one = torch.ones((), dtype=torch.float32, device=rows.device)
         for part in self._parts:
-            planes = [self._planes(part, payload) for payload in payloads]
-            for tile, columns, place in _tiles(part, rows):
-                received = [tuple(plane[:, columns] for plane in of) for of in planes]
-                part.kernels.decode_and_commit(tile, (), one, None, received[0], received)
-                if place is not None:
-                    place.copy_(tile[:, 0, : place.shape[1]])
+            tiles = part.tiles(rows)
+            received = [of_tiles(tiles, self._planes(part, payload)) for payload in payloads]
+            decode_tiles(part.kernels, tiles, zip(*received, strict=True), one)
 
     def fuse(self, device: torch.device, *, encoded: int, decoded: int, received: int) -> None:
         """Compile the kernels on a CPU: so many rows are encoded, decoded, and received of each."""
@@ -136,24 +134,6 @@ class Rows:
         planes = part.kernels.codec.planes(self.dtype)
         end = part.before + row_bytes(planes, part.blocks)
         return views(payload[:, part.before : end], planes, part.blocks)
-
-
-def _tiles(part: _Part, rows: Tensor) -> Iterator[tuple[Tensor, slice, Tensor | None]]:
-    """``(R, blocks, block)`` of ``rows``, its columns in the payload, and where a copy belongs."""
-    block, first = part.kernels.codec.block, 0
-    for offset, numel in part.slices:
-        whole = numel // block
-        end = offset + whole * block
-        if whole:
-            tile = rows[:, offset:end].view(len(rows), whole, block)
-            yield tile, slice(first, first + whole), None
-        first += whole
-        if rest := numel - whole * block:
-            place = rows[:, end : end + rest]
-            tail = rows.new_zeros(len(rows), 1, block)
-            tail[:, 0, :rest] = place
-            yield tail, slice(first, first + 1), place
-            first += 1
 
 
 def _keys(part: _Part, rows: int, salt: int, device: torch.device) -> Tensor | None:

@@ -16,7 +16,7 @@ from lightning_dist.exchange.rounds import AllGatherV
 from lightning_dist.kernels.inductor import compiled_sparse_passes
 from lightning_dist.kernels.passes import compute_dtype
 from lightning_dist.kernels.sparse import SparsePasses
-from lightning_dist.reducer.codec_sample import CodecSample, Sampler
+from lightning_dist.reducer.codec_sample import CodecSample, Sampler, sample_at
 from lightning_dist.reducer.slices import ParameterSlice
 from lightning_dist.reducer.units import CommUnit, compile_passes, units_of
 
@@ -74,14 +74,11 @@ class SparseUnit(CommUnit):
             at = sampler.items(part.numel, of=1, device=self._bucket.device)
             if not len(at):
                 continue
-            compensated, residual = part.of(self._compensated)[at], None
-            gradient = part.of(self._bucket)[at].to(compensated.dtype)
-            if self._residuals:
-                if self._compensated is self._bucket:
-                    gradient = compensated - self._residuals[i][at] * scale
-                residual = partial(torch.take, self._residuals[i], at)
-            sent = self._said(at + part.offset).to(compensated)
-            yield CodecSample(gradient, compensated, partial(_same, sent), residual)
+            compensated = part.of(self._compensated)
+            residual = self._residuals[i] if self._residuals else None
+            said = self._said(at + part.offset).to(compensated)
+            gradient, sent = part.of(self._bucket), partial(_same, said)
+            yield sample_at(at, gradient, compensated, residual, scale, sent=sent)
 
     def _said(self, places: Tensor) -> Tensor:
         """What the own payload says of these elements of the bucket, which ascend."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from lightning_dist.reducer.slices import ParameterSlice
 STATE_VERSION = 1
 _KINDS = {"residual": "residuals", "momentum": "momenta"}
 """Kinds of state that differ from rank to rank, and their names in a checkpoint."""
+
+
+Layout: TypeAlias = Sequence[tuple[str, str, int]]
 
 
 @dataclass(frozen=True)
@@ -283,29 +286,36 @@ class ReducerState:
             self._held[kind, name] = _Held.from_row(mean)
         self.load_factors(self._factors_of_all(network, on_all=True))
 
-    def packed(self) -> Tensor:
-        """A copy of all that differs from rank to rank, flat, on the CPU."""
-        held = [tensor.cpu() for tensor in self._tensors_in_order()]
-        return torch.cat([each.flatten() for each in held]) if held else torch.empty(0)
+    @property
+    def layout(self) -> Layout:
+        """Kind, parameter and elements of all that differs from rank to rank, in one order.
 
-    def add(self, packed: Tensor) -> None:
-        """Add what :meth:`packed` of another rank has returned; both know the same parameters."""
-        held = self._tensors_in_order()
-        assert packed.numel() == sum(each.numel() for each in held), "of another model or codec"
+        Equal on all ranks of a flat exchange; another number of ranks may need other residuals.
+        """
+        return [(kind, name, held.numel) for kind, name, held in self._in_order()]
+
+    def packed(self) -> Tensor:
+        """A copy of it, flat, on the CPU."""
+        rows = [held.row(first=True).cpu() for *_, held in self._in_order()]
+        return torch.cat(rows) if rows else torch.empty(0)
+
+    def add(self, packed: Tensor, layout: Layout) -> None:
+        """Add what :meth:`packed` of another rank has returned, which had ``layout``."""
         begin = 0
-        for own in held:
-            end = begin + own.numel()
-            own.add_(packed[begin:end].view_as(own).to(own.device))
-            begin = end
+        for kind, name, numel in layout:
+            row, begin = packed[begin : begin + numel], begin + numel
+            held = self._held.get((kind, name))
+            if held is None:
+                self._held[kind, name] = _Held.from_row(row.clone())
+                continue
+            for start, part in held.of_row(first=True):
+                part.add_(row[start : start + part.numel()].to(part.device))
 
     def scale(self, factor: float) -> None:
         """Multiply all that differs from rank to rank."""
-        for each in self._tensors_in_order():
-            each.mul_(factor)
-
-    def _tensors_in_order(self) -> list[Tensor]:
-        """Of this rank alone, in an order that is equal on all ranks."""
-        return [part for *_, held in self._in_order() for _, part in held.of_row(first=True)]
+        for *_, held in self._in_order():
+            for _, part in held.of_row(first=True):
+                part.mul_(factor)
 
     def _in_order(self) -> Iterator[tuple[str, str, _Held]]:
         """All of it, in an order that is equal on all ranks."""

@@ -9,13 +9,15 @@ of the tensor where that is possible.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lightning_dist.codecs.base import Payload
+from lightning_dist.kernels.passes import Kernels
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ class Tile:
     grad: Tensor  # (rows, blocks, block)
     state: tuple[Tensor, ...]  # as the memory says, each like grad
     columns: slice  # blocks of the unit's payload
-    numbers: Tensor  # (rows, blocks, 1) int32: which block of its parameter each one is
+    # (rows, blocks, 1) int32, of stochastic codecs: which block of its parameter each one is.
+    numbers: Tensor = field(default_factory=partial(torch.empty, 0))
     staged: Sequence[tuple[Tensor, Tensor]] = ()  # (where it lives, its place in the staging copy)
 
     def load(self) -> None:
@@ -106,9 +109,15 @@ class Tile:
 
 
 def tile_of(
-    name: str, flats: Sequence[Tensor], span: Span, *, columns: slice, numbers: Tensor
+    name: str,
+    flats: Sequence[Tensor],
+    span: Span,
+    *,
+    columns: slice,
+    numbered: bool = False,
 ) -> Tile:
     """``span`` of a gradient and its state, the ``flats``, as ``columns`` of a payload."""
+    numbers = span.numbers(flats[0].device) if numbered else flats[0].new_empty(0)
     if span.direct:
         places = [_view(flat, span) for flat in flats]
         return Tile(name, places[0], tuple(places[1:]), columns, numbers)
@@ -137,7 +146,64 @@ def joined(name: str, parts: Sequence[Sequence[Tensor]], *, rows: int, start: in
         staged += zip(flats, copies, strict=True)
         places.append(place)
     at = slice(start, start + columns)
-    return Tile(name, places[0], tuple(places[1:]), at, places[0].new_empty(0), staged)
+    return Tile(name, places[0], tuple(places[1:]), at, staged=staged)
+
+
+def runs_of(rows: Tensor, slices: Iterable[tuple[int, int]], block: int) -> list[Tile]:
+    """Every slice ``(offset, elements)`` of each of ``rows (R, N)`` in blocks of its own.
+
+    The columns of slices follow each other. A last block that is not full is staged.
+    """
+    tiles: list[Tile] = []
+    first = 0
+    for offset, numel in slices:
+        whole, rest = divmod(numel, block)
+        if whole:
+            grad = rows[:, offset : offset + whole * block].view(len(rows), whole, block)
+            tiles.append(Tile("", grad, (), slice(first, first + whole)))
+        first += whole
+        if rest:
+            tail = rows.new_zeros(len(rows), 1, block)
+            place = rows[:, offset + whole * block : offset + numel]
+            staged = [(place, tail[:, 0, :rest])]
+            tiles.append(Tile("", tail, (), slice(first, first + 1), staged=staged))
+            first += 1
+    return tiles
+
+
+def encode_tiles(
+    kernels: Kernels,
+    tiles: Sequence[Tile],
+    own: Sequence[Payload],
+    one: Tensor,
+    *,
+    state: Payload = (),
+    keys: Tensor | None = None,
+) -> None:
+    """``tiles`` -> each its part of a payload, ``own``; commits ``state``, laid out as the payload.
+
+    Args:
+        one: the scale.
+    """
+    encode = kernels.encode_and_commit if state else kernels.encode
+    for tile, payload in zip(tiles, own, strict=True):
+        tile.load()
+        of_tile = None if keys is None else keys[:, tile.columns]
+        encode(tile.grad, columns_of(state, tile.columns), one, of_tile, payload)
+
+
+def decode_tiles(
+    kernels: Kernels, tiles: Sequence[Tile], received: Iterable[Sequence[Payload]], one: Tensor
+) -> None:
+    """``tiles`` <- the weighted sum of the parts of payloads that each has ``received``."""
+    for tile, payloads in zip(tiles, received, strict=True):
+        kernels.decode_and_commit(tile.grad, (), one, None, payloads[0], payloads)
+        tile.store()
+
+
+def of_tiles(tiles: Sequence[Tile], payload: Payload) -> list[Payload]:
+    """The part of ``payload`` that each of ``tiles`` has."""
+    return [columns_of(payload, tile.columns) for tile in tiles]
 
 
 def columns_of(payload: Payload, columns: slice) -> Payload:

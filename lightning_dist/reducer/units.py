@@ -7,17 +7,16 @@ on a function of the same arguments.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import singledispatch
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_dist.codecs.base import Codec
-from lightning_dist.exchange.rounds import Exchange, Section
+from lightning_dist.exchange.rounds import Exchange, RowExchange
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.kernels.triton.table import Within
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
@@ -89,63 +88,28 @@ class CommUnit(ABC):
 class JoinedUnit(CommUnit):
     """A unit whose payload may lie beside those of others, in the rows of one exchange.
 
-    The last of them starts what all have encoded, the first issues the second collective. All have
-    the methods of the unit called in one order.
+    All of them have the methods of a unit called in one order.
     """
 
-    @property
-    @abstractmethod
-    def row_bytes(self) -> Sequence[int]:
-        """What it needs of every row."""
+    row_bytes: Sequence[int]
+    """What it needs of every row."""
 
     @abstractmethod
-    def make_exchange(self, row_bytes: Sequence[int], reduce: Callable[[], None]) -> Exchange:
-        """An exchange of rows of so many bytes; ``reduce`` is called between its collectives."""
+    def make_exchange(self, row_bytes: Sequence[int]) -> RowExchange:
+        """An exchange of rows of so many bytes."""
 
     @abstractmethod
-    def place(self, within: Within) -> Section:
-        """The exchange is there, and this unit's part of its rows; what that part is."""
-
-    def reduce(self) -> None:
-        """What was received -> the mean that is sent."""
-
-    section: Section
-
-    @override
-    def start(self) -> None:
-        if self.last:
-            self.exchange.start()
-
-    @override
-    def start_second(self) -> None:
-        if self.first:
-            self.exchange.start_second()
-
-    @property
-    @override
-    def sent(self) -> Sent:
-        return self.section.sent
-
-    @property
-    @override
-    def nbytes(self) -> int:
-        return self.exchange.nbytes if self.first else 0
+    def place(self, within: Within) -> None:
+        """The exchange is there, and this unit's part of its rows."""
 
 
 def join(units: Sequence[JoinedUnit]) -> None:
     """Give ``units`` of one kind and of one tensor their exchange."""
     row_bytes = [sum(sizes) for sizes in zip(*(unit.row_bytes for unit in units), strict=True)]
-
-    def reduce() -> None:
-        for unit in units:
-            unit.reduce()
-
-    exchange = units[0].make_exchange(row_bytes, reduce)
-    before = [0] * len(row_bytes)
+    exchange, before = units[0].make_exchange(row_bytes), [0] * len(row_bytes)
     for unit in units:
-        unit.exchange = exchange
-        unit.first, unit.last = unit is units[0], unit is units[-1]
-        unit.section = unit.place(Within(row_bytes, before))
+        unit.exchange, unit.first, unit.last = exchange, unit is units[0], unit is units[-1]
+        unit.place(Within(row_bytes, before))
         before = [sum(pair) for pair in zip(before, unit.row_bytes, strict=True)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from worlds import Rank, run_threads
 
 from lightning_dist.codecs.base import Payload, Plane
 from lightning_dist.exchange.channel import Channel
-from lightning_dist.exchange.rounds import ReduceScatterAllGather
+from lightning_dist.exchange.rounds import Section, TwoShot
 from lightning_dist.exchange.traffic import Sent, broadcasts, ring_all_gather, scatter
 from lightning_dist.exchange.wire import row_bytes
 
@@ -48,45 +49,48 @@ def memory(planes: Sequence[Plane], blocks: Sequence[int], rank: int) -> list[Te
     return [torch.full((size + 40,), 0xAB, dtype=torch.uint8) for size in sizes]
 
 
+class Shares(NamedTuple):
+    """An exchange, and views of all of it."""
+
+    exchange: TwoShot
+    section: Section
+
+
 def make(
     rank: Rank, planes: Sequence[Plane], blocks: Sequence[int], of: Sequence[Tensor]
-) -> ReduceScatterAllGather:
+) -> Shares:
     ready = iter(of)
-    return ReduceScatterAllGather(
-        planes,
-        blocks,
+    exchange = TwoShot(
+        [row_bytes(planes, count) for count in blocks],
         channel=Channel(rank.group("inside")),
         topology=rank.topology(),
         device=torch.device("cpu"),
         allocate=lambda size: next(ready)[:size],
     )
+    return Shares(exchange, exchange.shares(planes, blocks, before=[0] * len(blocks)))
 
 
-def begin(
-    shares: ReduceScatterAllGather, rank: Rank, planes: Sequence[Plane], *, salt: int = 0
-) -> None:
-    for owner, payload in enumerate(shares.payloads):
+def begin(shares: Shares, rank: Rank, planes: Sequence[Plane], *, salt: int = 0) -> None:
+    for owner, payload in enumerate(shares.section.payloads):
         blocks = payload[0].shape[1]
         values = payload_of(planes, blocks, by=rank.rank, to=owner, salt=salt)
         for plane, value in zip(payload, values, strict=True):
             plane.copy_(value)
-    shares.start()
+    shares.exchange.start()
 
 
-def reduce(
-    shares: ReduceScatterAllGather, rank: Rank, planes: Sequence[Plane], blocks: int, salt: int
-) -> None:
+def reduce(shares: Shares, rank: Rank, planes: Sequence[Plane], blocks: int, salt: int) -> None:
     """Check what arrived, and answer with the sum of it."""
-    shares.wait()
-    assert len(shares.received) == rank.size
-    for sender, payload in enumerate(shares.received):
+    shares.exchange.wait()
+    assert len(shares.section.received) == rank.size
+    for sender, payload in enumerate(shares.section.received):
         expected = payload_of(planes, blocks, by=sender, to=rank.rank, salt=salt)
         assert all(map(torch.equal, payload, expected))
     for plane, total in zip(
-        shares.own, answer(planes, blocks, rank.rank, rank.size, salt), strict=True
+        shares.section.mean, answer(planes, blocks, rank.rank, rank.size, salt), strict=True
     ):
         plane.copy_(total)
-    shares.start_second()
+    shares.exchange.start_second()
 
 
 def answer(planes: Sequence[Plane], blocks: int, owner: int, size: int, salt: int) -> list[Tensor]:
@@ -95,14 +99,14 @@ def answer(planes: Sequence[Plane], blocks: int, owner: int, size: int, salt: in
 
 
 def finish(
-    shares: ReduceScatterAllGather,
+    shares: Shares,
     rank: Rank,
     planes: Sequence[Plane],
     blocks: Sequence[int],
     salt: int,
 ) -> None:
-    shares.wait()
-    for owner, payload in enumerate(shares.payloads):
+    shares.exchange.wait()
+    for owner, payload in enumerate(shares.section.payloads):
         expected = answer(planes, blocks[owner], owner, rank.size, salt)
         assert all(map(torch.equal, payload, expected))
 
@@ -175,8 +179,9 @@ def test_bytes_are_those_of_the_formulas(blocks: list[int], per_host: int) -> No
             results = ring_all_gather(of_ranks[0], rank.topology())
         else:
             results = broadcasts(of_ranks, rank.topology())
-        assert shares.sent == scatter(of_ranks, rank.topology()) + results
-        return shares.sent
+        assert shares.exchange.sent == shares.section.sent
+        assert shares.exchange.sent == scatter(of_ranks, rank.topology()) + results
+        return shares.exchange.sent
 
     ranks = run_threads(body, len(blocks), ranks_per_host=per_host)
     assert sum(sent.total for sent in ranks) == 2 * (len(blocks) - 1) * sum(of_ranks)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +10,7 @@ from worlds import Rank, run_threads
 from lightning_dist.codecs import Int8, Payload, Plane
 from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.rounds import AllGather, AllReduce, Exchange, TwoShot
+from lightning_dist.exchange.wire import row_bytes
 
 CPU = torch.device("cpu")
 PLANES = Int8(block_size=16).planes(torch.float32)
@@ -45,16 +44,20 @@ def run(exchange: Exchange) -> None:
     exchange.wait()
 
 
+ROW = row_bytes(PLANES, BLOCKS)
+
+
 @worlds
 def test_gather_brings_all_payloads_in_rank_order(size: int) -> None:
     def body(rank: Rank) -> list[list[list[int]]]:
         make = {"channel": Channel(rank.group("data")), "topology": rank.topology(), "device": CPU}
-        exchange = AllGather(PLANES, BLOCKS, **make)
+        exchange = AllGather(ROW, **make)
+        section = exchange.section(PLANES, BLOCKS)
         received = []
         for step in range(2):  # buffers are reused
-            fill(exchange.own, rank.rank + 1 + step)
+            fill(section.own, rank.rank + 1 + step)
             run(exchange)
-            received.append([numbers(payload)[0] for payload in exchange.payloads])
+            received.append([numbers(payload)[0] for payload in section.payloads])
         return received
 
     first, second = ([[10 * (r + 1 + step)] for r in range(size)] for step in range(2))
@@ -62,22 +65,27 @@ def test_gather_brings_all_payloads_in_rank_order(size: int) -> None:
 
 
 @worlds
-def test_two_shot_hands_each_rank_its_shards_and_all_ranks_the_means(size: int) -> None:
-    """`reduce` sees, in rank order, what each rank wrote for it; its results come in rank order."""
+@pytest.mark.parametrize("keep_own", [False, True])
+def test_two_shot_hands_each_rank_its_shards_and_all_ranks_the_means(
+    size: int, keep_own: bool
+) -> None:
+    """An owner sees, in rank order, what each rank wrote for it; means come in rank order."""
 
     def body(rank: Rank) -> tuple[list[list[int]], list[list[int]]]:
-        seen: list[list[int]] = []
-
-        def reduce(shards: Payload, mean: Payload) -> None:
-            seen.extend(numbers(shards))
-            fill(mean, rank.rank + 5)
-
         make = {"channel": Channel(rank.group("data")), "topology": rank.topology(), "device": CPU}
-        exchange = TwoShot(PLANES, BLOCKS, reduce=reduce, **make)
-        fill(exchange.own, rank.rank + 1)
-        run(exchange)
-        (payload,) = exchange.payloads
-        return seen, numbers(payload)
+        exchange = TwoShot([ROW] * size, keep_own=keep_own, **make)
+        section = exchange.section(PLANES, BLOCKS)
+        fill(section.own, rank.rank + 1)
+        exchange.start()
+        exchange.wait()
+        seen = numbers(section.received[0])
+        fill(section.mean, rank.rank + 5)
+        exchange.start_second()
+        exchange.wait()
+        if keep_own:
+            own = numbers(section.own)
+            assert own == [[10 * (rank.rank + 1) + r for r in range(size)]]
+        return seen, numbers(section.payloads[0])
 
     for rank, (shards, means) in enumerate(run_threads(body, size)):
         assert shards == [[10 * (sender + 1) + rank for sender in range(size)]]
@@ -93,11 +101,11 @@ def test_all_reduce_adds(size: int, keep_own: bool) -> None:
         make = {"channel": Channel(rank.group("data")), "topology": rank.topology(), "device": CPU}
         exchange = AllReduce([Plane(torch.float16, 1)], 8, keep_own=keep_own, **make)
         for _ in range(2):
-            exchange.own[0].fill_(rank.rank + 1)
+            exchange.whole.own[0].fill_(rank.rank + 1)
             run(exchange)
-        ((summed,),) = exchange.payloads
+        ((summed,),) = exchange.whole.payloads
         assert (summed == summed[0, 0]).all()
-        return float(exchange.own[0][0, 0, 0]), float(summed[0, 0, 0])
+        return float(exchange.whole.own[0][0, 0, 0]), float(summed[0, 0, 0])
 
     total = size * (size + 1) / 2
     own = [rank + 1 if keep_own else total for rank in range(size)]
@@ -110,7 +118,7 @@ def test_all_reduce_in_place_uses_no_second_buffer() -> None:
         make = {"channel": Channel(rank.group("data")), "topology": rank.topology(), "device": CPU}
         plane = Plane(torch.float32, 1)
         exchange = AllReduce([plane], 5, keep_own=False, in_place=buffer, **make)
-        assert exchange.own[0].data_ptr() == buffer.data_ptr()
+        assert exchange.whole.own[0].data_ptr() == buffer.data_ptr()
         run(exchange)
         return buffer
 
@@ -122,21 +130,20 @@ def test_many_in_flight_do_not_mix(size: int) -> None:
     """Eight exchanges issued, then advanced, then awaited: each gets its own bytes."""
 
     def body(rank: Rank) -> list[list[list[int]]]:
-        def reduce(shards: Payload, mean: Payload) -> None:
-            for plane, out in zip(shards, mean, strict=True):
-                out.copy_(plane.float().mean(0, keepdim=True))
-
         make = {"channel": Channel(rank.group("data")), "topology": rank.topology(), "device": CPU}
-        build = partial(TwoShot, PLANES, BLOCKS, reduce=reduce, **make)
-        exchanges = [build() for _ in range(8)]
-        for number, exchange in enumerate(exchanges):
-            for plane in exchange.own:
+        exchanges = [TwoShot([ROW] * size, **make) for _ in range(8)]
+        sections = [exchange.section(PLANES, BLOCKS) for exchange in exchanges]
+        for number, (exchange, section) in enumerate(zip(exchanges, sections, strict=True)):
+            for plane in section.own:
                 plane.fill_(number)
             exchange.start()
-        for exchange in exchanges:
+        for exchange, section in zip(exchanges, sections, strict=True):
+            exchange.wait()
+            for plane, out in zip(section.received[0], section.mean, strict=True):
+                out.copy_(plane.float().mean(0, keepdim=True))
             exchange.start_second()
         for exchange in exchanges:
             exchange.wait()
-        return [numbers(exchange.payloads[0]) for exchange in exchanges]
+        return [numbers(section.payloads[0]) for section in sections]
 
     assert run_threads(body, size) == [[[[number] * size] for number in range(8)]] * size

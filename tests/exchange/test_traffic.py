@@ -22,6 +22,7 @@ from lightning_dist.exchange.traffic import (
     ring_allreduce,
     scatter,
 )
+from lightning_dist.exchange.wire import row_bytes
 from lightning_dist.topology import Topology, this_host
 
 FORMULAS = [ring_allreduce, ring_all_gather, all_to_all]
@@ -111,8 +112,8 @@ def test_sent_is_the_sum_of_both_rounds() -> None:
             "topology": rank.topology(),
             "device": torch.device("cpu"),
         }
-        gather = AllGather(planes, 3, **make)
-        two_shot = TwoShot(planes, 3, reduce=lambda shards, mean: None, **make)
+        gather = AllGather(row_bytes(planes, 3), **make)
+        two_shot = TwoShot([row_bytes(planes, 3)] * rank.size, **make)
         reduce = AllReduce([Plane(torch.float16, 1)], 100, keep_own=True, **make)
         return gather.sent, two_shot.sent, reduce.sent
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -73,7 +79,7 @@ def sharded(
     """The net, sharded over ``mesh``; ``compiled``: its blocks, with this backend."""
     net_keys = {key: given.pop(key) for key in ("tied", "frozen", "inner") if key in given}
     torch.manual_seed(dist.get_rank() if given.pop("unequal", False) else 0)
-    net = Net(**net_keys)
+    net = Net(**net_keys).to(given.pop("dtype", torch.float32))
     for i, block in enumerate(net.blocks):
         if tensor is not None:
             parallelize_module(block, tensor, {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -105,6 +111,7 @@ def train(
     accumulate: bool = False,
     clip: bool = False,
     scale: float = 1.0,
+    after_step: Callable[[], object] = lambda: None,
 ) -> list[Tensor]:
     """Weights after `STEPS` steps; in every other one gradients accumulate, if asked for."""
     optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
@@ -122,6 +129,7 @@ def train(
         if clip:
             nn.utils.clip_grad_norm_(net.parameters(), 0.5)
         optimizer.step()
+        after_step()
     return weights(net)
 
 
@@ -276,31 +284,44 @@ def every_codec(mesh: DeviceMesh) -> dict[str, tuple[bool, bool, int]]:
 
 
 def of_codecs(mesh: DeviceMesh, codecs: Iterable[str]) -> dict[str, tuple[bool, bool, int]]:
-    """Replicas equal, weights finite and bytes of the last step, by codec."""
+    """Replicas equal after every step, weights finite and bytes of the last step, by codec."""
     found = {}
     for name in codecs:
         net = sharded(mesh["shard"], unequal=True)
         ours = compress_fsdp(net, name, mesh=mesh, min_compress_numel=0)
-        train(net, ours=ours, accumulate=True)
+        equal: list[bool] = []
+        train(
+            net,
+            ours=ours,
+            accumulate=True,
+            after_step=lambda net=net, equal=equal: equal.append(replicas_are_equal(net, mesh)),
+        )
         finite = all(bool(held.isfinite().all()) for held in weights(net))
         sent = ours.comm_stats()["last_step"]["wire_bytes"]
-        found[name] = replicas_are_equal(net, mesh), finite, int(sent)
+        found[name] = equal == [True] * STEPS, finite, int(sent)
         ours.close()
     return found
 
 
-def conservation(mesh: DeviceMesh) -> dict[str, float]:
+def conservation(
+    mesh: DeviceMesh,
+    *,
+    codecs: Sequence[str] = ("int4", "topk:ratio=0.05", "powersgd:rank=2"),
+    steps: int = 20,
+    make: Callable[[DeviceMesh], nn.Module] = sharded,
+) -> dict[str, float]:
     """What was applied and what is owed, against the sum of the exact means, relative; float64."""
     found = {}
-    for codec in ("int4", "topk:ratio=0.05", "powersgd:rank=2"):
-        net, exact = sharded(mesh["shard"]), sharded(mesh)
+    for codec in codecs:
+        net, exact = make(mesh["shard"]), make(mesh)
+        dtype = next(net.parameters()).dtype
         ours = compress_fsdp(net, codec, mesh=mesh, min_compress_numel=0)
         applied = [torch.zeros_like(w, dtype=torch.float64) for w in weights(net)]
         wanted = [torch.zeros_like(w, dtype=torch.float64) for w in weights(net)]
-        for first, _ in batches(20):
+        for first, _ in batches(steps):
             for model, sums in ((net, applied), (exact, wanted)):
                 model.zero_grad()
-                model(first).square().mean().backward()
+                model(first.to(dtype)).square().mean().backward()
                 for parameter, total in zip(model.parameters(), sums, strict=True):
                     total += local(parameter.grad)
         worst = 0.0
@@ -316,6 +337,14 @@ def conservation(mesh: DeviceMesh) -> dict[str, float]:
         found[codec] = worst
         ours.close()
     return found
+
+
+def conservation_of_a_long_run(mesh: DeviceMesh) -> dict[str, float]:
+    def make(mesh: DeviceMesh) -> nn.Module:
+        torch.manual_seed(0)
+        return fully_shard(nn.Linear(WIDTH, WIDTH).double(), mesh=mesh)
+
+    return conservation(mesh, codecs=["int4"], steps=1000, make=make)
 
 
 def resume(mesh: DeviceMesh) -> dict[str, bool]:
@@ -435,6 +464,13 @@ def interrupted(mesh: DeviceMesh) -> dict[str, bool]:
     return {"raised": raised, "goes on": replicas_are_equal(net, mesh)}
 
 
+class WithoutAccelerator(FullyShardedDataParallel):
+    """FSDP1, which is made on accelerators alone."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+
 def refusals(mesh: DeviceMesh) -> dict[str, str]:
     """Messages by what is wrong."""
     cases: dict[str, Callable[[], object]] = {
@@ -446,6 +482,16 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
         ),
         "reduce dtype": lambda: compress_fsdp(
             sharded(mesh["shard"], mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)),
+            mesh=mesh,
+        ),
+        "fp16": lambda: compress_fsdp(sharded(mesh["shard"], dtype=torch.float16), mesh=mesh),
+        "FSDP1": lambda: compress_fsdp(WithoutAccelerator(), mesh=mesh),
+        "placement": lambda: compress_fsdp(
+            fully_shard(
+                nn.Linear(4, 4, bias=False),
+                mesh=mesh["shard"],
+                shard_placement_fn=lambda _: Shard(1),
+            ),
             mesh=mesh,
         ),
         "one replica": lambda: compress_fsdp(

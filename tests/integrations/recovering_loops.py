@@ -5,8 +5,9 @@
 SETTINGS is JSON: ``codec``, ``faults`` as ``[worker, place, step]`` or ``[worker, place, step,
 action]``, ``joins`` (wait at a step until a newcomer waits), ``spare`` (wait until that worker
 does, at a step), ``waits`` (for a file, at a step), ``profile`` (a CommProfiler watches),
-``mirror`` (of residuals), ``framework``, ``accumulate`` (of a process alone), ``epochs`` and
-``hang_timeout``. Every rank writes what it computes and what it has committed to
+``mirror`` (of residuals), ``framework``, ``overflows`` (a GradScaler scales, and a step has an inf
+until it is taken again), ``accumulate`` (of a process alone), ``epochs`` and ``hang_timeout``.
+Every rank writes what it computes and what it has committed to
 ``FOLDER/<worker>.jsonl``.
 """
 
@@ -148,9 +149,9 @@ COMPRESSION: dict[str, Any] = {
 BUCKETS = {"bucket_cap_mb": 0.0001}
 
 
-def plain(module: nn.Module, optimizer: Any, codec: str) -> Made:
+def plain(module: nn.Module, optimizer: Any, codec: str, scaler: Any = None) -> Made:
     model = DistributedDataParallel(module, **BUCKETS)  # type: ignore[arg-type]
-    compress_ddp(model, codec, **COMPRESSION)
+    compress_ddp(model, codec, grad_scaler=scaler, **COMPRESSION)
     return Made(model, optimizer)
 
 
@@ -222,9 +223,12 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
     sgd = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.LinearLR(sgd, 1.0, 0.1, total_iters=20)
     made = Made(module, sgd)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    scaled: dict[str, Any] = {"scaler": scaler} if own and "overflows" in told else {}
     if own:
         init_process_group("gloo", recovery="in_process")
-        made = FRAMEWORKS[told.get("framework", "ddp")](module, sgd, told.get("codec", "none"))
+        framework, codec = told.get("framework", "ddp"), told.get("codec", "none")
+        made = FRAMEWORKS[framework](module, sgd, codec, **scaled)
     model, optimizer = made.model, made.optimizer
     register_optimizer_step_pre_hook(lambda *_: faults.strike("after the vote"))
     log = (folder / f"{own}.jsonl").open("a", buffering=1)
@@ -237,7 +241,7 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
         ElasticLoop(
             folder / "ckpt",
             loader=DataLoader(Samples(), batch_size=BATCH, shuffle=True),
-            state={"model": model, "optimizer": optimizer, "scheduler": scheduler},
+            state={"model": model, "optimizer": optimizer, "scheduler": scheduler, **scaled},
             every_n_train_steps=told.get("saves", 4),
             gradient_accumulation_steps=accumulate,
             seed=5,
@@ -273,13 +277,20 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
                     time.sleep(0.01)
                 faults.strike("forward")
                 loss = (model(x) - x.flip(1)).square().mean()
-                made.backward(loop.scale_loss(loss))
+                if (begun, number) == (told.get("overflows"), 0):
+                    loss = loss * torch.inf  # of a step that is given up
+                loss = loop.scale_loss(loss)
+                made.backward(scaler.scale(loss) if scaled else loss)
                 if loop.micro_batch is not None and loop.micro_batch.weight:
                     ids = ids + numbers.tolist()
                 if loop.sync_gradients:
                     ranks = made.ranks() if own else []
                     note(computed=begun + 1, ids=ids, generation=number, epoch=epoch, ranks=ranks)
-                    optimizer.step()
+                    if scaled:
+                        scaler.step(optimizer)
+                        scaler.update()
+                    else:
+                        optimizer.step()
                     faults.strike("after the step")
                     scheduler.step()
                     optimizer.zero_grad()
@@ -294,6 +305,7 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
                             world=world,
                             lr=scheduler.get_last_lr()[0],
                             passes=float(module.passes),
+                            scale=scaler.get_scale(),
                         )
     note(end=loop.steps, hash=digest(module), metrics=loop.metrics())
     faulthandler.cancel_dump_traceback_later()

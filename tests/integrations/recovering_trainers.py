@@ -3,7 +3,8 @@
     recovering_trainers.py FOLDER SETTINGS
 
 SETTINGS is JSON, as of `recovering_loops`: ``codec``, ``faults``, ``lost``, ``joins``; and
-``accumulate``, ``clip``, ``validates``. Every rank writes what it computes and what it has
+``accumulate``, ``clip``, ``validates``, ``syncs``, ``logs``, ``once`` (faults of the first start
+of all). Every rank writes what it computes and what it has
 committed to ``FOLDER/<worker>.jsonl``.
 """
 
@@ -19,11 +20,25 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from recovering_loops import BATCH, EPOCHS, LIMIT, Faults, Net, Samples, digest, watch_votes
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_dist import CompressedDDPStrategy, ElasticRestart
+
+
+class Once(Faults):
+    """Not again in a start that follows."""
+
+    def __init__(self, folder: Path, told: list[list[Any]]) -> None:
+        self._mark = folder / "struck"
+        super().__init__([] if self._mark.exists() else told)
+
+    def strike(self, place: str) -> None:
+        if (place, self.step) in self._told:
+            self._mark.touch()
+        super().strike(place)
 
 
 class Module(pl.LightningModule):
@@ -32,7 +47,10 @@ class Module(pl.LightningModule):
     def __init__(self, folder: Path, told: dict[str, Any]) -> None:
         super().__init__()
         self.net, self.told = Net(), told
-        self.faults, self.own = Faults(told.get("faults", [])), os.environ["LIGHTNING_DIST_WORKER"]
+        self.faults = (
+            Once(folder, told["once"]) if "once" in told else Faults(told.get("faults", []))
+        )
+        self.own = os.environ["LIGHTNING_DIST_WORKER"]
         watch_votes(folder, self.faults, told.get("lost", []))
         self.log_file = (folder / f"{self.own}.jsonl").open("a", buffering=1)
         self.ids: list[int] = []
@@ -130,7 +148,7 @@ def train(folder: Path, told: dict[str, Any]) -> None:
         limit_val_batches=2 if told.get("validates") else 0,
         num_sanity_val_steps=1 if told.get("validates") else 0,
         log_every_n_steps=1,
-        logger=told.get("logs", False),
+        logger=CSVLogger(folder) if told.get("logs") else False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )

@@ -75,6 +75,14 @@ def test_every_codec(tmp_path: Path, quick_python: list[str]) -> None:
         assert all(error < 1e-5 for error in each.values()), each
 
 
+@pytest.mark.slow
+def test_mass_is_conserved_in_a_long_run(tmp_path: Path, quick_python: list[str]) -> None:
+    """Over 1,000 steps in float64."""
+    launch(tmp_path, quick_python, 2, 2, "conservation_of_a_long_run")
+    for each in facts(tmp_path, "conservation_of_a_long_run", "2x2"):
+        assert all(error < 1e-10 for error in each.values()), each
+
+
 @pytest.mark.parametrize(
     "scenario",
     ["resume", "another_mesh", "flushed", "overflow", "interrupted", "tensor_parallel", "memory"],
@@ -116,6 +124,9 @@ def test_compiled_blocks_and_tensor_parallel_shards(
         ("native HSDP", "call it with mesh"),
         ("offload", "CPUOffloadPolicy"),
         ("reduce dtype", "reduce_dtype"),
+        ("fp16", "keep parameters in bfloat16 or float32"),
+        ("FSDP1", "call fully_shard on the blocks"),
+        ("placement", "leave shard_placement_fn out"),
         ("another mesh", "one dimension of mesh"),
         ("one replica", "several replicas"),
         ("unequal settings", "codec"),

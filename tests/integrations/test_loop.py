@@ -17,7 +17,9 @@ from loop_runs import net, train
 from torch import nn
 
 from lightning_dist import ElasticLoop
+from lightning_dist.accelerate import AsyncStateCheckpointer
 from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.integrations.accelerate.async_state import refusals
 from lightning_dist.integrations.loop.placement import Stopped
 
 
@@ -253,6 +255,29 @@ def test_accumulation_of_accelerate_is_refused(tmp_path: Path) -> None:
 def test_no_passes(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="gradient_accumulation_steps has to be positive; got 0"):
         loop_in(tmp_path, gradient_accumulation_steps=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"mirror_residuals": True}, "takes effect with recovery='in_process' only"),
+        ({"mirror_residuals": 0, "recovery": "in_process"}, "the steps between two copies; got 0"),
+        ({"mirror_residuals": -3, "recovery": "in_process"}, "True, False or the steps.*got -3"),
+    ],
+)
+def test_copies_of_residuals_that_nobody_could_use(
+    given: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        loop_in(tmp_path, **given)
+
+
+def test_an_async_state_checkpointer_of_ranks_that_come_and_go_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(refusals, "is_alone", lambda: True)
+    with pytest.raises(ValueError, match="leave it out: ElasticLoop saves"):
+        AsyncStateCheckpointer(None)  # type: ignore[arg-type]  # it is not looked at
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,33 @@ def test_compressed_ranks_stay_equal_and_whoever_misses_the_answer_commits(
 
 
 @pytest.mark.slow
+def test_residuals_of_a_lost_rank_are_taken_over(tmp_path: Path, quick_python: list[str]) -> None:
+    """By the next rank, which has a copy of the step before."""
+    fault = ["0.1.0", "between buckets", STEP]
+    job = Job(tmp_path, quick_python, codec="int8", mirror=True, faults=[fault], joins=10)
+    job.require_exact()
+    (told,) = [line for line in job.output.splitlines() if "worker 0.1.0 is gone" in line]
+    assert "residuals of 0.1.0 taken over" in told
+    assert job.metrics()["elastic/residual_norm_lost"] == 0
+
+
+@pytest.mark.slow
+def test_a_grad_scaler_is_as_at_the_begin_of_a_step_that_is_taken_again(
+    expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
+) -> None:
+    """It has seen an inf in the step that was given up, and skipped the optimizer."""
+    fault = ["0.1.0", "before the vote", STEP]
+    job = Job(tmp_path, quick_python, overflows=STEP, faults=[fault], joins=10)
+    job.require_exact()
+    for name, weight in job.weights().items():
+        if name != "passes":
+            torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=1e-9)
+    assert job.metrics()["elastic/steps_redone"] == 1
+    for line in job.of("committed"):
+        assert line["scale"] == 1024.0 * 2 ** (line["committed"] // 3)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["fabric", "accelerate"])
 def test_under_other_frameworks(
     framework: str, expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]

@@ -15,7 +15,15 @@ LIMIT = 240.0
 pytestmark = pytest.mark.timeout(LIMIT + 30)
 FAST = ("equal_to_native", "reports", "accumulation", "resume", "refusals")
 FAST += ("fabric", "profile", "accelerate")
-SLOW = ("resume_one_file", "resume_tensor_parallel", "tensor_parallel", "evaluation")
+SLOW = (
+    "equal_to_native_bf16",
+    "fabric_resume",
+    "accelerate_resume",
+    "resume_one_file",
+    "resume_tensor_parallel",
+    "tensor_parallel",
+    "evaluation",
+)
 SLOW += ("sharded_over_all", "shards_resume", "shards_fabric", "shards_accelerate")
 
 

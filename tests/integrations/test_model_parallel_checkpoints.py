@@ -23,11 +23,18 @@ NAME = "epoch=0.ckpt"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Path:
-    """A folder with what two replicas of two shards have saved, and what worlds make of it."""
+    """A folder with what two replicas of two shards have saved, and what others make of it."""
     folder = tmp_path_factory.mktemp("saved")
-    launch(folder, quick_python, ["resume", "load", "refusals", "restarts", "meshes"], ranks=4)
-    launch(folder, quick_python, ["load", "meshes"], ranks=2)
+    launch(folder, quick_python, ["resume", "load", "refusals"], ranks=4)
     return folder
+
+
+@pytest.fixture(scope="module")
+def rest(saved: Path, quick_python: list[str]) -> Path:
+    """The same folder, with restarts and what other worlds make of it."""
+    launch(saved, quick_python, ["load_others", "restarts", "meshes"], ranks=4)
+    launch(saved, quick_python, ["load_others", "meshes"], ranks=2)
+    return saved
 
 
 def launch(folder: Path, python: list[str], scenarios: list[str], *, ranks: int) -> None:
@@ -106,14 +113,23 @@ class Plain(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
+def test_another_mesh_loads_it(saved: Path, single: Path) -> None:
+    require_loaded(facts(saved, "load"), single, replicas=4)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "replicas"), [(4, 1), (4, 2), (4, 4), (2, 1), (2, 2)], ids=lambda number: f"{number}"
+    ("ranks", "replicas"), [(4, 1), (4, 2), (2, 1), (2, 2)], ids=lambda number: f"{number}"
 )
-def test_any_mesh_loads_it(saved: Path, single: Path, ranks: int, replicas: int) -> None:
+def test_any_mesh_loads_it(rest: Path, single: Path, ranks: int, replicas: int) -> None:
+    require_loaded(facts(rest, "load_others", ranks=ranks), single, replicas=replicas)
+
+
+def require_loaded(found: list[dict[Any, Any]], single: Path, *, replicas: int) -> None:
     """Weights and optimizer states to the bit; replicas owe together what they owed."""
     state = torch.load(single, weights_only=True)
     optimizer = state["optimizer_states"][0]["state"]
-    begun = [each[replicas] for each in facts(saved, "load", ranks=ranks)]
+    begun = [each[replicas] for each in found]
     for each in begun:
         assert each["weights"].keys() == state["state_dict"].keys()
         assert each["steps"] == [4.0]
@@ -146,9 +162,10 @@ def test_what_is_refused(saved: Path, case: str, says: str) -> None:
         assert says in each[case], each
 
 
-def test_a_restarted_run_is_that_without_a_fault(saved: Path) -> None:
+@pytest.mark.slow
+def test_a_restarted_run_is_that_without_a_fault(rest: Path) -> None:
     """Failed at six hooks: samples, weights, momenta and residuals to the bit."""
-    for each in facts(saved, "restarts"):
+    for each in facts(rest, "restarts"):
         straight, restarted = each["straight"], each["restarted"]
         assert straight["residuals"]
         assert all(residual.any() for residual in straight["residuals"].values())
@@ -158,16 +175,17 @@ def test_a_restarted_run_is_that_without_a_fault(saved: Path) -> None:
                 assert torch.equal(restarted[kind][name], value), (kind, name)
         assert len(straight["momenta"]) == 4
         assert all(map(torch.equal, restarted["momenta"], straight["momenta"]))
-    require_same_samples(saved / "restarted", saved / "straight", worlds=[4] * 9)
+    require_same_samples(rest / "restarted", rest / "straight", worlds=[4] * 9)
 
 
-def test_other_meshes_go_on(saved: Path) -> None:
+@pytest.mark.slow
+def test_other_meshes_go_on(rest: Path) -> None:
     """Two replicas of two shards, then one of two, then two of one: rounded otherwise at most."""
-    (straight, *_), (changed, *_) = facts(saved, "meshes"), facts(saved, "meshes", ranks=2)
+    (straight, *_), (changed, *_) = facts(rest, "meshes"), facts(rest, "meshes", ranks=2)
     expected = straight["straight"]
     for kind in ("weights", "momenta"):
         torch.testing.assert_close(changed["changed"][kind], expected[kind], rtol=1e-5, atol=1e-6)
-    require_same_samples(saved / "meshes", saved / "exact", worlds=[4] * 4 + [2] * 5)
+    require_same_samples(rest / "meshes", rest / "exact", worlds=[4] * 4 + [2] * 5)
 
 
 def require_same_samples(folder: Path, straight: Path, *, worlds: list[int]) -> None:

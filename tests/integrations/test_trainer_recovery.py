@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import csv
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from recovering_loops import EPOCHS, SIZE, train
 from test_loop_recovery import PLACES, STEP, Job
+from torch.utils.data import DataLoader
+
+import lightning_dist
+from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
 
 QUICK = ("0.0.0", "between buckets")
 
@@ -75,12 +84,17 @@ def test_a_killed_rank_costs_no_sample_and_changes_no_weight(
 def test_accumulated_and_clipped_gradients(
     expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
 ) -> None:
-    """Two micro-batches in a step of three ranks, three in one of two; clipped above all norms."""
+    """Two micro-batches in a step of three ranks, three in one of two."""
+    for folder in ("none", "one"):
+        (tmp_path / folder).mkdir()
+    whole = TrainerJob(tmp_path / "none", quick_python, accumulate=2, clip=0.1)
     faults = [["0.1.0", "between buckets", STEP]]
-    job = TrainerJob(tmp_path, quick_python, faults=faults, joins=10, accumulate=2, clip=1e9)
+    told = {"faults": faults, "joins": 10, "accumulate": 2, "clip": 0.1}
+    job = TrainerJob(tmp_path / "one", quick_python, **told)
     job.require_exact()
     require_logged(job)
-    require_weights(job, expected)
+    require_weights(job, whole.weights())
+    assert any(not torch.allclose(weight, expected[n]) for n, weight in whole.weights().items())
 
 
 @pytest.mark.slow
@@ -90,10 +104,15 @@ def test_a_rank_is_lost_at_the_end_of_an_epoch(
 ) -> None:
     """Its last step is taken again, or the first one of the next; validations go on."""
     faults = [["0.0.0", place, 4]]
-    job = TrainerJob(tmp_path, quick_python, faults=faults, joins=12, validates=True)
+    told = {"faults": faults, "joins": 12, "validates": True, "logs": True}
+    job = TrainerJob(tmp_path, quick_python, **told)
     job.require_exact()
     require_logged(job)
     require_weights(job, expected)
+    written = (tmp_path / "lightning_logs" / "version_0-0.1.0" / "metrics.csv").read_text()
+    rows = list(csv.DictReader(written.splitlines()))
+    assert {int(row["step"]) for row in rows if row["loss_step"]} >= set(range(5, 15))
+    assert "2.0" in {row["elastic/world_size"] for row in rows}
 
 
 @pytest.mark.slow
@@ -130,9 +149,87 @@ def test_a_rank_that_is_lost_in_a_collective_of_lightning_restarts_all(
     expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
 ) -> None:
     """From the last checkpoint, and the reason is said."""
-    faults = [["0.1.0", "validation", 4]]
-    job = TrainerJob(tmp_path, quick_python, faults=faults, validates=True, syncs=True)
+    once = [["0.1.0", "validation", 4]]
+    job = TrainerJob(tmp_path, quick_python, once=once, validates=True, syncs=True)
     assert "lost outside of a training step" in job.output
     assert "exit code 75" in job.output
     require_weights(job, expected)
     assert len(job.of("end")) == 3
+
+
+class Small(pl.LightningModule):
+    """A module with as many parts as a refusal is about."""
+
+    def __init__(self, kind: str = "SGD") -> None:
+        super().__init__()
+        self.net, self.kind = torch.nn.Linear(2, 1), kind
+        self.automatic_optimization = kind != "manual"
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(batch).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        name = "SGD" if self.kind == "manual" else self.kind
+        return getattr(torch.optim, name)(self.parameters(), lr=0.1)
+
+
+@pytest.fixture
+def leaves_no_group() -> Iterator[None]:
+    """A Trainer that refuses has made the group of its process alone."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def fit(module: pl.LightningModule, *callbacks: pl.Callback, loader: Any = None) -> None:
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy="compressed_ddp_elastic",
+        callbacks=list(callbacks),
+        max_epochs=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, loader or DataLoader(torch.ones(4, 2)))
+
+
+@pytest.mark.usefixtures("leaves_no_group")
+def test_it_needs_elastic_restart() -> None:
+    with pytest.raises(ValueError, match=r"needs ElasticRestart\(\.\.\.\) among the callbacks"):
+        fit(Small())
+
+
+@pytest.mark.usefixtures("leaves_no_group")
+@pytest.mark.parametrize(
+    ("module", "callbacks", "format", "message"),
+    [
+        (Small("manual"), [], "single", "automatic_optimization=False"),
+        (Small("LBFGS"), [], "single", "LBFGS"),
+        (Small(), ["AsyncCheckpoint"], "single", "AsyncCheckpoint, which keeps process groups"),
+        (Small(), [], "sharded", "format='single'"),
+    ],
+)
+def test_what_it_cannot_take_again_is_refused(
+    module: pl.LightningModule, callbacks: list[str], format: Any, message: str, tmp_path: Path
+) -> None:
+    """Where no launcher is that replaces ranks too."""
+    elastic = lightning_dist.ElasticRestart(tmp_path / "ckpt", format=format)
+    others = [getattr(lightning_dist, name)(dirpath=tmp_path / "best") for name in callbacks]
+    with pytest.raises(ValueError, match=message):
+        fit(module, elastic, *others)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"commit": "immediate"}, {"delay": 1}, {"hierarchical": True}]
+)
+def test_arguments_that_commit_at_once_are_refused(arguments: dict[str, Any]) -> None:
+    (name,) = arguments
+    with pytest.raises(ValueError, match=f"takes a step again that fails.*{name}"):
+        lightning_dist.CompressedDDPStrategy(recovery="in_process", **arguments)
+
+
+@pytest.mark.parametrize("kind", [FabricStrategy, lightning_dist.LocalUpdateStrategy])
+def test_other_strategies_do_not_recover(kind: type) -> None:
+    with pytest.raises(ValueError, match=r"ElasticLoop\(recovery='in_process'\)"):
+        kind(recovery="in_process")

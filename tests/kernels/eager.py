@@ -131,7 +131,7 @@ class Eager:
                 flats.append(residual[part.memory : part.memory + part.numel])
             grid = self._grid(part)
             span = Span(grid, 0, grid.blocks_per_row, direct=False)
-            tile = tile_of(part.name, flats, span, columns=columns, numbers=flat.new_empty(0))
+            tile = tile_of(part.name, flats, span, columns=columns)
             tile.load()
             tiles.append((tile, columns))
         return tiles

@@ -23,7 +23,7 @@ from lightning_dist.reducer.codec_sample import Sampler
 from lightning_dist.reducer.intra_plan import IntraPlan
 from lightning_dist.reducer.observer import EncodedBucket, Observer
 from lightning_dist.reducer.plan import Planner
-from lightning_dist.reducer.table_unit import PackedUnit, TableUnit
+from lightning_dist.reducer.table_unit import TableUnit
 from lightning_dist.reducer.unit_sizes import WHOLE_BUCKET
 from lightning_dist.reducer.units import JoinedUnit, join
 
@@ -173,7 +173,7 @@ def test_uncompressed_slices_are_packed(size: int, commit: str) -> None:
     eager = run(codec, size, tables=False, **settings)
     tables = run(codec, size, tables=True, **settings)
     for before, after in zip(eager, tables, strict=True):
-        assert after.units == {TableUnit, PackedUnit}
+        assert after.units == {TableUnit}
         assert before.units == {BlockUnit}
         assert all(map(same, after.gradients, before.gradients))
         assert after.residuals[-1].keys() == {"first"}

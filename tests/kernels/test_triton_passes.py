@@ -25,7 +25,7 @@ from lightning_dist.codecs import (
 from lightning_dist.codecs.memory import NoMemory
 from lightning_dist.exchange.wire import views
 from lightning_dist.kernels.passes import Factors, Passes
-from lightning_dist.kernels.triton import GRADIENT_DTYPES, Slice, SliceTable, kernels_of, sum_of
+from lightning_dist.kernels.triton import GRADIENT_DTYPES, Slice, SliceTable, kernels_of, packed
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 passes = pytest.importorskip("lightning_dist.kernels.triton.passes")
@@ -106,7 +106,7 @@ def bucket(
     scale: float = 8.0,
     tile_elements: int | None = 1024,
 ) -> Bucket:
-    table = SliceTable.of_rows(codec, slices, rows=rows, device=DEVICE, tile_elements=tile_elements)
+    table = SliceTable.of(codec, [slices], rows=rows, device=DEVICE, tile_elements=tile_elements)
     flat = hard_numbers(span_of(slices) + 3, seed=1, dtype=dtype)
     residual = hard_numbers(sum(part.numel for part in slices), seed=2) * 0.01
     salts = torch.arange(len(slices), dtype=torch.int32) * 77777 - 5 if codec.stochastic else None
@@ -301,7 +301,7 @@ def test_shares_of_any_size_follow_each_other() -> None:
     codec = Int8(block_size=64)
     slices = laid_out(500, 130, 64)
     shares = [slices[:2], [], slices[2:]]
-    table = SliceTable.of_shares(codec, shares, device=DEVICE)
+    table = SliceTable.of(codec, shares, device=DEVICE)
     flat = hard_numbers(span_of(slices), seed=1)
     payload = torch.zeros(table.payload_bytes, dtype=torch.uint8, device=DEVICE)
     kernels = kernels_of(codec, dtype=flat.dtype)
@@ -365,15 +365,56 @@ _SPIKES = st.tuples(
 @pytest.mark.parametrize("dtype", GRADIENT_DTYPES)
 def test_uncompressed_payloads_are_added_in_their_order(dtype: torch.dtype, wide: bool) -> None:
     """Inside a host, into a share that may be wider than what travels."""
-    eager = Passes(NoCompression(), NoMemory(), Factors(mean=1 / 3), 3)
+    codec = NoCompression()
+    eager = Passes(codec, NoMemory(), Factors(mean=1 / 3), 3)
     rows = hard_numbers(3 * 5008, seed=1, dtype=dtype).view(3, 5008)
     payloads = [(row[:5001].view(1, -1, 1),) for row in rows]
     expected = torch.zeros(1, 5001, 1, dtype=torch.float32 if wide else dtype)
     eager.decode_and_commit(expected, (), torch.ones(()), None, payloads[0], payloads)
-    found = on_device(torch.zeros_like(expected))
-    there = on_device(rows)
-    payloads = [(row[:5001].view(1, -1, 1),) for row in there]
-    summed = sum_of(eager, dtype=dtype)
-    assert summed is not None
-    summed(found, (), torch.ones(()), None, payloads[0], payloads)
-    assert same(found, expected)
+    kernels, flat = kernels_of(codec, dtype=dtype), torch.zeros(5001, dtype=expected.dtype)
+    assert kernels is not None
+    slices = [[Slice("", 0, 3000), Slice("", 3000, 2001)]]
+    table = SliceTable.of(codec, slices, device=DEVICE, dtype=dtype)
+    there = torch.zeros(3, table.payload_bytes, dtype=torch.uint8, device=DEVICE)
+    one = torch.ones((), device=DEVICE)
+    for row, payload in zip(rows, there, strict=True):
+        given = on_device(row[:5001])
+        assert given is not None
+        kernels.encode(given, None, one, table=table, payload=payload)
+        assert same(payload[: given.nbytes].view(dtype), row[:5001])
+    found = on_device(flat)
+    assert found is not None
+    kernels.decode(there, found, table=table, weight=1 / 3)
+    assert same(found, expected.flatten())
+
+
+@pytest.mark.parametrize("dtype", GRADIENT_DTYPES)
+def test_uncompressed_slices_are_packed_in_rows_and_reduced(dtype: torch.dtype) -> None:
+    """Rows of equal length, whatever the slices; means are weighted before they are added."""
+    codec, columns, size = NoCompression(), 400, 3
+    flat = hard_numbers(1200, seed=1, dtype=dtype)
+    groups = packed([(7, 500), (600, 390), (1000, 200)], rows=size, columns=columns)
+    assert [sum(part.numel for part in row) for row in groups] == [400, 400, 290]
+    chosen = torch.cat([flat[7:507], flat[600:990], flat[1000:1200]])
+    table = SliceTable.of(codec, groups, blocks=[columns] * size, device=DEVICE, dtype=dtype)
+    kernels = kernels_of(codec, dtype=dtype)
+    assert kernels is not None
+    own = torch.zeros(size, table.row_bytes(0), dtype=torch.uint8, device=DEVICE)
+    kernels.encode(on_device(flat), None, torch.ones((), device=DEVICE), table=table, payload=own)
+    rows = own.cpu()[:, : columns * dtype.itemsize].contiguous().view(dtype)
+    assert same(rows.flatten()[: len(chosen)], chosen)
+    shards, mean = torch.cat([own[2:], own[1:2], own[2:]]), torch.zeros_like(own[:1])
+    kernels.reduce(shards, mean, table=table, row=2)
+    eager = torch.zeros(1, columns, 1, dtype=dtype)
+    payload = (shards.cpu()[:, : columns * dtype.itemsize].contiguous().view(dtype).unsqueeze(-1),)
+    Passes(codec, NoMemory(), Factors(), size).reduce(payload, None, (eager,))
+    found = mean.cpu()[:, : columns * dtype.itemsize].contiguous().view(dtype)
+    assert same(found[0, :290], eager.flatten()[:290])
+    back = on_device(torch.zeros_like(flat))
+    assert back is not None
+    kernels.decode(own, back, table=table)
+    places = torch.cat([torch.arange(a, a + n) for a, n in ((7, 500), (600, 390), (1000, 200))])
+    assert same(back.cpu()[places], chosen)
+    others = torch.ones(len(flat), dtype=torch.bool)
+    others[places] = False
+    assert not back.cpu()[others].any()

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from lightning_dist.measurement.device_clock import HostClock
-from lightning_dist.profiling.capture.events import Phase
+from lightning_dist.profiling.capture.events import OF_NO_BUCKET, Phase
 from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.profiling.capture.steps import PendingStep, StepTimer
 
@@ -194,3 +194,12 @@ def test_a_backward_pass_that_was_not_seen_ends_with_the_step_of_an_optimizer() 
     timer.stepped(30)
     cut = read(timer.forward(40))
     assert (cut.begin, cut.end) == (0, 30)
+
+
+def test_spans_are_moved_with_what_is_around_them() -> None:
+    """A validation took 60 to 80; a span before the step is of what belongs to none."""
+    row = ("all_gather", "intra", 1, 0, True)
+    spans = [("exchange", OF_NO_BUCKET, at, at + 5, *row) for at in (0, 20, 90)]
+    step = PendingStep(10, 100, excluded=[(60, 80)], spans=spans).read(HostClock())
+    assert [(each.begin, each.end) for each in step.spans] == [(10, 15), (60, 65)]
+    assert all(each.blocks for each in step.spans)

@@ -22,7 +22,7 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install trito
 
 from lightning_dist.kernels.triton import passes
 from lightning_dist.reducer import plan
-from lightning_dist.reducer.table_unit import PackedUnit, TableUnit
+from lightning_dist.reducer.table_unit import TableUnit
 
 sim = install()
 _turn = threading.RLock()  # the interpreter's state is the process's
@@ -84,5 +84,4 @@ def test_steps_are_those_of_gloo_on_the_cpu(codec: str, size: int, commit: str, 
     with delays(size), tables():
         found = run_on_devices(body, size)
     assert [digests for digests, _ in found] == expected
-    beside = {PackedUnit} if least else set()
-    assert {unit for _, units in found for unit in units} == {TableUnit} | beside
+    assert {unit for _, units in found for unit in units} == {TableUnit}

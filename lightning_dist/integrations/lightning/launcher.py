@@ -51,13 +51,19 @@ class FollowedEnvironment(ElasticEnvironment):
 class MembersEnvironment(FollowedEnvironment):
     """The ranks of the default process group, whose members may change within the process."""
 
+    leader = 0
+    """The rank of the group that is rank 0 here, which logs and writes."""
+    is_apart = False
+    """Whether this process is alone so far, and will be one of several. It is not rank 0 then."""
+
     @override
     def world_size(self) -> int:
         return dist.get_world_size()
 
     @override
     def global_rank(self) -> int:
-        return dist.get_rank()
+        world_size = dist.get_world_size()
+        return 1 if self.is_apart else (dist.get_rank() - self.leader) % world_size
 
 
 def launch_of(environment: ClusterEnvironment | None) -> Launch | None:

@@ -70,6 +70,7 @@ NAMES: Table = {
     f"{_PYTORCH}.trainer.connectors.logger_connector.logger_connector:_LoggerConnector": (
         "on_batch_start"
     ),
+    f"{_PYTORCH}.loggers:CSVLogger": "_experiment _version",
     f"{_PYTORCH}.loggers:TensorBoardLogger": "_version",
     f"{_PYTORCH}.loggers:WandbLogger": "_experiment _id _wandb_init",
     f"{_PYTORCH}.strategies:DDPStrategy": (
@@ -345,6 +346,12 @@ def set_tensorboard_version(logger: Any, version: str) -> None:
     """Let a TensorBoardLogger to which its user gave no version have this one."""
     if logger._version is None:
         logger._version = version
+
+
+def set_csv_version(logger: Any, suffix: str) -> None:
+    """Let a CSVLogger that has written nothing write beside what another rank has written."""
+    if logger._experiment is None:
+        logger._version = f"{os.path.basename(logger.log_dir)}-{suffix}"
 
 
 def set_wandb_run(logger: Any, run_id: str) -> None:

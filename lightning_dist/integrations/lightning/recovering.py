@@ -8,31 +8,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_dist.elastic.lifecycle import EXIT_EVICTED, EXIT_RESTART, is_of_a_peer
 from lightning_dist.elastic.membership import Membership
 from lightning_dist.elastic.recovery.generations import Generations
 from lightning_dist.elastic.recovery.groups import init_alone
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
-from lightning_dist.integrations.lightning.launcher import FollowedEnvironment
+from lightning_dist.elastic.settings import RecoveryMode
+from lightning_dist.integrations.lightning.launcher import MembersEnvironment
 
 _T = TypeVar("_T")
-
-
-class MembersEnvironment(FollowedEnvironment):
-    """Rank and world size among the present members. The leader is rank 0, as Lightning has it."""
-
-    place: tuple[int, int] | None = None
-    """Rank and world size; None: as the launcher says."""
-
-    @override
-    def global_rank(self) -> int:
-        return super().global_rank() if self.place is None else self.place[0]
-
-    @override
-    def world_size(self) -> int:
-        return super().world_size() if self.place is None else self.place[1]
 
 
 class RecoversInProcess:
@@ -43,6 +28,8 @@ class RecoversInProcess:
     its ElasticRestart meets the others.
     """
 
+    recovery: RecoveryMode = "restart"
+    """What the user wants."""
     generations: Generations | None = None
     """None where lost ranks mean a restart of all."""
     members: Membership | None = None
@@ -70,8 +57,7 @@ class RecoversInProcess:
         self.cluster_environment = MembersEnvironment()
         if generations.finds_others():
             init_alone()
-            self.cluster_environment.place = (1, 1)
-            self._is_apart = True
+            self.cluster_environment.is_apart = self._is_apart = True
             return
         generation = generations.announce("")
         if generation.number > 0 and not generation.ends:  # it was made meanwhile, without us
@@ -91,9 +77,8 @@ class RecoversInProcess:
 
     def become(self, members: Membership) -> None:
         """Be a rank of ``members``."""
-        ranks = members.ranks
-        self._leader = ranks.leader
-        self.cluster_environment.place = (ranks.rank - ranks.leader) % ranks.count, ranks.count
+        self._leader = self.cluster_environment.leader = members.ranks.leader
+        self.cluster_environment.is_apart = False
         self.set_world_ranks()
 
     @contextmanager
@@ -116,8 +101,8 @@ class RecoversInProcess:
         if self.generations is None:
             kwargs: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
             return kwargs
-        rank, count = self.cluster_environment.place
-        return {"num_replicas": count, "rank": rank % count}
+        count = dist.get_world_size()
+        return {"num_replicas": count, "rank": self.cluster_environment.global_rank() % count}
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if not self._is_apart:

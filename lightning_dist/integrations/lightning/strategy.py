@@ -61,7 +61,7 @@ class CompressedDDPStrategy(
 
     @override
     def setup_distributed(self) -> None:
-        if self._recovery == "in_process" and self._fits:
+        if self.recovery == "in_process" and self._fits:
             self._begin_recovery()
         init_process_group(self)
         super().setup_distributed()

@@ -72,8 +72,8 @@ class ElasticLoop:
         mirror_residuals: with ``recovery="in_process"``, keep a copy of the residuals of each rank
             on the next one, which takes them over if the rank is lost. True: copied after every
             step; a number: after so many. Each copy sends 4 bytes per compressed element while the
-            training waits, and takes as much memory. A copy that is some steps old is good for
-            codecs that pay slowly (``topk``, ``powersgd``), and no better than none for the others.
+            training waits, and takes as much memory. A copy that is some steps old is of use where
+            residuals change slowly, as with ``topk``.
 
     Raises:
         ValueError: a setting that is out of range or cannot take effect.

@@ -72,10 +72,23 @@ class Objects:
         """Whatever has learning rates and is no optimizer."""
         return [each for each in self._given.values() if hasattr(each, "get_last_lr")]
 
-    @property
-    def wrapped(self) -> list[DistributedDataParallel]:
-        """Models in DDP."""
-        return self._wrapped
+    def model_to_recover(self) -> DistributedDataParallel:
+        """The model whose steps are taken again where a rank is lost.
+
+        Raises:
+            ValueError: there is not just one, or workers take steps of their own.
+        """
+        if self.updates:
+            raise ValueError(
+                "recovery='in_process' takes a step of all ranks again, and local steps are of one "
+                "worker alone; use recovery='restart'"
+            )
+        if len(self._wrapped) != 1:
+            raise ValueError(
+                "recovery='in_process' is for one model in DistributedDataParallel, got "
+                f"{len(self._wrapped)}; use recovery='restart'"
+            )
+        return self._wrapped[0]
 
     def states(self) -> dict[str, Any]:
         """Of all objects, by name."""

@@ -14,10 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.integrations.torch.fsdp import ShardedGradients, exchange_of
-from lightning_dist.private import collectives_of, parameter_groups_of
+from lightning_dist.integrations.torch.fsdp_shards import replaced_collectives
 from lightning_dist.profiling.capture.recorder import Recorder
-
-_OPS = ("all_gather", "reduce_scatter")
 
 
 def as_ddp(model: nn.Module) -> DistributedDataParallel | None:
@@ -67,17 +65,14 @@ class ShardedModel:
         symmetric memory are left alone: FSDP asks what class they are of.
         """
         stack = ExitStack()
-        for module in (each for each in self.module.modules() if isinstance(each, FSDPModule)):
-            for before in map(collectives_of, parameter_groups_of(module)):
-                replace: tuple[Any, Any] = (
-                    module.set_custom_all_gather,
-                    module.set_custom_reduce_scatter,
-                )
-                for op, comm, give in zip(_OPS, before, replace, strict=True):
-                    if not type(comm).__name__.startswith("SymmMem"):
-                        give(cast(Any, _Recorded(op, comm, recorder, self.module)))
-                        stack.callback(give, comm)
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                stack.enter_context(replaced_collectives(module, partial(self._recorded, recorder)))
         return stack
+
+    def _recorded(self, recorder: Recorder, op: str, comm: Any) -> _Recorded | None:
+        is_symmetric = type(comm).__name__.startswith("SymmMem")
+        return None if is_symmetric else _Recorded(op, comm, recorder, self.module)
 
 
 @dataclass(frozen=True)

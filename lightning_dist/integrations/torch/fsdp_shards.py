@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_dist.accelerator import is_accelerator
 from lightning_dist.codecs import Codec, resolve_codec
@@ -22,7 +24,12 @@ from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.handshake import all_facts, require_equal
 from lightning_dist.integrations.torch.fsdp_checks import ParameterGroup
 from lightning_dist.kernels.inductor import should_fuse
-from lightning_dist.private import at_end_of_backward, name_before_compile
+from lightning_dist.private import (
+    at_end_of_backward,
+    collectives_of,
+    name_before_compile,
+    parameter_groups_of,
+)
 from lightning_dist.reducer.rows import RowGather, RowReduceScatter, Rows
 from lightning_dist.reducer.stats import CommStats, Count, places, run_config
 from lightning_dist.settings import Settings
@@ -114,36 +121,31 @@ class CompressedShards:
         self.group, self.device = groups[0].group, groups[0].parameters[0].device
         facts = all_facts({**own, "host": this_host()}, group=self.group, device=self.device)
         require_equal([{key: fact[key] for key in own} for fact in facts])
-        ranks = self.group.size()
         self.topology = Topology(tuple(fact["host"] for fact in facts), self.group.rank())
         self.closed = False
         self._stats, self._in_backward = CommStats(), False
-        self._unhook = model.register_forward_pre_hook(lambda *_: self.begin())
         self._reductions: dict[str, RowReduceScatter] = {}
+        self._at_close = ExitStack()
+        self._at_close.callback(model.register_forward_pre_hook(lambda *_: self.begin()).remove)
         every: list[RowGather | RowReduceScatter] = []
         for each in groups:
-            cut, numel = _cut(settings.parameters, each, names, each.dtype)
-            gather = RowGather(Rows(cut, numel=numel, dtype=each.dtype, ranks=ranks), self.topology)
-            every.append(gather)
-            each.module.set_custom_all_gather(cast(Any, _AllGather(self, gather)))
-            cut, numel = _cut(settings.gradients, each, names, each.reduce_dtype, trained=True)
-            if not numel:
-                continue
-            rows = Rows(
-                cut,
-                numel=numel,
-                dtype=each.reduce_dtype,
-                ranks=ranks,
-                weight=1.0 / ranks,
-                memory=RoundedError() if settings.memory else None,
+            rows = _rows(settings.parameters, each, names, each.dtype)
+            quantised: dict[str, RowGather | RowReduceScatter] = {
+                "all_gather": RowGather(rows, self.topology)
+            }
+            if any(parameter.requires_grad for parameter in each.parameters):
+                memory = RoundedError() if settings.memory else None
+                rows = _rows(
+                    settings.gradients, each, names, each.reduce_dtype, trained=True, memory=memory
+                )
+                name = names[each.parameters[0]]
+                self._reductions[name] = quantised["reduce_scatter"] = RowReduceScatter(
+                    rows, self.topology, name=name, device=self.device, memory=settings.memory
+                )
+            every += quantised.values()
+            self._at_close.enter_context(
+                replaced_collectives(each.module, partial(self._quantised, quantised))
             )
-            name = names[each.parameters[0]]
-            reduction = RowReduceScatter(
-                rows, self.topology, name=name, device=self.device, memory=settings.memory
-            )
-            every.append(reduction)
-            each.module.set_custom_reduce_scatter(cast(Any, _ReduceScatter(self, reduction)))
-            self._reductions[name] = reduction
         self._compile(every)
 
     def begin(self) -> None:
@@ -201,13 +203,19 @@ class CompressedShards:
 
     def close(self) -> None:
         """Leave the collectives to torch again."""
-        self._unhook.remove()
+        self._at_close.close()
         self.closed = True
 
-    def record(self, kind: str, of: RowGather | RowReduceScatter) -> None:
-        """Count one collective of ``"parameters"`` or ``"gradients"``."""
-        self._stats.record(kind, of.raw.total, of.sent)
-        if kind == _KINDS[1] and not self._in_backward:
+    def _quantised(
+        self, quantised: Mapping[str, RowGather | RowReduceScatter], op: str, _: Any
+    ) -> Any:
+        return _Quantised(self, quantised[op]) if op in quantised else None
+
+    def record(self, of: RowGather | RowReduceScatter) -> None:
+        """Count one collective."""
+        is_gather = isinstance(of, RowGather)
+        self._stats.record(_KINDS[0] if is_gather else _KINDS[1], of.raw.total, of.sent)
+        if not is_gather and not self._in_backward:
             self._in_backward = True
             at_end_of_backward(self._end_step)
 
@@ -232,17 +240,22 @@ class CompressedShards:
             each.fuse(self.device)
 
 
-def _cut(
+def _rows(
     policy: Codec,
     group: ParameterGroup,
     names: Mapping[Tensor, str],
     dtype: torch.dtype,
     *,
     trained: bool = False,
-) -> tuple[dict[BlockCodec, list[tuple[int, int]]], int]:
-    """``(offset, elements)`` of the shards of ``group`` in a row, by codec, and their sum."""
-    found: dict[BlockCodec, list[tuple[int, int]]] = {}
-    offset = 0
+    memory: RoundedError | None = None,
+) -> Rows:
+    """Rows of the shards of ``group``, each parameter's in blocks of its codec.
+
+    Args:
+        trained: of gradients, whose mean is wanted; there are none of frozen parameters.
+    """
+    cut: dict[BlockCodec, list[tuple[int, int]]] = {}
+    offset, ranks = 0, group.group.size()
     for parameter, numel in zip(group.parameters, group.padded, strict=True):
         if trained and not parameter.requires_grad:
             continue
@@ -251,16 +264,14 @@ def _cut(
         # Blocks that are mostly padding send more than none.
         more = codec.wire_bytes(numel, dtype) >= numel * dtype.itemsize
         chosen = NoCompression() if more or codec.lossless else codec
-        found.setdefault(chosen, []).append((offset, numel))
+        cut.setdefault(chosen, []).append((offset, numel))
         offset += numel
-    return found, offset
+    weight = 1.0 / ranks if trained else 1.0
+    return Rows(cut, numel=offset, dtype=dtype, ranks=ranks, weight=weight, memory=memory)
 
 
-class _Comm:
-    """A collective that ``fully_shard`` calls instead of its own.
-
-    On the stream that it has chosen; ``async_op`` may be answered with None, when it is done.
-    """
+class _Quantised:
+    """A collective that ``fully_shard`` calls instead of its own, on the stream that it chooses."""
 
     def __init__(self, owner: CompressedShards, quantised: RowGather | RowReduceScatter) -> None:
         self._owner, self._quantised = owner, quantised
@@ -270,61 +281,48 @@ class _Comm:
         """New memory at every call, as torch's own."""
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def _exchange(
-        self, output: Tensor, own: Tensor, group: dist.ProcessGroup, *, kind: str, numel: int
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.AVG,
+        async_op: bool = False,
     ) -> None:
-        rows = self._quantised.rows
+        """Done when it returns, whatever ``async_op`` says; ``op`` is of a reduction."""
+        rows, numel = self._quantised.rows, min(output_tensor.numel(), input_tensor.numel())
         if numel != rows.numel or group.size() != rows.ranks:
             raise RuntimeError(
                 f"a parameter group has {rows.numel} elements on each of {rows.ranks} ranks, and "
                 f"{numel} of {group.size()} are exchanged: every parameter must get a gradient in "
                 "each backward pass, and reshard_after_forward must be True or False"
             )
-        if self._channel is None or self._channel.group is not group:
-            self._channel = Channel(group, name="intra")
-        self._quantised(output, own, self._channel)
-        self._owner.record(kind, self._quantised)
-
-
-class _AllGather(_Comm):
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        if self._owner.closed:
-            work: dist.Work | None = dist.all_gather_single(
-                output_tensor, input_tensor, group=group, async_op=async_op
-            )
-            return work
-        numel = input_tensor.numel()
-        self._exchange(output_tensor, input_tensor, group, kind=_KINDS[0], numel=numel)
-        return None
-
-
-class _ReduceScatter(_Comm):
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        if self._owner.closed:
-            work: dist.Work | None = dist.reduce_scatter_single(
-                output_tensor, input_tensor, op=op, group=group, async_op=async_op
-            )
-            return work
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise RuntimeError(
                 "gradients are averaged or added when they are reduced quantised, got a gradient "
                 "divide factor; leave set_gradient_divide_factor out"
             )
-        numel = output_tensor.numel()
-        self._exchange(output_tensor, input_tensor, group, kind=_KINDS[1], numel=numel)
+        if self._channel is None or self._channel.group is not group:
+            self._channel = Channel(group, name="intra")
+        self._quantised(output_tensor, input_tensor, self._channel)
+        self._owner.record(self._quantised)
         if op == dist.ReduceOp.SUM:
             output_tensor.mul_(group.size())
-        return None
+
+
+def replaced_collectives(module: FSDPModule, make: Callable[[str, Any], Any]) -> ExitStack:
+    """Let others stand in for the collectives of ``module``, until what is returned is closed.
+
+    Args:
+        make: called with ``"all_gather"`` and ``"reduce_scatter"`` and what FSDP calls for it; None
+            leaves that there.
+    """
+    stack = ExitStack()
+    for comms in map(collectives_of, parameter_groups_of(module)):
+        give: tuple[Any, Any] = module.set_custom_all_gather, module.set_custom_reduce_scatter
+        for op, comm, replace in zip(("all_gather", "reduce_scatter"), comms, give, strict=True):
+            other = make(op, comm)
+            if other is not None:
+                replace(other)
+                stack.callback(replace, comm)
+    return stack

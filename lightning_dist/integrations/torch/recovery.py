@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
@@ -77,6 +78,14 @@ class StepRecovery:
         self.generations, self._model, self._steps = generations, model, steps
         self._optimizers, self._counted = list(optimizers), dict(counters)
         self._reducer = require_recoverable(model, reducer_of(model.module))
+        # It skips optimizers, so that no hook of theirs comes before it changes its scale.
+        self._scales = self._reducer.has_grad_scaler
+        if self._scales and not any(isinstance(each, GradScaler) for each in counters.values()):
+            raise ValueError(
+                "a step that is taken again needs the scale that its GradScaler had when the step "
+                "began, and newcomers need it too; give the GradScaler to ElasticLoop in state=, "
+                "or train in bfloat16 without one"
+            )
         self._reducer.leave_failures_to(self)
         self._mirror: ResidualMirror | None = None
         if mirror_every is not None:
@@ -85,8 +94,7 @@ class StepRecovery:
                     "mirror_residuals has nothing to copy: "
                     f"codec {self._reducer.settings.codec!r} leaves no residuals; leave it out"
                 )
-            name = generations.name
-            self._mirror = ResidualMirror(self._reducer, every=mirror_every, name=name)
+            self._mirror = ResidualMirror(self._reducer, every=mirror_every)
         self._arrivals = 0
         generations.progress = lambda: self._arrivals + self._reducer.arrivals
         self._taken_over = ""  # the lost worker whose residuals this rank owes since this pause
@@ -130,6 +138,17 @@ class StepRecovery:
         self._generators = rng.capture()
         self._buffers = [(each, each.clone()) for each in self._model.module.buffers()]
         self._counters: dict[str, Any] | None = None
+        if self._scales:
+            self._remember_counters()
+
+    def _remember_counters(self) -> None:
+        self._counters = {
+            name: copy.deepcopy(each.state_dict()) for name, each in self._counted.items()
+        }
+        self._rates = [
+            [{k: v for k, v in group.items() if k != "params"} for group in each.param_groups]
+            for each in self._optimizers
+        ]
 
     @property
     def is_committed(self) -> bool:
@@ -154,13 +173,7 @@ class StepRecovery:
         if not self.is_given_up:
             return
         if self._counters is None:
-            self._counters = {
-                name: copy.deepcopy(each.state_dict()) for name, each in self._counted.items()
-            }
-            self._rates = [
-                [{k: v for k, v in group.items() if k != "params"} for group in each.param_groups]
-                for each in self._optimizers
-            ]
+            self._remember_counters()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None

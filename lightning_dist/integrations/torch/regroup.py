@@ -47,10 +47,11 @@ def require_recoverable(model: DistributedDataParallel, reducer: Reducer | None)
             "recovery='in_process' needs a DistributedDataParallel without static_graph and "
             "find_unused_parameters; leave them out, or use recovery='restart'"
         )
-    if reducer.has_grad_scaler:
+    if reducer.settings.compile_kernels is True:
         raise ValueError(
-            "a GradScaler changes its scale in a step that is taken again; train in bfloat16 "
-            "without one, or use recovery='restart'"
+            "compile_kernels=True cannot take effect with recovery='in_process': kernels are "
+            "compiled for a number of ranks, and where it changes that takes longer than a "
+            "restart; leave it at 'auto' (which compiles none here) or False"
         )
     return reducer
 

@@ -12,30 +12,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_dist.codecs.base import Codec
-from lightning_dist.kernels.passes import Passes
-from lightning_dist.kernels.triton.table import Slice, SliceTable
+from lightning_dist.kernels.triton.table import Slice, SliceTable, packed
 
 if TYPE_CHECKING:
-    from lightning_dist.kernels.triton.passes import SumOfPayloads, TableKernels
+    from lightning_dist.kernels.triton.passes import TableKernels
 
 _DEVICE_TYPES = ("cuda", "xpu")
 
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Gradients that the kernels take. Those in float64 need arithmetic in float64: they stay eager."""
-
-
-def sum_of(passes: Passes, *, dtype: torch.dtype) -> SumOfPayloads | None:
-    """The mean of uncompressed payloads in one launch; None where there is none.
-
-    As ``decode_and_commit``, or as ``reduce`` where that weights the payloads.
-    """
-    codec, factors = passes.codec, passes.factors
-    plain = codec.lossless and codec.block == 1 and not passes.memory.kinds and factors.own == 1
-    if not plain or dtype not in GRADIENT_DTYPES or find_spec("triton") is None:
-        return None
-    from lightning_dist.kernels.triton.passes import SumOfPayloads
-
-    return SumOfPayloads(1.0 / passes.world_size if factors.mean == 1 else factors.mean)
 
 
 def available_on(device: torch.device) -> bool:
@@ -50,7 +35,7 @@ def available_on(device: torch.device) -> bool:
 def kernels_of(codec: Codec, *, dtype: torch.dtype) -> TableKernels | None:
     """The kernels of ``codec`` for gradients in ``dtype``; None where there are none.
 
-    None for codecs without device functions, for ``int4:hadamard=true`` (a matrix product), blocks
+    None for codecs that the registry has not, for ``int4:hadamard=true`` (a matrix product), blocks
     of more than 8192 elements, float64, and where Triton is not installed: the eager definition is
     used instead.
     """
@@ -60,7 +45,7 @@ def kernels_of(codec: Codec, *, dtype: torch.dtype) -> TableKernels | None:
     from lightning_dist.kernels.triton.registry import device_codec
 
     device = device_codec(codec)
-    return None if device is None else TableKernels(device)
+    return None if device is None else TableKernels(device, dtype)
 
 
-__all__ = ["GRADIENT_DTYPES", "Slice", "SliceTable", "available_on", "kernels_of", "sum_of"]
+__all__ = ["GRADIENT_DTYPES", "Slice", "SliceTable", "available_on", "kernels_of", "packed"]

@@ -22,31 +22,31 @@ _FROM_E4M3: tl.constexpr = tl.constexpr(2.0**120)
 
 
 @triton.jit
-def int8_encode(x, keys, place, BLOCK: tl.constexpr, LEVELS: tl.constexpr, OPTION: tl.constexpr):
-    scale = block_scale(largest(x), LEVELS)
+def int8_encode(x, keys, place, OF: tl.constexpr):
+    scale = block_scale(largest(x), OF.levels)
     return scale, nearest(in_steps(x, scale))
 
 
 @triton.jit
-def int8_level(codes, LEVELS: tl.constexpr):
+def int8_level(codes, OF: tl.constexpr):
     return (codes << 24) >> 24  # of two's complement in a byte
 
 
 @triton.jit
-def int4_encode(x, keys, place, BLOCK: tl.constexpr, LEVELS: tl.constexpr, OPTION: tl.constexpr):
-    scale = block_scale(largest(x), LEVELS)
-    return scale, nearest(in_steps(x, scale)) + LEVELS
+def int4_encode(x, keys, place, OF: tl.constexpr):
+    scale = block_scale(largest(x), OF.levels)
+    return scale, nearest(in_steps(x, scale)) + OF.levels
 
 
 @triton.jit
-def offset_level(codes, LEVELS: tl.constexpr):
-    """Of codes from 0 to ``2 LEVELS``."""
-    return codes - LEVELS
+def offset_level(codes, OF: tl.constexpr):
+    """Of codes from 0 to ``2 levels``."""
+    return codes - OF.levels
 
 
 @triton.jit
-def fp8_encode(x, keys, place, BLOCK: tl.constexpr, LEVELS: tl.constexpr, OPTION: tl.constexpr):
-    scale = block_scale(largest(x), LEVELS)
+def fp8_encode(x, keys, place, OF: tl.constexpr):
+    scale = block_scale(largest(x), OF.levels)
     return scale, _to_e4m3(in_steps(x, scale))
 
 
@@ -64,7 +64,7 @@ def _to_e4m3(y):
 
 
 @triton.jit
-def fp8_level(codes, LEVELS: tl.constexpr):
+def fp8_level(codes, OF: tl.constexpr):
     """Exact: a multiplication by ``2**120`` moves the exponent, also of subnormal numbers."""
     size = ((codes & 0x7F) << 20).to(tl.float32, bitcast=True) * _FROM_E4M3
     size = tl.where((codes & 0x7F) == 0x7F, float("nan"), size)
@@ -73,40 +73,38 @@ def fp8_level(codes, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def sign_encode(x, keys, place, BLOCK: tl.constexpr, LEVELS: tl.constexpr, OPTION: tl.constexpr):
+def sign_encode(x, keys, place, OF: tl.constexpr):
     size = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.float32, bitcast=True)
-    mean = total(size.to(tl.float64)) / BLOCK
+    mean = total(size.to(tl.float64)) / OF.block
     return cut_to_bfloat16(mean.to(tl.float32)), (x >= 0).to(tl.int32)
 
 
 @triton.jit
-def sign_level(codes, LEVELS: tl.constexpr):
+def sign_level(codes, OF: tl.constexpr):
     return codes * 2 - 1
 
 
 @triton.jit
-def qsgd_encode(x, keys, place, BLOCK: tl.constexpr, LEVELS: tl.constexpr, OPTION: tl.constexpr):
-    """``OPTION``: whether the norm is that of l2."""
+def qsgd_encode(x, keys, place, OF: tl.constexpr):
+    """``OF.option``: whether the norm is that of l2."""
     norm = largest(x)
-    if OPTION != 0:
+    if OF.option != 0:
         wide = x.to(tl.float64)
         norm = tl.sqrt(total(wide * wide)).to(tl.float32)
-    scale = block_scale(norm, LEVELS)
-    return scale, round_at_random(in_steps(x, scale), keys, place) + LEVELS
+    scale = block_scale(norm, OF.levels)
+    return scale, round_at_random(in_steps(x, scale), keys, place) + OF.levels
 
 
 @triton.jit
-def terngrad_encode(
-    x, keys, place, BLOCK: tl.constexpr, LEVELS: tl.constexpr, OPTION: tl.constexpr
-):
-    """``OPTION``: the limit in units of the root mean square; 0 for none."""
+def terngrad_encode(x, keys, place, OF: tl.constexpr):
+    """``OF.option``: the limit in units of the root mean square; 0 for none."""
     limit = largest(x)
-    if OPTION != 0:
+    if OF.option != 0:
         wide = x.to(tl.float64)
-        clip = tl.sqrt(total(wide * wide) / BLOCK) * OPTION
+        clip = tl.sqrt(total(wide * wide) / OF.block) * OF.option
         # As a comparison: NaN must stay, and an infinity must not win over it.
         limit = tl.where(clip < limit.to(tl.float64), clip, limit.to(tl.float64)).to(tl.float32)
-    scale = block_scale(limit, LEVELS)
+    scale = block_scale(limit, OF.levels)
     y = in_steps(x, scale)
     y = tl.where(y < -1.0, -1.0, tl.where(y > 1.0, 1.0, y))
     return scale, round_at_random(y, keys, place) + 1

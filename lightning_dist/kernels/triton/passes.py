@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise, product
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
-from lightning_dist.codecs.base import Payload
 from lightning_dist.kernels.triton import GRADIENT_DTYPES, skeletons
 from lightning_dist.kernels.triton.registry import DeviceCodec
-from lightning_dist.kernels.triton.table import BlockShape, SliceTable
+from lightning_dist.kernels.triton.table import SliceTable
 
-_SUMMED_ELEMENTS = 4096  # of a program
+_RAW = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.int16}
 _ELEMENTS_PER_WARP = 512  # 16 for each thread: 64 to 108 registers, of which nothing is spilled
 
 
@@ -37,6 +34,7 @@ class TableKernels:
     """
 
     device_codec: DeviceCodec
+    dtype: torch.dtype  # of gradients
     only_compile: bool = False
 
     def compiling(self) -> TableKernels:
@@ -44,7 +42,7 @@ class TableKernels:
 
         Called at set-up with the tensors of a step: no kernel is then compiled in the backward
         pass. Kernels are specialised by the codec, the dtype of gradients, the number of payloads,
-        which arguments are None, ``SliceTable.alignment``, and addresses that 16 divides or not;
+        which arguments are None, ``TileShape.alignment``, and addresses that 16 divides or not;
         not by the number of slices or tiles.
         """
         return replace(self, only_compile=True)
@@ -88,8 +86,7 @@ class TableKernels:
             self._salts(salts),
             WRITES_RESIDUAL=commit and residual is not None,
             BF16=flat.dtype == torch.bfloat16,
-            **self._rounding(),
-            **self._constants(table),
+            **self._constants(table, encodes=True),
         )
 
     def reduce(
@@ -129,8 +126,7 @@ class TableKernels:
             scale,
             self._salts(salts),
             COUNT=_count(shards, size),
-            **self._rounding(),
-            **self._constants(table),
+            **self._constants(table, encodes=True),
         )
 
     def decode(
@@ -152,26 +148,22 @@ class TableKernels:
             COUNT=_count(payloads, size),
             WEIGHT=weight,
             BF16=flat.dtype == torch.bfloat16,
-            **self._constants(table),
+            **self._constants(table, encodes=False),
         )
 
-    def _rounding(self) -> dict[str, Any]:
+    def _constants(self, table: SliceTable, *, encodes: bool) -> dict[str, Any]:
         codec = self.device_codec
-        return {"ENCODE": codec.encode, "OPTION": codec.option}
-
-    def _constants(self, table: SliceTable) -> dict[str, Any]:
-        codec, shape = self.device_codec, BlockShape.of(self.device_codec.codec)
         return {
             "only_compile": self.only_compile,
+            **({"ENCODE": codec.encode} if encodes else {}),
             "LEVEL": codec.level,
-            "LEVELS": codec.levels,
-            "BLOCK": table.block,
-            "BLOCKS": table.blocks_per_tile,
-            "PARTS": shape.parts,
-            "WIDTH": shape.width,
-            "REAL": shape.real,
-            "ALIGNMENT": table.alignment,
-            "CODE_ALIGNMENT": shape.alignment,
+            "OF": replace(
+                table.shape,
+                levels=codec.levels,
+                option=codec.option,
+                raw=_RAW[self.dtype] if codec.encode is None else None,
+                raw_is_bfloat16=self.dtype == torch.bfloat16,
+            ),
         }
 
     def _salts(self, salts: Tensor | None) -> Tensor | None:
@@ -181,79 +173,23 @@ class TableKernels:
         return salts
 
 
-@dataclass(frozen=True)
-class SumOfPayloads:
-    """Mean of uncompressed payloads, as ``Kernels.decode_and_commit`` without state."""
-
-    weight: float
-    only_compile: bool = False
-
-    def __call__(
-        self,
-        grad: Tensor,
-        state: tuple[Tensor, ...],
-        scale: Tensor,
-        keys: Tensor | None,
-        own: Payload,
-        payloads: Sequence[Payload],
-    ) -> None:
-        assert not state
-        self.add(grad, payloads)
-
-    def add(self, total: Tensor, payloads: Sequence[Payload]) -> None:
-        """``total <- sum of weight * payload``, each weighted and added in their order.
-
-        Args:
-            total: contiguous; may be the memory of the first payload.
-            payloads: rows of one tensor, at equal distances.
-        """
-        sources = [_gradient(plane) for (plane,) in payloads]
-        first, target = sources[0], _gradient(total)
-        distances = {b.data_ptr() - a.data_ptr() for a, b in pairwise(sources)} or {0}
-        (distance,) = distances
-        _launch(
-            skeletons.sum_kernel,
-            target,
-            first,
-            distance // first.itemsize,
-            total.numel(),
-            programs=-(-total.numel() // _SUMMED_ELEMENTS),
-            only_compile=self.only_compile,
-            COUNT=len(sources),
-            WEIGHT=self.weight,
-            SIZE=_SUMMED_ELEMENTS,
-            BF16=payloads[0][0].dtype == torch.bfloat16,
-            TARGET_BF16=total.dtype == torch.bfloat16,
-        )
-
-    def compile(self, dtype: torch.dtype, target: torch.dtype, *, count: int, like: Tensor) -> None:
-        """Compile for gradients in ``dtype`` on the device of ``like``."""
-        again = replace(self, only_compile=True)
-        for start, target_start in product((0, 1), (0, 1)):  # addresses that 16 divides or not
-            source = like.new_zeros(count, 32, dtype=dtype)[:, start : start + 16]
-            rows = [(row.view(1, -1, 1),) for row in source]
-            mean = like.new_zeros(32, dtype=target)[target_start : target_start + 16]
-            again.add(mean.view(1, -1, 1), rows)
-
-
 def _launch(
     kernel: Any,
     tiles: Tensor,
     *tensors: Any,
     only_compile: bool,
-    programs: int | None = None,
     **constants: Any,
 ) -> None:
-    """``kernel`` on every tile, or in ``programs``; all launches of the package are here.
+    """``kernel`` on every tile; all launches of the package are here.
 
     Bytes must not depend on a compiler's choice, so ``a * b + c`` is not contracted. Triton never
     flushes subnormal numbers of these operations, and rounds ``div_rn``.
     """
-    grid = (len(tiles) if programs is None else programs,)
+    grid = (len(tiles),)
     if not grid[0]:
         return
-    elements = math.prod(constants.get(n, 1) for n in ("BLOCKS", "PARTS", "WIDTH", "SIZE"))
-    warps = min(16, max(4, elements // _ELEMENTS_PER_WARP))
+    of = constants["OF"]
+    warps = min(16, max(4, of.blocks * of.parts * of.width // _ELEMENTS_PER_WARP))
     launch = partial(kernel.warmup, grid=grid) if only_compile else kernel[grid]
     launch(tiles, *tensors, **constants, num_warps=warps, enable_fp_fusion=False)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_dist.codecs import FP8, QSGD, Int4, Int8, Sign, TernGrad
+from lightning_dist.codecs import FP8, QSGD, Int4, Int8, NoCompression, Sign, TernGrad, Uncompressed
 from lightning_dist.codecs.base import BlockCodec, Codec
 from lightning_dist.kernels.triton import codecs as functions
 
@@ -15,19 +15,21 @@ from lightning_dist.kernels.triton import codecs as functions
 class DeviceCodec:
     """A block codec of one bfloat16 scale per block and codes of 1, 2, 4 or 8 bits, for kernels.
 
+    Or none, whose payload is the elements themselves: without device functions.
+
     Args:
-        encode: ``(x, keys, place, BLOCK, LEVELS, OPTION) -> scale, codes``, a Triton function:
-            ``x (blocks, parts, width)`` float32 to ``scale (blocks, 1, 1)`` float32, cut to
-            bfloat16, and int32 codes whose lowest bits travel; ``keys (blocks, 1, 1)`` uint32 of
-            stochastic codecs and ``place (1, parts, width)`` of an element in its block.
-        level: ``(codes, LEVELS) -> ...``, a Triton function: int32 codes as they travel, without a
+        encode: ``(x, keys, place, OF) -> scale, codes``, a Triton function: ``x (blocks, parts,
+            width)`` float32 to ``scale (blocks, 1, 1)`` float32, cut to bfloat16, and int32 codes
+            whose lowest bits travel; ``keys (blocks, 1, 1)`` uint32 of stochastic codecs and
+            ``place (1, parts, width)`` of an element in its block.
+        level: ``(codes, OF) -> ...``, a Triton function: int32 codes as they travel, without a
             sign, to numbers that are multiplied by the scale.
-        levels, option: constants of both.
+        levels, option: constants of both, ``OF.levels`` and ``OF.option``.
     """
 
     codec: BlockCodec
-    encode: Any
-    level: Any
+    encode: Any = None
+    level: Any = None
     levels: float = 0
     option: float = 0
 
@@ -43,6 +45,8 @@ def device_codec(codec: Codec) -> DeviceCodec | None:
 
 
 _DEVICE_CODECS: dict[type[Codec], Callable[[Any], DeviceCodec | None]] = {
+    NoCompression: DeviceCodec,
+    Uncompressed: DeviceCodec,
     Int8: lambda of: DeviceCodec(of, functions.int8_encode, functions.int8_level, levels=127),
     # The rotation is a matrix product, whose order of adding is the library's.
     Int4: lambda of: (

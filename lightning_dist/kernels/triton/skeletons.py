@@ -1,8 +1,8 @@
 """The three kernels, for any codec: its two device functions are constants of a launch.
 
-A program works on one tile of the table (see ``table.py``) as ``(BLOCKS, PARTS, WIDTH)`` elements;
-``REAL`` of ``WIDTH`` are there, which is a power of two. Pointers that are None leave out what they
-are for.
+A program works on one tile of the table as ``(blocks, parts, width)`` elements. What is known when
+a kernel is compiled is in ``OF``, a :class:`~lightning_dist.kernels.triton.table.TileShape`.
+Pointers that are None leave out what they are for.
 """
 
 from __future__ import annotations
@@ -27,45 +27,31 @@ def encode_kernel(
     WRITES_RESIDUAL: tl.constexpr,
     ENCODE: tl.constexpr,
     LEVEL: tl.constexpr,
-    LEVELS: tl.constexpr,
-    OPTION: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PARTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    REAL: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    CODE_ALIGNMENT: tl.constexpr,
+    OF: tl.constexpr,
     BF16: tl.constexpr,
 ):
     tile = tiles + tl.program_id(0).to(tl.int64) * _FIELDS
-    block, place = _block_and_place(BLOCKS, PARTS, WIDTH, REAL)
-    element = block * BLOCK + place
-    filled = _filled(tile, element, WIDTH, REAL, ALIGNMENT)
-    x = _load_gradient(flat + tl.multiple_of(tl.load(tile), ALIGNMENT) + element, filled, BF16)
+    block, place = _block_and_place(OF)
+    element = block * OF.block + place
+    filled = _filled(tile, element, OF)
+    x = _load_gradient(flat + _start(tile, OF) + element, filled, BF16)
     if residual is not None:
-        kept = residual + tl.multiple_of(tl.load(tile + 1), ALIGNMENT) + element
+        kept = residual + _start(tile + 1, OF) + element
         factor = tl.load(scale)
         x = x + tl.load(kept, mask=filled, other=0.0) * factor
-    step, codes = ENCODE(x, _keys(tile, salts, block), place, BLOCK, LEVELS, OPTION)
-    codes = codes & (255 >> (8 - 8 // PARTS))
-    good = is_finite(step)
-    if payload is not None:
-        _store_payload(
-            payload + _row_start(tile),
-            tile,
-            step,
-            codes,
-            BLOCKS,
-            PARTS,
-            WIDTH,
-            REAL,
-            CODE_ALIGNMENT,
-        )
+    if OF.raw is not None:
+        good = is_finite(x)
+        _store_raw(payload + _row_start(tile), tile, x, OF)
+    else:
+        step, codes = ENCODE(x, _keys(tile, salts, block), place, OF)
+        codes = codes & OF.mask
+        good = is_finite(step)
+        if payload is not None:
+            _store_payload(payload + _row_start(tile), tile, step, codes, OF)
     if finite is not None:
         tl.store(finite, 0, mask=tl.sum(tl.where(good, 0, 1)) > 0)
     if WRITES_RESIDUAL:
-        error = x - LEVEL(codes, LEVELS).to(tl.float32) * step
+        error = x - LEVEL(codes, OF).to(tl.float32) * step
         new = tl.div_rn(error, tl.zeros_like(error) + factor)
         tl.store(kept, new, mask=filled & good & is_finite(new))
 
@@ -82,44 +68,26 @@ def reduce_kernel(
     COUNT: tl.constexpr,
     ENCODE: tl.constexpr,
     LEVEL: tl.constexpr,
-    LEVELS: tl.constexpr,
-    OPTION: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PARTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    REAL: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    CODE_ALIGNMENT: tl.constexpr,
+    OF: tl.constexpr,
 ):
     tile = tiles + tl.program_id(0).to(tl.int64) * _FIELDS
-    block, place = _block_and_place(BLOCKS, PARTS, WIDTH, REAL)
-    element = block * BLOCK + place
-    exact = _weighted_sum(
-        shards,
-        stride,
-        tile,
-        COUNT,
-        1.0 / COUNT,
-        LEVEL,
-        LEVELS,
-        BLOCKS,
-        PARTS,
-        WIDTH,
-        REAL,
-        CODE_ALIGNMENT,
-    )
-    step, codes = ENCODE(exact, _keys(tile, salts, block), place, BLOCK, LEVELS, OPTION)
-    codes = codes & (255 >> (8 - 8 // PARTS))
-    if mean is not None:
-        _store_payload(mean, tile, step, codes, BLOCKS, PARTS, WIDTH, REAL, CODE_ALIGNMENT)
-    if residual is not None:
-        writes = _filled(tile, element, WIDTH, REAL, ALIGNMENT) & is_finite(step)
-        kept = residual + tl.multiple_of(tl.load(tile + 1), ALIGNMENT) + element
-        error = (exact - LEVEL(codes, LEVELS).to(tl.float32) * step) * (COUNT * 1.0)
-        error = tl.div_rn(error, tl.zeros_like(error) + tl.load(scale))
-        new = tl.load(kept, mask=writes, other=0.0) + error
-        tl.store(kept, new, mask=writes & is_finite(new))
+    block, place = _block_and_place(OF)
+    element = block * OF.block + place
+    exact = _weighted_sum(shards, stride, tile, COUNT, 1.0 / COUNT, LEVEL, OF)
+    if OF.raw is not None:
+        _store_raw(mean, tile, exact, OF)
+    else:
+        step, codes = ENCODE(exact, _keys(tile, salts, block), place, OF)
+        codes = codes & OF.mask
+        if mean is not None:
+            _store_payload(mean, tile, step, codes, OF)
+        if residual is not None:
+            writes = _filled(tile, element, OF) & is_finite(step)
+            kept = residual + _start(tile + 1, OF) + element
+            error = (exact - LEVEL(codes, OF).to(tl.float32) * step) * (COUNT * 1.0)
+            error = tl.div_rn(error, tl.zeros_like(error) + tl.load(scale))
+            new = tl.load(kept, mask=writes, other=0.0) + error
+            tl.store(kept, new, mask=writes & is_finite(new))
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -131,73 +99,39 @@ def decode_kernel(
     COUNT: tl.constexpr,
     WEIGHT: tl.constexpr,
     LEVEL: tl.constexpr,
-    LEVELS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PARTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    REAL: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    CODE_ALIGNMENT: tl.constexpr,
+    OF: tl.constexpr,
     BF16: tl.constexpr,
 ):
     tile = tiles + tl.program_id(0).to(tl.int64) * _FIELDS
-    block, place = _block_and_place(BLOCKS, PARTS, WIDTH, REAL)
-    element = block * BLOCK + place
-    row = payloads + _row_start(tile)
-    x = _weighted_sum(
-        row, stride, tile, COUNT, WEIGHT, LEVEL, LEVELS, BLOCKS, PARTS, WIDTH, REAL, CODE_ALIGNMENT
-    )
-    filled = _filled(tile, element, WIDTH, REAL, ALIGNMENT)
-    at = flat + tl.multiple_of(tl.load(tile), ALIGNMENT) + element
-    if BF16:
-        tl.store(at, _bfloat16_bits(x), mask=filled)
-    else:
-        tl.store(at, x.to(flat.dtype.element_ty), mask=filled)
-
-
-@triton.jit(do_not_specialize=["stride", "numel"])
-def sum_kernel(
-    target,  # bfloat16 as int16
-    source,  # COUNT rows
-    stride,  # elements from one to the next
-    numel,
-    COUNT: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    SIZE: tl.constexpr,
-    BF16: tl.constexpr,
-    TARGET_BF16: tl.constexpr,
-):
-    """Uncompressed payloads, each weighted before it is added: a mean does not overflow."""
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    mask = at < numel
-    x = _load_gradient(source + at, mask, BF16) * WEIGHT
-    for rank in range(1, COUNT):
-        row = source + rank * stride.to(tl.int64)
-        x = x + _load_gradient(row + at, mask, BF16) * WEIGHT
-    if TARGET_BF16:
-        tl.store(target + at, _bfloat16_bits(x), mask=mask)
-    else:
-        tl.store(target + at, x.to(target.dtype.element_ty), mask=mask)
+    block, place = _block_and_place(OF)
+    element = block * OF.block + place
+    x = _weighted_sum(payloads + _row_start(tile), stride, tile, COUNT, WEIGHT, LEVEL, OF)
+    at = flat + _start(tile, OF) + element
+    _store_gradient(at, x, _filled(tile, element, OF), BF16)
 
 
 @triton.jit
-def _block_and_place(
-    BLOCKS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, REAL: tl.constexpr
-):
-    """Number of a block in the tile, ``(BLOCKS, 1, 1)``, and of an element in its block."""
-    block = tl.arange(0, BLOCKS)[:, None, None]
-    part = tl.arange(0, PARTS)[None, :, None]
-    return block, part * REAL + tl.arange(0, WIDTH)[None, None, :]
+def _block_and_place(OF: tl.constexpr):
+    """Number of a block in the tile, ``(blocks, 1, 1)``, and of an element in its block."""
+    block = tl.arange(0, OF.blocks)[:, None, None]
+    part = tl.arange(0, OF.parts)[None, :, None]
+    return block, part * OF.real + tl.arange(0, OF.width)[None, None, :]
 
 
 @triton.jit
-def _filled(tile, element, WIDTH: tl.constexpr, REAL: tl.constexpr, ALIGNMENT: tl.constexpr):
+def _start(field, OF: tl.constexpr):
+    """Elements before a tile, of the gradient or of the residuals."""
+    ALIGNMENT: tl.constexpr = OF.alignment
+    return tl.multiple_of(tl.load(field), ALIGNMENT)
+
+
+@triton.jit
+def _filled(tile, element, OF: tl.constexpr):
     """Which elements exist: a slice ends within a block, and rows beyond it are empty."""
-    count = tl.multiple_of(tl.load(tile + 2).to(tl.int32), ALIGNMENT)
-    filled = element < count
-    if WIDTH != REAL:
-        filled = filled & (tl.arange(0, WIDTH) < REAL)[None, None, :]
+    ALIGNMENT: tl.constexpr = OF.alignment
+    filled = element < tl.multiple_of(tl.load(tile + 2).to(tl.int32), ALIGNMENT)
+    if OF.width != OF.real:
+        filled = filled & (tl.arange(0, OF.width) < OF.real)[None, None, :]
     return filled
 
 
@@ -209,7 +143,7 @@ def _row_start(tile):
 
 @triton.jit
 def _keys(tile, salts, block):
-    """``(BLOCKS, 1, 1)`` uint32, or None."""
+    """``(blocks, 1, 1)`` uint32, or None."""
     if salts is None:
         return None
     else:
@@ -227,74 +161,76 @@ def _load_gradient(at, mask, BF16: tl.constexpr):
 
 
 @triton.jit
-def _bfloat16_bits(x):
-    """int16, half to even. In integers: the interpreter cuts where a device rounds."""
-    bits = x.to(tl.int32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return tl.where(x == x, rounded, 0x7FC0).to(tl.int16)
+def _store_gradient(at, x, mask, BF16: tl.constexpr):
+    """bfloat16 half to even. In integers: the interpreter cuts where a device rounds."""
+    if BF16:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        tl.store(at, tl.where(x == x, rounded, 0x7FC0).to(tl.int16), mask=mask)
+    else:
+        tl.store(at, x.to(at.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _store_payload(
-    payload,
-    tile,
-    step,
-    codes,
-    BLOCKS: tl.constexpr,
-    PARTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    REAL: tl.constexpr,
-    CODE_ALIGNMENT: tl.constexpr,
-):
-    columns = tl.load(tile + 3).to(tl.int32)
-    block = tl.arange(0, BLOCKS)
-    width = tl.arange(0, WIDTH)
+def _planes(payload, tile, OF: tl.constexpr):
+    """Places of the scales and of the codes in a row of a payload, and which of both exist."""
+    CODE_ALIGNMENT: tl.constexpr = OF.code_alignment
+    block, width = tl.arange(0, OF.blocks), tl.arange(0, OF.width)
+    exists = block < tl.load(tile + 3).to(tl.int32)
+    scales = (payload + tl.multiple_of(tl.load(tile + 5), 2)).to(tl.pointer_type(tl.int16)) + block
+    codes = payload + tl.load(tile + 6) * CODE_ALIGNMENT
+    codes = codes + (block[:, None] * OF.real + width[None, :])
+    with_code = exists[:, None]
+    if OF.width != OF.real:
+        with_code = with_code & (width < OF.real)[None, :]
+    return scales, exists, codes, with_code
 
-    steps = tl.reshape(step, (BLOCKS,))
+
+@triton.jit
+def _store_payload(payload, tile, step, codes, OF: tl.constexpr):
+    at_scales, exists, at_codes, with_code = _planes(payload, tile, OF)
+    steps = tl.reshape(step, (OF.blocks,))
     bits = steps.to(tl.int32, bitcast=True) >> 16
-    bits = tl.where(steps == steps, bits, 0x7FC0).to(tl.int16)
-    at = (payload + tl.multiple_of(tl.load(tile + 5), 2)).to(tl.pointer_type(tl.int16))
-    tl.store(at + block, bits, mask=block < columns)
-
-    shifts = (tl.arange(0, PARTS) * (8 // PARTS))[None, :, None]
-    packed = tl.sum(codes << shifts, axis=1).to(tl.uint8)
-    at = payload + tl.load(tile + 6) * CODE_ALIGNMENT
-    mask = (block < columns)[:, None]
-    if WIDTH != REAL:
-        mask = mask & (width < REAL)[None, :]
-    tl.store(at + (block[:, None] * REAL + width[None, :]), packed, mask=mask)
+    tl.store(at_scales, tl.where(steps == steps, bits, 0x7FC0).to(tl.int16), mask=exists)
+    shifts = (tl.arange(0, OF.parts) * OF.bits)[None, :, None]
+    tl.store(at_codes, tl.sum(codes << shifts, axis=1).to(tl.uint8), mask=with_code)
 
 
 @triton.jit
-def _decoded(
-    payload,
-    tile,
-    LEVEL: tl.constexpr,
-    LEVELS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PARTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    REAL: tl.constexpr,
-    CODE_ALIGNMENT: tl.constexpr,
-):
-    columns = tl.load(tile + 3).to(tl.int32)
-    block = tl.arange(0, BLOCKS)
-    width = tl.arange(0, WIDTH)
+def _raw_places(payload, tile, OF: tl.constexpr):
+    """Places of elements that are not compressed, ``(blocks, 1, 1)``, and which exist."""
+    CODE_ALIGNMENT: tl.constexpr = OF.code_alignment
+    element = tl.arange(0, OF.blocks)[:, None, None]
+    first = (payload + tl.load(tile + 6) * CODE_ALIGNMENT).to(tl.pointer_type(OF.raw))
+    return first + element, element < tl.load(tile + 3).to(tl.int32)
 
-    at = (payload + tl.multiple_of(tl.load(tile + 5), 2)).to(tl.pointer_type(tl.int16))
-    bits = tl.load(at + block, mask=block < columns, other=0).to(tl.int32) << 16
+
+@triton.jit
+def _store_raw(payload, tile, x, OF: tl.constexpr):
+    at, exists = _raw_places(payload, tile, OF)
+    _store_gradient(at, x, exists, OF.raw_is_bfloat16)
+
+
+@triton.jit
+def _decoded(payload, tile, LEVEL: tl.constexpr, OF: tl.constexpr):
+    if OF.raw is not None:
+        at, exists = _raw_places(payload, tile, OF)
+        return _load_gradient(at, exists, OF.raw_is_bfloat16)
+    else:
+        return _decoded_codes(payload, tile, LEVEL, OF)
+
+
+@triton.jit
+def _decoded_codes(payload, tile, LEVEL: tl.constexpr, OF: tl.constexpr):
+    at_scales, exists, at_codes, with_code = _planes(payload, tile, OF)
+    bits = tl.load(at_scales, mask=exists, other=0).to(tl.int32) << 16
     step = bits.to(tl.float32, bitcast=True)[:, None, None]
-
-    at = payload + tl.load(tile + 6) * CODE_ALIGNMENT
-    mask = (block < columns)[:, None]
-    if WIDTH != REAL:
-        mask = mask & (width < REAL)[None, :]
-    packed = tl.load(at + (block[:, None] * REAL + width[None, :]), mask=mask, other=0)
-    shifts = (tl.arange(0, PARTS) * (8 // PARTS))[None, :, None]
-    codes = (packed.to(tl.int32)[:, None, :] >> shifts) & (255 >> (8 - 8 // PARTS))
-    values = LEVEL(codes, LEVELS).to(tl.float32) * step
-    if WIDTH != REAL:  # a code of 0 need not be the number 0
-        values = tl.where((width < REAL)[None, None, :], values, 0.0)
+    packed = tl.load(at_codes, mask=with_code, other=0)
+    shifts = (tl.arange(0, OF.parts) * OF.bits)[None, :, None]
+    codes = (packed.to(tl.int32)[:, None, :] >> shifts) & OF.mask
+    values = LEVEL(codes, OF).to(tl.float32) * step
+    if OF.width != OF.real:  # a code of 0 need not be the number 0
+        values = tl.where((tl.arange(0, OF.width) < OF.real)[None, None, :], values, 0.0)
     return values
 
 
@@ -306,19 +242,11 @@ def _weighted_sum(
     COUNT: tl.constexpr,
     WEIGHT: tl.constexpr,
     LEVEL: tl.constexpr,
-    LEVELS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PARTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    REAL: tl.constexpr,
-    CODE_ALIGNMENT: tl.constexpr,
+    OF: tl.constexpr,
 ):
     """In the order given. Each is weighted before it is added: a mean does not overflow."""
-    total = (
-        _decoded(payloads, tile, LEVEL, LEVELS, BLOCKS, PARTS, WIDTH, REAL, CODE_ALIGNMENT) * WEIGHT
-    )
+    total = _decoded(payloads, tile, LEVEL, OF) * WEIGHT
     for rank in range(1, COUNT):
         payload = payloads + rank * stride.to(tl.int64) * 8
-        part = _decoded(payload, tile, LEVEL, LEVELS, BLOCKS, PARTS, WIDTH, REAL, CODE_ALIGNMENT)
-        total = total + part * WEIGHT
+        total = total + _decoded(payload, tile, LEVEL, OF) * WEIGHT
     return total

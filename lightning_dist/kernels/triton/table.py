@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +21,8 @@ from lightning_dist.exchange.wire import row_bytes
 FIELDS = 10
 """Columns of the table: places in ``flat`` and in the residual memory, elements that exist, blocks,
 bytes of the payload before the row (divided by 8), of the row before the scales, of the row before
-the codes (divided by ``BlockShape.alignment``), number of the first block in its slice, number of
-the slice; one is spare, so that every tile begins at a multiple of 16 bytes. Divided, because a
+the codes (divided by ``TileShape.code_alignment``), number of the first block in its slice, number
+of the slice; one is spare, so that every tile begins at a multiple of 16 bytes. Divided, because a
 compiler sees from a multiplication how wide a load may be."""
 
 _TILE_ELEMENTS = 4096
@@ -29,33 +30,36 @@ _INTERPRETED_TILE_ELEMENTS = 1 << 16  # numpy works on whole tiles, Python pays 
 
 
 @dataclass(frozen=True)
-class BlockShape:
-    """A block as kernels hold it: ``parts`` codes share a byte, and there are ``real`` bytes.
+class TileShape:
+    """Constants of the kernels: a tile is ``blocks`` blocks of ``block`` elements.
 
-    Sizes of Triton's tensors are powers of two, so ``width`` bytes are held.
+    ``parts`` codes share a byte, and a block has ``real`` bytes of them. Sizes of Triton's tensors
+    are powers of two, so ``width`` bytes are held.
     """
 
+    block: int
+    blocks: int
     parts: int
     real: int
-
-    @classmethod
-    def of(cls, codec: BlockCodec) -> BlockShape:
-        scales, codes = codec.planes(torch.float32)
-        assert scales.bytes_per_block == 2, "kernels write one bfloat16 scale a block"
-        return cls(codec.block // codes.bytes_per_block, codes.bytes_per_block)
+    alignment: int  # elements that divide the place and the length of every slice
+    code_alignment: int  # bytes that divide the place of every block's codes
+    levels: float = 0  # of the codec
+    option: float = 0
+    raw: Any = None  # Triton's dtype of payloads that are the elements themselves
+    raw_is_bfloat16: bool = False  # as int16
 
     @property
     def width(self) -> int:
         return 1 << (self.real - 1).bit_length()
 
     @property
-    def elements(self) -> int:
-        return self.parts * self.width
+    def bits(self) -> int:
+        return 8 // self.parts
 
     @property
-    def alignment(self) -> int:
-        """Bytes that divide the place of every block's codes: planes begin at multiples of 8."""
-        return math.gcd(8, self.real)
+    def mask(self) -> int:
+        """The bits of a code that travel."""
+        return 255 >> (8 - self.bits)
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,21 @@ class Slice:
     offset: int  # elements of the flat gradient before it
     numel: int
     memory: int = 0  # elements of the residual memory before it
+
+
+def packed(runs: Sequence[tuple[int, int]], *, rows: int, columns: int) -> list[list[Slice]]:
+    """Runs ``(offset, elements)`` one after the other, cut into ``rows`` of so many elements."""
+    found: list[list[Slice]] = [[] for _ in range(rows)]
+    before = 0
+    for offset, numel in runs:
+        start = 0
+        while start < numel:
+            row, column = divmod(before + start, columns)
+            length = min(numel - start, columns - column)
+            found[row].append(Slice("", offset + start, length))
+            start += length
+        before += numel
+    return found
 
 
 @dataclass(frozen=True)
@@ -87,14 +106,11 @@ class SliceTable:
     tiles: Tensor  # (tiles, FIELDS) int64
     tile_starts: tuple[int, ...]  # rows + 1
     payload_starts: tuple[int, ...]  # rows + 1
-    columns: tuple[int, ...]  # blocks of every row
-    block: int
-    blocks_per_tile: int
-    alignment: int  # elements that divide every place and every length
+    shape: TileShape
 
     @property
     def rows(self) -> int:
-        return len(self.columns)
+        return len(self.tile_starts) - 1
 
     @property
     def payload_bytes(self) -> int:
@@ -105,106 +121,82 @@ class SliceTable:
         return self.payload_starts[row + 1] - self.payload_starts[row]
 
     @classmethod
-    def of_rows(
+    def of(
         cls,
         codec: BlockCodec,
-        slices: Sequence[Slice],
+        groups: Sequence[Sequence[Slice]],
         *,
-        rows: int,
-        device: torch.device,
-        within: Within | None = None,
-        tile_elements: int | None = None,
-    ) -> SliceTable:
-        """Every slice cut into ``rows`` rows of equal length: row ``r`` is what rank ``r`` reduces.
-
-        Payloads are ``(rows, row_bytes)``, as :class:`~lightning_dist.exchange.rounds.TwoShot` and
-        (one row) :class:`~lightning_dist.exchange.rounds.AllGather` send them.
-        """
-        return _table(codec, [list(slices)], rows, device, tile_elements, None, within)
-
-    @classmethod
-    def of_shares(
-        cls,
-        codec: BlockCodec,
-        shares: Sequence[Sequence[Slice]],
-        *,
+        rows: int = 1,
         blocks: Sequence[int] | None = None,
         device: torch.device,
+        dtype: torch.dtype = torch.float32,
         within: Within | None = None,
         tile_elements: int | None = None,
     ) -> SliceTable:
-        """Row ``r`` has the slices of ``shares[r]`` as they are, perhaps none, and ``blocks[r]``.
+        """Every slice of a group, cut into ``rows`` rows of equal length.
 
-        Rows follow each other without a gap, as in
-        :class:`~lightning_dist.exchange.rounds.ReduceScatterAllGather`.
+        One group of W rows is what a two-shot exchange of W ranks sends, where rank ``r`` reduces
+        row ``r``, and one of one row what ranks gather. Groups of one row, perhaps empty, are the
+        shares of the ranks of a host. The rows of a payload follow each other without a gap.
+
+        Args:
+            blocks: of a row of every group; those of its slices by default.
+            dtype: of gradients; payloads that are not compressed are in it.
         """
-        groups = [list(share) for share in shares]
-        return _table(codec, groups, 1, device, tile_elements, blocks, within)
-
-
-def _table(
-    codec: BlockCodec,
-    groups: Sequence[Sequence[Slice]],
-    rows: int,
-    device: torch.device,
-    tile_elements: int | None,
-    blocks_of_groups: Sequence[int] | None,
-    within: Within | None,
-) -> SliceTable:
-    planes, shape = codec.planes(torch.float32), BlockShape.of(codec)
-    if tile_elements is None:
-        tile_elements = _INTERPRETED_TILE_ELEMENTS if device.type == "cpu" else _TILE_ELEMENTS
-    per_tile = max(1, tile_elements // shape.elements)
-    per_tile = 1 << (per_tile.bit_length() - 1)
-
-    tiles: list[Tensor] = []
-    tile_starts, payload_starts, columns, slices = [0], [0], list[int](), 0
-    for i, group in enumerate(groups):
-        counts = [-(-part.numel // (rows * codec.block)) for part in group]
-        blocks = sum(counts) if blocks_of_groups is None else blocks_of_groups[i]
-        size = row_bytes(planes, blocks)
-        codes = size - row_bytes(planes[1:], blocks)  # bytes of a row before its codes
-        at = 0
-        if within is not None:
-            size, at = within.row_bytes[len(columns)], within.before[len(columns)]
-        first = 0
-        parts = [torch.empty(rows, 0, FIELDS, dtype=torch.int64)]
-        for part, count in zip(group, counts, strict=True):
-            row = torch.arange(rows).view(-1, 1)
-            column = torch.arange(0, count, per_tile).view(1, -1)
-            number = row * count + column
-            start = number * codec.block
-            length = (count - column).clamp(max=per_tile)
-            before = payload_starts[-1] + row * size
-            fields = (
-                part.offset + start,
-                part.memory + start,
-                torch.minimum(part.numel - start, length * codec.block).clamp(min=0),
-                length,
-                before // 8,
-                at + (first + column) * 2,
-                (at + codes + (first + column) * shape.real) // shape.alignment,
-                number,
-                torch.tensor(slices),
-                torch.tensor(0),
-            )
-            parts.append(torch.stack([field.expand(number.shape) for field in fields], dim=-1))
-            first += count
-            slices += 1
-        of_group = torch.cat(parts, dim=1)
-        for of_row in of_group:
-            tiles.append(of_row)
-            tile_starts.append(tile_starts[-1] + len(of_row))
-            payload_starts.append(payload_starts[-1] + size)
-            columns.append(blocks)
-    every = [number for group in groups for p in group for number in (p.offset, p.memory, p.numel)]
-    return SliceTable(
-        tiles=torch.cat(tiles).to(device),
-        tile_starts=tuple(tile_starts),
-        payload_starts=tuple(payload_starts),
-        columns=tuple(columns),
-        block=codec.block,
-        blocks_per_tile=per_tile,
+        planes = codec.planes(dtype)
+        *scales, codes = planes
+        bytes_of_codes = codes.bytes_per_block
+        parts, real = 1, 1
+        if scales:
+            assert scales[0].bytes_per_block == 2, "kernels write one bfloat16 scale a block"
+            parts, real = codec.block // bytes_of_codes, bytes_of_codes
+        if tile_elements is None:
+            tile_elements = _INTERPRETED_TILE_ELEMENTS if device.type == "cpu" else _TILE_ELEMENTS
+        elements = parts << (real - 1).bit_length()
+        per_tile = 1 << (max(1, tile_elements // elements).bit_length() - 1)
+        every = [n for group in groups for p in group for n in (p.offset, p.memory, p.numel)]
         # Two kinds of kernels, both compiled at set-up, and not one for every power of two.
-        alignment=16 if math.gcd(16, *every) == 16 else 1,
-    )
+        alignment = 16 if math.gcd(16, *every) == 16 else 1
+        # Planes begin at multiples of 8; blocks of single elements at those of slices.
+        code_alignment = math.gcd(8, bytes_of_codes if scales else bytes_of_codes * alignment)
+        shape = TileShape(codec.block, per_tile, parts, real, alignment, code_alignment)
+
+        tiles: list[Tensor] = []
+        tile_starts, payload_starts, number_of_slice = [0], [0], 0
+        for i, group in enumerate(groups):
+            counts = [-(-part.numel // (rows * codec.block)) for part in group]
+            columns = sum(counts) if blocks is None else blocks[i]
+            size, at = row_bytes(planes, columns), 0
+            before_codes = row_bytes(scales, columns)
+            if within is not None:
+                group_row = len(payload_starts) - 1
+                size, at = within.row_bytes[group_row], within.before[group_row]
+            first = 0
+            of_slices = [torch.empty(rows, 0, FIELDS, dtype=torch.int64)]
+            for part, count in zip(group, counts, strict=True):
+                row = torch.arange(rows).view(-1, 1)
+                column = torch.arange(0, count, per_tile).view(1, -1)
+                number = row * count + column
+                start = number * codec.block
+                length = (count - column).clamp(max=per_tile)
+                fields = (
+                    part.offset + start,
+                    part.memory + start,
+                    torch.minimum(part.numel - start, length * codec.block).clamp(min=0),
+                    length,
+                    (payload_starts[-1] + row * size) // 8,
+                    at + (first + column) * 2,
+                    (at + before_codes + (first + column) * bytes_of_codes) // code_alignment,
+                    number,
+                    torch.tensor(number_of_slice),
+                    torch.tensor(0),
+                )
+                of_slices.append(torch.stack([f.expand(number.shape) for f in fields], dim=-1))
+                first += count
+                number_of_slice += 1
+            for of_row in torch.cat(of_slices, dim=1):
+                tiles.append(of_row)
+                tile_starts.append(tile_starts[-1] + len(of_row))
+                payload_starts.append(payload_starts[-1] + size)
+        every_tile = torch.cat(tiles).to(device)
+        return cls(every_tile, tuple(tile_starts), tuple(payload_starts), shape)

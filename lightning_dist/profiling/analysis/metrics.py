@@ -53,7 +53,7 @@ _OF_RUN = (
     metric(
         "exposed_ms",
         "Communication that compute does not hide: from the last gradient of the backward pass to "
-        "the mean of all gradients.",
+        "the mean of all gradients, and where FSDP's own collectives hold up a pass.",
     ),
     metric(
         "exposed_fraction",

@@ -81,10 +81,13 @@ class PendingStep(NamedTuple):
             BucketTimes(index, ready - begin, done - begin, raw, intra, inter, codec)
             for (index, _, _, raw, intra, inter, codec), ready, done in timed(self.buckets, 1)
         ]
+        of_spans = timed(self.spans, 2)
+        if excluded:
+            of_spans = ((row, moved(at), moved(until)) for row, at, until in of_spans)
         spans = [
-            Span(phase, bucket, moved(at) - begin, moved(until) - begin, *rest)
-            for (phase, bucket, _, _, *rest), at, until in timed(self.spans, 2)
-            if moved(at) >= begin  # FSDP gathers parameters for a validation too
+            Span(phase, bucket, at - begin, until - begin, *rest)
+            for (phase, bucket, _, _, *rest), at, until in of_spans
+            if at >= begin  # FSDP gathers parameters for a validation too
         ]
         return StepRecord(
             self.number,

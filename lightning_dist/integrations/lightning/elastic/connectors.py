@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -205,11 +205,14 @@ def _restore_sources(trainer: pl.Trainer) -> None:
             private.set_data_source(loop, source.usual)
 
 
-def identify(trainer: pl.Trainer, *, run_id: str) -> None:
+def identify(trainer: pl.Trainer, *, run_id: str, takes_over: str = "") -> None:
     """Give the loggers the identity that belongs to ``run_id``, before they are first used.
 
     A WandbLogger without ``id=`` goes on in the same run; a TensorBoardLogger without ``version=``
-    in the same folder.
+    in the same folder. A CSVLogger begins a folder of its own where another rank has logged.
+
+    Args:
+        takes_over: name of this worker, where it logs in the place of another one.
     """
     for number, logger in enumerate(trainer.loggers):
         name = f"{run_id}-{number}" if number else run_id
@@ -217,3 +220,5 @@ def identify(trainer: pl.Trainer, *, run_id: str) -> None:
             private.set_wandb_run(logger, name)
         elif isinstance(logger, TensorBoardLogger):
             private.set_tensorboard_version(logger, name)
+        elif isinstance(logger, CSVLogger) and takes_over:
+            private.set_csv_version(logger, takes_over)

@@ -385,6 +385,13 @@ class TrainerPlacement(RecoverablePlacement):
             assert isinstance(strategy, RecoversInProcess)
             strategy.complete_step = None
 
+    @override
+    def settle(self) -> None:
+        before = self._session.members
+        super().settle()
+        if self._session.members is not before:
+            self.log_costs()
+
     def settle_epoch(self) -> None:
         """:meth:`settle` between two epochs."""
         self._begins_epoch = True
@@ -457,8 +464,11 @@ class TrainerPlacement(RecoverablePlacement):
         self._strategy.become(members)
         self._joined, self._watched = None, []
         private.forget_validation_loader(trainer)
+        generations = self._strategy.generations
+        assert generations is not None
         if members.ranks.is_leader:
-            identify(trainer, run_id=self._session.history.run_id)
+            run = self._session.history.run_id
+            identify(trainer, run_id=run, takes_over=generations.name)
         if is_new:
             self._strategy.meets()
             return

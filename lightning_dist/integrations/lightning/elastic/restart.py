@@ -171,7 +171,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         io = resume_io(trainer, verify=self._settings.saving.verify)
         if stage != "fit" or is_trial(trainer):
             return
-        if self._settings.sharded and _recovers(trainer):
+        if self._settings.sharded and _wants_recovery(trainer):
             raise ValueError(
                 "recovery='in_process' lets another rank write a checkpoint, and with "
                 "format='sharded' all of them do; use format='single', or recovery='restart'"
@@ -273,8 +273,9 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         session = self._session
         if self._at is None:
             return
-        if _recovers(trainer):
+        if _wants_recovery(trainer):
             require_recoverable_fit(trainer, self._at.data)
+        if _recovers(trainer):
             self._at.recover()
         self._at.watch_optimizers()
         if self._joins:
@@ -435,6 +436,10 @@ class ElasticRestart(BeforeSetup, Checkpoint):
     ) -> None:
         if self._at is not None:
             self._at.add_to(checkpoint)
+
+
+def _wants_recovery(trainer: pl.Trainer) -> bool:
+    return getattr(trainer.strategy, "recovery", "restart") == "in_process"
 
 
 def _recovers(trainer: pl.Trainer) -> bool:
