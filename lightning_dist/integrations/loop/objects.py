@@ -98,6 +98,19 @@ class Objects:
         found = (reducer_of(ddp.module) for ddp in self._wrapped)
         return [reducer for reducer in found if reducer is not None]
 
+    def require_recoverable(self) -> None:
+        """Raise ValueError unless a step of these can be taken again where a rank is lost."""
+        if self.updates:
+            raise ValueError(
+                "recovery='in_process' takes a step of all ranks again, and local steps are of one "
+                "worker alone; use recovery='restart'"
+            )
+        if len(self.wrapped) != 1:
+            raise ValueError(
+                "recovery='in_process' is for one model in DistributedDataParallel, got "
+                f"{len(self.wrapped)}; use recovery='restart'"
+            )
+
     def require_loadable(self) -> None:
         """Raise ValueError if a state cannot be read by ``torch.load(weights_only=True)``."""
         require_loadable(self._states(), name="state")

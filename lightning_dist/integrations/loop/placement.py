@@ -84,16 +84,7 @@ class LoopPlacement(RecoverablePlacement):
                 "recovery='in_process'), before DistributedDataParallel"
             )
         self.objects = Objects(given, world_size=1)
-        if self.objects.updates:
-            raise ValueError(
-                "recovery='in_process' takes a step of all ranks again, and local steps are of one "
-                "worker alone; use recovery='restart'"
-            )
-        if len(self.objects.wrapped) != 1:
-            raise ValueError(
-                "recovery='in_process' is for one model in DistributedDataParallel, got "
-                f"{len(self.objects.wrapped)}; use recovery='restart'"
-            )
+        self.objects.require_recoverable()
         generations = Generations(environment)
         self.recovery = StepRecovery(
             generations,

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning_dist.integrations.loop.recovery import LoopRecovery
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from lightning_dist import (
@@ -173,7 +172,7 @@ def looped(name: str, *, stop: int = 0) -> Facts:
                 if loop.steps == stop:
                     raise InterruptedError
     try:
-        LoopRecovery(None, Objects(state, world_size=2), steps=lambda: 0)  # type: ignore[arg-type]
+        Objects(state, world_size=2).require_recoverable()
     except ValueError as error:
         refused = str(error)
     updates.finish()
