@@ -93,6 +93,9 @@ bench: install
 	  --json benchmarks/results/faults_figures.json
 	$(BIN)/python -m benchmarks.restart.rendezvous --trials 17 --stock 6 \
 	  --json benchmarks/results/restart_rendezvous.json
+	$(BIN)/python -m tests.campaigns.in_process --trials 250 \
+	  --json benchmarks/results/faults_in_process.json
+	$(BIN)/python -m benchmarks.restart.in_process --json benchmarks/results/restart_in_process.json
 	$(BIN)/python -m benchmarks.restart.overhead --json benchmarks/results/elastic_overhead.json
 	$(BIN)/python -m benchmarks.profiler --json benchmarks/results/profiling.json
 
