@@ -27,6 +27,7 @@ def tables() -> Iterator[tuple[str, Table]]:
     yield "torch", of_torch.AGENT
     yield "torch", of_torch.REGROUPED
     yield "torch", of_torch.COMPILED
+    yield "torch", of_torch.FSDP
     yield "torch", of_torch.DTENSOR
     yield "lightning", of_lightning.NAMES
     of_accelerate = import_module("lightning_dist.integrations.accelerate.private")
