@@ -532,7 +532,7 @@ class Reducer:
         ``"factors"``, with ``delay`` the means ``"delayed"``, which the next step applies.
         """
         self.wait()
-        if self._sharded:
+        if self._sharded or self.recovers:  # ranks have been in other worlds
             self.state.know_all(self.network)
         state = self.state.gather(self.network, to=to)
         return None if state is None else self._described(state)
@@ -543,7 +543,7 @@ class Reducer:
         The tensors of the state are empty memory; the stripes say which part of each this rank has.
         """
         self.wait()
-        if self._sharded:
+        if self._sharded or self.recovers:  # ranks have been in other worlds
             self.state.know_all(self.network)
         state, stripes = self.state.striped(self.network)
         return self._described(state), stripes

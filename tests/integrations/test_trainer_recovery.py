@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from recovering_loops import EPOCHS, SIZE, train
 from test_loop_recovery import PLACES, STEP, Job
 from torch.utils.data import DataLoader
@@ -171,6 +173,14 @@ class Small(pl.LightningModule):
         return getattr(torch.optim, name)(self.parameters(), lr=0.1)
 
 
+@pytest.fixture
+def leaves_no_group() -> Iterator[None]:
+    """A Trainer that refuses has made the group of its process alone."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def fit(module: pl.LightningModule, *callbacks: pl.Callback, loader: Any = None) -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -184,11 +194,13 @@ def fit(module: pl.LightningModule, *callbacks: pl.Callback, loader: Any = None)
     trainer.fit(module, loader or DataLoader(torch.ones(4, 2)))
 
 
+@pytest.mark.usefixtures("leaves_no_group")
 def test_it_needs_elastic_restart() -> None:
     with pytest.raises(ValueError, match=r"needs ElasticRestart\(\.\.\.\) among the callbacks"):
         fit(Small())
 
 
+@pytest.mark.usefixtures("leaves_no_group")
 @pytest.mark.parametrize(
     ("module", "callbacks", "format", "message"),
     [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from feeding import FakeBucket, Tensors, feed
+from feeding import FakeBucket, Shapes, Tensors, feed
 from torch import Tensor
 from worlds import Rank
 
@@ -21,7 +21,7 @@ SHAPES = {"first": (40, 48), "second": (33, 50)}
 
 
 class Model:
-    """A reducer and a bucket for each of two parameters."""
+    """A reducer and a bucket for each parameter."""
 
     def __init__(
         self,
@@ -30,23 +30,25 @@ class Model:
         *,
         commit: Literal["immediate", "deferred"] = "deferred",
         dtype: torch.dtype = torch.float32,
+        shapes: Shapes = SHAPES,
     ) -> None:
-        self._dtype = dtype
-        self.parameters = {n: torch.zeros(shape, dtype=dtype) for n, shape in SHAPES.items()}
+        self._dtype, self._shapes = dtype, shapes
+        self.parameters = {n: torch.zeros(shape, dtype=dtype) for n, shape in shapes.items()}
         names: dict[Tensor, str] = {p: name for name, p in self.parameters.items()}
         settings = Settings.check(codec, min_compress_numel=0, commit=commit)
         self.reducer = Reducer(names, settings=settings, network=network)
         self.buckets = DDPBuckets(self.reducer)
 
     def begin(self, given: Tensors) -> list[torch.futures.Future[Tensor]]:
-        """Hand over both buckets of a step."""
+        """Hand over the buckets of a step."""
+        last = len(self.parameters) - 1
         return [
-            self.buckets.reduce(FakeBucket(given[name].flatten().clone(), [p], i, last=i == 1))
+            self.buckets.reduce(FakeBucket(given[name].flatten().clone(), [p], i, last=i == last))
             for i, (name, p) in enumerate(self.parameters.items())
         ]
 
     def step(self, rank: int, step: int) -> list[Tensor]:
-        return [future.wait() for future in self.begin(feed(rank, step, SHAPES, self._dtype))]
+        return [future.wait() for future in self.begin(feed(rank, step, self._shapes, self._dtype))]
 
 
 def among(rank: Rank, members: list[int], name: str) -> Network:

@@ -198,6 +198,41 @@ def test_what_ranks_owe_is_that_of_a_naive_twin() -> None:
                 torch.testing.assert_close(owes[name].flatten(), kept, rtol=0, atol=1e-12)
 
 
+def test_ranks_that_owe_for_other_parameters_are_saved_together() -> None:
+    """What is small is compressed, and owed for, between two ranks and not among three."""
+    shapes = {"bias": (6,), "weight": (40, 48)}
+    joined = threading.Barrier(3, timeout=60)
+
+    def body(rank: Rank) -> list[Any]:
+        def model_in(network: Network) -> Model:
+            model = Model(network, "int8", shapes=shapes)
+            model.reducer.leave_failures_to(Told())
+            return model
+
+        saved: list[Any] = []
+        if rank.rank != LAST:
+            model = model_in(among(rank, SURVIVORS, "two"))
+            model.step(rank.rank, 0)
+            assert {*model.reducer.residuals} == {"bias", "weight"}
+        joined.wait()
+        network = among(rank, [0, 1, LAST], "three")
+        if rank.rank == LAST:
+            model = model_in(network)
+            model.reducer.join({"step": 1, "factors": {}})
+        else:
+            model.reducer.rebind(network)
+        for step in (1, 2):
+            saved.append(model.reducer.state_dict())
+            model.step(rank.rank, step)
+        model.reducer.close()
+        return saved
+
+    first, *others = run_threads(body, 3)
+    assert [state["residuals"]["bias"].shape for state in first[:1]] == [(3, 6)]
+    assert not first[0]["residuals"]["bias"][LAST].any()
+    assert others == [[None, None]] * 2
+
+
 def decoded(codec: Codec, x: Tensor) -> Tensor:
     padded = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % codec.block))
     payload = codec.encode(padded.view(-1, codec.block))
