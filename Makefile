@@ -46,7 +46,9 @@ $(LOWEST)/installed: .venv/installed constraints-lowest.txt
 
 test-lowest: $(LOWEST)/installed
 	$(LOWEST)/bin/python -m pytest $(addprefix tests/integrations/test_,private_names.py lightning_versions.py \
-	  async_checkpoint_files.py async_checkpoint_resume.py elastic_resume.py accelerate_state.py)
+	  async_checkpoint_files.py async_checkpoint_resume.py elastic_resume.py accelerate_state.py \
+	  wrong_strategy.py) \
+	  $(addprefix tests/,cli/test_profile_command.py profiling/test_page.py profiling/test_terminal.py)
 
 demo: install
 	$(BIN)/python examples/demo.py
@@ -104,7 +106,8 @@ figures: install
 	$(BIN)/python -m benchmarks.screenshots
 
 build: install
-	$(BIN)/python -m build --quiet --outdir dist
+	rm -rf build
+	$(BIN)/python -c "from setuptools import build_meta as m; m.build_sdist('dist'); m.build_wheel('dist')"
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis site ./*_out

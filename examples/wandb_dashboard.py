@@ -51,6 +51,12 @@ SECTIONS: Mapping[str, Panels] = {
             "elastic/lost_time_s",
             "elastic/samples_recomputed",
         ),
+        "Recovery within the process": (
+            "elastic/generations",
+            "elastic/steps_redone",
+            "elastic/recovery_s",
+            "elastic/residual_norm_lost",
+        ),
     },
 }
 """Metrics by panel, by section."""

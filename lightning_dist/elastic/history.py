@@ -161,8 +161,10 @@ class RunHistory:
             if self._to_catch_up is None:
                 found["elastic/lost_time_s"] = summary.lost_time_s
             if summary.generations:
-                names = ("generations", "steps_redone", "recovery_s", "residual_norm_lost")
-                found |= {f"elastic/{name}": float(getattr(summary, name)) for name in names}
+                found["elastic/generations"] = float(summary.generations)
+                found["elastic/steps_redone"] = float(summary.steps_redone)
+                found["elastic/recovery_s"] = summary.recovery_s
+                found["elastic/residual_norm_lost"] = summary.residual_norm_lost
         return found
 
     def end(self, reason: str, *, is_echo: bool = False) -> None:

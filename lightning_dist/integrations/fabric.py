@@ -18,7 +18,6 @@ from lightning_dist.integrations.comm_report import CommReport
 from lightning_dist.integrations.lightning.launcher import (
     FollowsLauncher,
     MembersEnvironment,
-    init_process_group,
 )
 from lightning_dist.integrations.strategy_names import register
 from lightning_dist.integrations.torch.checks import require_compressible
@@ -49,7 +48,6 @@ class CompressedDDPStrategy(CommReport, CompressionArguments, FollowsLauncher, D
     def _setup_distributed(self) -> None:
         if dist.is_initialized() and RecoveryEnvironment.from_env() is not None:
             self.cluster_environment = MembersEnvironment()
-        init_process_group(self)
         super()._setup_distributed()
 
     @override

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.integrations.comm_report import CommReport
-from lightning_dist.integrations.lightning.launcher import FollowsLauncher, init_process_group
+from lightning_dist.integrations.lightning.launcher import FollowsLauncher
 from lightning_dist.integrations.local_arguments import LOCAL_KEY, LocalUpdateArguments
 from lightning_dist.integrations.strategy_names import LOCAL_NAMES, register
 from lightning_dist.integrations.torch.checks import require_compressible
@@ -44,11 +44,6 @@ class LocalUpdateStrategy(CommReport, LocalUpdateArguments, FollowsLauncher, DDP
     def reducers(self) -> list[Reducer]:
         """Of the model; empty before ``fabric.setup``."""
         return [] if self._updates is None else [self._updates.reducer]
-
-    @override
-    def _setup_distributed(self) -> None:
-        init_process_group(self)
-        super()._setup_distributed()
 
     @override
     def setup_module(self, module: Module) -> Any:

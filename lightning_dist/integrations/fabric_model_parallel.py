@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_dist.codecs import Codec
 from lightning_dist.integrations.arguments import CHECKPOINT_KEY
-from lightning_dist.integrations.lightning.launcher import FollowsLauncher, init_process_group
+from lightning_dist.integrations.lightning.launcher import FollowsLauncher
 from lightning_dist.integrations.model_parallel import ModelParallelArguments
 
 
@@ -47,11 +47,6 @@ class CompressedModelParallelStrategy(
         ParallelStrategy.setup_environment(self)
         self._setup_distributed()
         self._device_mesh = self._replicated_mesh()
-
-    @override
-    def _setup_distributed(self) -> None:
-        init_process_group(self)
-        super()._setup_distributed()
 
     @override
     def setup_module(self, module: Module) -> Module:

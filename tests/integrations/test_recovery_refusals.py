@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dist import compress_ddp
+from lightning_dist import CommProfiler, compress_ddp
 from lightning_dist.elastic.recovery.generations import Generations
-from lightning_dist.elastic.recovery.groups import init_alone
+from lightning_dist.elastic.recovery.groups import init_alone, is_alone
 from lightning_dist.integrations.torch.ddp import reducer_of
 from lightning_dist.integrations.torch.recovery import StepRecovery
 from lightning_dist.integrations.torch.regroup import require_recoverable
@@ -77,3 +78,15 @@ def test_copies_of_residuals_where_there_are_none() -> None:
         ValueError, match="mirror_residuals has nothing to copy: codec NoCompression"
     ):
         recovery(compressed(codec="none"), mirror_every=1)
+
+
+def test_a_profile_of_a_process_that_has_not_met_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = compressed()
+    monkeypatch.setenv("LIGHTNING_DIST_RECOVERY_STORE", "localhost:1")
+    assert not is_alone()  # a launch of one process has nobody to meet
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="enter CommProfiler inside of `with ElasticLoop"):
+        CommProfiler(model, dirpath=tmp_path).__enter__()
+    assert not [*tmp_path.iterdir()]

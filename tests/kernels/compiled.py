@@ -57,8 +57,10 @@ def all_passes(codec_name: str, dtype: torch.dtype, sm: int) -> dict[str, str]:
     codec = resolve_codec(codec_name)
     kernels = kernels_of(codec, dtype=dtype)
     slices = laid_out(4096, 70016)
-    table = SliceTable.of(codec, [slices], rows=2, device=torch.device("cpu"), tile_elements=4096)
-    flat, residual = torch.zeros(span_of(slices), dtype=dtype), torch.zeros(span_of(slices))
+    cpu = torch.device("cpu")
+    table = SliceTable.of(codec, [slices], rows=2, device=cpu, dtype=dtype, tile_elements=4096)
+    flat = torch.zeros(span_of(slices), dtype=dtype)
+    residual = None if codec.lossless else torch.zeros(span_of(slices))
     own = torch.zeros(table.payload_bytes, dtype=torch.uint8)
     mean, flag = own[: table.row_bytes(0)], torch.tensor(True)
     salts = torch.zeros(2, dtype=torch.int32) if codec.stochastic else None

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
-CODECS = ["int8", "int4", "fp8", "sign", "qsgd:norm=l2", "terngrad:clip_sigma=2.5"]
+CODECS = ["int8", "int4", "fp8", "sign", "qsgd:norm=l2", "terngrad:clip_sigma=2.5", "none"]
 
 
 @pytest.mark.slow
@@ -34,7 +34,7 @@ def test_arithmetic_is_rounded_and_not_contracted(architecture: int, codecs: lis
     assert len(found) == 3 * len(codecs)
     for name, ptx in found.items():
         floats = set(re.findall(r"\b(?:div|fma|mul|add|sub|sqrt)\.\S*f(?:32|64)\b", ptx))
-        assert floats, name
+        assert floats or name == "none encode_kernel", name
         assert all(re.fullmatch(r"(?:div|mul|add|sub|sqrt)\.rn\.f\d+", op) for op in floats), name
         assert not re.search(r"\.ftz|\.approx|\.full\b|\bfma\b", ptx), name
         assert "ld.global.b8" not in ptx, f"{name}: codes are loaded byte by byte"

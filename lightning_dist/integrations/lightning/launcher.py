@@ -88,6 +88,10 @@ class FollowsLauncher:
                 self.cluster_environment = FollowedEnvironment()
         super()._configure_launcher()  # type: ignore[misc]
 
+    def _setup_distributed(self) -> None:  # Lightning's DDPStrategy has setup_distributed
+        init_process_group(self)
+        super()._setup_distributed()  # type: ignore[misc]
+
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         launch = launch_of(self.cluster_environment)

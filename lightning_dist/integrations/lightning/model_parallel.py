@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_dist.integrations.arguments import CHECKPOINT_KEY
 from lightning_dist.integrations.lightning.before_setup import call_before_setup
 from lightning_dist.integrations.lightning.checkpoint.session_io import CheckpointerIO
-from lightning_dist.integrations.lightning.launcher import FollowsLauncher, init_process_group
+from lightning_dist.integrations.lightning.launcher import FollowsLauncher
 from lightning_dist.integrations.lightning.private import give_device_mesh
 from lightning_dist.integrations.lightning.reporting import ReportsCommunication
 from lightning_dist.integrations.model_parallel import DIMENSIONS, ModelParallelArguments
@@ -66,11 +66,6 @@ class CompressedModelParallelStrategy(
         assert self.lightning_module is not None
         give_device_mesh(self.lightning_module, self._device_mesh)
         call_before_setup(self.lightning_module)
-
-    @override
-    def _setup_distributed(self) -> None:
-        init_process_group(self)
-        super()._setup_distributed()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -67,6 +67,9 @@ class CommProfiler(pl.Callback):
     The compression error is sampled too, of one bucket at a time. Where a residual grows without
     bound, the rank that holds it warns once.
 
+    Around a loop that recovers within the process, ``ElasticLoop(recovery="in_process")``, enter it
+    inside of that: it goes on where ranks are lost and others take their places.
+
     Args:
         model: model to profile, outside of Lightning.
         dirpath: folder in which each run gets a ``run-<n>``, best on a disk that all ranks share.
