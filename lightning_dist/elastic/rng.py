@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,6 +57,20 @@ def restore(state: dict[str, Any], device: torch.device | None = None) -> None:
         np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     if device is not None and device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+
+
+def hold() -> Callable[[], None]:
+    """What puts generators on the CPU back to where they are now; cheaper than :func:`capture`."""
+    of_python, of_torch = random.getstate(), torch.random.get_rng_state()
+    of_numpy = None if np is None else np.random.get_state()
+
+    def put_back() -> None:
+        random.setstate(of_python)
+        torch.random.set_rng_state(of_torch)
+        if of_numpy is not None:
+            np.random.set_state(of_numpy)
+
+    return put_back
 
 
 def seed_all(seed: int, device: torch.device | None = None) -> None:

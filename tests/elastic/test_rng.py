@@ -28,6 +28,15 @@ def test_they_go_on_where_they_were() -> None:
     assert [draw() for _ in range(3)] == expected
 
 
+def test_what_is_held_is_put_back_again_and_again() -> None:
+    draw()
+    put_back = rng.hold()
+    expected = [draw() for _ in range(3)]
+    for _ in range(2):
+        put_back()
+        assert [draw() for _ in range(3)] == expected
+
+
 def test_half_of_a_pair_is_kept() -> None:
     """gauss() and randn() draw two numbers and hand out one."""
     rng.seed_all(3)

@@ -135,7 +135,7 @@ class StepRecovery:
         """Remember what a step changes before it is committed."""
         self._arrivals += 1
         self._begun = self._reducer.step
-        self._generators = rng.capture()
+        self._put_generators_back = rng.hold()
         self._buffers = [(each, each.clone()) for each in self._model.module.buffers()]
         self._counters: dict[str, Any] | None = None
         if self._scales:
@@ -185,7 +185,7 @@ class StepRecovery:
             parameter.grad = None
         for buffer, value in self._buffers:
             buffer.copy_(value)
-        rng.restore(self._generators)
+        self._put_generators_back()
         for name, state in (self._counters or {}).items():
             self._counted[name].load_state_dict(state)
         if self._counters is not None:
