@@ -231,6 +231,8 @@ def require_recoverable_fit(trainer: pl.Trainer, data: TrainerDeal) -> None:
     wrong = {
         f"{len(kinds)} optimizers": len(kinds) != 1,
         "automatic_optimization=False": not trainer.lightning_module.automatic_optimization,
+        "a GradScaler under a Trainer": getattr(trainer.precision_plugin, "scaler", None)
+        is not None,
         "LBFGS, which computes gradients several times in a step": "LBFGS" in kinds,
         "a train dataloader whose samples cannot be dealt to other ranks": not data.is_dealt,
     }
