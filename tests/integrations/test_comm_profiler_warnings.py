@@ -22,6 +22,7 @@ class Closing:
     """What is left of a run when it closes."""
 
     is_closed = False
+    reports = False
     metadata = SimpleNamespace(rank=1)
 
     def close(self, reason: str, *, together: bool) -> Sequence[str]:

@@ -23,6 +23,8 @@ from lightning_dist.integrations.torch.regroup import require_recoverable
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
+    if dist.is_initialized():  # of a Trainer of another test in this process
+        dist.destroy_process_group()
     init_alone()
     yield
     dist.destroy_process_group()
