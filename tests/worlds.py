@@ -35,6 +35,7 @@ TIMEOUT = timedelta(seconds=20)
 # A gloo group that is destroyed while its last collective is being freed deadlocks (it joins its
 # thread while it holds the interpreter lock), so the groups of a world outlive the next worlds.
 _RECENT: deque[list[dist.ProcessGroup]] = deque(maxlen=4)
+_ABANDONED: list[list[dist.ProcessGroup]] = []
 T = TypeVar("T")
 
 
@@ -130,16 +131,24 @@ def _quick_start() -> Iterator[None]:
 
 @_quick_start()
 def run_threads(
-    function: Callable[[Rank], T], size: int, *, ranks_per_host: int | None = None
+    function: Callable[[Rank], T],
+    size: int,
+    *,
+    ranks_per_host: int | None = None,
+    is_abandoned: bool = False,
 ) -> list[T]:
-    """Results of ``function`` on every rank of a world of ``size``, in rank order."""
+    """Results of ``function`` on every rank of a world of ``size``, in rank order.
+
+    is_abandoned: ranks leave collectives that others wait in. To free the groups would take as long
+        as ``TIMEOUT``, some worlds later, so they stay.
+    """
     store, barrier = dist.HashStore(), threading.Barrier(size, timeout=60)
     # One for all groups: the thread of a device wakes up a hundred times a second, also for groups
     # that nobody uses any more, and those of a few worlds of 8 ranks fill a core.
     device = dist.ProcessGroupGloo.create_device(interface="lo")
     ranks = [Rank(rank, size, store, device, barrier, ranks_per_host) for rank in range(size)]
     alive: list[dist.ProcessGroup] = []
-    _RECENT.append(alive)
+    (_ABANDONED if is_abandoned else _RECENT).append(alive)
     for rank in ranks:
         rank.alive = alive
 

@@ -30,6 +30,7 @@ KINDS = (
 )
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_in_a_small_campaign(tmp_path: Path, quick_python: list[str]) -> None:
     """In a process of its own: the campaign forks, which a process with threads must not."""
     result = tmp_path / "campaign.json"

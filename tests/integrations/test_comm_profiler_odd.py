@@ -17,6 +17,8 @@ from comm_profiles import (
 from lightning_dist.profiling.analysis.breakdown import analyse, passes_of
 from lightning_dist.profiling.run import read_run
 
+pytestmark = pytest.mark.slow  # jobs of two ranks, one after the other
+
 ENDS = ("lost at the end", "late at the end")
 CASES = (
     *ENDS,

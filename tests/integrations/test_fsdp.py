@@ -14,6 +14,7 @@ from lightning_dist.codecs import CODECS
 RANKS = Path(__file__).with_name("fsdp_ranks.py")
 LIMIT = 240.0
 pytestmark = pytest.mark.timeout(LIMIT + 30)
+REST = ("another_mesh", "flushed", "overflow", "interrupted", "tensor_parallel", "memory")
 
 
 def facts(folder: Path, scenario: str, shape: str) -> list[dict[str, object]]:
@@ -31,10 +32,14 @@ def launch(folder: Path, python: list[str], replicas: int, shards: int, *scenari
 @pytest.fixture(scope="module")
 def square(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Path:
     """Two replicas of two shards."""
-    scenarios = ("equal_to_native", "some_codecs", "resume")
-    scenarios += ("another_mesh", "flushed", "overflow", "interrupted", "refusals")
-    scenarios += ("tensor_parallel", "memory")
+    scenarios = ("equal_to_native", "some_codecs", "resume", "refusals")
     return launch(tmp_path_factory.mktemp("fsdp"), quick_python, 2, 2, *scenarios)
+
+
+@pytest.fixture(scope="module")
+def rest(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Path:
+    """The same, in scenarios of the slow tests."""
+    return launch(tmp_path_factory.mktemp("fsdp_rest"), quick_python, 2, 2, *REST)
 
 
 def test_uncompressed_it_has_the_bits_of_torch(square: Path) -> None:
@@ -83,12 +88,17 @@ def test_mass_is_conserved_in_a_long_run(tmp_path: Path, quick_python: list[str]
         assert all(error < 1e-10 for error in each.values()), each
 
 
-@pytest.mark.parametrize(
-    "scenario",
-    ["resume", "another_mesh", "flushed", "overflow", "interrupted", "tensor_parallel", "memory"],
-)
-def test_state(square: Path, scenario: str) -> None:
-    found = facts(square, scenario, "2x2")
+def test_a_resumed_training_is_that_without_a_pause(square: Path) -> None:
+    found = facts(square, "resume", "2x2")
+    assert len(found) == 4
+    for each in found:
+        assert all(each.values()), each
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", REST)
+def test_state(rest: Path, scenario: str) -> None:
+    found = facts(rest, scenario, "2x2")
     assert len(found) == 4
     for each in found:
         assert all(each.values()), each

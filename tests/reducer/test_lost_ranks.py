@@ -133,7 +133,7 @@ def test_a_step_that_nobody_has_committed_is_given_up_and_taken_again(
         model.reducer.close()
         return digests
 
-    first, second, _ = run_threads(body, 3)
+    first, second, _ = run_threads(body, 3, is_abandoned=True)
     assert first == second
     assert first
 
@@ -174,7 +174,7 @@ def test_what_ranks_owe_is_that_of_a_naive_twin() -> None:
         model.reducer.close()
         return found
 
-    ranks = run_threads(body, 3)
+    ranks = run_threads(body, 3, is_abandoned=True)
     held = [{name: torch.zeros(shape).double() for name, shape in SHAPES.items()} for _ in ranks]
     taken = [0, 0, 0]
     for step in range(len(phases) * count):
@@ -227,7 +227,7 @@ def test_ranks_that_owe_for_other_parameters_are_saved_together() -> None:
         model.reducer.close()
         return saved
 
-    first, *others = run_threads(body, 3)
+    first, *others = run_threads(body, 3, is_abandoned=True)
     assert [state["residuals"]["bias"].shape for state in first[:1]] == [(3, 6)]
     assert not first[0]["residuals"]["bias"][LAST].any()
     assert others == [[None, None]] * 2
@@ -263,7 +263,7 @@ def test_a_rank_that_has_missed_the_answer_commits_by_itself(codec: str) -> None
             ends.append(digests)
         return ends[0], ends[1]
 
-    found = run_threads(body, 3)
+    found = run_threads(body, 3, is_abandoned=True)
     for quiet, faulty in found:
         assert quiet == faulty
     assert found[0][0][1] == found[1][0][1]
@@ -289,7 +289,7 @@ def test_the_verdict_that_a_step_was_not_finite_is_taken_as_it_was() -> None:
         model.reducer.close()
         return [digest(means)]
 
-    found = run_threads(body, 3)
+    found = run_threads(body, 3, is_abandoned=True)
     assert found[0] == found[1] == found[2]
 
 

@@ -103,7 +103,7 @@ def test_no_gradient_is_lost_with_a_rank(codec: str, lost: list[int]) -> None:
         assert model is not None
         model.reducer.close()
 
-    run_threads(body, 5)
+    run_threads(body, 5, is_abandoned=True)
 
 
 def test_a_copy_of_before_is_older_by_as_many_steps() -> None:

@@ -71,7 +71,7 @@ def test_survivors_of_a_silent_rank_take_the_next_step(codec: str) -> None:
             each.reducer.close()
         return digests
 
-    first, second, _ = run_threads(body, 3)
+    first, second, _ = run_threads(body, 3, is_abandoned=True)
     assert first == second
 
 
@@ -128,7 +128,7 @@ def test_another_hierarchy_keeps_what_is_owed(codec: str, old: Any, new: Any) ->
         model.reducer.close()
         return digests
 
-    ranks = run_threads(body, 4)
+    ranks = run_threads(body, 4, is_abandoned=True)
     assert all(digests == ranks[0] for digests in ranks)
 
 
@@ -166,5 +166,5 @@ def test_kernels_stay_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
             model.step(rank.rank, 1)
         model.reducer.close()
 
-    run_threads(body, 3)
+    run_threads(body, 3, is_abandoned=True)
     assert {(variant.rows, variant.received) for variant in asked} == {(3, 1), (1, 2)}
