@@ -41,22 +41,19 @@ def main() -> None:
     topology = strategy.topology
     assert topology is not None
     stats = strategy.comm_stats()
-    print(
-        json.dumps(
-            {
-                "digest": hashlib.sha256(parameters.numpy().tobytes()).hexdigest(),
-                "norm": float(parameters.norm()),
-                "val_loss": float(trainer.callback_metrics["val_loss"]),
-                "topology": topology.describe(),
-                "local_rank": topology.local_rank,
-                "groups": [
-                    None if group is None else dist.get_process_group_ranks(group)
-                    for group in (topology.intra_group, topology.inter_group)
-                ],
-                **{key: stats[key] for key in ("raw_bytes", "intra_bytes", "inter_bytes")},
-            }
-        )
-    )
+    found = {
+        "digest": hashlib.sha256(parameters.numpy().tobytes()).hexdigest(),
+        "norm": float(parameters.norm()),
+        "val_loss": float(trainer.callback_metrics["val_loss"]),
+        "topology": topology.describe(),
+        "local_rank": topology.local_rank,
+        "groups": [
+            None if group is None else dist.get_process_group_ranks(group)
+            for group in (topology.intra_group, topology.inter_group)
+        ],
+        **{key: stats[key] for key in ("raw_bytes", "intra_bytes", "inter_bytes")},
+    }
+    sys.stdout.write(f"{json.dumps(found)}\n")  # at once: ranks share the output
 
 
 if __name__ == "__main__":

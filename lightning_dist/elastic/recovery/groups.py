@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import os
 import socket
 import stat
@@ -76,7 +77,9 @@ class GenerationGroups:
         self.shut()
         left, self._before[:] = [*self._before], [dist.group.WORLD, *self._made]
         self._made.clear()
-        self._deletes = threading.Thread(target=left.clear, name="recovery groups", daemon=True)
+        self._deletes = threading.Thread(
+            target=_give_back, args=(left,), name="recovery groups", daemon=True
+        )
         self._deletes.start()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -130,6 +133,12 @@ class GenerationGroups:
             with suppress(OSError):  # the peer was faster
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
+
+
+def _give_back(groups: list[object]) -> None:
+    """Delete groups of before, of which exchanges that were given up are in reference cycles."""
+    gc.collect()
+    groups.clear()
 
 
 def _world() -> dist.ProcessGroup:

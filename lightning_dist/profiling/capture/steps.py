@@ -15,7 +15,13 @@ from typing import NamedTuple
 
 from lightning_dist.measurement.device_clock import DeviceClock, Timestamp
 from lightning_dist.profiling.capture.codec_error import Sample
-from lightning_dist.profiling.capture.events import BucketTimes, Phase, Span, StepRecord
+from lightning_dist.profiling.capture.events import (
+    OF_NO_BUCKET,
+    BucketTimes,
+    Phase,
+    Span,
+    StepRecord,
+)
 from lightning_dist.profiling.capture.recorder import Recorder, Row
 
 
@@ -87,7 +93,7 @@ class PendingStep(NamedTuple):
         spans = [
             Span(phase, bucket, at - begin, until - begin, *rest)
             for (phase, bucket, _, _, *rest), at, until in of_spans
-            if at >= begin  # FSDP gathers parameters for a validation too
+            if bucket != OF_NO_BUCKET or at >= begin  # FSDP gathers for a validation too
         ]
         return StepRecord(
             self.number,
