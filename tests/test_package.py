@@ -92,7 +92,7 @@ def test_the_example_of_the_readme_with_the_installed_wheel(wheel: Path, tmp_pat
     run([sys.executable, "-m", "venv", "--without-pip", environment], limit=60).require_success()
     python = environment / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", python]
-    install = [*pip, "install", "--quiet", "--no-deps", "--no-index", wheel]
+    install = [*pip, "install", "--quiet", "--ignore-installed", "--no-deps", "--no-index", wheel]
     run(install, limit=120).require_success()
     # Its dependencies are those that run this test, behind the packages of the environment.
     site = Path(
