@@ -117,9 +117,9 @@ def own(
     else:
         try:
             end = time.monotonic() + trainer_patience
-            while (locked := _lock(storage, folder, inside, patience=patience)) is None:
+            while not isinstance(locked := _lock(storage, folder, inside, patience=patience), Lock):
                 if time.monotonic() > end:
-                    raise _belongs_to_another(folder, inside)
+                    raise _belongs_to_another(folder, locked)
                 time.sleep(_POLL)
             owned = locked
             if clean:
@@ -134,9 +134,7 @@ def own(
     return owned
 
 
-def _belongs_to_another(folder: str, inside: str) -> ValueError:
-    with open(os.path.join(inside, LOCK), "rb") as file:
-        owner = _said(file.fileno())
+def _belongs_to_another(folder: str, owner: dict[str, object]) -> ValueError:
     return ValueError(
         f"only one trainer may write to a checkpoint folder, and {folder} belongs to "
         f"process {owner.get('pid', '?')} on {owner.get('host', '?')}; wait for it, end "
@@ -144,15 +142,18 @@ def _belongs_to_another(folder: str, inside: str) -> ValueError:
     )
 
 
-def _lock(storage: LocalStorage, folder: str, inside: str, *, patience: float) -> Lock | None:
-    """None: another trainer has it."""
+def _lock(
+    storage: LocalStorage, folder: str, inside: str, *, patience: float
+) -> Lock | dict[str, object]:
+    """The lock, or what the trainer that has it says of itself."""
     lock = Lock(inside, _open_to_change(inside))
     try:
         taken = lock.file.take(_TRAINER)
         lock.file.give(_CHANGE)
         if not taken:
+            owner = _said(lock.file.descriptor)
             lock.file.close()
-            return None
+            return owner
         _await_writer(lock, storage, folder, patience=patience)
         lock.file.give(_WRITER)
         _sign(lock)
