@@ -93,8 +93,11 @@ class Planner:
             )
         if intra is not None:
             self._intra = IntraPlan(self, intra, intra_codec, self._inter, nested=nested)
-        self._levels: Sequence[Planner] = [self, *(self._inter._levels if self._inter else ())]
-        """From the inside out."""
+
+    @property
+    def _levels(self) -> Sequence[Planner]:
+        """From the inside out. Not kept: a reference cycle would keep the groups of this network."""
+        return [self, *(self._inter._levels if self._inter else ())]
 
     def joined(self, unit: JoinedUnit) -> JoinedUnit:
         """``unit``, which travels with the others of its tensor that are joined."""

@@ -137,7 +137,6 @@ class GenerationGroups:
 
 def _give_back(groups: list[object]) -> None:
     """Delete groups of before, of which exchanges that were given up are in reference cycles."""
-    gc.collect()
     groups.clear()
 
 
