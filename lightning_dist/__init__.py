@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         register_codec,
         warmup,
     )
-    from lightning_dist.elastic.rendezvous import init_process_group
+    from lightning_dist.elastic.launcher.rendezvous import init_process_group
     from lightning_dist.integrations.lightning.checkpoint.async_checkpoint import AsyncCheckpoint
     from lightning_dist.integrations.lightning.checkpoint.io import AsyncTorchCheckpointIO
     from lightning_dist.integrations.lightning.elastic.restart import ElasticRestart
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from lightning_dist.integrations.loop.loop import ElasticLoop
     from lightning_dist.integrations.profiler.comm_profiler import CommProfiler
     from lightning_dist.integrations.torch.ddp import compress_ddp
-    from lightning_dist.integrations.torch.fsdp import compress_fsdp
-    from lightning_dist.integrations.torch.local_updates import local_updates
+    from lightning_dist.integrations.torch.fsdp.replicas import compress_fsdp
+    from lightning_dist.integrations.torch.local.updates import local_updates
     from lightning_dist.metrics import CompressionError, ExchangedVolume
     from lightning_dist.onebit_adam import OneBitAdam
 
@@ -73,9 +73,9 @@ _HOME = {
     "LocalUpdateStrategy": "integrations.lightning.local_updates",
     "OneBitAdam": "onebit_adam",
     "compress_ddp": "integrations.torch.ddp",
-    "compress_fsdp": "integrations.torch.fsdp",
-    "init_process_group": "elastic.rendezvous",
-    "local_updates": "integrations.torch.local_updates",
+    "compress_fsdp": "integrations.torch.fsdp.replicas",
+    "init_process_group": "elastic.launcher.rendezvous",
+    "local_updates": "integrations.torch.local.updates",
 }
 """Modules of the public names that are not in ``codecs``."""
 

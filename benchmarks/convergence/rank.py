@@ -32,9 +32,9 @@ from benchmarks.step_time.rank import (
 from benchmarks.step_time.sharded import FORM, NATIVE, is_sharded
 from lightning_dist import compress_fsdp, local_updates
 from lightning_dist.codecs import resolve_codec
-from lightning_dist.integrations.torch.local_settings import Method, default_codec
+from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates
+from lightning_dist.integrations.torch.local.settings import Method, default_codec
 from lightning_dist.integrations.torch.networks import Groups, new_groups
-from lightning_dist.integrations.torch.outer_steps import LocalUpdates
 
 _SMOOTHED_OVER = 3  # evaluations: one alone goes up and down by what ten steps gain
 _LEEWAY = 1.002  # a loss that differs in the sixth digit must not cost a row a whole block more

@@ -1,8 +1,9 @@
 """torchrun with our agent: ``python -m lightning_dist.elastic.agent``.
 
-A planned stop is no failure, see :class:`~lightning_dist.elastic.planned_stops.PlannedStops`, and
-workers that recover within their processes are replaced one by one, see
-:class:`~lightning_dist.elastic.recovery.agent.RecoveringAgent`.
+A planned stop is no failure
+(:class:`~lightning_dist.elastic.launcher.planned_stops.PlannedStops`), and workers that recover
+within their processes are replaced one by one
+(:class:`~lightning_dist.elastic.recovery.agent.RecoveringAgent`).
 """
 
 from __future__ import annotations

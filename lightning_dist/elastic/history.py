@@ -10,8 +10,8 @@ from typing import Any
 
 from lightning_dist.checkpoint.disk.storage import LocalStorage, storage_of
 from lightning_dist.checkpoint.ranks import Ranks
+from lightning_dist.elastic.data.plan import Layout
 from lightning_dist.elastic.journal import CHANGE, Journal, Progress, Summary, summarize
-from lightning_dist.elastic.plan import Layout
 from lightning_dist.elastic.progress import ElasticState
 from lightning_dist.elastic.recovery.change import Change
 from lightning_dist.shared_folder import has_token, leave_token

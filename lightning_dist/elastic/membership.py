@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dist.checkpoint.ranks import Ranks
-from lightning_dist.elastic.launch import Launch
+from lightning_dist.elastic.launcher.launch import Launch
 
 
 class StopConsensus:

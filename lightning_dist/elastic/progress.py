@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_dist.elastic import rng
-from lightning_dist.elastic.plan import Layout, Position
+from lightning_dist.elastic.data.plan import Layout, Position
 from lightning_dist.elastic.rng import derive_seed
 from lightning_dist.private import LAST_LEARNING_RATES, inner_schedulers
 

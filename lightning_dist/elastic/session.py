@@ -8,12 +8,12 @@ from typing import Any
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.checkpoint.metrics import Metrics
+from lightning_dist.elastic.data.plan import Layout, Position, lr_factor
 from lightning_dist.elastic.history import RunHistory, cost_line, start_line
 from lightning_dist.elastic.journal import FINISHED
-from lightning_dist.elastic.launch import Launch
-from lightning_dist.elastic.lifecycle import ProcessLifecycle, stop_line
+from lightning_dist.elastic.launcher.launch import Launch
 from lightning_dist.elastic.membership import Membership
-from lightning_dist.elastic.plan import Layout, Position, lr_factor
+from lightning_dist.elastic.process.lifecycle import ProcessLifecycle, stop_line
 from lightning_dist.elastic.progress import ElasticState, scale_learning_rates
 from lightning_dist.elastic.recovery.change import Change
 from lightning_dist.elastic.retention import Retention

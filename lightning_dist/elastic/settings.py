@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from lightning_dist.checkpoint.settings import CheckpointSettings
-from lightning_dist.elastic.plan import BatchPolicy, require_policy
+from lightning_dist.elastic.data.plan import BatchPolicy, require_policy
 
 RecoveryMode = Literal["restart", "in_process"]
 """What the ranks that are left do when one is lost: start again, or go on."""

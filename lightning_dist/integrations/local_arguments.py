@@ -9,14 +9,14 @@ import torch.distributed as dist
 
 from lightning_dist.codecs import Codec
 from lightning_dist.integrations.arguments import CompressionArguments
-from lightning_dist.integrations.torch.local_settings import (
+from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates, OuterOptimizer
+from lightning_dist.integrations.torch.local.settings import (
     LocalUpdateSettings,
     Method,
     Weight,
     default_codec,
 )
 from lightning_dist.integrations.torch.networks import host_group
-from lightning_dist.integrations.torch.outer_steps import LocalUpdates, OuterOptimizer
 
 LOCAL_KEY = "lightning_dist_local_updates"
 """Of the state of all workers in a checkpoint."""

@@ -61,14 +61,14 @@ def sharded_strategy(**arguments: Any) -> Any:
 
 def fabric_strategy(**arguments: Any) -> Any:
     """A ``lightning_dist.fabric.CompressedDDPStrategy``."""
-    from lightning_dist.integrations.fabric import CompressedDDPStrategy
+    from lightning_dist.integrations.fabric.ddp import CompressedDDPStrategy
 
     return CompressedDDPStrategy(**arguments)
 
 
 def fabric_local_strategy(**arguments: Any) -> Any:
     """A ``lightning_dist.fabric.LocalUpdateStrategy``."""
-    from lightning_dist.integrations.fabric_local_updates import LocalUpdateStrategy
+    from lightning_dist.integrations.fabric.local_updates import LocalUpdateStrategy
 
     return LocalUpdateStrategy(**arguments)
 

@@ -96,7 +96,7 @@ class Planner:
 
     @property
     def _levels(self) -> Sequence[Planner]:
-        """From the inside out. Not kept: a reference cycle would keep the groups of this network."""
+        """From the inside out. Not kept: a reference cycle would keep the network's groups."""
         return [self, *(self._inter._levels if self._inter else ())]
 
     def joined(self, unit: JoinedUnit) -> JoinedUnit:

@@ -10,8 +10,8 @@ import os
 import socket
 import sys
 
-from lightning_dist.elastic import watchdog as module
-from lightning_dist.elastic.watchdog import Watchdog
+from lightning_dist.elastic.process import watchdog as module
+from lightning_dist.elastic.process.watchdog import Watchdog
 
 
 def last_words(reason: str) -> None:

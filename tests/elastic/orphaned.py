@@ -37,7 +37,7 @@ def was_killed(process: subprocess.Popen[bytes]) -> bool:
 
 def rank(go: int) -> None:
     """Hang as soon as ``go`` has something to read."""
-    from lightning_dist.elastic.watchdog import Watchdog
+    from lightning_dist.elastic.process.watchdog import Watchdog
 
     watchdog = Watchdog(0.2)
     print("watches", flush=True)

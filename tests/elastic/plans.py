@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from lightning_dist.elastic.plan import EpochPlan, Layout, MicroBatch, Position, layout_for
+from lightning_dist.elastic.data.plan import EpochPlan, Layout, MicroBatch, Position, layout_for
 
 
 @st.composite

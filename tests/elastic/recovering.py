@@ -23,7 +23,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
     TCPStore,
 )
 
-from lightning_dist.elastic.lifecycle import EXIT_EVICTED, EXIT_RESTART
+from lightning_dist.elastic.process.lifecycle import EXIT_EVICTED, EXIT_RESTART
 from lightning_dist.elastic.recovery.protocol import (
     ROOT,
     Generation,

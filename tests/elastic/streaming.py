@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_dist.elastic.plan import EpochPlan, Layout, Position
-from lightning_dist.elastic.sampling import Cursor
-from lightning_dist.elastic.sharding import shard
+from lightning_dist.elastic.data.plan import EpochPlan, Layout, Position
+from lightning_dist.elastic.data.sampling import Cursor
+from lightning_dist.elastic.data.sharding import shard
 
 
 class Squares(Dataset[int]):

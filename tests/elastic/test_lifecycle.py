@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_dist.elastic.lifecycle import (
+from lightning_dist.elastic.process.lifecycle import (
     EXIT_LEAVE,
     EXIT_RESTART,
     EXIT_UNSAVED,
     ProcessLifecycle,
 )
-from lightning_dist.elastic.preemption import PREEMPTED, PreemptionListener
+from lightning_dist.elastic.process.preemption import PREEMPTED, PreemptionListener
 from lightning_dist.elastic.settings import RunSettings
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plans import Epoch, constant, epochs, layouts, relaid, steps_of
 
-from lightning_dist.elastic.plan import (
+from lightning_dist.elastic.data.plan import (
     BatchPolicy,
     EpochPlan,
     Layout,

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import pytest
 
-from lightning_dist.elastic.preemption import PreemptionListener
+from lightning_dist.elastic.process.preemption import PreemptionListener
 
 LIMIT = 20.0
 

@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 from processes import port
 
-from lightning_dist.elastic.launch import Launch
-from lightning_dist.elastic.rendezvous import attempt_store, meet
+from lightning_dist.elastic.launcher.launch import Launch
+from lightning_dist.elastic.launcher.rendezvous import attempt_store, meet
 
 TORCHRUN = {
     "RANK": "5",
@@ -171,7 +171,7 @@ def test_a_rank_zero_that_died_while_it_gathered(
     clock = SimpleNamespace(
         monotonic=lambda: deadline + 1 if has_met.is_set() else time.monotonic(), sleep=time.sleep
     )
-    monkeypatch.setattr("lightning_dist.elastic.rendezvous.time", clock)
+    monkeypatch.setattr("lightning_dist.elastic.launcher.rendezvous.time", clock)
 
     def first(rank: int) -> dist.Store | TimeoutError:
         try:

@@ -24,8 +24,13 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_dist.elastic import rng
-from lightning_dist.elastic.plan import EpochPlan, Layout, Position
-from lightning_dist.elastic.sampling import Cursor, ElasticBatchSampler, EpochOrder, EpochSetter
+from lightning_dist.elastic.data.plan import EpochPlan, Layout, Position
+from lightning_dist.elastic.data.sampling import (
+    Cursor,
+    ElasticBatchSampler,
+    EpochOrder,
+    EpochSetter,
+)
 
 DATA = range(20)
 

@@ -13,8 +13,8 @@ from streaming import Numbers, Rank, Squares, as_list
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_dist.elastic.plan import EpochPlan, Layout, Position
-from lightning_dist.elastic.sharding import Deal, LoaderFacts, NotExactError, facts_of
+from lightning_dist.elastic.data.plan import EpochPlan, Layout, Position
+from lightning_dist.elastic.data.sharding import Deal, LoaderFacts, NotExactError, facts_of
 
 LAYOUT = Layout(world_size=2, micro_batch=3, accumulate=2, global_batch=10)
 SIZE = 27  # two steps and a tail of 7: passes of 3, 2 | 3, 2 | 2, 2 (or 2, 1) samples
@@ -189,7 +189,7 @@ BATCHES = OwnBatches(SequentialSampler(range(9)), 3, False)
             DataLoader(Unsized()),
             "Unsized is an iterable dataset that does not say how it is dealt to ranks; give it "
             "__len__ and iter_shard(epoch=, start=, step=) "
-            "(lightning_dist.elastic.streams.Shardable), or use a map-style dataset",
+            "(lightning_dist.elastic.data.streams.Shardable), or use a map-style dataset",
         ),
         (
             DataLoader(Numbers(9), batch_size=None),

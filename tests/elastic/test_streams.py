@@ -11,8 +11,8 @@ from hypothesis import given
 from plans import Epoch, epochs
 from streaming import Numbers, Rank
 
-from lightning_dist.elastic.plan import Layout
-from lightning_dist.elastic.streams import Shardable, ShardedStream
+from lightning_dist.elastic.data.plan import Layout
+from lightning_dist.elastic.data.streams import Shardable, ShardedStream
 
 
 @given(epochs())

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from processes import Finished, run
 
-from lightning_dist.elastic import watchdog
-from lightning_dist.elastic.watchdog import EXIT_STUCK, Deadline, Watchdog
+from lightning_dist.elastic.process import watchdog
+from lightning_dist.elastic.process.watchdog import EXIT_STUCK, Deadline, Watchdog
 
 LIMIT = 20.0
 HANGING = Path(__file__).with_name("hanging.py")

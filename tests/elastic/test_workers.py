@@ -12,12 +12,12 @@ import pytest
 from processes import run
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_dist.elastic.workers import ToldOnce, keep_workers
+from lightning_dist.elastic.data.workers import ToldOnce, keep_workers
 
 SCRIPT = textwrap.dedent("""
     import os, signal, subprocess, sys
     from torch.utils.data import DataLoader
-    from lightning_dist.elastic.workers import keep_workers
+    from lightning_dist.elastic.data.workers import keep_workers
 
     told = []
     signal.signal(signal.SIGTERM, lambda *_: told.append(1))
@@ -62,7 +62,7 @@ def test_they_collect_no_garbage_of_their_parent(quick_python: list[str]) -> Non
         import gc, os
         from signal import SIGTERM
         from torch.utils.data import DataLoader
-        from lightning_dist.elastic.workers import keep_workers
+        from lightning_dist.elastic.data.workers import keep_workers
 
         class Circle:
             def __init__(self):

@@ -33,7 +33,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lightning_dist.codecs import CODECS, warmup
-from lightning_dist.integrations.torch.fsdp import ShardedGradients, compress_fsdp
+from lightning_dist.integrations.torch.fsdp.replicas import ShardedGradients, compress_fsdp
 from lightning_dist.kernels.passes import Kernels
 
 WIDTH = 33

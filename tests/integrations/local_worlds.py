@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from worlds import Rank, run_threads
 
 from lightning_dist import local_updates
-from lightning_dist.integrations.torch.outer_steps import LocalUpdates
+from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates
 
 WIDTH = 24
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-from lightning_dist.integrations.torch.fsdp import compress_fsdp
+from lightning_dist.integrations.torch.fsdp.replicas import compress_fsdp
 
 STEPS = 6
 STEPS_OF_TRAIN = 3

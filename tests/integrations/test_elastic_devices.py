@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
-from lightning_dist.elastic.launch import Launch
+from lightning_dist.elastic.launcher.launch import Launch
 from lightning_dist.integrations.lightning.launcher import (
     ElasticEnvironment,
     launch_of,

@@ -13,7 +13,7 @@ from elastic_runs import FailAt, committed, fit, hash_of
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from processes import Finished, run
 
-from lightning_dist.elastic.watchdog import EXIT_STUCK
+from lightning_dist.elastic.process.watchdog import EXIT_STUCK
 from lightning_dist.integrations.lightning.elastic.connectors import Preempted, requeue
 
 MAIN = """
@@ -31,7 +31,7 @@ if what == "stuck":
 elif what == "slow":
     import threading
     from lightning_dist.checkpoint.disk.writer import Writer
-    from lightning_dist.elastic.watchdog import Watchdog
+    from lightning_dist.elastic.process.watchdog import Watchdog
     beats, enough, do, beat = [], threading.Event(), Writer.do, Watchdog.heartbeat
     def noted(self):
         beats.append(1)
@@ -48,7 +48,7 @@ elif what == "slow":
                      elastic={"hang_timeout": 5.0})
     print("all saved after", len(beats), "beats", enough.is_set())
 elif what == "hang":
-    from lightning_dist.elastic.watchdog import Watchdog
+    from lightning_dist.elastic.process.watchdog import Watchdog
     dogs, start = [], Watchdog.start
     Watchdog.start = lambda self: (dogs.append(self), start(self))
     def hang():

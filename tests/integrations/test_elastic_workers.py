@@ -18,7 +18,7 @@ from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSourc
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader
 
-from lightning_dist.elastic.workers import ToldOnce
+from lightning_dist.elastic.data.workers import ToldOnce
 from lightning_dist.integrations.lightning.elastic.connectors import KeptSource
 
 

@@ -8,8 +8,8 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from lightning_dist.elastic.lifecycle import EXIT_EVICTED, EXIT_RESTART, is_of_a_peer
 from lightning_dist.elastic.membership import Membership
+from lightning_dist.elastic.process.lifecycle import EXIT_EVICTED, EXIT_RESTART, is_of_a_peer
 from lightning_dist.elastic.recovery.groups import GenerationGroups
 from lightning_dist.elastic.recovery.member import Member, RecoveryEnvironment, StoreLostError
 from lightning_dist.elastic.recovery.protocol import Generation, Report

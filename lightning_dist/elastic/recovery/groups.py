@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import gc
 import os
 import socket
 import stat
@@ -27,7 +26,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
 )
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_dist.elastic.launch import Launch
+from lightning_dist.elastic.launcher.launch import Launch
 from lightning_dist.private import forget_group_numbers, set_group_timeout
 
 _CONNECT = timedelta(seconds=10)

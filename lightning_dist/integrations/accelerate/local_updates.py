@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dist.integrations.accelerate.attach import kind_of
 from lightning_dist.integrations.accelerate.private import prepared_models
 from lightning_dist.integrations.torch.ddp import reducer_of
-from lightning_dist.integrations.torch.local_state import WorkerStates
-from lightning_dist.integrations.torch.local_updates import attach, checked
-from lightning_dist.integrations.torch.outer_steps import LocalUpdates, OuterOptimizer
+from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates, OuterOptimizer
+from lightning_dist.integrations.torch.local.state import WorkerStates
+from lightning_dist.integrations.torch.local.updates import attach, checked
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

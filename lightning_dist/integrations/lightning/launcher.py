@@ -16,8 +16,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from lightning_dist.elastic.launch import Launch
-from lightning_dist.elastic.rendezvous import attempt_store
+from lightning_dist.elastic.launcher.launch import Launch
+from lightning_dist.elastic.launcher.rendezvous import attempt_store
 from lightning_dist.integrations.lightning.private import group_timeout, init_process_group_over
 
 

@@ -18,8 +18,8 @@ from lightning_dist.integrations.lightning.strategy import CompressedDDPStrategy
 from lightning_dist.integrations.local_arguments import LOCAL_KEY, LocalUpdateArguments
 from lightning_dist.integrations.strategy_names import LOCAL_NAMES, register
 from lightning_dist.integrations.torch.checks import require_compressible
-from lightning_dist.integrations.torch.local_state import WorkerStates
-from lightning_dist.integrations.torch.local_updates import attach
+from lightning_dist.integrations.torch.local.state import WorkerStates
+from lightning_dist.integrations.torch.local.updates import attach
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

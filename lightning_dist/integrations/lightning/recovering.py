@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dist.elastic.lifecycle import EXIT_EVICTED, EXIT_RESTART, is_of_a_peer
 from lightning_dist.elastic.membership import Membership
+from lightning_dist.elastic.process.lifecycle import EXIT_EVICTED, EXIT_RESTART, is_of_a_peer
 from lightning_dist.elastic.recovery.generations import Generations
 from lightning_dist.elastic.recovery.groups import init_alone
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment

@@ -12,8 +12,8 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.elastic.data.plan import BatchPolicy, MicroBatch
 from lightning_dist.elastic.journal import Summary
-from lightning_dist.elastic.plan import BatchPolicy, MicroBatch
 from lightning_dist.elastic.progress import ElasticState
 from lightning_dist.elastic.session import Session
 from lightning_dist.elastic.settings import RecoveryMode, RunSettings, require_mirror

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from lightning_dist.checkpoint.restricted import require_loadable
 from lightning_dist.elastic.progress import KEY, ElasticState
 from lightning_dist.integrations.torch.ddp import reducer_of
-from lightning_dist.integrations.torch.local_state import WorkerStates
-from lightning_dist.integrations.torch.outer_steps import LocalUpdates
+from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates
+from lightning_dist.integrations.torch.local.state import WorkerStates
 from lightning_dist.reducer.reducer import Reducer
 
 

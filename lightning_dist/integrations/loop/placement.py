@@ -13,16 +13,16 @@ from typing_extensions import override
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.reading import load
-from lightning_dist.elastic.launch import Launch
+from lightning_dist.elastic.data.plan import Position
+from lightning_dist.elastic.data.sharding import Deal, NotExactError
+from lightning_dist.elastic.data.workers import keep_workers
+from lightning_dist.elastic.launcher.launch import Launch
 from lightning_dist.elastic.membership import Membership
-from lightning_dist.elastic.plan import Position
 from lightning_dist.elastic.progress import KEY, ElasticState, Generators
 from lightning_dist.elastic.recovery.generations import Ended, Generations
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
 from lightning_dist.elastic.session import Session
 from lightning_dist.elastic.settings import RecoveryMode, require_recovery
-from lightning_dist.elastic.sharding import Deal, NotExactError
-from lightning_dist.elastic.workers import keep_workers
 from lightning_dist.integrations.loop.objects import Objects
 from lightning_dist.integrations.torch.recovery import RecoverablePlacement, StepRecovery
 

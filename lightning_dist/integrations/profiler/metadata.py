@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.accelerator import has_streams
-from lightning_dist.elastic.launch import Launch
+from lightning_dist.elastic.launcher.launch import Launch
 from lightning_dist.elastic.recovery.protocol import Worker
 from lightning_dist.profiling.capture.ddp_hook import why_not_watched
 from lightning_dist.profiling.capture.events import RankRecord

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dist.integrations.torch.fsdp import ShardedGradients, exchange_of
-from lightning_dist.integrations.torch.fsdp_shards import replaced_collectives
+from lightning_dist.integrations.torch.fsdp.replicas import ShardedGradients, exchange_of
+from lightning_dist.integrations.torch.fsdp.shards import replaced_collectives
 from lightning_dist.profiling.capture.recorder import Recorder
 
 

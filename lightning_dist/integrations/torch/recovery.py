@@ -17,16 +17,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lightning_dist.elastic import rng
-from lightning_dist.elastic.lifecycle import EXIT_RESTART
+from lightning_dist.elastic.data.plan import lr_factor
+from lightning_dist.elastic.data.sharding import Deal
 from lightning_dist.elastic.membership import Membership
-from lightning_dist.elastic.plan import lr_factor
+from lightning_dist.elastic.process.lifecycle import EXIT_RESTART
 from lightning_dist.elastic.progress import ElasticState, scale_learning_rates
 from lightning_dist.elastic.recovery.change import Pause
 from lightning_dist.elastic.recovery.generations import Generations
 from lightning_dist.elastic.recovery.member import StoreLostError
 from lightning_dist.elastic.recovery.protocol import Generation, Report, leader_of
 from lightning_dist.elastic.session import Placement, Session
-from lightning_dist.elastic.sharding import Deal
 from lightning_dist.integrations.frameworks import tell_frameworks
 from lightning_dist.integrations.torch.ddp import describe_parameters, reducer_of
 from lightning_dist.integrations.torch.regroup import (

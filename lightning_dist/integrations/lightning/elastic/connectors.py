@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_dist.elastic.workers import keep_workers
+from lightning_dist.elastic.data.workers import keep_workers
 from lightning_dist.integrations.lightning import private
 from lightning_dist.integrations.lightning.elastic.data import TrainerDeal
 
@@ -89,7 +89,7 @@ class Preempted(SIGTERMException):
 
 
 class NoticeConnector(private.SignalConnector):
-    """Leaves signals to :class:`~lightning_dist.elastic.preemption.PreemptionListener`.
+    """Leaves signals to :class:`~lightning_dist.elastic.process.preemption.PreemptionListener`.
 
     Lightning's own handler begins a broadcast from within the handler, on the ranks that got the
     signal, and looks at rank 0's only.

@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import (
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_dist.elastic.plan import EpochPlan, Layout, Position
-from lightning_dist.elastic.sharding import (
+from lightning_dist.elastic.data.plan import EpochPlan, Layout, Position
+from lightning_dist.elastic.data.sharding import (
     Deal,
     LoaderFacts,
     NotExactError,

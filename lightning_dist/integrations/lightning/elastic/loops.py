@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_dist.elastic.plan import Position
+from lightning_dist.elastic.data.plan import Position
 from lightning_dist.integrations.lightning import private
 
 

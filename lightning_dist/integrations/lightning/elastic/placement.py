@@ -17,9 +17,9 @@ from typing_extensions import override
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.jobs import Committed
-from lightning_dist.elastic.lifecycle import EXIT_RESTART
+from lightning_dist.elastic.data.plan import MicroBatch, Position
 from lightning_dist.elastic.membership import Membership
-from lightning_dist.elastic.plan import MicroBatch, Position
+from lightning_dist.elastic.process.lifecycle import EXIT_RESTART
 from lightning_dist.elastic.progress import KEY, ElasticState, Generators
 from lightning_dist.elastic.session import Session
 from lightning_dist.integrations.lightning import private

@@ -15,8 +15,8 @@ from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.restricted import require_loadable
 from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.elastic.data.plan import BatchPolicy, MicroBatch
 from lightning_dist.elastic.membership import Membership
-from lightning_dist.elastic.plan import BatchPolicy, MicroBatch
 from lightning_dist.elastic.progress import KEY, ElasticState
 from lightning_dist.elastic.recovery.generations import Ended
 from lightning_dist.elastic.retention import not_ours

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from lightning_dist.elastic.plan import (
+from lightning_dist.elastic.data.plan import (
     BatchPolicy,
     EpochPlan,
     Layout,
@@ -18,11 +18,16 @@ from lightning_dist.elastic.plan import (
     full_size,
     layout_for,
 )
+from lightning_dist.elastic.data.sampling import (
+    Cursor,
+    ElasticBatchSampler,
+    EpochOrder,
+    EpochSetter,
+)
+from lightning_dist.elastic.data.streams import Shardable, ShardedStream
+from lightning_dist.elastic.data.workers import end_workers
 from lightning_dist.elastic.progress import ElasticState, require_same_data
 from lightning_dist.elastic.rng import derive_seed
-from lightning_dist.elastic.sampling import Cursor, ElasticBatchSampler, EpochOrder, EpochSetter
-from lightning_dist.elastic.streams import Shardable, ShardedStream
-from lightning_dist.elastic.workers import end_workers
 
 
 class NotExactError(ValueError):
@@ -59,7 +64,7 @@ def facts_of(loader: Any, *, seed: int = 0) -> LoaderFacts:
             raise NotExactError(
                 f"{type(loader.dataset).__name__} is an iterable dataset that does not say how it "
                 "is dealt to ranks; give it __len__ and iter_shard(epoch=, start=, step=) "
-                "(lightning_dist.elastic.streams.Shardable), or use a map-style dataset"
+                "(lightning_dist.elastic.data.streams.Shardable), or use a map-style dataset"
             )
         if loader.batch_size is None:
             raise NotExactError(
@@ -189,7 +194,7 @@ class Deal:
     """This rank's share of every epoch.
 
     Args:
-        policy: see :func:`~lightning_dist.elastic.plan.layout_for`.
+        policy: see :func:`~lightning_dist.elastic.data.plan.layout_for`.
         accumulate: micro-batches per optimizer step, as the script says.
         rank: this one.
         world_size: ranks.

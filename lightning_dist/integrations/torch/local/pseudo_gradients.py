@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dist.integrations.torch.fragments import Fragment
-from lightning_dist.integrations.torch.local_settings import Weight
+from lightning_dist.integrations.torch.local.fragments import Fragment
+from lightning_dist.integrations.torch.local.settings import Weight
 from lightning_dist.reducer.plans import Handle
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.slices import as_real

@@ -16,15 +16,15 @@ from lightning_dist.codecs import Codec
 from lightning_dist.configuration.options import unknown
 from lightning_dist.integrations.torch.checks import require_compressible
 from lightning_dist.integrations.torch.ddp import describe_parameters
-from lightning_dist.integrations.torch.local_checks import require_local, require_workers
-from lightning_dist.integrations.torch.local_settings import (
+from lightning_dist.integrations.torch.local.checks import require_local, require_workers
+from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates, OuterOptimizer
+from lightning_dist.integrations.torch.local.settings import (
     LocalUpdateSettings,
     Method,
     Weight,
     default_codec,
 )
 from lightning_dist.integrations.torch.networks import Groups, network_over
-from lightning_dist.integrations.torch.outer_steps import LocalUpdates, OuterOptimizer
 from lightning_dist.settings import Settings
 
 

@@ -26,7 +26,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
 )
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_dist.elastic.launch import Launch
+from lightning_dist.elastic.launcher.launch import Launch
 from lightning_dist.elastic.recovery.groups import init_alone
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
 from lightning_dist.elastic.settings import RecoveryMode, require_recovery

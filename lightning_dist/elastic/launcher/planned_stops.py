@@ -10,7 +10,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from lightning_dist.elastic.lifecycle import EXIT_LEAVE, EXIT_RESTART
+from lightning_dist.elastic.process.lifecycle import EXIT_LEAVE, EXIT_RESTART
 from lightning_dist.private import give_back_restart
 
 log = logging.getLogger(__name__)
@@ -21,8 +21,8 @@ class PlannedStops(LocalElasticAgent):
 
     torch's takes one of its ``max_restarts`` for every exit code but 0; only where nodes join it
     restarts for nothing. When a node is preempted, the ranks of all others stop after a checkpoint
-    and ask for a restart (:data:`~lightning_dist.elastic.lifecycle.EXIT_RESTART`). On the machine
-    that goes nothing is started again: its loss would be a failure to the others.
+    and ask for a restart (:data:`~lightning_dist.elastic.process.lifecycle.EXIT_RESTART`). On the
+    machine that goes nothing is started again: its loss would be a failure to the others.
     """
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

@@ -22,7 +22,7 @@ from lightning_dist.codecs.none import NoCompression
 from lightning_dist.codecs.policies import sized
 from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.handshake import all_facts, require_equal
-from lightning_dist.integrations.torch.fsdp_checks import ParameterGroup
+from lightning_dist.integrations.torch.fsdp.checks import ParameterGroup
 from lightning_dist.kernels.inductor import should_fuse
 from lightning_dist.private import (
     at_end_of_backward,

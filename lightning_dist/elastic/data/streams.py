@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from lightning_dist.elastic.plan import EpochPlan
+from lightning_dist.elastic.data.plan import EpochPlan
 
 
 @runtime_checkable

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dist.integrations.torch.checks import brings_momentum
-from lightning_dist.integrations.torch.local_settings import LocalUpdateSettings
+from lightning_dist.integrations.torch.local.settings import LocalUpdateSettings
 from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.settings import Settings
 

@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dist.integrations.torch.checks import require_effect
-from lightning_dist.integrations.torch.fragments import Fragment, cut
-from lightning_dist.integrations.torch.local_settings import LocalUpdateSettings
-from lightning_dist.integrations.torch.pseudo_gradients import Exchange, PseudoGradients
+from lightning_dist.integrations.torch.local.fragments import Fragment, cut
+from lightning_dist.integrations.torch.local.pseudo_gradients import Exchange, PseudoGradients
+from lightning_dist.integrations.torch.local.settings import LocalUpdateSettings
 from lightning_dist.private import name_before_compile
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.reducer import Reducer

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dist.integrations.torch.outer_steps import LocalUpdates
+from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates
 
 
 class WorkerStates:

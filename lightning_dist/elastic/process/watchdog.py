@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import psutil
 
-from lightning_dist.elastic.launch import Launch
+from lightning_dist.elastic.launcher.launch import Launch
 
 EXIT_STUCK = 76
 """Exit code of a process that ended itself because it hung, or its grace period was over."""

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_dist.elastic.plan import EpochPlan, Position
+from lightning_dist.elastic.data.plan import EpochPlan, Position
 from lightning_dist.elastic.rng import derive_seed, isolated
 
 

@@ -21,13 +21,13 @@ from lightning_dist.codecs import Codec
 from lightning_dist.integrations.torch.checks import require_effect
 from lightning_dist.integrations.torch.ddp import compile_kernels as compile_at_set_up
 from lightning_dist.integrations.torch.ddp import describe_parameters, remember
-from lightning_dist.integrations.torch.fsdp_checks import (
+from lightning_dist.integrations.torch.fsdp.checks import (
     ParameterGroup,
     gathered_groups,
     shard_dimension,
     trained_groups,
 )
-from lightning_dist.integrations.torch.fsdp_shards import CompressedShards, ShardSettings
+from lightning_dist.integrations.torch.fsdp.shards import CompressedShards, ShardSettings
 from lightning_dist.integrations.torch.networks import sharded_network
 from lightning_dist.private import at_end_of_backward, name_before_compile
 from lightning_dist.reducer.plans import Handle

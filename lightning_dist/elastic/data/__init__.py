@@ -1,0 +1,1 @@
+"""Samples of a run: their order, and which rank gets which."""

@@ -1,0 +1,1 @@
+"""How the ranks of a start are launched, and how they meet."""

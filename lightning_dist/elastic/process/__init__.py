@@ -1,0 +1,1 @@
+"""How one process of a run ends: notices, hangs, and exit codes."""

@@ -1,0 +1,1 @@
+"""FSDP2: models that ``fully_shard`` has sharded."""

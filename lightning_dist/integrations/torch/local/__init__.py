@@ -1,0 +1,1 @@
+"""Local steps: workers that exchange what they have changed, now and then."""
