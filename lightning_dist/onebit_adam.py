@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.reducer.slices import ParameterSlice
 
 
 class OneBitAdam(torch.optim.Optimizer):

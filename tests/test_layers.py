@@ -190,7 +190,11 @@ def test_what_the_writer_process_imports_is_the_standard_library() -> None:
         ("import accelerate.utils", "exchange", "accelerate.utils"),
         ("from ..reducer import plan", "exchange", "lightning_dist.reducer.plan"),
         ("from lightning_dist import integrations", "reducer", "lightning_dist.integrations"),
-        ("import_module('lightning_dist.reducer.plan')", "exchange", "lightning_dist.reducer.plan"),
+        (
+            "import_module('lightning_dist.reducer.plan')",
+            "exchange",
+            "lightning_dist.reducer.plan",
+        ),
         ("if True:\n from lightning_dist.exchange.wire import views", "codecs", "lightning_dist."),
     ],
 )

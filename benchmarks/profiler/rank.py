@@ -19,7 +19,7 @@ from lightning_dist import compress_ddp
 from lightning_dist.integrations.profiler.run import ProfileRun
 from lightning_dist.profiling.capture.session import SessionSettings
 from lightning_dist.profiling.clocks import read_offset
-from lightning_dist.reducer.block_unit import BlockUnit
+from lightning_dist.reducer.units.block import BlockUnit
 
 
 class Training:

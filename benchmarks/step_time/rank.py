@@ -23,7 +23,7 @@ from benchmarks.harness.testbed import shape
 from lightning_dist import compress_ddp
 from lightning_dist.codecs import BlockCodec, resolve_codec
 from lightning_dist.reducer.observer import Observer
-from lightning_dist.reducer.units import CodecGroup
+from lightning_dist.reducer.units.base import CodecGroup
 
 COMPUTE_ROW, DDP_ROW, FP16_ROW = BASELINES = ("no-comm", "ddp", "torch-fp16-hook")
 POWERSGD_ROW, ONE_BUCKET_ROW = "torch-powersgd", "torch-powersgd-one-bucket"

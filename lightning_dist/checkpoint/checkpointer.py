@@ -27,12 +27,12 @@ from lightning_dist.checkpoint.disk.jobs import (
 from lightning_dist.checkpoint.disk.manifest import Origin
 from lightning_dist.checkpoint.disk.scan import Orders
 from lightning_dist.checkpoint.metrics import Metrics
-from lightning_dist.checkpoint.pickling import Pickled, pickled
-from lightning_dist.checkpoint.plan import Striped, plan, shape_of
 from lightning_dist.checkpoint.ranks import Ranks
 from lightning_dist.checkpoint.restricted import require_loadable
 from lightning_dist.checkpoint.settings import CheckpointSettings
-from lightning_dist.checkpoint.snapshot import Snapshots
+from lightning_dist.checkpoint.snapshot.pickling import Pickled, pickled
+from lightning_dist.checkpoint.snapshot.plan import Striped, plan, shape_of
+from lightning_dist.checkpoint.snapshot.snapshot import Snapshots
 
 
 class Checkpointer:

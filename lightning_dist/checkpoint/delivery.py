@@ -24,9 +24,9 @@ from lightning_dist.checkpoint.disk.jobs import (
     Save,
 )
 from lightning_dist.checkpoint.disk.writing import content_nbytes, staged_nbytes
-from lightning_dist.checkpoint.memory import SnapshotMemory
 from lightning_dist.checkpoint.removals import Removals
 from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.checkpoint.snapshot.memory import SnapshotMemory
 from lightning_dist.checkpoint.writers import WriterHandle, WriterProcess, WriterThread
 
 FileOperation = Link | Remove | Keep

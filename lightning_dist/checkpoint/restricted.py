@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightning_dist.checkpoint.pickling import Pickled, pickled
+from lightning_dist.checkpoint.snapshot.pickling import Pickled, pickled
 
 _REMEDY = (
     "save plain values instead (str(path)), allow the type with "

@@ -23,7 +23,7 @@ from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.folder_owner import lock_to_send
 from lightning_dist.checkpoint.disk.jobs import Event, Job, Owned
 from lightning_dist.checkpoint.disk.writer import Writer
-from lightning_dist.checkpoint.memory import SnapshotMemory
+from lightning_dist.checkpoint.snapshot.memory import SnapshotMemory
 
 log = logging.getLogger(__name__)
 

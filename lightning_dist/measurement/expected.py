@@ -12,8 +12,14 @@ from torch import Tensor
 from lightning_dist.codecs.base import Codec, Shape
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.plan import Planner
-from lightning_dist.reducer.slices import ParameterSlice, as_real, by_codec, matrices, slices_of
+from lightning_dist.reducer.plan.planner import Planner
+from lightning_dist.reducer.plan.slices import (
+    ParameterSlice,
+    as_real,
+    by_codec,
+    matrices,
+    slices_of,
+)
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.settings import Settings
 

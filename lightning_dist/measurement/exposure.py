@@ -16,7 +16,7 @@ from lightning_dist.accelerator import device_module, is_accelerator
 from lightning_dist.measurement.device_clock import Timestamp, clock_of
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.observer import Observer
-from lightning_dist.reducer.units import CodecGroup
+from lightning_dist.reducer.units.base import CodecGroup
 
 log = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from lightning_dist.exchange.wire import row_bytes, views
 from lightning_dist.kernels.inductor import Variant, fused_passes
 from lightning_dist.kernels.passes import Factors, Kernels
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.plan import Planner
-from lightning_dist.reducer.slices import ParameterSlice
+from lightning_dist.reducer.plan.planner import Planner
+from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
-from lightning_dist.reducer.unit_sizes import UNIT_ELEMENTS
+from lightning_dist.reducer.units.sizes import UNIT_ELEMENTS
 from lightning_dist.topology import Topology
 
 WIDTH = 1024

@@ -11,9 +11,9 @@ from torch import Tensor
 from lightning_dist.codecs.base import Codec
 from lightning_dist.kernels.passes import compute_dtype
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.slices import ParameterSlice
+from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
-from lightning_dist.reducer.units import CodecGroup
+from lightning_dist.reducer.units.base import CodecGroup
 
 
 class Adjustment(Protocol):

@@ -26,7 +26,7 @@ from lightning_dist.accelerator import placed
 from lightning_dist.reducer.adjust import free_owed
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.state import ReducerState
-from lightning_dist.reducer.units import CodecGroup, decode_all
+from lightning_dist.reducer.units.base import CodecGroup, decode_all
 
 
 class DriftError(RuntimeError):

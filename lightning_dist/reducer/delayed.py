@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_dist.accelerator import is_accelerator
-from lightning_dist.reducer.plans import Handle
-from lightning_dist.reducer.slices import ParameterSlice
+from lightning_dist.reducer.plan.plans import Handle
+from lightning_dist.reducer.plan.slices import ParameterSlice
 
 _PIECE = 1 << 18  # elements that change places at once: a CPU allocates no second bucket for it
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from lightning_dist.reducer.commit import DriftError
 from lightning_dist.reducer.executor import Executor
-from lightning_dist.reducer.plans import Handle
+from lightning_dist.reducer.plan.plans import Handle
 
 
 class Recovery(Protocol):

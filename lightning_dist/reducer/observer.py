@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from lightning_dist.exchange.channel import Watch
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
-from lightning_dist.reducer.plans import Handle
-from lightning_dist.reducer.units import CodecGroup
+from lightning_dist.reducer.plan.plans import Handle
+from lightning_dist.reducer.units.base import CodecGroup
 
 Phase = Literal["encode", "decode"]
 

@@ -37,9 +37,9 @@ from lightning_dist.reducer.executor import Executor, executor_for
 from lightning_dist.reducer.failures import Failures, Recovery
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.observer import Observer, show_encoded, working
-from lightning_dist.reducer.plan import Planner
-from lightning_dist.reducer.plans import Handle, Plans
-from lightning_dist.reducer.slices import (
+from lightning_dist.reducer.plan.planner import Planner
+from lightning_dist.reducer.plan.plans import Handle, Plans
+from lightning_dist.reducer.plan.slices import (
     ParameterSlice,
     as_laid_out_here,
     as_real,
@@ -53,7 +53,7 @@ from lightning_dist.reducer.state import (
     own_keys,
 )
 from lightning_dist.reducer.stats import CommStats, run_config
-from lightning_dist.reducer.units import CodecGroup, staggered
+from lightning_dist.reducer.units.base import CodecGroup, staggered
 from lightning_dist.settings import Settings
 from lightning_dist.topology import Topology
 

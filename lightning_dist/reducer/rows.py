@@ -23,7 +23,7 @@ from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.wire import row_bytes, views
 from lightning_dist.kernels.inductor import Variant, fused_passes
 from lightning_dist.kernels.passes import Factors, Kernels
-from lightning_dist.reducer.tiles import Tile, decode_tiles, encode_tiles, of_tiles, runs_of
+from lightning_dist.reducer.units.tiles import Tile, decode_tiles, encode_tiles, of_tiles, runs_of
 from lightning_dist.topology import Topology
 
 Cut = Mapping[BlockCodec, Sequence[tuple[int, int]]]

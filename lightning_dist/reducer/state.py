@@ -14,7 +14,7 @@ from lightning_dist.codecs.base import Codec
 from lightning_dist.codecs.powersgd import PowerSGD, matrix_shape
 from lightning_dist.exchange.handshake import all_facts
 from lightning_dist.reducer.network import Network, Rows
-from lightning_dist.reducer.slices import ParameterSlice
+from lightning_dist.reducer.plan.slices import ParameterSlice
 
 STATE_VERSION = 1
 _KINDS = {"residual": "residuals", "momentum": "momenta"}

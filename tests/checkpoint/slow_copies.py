@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_dist.checkpoint.copying import LaterCopy
+from lightning_dist.checkpoint.snapshot.copying import LaterCopy
 
 LIMIT = 20.0
 

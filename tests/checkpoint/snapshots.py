@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from worlds import Rank
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
-from lightning_dist.checkpoint.copying import copy_now
 from lightning_dist.checkpoint.disk.jobs import Committed, Event, SaveFile, SaveFolder
 from lightning_dist.checkpoint.disk.manifest import Origin
 from lightning_dist.checkpoint.disk.writer import Writer
-from lightning_dist.checkpoint.pickling import Pickled, pickled
-from lightning_dist.checkpoint.plan import Plan, plan
+from lightning_dist.checkpoint.snapshot.copying import copy_now
+from lightning_dist.checkpoint.snapshot.pickling import Pickled, pickled
+from lightning_dist.checkpoint.snapshot.plan import Plan, plan
 
 Snapshot = memoryview
 

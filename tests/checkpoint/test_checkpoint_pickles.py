@@ -14,7 +14,7 @@ import torch
 from snapshots import trained
 from torch import nn
 
-from lightning_dist.checkpoint.pickling import pickled
+from lightning_dist.checkpoint.snapshot.pickling import pickled
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from snapshots import filled, owned_tensors, small_state, trained
 
-from lightning_dist.checkpoint.pickling import pickled
-from lightning_dist.checkpoint.plan import PICKLE, Plan, owned_by, plan, shape_of
+from lightning_dist.checkpoint.snapshot.pickling import pickled
+from lightning_dist.checkpoint.snapshot.plan import PICKLE, Plan, owned_by, plan, shape_of
 
 sizes = st.lists(st.integers(0, 200), max_size=8)
 worlds = st.integers(1, 8)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from lightning_dist.checkpoint.delivery import Delivery
 from lightning_dist.checkpoint.disk.jobs import Done, Job
 from lightning_dist.checkpoint.disk.jobs import Remove as Removal
-from lightning_dist.checkpoint.memory import SnapshotMemory
 from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.checkpoint.snapshot.memory import SnapshotMemory
 
 
 class Silent:

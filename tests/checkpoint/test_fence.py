@@ -11,7 +11,7 @@ import torch
 from slow_copies import LIMIT
 from torch import Tensor, nn
 
-from lightning_dist.checkpoint.fence import Fence
+from lightning_dist.checkpoint.snapshot.fence import Fence
 
 
 class Foreign(torch.optim.SGD):

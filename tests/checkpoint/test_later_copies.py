@@ -164,7 +164,7 @@ def test_an_error_of_the_copy_fails_the_save_and_opens_the_fence(
         raise RuntimeError("no such memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_dist.checkpoint.copying.LaterCopy.run", fail)
+        patch.setattr("lightning_dist.checkpoint.snapshot.copying.LaterCopy.run", fail)
         checkpointer.save(state_of(model, optimizer), f"{tmp_path}/a.ckpt", step=1)
         backward(model)
         optimizer.step()

@@ -19,9 +19,9 @@ from lightning_dist.checkpoint.disk.folder import Receipt, merge
 from lightning_dist.checkpoint.disk.jobs import Failed, SaveFolder
 from lightning_dist.checkpoint.disk.manifest import Part, zeros
 from lightning_dist.checkpoint.disk.verify import verify
-from lightning_dist.checkpoint.pickling import pickled
-from lightning_dist.checkpoint.plan import Striped, plan
 from lightning_dist.checkpoint.reading import consolidate, load
+from lightning_dist.checkpoint.snapshot.pickling import pickled
+from lightning_dist.checkpoint.snapshot.plan import Striped, plan
 
 Cuts = list[tuple[int, int, int]]  # (start, length, rank)
 

@@ -17,12 +17,12 @@ from snapshots import open_together, small_state, trained
 from worlds import Rank, run_threads
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
-from lightning_dist.checkpoint.copying import LaterCopy
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Failed
 from lightning_dist.checkpoint.ranks import Ranks
 from lightning_dist.checkpoint.saves import Saves
 from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.checkpoint.snapshot.copying import LaterCopy
 from lightning_dist.checkpoint.writers import WriterProcess
 
 LIMIT = 30.0
@@ -76,7 +76,7 @@ def test_closing_waits_for_a_copy_no_longer_than_it_may(
 
 STUCK = """
 import sys, threading
-from lightning_dist.checkpoint.copying import LaterCopy
+from lightning_dist.checkpoint.snapshot.copying import LaterCopy
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.settings import CheckpointSettings
@@ -108,7 +108,7 @@ def test_a_process_ends_although_a_copy_is_stuck(
 NOT_CLOSED = """
 import sys
 from lightning_dist.checkpoint.checkpointer import Checkpointer
-from lightning_dist.checkpoint.copying import LaterCopy
+from lightning_dist.checkpoint.snapshot.copying import LaterCopy
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from snapshots import trained
 

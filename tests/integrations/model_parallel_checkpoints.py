@@ -34,10 +34,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_dist import AsyncCheckpoint
-from lightning_dist.checkpoint.plan import Plan
 from lightning_dist.checkpoint.reading import consolidate
 from lightning_dist.checkpoint.reading import load as load_checkpoint
-from lightning_dist.checkpoint.snapshot import Snapshots
+from lightning_dist.checkpoint.snapshot.plan import Plan
+from lightning_dist.checkpoint.snapshot.snapshot import Snapshots
 
 FOLDER = Path(sys.argv[1])
 SAVED = FOLDER / "epoch"

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from lightning_dist import AsyncCheckpoint
-from lightning_dist.checkpoint.copying import LaterCopy
 from lightning_dist.checkpoint.delivery import Delivery
-from lightning_dist.checkpoint.fence import Fence
+from lightning_dist.checkpoint.snapshot.copying import LaterCopy
+from lightning_dist.checkpoint.snapshot.fence import Fence
 
 
 class Witness(ModelCheckpoint):

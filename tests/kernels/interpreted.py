@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from lightning_dist.kernels.triton import table
-from lightning_dist.reducer import plan
+from lightning_dist.reducer.plan import planner
 
 passes = pytest.importorskip("lightning_dist.kernels.triton.passes")
 
@@ -30,7 +30,7 @@ def in_tables() -> Iterator[list[str]]:
             launch(kernel, *arguments, **constants)
 
     with (
-        patch.object(plan, "available_on", lambda device: True),
+        patch.object(planner, "available_on", lambda device: True),
         patch.object(passes, "_launch", interpreted),
         patch.object(table, "_INTERPRETED_TILE_ELEMENTS", 1 << 10),  # tests have small slices
     ):

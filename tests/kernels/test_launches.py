@@ -19,12 +19,13 @@ from lightning_dist.codecs import BlockCodec, resolve_codec
 from lightning_dist.codecs.policies import raw_beside
 from lightning_dist.exchange.channel import Channel
 from lightning_dist.kernels import passes as eager_passes
-from lightning_dist.reducer import intra_plan, plan
 from lightning_dist.reducer.network import Network, in_levels
-from lightning_dist.reducer.plan import Planner
-from lightning_dist.reducer.slices import ParameterSlice
+from lightning_dist.reducer.plan import intra as intra_plan
+from lightning_dist.reducer.plan import planner as plan
+from lightning_dist.reducer.plan.planner import Planner
+from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
-from lightning_dist.reducer.units import CommUnit, decode_all, staggered
+from lightning_dist.reducer.units.base import CommUnit, decode_all, staggered
 from lightning_dist.topology import Topology
 from lightning_dist.topology.groups import tree_of
 

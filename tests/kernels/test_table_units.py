@@ -17,15 +17,15 @@ from torch import Tensor
 from worlds import Rank, run_threads
 
 from lightning_dist.exchange.channel import Channel
-from lightning_dist.reducer import intra_plan
-from lightning_dist.reducer.block_unit import BlockUnit
 from lightning_dist.reducer.codec_sample import Sampler
-from lightning_dist.reducer.intra_plan import IntraPlan
 from lightning_dist.reducer.observer import EncodedBucket, Observer
-from lightning_dist.reducer.plan import Planner
-from lightning_dist.reducer.table_unit import TableUnit
-from lightning_dist.reducer.unit_sizes import WHOLE_BUCKET
-from lightning_dist.reducer.units import JoinedUnit, join
+from lightning_dist.reducer.plan import intra
+from lightning_dist.reducer.plan.intra import IntraPlan
+from lightning_dist.reducer.plan.planner import Planner
+from lightning_dist.reducer.units.base import JoinedUnit, join
+from lightning_dist.reducer.units.block import BlockUnit
+from lightning_dist.reducer.units.sizes import WHOLE_BUCKET
+from lightning_dist.reducer.units.table import TableUnit
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of inf and NaN
 
@@ -200,7 +200,7 @@ def test_units_that_share_an_exchange_do_what_they_do_alone(form: str, commit: s
     if form != "flat":
         settings |= {"tree": [[0, 1], [2, 3]], "leader": form == "leader"}
     codec, size = "int8:block_size=64", 3 if form == "flat" else 4
-    with patch.object(intra_plan, "unit_elements", lambda *_, **of: WHOLE_BUCKET):
+    with patch.object(intra, "unit_elements", lambda *_, **of: WHOLE_BUCKET):
         together = run(codec, size, **settings)
         with alone():
             apart = run(codec, size, **settings)

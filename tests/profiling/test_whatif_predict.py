@@ -22,7 +22,7 @@ from lightning_dist.profiling.whatif.predict import (
     scenarios_of,
 )
 from lightning_dist.profiling.whatif.simulator import Link, Scenario
-from lightning_dist.reducer.unit_sizes import UNIT_ELEMENTS
+from lightning_dist.reducer.units.sizes import UNIT_ELEMENTS
 
 FP16 = {"codec": "fp16"}
 

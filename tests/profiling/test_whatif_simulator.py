@@ -19,7 +19,7 @@ from lightning_dist.profiling.whatif.simulator import (
     collectives,
     simulate_step,
 )
-from lightning_dist.reducer.unit_sizes import UNIT_ELEMENTS
+from lightning_dist.reducer.units.sizes import UNIT_ELEMENTS
 from lightning_dist.topology import Topology
 
 SLOW = Link(rate=1e6)

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import Int8
-from lightning_dist.reducer import unit_sizes
+from lightning_dist.reducer.units import sizes
 
 SHAPES = {
     "a": (40, 48),
@@ -63,8 +63,8 @@ def test_state_and_bits_survive_rebuilt_buckets(size: int) -> None:
 @pytest.fixture
 def tiny_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most two blocks of 256 travel together, where usually a megabyte does."""
-    monkeypatch.setattr(unit_sizes, "UNIT_ELEMENTS", 512)
-    monkeypatch.setattr(unit_sizes, "_LEAST_ROW_ELEMENTS", 1)
+    monkeypatch.setattr(sizes, "UNIT_ELEMENTS", 512)
+    monkeypatch.setattr(sizes, "_LEAST_ROW_ELEMENTS", 1)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -14,8 +14,8 @@ from worlds import Rank, run_threads
 
 from lightning_dist.codecs import BlockCodec, resolve_codec
 from lightning_dist.reducer.codec_sample import Sampler
-from lightning_dist.reducer.fitting import fitted
 from lightning_dist.reducer.observer import EncodedBucket, Observer
+from lightning_dist.reducer.plan.fitting import fitted
 from lightning_dist.reducer.reducer import Reducer
 
 SETTINGS = {"min_compress_numel": 256}

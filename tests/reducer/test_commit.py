@@ -24,7 +24,7 @@ from test_interrupted import Model
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import resolve_codec
-from lightning_dist.reducer.slices import slices_of
+from lightning_dist.reducer.plan.slices import slices_of
 
 LARGE = {"min_compress_numel": 256}
 SEVERAL_BUCKETS = {"ddp": {"bucket_cap_mb": 0.004}}

@@ -15,8 +15,8 @@ from worlds import Rank, run_threads
 from lightning_dist.exchange.rounds import AllGather
 from lightning_dist.reducer.executor import Executor, executor_for
 from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.plan.slices import slices_of
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.reducer.slices import slices_of
 from lightning_dist.settings import Settings
 
 SHAPES = {"first": (40, 48), "second": (33, 50)}

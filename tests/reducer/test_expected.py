@@ -13,8 +13,8 @@ from worlds import Rank, run_threads
 
 from lightning_dist.codecs import CODECS, Codec, after_steps
 from lightning_dist.measurement.expected import Expected, expected_traffic, first_compressed_step
-from lightning_dist.reducer import unit_sizes
 from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.reducer.units import sizes
 from lightning_dist.settings import Settings
 
 SHAPES = {
@@ -78,7 +78,7 @@ def test_on_accelerators_whole_buckets_travel(monkeypatch: pytest.MonkeyPatch) -
             return reducer, reducer.comm_stats()
 
     with monkeypatch.context() as whole_buckets:
-        whole_buckets.setattr(unit_sizes, "UNIT_ELEMENTS", unit_sizes.WHOLE_BUCKET)
+        whole_buckets.setattr(sizes, "UNIT_ELEMENTS", sizes.WHOLE_BUCKET)
         ranks = run_threads(body, 4)
     for reducer, counted in ranks:
         network = replace(reducer.network, device=torch.device("cuda"))

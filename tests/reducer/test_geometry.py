@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dist.codecs import DGC, TopK
-from lightning_dist.reducer.tiles import Grid, Span
-from lightning_dist.reducer.unit_sizes import UNIT_ELEMENTS, unit_elements
+from lightning_dist.reducer.units.sizes import UNIT_ELEMENTS, unit_elements
+from lightning_dist.reducer.units.tiles import Grid, Span
 
 grids = st.builds(
     Grid,

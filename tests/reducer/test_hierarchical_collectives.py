@@ -15,7 +15,7 @@ from feeding import Fed, Tensors, backward, compressed, digest, feed
 from layouts import FORMS, Layout
 from worlds import Rank, run_threads
 
-from lightning_dist.reducer import unit_sizes
+from lightning_dist.reducer.units import sizes
 
 FOUR_HOSTS = Layout([[0, 1], [2, 3], [4, 5], [6, 7]])
 layouts = pytest.mark.parametrize("layout", [*FORMS, FOUR_HOSTS], ids=str)
@@ -42,7 +42,7 @@ def shapes_of(count: int) -> dict[str, tuple[int, ...]]:
 
 @pytest.fixture
 def whole_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unit_sizes, "UNIT_ELEMENTS", unit_sizes.WHOLE_BUCKET)
+    monkeypatch.setattr(sizes, "UNIT_ELEMENTS", sizes.WHOLE_BUCKET)
 
 
 def step(layout: Layout, parameters: int, codec: str) -> tuple[list[Counter[str]], Tensors]:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from worlds import Rank, run_threads
 
 from lightning_dist.integrations.torch.ddp import attach
+from lightning_dist.reducer.plan.slices import as_laid_out_here, strides_in_bucket
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.reducer.slices import as_laid_out_here, strides_in_bucket
 
 SHAPES = {"matrix": (40, 48), "filters": (12, 6, 5, 4)}
 DOUBLE = torch.float64

@@ -14,7 +14,7 @@ from torch import Tensor
 from worlds import Rank, run_threads
 
 from lightning_dist.reducer.mirror import ResidualMirror, passed_on
-from lightning_dist.reducer.slices import ParameterSlice
+from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
 
 NAMES = ["a", "b", "c", "d", "new"]

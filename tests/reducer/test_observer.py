@@ -14,7 +14,7 @@ from worlds import Rank, run_threads
 
 from lightning_dist.exchange.channel import PendingWork
 from lightning_dist.reducer.observer import Observer, Phase
-from lightning_dist.reducer.units import CodecGroup
+from lightning_dist.reducer.units.base import CodecGroup
 
 SETTINGS = {"min_compress_numel": 256}
 

@@ -19,9 +19,9 @@ from lightning_dist.codecs import Codec
 from lightning_dist.codecs.base import ExchangeName, Shape
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
-from lightning_dist.reducer.plan import Planner
-from lightning_dist.reducer.slices import ParameterSlice
-from lightning_dist.reducer.units import CommUnit, require_units, units_of
+from lightning_dist.reducer.plan.planner import Planner
+from lightning_dist.reducer.plan.slices import ParameterSlice
+from lightning_dist.reducer.units.base import CommUnit, require_units, units_of
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from worlds import Rank, run_threads
 
 from lightning_dist.codecs import Codec, after_steps, by_name, by_size, warmup
 from lightning_dist.kernels import inductor
-from lightning_dist.reducer import plan
+from lightning_dist.reducer.plan import planner
 
 DOUBLE = torch.float64
 FIRST, BIAS, SECOND = 40 * 48, 40, 33 * 50
@@ -163,7 +163,7 @@ def test_the_kernels_of_all_stages_are_fused_at_the_start(monkeypatch: pytest.Mo
         asked.append(variant.passes.codec.name)
         return {}
 
-    monkeypatch.setattr(plan, "fused_passes", fused_passes)
+    monkeypatch.setattr(planner, "fused_passes", fused_passes)
     policy = warmup({0: "none", 2: "int8", 4: by_name("bf16", {"second": TOPK, "first": "sign"})})
 
     def body(rank: Rank) -> tuple[list[str], list[str]]:

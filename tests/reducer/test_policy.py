@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_dist.codecs import CODECS, BlockCodec, Codec, NoCompression, Uncompressed
 from lightning_dist.codecs.memory import ErrorFeedback, MomentumCorrection, NoMemory
-from lightning_dist.reducer.slices import ParameterSlice, by_codec, slices_of
+from lightning_dist.reducer.plan.slices import ParameterSlice, by_codec, slices_of
 from lightning_dist.settings import Settings
 
 # The others look at more than the number of elements, or change with the step.

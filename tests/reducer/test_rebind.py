@@ -19,8 +19,8 @@ from worlds import Rank, run_threads
 
 from lightning_dist.codecs import Int8
 from lightning_dist.kernels.inductor import Variant
-from lightning_dist.reducer import plan
 from lightning_dist.reducer.executor import Worker
+from lightning_dist.reducer.plan import planner
 
 HERE = Path(__file__).parent
 SOON = 8.0
@@ -154,7 +154,7 @@ def test_kernels_stay_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(variant)
         return {"decode_and_commit": variant.passes.decode_and_commit}
 
-    monkeypatch.setattr(plan, "fused_passes", compiled)
+    monkeypatch.setattr(planner, "fused_passes", compiled)
 
     def body(rank: Rank) -> None:
         model = Model(rank.network())

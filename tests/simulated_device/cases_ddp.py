@@ -32,8 +32,8 @@ from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.rounds import TwoShot
 from lightning_dist.integrations.torch.ddp import compress_ddp
 from lightning_dist.reducer.executor import executor_for
+from lightning_dist.reducer.plan.slices import slices_of
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.reducer.slices import slices_of
 from lightning_dist.settings import Settings
 from simulated_device.device import install
 from simulated_device.ranks import SimulatedRank, delays, run_on_devices, to_cpu

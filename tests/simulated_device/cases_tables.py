@@ -21,8 +21,8 @@ from simulated_device.ranks import SimulatedRank, delays, run_on_devices, to_cpu
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
 from lightning_dist.kernels.triton import passes
-from lightning_dist.reducer import plan
-from lightning_dist.reducer.table_unit import TableUnit
+from lightning_dist.reducer.plan import planner
+from lightning_dist.reducer.units.table import TableUnit
 
 sim = install()
 _turn = threading.RLock()  # the interpreter's state is the process's
@@ -49,7 +49,7 @@ def tables() -> Iterator[None]:
             launch(kernel, *map(_on_host, arguments), **constants)
 
     with (
-        patch.object(plan, "available_on", lambda device: device.type == "sim"),
+        patch.object(planner, "available_on", lambda device: device.type == "sim"),
         patch.object(passes, "_launch", interpreted),
     ):
         yield

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist.codecs.powersgd import cholesky_qr
-from lightning_dist.reducer import low_rank
+from lightning_dist.reducer.units import low_rank
 
 
 def _as_on_an_accelerator(matrices: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from typing import Protocol
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_dist.reducer.plan.slices import ParameterSlice, slices_of
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.reducer.slices import ParameterSlice, slices_of
 
 
 class Bucket(Protocol):

@@ -19,10 +19,10 @@ from lightning_dist.codecs.policies import NORMS_BIASES_EMBEDDINGS, patterns_of
 from lightning_dist.measurement.expected import first_compressed_step
 from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.private import communication_hooks
-from lightning_dist.reducer.plan import Planner
+from lightning_dist.reducer.plan.planner import Planner
+from lightning_dist.reducer.plan.slices import ParameterSlice, as_real
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.reducer.slices import ParameterSlice, as_real
-from lightning_dist.reducer.units import require_units
+from lightning_dist.reducer.units.base import require_units
 from lightning_dist.settings import Settings
 
 log = logging.getLogger(__name__)

@@ -36,8 +36,8 @@ from lightning_dist.kernels.inductor import should_fuse
 from lightning_dist.measurement.exposure import ExposureWatch
 from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.private import loss_scale_of, name_before_compile
+from lightning_dist.reducer.plan.slices import as_real
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.reducer.slices import as_real
 from lightning_dist.settings import Settings
 
 log = logging.getLogger(__name__)

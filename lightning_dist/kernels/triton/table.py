@@ -1,8 +1,8 @@
 """The table of tiles over which one kernel launch walks all slices of a bucket.
 
 A slice of ``numel`` elements is seen as ``rows`` rows of ``blocks_per_row`` blocks of ``block``
-elements, as in :class:`lightning_dist.reducer.tiles.Grid`; the last rows may be partly empty. A
-tile is a run of blocks of one row of one slice, and the work of one program of a kernel.
+elements, as in :class:`lightning_dist.reducer.units.tiles.Grid`; the last rows may be partly empty.
+A tile is a run of blocks of one row of one slice, and the work of one program of a kernel.
 """
 
 from __future__ import annotations

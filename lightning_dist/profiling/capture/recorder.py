@@ -17,7 +17,7 @@ from lightning_dist.measurement.device_clock import DeviceClock, HostClock, Stre
 from lightning_dist.profiling.capture.codec_error import CompressionErrorSampler
 from lightning_dist.profiling.capture.events import GLOO_AT_ONCE, OF_NO_BUCKET
 from lightning_dist.reducer.observer import EncodedBucket, Observer, Phase
-from lightning_dist.reducer.units import CodecGroup
+from lightning_dist.reducer.units.base import CodecGroup
 
 _UNSEEN = 3.0
 """What recording adds to a step, over what can be counted of it: threads change places, caches are

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.capture.events import GLOO_AT_ONCE
-from lightning_dist.reducer.unit_sizes import unit_elements
+from lightning_dist.reducer.units.sizes import unit_elements
 
 DDP = "ddp"
 """Stock DDP in the place of a codec."""

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dist import CommProfiler, compress_ddp
 from lightning_dist.codecs import Int8
 from lightning_dist.profiling.capture.recorder import Recorder
-from lightning_dist.reducer.block_unit import BlockUnit
+from lightning_dist.reducer.units.block import BlockUnit
 
 
 def noted(

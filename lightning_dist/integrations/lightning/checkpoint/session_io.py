@@ -16,7 +16,7 @@ from lightning_dist.integrations.lightning import private
 
 if TYPE_CHECKING:
     from lightning_dist.checkpoint.checkpointer import Checkpointer
-    from lightning_dist.checkpoint.plan import Striped
+    from lightning_dist.checkpoint.snapshot.plan import Striped
 
 
 class CheckpointerIO(TorchCheckpointIO):

@@ -30,9 +30,9 @@ from lightning_dist.integrations.torch.fsdp.checks import (
 from lightning_dist.integrations.torch.fsdp.shards import CompressedShards, ShardSettings
 from lightning_dist.integrations.torch.networks import sharded_network
 from lightning_dist.private import at_end_of_backward, name_before_compile
-from lightning_dist.reducer.plans import Handle
+from lightning_dist.reducer.plan.plans import Handle
+from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.reducer.slices import ParameterSlice
 from lightning_dist.settings import Settings
 from lightning_dist.topology import Topology
 

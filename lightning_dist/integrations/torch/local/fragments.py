@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lightning_dist.reducer.slices import ParameterSlice, as_real, slices_of
+from lightning_dist.reducer.plan.slices import ParameterSlice, as_real, slices_of
 
 
 @dataclass

@@ -17,8 +17,8 @@ from lightning_dist.integrations.torch.local.pseudo_gradients import Exchange, P
 from lightning_dist.integrations.torch.local.settings import LocalUpdateSettings
 from lightning_dist.private import name_before_compile
 from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.plan.slices import as_real
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.reducer.slices import as_real
 from lightning_dist.settings import Settings
 
 STATE_VERSION = 1

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lightning_dist.integrations.torch.local.fragments import Fragment
 from lightning_dist.integrations.torch.local.settings import Weight
-from lightning_dist.reducer.plans import Handle
+from lightning_dist.reducer.plan.plans import Handle
+from lightning_dist.reducer.plan.slices import as_real
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.reducer.slices import as_real
 
 log = logging.getLogger(__name__)
 

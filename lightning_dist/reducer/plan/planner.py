@@ -22,16 +22,15 @@ from lightning_dist.kernels.inductor import Variant, fused_passes
 from lightning_dist.kernels.passes import Factors, Kernels, compute_dtype
 from lightning_dist.kernels.sparse import SparsePasses
 from lightning_dist.kernels.triton import available_on, kernels_of
-from lightning_dist.reducer import low_rank, sparse, table_unit  # noqa: F401  (their units)
 from lightning_dist.reducer.adjust import owed
-from lightning_dist.reducer.block_plan import BlockPlan
-from lightning_dist.reducer.fitting import sends_more
-from lightning_dist.reducer.hierarchical import hierarchical_units
-from lightning_dist.reducer.intra_plan import IntraPlan, share_dtype
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.slices import ParameterSlice
+from lightning_dist.reducer.plan.block import BlockPlan
+from lightning_dist.reducer.plan.fitting import sends_more
+from lightning_dist.reducer.plan.intra import IntraPlan, share_dtype
+from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
-from lightning_dist.reducer.units import (
+from lightning_dist.reducer.units import low_rank, sparse, table  # noqa: F401  (their units)
+from lightning_dist.reducer.units.base import (
     CodecGroup,
     CommUnit,
     JoinedUnit,
@@ -39,6 +38,7 @@ from lightning_dist.reducer.units import (
     join,
     units_of,
 )
+from lightning_dist.reducer.units.hierarchical import hierarchical_units
 
 
 class Planner:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist.accelerator import DeviceStream, device_module, is_accelerator
-from lightning_dist.checkpoint.plan import Owned, Run
+from lightning_dist.checkpoint.snapshot.plan import Owned, Run
 
 _SAMPLES = 8
 _SAMPLE_BYTES = 64

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_dist.checkpoint.plan import Striped, local_of
 from lightning_dist.checkpoint.reading import opened
 from lightning_dist.checkpoint.restricted import restricted_load
+from lightning_dist.checkpoint.snapshot.plan import Striped, local_of
 from lightning_dist.private import chunk_of, offset_in_file
 
 

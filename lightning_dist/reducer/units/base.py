@@ -20,10 +20,10 @@ from lightning_dist.exchange.rounds import Exchange, RowExchange
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.kernels.triton.table import Within
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
-from lightning_dist.reducer.slices import ParameterSlice
+from lightning_dist.reducer.plan.slices import ParameterSlice
 
 if TYPE_CHECKING:
-    from lightning_dist.reducer.plan import Planner
+    from lightning_dist.reducer.plan.planner import Planner
 
 
 class CommUnit(ABC):
@@ -179,7 +179,7 @@ def require_units(codec: Codec) -> None:
     raise ValueError(
         f"a codec must be a lightning_dist.BlockCodec or have communication units of its own, got "
         f"{codec}; derive it from BlockCodec, or register units with "
-        "lightning_dist.reducer.units.units_of"
+        "lightning_dist.reducer.units.base.units_of"
     )
 
 

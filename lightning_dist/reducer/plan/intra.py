@@ -18,14 +18,14 @@ from lightning_dist.kernels.passes import Factors, Kernels, compute_dtype
 from lightning_dist.kernels.triton import SliceTable, kernels_of
 from lightning_dist.kernels.triton.table import Slice
 from lightning_dist.reducer.network import IntraLevel
-from lightning_dist.reducer.shares import Cut, fragments, shares_of, units_of_shares
-from lightning_dist.reducer.slices import ParameterSlice
-from lightning_dist.reducer.unit_sizes import WHOLE_BUCKET, unit_elements
-from lightning_dist.reducer.units import JoinedUnit, join
+from lightning_dist.reducer.plan.slices import ParameterSlice
+from lightning_dist.reducer.units.base import JoinedUnit, join
+from lightning_dist.reducer.units.shares import Cut, fragments, shares_of, units_of_shares
+from lightning_dist.reducer.units.sizes import WHOLE_BUCKET, unit_elements
 
 if TYPE_CHECKING:
     from lightning_dist.kernels.triton.passes import TableKernels
-    from lightning_dist.reducer.plan import Planner
+    from lightning_dist.reducer.plan.planner import Planner
 
 
 @dataclass(frozen=True)

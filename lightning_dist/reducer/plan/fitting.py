@@ -15,7 +15,7 @@ import torch
 
 from lightning_dist.codecs.base import BlockCodec, Codec
 from lightning_dist.exchange.wire import row_bytes
-from lightning_dist.reducer.tiles import Grid
+from lightning_dist.reducer.units.tiles import Grid
 
 _PADDING = 1.25  # more bytes than without padding are reason enough for smaller blocks
 

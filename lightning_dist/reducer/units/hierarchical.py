@@ -24,11 +24,11 @@ from lightning_dist.exchange.wire import row_bytes
 from lightning_dist.kernels.triton import Slice, SliceTable
 from lightning_dist.kernels.triton.table import Within
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
-from lightning_dist.reducer.intra_plan import IntraKernels, IntraPlan, share_dtype
-from lightning_dist.reducer.shares import Cut, shares_of
-from lightning_dist.reducer.slices import ParameterSlice
-from lightning_dist.reducer.tiles import Tile, decode_tiles, encode_tiles, of_tiles, runs_of
-from lightning_dist.reducer.units import CommUnit, JoinedUnit, decode_all, staggered
+from lightning_dist.reducer.plan.intra import IntraKernels, IntraPlan, share_dtype
+from lightning_dist.reducer.plan.slices import ParameterSlice
+from lightning_dist.reducer.units.base import CommUnit, JoinedUnit, decode_all, staggered
+from lightning_dist.reducer.units.shares import Cut, shares_of
+from lightning_dist.reducer.units.tiles import Tile, decode_tiles, encode_tiles, of_tiles, runs_of
 
 
 class _InTiles:

@@ -21,17 +21,17 @@ from lightning_dist.exchange.traffic import Sent
 from lightning_dist.exchange.wire import row_bytes
 from lightning_dist.kernels.triton import Slice, SliceTable, packed
 from lightning_dist.kernels.triton.table import Within
-from lightning_dist.reducer.block_plan import BlockPlan, key_name
-from lightning_dist.reducer.block_unit import BlockUnit, samples_of_tiles, tiles_of, unit_keys
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
-from lightning_dist.reducer.fitting import fitted
-from lightning_dist.reducer.keys import UnitKeys, unit_salts
-from lightning_dist.reducer.slices import ParameterSlice, as_one, neighbours
-from lightning_dist.reducer.tiles import Tile
-from lightning_dist.reducer.units import CommUnit, JoinedUnit, compile_passes, join, units_of
+from lightning_dist.reducer.plan.block import BlockPlan, key_name
+from lightning_dist.reducer.plan.fitting import fitted
+from lightning_dist.reducer.plan.slices import ParameterSlice, as_one, neighbours
+from lightning_dist.reducer.units.base import CommUnit, JoinedUnit, compile_passes, join, units_of
+from lightning_dist.reducer.units.block import BlockUnit, samples_of_tiles, tiles_of, unit_keys
+from lightning_dist.reducer.units.keys import UnitKeys, unit_salts
+from lightning_dist.reducer.units.tiles import Tile
 
 if TYPE_CHECKING:
-    from lightning_dist.reducer.plan import Planner
+    from lightning_dist.reducer.plan.planner import Planner
 
 
 class TableUnit(JoinedUnit):

@@ -14,13 +14,13 @@ from typing_extensions import override
 
 from lightning_dist.accelerator import placed
 from lightning_dist.exchange.rounds import Section, TwoShot
-from lightning_dist.reducer.block_plan import BlockPlan, key_name
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
-from lightning_dist.reducer.keys import UnitKeys
-from lightning_dist.reducer.slices import ParameterSlice, neighbours
-from lightning_dist.reducer.tiles import Grid, Tile, columns_of, joined, of_tiles, tile_of
-from lightning_dist.reducer.unit_sizes import unit_elements
-from lightning_dist.reducer.units import CommUnit
+from lightning_dist.reducer.plan.block import BlockPlan, key_name
+from lightning_dist.reducer.plan.slices import ParameterSlice, neighbours
+from lightning_dist.reducer.units.base import CommUnit
+from lightning_dist.reducer.units.keys import UnitKeys
+from lightning_dist.reducer.units.sizes import unit_elements
+from lightning_dist.reducer.units.tiles import Grid, Tile, columns_of, joined, of_tiles, tile_of
 
 
 class BlockUnit(CommUnit):

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import TypeAlias
 
-from lightning_dist.reducer.slices import ParameterSlice, as_one, neighbours
+from lightning_dist.reducer.plan.slices import ParameterSlice, as_one, neighbours
 from lightning_dist.topology.groups import Level
 
 _ALIGN = 512  # elements; every dense codec's block divides it, so that few blocks are broken

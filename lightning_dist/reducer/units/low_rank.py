@@ -19,11 +19,11 @@ from lightning_dist.exchange.traffic import Sent
 from lightning_dist.kernels.passes import compute_dtype
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler, sample_at
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.slices import ParameterSlice
-from lightning_dist.reducer.units import CommUnit, units_of
+from lightning_dist.reducer.plan.slices import ParameterSlice
+from lightning_dist.reducer.units.base import CommUnit, units_of
 
 if TYPE_CHECKING:
-    from lightning_dist.reducer.plan import Planner
+    from lightning_dist.reducer.plan.planner import Planner
 
 _Product: TypeAlias = tuple[Tensor, Tensor]  # (n, r) and (m, r): left @ right.T
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_dist.checkpoint.disk.jobs import Piece
-from lightning_dist.checkpoint.pickling import Pickled
+from lightning_dist.checkpoint.snapshot.pickling import Pickled
 
 PICKLE = "data.pkl"
 _ALIGNMENT = 64

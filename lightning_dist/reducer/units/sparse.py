@@ -17,11 +17,11 @@ from lightning_dist.kernels.inductor import compiled_sparse_passes
 from lightning_dist.kernels.passes import compute_dtype
 from lightning_dist.kernels.sparse import SparsePasses
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler, sample_at
-from lightning_dist.reducer.slices import ParameterSlice
-from lightning_dist.reducer.units import CommUnit, compile_passes, units_of
+from lightning_dist.reducer.plan.slices import ParameterSlice
+from lightning_dist.reducer.units.base import CommUnit, compile_passes, units_of
 
 if TYPE_CHECKING:
-    from lightning_dist.reducer.plan import Planner
+    from lightning_dist.reducer.plan.planner import Planner
 
 
 class SparseUnit(CommUnit):

@@ -12,9 +12,9 @@ from torch.futures import Future
 
 from lightning_dist.codecs import Codec, NoCompression
 from lightning_dist.codecs.base import Shape
-from lightning_dist.reducer.plan import Planner
-from lightning_dist.reducer.slices import ParameterSlice, by_codec
-from lightning_dist.reducer.units import CodecGroup, CommUnit
+from lightning_dist.reducer.plan.planner import Planner
+from lightning_dist.reducer.plan.slices import ParameterSlice, by_codec
+from lightning_dist.reducer.units.base import CodecGroup, CommUnit
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from lightning_dist.exchange.rounds import (
 )
 from lightning_dist.exchange.wire import PayloadMemory, row_bytes
 from lightning_dist.kernels.passes import Kernels, compute_dtype
-from lightning_dist.reducer.fitting import rows_of
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.slices import ParameterSlice
+from lightning_dist.reducer.plan.fitting import rows_of
+from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
 
 if TYPE_CHECKING:

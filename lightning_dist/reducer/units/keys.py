@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_dist.codecs.base import BlockCodec
 from lightning_dist.codecs.noise import block_keys
-from lightning_dist.reducer.tiles import Tile
+from lightning_dist.reducer.units.tiles import Tile
 
 
 class UnitKeys:
