@@ -260,10 +260,6 @@ class Checkpointer:
         """Take back a :meth:`remove` that still waits for a success."""
         self._delivery.run(Keep(target))
 
-    def progress(self) -> tuple[int, int]:
-        """Bytes of the saves under way that are in files already, and all of them."""
-        return self._delivery.progress()
-
     def poll(self) -> list[Committed | Failed]:
         """Outcomes of saves since the last call, and file operations that failed."""
         return self._delivery.poll()

@@ -23,7 +23,7 @@ from lightning_dist.checkpoint.disk.jobs import (
     Remove,
     Save,
 )
-from lightning_dist.checkpoint.disk.writing import content_nbytes, staged_nbytes
+from lightning_dist.checkpoint.disk.writing import content_nbytes
 from lightning_dist.checkpoint.removals import Removals
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.checkpoint.snapshot.memory import SnapshotMemory
@@ -191,13 +191,6 @@ class Delivery:
         with self._changed:
             events, self._events = self._events, []
             return events
-
-    def progress(self) -> tuple[int, int]:
-        """Bytes of the saves under way that are in files already, and all of them."""
-        with self._changed:
-            saves = [each.save for each in self._in_flight.values()]
-            total = sum(each.nbytes for each in self._in_flight.values())
-        return min(sum(map(staged_nbytes, saves)), total), total
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until nothing is under way; TimeoutError after ``timeout`` seconds."""

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from pathlib import PurePath
 from typing import NamedTuple
+
+from rich.filesize import decimal
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.folder_owner import is_owned
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
-from lightning_dist.checkpoint.failures import failure, is_fatal
 from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.ranks import Facts, Ranks
 from lightning_dist.checkpoint.settings import CheckpointSettings
@@ -71,7 +73,7 @@ class Saves:
     def has_to_raise(self) -> bool:
         """Whether this rank knows of a failure that :meth:`report` would raise."""
         raises = self._settings.on_error == "raise"
-        return raises and any(map(is_fatal, self._failed.values()))
+        return raises and any(map(_is_fatal, self._failed.values()))
 
     def open(self, folder: str, *, together: bool) -> None:
         """Become the one trainer that writes to ``folder``. Collective.
@@ -146,9 +148,9 @@ class Saves:
         """
         last = self.last_committed
         taken = {
-            key: Failure(event.target, failure(event, last), is_fatal(event))
+            key: Failure(event.target, _failure(event, last), _is_fatal(event))
             for key, event in self._failed.items()
-            if is_fatal(event) or not fatal
+            if _is_fatal(event) or not fatal
         }
         self._failed = {key: e for key, e in self._failed.items() if key not in taken}
         self._reported |= taken.keys()
@@ -238,3 +240,28 @@ def cannot_open(folder: str, error: Exception) -> str:
     """The message for a folder that cannot be written to."""
     kind = f"{type(error).__name__}: " if isinstance(error, OSError) else ""
     return f"no checkpoints can be written to {folder}: {kind}{error}"
+
+
+def committed_line(event: Committed, *, blocking_s: float) -> str:
+    """One line for a checkpoint that is durable."""
+    return (
+        f"checkpoint {PurePath(event.target).name} of step {event.origin.step} is complete: "
+        f"{decimal(event.total)} in {event.seconds:.2f} s, for which training stood still "
+        f"{blocking_s * 1e3:.1f} ms"
+    )
+
+
+def _is_fatal(event: Failed) -> bool:
+    """Whether a checkpoint is missing that the disk did not take."""
+    return event.origin is not None and not event.dropped
+
+
+def _failure(event: Failed, last: Committed | None) -> str:
+    """The message for a checkpoint that was not written; ``last`` is the newest one that was."""
+    of_step = "" if event.origin is None else f" of step {event.origin.step}"
+    kept = (
+        f"the last complete one is {last.target} of step {last.origin.step}"
+        if last is not None
+        else "none of this run is complete yet"
+    )
+    return f"the checkpoint {event.target}{of_step} was not written: {event.reason}; {kept}"

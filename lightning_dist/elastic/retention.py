@@ -37,7 +37,6 @@ class Retention:
         members: all ranks; with ``members.writers`` each writes its part.
         warn: told on the leader what the user should know.
         committed: told on the leader of each checkpoint that is durable.
-        wait: waits for the writer, for so many seconds.
     """
 
     def __init__(
@@ -49,9 +48,7 @@ class Retention:
         members: Membership,
         warn: Callable[[str], None],
         committed: Callable[[Committed], None],
-        wait: Callable[[Checkpointer, float | None], None] = Checkpointer.wait,
     ) -> None:
-        self._wait = wait
         self._folder, self._keep, self._settings = folder, keep, settings
         self._members, self._warn, self._committed = members, warn, committed
         self.checkpointer: Checkpointer | None = None
@@ -195,9 +192,9 @@ class Retention:
         """Wait for what this rank writes, for so long; whether all of it is durable."""
         if self.checkpointer is not None:
             try:
-                self._wait(self.checkpointer, seconds)
+                self.checkpointer.wait(seconds)
                 self.collect()
-                self._wait(self.checkpointer, seconds)  # for removals
+                self.checkpointer.wait(seconds)  # for removals
             except TimeoutError:
                 return False
         return True

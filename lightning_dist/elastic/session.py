@@ -48,10 +48,6 @@ class Placement:
     def committed(self, event: Committed) -> None:
         """A checkpoint is durable; on the leader."""
 
-    def wait(self, checkpointer: Checkpointer, seconds: float | None) -> None:
-        """Wait for what is being written."""
-        checkpointer.wait(seconds)
-
     def all_saved(self) -> None:
         """All ranks stop, and what can be saved is: signals may end this process now."""
 
@@ -125,7 +121,6 @@ class Session:
             members=self.members,
             warn=placement.warn,
             committed=placement.committed,
-            wait=placement.wait,
         )
 
     def facts(self) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.disk.manifest import Manifest
 from lightning_dist.checkpoint.disk.verify import describe, verify
 from lightning_dist.checkpoint.reading import consolidate, load
+from lightning_dist.checkpoint.saves import committed_line
 from lightning_dist.checkpoint.settings import CheckpointSettings
-from lightning_dist.integrations.lightning.checkpoint.report import line
 
 Kind = Literal["process", "thread"]
 LIMIT = 30.0
@@ -159,5 +159,5 @@ def test_the_log_and_ls_say_the_same_size(tmp_path: Path, ranks: int) -> None:
     listed = decimal(describe(target).nbytes)
     for event in events:
         assert isinstance(event, Committed)
-        assert f"is complete: {listed} in " in line(event, blocking_s=0.0)
+        assert f"is complete: {listed} in " in committed_line(event, blocking_s=0.0)
     assert sum(event.nbytes for event in events) == describe(target).nbytes

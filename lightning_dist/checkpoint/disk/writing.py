@@ -12,7 +12,7 @@ from lightning_dist.checkpoint.disk.archive import Archive
 from lightning_dist.checkpoint.disk.crc import combined
 from lightning_dist.checkpoint.disk.jobs import Save, SaveFile, SaveFolder
 from lightning_dist.checkpoint.disk.manifest import RECORD, File, Part
-from lightning_dist.checkpoint.disk.storage import LocalStorage, Sink, Storage, storage_of
+from lightning_dist.checkpoint.disk.storage import Sink, Storage
 
 _COPY_SLICE = 8 << 20
 
@@ -82,11 +82,3 @@ def content_nbytes(save: Save) -> int:
         with suppress(OSError):
             nbytes += os.stat(path).st_size
     return nbytes
-
-
-def staged_nbytes(save: Save) -> int:
-    """Bytes of ``save`` that are written but not published; 0 where that cannot be seen."""
-    storage, target = storage_of(save.target)
-    if not isinstance(storage, LocalStorage):
-        return 0
-    return storage.tree_nbytes(storage.staging(target, save.origin.save_id))

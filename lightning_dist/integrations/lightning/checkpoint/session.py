@@ -21,14 +21,13 @@ from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.ranks import Facts, Ranks
-from lightning_dist.checkpoint.saves import Saves
+from lightning_dist.checkpoint.saves import Saves, committed_line
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.integrations.lightning.checkpoint.bookkeeping import (
     Displaced,
     Scores,
     forget,
 )
-from lightning_dist.integrations.lightning.checkpoint.report import drain, line
 from lightning_dist.integrations.lightning.checkpoint.session_io import save_into
 
 
@@ -232,9 +231,11 @@ class CheckpointSession:
         return bool(path) and not self.is_pending(path) and not _exists(path)
 
     def drain(self, timeout: float | None = None) -> None:
-        """Wait until everything is written, linked and removed; a bar if it takes long."""
+        """Wait until everything is written, linked and removed, and learn what became of it."""
         if self._checkpointer is not None:
-            drain(self._checkpointer, show=self._trainer.is_global_zero, timeout=timeout)
+            if self._checkpointer.busy:
+                rank_zero_info("waiting until the last checkpoint is written")
+            self._checkpointer.wait(timeout)
             self.saves.poll()
 
     def close(self, timeout: float | None = None) -> None:
@@ -269,7 +270,7 @@ class CheckpointSession:
                 self._announce(event, blocking_s=blocking_s)
 
     def _announce(self, event: Committed, *, blocking_s: float) -> None:
-        rank_zero_info(line(event, blocking_s=blocking_s))
+        rank_zero_info(committed_line(event, blocking_s=blocking_s))
         step = max(self._trainer.global_step - 1, 0)
         callback: Any = proxy(self._callback)
         for logger in self._trainer.loggers:

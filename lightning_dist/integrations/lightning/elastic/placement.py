@@ -17,13 +17,13 @@ from typing_extensions import override
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.jobs import Committed
+from lightning_dist.checkpoint.saves import committed_line
 from lightning_dist.elastic.data.plan import MicroBatch, Position
 from lightning_dist.elastic.membership import Membership
 from lightning_dist.elastic.process.lifecycle import EXIT_RESTART
 from lightning_dist.elastic.progress import KEY, ElasticState, Generators
 from lightning_dist.elastic.session import Session
 from lightning_dist.integrations.lightning import private
-from lightning_dist.integrations.lightning.checkpoint.report import drain, line
 from lightning_dist.integrations.lightning.checkpoint.session_io import save_into
 from lightning_dist.integrations.lightning.checkpoint.supported import weights_may_change
 from lightning_dist.integrations.lightning.elastic.connectors import (
@@ -91,10 +91,6 @@ class TrainerPlacement(RecoverablePlacement):
         rank_zero_warn(text)
 
     @override
-    def wait(self, checkpointer: Checkpointer, seconds: float | None) -> None:
-        drain(checkpointer, show=self._trainer.is_global_zero, timeout=seconds)
-
-    @override
     def stopping(self, reasons: list[str]) -> None:
         if self._trainer.is_global_zero:
             requeue(private.cluster_environment(self._trainer), reasons)
@@ -120,7 +116,7 @@ class TrainerPlacement(RecoverablePlacement):
 
     @override
     def committed(self, event: Committed) -> None:
-        rank_zero_info(line(event, blocking_s=self._blocking.pop(event.target, 0.0)))
+        rank_zero_info(committed_line(event, blocking_s=self._blocking.pop(event.target, 0.0)))
         self._log(self._session.metrics.by_name())
 
     def log_costs(self) -> None:
