@@ -21,7 +21,6 @@ from benchmarks.harness.testbed import Testbed, TestbedUnavailable
 from lightning_dist.cli.doctor import Finding
 from lightning_dist.cli.doctor.command import show, two_ranks
 from lightning_dist.cli.doctor.host import (
-    clocks,
     devices,
     limits,
     machine,
@@ -35,7 +34,6 @@ ELASTIC = {**RANK, "TORCHELASTIC_RUN_ID": "job", "LOCAL_WORLD_SIZE": "2", "GROUP
 
 LOOPBACK = Interface("lo", True, ("127.0.0.1", "::1"), 65536, None)
 FAST = Interface("eth0", True, ("10.0.0.5",), 1500, 10_000)
-SLOW = Interface("eth1", True, ("10.1.0.5",), 1500, 100)
 DOWN = Interface("ib0", False, ("10.2.0.5",), 2044, None)
 NO_ADDRESS = Interface("docker0", True, (), 1500, None)
 HERE = [LOOPBACK, FAST, DOWN, NO_ADDRESS]
@@ -73,7 +71,7 @@ def test_two_ranks_meet(monkeypatch: pytest.MonkeyPatch, quick_executable: str) 
     assert states <= {"ok", "warning", "error", "n/a"}
     assert result.exit_code == (1 if states & {"warning", "error"} else 0)
     assert found["lightning_dist"].what == lightning_dist.__version__
-    assert {"torch", "gloo", "interfaces", "clock source", "open files", "results"} <= found.keys()
+    assert {"torch", "gloo", "interfaces", "open files", "compiler"} <= found.keys()
     last = found["2 ranks here"]
     assert (last.state, last.what.split(";")[0]) == ("ok", "gloo works")
 
@@ -116,14 +114,6 @@ def test_nothing_wrong_is_exit_code_0(as_json: bool, capsys: pytest.CaptureFixtu
     assert show({**fine, "x": Finding("error", "y", "z")}, as_json=as_json) == 1
 
 
-def test_bad_input(tmp_path: Path) -> None:
-    result = doctor("--folder", tmp_path / "no")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr == (
-        f"lightning-dist: --folder must be an existing folder, got {tmp_path}/no\n"
-    )
-
-
 # This host.
 
 
@@ -135,18 +125,6 @@ def test_versions_and_devices(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         assert devices(tmp_path / "no")["cuda"].state == "n/a"
         assert devices(tmp_path)["cuda"].state == "warning"
-
-
-def test_clocks(tmp_path: Path) -> None:
-    (tmp_path / "current_clocksource").write_text("hpet\n")
-    (tmp_path / "available_clocksource").write_text("hpet tsc acpi_pm \n")
-    found = clocks(tmp_path)
-    assert found["clock source"].state == "warning"
-    assert found["clock source"].fix == f"echo tsc > {tmp_path}/current_clocksource"
-    assert found["time stamps"].what.endswith(" ns apart")
-    (tmp_path / "current_clocksource").write_text("tsc\n")
-    assert clocks(tmp_path)["clock source"].state == "ok"
-    assert clocks(tmp_path / "no")["clock source"].state == "n/a"
 
 
 def test_the_fix_for_few_files_is_one() -> None:
@@ -166,18 +144,9 @@ def test_the_fix_for_few_files_is_one() -> None:
 
 
 def test_memory(tmp_path: Path) -> None:
-    (tmp_path / "mlx5_0").touch()
     assert limits()["shared memory"].what.startswith("/dev/shm has ")
     assert limits(tmp_path / "no")["shared memory"].state == "n/a"
     assert limits(Path("/proc"))["shared memory"].state == "warning"  # of 0 bytes
-    assert limits(infiniband=tmp_path / "no")["locked memory"].state == "n/a"
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    try:
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, locked[1]))
-        found = limits(infiniband=tmp_path)["locked memory"]
-    finally:
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, locked)
-    assert (found.state, found.fix) == ("error", "ulimit -l unlimited")
 
 
 @pytest.mark.parametrize(
@@ -191,8 +160,8 @@ def test_memory(tmp_path: Path) -> None:
         ({"OMP_NUM_THREADS": "0"}, "error", "OMP_NUM_THREADS="),
     ],
 )
-def test_threads(environ: dict[str, str], state: str, fix: str, tmp_path: Path) -> None:
-    found = machine(environ, tmp_path)["processors"]
+def test_threads(environ: dict[str, str], state: str, fix: str) -> None:
+    found = machine(environ)["processors"]
     assert found.state == state
     assert fix in found.fix
 
@@ -207,17 +176,13 @@ def test_a_container_has_fewer_processors(tmp_path: Path) -> None:
     assert processors(quota) == 1
 
 
-def test_a_compiler_and_a_folder(tmp_path: Path) -> None:
-    bare = machine({"PATH": str(tmp_path)}, Path("/proc"))
-    assert (bare["compiler"].state, bare["compiler"].fix) == ("warning", "apt-get install g++")
-    assert bare["results"].state == "error"  # for root too
-    assert "cannot be written to" in bare["results"].what
+def test_a_compiler(tmp_path: Path) -> None:
+    bare = machine({"PATH": str(tmp_path)})["compiler"]
+    assert (bare.state, bare.fix) == ("warning", "apt-get install g++")
     compiler = tmp_path / "clang++"
     compiler.write_text("#!/bin/sh\n")
     compiler.chmod(0o755)
-    found = machine({"PATH": str(tmp_path)}, tmp_path)
-    assert found["compiler"].what == str(compiler)
-    assert found["results"].state in ("ok", "warning")
+    assert machine({"PATH": str(tmp_path)})["compiler"].what == str(compiler)
 
 
 # The way to other ranks.
@@ -248,29 +213,10 @@ def test_a_compiler_and_a_folder(tmp_path: Path) -> None:
     ],
 )
 def test_launcher_variables(environ: dict[str, str], state: str, told: str, fix: str) -> None:
-    found = launcher(environ)["launcher variables"]
+    found = launcher(environ)
     assert found.state == state
     assert told in found.what
     assert found.fix.startswith(fix)
-
-
-def test_what_restarts_need() -> None:
-    assert launcher(RANK)["restarts"].state == "n/a"
-    assert launcher({"RANK": "x"})["restarts"].state == "n/a"
-    allowed = {**ELASTIC, "TORCHELASTIC_MAX_RESTARTS": "3"}
-    assert launcher(allowed)["restarts"].what == "after a failure, 3 times"
-    found = launcher({**ELASTIC, "TORCHELASTIC_USE_AGENT_STORE": "True"})["restarts"]
-    assert found.state == "warning"
-    assert "a failed rank ends the job" in found.what
-    assert "--max-restarts=3" in found.fix
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in found.fix
-
-
-def test_settings_left_over_from_debugging() -> None:
-    left = {"TORCH_DISTRIBUTED_DEBUG": "detail", "NCCL_P2P_DISABLE": "1"}
-    found = launcher(left)["slow setting"]
-    assert (found.state, found.fix) == ("warning", f"unset {' '.join(left)}")
-    assert launcher({"TORCH_DISTRIBUTED_DEBUG": "INFO"})["slow setting"].state == "ok"
 
 
 CHECKS = {"GLOO_SOCKET_IFNAME": "gloo address", "NCCL_SOCKET_IFNAME": "NCCL_SOCKET_IFNAME"}
@@ -317,12 +263,6 @@ def test_a_hostname_that_is_loopback() -> None:
     alone = network({}, found=[LOOPBACK], hostname="localhost")
     assert alone["gloo address"].state == "ok"
     assert alone["interfaces"].state == "warning"
-
-
-def test_a_slow_link() -> None:
-    found = network({}, found=[LOOPBACK, SLOW], hostname="localhost")["link speed"]
-    assert (found.state, found.what) == ("warning", "eth1 runs at 100 Mbit/s")
-    assert in_network({})["link speed"].state == "ok"
 
 
 def test_where_ranks_meet() -> None:

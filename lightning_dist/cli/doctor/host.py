@@ -1,17 +1,13 @@
-"""Checks of this host: packages, GPUs, clocks, limits, processors, compiler, disk."""
+"""Checks of this host: packages, GPUs, limits, processors, compiler."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import resource
 import shutil
-import tempfile
-import time
 from collections.abc import Mapping
 from importlib import metadata
-from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -21,12 +17,10 @@ from rich.filesize import decimal
 from lightning_dist._version import __version__
 from lightning_dist.cli.doctor import Finding
 
-CLOCK = Path("/sys/devices/system/clocksource/clocksource0")
-SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies", "refined-jiffies")
 FILES = 4096
 """Each group has a socket for every peer, and each tensor of a data loader's worker a file."""
 ROOM = 1_000_000_000
-"""Bytes in shared memory, for data loaders and NCCL (Docker gives 64 MB), and on disk."""
+"""Bytes in shared memory, for data loaders and NCCL; Docker gives 64 MB."""
 
 
 def versions() -> dict[str, Finding]:
@@ -81,59 +75,9 @@ def devices(driver: Path = Path("/proc/driver/nvidia/version")) -> dict[str, Fin
     return {"cuda": cuda, "nccl": nccl, "gloo": gloo}
 
 
-def clocks(folder: Path = CLOCK) -> dict[str, Finding]:
-    """Source and resolution of time stamps, and whether other hosts have the same time."""
-    # The shortest of many, because this process may be interrupted at any of them.
-    stamps = sorted({time.monotonic_ns() for _ in range(1000)})
-    shortest = min((after - before for before, after in pairwise(stamps)), default=0)
-    finest = max(time.get_clock_info("monotonic").resolution * 1e9, shortest)
-    time_stamps = Finding("ok", f"{finest:.0f} ns apart")
-    if finest > 1000:
-        what = f"{finest:.0f} ns apart at best: a profile will be that coarse"
-        time_stamps = Finding("warning", what, f"cat {CLOCK}/available_clocksource")
-
-    adjust = getattr(ctypes.CDLL(None), "adjtimex", lambda timex: -1)
-    state = adjust(ctypes.create_string_buffer(512))  # struct timex, all 0: change nothing
-    time_of_day = Finding("ok", "synchronised")
-    if state == 5:  # TIME_ERROR of adjtimex(2)
-        what = "not synchronised: logs of several hosts do not line up"
-        time_of_day = Finding("warning", what, "timedatectl set-ntp true")
-    elif state < 0:
-        time_of_day = Finding("n/a", "this system does not report it")
-    source = _clock_source(folder)
-    return {"clock source": source, "time of day": time_of_day, "time stamps": time_stamps}
-
-
-def _clock_source(folder: Path) -> Finding:
-    try:
-        current = (folder / "current_clocksource").read_text().strip()
-        available = (folder / "available_clocksource").read_text().split()
-    except OSError:
-        return Finding("n/a", f"{folder} cannot be read")
-    if current not in SLOW_CLOCKS:
-        return Finding("ok", current)
-    what = f"{current}: reading it takes microseconds, in every GPU operation"
-    for faster in available:
-        if faster not in SLOW_CLOCKS:
-            return Finding("warning", what, f"echo {faster} > {folder}/current_clocksource")
-    return Finding(
-        "warning", what, "dmesg | grep -i clocksource  # why the faster one was given up"
-    )
-
-
-def limits(
-    shared: Path = Path("/dev/shm"), infiniband: Path = Path("/sys/class/infiniband")
-) -> dict[str, Finding]:
-    """Open files, shared memory, locked memory."""
-    locked_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    locked = Finding("ok", "unlimited")
-    if not any(infiniband.glob("*")):
-        locked = Finding("n/a", "needed for InfiniBand only")
-    elif locked_bytes != resource.RLIM_INFINITY:
-        what = f"{decimal(locked_bytes)}: InfiniBand cannot register its buffers"
-        locked = Finding("error", what, "ulimit -l unlimited")
-    files, memory = _open_files(), _shared_memory(shared)
-    return {"open files": files, "shared memory": memory, "locked memory": locked}
+def limits(shared: Path = Path("/dev/shm")) -> dict[str, Finding]:
+    """Open files, shared memory."""
+    return {"open files": _open_files(), "shared memory": _shared_memory(shared)}
 
 
 def _open_files() -> Finding:
@@ -163,8 +107,8 @@ def _shared_memory(path: Path) -> Finding:
     return Finding("ok", what)
 
 
-def machine(environ: Mapping[str, str], folder: Path) -> dict[str, Finding]:
-    """Threads for processors, a compiler for kernels, a place for results."""
+def machine(environ: Mapping[str, str]) -> dict[str, Finding]:
+    """Threads for processors, a compiler for kernels."""
     names, path = ("g++", "clang++"), environ.get("PATH")
     found = next(filter(None, (shutil.which(name, path=path) for name in names)), None)
     what = f"none of {', '.join(names)}: codecs on CPU are not compiled, and slower"
@@ -172,7 +116,6 @@ def machine(environ: Mapping[str, str], folder: Path) -> dict[str, Finding]:
     return {
         "processors": _threads(environ),
         "compiler": Finding("ok", found) if found else none,
-        "results": _results(folder),
     }
 
 
@@ -203,17 +146,3 @@ def _threads(environ: Mapping[str, str]) -> Finding:
     if int(each) * local > available:
         return Finding("warning", f"{what}: more threads than processors", fix)
     return Finding("ok", what)
-
-
-def _results(folder: Path) -> Finding:
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"x")
-            file.flush()
-    except OSError as error:
-        what = f"{folder} cannot be written to: {error.strerror}"
-        return Finding("error", what, f"chown $(id -u) {folder}  # or another --folder")
-    free = psutil.disk_usage(str(folder)).free
-    if free < ROOM:
-        return Finding("warning", f"{folder} has {decimal(free)} free", f"du -sh {folder}/*")
-    return Finding("ok", f"{folder}, {decimal(free)} free")

@@ -14,31 +14,10 @@ from lightning_dist.cli.doctor import Finding
 from lightning_dist.elastic.launcher.launch import Launch
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-SLOW = {
-    "CUDA_LAUNCH_BLOCKING": ("1", "every kernel waits for the one before it"),
-    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "every collective is preceded by a check on all ranks"),
-    "NCCL_P2P_DISABLE": ("1", "GPUs of one host exchange through its memory"),
-    "NCCL_IB_DISABLE": ("1", "InfiniBand is not used"),
-}
-"""Values that are for debugging and are easily forgotten."""
 
 
-def launcher(environ: Mapping[str, str]) -> dict[str, Finding]:
-    """Variables from which ranks find each other, and what restarts need."""
-    slow = [name for name, (value, _) in SLOW.items() if environ.get(name, "").upper() == value]
-    setting = Finding("ok", "none")
-    if slow:
-        what = "; ".join(f"{name}={environ[name]}: {SLOW[name][1]}" for name in slow)
-        setting = Finding("warning", what, f"unset {' '.join(slow)}")
-    try:
-        restarts = _restarts(Launch.from_env(environ))
-    except ValueError:
-        restarts = Finding("n/a", "the launcher variables are wrong")
-    variables = _variables(environ)
-    return {"launcher variables": variables, "restarts": restarts, "slow setting": setting}
-
-
-def _variables(environ: Mapping[str, str]) -> Finding:
+def launcher(environ: Mapping[str, str]) -> Finding:
+    """Variables from which ranks find each other."""
     there = [each for each in NEEDED if environ.get(each)]
     missing = [each for each in NEEDED if each not in there]
     if not there:
@@ -62,16 +41,6 @@ def _variables(environ: Mapping[str, str]) -> Finding:
     except ValueError as error:
         return Finding("error", str(error), f"unset {' '.join(there)}")
     return Finding("ok", f"rank {launch.rank} of {size}")
-
-
-def _restarts(launch: Launch) -> Finding:
-    if not launch.is_elastic:
-        return Finding("n/a", "torchrun did not start this process")
-    if not (missing := launch.missing_settings()):
-        return Finding("ok", f"after a failure, {launch.max_restarts} times")
-    sentences = [each.partition(": ") for each in missing]
-    what, fix = ("; ".join(part[i] for part in sentences) for i in (0, 2))
-    return Finding("warning", what, fix)
 
 
 @dataclass(frozen=True)
@@ -131,13 +100,8 @@ def network(
     if not usable:
         what = "no interface but loopback is up with an address: no other host can be reached"
         all_usable = Finding("warning", what, "ip link; ip addr")
-    speed = Finding("ok", "no slow interface known")
-    if slow := [each for each in usable if each.mbit is not None and each.mbit < 1000]:
-        what = "; ".join(f"{each.name} runs at {each.mbit} Mbit/s" for each in slow)
-        speed = Finding("warning", what, f"ethtool {slow[0].name}  # cable, switch")
     return {
         "interfaces": all_usable,
-        "link speed": speed,
         "gloo address": _gloo(environ, found, hostname or socket.gethostname(), way, best),
         "NCCL_SOCKET_IFNAME": _nccl(environ.get("NCCL_SOCKET_IFNAME", ""), found, best),
         "MASTER_ADDR": master,
