@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -52,40 +51,30 @@ def bench(
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="cpu: gloo; cuda: nccl.")
     ] = "auto",
-    nproc: Annotated[
-        int | None,
-        typer.Option(min=2, help="Start this many ranks on this host, without torchrun."),
-    ] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Timeout of a collective, seconds.")] = (
         300.0
     ),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Also write the results to this file (rank 0), as JSON."),
-    ] = None,
 ) -> None:
-    """Measure how fast ranks exchange bytes. Rank 0 prints a table.
+    """Measure how fast the ranks of torchrun exchange bytes. Rank 0 prints a table.
 
     Options are named as in nccl-tests, and so are sizes: K, M and G are powers of 1024.
 
     \b
     Ranks of this host:
-      lightning-dist bench --nproc 4
+      torchrun --nproc-per-node 4 --no-python lightning-dist bench
     Ranks of several hosts, the same command on each of them:
       torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d \\
         --rdzv-endpoint node0:29400 --no-python lightning-dist bench --group inter
     A slow link:
       ... lightning-dist bench --pairs --max-bytes 8M
     """
-    is_first = nproc is not None or os.environ.get("RANK", "0") == "0"
-    if out is not None and is_first and not out.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {out.parent} for --out {out}")
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    if nproc is None and not launched:
-        raise ValueError("no other ranks: add --nproc N for this host, or start it with torchrun")
-    if nproc is not None and launched:
-        raise ValueError("--nproc starts ranks itself: leave it out under torchrun")
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise ValueError(
+            "no other ranks: start it with torchrun --nproc-per-node N --no-python lightning-dist "
+            "bench"
+        )
+    is_first = os.environ["RANK"] == "0"
     largest = nbytes_of(max_bytes, option="--max-bytes")
     sizes = sizes_of(nbytes_of(min_bytes, option="--min-bytes"), largest, factor=step_factor)
 
@@ -98,27 +87,21 @@ def bench(
     if not (pairs or sizes):
         raise ValueError(f"--min-bytes {min_bytes} must not be above --max-bytes {max_bytes}")
     settings = bench_run.Settings(
-        (largest,) if pairs else sizes, names, iters, group, pairs, _device(device, nproc), timeout
+        (largest,) if pairs else sizes, names, iters, group, pairs, _device(device), timeout
     )
     try:
-        if nproc is not None:
-            reports = bench_run.run_local(settings, nproc)
-        else:
-            reports = bench_run.run_here(settings)
+        reports = bench_run.run(settings)
     except ValueError:
         if not is_first:  # all ranks would say the same
             raise typer.Exit(BAD_INPUT) from None
         raise
     if not is_first:
         return
-    content = json.dumps({"groups": [each.as_dict() for each in reports]}, indent=2)
     if as_json:
-        typer.echo(content)
-    else:
-        for report in reports:
-            print_report(report)
-    if out is not None:
-        out.write_text(content)
+        typer.echo(json.dumps({"groups": [each.as_dict() for each in reports]}, indent=2))
+        return
+    for report in reports:
+        print_report(report)
 
 
 def nbytes_of(text: str, *, option: str) -> int:
@@ -139,10 +122,10 @@ def sizes_of(first: int, last: int, *, factor: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _device(wish: str, nproc: int | None) -> str:
+def _device(wish: str) -> str:
     import torch
 
-    ranks = nproc or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wish == "cuda" and gpus < ranks:
         raise ValueError(f"--device cuda needs a GPU for each of {ranks} ranks here, it has {gpus}")

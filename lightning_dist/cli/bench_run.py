@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -19,7 +17,6 @@ from lightning_dist.profiling.links import Measurement, measure, pairs
 from lightning_dist.topology import Topology, this_host
 
 Scope = Literal["flat", "intra", "inter"]
-START = "forkserver"
 
 
 @dataclass(frozen=True)
@@ -67,50 +64,7 @@ class Report:
         return {**asdict(self), "rows": rows}
 
 
-def run_local(settings: Settings, ranks: int) -> list[Report]:
-    """Start ``ranks`` processes on this host and measure between them.
-
-    Raises:
-        ValueError: the ranks cannot form the group.
-        RuntimeError: a process has failed.
-    """
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    # One process imports what all of them need, and becomes each of them.
-    multiprocessing.get_context(START).set_forkserver_preload([__name__])
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=str(uuid.uuid4()),
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        local_addr="localhost",
-        start_method=START,
-    )
-    try:
-        results = elastic_launch(config, _rank)(settings)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        said = failure.message.strip().splitlines() or ["no output"]
-        raise RuntimeError(f"rank {rank} has failed: {said[-1]}") from None
-    found: list[Report] | str = results[0]
-    if isinstance(found, str):
-        raise ValueError(found)
-    return found
-
-
-def _rank(settings: Settings) -> list[Report] | str:
-    torch.set_num_threads(1)
-    try:
-        return run_here(settings)
-    except ValueError as error:  # a child's traceback would not be read
-        return str(error)
-
-
-def run_here(settings: Settings) -> list[Report]:
+def run(settings: Settings) -> list[Report]:
     """Be one rank of a launcher's world. Reports of the groups, the same on all ranks.
 
     Raises:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from calls import program
 from click.testing import Result
-from processes import port, run, run_together
+from processes import port, run_together
 
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable
 from lightning_dist.cli.bench import nbytes_of, print_report, sizes_of
-from lightning_dist.cli.bench_run import START, Report, members_of
+from lightning_dist.cli.bench_run import Report, members_of
 from lightning_dist.profiling.links import Measurement
 
 LINK_MBIT = 200.0
@@ -20,15 +20,10 @@ PAYLOAD = 1448 / 1514
 """Of a full frame, which is what the shaper counts: the rest is headers."""
 
 
-def bench_in_fork(python: list[str], *, start: str = "fork") -> list[str]:
-    """The program in a fork that has torch, which starts ranks in this way."""
-    code = f"from lightning_dist.cli import bench_run, main; bench_run.START = {start!r}; main()"
-    return [*python, "-c", code, "bench"]
-
-
 @pytest.fixture(scope="module")
 def quick_bench(quick_python: list[str]) -> list[str]:
-    return bench_in_fork(quick_python)
+    """The program in a fork that has torch."""
+    return [*quick_python, "-c", "from lightning_dist.cli import main; main()", "bench"]
 
 
 @pytest.fixture(autouse=True)
@@ -69,18 +64,15 @@ def test_groups() -> None:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ("", "add --nproc N for this host, or start it with torchrun"),
-        (
-            "--nproc 2 --ops gather",
-            "--ops must be of all_reduce, all_gather, all_to_all, broadcast",
-        ),
-        ("--nproc 2 --max-bytes 1XB", "--max-bytes must be bytes, or like 64K, 1M, 2G"),
-        ("--nproc 2 -b 2M -e 1M", "--min-bytes 2M must not be above --max-bytes 1M"),
-        ("--nproc 2 --out /no/such/x.json", "there is no folder /no/such"),
-        ("--nproc 999 --device cuda", "--device cuda needs a GPU for each of 999 ranks here"),
+        ("--ops gather", "--ops must be of all_reduce, all_gather, all_to_all, broadcast"),
+        ("--max-bytes 1XB", "--max-bytes must be bytes, or like 64K, 1M, 2G"),
+        ("-b 2M -e 1M", "--min-bytes 2M must not be above --max-bytes 1M"),
+        ("--device cuda", "--device cuda needs a GPU for each of 999 ranks here"),
     ],
 )
-def test_bad_input(words: str, problem: str) -> None:
+def test_bad_input(monkeypatch: pytest.MonkeyPatch, words: str, problem: str) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "999", "LOCAL_WORLD_SIZE": "999"}.items():
+        monkeypatch.setenv(name, value)
     result = bench(*words.split())
     assert (result.exit_code, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()
@@ -88,14 +80,10 @@ def test_bad_input(words: str, problem: str) -> None:
     assert problem in line
 
 
-def test_torchrun_and_nproc_do_not_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    result = bench("--nproc", "2")
-    assert (result.exit_code, result.stderr) == (
-        2,
-        "lightning-dist: --nproc starts ranks itself: leave it out under torchrun\n",
-    )
+def test_without_a_launcher() -> None:
+    result = bench()
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "torchrun --nproc-per-node N --no-python lightning-dist bench" in result.stderr
 
 
 def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,32 +111,6 @@ def test_a_matrix_names_the_slowest_pair(capsys: pytest.CaptureFixture[str]) -> 
     assert last.startswith("slowest: rank 2 on b to rank 3 on c, 0.250 Gbit/s, 25% of the fastest")
 
 
-@pytest.mark.parametrize("start", ["fork", pytest.param(START, marks=pytest.mark.slow)])
-def test_ranks_of_its_own(tmp_path: Path, quick_python: list[str], start: str) -> None:
-    to = tmp_path / "bench.json"
-    words = "--nproc 2 --min-bytes 64K --max-bytes 1M --step-factor 16 --iters 3 --device cpu"
-    command = [*bench_in_fork(quick_python, start=start), *words.split(), "--out", to]
-    shown = run(command, limit=100).require_success().output
-    assert "2 ranks (flat) on " in shown
-    (group,) = json.loads(to.read_text())["groups"]
-    assert (group["ranks"], group["backend"], group["device"]) == ([0, 1], "gloo", "cpu")
-    ops = ["all_reduce", "all_reduce", "all_gather", "all_gather", "all_to_all", "all_to_all"]
-    assert [row["op"] for row in group["rows"]] == ops
-    assert [row["nbytes"] for row in group["rows"]] == [1 << 16, 1 << 20] * 3
-    for row in group["rows"]:
-        assert len(row["seconds"]) == 3
-        assert 0 < row["busbw_gbps"] <= row["algbw_gbps"]
-        assert sum(line.startswith(row["op"]) for line in shown.splitlines()) == 2
-
-
-def test_what_ranks_refuse_is_said_once(quick_bench: list[str]) -> None:
-    words = "--nproc 2 -b 4 -e 4 --ops all_reduce --device cpu"
-    done = run([*quick_bench, *words.split()], limit=100)
-    assert done.returncode == 2
-    last = done.output.splitlines()[-1]
-    assert last.startswith("lightning-dist: nbytes must be 8 or more")
-
-
 def of_rank(rank: int, at: int, hosts: list[str]) -> dict[str, str]:
     """A launcher's variables."""
     return {
@@ -160,21 +122,35 @@ def of_rank(rank: int, at: int, hosts: list[str]) -> dict[str, str]:
     }
 
 
-def test_ranks_of_a_launcher(tmp_path: Path, quick_bench: list[str]) -> None:
-    hosts, at, to = ["a", "b", "a"], port(), tmp_path / "bench.json"
-    command = [*quick_bench, "--pairs", "--group", "intra", "-e", "64K"]
-    command += ["--device", "cpu"]
-    outs = [to, tmp_path / "not on this host" / "bench.json", to]  # only rank 0 writes
+def test_all_collectives(quick_bench: list[str]) -> None:
+    hosts, at = ["a", "a"], port()
+    words = "--min-bytes 64K --max-bytes 1M --step-factor 16 --iters 3 --device cpu --json"
     done = run_together(
-        [[*command, "--out", out] for out in outs],
-        [of_rank(rank, at, hosts) for rank in range(3)],
+        [[*quick_bench, *words.split()]] * 2,
+        [of_rank(rank, at, hosts) for rank in range(2)],
         limit=100,
     )
+    first, other = (each.require_success().output for each in done)
+    assert "groups" not in other
+    (group,) = json.loads(first[first.index("{") :])["groups"]
+    assert (group["ranks"], group["backend"], group["device"]) == ([0, 1], "gloo", "cpu")
+    ops = ["all_reduce", "all_reduce", "all_gather", "all_gather", "all_to_all", "all_to_all"]
+    assert [row["op"] for row in group["rows"]] == ops
+    assert [row["nbytes"] for row in group["rows"]] == [1 << 16, 1 << 20] * 3
+    for row in group["rows"]:
+        assert len(row["seconds"]) == 3
+        assert 0 < row["busbw_gbps"] <= row["algbw_gbps"]
+
+
+def test_pairs(quick_bench: list[str]) -> None:
+    hosts, at = ["a", "b", "a"], port()
+    command = [*quick_bench, "--pairs", "--group", "intra", "-e", "64K", "--device", "cpu"]
+    done = run_together(
+        [[*command, "--json"]] * 3, [of_rank(rank, at, hosts) for rank in range(3)], limit=100
+    )
     first, *others = [each.require_success().output for each in done]
-    assert "2 ranks (intra) on a; gloo, cpu" in first
-    assert "slowest: rank " in first
-    assert not any("slowest" in each for each in others)
-    (group,) = json.loads(to.read_text())["groups"]
+    assert not any("groups" in each for each in others)
+    (group,) = json.loads(first[first.index("{") :])["groups"]
     assert (group["hosts"], group["ranks"], group["pair_nbytes"]) == (hosts, [0, 2], 1 << 16)
     (none, there), (back, also_none) = group["pair_gbps"]
     assert (none, also_none) == (None, None)
@@ -201,30 +177,37 @@ def test_timeout_bounds_what_is_measured(quick_python: list[str]) -> None:
     assert "Timed out waiting 2000ms" in done[0].output
 
 
-def test_what_is_wrong_with_all_ranks_is_said_once(quick_bench: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("--group inter", "--group inter needs 2 hosts or more"),
+        ("-b 4 -e 4 --ops all_reduce", "nbytes must be 8 or more"),
+    ],
+)
+def test_what_is_wrong_with_all_ranks_is_said_once(
+    quick_bench: list[str], words: str, problem: str
+) -> None:
     at = port()
-    command = [*quick_bench, "--group", "inter", "--device", "cpu"]
+    command = [*quick_bench, *words.split(), "--device", "cpu"]
     done = run_together(
         [command] * 2, [of_rank(rank, at, ["a", "a"]) for rank in range(2)], limit=100
     )
     assert [each.returncode for each in done] == [2, 2]
-    said = ["lightning-dist: --group inter needs 2 hosts or more" in each.output for each in done]
+    said = [f"lightning-dist: {problem}" in each.output for each in done]
     assert said == [True, False]
 
 
 @pytest.mark.root
-def test_the_rate_of_a_link_is_found(tmp_path: Path, quick_bench: list[str]) -> None:
-    to = tmp_path / "bench.json"
-    words = ["--group", "inter", "--ops", "all_reduce", "--device", "cpu", "--out", str(to)]
+def test_the_rate_of_a_link_is_found(quick_bench: list[str]) -> None:
+    words = ["--group", "inter", "--ops", "all_reduce", "--device", "cpu", "--json"]
     try:
         with Testbed(hosts=2, link_mbit=LINK_MBIT) as testbed:
             command = [*quick_bench, *words, "-b", "4M", "-e", "4M", "-n", "5"]
             shown, *others = testbed.launch(command, ranks_per_host=[2, 1], timeout_s=90)
     except TestbedUnavailable as reason:
         pytest.skip(str(reason))
-    assert "2 ranks (inter) on host0, host1; gloo, cpu" in shown
     assert not any("all_reduce" in each for each in others)
-    (group,) = json.loads(to.read_text())["groups"]
-    assert group["ranks"] == [0, 2]
+    (group,) = json.loads(shown[shown.index("{") :])["groups"]
+    assert (group["ranks"], group["hosts"]) == ([0, 2], ["host0", "host0", "host1"])
     (row,) = group["rows"]
     assert row["busbw_gbps"] * 1000 == pytest.approx(LINK_MBIT * PAYLOAD, rel=0.2)

@@ -56,7 +56,7 @@ COMMANDS = (
     "profile report no",
     "config --set codec=int9",
     "config --set codek=int8",
-    "bench --nproc 2 --ops all_reducee",
+    "bench --ops all_reduce",
 )
 
 
