@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import datetime
 from typing import Annotated, Any
 
@@ -13,15 +14,16 @@ from rich.text import Text
 
 from lightning_dist.checkpoint.disk.folder_owner import own, owner_of
 from lightning_dist.checkpoint.disk.manifest import NAME
-from lightning_dist.checkpoint.disk.recovery import recover
 from lightning_dist.checkpoint.disk.scan import Found, checkpoints, is_checkpoint
 from lightning_dist.checkpoint.disk.storage import LocalStorage, Storage, storage_of
 from lightning_dist.checkpoint.disk.verify import Description
-from lightning_dist.cli.ckpt_prune import Plan, Verdict, check, is_ours, plan, without_path
+from lightning_dist.cli.ckpt_prune import Plan, Verdict, check, plan, without_path
 from lightning_dist.cli.errors import DAMAGED, reported
 from lightning_dist.console import print_table, stdout_console
 
 app = typer.Typer(no_args_is_help=True)
+
+_SHARD = re.compile(r"shard-\d{5}-of-\d{5}-[0-9a-f]{16}\.bin")
 
 Folder = Annotated[
     str, typer.Argument(metavar="DIR", help="Path or URL of a folder of checkpoints.")
@@ -113,11 +115,12 @@ def prune(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Keep the newest checkpoints of a folder, remove older and damaged ones.
+    """Keep the newest checkpoints of a folder, remove older ones.
 
-    The ones to keep are read to the last byte first. What is named last*, latest* or best*, what
-    such a name is linked to, and what lightning_dist did not write are never removed. Refuses
-    while a trainer writes to the folder; object stores cannot tell.
+    The ones to keep are read to the last byte first; damaged ones do not count and stay. What is
+    named last*, latest* or best*, what such a name is linked to, and what lightning_dist did not
+    write are never removed. Refuses while a trainer writes to the folder; object stores cannot
+    tell.
 
     \b
     Preview, then without confirmation:
@@ -126,21 +129,12 @@ def prune(
     """
     if as_json and not (yes or dry_run):
         raise ValueError("--json cannot ask for confirmation: add --yes, or --dry-run")
-    storage, inside = _require_folder(folder)
+    _require_folder(folder)
     owner = owner_of(folder)
     if owner is not None:
         raise ValueError(f"{folder} is in use by {owner}; prune it when that has ended")
-    leftovers = storage.leftovers(inside)
     lock = None if dry_run or no_lock else own(folder, patience=0, clean=False)
     try:
-        if no_lock:
-            leftovers = []  # a writer may be at work on them
-        for path in [] if as_json else leftovers:
-            _print_item("clear", path, "left by a dead writer")
-        if leftovers and not dry_run:
-            if not yes:
-                typer.confirm(f"Finish or remove these {len(leftovers)} leftovers?", abort=True)
-            recover(storage, inside)
         found = checkpoints(folder)
         planned = plan(found, keep=keep)
         if not as_json:
@@ -148,7 +142,7 @@ def prune(
         if planned.removed and not dry_run:
             _remove(planned, locked=lock is not None, asks=not yes, says=not as_json)
         if as_json:
-            _print_json(folder=folder, dry_run=dry_run, cleared=leftovers, **planned.as_dict())
+            _print_json(folder=folder, dry_run=dry_run, **planned.as_dict())
     finally:
         if lock is not None:
             lock.release()
@@ -234,7 +228,7 @@ def _checkpoints_at(path: str) -> list[str]:
     if not storage.exists(inside):
         raise FileNotFoundError(f"there is no checkpoint or folder at {path}")
     is_one = is_checkpoint(storage, inside) or not storage.is_folder(inside)
-    if is_one or is_ours(storage, inside):
+    if is_one or any(map(_SHARD.fullmatch, storage.names(inside))):
         return [path]
     found = [each.path for each in checkpoints(path)]
     if not found:

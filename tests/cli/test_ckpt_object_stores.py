@@ -42,7 +42,6 @@ def test_on_an_object_store_what_may_be_under_way_stays(memory: str) -> None:
     save_file(f"{memory}/2.ckpt", step=2)
     save_sharded(f"{memory}/3.ckpt", step=3)
     fsspec.filesystem("memory").rm_file(f"{memory}/3.ckpt/manifest.json")
-    result = ckpt("prune", memory, "--keep", "1", "--yes")
-    assert "or a save is under way" in result.stdout
+    assert ckpt("prune", memory, "--keep", "1", "--yes").exit_code == 0
     assert set(listed(memory)) == {"2.ckpt", "3.ckpt"}
     assert ckpt("verify", memory).exit_code == 1
