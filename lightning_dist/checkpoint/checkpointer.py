@@ -12,7 +12,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lightning_dist.checkpoint.agreement import agree
 from lightning_dist.checkpoint.delivery import Delivery
 from lightning_dist.checkpoint.disk.folder_owner import Lock, forget, is_owned, own
 from lightning_dist.checkpoint.disk.jobs import (
@@ -186,7 +185,7 @@ class Checkpointer:
                 shape = shape_of(content, owned, striped)
             except Exception as error:  # the others must know before they wait for this rank
                 problem = error
-        origin, alike = agree(origin, ranks=self._together, shape=shape, problem=problem)
+        origin, alike = self._together.agree(origin, shape=shape, problem=problem)
         owned = owned if alike else {}
         divided = plan(
             content,
@@ -241,7 +240,7 @@ class Checkpointer:
             ``origin.save_id`` of the event that will say what became of it.
         """
         late = self._prepare(together=True)
-        origin, _ = agree(self._origin(step, target), ranks=self._together, problem=late)
+        origin, _ = self._together.agree(self._origin(step, target), problem=late)
         self._delivery.send(
             SaveFolder(origin, target, (), self._together.rank, files=tuple(files), scratch=scratch)
         )

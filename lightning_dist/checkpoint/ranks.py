@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
+from lightning_dist.checkpoint.disk.manifest import Origin
 from lightning_dist.exchange.handshake import all_facts
 
 Facts = dict[str, Any]
@@ -57,6 +59,31 @@ class Ranks:
     def of_leader(self, facts: Facts, *, error: Exception | None = None) -> Facts:
         """The facts of the leader; see :meth:`all`."""
         return self.all(facts, error=error)[self.leader]
+
+    def agree(
+        self, origin: Origin, *, shape: int = 0, problem: Exception | None = None
+    ) -> tuple[Origin, bool]:
+        """Rank 0's ``origin`` of a checkpoint that all write, and whether all have this ``shape``.
+
+        Args:
+            problem: why this rank cannot take part; all ranks raise it, as a CheckpointError if it
+                is one, or else as a ValueError.
+        """
+        if self.count < origin.ranks:
+            raise ValueError(
+                f"{origin.ranks} ranks write one folder together, so they need a group on CPU, got "
+                "group=None; give dist.new_group(backend='gloo')"
+            )
+        error: Exception | None = None
+        if problem is not None:
+            kind = CheckpointError if isinstance(problem, CheckpointError) else ValueError
+            text = f"{type(problem).__name__}: {problem}"
+            error = kind(f"rank {self.rank} cannot save its state: {text}")
+            error.__cause__ = problem
+        mine = {"save_id": origin.save_id, "created_ns": origin.created_ns, "order": origin.order}
+        by_rank = self.all({"origin": mine, "shape": shape}, error=error)
+        alike = all(each["shape"] == by_rank[0]["shape"] for each in by_rank)
+        return replace(origin, **by_rank[0]["origin"]), alike
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in rank order; anything that can be pickled."""

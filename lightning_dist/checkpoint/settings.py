@@ -8,26 +8,9 @@ from typing import Any, Literal, get_args, get_type_hints
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """How checkpoints are taken and written.
+    """How checkpoints are taken and written; see :class:`~lightning_dist.AsyncCheckpoint`.
 
-    Attributes:
-        snapshot: ``"overlap"``: parameters and optimizer state are copied while the next forward
-            and backward pass run, and the next optimizer step waits for the rest of the copy; all
-            else is copied at once. ``"blocking"``: everything is copied at once, and written in the
-            background. ``"sync"``: returns when it is written. ``"auto"``: overlap where the
-            optimizers are known, else blocking.
-        max_in_flight: saves that may be under way; each has a copy of the state in host memory.
-        on_busy: what a save does when so many are: ``"wait"``, or ``"skip"`` it and say so.
-        writer: ``"process"``: a process of its own, which survives the trainer. ``"thread"``.
-            ``"auto"``: process, where the files are not in the memory of this one.
-        verify: ``"resume"``: what training goes on from is read and compared with its checksums
-            first. ``"always"``: also everything written, before what it replaces is removed.
-            ``"never"``.
-        on_error: when a checkpoint could not be written, ``"raise"`` within one step, or
-            ``"warn"`` and go on with the earlier one.
-        host_memory_limit: bytes that snapshots may take on this rank; None for no limit.
-        lock: keep other trainings from the folder with a file lock. False, for file systems that
-            have none: nobody is kept out, and what a killed writer leaves half done stays.
+    Without known optimizers ``snapshot="auto"`` is ``"blocking"``.
     """
 
     snapshot: Literal["auto", "overlap", "blocking", "sync"] = "auto"

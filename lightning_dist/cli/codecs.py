@@ -72,3 +72,10 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 def _plain(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def codec_names(incomplete: str) -> list[str]:
+    """Shell completion: codecs that start with ``incomplete``, those of installed packages too."""
+    from lightning_dist.codecs import CODECS  # torch
+
+    return [name for name in CODECS if name.startswith(incomplete)]

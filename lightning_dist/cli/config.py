@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from lightning_dist.cli import config_accelerate as theirs
-from lightning_dist.cli.completion import settings
+from lightning_dist.cli.codecs import codec_names
 from lightning_dist.cli.errors import reported
 from lightning_dist.configuration import OPTIONS, Resolved, read, resolve, write
 from lightning_dist.configuration.files import accelerate_default, check, parse, sidecar_of
@@ -42,7 +42,7 @@ def config(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            autocompletion=settings,
+            autocompletion=lambda incomplete: _completed(incomplete),
             help="Change a setting, ask nothing; accelerate.KEY for Accelerate's; repeatable.",
         ),
     ] = None,
@@ -107,6 +107,14 @@ def config(
         return
     for each in written:
         typer.echo(f"written: {each}")
+
+
+def _completed(incomplete: str) -> list[str]:
+    """Completions of ``KEY=VALUE``: keys, and codec names as values of ``codec``."""
+    key, equals, value = incomplete.partition("=")
+    if not equals:
+        return [f"{option}=" for option in OPTIONS if option.startswith(key)]
+    return [f"codec={name}" for name in codec_names(value)] if key == "codec" else []
 
 
 def _split(changes: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:

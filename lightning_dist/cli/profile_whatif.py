@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from lightning_dist.cli.completion import codecs_and_ddp
+from lightning_dist.cli.codecs import codec_names
 from lightning_dist.cli.errors import reported
 from lightning_dist.console import stdout_console
 from lightning_dist.measurement.costs import CANDIDATES, CodecCost
@@ -39,9 +39,7 @@ def whatif_command(
     hosts: Annotated[int | None, typer.Option(help="Number of hosts, all of one size.")] = None,
     codec: Annotated[
         list[str] | None,
-        typer.Option(
-            help="A codec, or ddp; repeatable. Default: all.", autocompletion=codecs_and_ddp
-        ),
+        typer.Option(help="A codec, or ddp; repeatable. Default: all.", autocompletion=codec_names),
     ] = None,
     form: Annotated[
         list[str] | None, typer.Option(help="flat, sharded, leader; repeatable.")

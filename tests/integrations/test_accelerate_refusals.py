@@ -19,7 +19,6 @@ from lightning_dist.checkpoint.disk.errors import CorruptCheckpointError
     ("arguments", "remedy"),
     [
         ({"snapshot": "overlap"}, "use 'blocking'"),
-        ({"host_memory_limit": 1 << 30}, "staging_dir"),
         ({"staging_dir": "/nowhere/at/all"}, "make it"),
         ({"staging_dir": "s3://bucket"}, "local or mounted folder"),
         ({"on_busy": "never"}, "on_busy is one of"),

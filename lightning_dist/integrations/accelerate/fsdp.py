@@ -51,14 +51,7 @@ class CompressedFSDPPlugin:
         parameters: for a model that is sharded over all ranks: codec of the parameters in FSDP's
             all-gather; gradients are reduce-scattered in ``codec``, which has to be unbiased, such
             as ``"qsgd:bits=8"``, or to have ``error_feedback=True``, then in 8 bits.
-        error_feedback: keep what the codec loses and send it with the next gradient; 4 bytes per
-            compressed element of a shard. ``"auto"``: where the codec needs it.
-        min_compress_numel: smaller parameters, and 1-D ones, travel uncompressed; 0 compresses all.
-            None: the codec's own choice.
-        start_step: synchronised steps before compression starts.
-        compile_kernels: fuse the codec's kernels at set-up. ``"auto"``: for shards of 4 Mi elements
-            or more, and on an accelerator with Triton.
-        commit: when residuals are written, as for ``CompressedDDPPlugin``.
+        error_feedback: this and all others as for ``compress_fsdp``.
 
     Raises:
         ValueError: a setting that is out of range or cannot take effect.

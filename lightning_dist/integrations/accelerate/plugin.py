@@ -29,28 +29,6 @@ class CompressedDDPPlugin:
     configuration, in this order; otherwise it is the default of ``compress_ddp``. The fields are
     what is in force, ``lightning-dist config --show`` says why.
 
-    Args:
-        codec: a name of ``lightning_dist.CODECS``, with options as in ``"topk:ratio=0.01"``, a
-            codec object, a policy, or ``{"intra": "bf16", "inter": "int4"}``.
-        error_feedback: keep what the codec loses and send it with the next gradient; 4 bytes per
-            compressed element. ``"auto"``: where the codec needs it.
-        hierarchical: reduce inside every host first. ``"auto"``: where there are several hosts, one
-            of them with several ranks. True: and fail where there are not. ``"leader"``: one rank
-            of a host crosses for all. False: flat.
-        ranks_per_host: hosts of so many ranks that follow each other, instead of the hosts' names.
-        rank_groups: any groups instead of hosts, such as ``[[0, 1, 2], [3]]``.
-        min_compress_numel: smaller tensors, and 1-D ones, travel uncompressed; 0 compresses all.
-            None: the codec's own choice.
-        start_step: synchronised steps before compression starts.
-        compile_kernels: fuse the codec's kernels at set-up. ``"auto"``: for models of 4 Mi elements
-            or more where a compiler is there.
-        commit: when residuals are written: ``"immediate"``, in the pass that encodes;
-            ``"deferred"``, once the whole step has landed and is known to be finite. ``"auto"``:
-            deferred with a GradScaler or ``find_unused_parameters``, else immediate.
-        delay: 1 applies the mean of a step in the next one, so that its exchange has a whole
-            step; the first step gets zeros. For slow links, at some cost in loss. Not with a
-            GradScaler, ``find_unused_parameters``, several optimizers or OneBitAdam.
-
     Raises:
         ValueError: a setting that does not exist, is out of range or cannot take effect, a variable
             or a key of a file that does not exist, or two sources that contradict each other; with

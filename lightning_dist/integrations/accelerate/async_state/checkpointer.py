@@ -21,7 +21,6 @@ from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.integrations.accelerate.accelerator import Accelerator
 from lightning_dist.integrations.accelerate.async_state import files, folders
 from lightning_dist.integrations.accelerate.async_state.refusals import (
-    require_effect,
     require_separable,
     staging_folder,
 )
@@ -49,15 +48,8 @@ class AsyncStateCheckpointer:
         accelerator: of one process, or of DDP.
         snapshot: ``"blocking"`` (also ``"auto"``): ``save_state`` returns when the files are in
             memory. ``"sync"``: when they are durable.
-        max_in_flight: saves that may be under way; each has its files in memory.
-        on_busy: what a save does when so many are: ``"wait"``, or ``"skip"`` it and say so.
-        writer: ``"process"``, which survives the trainer (also ``"auto"``), or ``"thread"``.
-        verify: ``"resume"``: what is loaded is compared with its checksums first. ``"always"``:
-            also what was written, before anything it replaces is removed. ``"never"``.
-        on_error: when a save has failed, ``"raise"`` at the next call, or ``"warn"``.
-        host_memory_limit: cannot take effect here; use ``staging_dir``.
-        lock: keep other trainings from the folder with a file lock. ``False``, for file systems
-            that have none: nobody is kept out, and what a killed writer leaves half done stays.
+        max_in_flight: this and the next five as for :class:`~lightning_dist.AsyncCheckpoint`; each
+            save under way has its files in memory.
         staging_dir: where accelerate's files wait for the writer. None: ``/dev/shm`` if they fit
             in, else ``tempfile.gettempdir()``.
         weights_only: loading runs no code of the files, also where Accelerate unpickles registered
@@ -79,12 +71,15 @@ class AsyncStateCheckpointer:
         writer: Literal["auto", "process", "thread"] = "auto",
         verify: Literal["resume", "always", "never"] = "resume",
         on_error: Literal["raise", "warn"] = "raise",
-        host_memory_limit: int | None = None,
-        staging_dir: str | os.PathLike[str] | None = None,
         lock: bool = True,
+        staging_dir: str | os.PathLike[str] | None = None,
         weights_only: bool = True,
     ) -> None:
-        require_effect(snapshot=snapshot, host_memory_limit=host_memory_limit)
+        if snapshot == "overlap":
+            raise ValueError(
+                "snapshot='overlap' cannot take effect: accelerate writes its files at once; use "
+                "'blocking'"
+            )
         require_separable(accelerator)
         self._settings = CheckpointSettings(
             snapshot, max_in_flight, on_busy, writer, verify, on_error, lock=lock

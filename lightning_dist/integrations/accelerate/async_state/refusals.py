@@ -16,20 +16,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-def require_effect(*, snapshot: str, host_memory_limit: int | None) -> None:
-    """Raise ValueError for settings of other checkpoints that cannot take effect here."""
-    if snapshot == "overlap":
-        raise ValueError(
-            "snapshot='overlap' cannot take effect: accelerate writes its files at once; use "
-            "'blocking'"
-        )
-    if host_memory_limit is not None:
-        raise ValueError(
-            "host_memory_limit cannot take effect: accelerate decides how much it writes; give "
-            "staging_dir= on a disk to keep snapshots out of memory"
-        )
-
-
 def staging_folder(given: str | os.PathLike[str] | None) -> str | None:
     """An absolute path. Raises ValueError if it is no folder."""
     if given is None:

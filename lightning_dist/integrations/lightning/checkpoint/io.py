@@ -29,17 +29,8 @@ class AsyncTorchCheckpointIO(TorchCheckpointIO):
 
     Args:
         snapshot: ``"blocking"``: everything is copied at once, and written in the background;
-            ``"sync"``: a save returns when it is written.
-        max_in_flight: saves that may be under way, each with a copy of the state in host memory;
-            the next one waits.
-        writer: ``"process"``, which survives this one; ``"thread"``; ``"auto"``: process, where
-            others can see the files.
-        verify: ``"resume"``: what is loaded is compared with its checksums first; ``"always"``:
-            also everything written; ``"never"``.
-        on_error: ``"raise"``, or ``"warn"`` and keep the earlier checkpoint.
-        host_memory_limit: bytes that the copies may take.
-        lock: keep other trainings from the folder with a file lock. ``False``, for file systems
-            that have none: nobody is kept out, and what a killed writer leaves half done stays.
+            ``"sync"``: a save returns when it is written. The other arguments are those of
+            AsyncCheckpoint.
 
     Raises:
         ValueError: a setting that is out of range.
