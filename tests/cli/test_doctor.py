@@ -13,7 +13,6 @@ import pytest
 import torch
 from calls import program
 from click.testing import Result
-from packaging.requirements import Requirement
 from processes import run
 
 import lightning_dist
@@ -25,7 +24,6 @@ from lightning_dist.cli.doctor.host import (
     limits,
     machine,
     processors,
-    version_of,
 )
 from lightning_dist.cli.doctor.network import Interface, launcher, network
 
@@ -117,14 +115,10 @@ def test_nothing_wrong_is_exit_code_0(as_json: bool, capsys: pytest.CaptureFixtu
 # This host.
 
 
-def test_versions_and_devices(tmp_path: Path) -> None:
-    old = version_of("torch", Requirement("torch>=99"))
-    assert (old.state, old.fix) == ("error", "pip install 'torch>=99'")
-    assert version_of("torch", Requirement("torch>=2")).state == "ok"
-    assert version_of("no-such-package", None) == Finding("n/a", "not installed")
-    if not torch.cuda.is_available():
-        assert devices(tmp_path / "no")["cuda"].state == "n/a"
-        assert devices(tmp_path)["cuda"].state == "warning"
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_devices(tmp_path: Path) -> None:
+    assert devices(tmp_path / "no")["cuda"].state == "n/a"
+    assert devices(tmp_path)["cuda"].state == "warning"
 
 
 def test_the_fix_for_few_files_is_one() -> None:

@@ -17,10 +17,11 @@ from rich.console import Console
 from rich.text import Text
 
 from lightning_dist.cli.doctor import Finding
-from lightning_dist.cli.doctor.host import devices, limits, machine, versions
+from lightning_dist.cli.doctor.host import devices, limits, machine
 from lightning_dist.cli.doctor.network import launcher, network
 from lightning_dist.cli.errors import reported
 from lightning_dist.console import print_table
+from lightning_dist.versions import versions
 
 _COLORS = {"ok": "green", "warning": "yellow", "error": "red", "n/a": "dim"}
 _RANK = """
@@ -51,7 +52,8 @@ def doctor(
       lightning-dist doctor
       srun --nodes 4 --ntasks-per-node 1 lightning-dist doctor --json
     """
-    findings = {**versions(), **devices(), "launcher variables": launcher(os.environ)}
+    findings = {name: Finding("ok", version) for name, version in versions().items()}
+    findings |= {**devices(), "launcher variables": launcher(os.environ)}
     findings |= {**network(os.environ), **limits(), **machine(os.environ)}
     if run:
         with Console(stderr=True).status("starting two ranks"):

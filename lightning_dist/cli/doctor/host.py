@@ -1,54 +1,22 @@
-"""Checks of this host: packages, GPUs, limits, processors, compiler."""
+"""Checks of this host: GPUs, limits, processors, compiler."""
 
 from __future__ import annotations
 
 import os
-import platform
 import resource
 import shutil
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 
 import psutil
-from packaging.requirements import Requirement
 from rich.filesize import decimal
 
-from lightning_dist._version import __version__
 from lightning_dist.cli.doctor import Finding
 
 FILES = 4096
 """Each group has a socket for every peer, and each tensor of a data loader's worker a file."""
 ROOM = 1_000_000_000
 """Bytes in shared memory, for data loaders and NCCL; Docker gives 64 MB."""
-
-
-def versions() -> dict[str, Finding]:
-    """Python, this package, and those it works with."""
-    try:
-        requirements = list(map(Requirement, metadata.requires("lightning-dist") or []))
-    except metadata.PackageNotFoundError:  # run from its sources
-        requirements = []
-    needs = {each.name: each for each in requirements if each.specifier}
-    return {
-        "python": Finding("ok", platform.python_version()),
-        "lightning_dist": Finding("ok", __version__),
-        **{
-            name: version_of(name, needs.get(name)) for name in ("torch", "lightning", "accelerate")
-        },
-    }
-
-
-def version_of(name: str, need: Requirement | None) -> Finding:
-    """Installed version of ``name``, and whether ``need`` allows it."""
-    try:
-        version = metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return Finding("n/a", "not installed")
-    if need is None or need.specifier.contains(version, prereleases=True):
-        return Finding("ok", version)
-    what = f"{version}; lightning_dist requires {need.specifier}"
-    return Finding("error", what, f"pip install '{name}{need.specifier}'")
 
 
 def devices(driver: Path = Path("/proc/driver/nvidia/version")) -> dict[str, Finding]:
