@@ -36,10 +36,10 @@ _ANY = 1 << 20
 
 @reported
 def launch(context: typer.Context) -> None:
-    """Run a script with torchrun, set up for restarts and for nodes that join and leave.
+    """Run a script with torchrun, set up for restarts.
 
-    All options of torchrun work, and win over what is added here, which stderr lists. It is for
-    Lightning, Fabric, Accelerate and plain PyTorch; `accelerate launch` works too.
+    Nodes may join and leave. All options of torchrun work, and win over what is added here, which
+    stderr lists. For Lightning, Fabric, Accelerate and plain PyTorch.
 
     \b
       --nnodes MIN:MAX     number of nodes; default 1
@@ -59,7 +59,7 @@ def launch(context: typer.Context) -> None:
     One to four nodes, the same command on each of them:
       lightning-dist launch --nnodes 1:4 --rdzv-endpoint node0:29400 \\
         --nproc-per-node 8 train.py
-    A module instead of a script; and a script of Accelerate's without any change of it:
+    A module; and a script of Accelerate's without any change of it:
       lightning-dist launch --nproc-per-node 2 -m package.train
       lightning-dist launch --nproc-per-node 2 -m lightning_dist.run train.py
     """

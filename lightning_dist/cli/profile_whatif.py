@@ -39,7 +39,12 @@ def whatif_command(
     hosts: Annotated[int | None, typer.Option(help="Number of hosts, all of one size.")] = None,
     codec: Annotated[
         list[str] | None,
-        typer.Option(help="A codec, or ddp; repeatable. Default: all.", autocompletion=codec_names),
+        typer.Option(
+            help="A codec, or ddp; repeatable. Default: all.",
+            autocompletion=lambda incomplete: [
+                name for name in (DDP, *codec_names("")) if name.startswith(incomplete)
+            ],
+        ),
     ] = None,
     form: Annotated[
         list[str] | None, typer.Option(help="flat, sharded, leader; repeatable.")
