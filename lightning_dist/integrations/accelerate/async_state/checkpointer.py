@@ -20,10 +20,6 @@ from lightning_dist.checkpoint.saves import Failure, Saves
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.integrations.accelerate.accelerator import Accelerator
 from lightning_dist.integrations.accelerate.async_state import files, folders
-from lightning_dist.integrations.accelerate.async_state.refusals import (
-    require_separable,
-    staging_folder,
-)
 from lightning_dist.integrations.accelerate.async_state.scratch import Scratch, sweep
 
 if TYPE_CHECKING:
@@ -80,11 +76,11 @@ class AsyncStateCheckpointer:
                 "snapshot='overlap' cannot take effect: accelerate writes its files at once; use "
                 "'blocking'"
             )
-        require_separable(accelerator)
+        folders.require_separable(accelerator)
         self._settings = CheckpointSettings(
             snapshot, max_in_flight, on_busy, writer, verify, on_error, lock=lock
         )
-        self._staging_dir = staging_folder(staging_dir)
+        self._staging_dir = folders.staging(staging_dir)
         self._weights_only = self._to_prove = weights_only
         self._accelerator = accelerator
         group = None
@@ -147,7 +143,7 @@ class AsyncStateCheckpointer:
         """
         began = time.perf_counter()
         self._require_open()
-        require_separable(self._accelerator)  # models may have been prepared since
+        folders.require_separable(self._accelerator)  # models may have been prepared since
         wanted = None if output_dir is None else os.fspath(output_dir)
         if not self._take_turn(wanted):
             return None

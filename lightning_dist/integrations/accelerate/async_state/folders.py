@@ -1,4 +1,4 @@
-"""Folders that are checkpoints, or are in the way of one."""
+"""Folders that are checkpoints, or are in the way of one, and trainings that have none."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.tensor import DTensor
 
 from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
 from lightning_dist.checkpoint.disk.manifest import NAME
 from lightning_dist.checkpoint.disk.scan import checkpoints, is_original
 from lightning_dist.checkpoint.disk.verify import Description, describe, verify
+from lightning_dist.elastic.recovery.groups import is_alone
+from lightning_dist.integrations.accelerate.attach import kind_of
+from lightning_dist.integrations.accelerate.private import prepared_models
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +46,16 @@ def local(path: str | os.PathLike[str]) -> str:
             "and copy the finished folder, which is complete as soon as it has its name"
         )
     return os.path.abspath(os.path.expanduser(text))
+
+
+def staging(given: str | os.PathLike[str] | None) -> str | None:
+    """An absolute path. Raises ValueError if it is no folder."""
+    if given is None:
+        return None
+    folder = local(given)
+    if not os.path.isdir(folder):
+        raise ValueError(f"staging_dir must be a folder, got {folder}; make it")
+    return folder
 
 
 def automatic(project: Any, *, needed: str) -> str:
@@ -178,3 +196,31 @@ def given(path: str, *, check: bool) -> Description | None:
             f"{path} is a {description.kind} checkpoint of Lightning, not one of accelerate"
         )
     return description
+
+
+def require_separable(accelerator: Accelerator) -> None:
+    """Raise ValueError unless every rank can write its files into a folder of its own."""
+    if is_alone():
+        raise ValueError(
+            "an AsyncStateCheckpointer saves with the ranks of its start, and with "
+            "recovery='in_process' ranks come and go; leave it out: ElasticLoop saves, and "
+            "accelerator.save_state works inside of it"
+        )
+    kind = kind_of(accelerator)
+    if kind != "NO" and not kind.startswith("MULTI_"):
+        raise _not_separable(f"with {kind} they are not")
+    for model in prepared_models(accelerator):
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            raise _not_separable("this model is divided over ranks (DTensor), which save together")
+    if accelerator.project_configuration.save_on_each_node:
+        raise ValueError(
+            "save_on_each_node=True cannot take effect: all ranks write one folder, which they "
+            "must share; leave it out, and save to a folder that all nodes see"
+        )
+
+
+def _not_separable(reason: str) -> ValueError:
+    return ValueError(
+        "AsyncStateCheckpointer works for one process and for DDP, where every rank's files are "
+        f"written apart; {reason}; use accelerator.save_state there"
+    )

@@ -97,14 +97,7 @@ class AsyncCheckpoint(CheckpointNames):
         if format not in ("single", "sharded"):
             raise ValueError(f"format is one of 'single', 'sharded'; got {format!r}")
         self.settings = CheckpointSettings(
-            snapshot=snapshot,
-            max_in_flight=max_in_flight,
-            on_busy=on_busy,
-            writer=writer,
-            verify=verify,
-            on_error=on_error,
-            host_memory_limit=host_memory_limit,
-            lock=lock,
+            snapshot, max_in_flight, on_busy, writer, verify, on_error, host_memory_limit, lock
         )
         self.format = format
         self._group: dist.ProcessGroup | None = None

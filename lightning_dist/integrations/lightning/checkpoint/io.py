@@ -52,13 +52,7 @@ class AsyncTorchCheckpointIO(TorchCheckpointIO):
                 f"training: snapshot is 'blocking' or 'sync', got {snapshot!r}; use AsyncCheckpoint"
             )
         self.settings = CheckpointSettings(
-            snapshot=snapshot,
-            max_in_flight=max_in_flight,
-            writer=writer,
-            verify=verify,
-            on_error=on_error,
-            host_memory_limit=host_memory_limit,
-            lock=lock,
+            snapshot, max_in_flight, "wait", writer, verify, on_error, host_memory_limit, lock
         )
         self._saves: Saves | None = None
         self._alone = True
