@@ -41,11 +41,12 @@ def read(path: Path) -> dict[str, Any]:
         ValueError: no YAML (the line is named), no mapping, an unknown key, or a wrong value.
         OSError: it cannot be read.
     """
-    raw = path.read_bytes()
     try:
-        content = yaml.load(raw.decode(), _Loader)
+        with path.open("rb") as file:
+            content = yaml.load(file, _Loader)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
-        raise ValueError(f"{path} is not valid YAML (key: value){_said(error, raw)}") from None
+        said = " ".join(str(error).split())
+        raise ValueError(f"{path} is not valid YAML (key: value): {said}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -55,26 +56,6 @@ def read(path: Path) -> dict[str, Any]:
         )
     check(content, where=str(path))
     return content
-
-
-def _said(error: Exception, raw: bytes) -> str:
-    """In which line and what; YAML itself would name the text as one from memory."""
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        line = error.problem_mark.line + 1
-        problem = error.problem
-        if error.context is not None:
-            begun = error.context_mark.line + 1 if error.context_mark is not None else line
-            since = f" from line {begun} on" if begun != line else ""
-            problem = f"{error.context}{since}, {problem}"
-    elif isinstance(error, yaml.reader.ReaderError):
-        line = raw.decode()[: error.position].count("\n") + 1
-        problem = f"{error.reason}, {error.character:#x}"
-    elif isinstance(error, UnicodeDecodeError):
-        line = raw[: error.start].count(b"\n") + 1
-        problem = f"{error.reason} of {error.encoding}, {raw[error.start]:#x}"
-    else:
-        return f": {error}"
-    return f", in line {line}: {problem}"
 
 
 def check(options: Mapping[str, Any], *, where: str) -> None:

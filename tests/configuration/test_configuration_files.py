@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,16 @@ def test_nothing_is_set(tmp_path: Path, text: str) -> None:
         ("int8", "must be a YAML mapping"),
         ("codec: [", "is not valid YAML"),
         ("codec: int8\n---\ncodec: int4", "is not valid YAML"),
-        ("codec: int8\ncodec: int4", "in line 2: 'codec' is there twice; keep one"),
-        ("start_step: 0\n\ncodec: int8: 4", "in line 3: mapping values are not allowed here"),
-        ("start_step: 0\ncodec: 'int8\n", "in line 3: while scanning a quoted scalar from line 2"),
-        ("start_step: 0\ncodec: \x01", "in line 2: special characters are not allowed, 0x1"),
-        ("codec: 2026-13-01", "is not valid YAML (key: value): month must be in 1..12"),
+        ("codec: int8\ncodec: int4", r"'codec' is there twice; keep one .*, line 2,"),
+        ("start_step: 0\n\ncodec: int8: 4", r"mapping values are not allowed here .*, line 3,"),
+        (
+            "start_step: 0\ncodec: 'int8\n",
+            r"while scanning a quoted scalar .*, line 2, .*, line 3,",
+        ),
+        ("start_step: 0\ncodec: \x01", r"special characters are not allowed"),
+        ("codec: 2026-13-01", r"is not valid YAML \(key: value\): month must be in 1\.\.12"),
         ("!!python/object:os.system {}", "is not valid YAML"),
-        ("codek: int8", "did you mean 'codec'?"),
+        ("codek: int8", r"did you mean 'codec'\?"),
         ("num_processes: 2", "unknown setting 'num_processes' in "),
         ("1: 2", "unknown setting '1'"),
         ("codec:", "got None in "),
@@ -74,7 +78,7 @@ def test_wrong_files_are_named(tmp_path: Path, text: str, said: str) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match=r".") as error:
         read(path)
-    assert said in str(error.value)
+    assert re.search(said, str(error.value))
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
     assert "<unicode string>" not in str(error.value)
@@ -82,7 +86,7 @@ def test_wrong_files_are_named(tmp_path: Path, text: str, said: str) -> None:
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_bytes(b"start_step: 0\ncodec: \xff\xfe")
-    with pytest.raises(ValueError, match=r"is not valid YAML .*, in line 2: .* 0xff"):
+    with pytest.raises(ValueError, match=r"is not valid YAML .*#x00ff: invalid start byte"):
         read(tmp_path / "x.yaml")
 
 
