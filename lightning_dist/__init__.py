@@ -138,9 +138,9 @@ def _register(lightning: object) -> None:
 
 def _refuse(package: Any) -> None:
     from lightning_dist.integrations.strategy_names import NAMES, SHARDED
-    from lightning_dist.integrations.wrong_strategy import explain_wrong_strategies
+    from lightning_dist.integrations.wrong_strategy import refuse_strategies
 
-    explain_wrong_strategies(package.__name__, {*NAMES, SHARDED})
+    refuse_strategies(package.__name__, {*NAMES, SHARDED})
 
 
 register_post_import_hook(_register, "lightning")

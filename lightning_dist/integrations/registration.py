@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -16,7 +15,6 @@ from lightning_dist.integrations.strategy_names import (
     SHARDED_NAMES,
     register,
 )
-from lightning_dist.integrations.wrong_strategy import explain_wrong_strategies
 
 
 def _made_by(module: str, name: str) -> Callable[..., Any]:
@@ -50,9 +48,6 @@ def register_all() -> None:
     register(STRATEGY_REGISTRY, _FABRIC)
     register(STRATEGY_REGISTRY, _FABRIC_LOCAL, LOCAL_NAMES, what="local updates")
     CODECS.on_add(_register_codec)
-    explain_wrong_strategies(
-        "lightning", ChainMap(NAMES, ELASTIC_NAMES, LOCAL_NAMES, SHARDED_NAMES)
-    )
 
 
 def _register_codec(codec: str) -> None:

@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import lightning as L
 import pytest
 import torch
 import typer
@@ -44,7 +43,6 @@ ERRORS: dict[str, Callable[[], object]] = {
     "a setting of another kind": lambda: CompressedDDPStrategy("int8", hierarchical="yes"),
     "a delay of several steps": lambda: CompressedDDPStrategy("int8", delay=2),
     "a model that is not in DDP": lambda: lightning_dist.compress_ddp(torch.nn.Linear(2, 2)),
-    "a name of another strategy": lambda: L.Trainer(strategy="compressed_dpp", logger=False),
     "a method of local updates": lambda: LocalUpdateStrategy("dilocco"),
     "checkpoints every so often": lambda: AsyncCheckpoint("ckpts", every_n_train_steps=-1),
 }

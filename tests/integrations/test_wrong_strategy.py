@@ -1,4 +1,4 @@
-"""A strategy that a Trainer or Fabric does not take: the error names the one that it takes."""
+"""Strategies with wrong arguments, or given to a Trainer or Fabric of another package."""
 
 from __future__ import annotations
 
@@ -6,77 +6,10 @@ import json
 import re
 from typing import Any
 
-import lightning as L
 import pytest
-from lightning.fabric import Fabric
 from processes import run
 
-from lightning_dist import CompressedDDPStrategy, CompressedModelParallelStrategy
-from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
-from lightning_dist.fabric import CompressedModelParallelStrategy as FabricSharded
-
-FOR_TRAINER = "lightning_dist.CompressedDDPStrategy"
-FOR_FABRIC = "lightning_dist.fabric.CompressedDDPStrategy"
-OPTIONS = "codec options go into the class: strategy=CompressedDDPStrategy('topk:ratio=0.01')"
-
-
-def refused(make: Any, strategy: object) -> str:
-    with pytest.raises(ValueError) as error:  # noqa: PT011  (the callers compare the whole text)
-        make(strategy=strategy, accelerator="cpu", devices=1)
-    return str(error.value)
-
-
-def test_fabric_given_the_strategy_of_a_trainer() -> None:
-    assert refused(Fabric, CompressedDDPStrategy()) == (
-        f"Fabric takes {FOR_FABRIC}, got {FOR_TRAINER}, which is for Trainer; import the former"
-    )
-
-
-def test_a_trainer_given_the_strategy_of_fabric() -> None:
-    assert refused(L.Trainer, FabricStrategy("int4")) == (
-        f"Trainer takes {FOR_TRAINER}, got {FOR_FABRIC}, which is for Fabric; import the former"
-    )
-
-
-@pytest.mark.parametrize("make", [L.Trainer, Fabric])
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("compresed_ddp", "compressed_ddp"),
-        ("compressed-ddp", "compressed_ddp"),
-        ("CompressedDDP", "compressed_ddp"),
-        ("compressed_ddp_int-8", "compressed_ddp_int8"),
-        ("compressed_int4", "compressed_ddp_int4"),
-        ("compressed_ddp_powersdg", "compressed_ddp_powersgd"),
-    ],
-)
-def test_a_misspelt_name(make: Any, name: str, meant: str) -> None:
-    assert refused(make, name) == f"unknown strategy {name!r}: did you mean {meant!r}?"
-
-
-@pytest.mark.parametrize("make", [L.Trainer, Fabric])
-def test_a_name_with_options(make: Any) -> None:
-    name = "compressed_ddp_topk:ratio=0.01"
-    assert refused(make, name) == f"unknown strategy {name!r}: {OPTIONS}"
-
-
-@pytest.mark.parametrize("make", [L.Trainer, Fabric])
-@pytest.mark.parametrize("name", ["dpp", "horovod"])
-def test_names_of_others_keep_lightnings_message(make: Any, name: str) -> None:
-    assert refused(make, name).startswith("You selected an invalid strategy name")
-
-
-@pytest.mark.parametrize(
-    ("make", "strategy", "says"),
-    [
-        (L.Trainer, lambda: FabricSharded(lambda model, mesh: model), "which is for Fabric"),
-        (Fabric, CompressedModelParallelStrategy, "which is for Trainer"),
-        (Fabric, lambda: "compressed_model_parallel", "needs the function that calls fully_shard"),
-        (L.Trainer, lambda: "compressed_model_paralel", "did you mean 'compressed_model_parallel'"),
-    ],
-)
-def test_strategies_of_sharded_models(make: Any, strategy: Any, says: str) -> None:
-    assert says in refused(make, strategy())
+from lightning_dist import CompressedModelParallelStrategy
 
 
 @pytest.mark.parametrize(

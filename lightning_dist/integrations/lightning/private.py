@@ -84,7 +84,6 @@ NAMES: Table = {
     f"{_PYTORCH}.strategies.launchers:_MultiProcessingLauncher": (
         "get_extra_results update_main_process_results"
     ),
-    "lightning.fabric.connector:_Connector": "__init__",
     "lightning.fabric.strategies.ddp:DDPStrategy": (
         "_backward_sync_control _configure_launcher _ddp_kwargs _get_process_group_backend "
         "_setup_distributed _timeout setup_module"
