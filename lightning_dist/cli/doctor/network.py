@@ -90,7 +90,7 @@ def network(
     found: Sequence[Interface] | None = None,
     hostname: str | None = None,
 ) -> dict[str, Finding]:
-    """Interfaces, those that gloo and NCCL use, and the way to ``MASTER_ADDR``."""
+    """Interfaces, the one that gloo uses, and the way to ``MASTER_ADDR``."""
     found = interfaces() if found is None else found
     usable = [each for each in found if each.is_usable]
     way, master = _master(environ, found)
@@ -103,7 +103,6 @@ def network(
     return {
         "interfaces": all_usable,
         "gloo address": _gloo(environ, found, hostname or socket.gethostname(), way, best),
-        "NCCL_SOCKET_IFNAME": _nccl(environ.get("NCCL_SOCKET_IFNAME", ""), found, best),
         "MASTER_ADDR": master,
     }
 
@@ -146,21 +145,6 @@ def _gloo(
         what = f"{using.name} {address} ({cause}), and MASTER_ADDR is reached through {way.name}"
         return Finding("warning", what, fix)
     return Finding("ok", f"{address} ({cause})")
-
-
-def _nccl(value: str, found: Sequence[Interface], best: Interface | None) -> Finding:
-    if not value:
-        return Finding("ok", "NCCL chooses")
-    text = value.removeprefix("^")
-    words = tuple(text.removeprefix("=").split(","))
-    there = [each.name for each in found if each.has_address]
-    chosen = [x for x in there if (x in words if text.startswith("=") else x.startswith(words))]
-    left = [name for name in there if name not in chosen] if value.startswith("^") else chosen
-    if left:
-        return Finding("ok", f"{value}: {', '.join(left)}")
-    what = f"{value!r} leaves no interface; up, with an address, are {', '.join(there)}"
-    fix = f"export NCCL_SOCKET_IFNAME={best.name}" if best else "unset NCCL_SOCKET_IFNAME"
-    return Finding("error", what, fix)
 
 
 def _master(
