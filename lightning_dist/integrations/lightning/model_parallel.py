@@ -175,7 +175,6 @@ class CompressedModelParallelStrategy(
         checkpoint = ranks.on_each(
             lambda: load_shards(path, module, self.optimizers, weights_only=weights_only, rows=rows)
         )
-        io.say_what_changed(path)
         return checkpoint
 
     @override

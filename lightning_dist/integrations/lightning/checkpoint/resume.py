@@ -11,14 +11,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.storage import storage_of
-from lightning_dist.checkpoint.disk.verify import describe, verify
+from lightning_dist.checkpoint.disk.verify import verify
 from lightning_dist.checkpoint.ranks import describe_error, error_from
 from lightning_dist.integrations.lightning import private
 from lightning_dist.integrations.lightning.checkpoint.find_last import (
@@ -80,8 +79,6 @@ class ResumeCheckpointIO(AsyncTorchCheckpointIO):
             raise problem or CheckpointError(
                 f"another rank could not load {agreed}; put it where all ranks see it"
             )
-        if not is_http(agreed):
-            self.say_what_changed(agreed)
         module = self._trainer.lightning_module
         if module.strict_loading and not is_overridden("on_load_checkpoint", module):
             require_same_model(checkpoint.get("state_dict", {}), module, agreed)
@@ -114,15 +111,6 @@ class ResumeCheckpointIO(AsyncTorchCheckpointIO):
         if self.settings.verify != "never" and path != self.verified:
             verify(path)
         return path
-
-    def say_what_changed(self, path: str) -> None:
-        """Tell the user where another number of ranks goes on."""
-        origin = describe(path).origin
-        if origin is not None and origin.ranks != self._trainer.world_size:
-            rank_zero_info(
-                f"{path} was saved by {origin.ranks} ranks and is loaded by "
-                f"{self._trainer.world_size}"
-            )
 
 
 def resume_io(trainer: pl.Trainer, *, verify: Any) -> ResumeCheckpointIO:
