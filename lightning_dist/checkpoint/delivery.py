@@ -109,7 +109,7 @@ class Delivery:
         """Have a writer that may write to ``folder``, and keeps others out if it is ``alone``."""
         if _only_here(folder) and isinstance(self.writer, WriterProcess):
             raise ValueError(
-                f"one writer writes either to files or to memory, and has been given files before "
+                f"One writer writes either to files or to memory, and has been given files before "
                 f"{folder}; use writer='thread'"
             )
         self._folders[folder] = alone
@@ -206,7 +206,7 @@ class Delivery:
                 lambda: not self._in_flight and not self._operations, timeout
             )
             if not idle:
-                raise TimeoutError(f"still writing after {timeout} s: {self._targets()}")
+                raise TimeoutError(f"Still writing after {timeout} s: {self._targets()}")
 
     def close(self, timeout: float | None = None) -> None:
         """Let everything be done, end the writer, give the memory back.

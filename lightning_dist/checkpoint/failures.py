@@ -22,4 +22,4 @@ def failure(event: Failed, last: Committed | None) -> str:
         if last is not None
         else "none of this run is complete yet"
     )
-    return f"the checkpoint {event.target}{of_step} was not written: {event.reason}; {kept}"
+    return f"The checkpoint {event.target}{of_step} was not written: {event.reason}; {kept}"

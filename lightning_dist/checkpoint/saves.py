@@ -109,7 +109,7 @@ class Saves:
     def _try_to_join(self, folder: str) -> ValueError | None:
         if not is_owned(folder):
             return ValueError(
-                f"rank {self.ranks.rank} does not see rank 0's {folder}, to which all ranks write; "
+                f"Rank {self.ranks.rank} does not see rank 0's {folder}, to which all ranks write; "
                 "put it on a filesystem that all hosts mount"
             )
         try:
@@ -184,7 +184,7 @@ class Saves:
         if self._settings.on_busy == "wait" or not any(facts["busy"] for facts in by_rank):
             return False
         self.metrics.skipped += 1
-        self._warn(f"no checkpoint{step}: an earlier one is still being written (on_busy='skip')")
+        self._warn(f"No checkpoint{step}: an earlier one is still being written (on_busy='skip')")
         return True
 
     def report_own(self) -> None:
@@ -237,4 +237,4 @@ class Saves:
 def cannot_open(folder: str, error: Exception) -> str:
     """The message for a folder that cannot be written to."""
     kind = f"{type(error).__name__}: " if isinstance(error, OSError) else ""
-    return f"no checkpoints can be written to {folder}: {kind}{error}"
+    return f"No checkpoints can be written to {folder}: {kind}{error}"

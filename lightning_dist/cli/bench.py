@@ -80,10 +80,10 @@ def bench(
     """
     is_first = nproc is not None or os.environ.get("RANK", "0") == "0"
     if out is not None and is_first and not out.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {out.parent} for --out {out}")
+        raise FileNotFoundError(f"There is no folder {out.parent} for --out {out}")
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if nproc is None and not launched:
-        raise ValueError("no other ranks: add --nproc N for this host, or start it with torchrun")
+        raise ValueError("No other ranks: add --nproc N for this host, or start it with torchrun")
     if nproc is not None and launched:
         raise ValueError("--nproc starts ranks itself: leave it out under torchrun")
     largest = nbytes_of(max_bytes, option="--max-bytes")

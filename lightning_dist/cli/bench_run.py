@@ -95,7 +95,7 @@ def run_local(settings: Settings, ranks: int) -> list[Report]:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         said = failure.message.strip().splitlines() or ["no output"]
-        raise RuntimeError(f"rank {rank} has failed: {said[-1]}") from None
+        raise RuntimeError(f"Rank {rank} has failed: {said[-1]}") from None
     found: list[Report] | str = results[0]
     if isinstance(found, str):
         raise ValueError(found)
@@ -151,7 +151,7 @@ def members_of(scope: str, hosts: Sequence[str]) -> list[tuple[int, ...]]:
         ValueError: with these hosts there is none.
     """
     if len(hosts) < 2:
-        raise ValueError("a bandwidth needs 2 ranks or more, and there is 1: start more")
+        raise ValueError("A bandwidth needs 2 ranks or more, and there is 1: start more")
     by_host = Topology(tuple(hosts), 0).by_host()
     if scope == "flat":
         return [tuple(range(len(hosts)))]

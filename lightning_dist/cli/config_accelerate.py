@@ -50,7 +50,7 @@ def load(path: Path) -> Any:
     from lightning_dist.integrations.accelerate.private import read_configuration
 
     if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}; lightning-dist config writes one")
+        raise FileNotFoundError(f"There is no file {path}; lightning-dist config writes one")
     try:
         return read_configuration(str(path))
     except ImportError:  # of Accelerate itself

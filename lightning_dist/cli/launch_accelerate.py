@@ -62,7 +62,7 @@ def plan(words: Sequence[str], environ: Mapping[str, str], *, given: Any, file: 
         elif resolved.outside and kind in _NO_HOOK:
             origins = ", ".join(dict.fromkeys(resolved.outside.values()))
             raise ValueError(
-                f"the training of {file} is {kind}, which has no DDP whose gradients could be "
+                f"The training of {file} is {kind}, which has no DDP whose gradients could be "
                 "compressed; set accelerate.distributed_type=MULTI_GPU, or for FSDP "
                 f"fsdp_version: 2, or take away the settings of {origins}"
             )

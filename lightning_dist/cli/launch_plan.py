@@ -133,7 +133,7 @@ def _backend(given: Any, fewest: int, most: int) -> str:
     if static:
         if fewest < most:
             raise ValueError(
-                f"a static rendezvous (--master-port) cannot have --nnodes={given.nnodes}: "
+                f"A static rendezvous (--master-port) cannot have --nnodes={given.nnodes}: "
                 "use --rdzv-endpoint=HOST:PORT, the same on every node"
             )
         return "static"
@@ -165,7 +165,7 @@ def parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> Any:
 
     def fail(message: str) -> NoReturn:
         if "training_script" in message:
-            message = f"no script: {USAGE}"
+            message = f"No script: {USAGE}"
         raise ValueError(message)
 
     parser.allow_abbrev = False  # --dry would be known here, and then reach the launcher
@@ -178,7 +178,7 @@ def parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> Any:
 def require_script(given: Any) -> None:
     """Refuse a script that is not there."""
     if is_missing(given):
-        raise ValueError(f"there is no script {given.training_script}")
+        raise ValueError(f"There is no script {given.training_script}")
 
 
 def is_missing(given: Any) -> bool:

@@ -56,7 +56,7 @@ class RunHistory:
         sees = not token or (folder_here is not None and has_token(folder_here, token))
         if not all(each["sees"] for each in ranks.all({"sees": sees})):
             raise ValueError(
-                f"some ranks do not see rank 0's {folder}, so they could not go on from its "
+                f"Some ranks do not see rank 0's {folder}, so they could not go on from its "
                 "checkpoints; put it on a filesystem that all hosts mount, or in an object store"
             )
 

@@ -213,7 +213,7 @@ class Retention:
         except (CheckpointError, TimeoutError) as error:
             if patiently:
                 raise
-            self._warn(f"the training ends before its checkpoints are complete: {error}")
+            self._warn(f"Training ended before its checkpoints were complete: {error}")
 
 
 def not_ours(path: str) -> str:

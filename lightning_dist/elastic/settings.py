@@ -82,7 +82,7 @@ class RunSettings:
             )
         if self.every_n_epochs < 0 or not (self.every_n_train_steps or self.every_n_epochs):
             raise ValueError(
-                "checkpoints are taken after steps, after epochs or both; got every_n_train_steps="
+                "Checkpoints are taken after steps, after epochs or both; got every_n_train_steps="
                 f"{self.every_n_train_steps} and every_n_epochs={self.every_n_epochs}"
             )
 

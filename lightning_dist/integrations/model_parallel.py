@@ -186,7 +186,7 @@ class ModelParallelArguments(CommReport):
             )
         if hosts == 1 and dist.get_rank() == 0 and self._shard_settings is None:
             log.warning(
-                "one replica: nothing crosses between hosts and nothing is compressed, codec %s "
+                "One replica: nothing crosses between hosts and nothing is compressed, codec %s "
                 "takes effect with two hosts or more, or with replicate_size=",
                 self._settings.codec,
             )
@@ -244,7 +244,7 @@ class ModelParallelArguments(CommReport):
         if state is not None and ("steps" in state) != isinstance(exchange, CompressedShards):
             if dist.get_rank() == 0:
                 log.warning(
-                    "the checkpoint is of a run that was compressed in the other way, between "
+                    "The checkpoint is of a run that was compressed in the other way, between "
                     "replicas or, with parameters=, over all ranks: what was owed is lost"
                 )
             state = None
@@ -253,7 +253,7 @@ class ModelParallelArguments(CommReport):
         if len(parts) != tensor.size() and state is not None:
             if dist.get_rank() == 0:
                 log.warning(
-                    "the checkpoint has residuals of %d tensor-parallel ranks, and there are %d: "
+                    "The checkpoint has residuals of %d tensor-parallel ranks, and there are %d: "
                     "what they owe is lost",
                     len(parts),
                     tensor.size(),

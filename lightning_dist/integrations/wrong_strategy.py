@@ -77,12 +77,12 @@ def _check_name(name: str, package: str, user: str, names: Collection[str]) -> N
     if ":" in name and name.lower().split(":")[0] in names:
         option = name.split("_")[-1]
         raise ValueError(
-            f"unknown strategy {name!r}: codec options go into the class: "
+            f"Unknown strategy {name!r}: codec options go into the class: "
             f"strategy=CompressedDDPStrategy({option!r})"
         )
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.75)
     if near and near[0] in names:
-        raise ValueError(f"unknown strategy {name!r}: did you mean {near[0]!r}?")
+        raise ValueError(f"Unknown strategy {name!r}: did you mean {near[0]!r}?")
 
 
 def _check_object(strategy: object, package: str, user: str) -> None:

@@ -94,12 +94,12 @@ def _fused_passes(variant: Variant) -> Mapping[str, Pass]:
             if _agrees(compiled, getattr(variant.passes, name), examples[name]):
                 fused[name] = compiled
             else:
-                log.warning("the fused %s pass differs from the eager one: not used", name)
+                log.warning("The fused %s pass differs from the eager one: not used", name)
     except Exception as error:  # a broken tool chain must not stop a training run
-        log.warning("compiling failed, the kernels stay eager (same bytes, slower): %s", error)
+        log.warning("Compiling failed, the kernels stay eager (same bytes, slower): %s", error)
         return {}
     codec = variant.passes.codec.name
-    log.info("compiled the %s kernels in %.1f s", codec, time.perf_counter() - start)
+    log.info("Compiled the %s kernels in %.1f s", codec, time.perf_counter() - start)
     return fused
 
 
@@ -124,10 +124,10 @@ def compiled_sparse_passes(device: torch.device) -> SparsePasses | None:
             compiled = NativeSparsePasses()
             results = [_sparse_example(passes) for passes in (compiled, SparsePasses())]
         except Exception as error:  # as above
-            log.warning("compiling failed, threshold stays eager (same bytes, slower): %s", error)
+            log.warning("Compiling failed, threshold stays eager (same bytes, slower): %s", error)
             return None
     if not all(map(torch.equal, *results)):
-        log.warning("the compiled passes of threshold differ from the eager ones: not used")
+        log.warning("The compiled passes of threshold differ from the eager ones: not used")
         return None
     return compiled
 

@@ -109,7 +109,7 @@ class ExposureWatch(Observer):
         if ours <= ddps or not self._says:
             return
         log.warning(
-            "compression costs more than it saves here, or ranks wait for one that is late: "
+            "Compression costs more than it saves here, or ranks wait for one that is late: "
             "exposed communication is %.1f ms a step; estimate for plain DDP: %.1f ms at the %.2f "
             "Gbit/s measured at start-up. CommProfiler() separates codec, transfer and waiting and "
             "names the late rank; if there is none, use strategy='ddp' here, or codec='bf16'.",

@@ -82,7 +82,7 @@ def agree(
     infinite, *of_parameters, pause, least, most = flags.tolist()
     if least != -most:
         raise DriftError(
-            "the ranks have applied different gradients of codec 'powersgd', and their weights "
+            "The ranks have applied different gradients of codec 'powersgd', and their weights "
             "have drifted apart since: matrix products and factorisations are rounded "
             "differently by unequal hardware or libraries. Go on from the last checkpoint on "
             "equal hardware, or with a codec that is the same everywhere, such as int4"

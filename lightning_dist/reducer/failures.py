@@ -40,7 +40,7 @@ class Failures:
     def require_none(self) -> None:
         """Raise RuntimeError after a failure."""
         if self.first is not None:
-            raise RuntimeError(f"an earlier exchange failed: {self.first}") from self.first
+            raise RuntimeError(f"An earlier exchange failed: {self.first}") from self.first
 
     def note(self, error: BaseException) -> None:
         """Exchange nothing from now on, and let somebody recover."""

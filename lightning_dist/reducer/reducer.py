@@ -213,17 +213,17 @@ class Reducer:
         """
         if self.immediate:
             raise ValueError(
-                "a step that fails can be taken again only under the deferred commit; use "
+                "A step that fails can be taken again only under the deferred commit; use "
                 "compress_ddp(..., commit='deferred')"
             )
         if self._allow_absent:
             raise ValueError(
-                "with find_unused_parameters=True DDP itself asks other ranks in a backward pass, "
+                "With find_unused_parameters=True DDP itself asks other ranks in a backward pass, "
                 "which fails where one is lost; leave it out, and use every parameter"
             )
         if self.network.intra is not None or self._sharded:
             raise ValueError(
-                "a step that fails can be taken again only where the exchange is flat; use "
+                "A step that fails can be taken again only where the exchange is flat; use "
                 "compress_ddp(..., hierarchical=False)"
             )
         self._failures.recovery = recovery
@@ -577,7 +577,7 @@ class Reducer:
         self._delayed.load(means, numel=numel)
         if means and not self._delayed.active and self.network.rank == 0:
             log.warning(
-                "the state has a mean gradient that was not applied yet, and is left out here: set "
+                "The state has a mean gradient that was not applied yet, and is left out here: set "
                 "delay=1 to go on with it"
             )
 

@@ -138,7 +138,7 @@ class ReducerState:
         held = self._held.setdefault((kind, part.name), _Held(part.whole, dtype))
         if held.loaded is not None and held.numel != part.whole:
             raise ValueError(
-                f"the stored residual of {part.name!r} has {held.numel} elements, the parameter "
+                f"The stored residual of {part.name!r} has {held.numel} elements, the parameter "
                 f"{part.whole}; this state belongs to another model"
             )
         held.numel, held.dtype = part.whole, dtype
@@ -376,7 +376,7 @@ def own_keys(state: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
     version = found.get("version")
     if version != STATE_VERSION:
         raise ValueError(
-            f"the compression state must be of version {STATE_VERSION}, got {version!r}; it was "
+            f"The compression state must be of version {STATE_VERSION}, got {version!r}; it was "
             "written by another version of lightning_dist: resume with that one, or start without"
         )
     return found

@@ -76,7 +76,7 @@ def test_groups() -> None:
         ),
         ("--nproc 2 --max-bytes 1XB", "--max-bytes must be bytes, or like 64K, 1M, 2G"),
         ("--nproc 2 -b 2M -e 1M", "--min-bytes 2M must not be above --max-bytes 1M"),
-        ("--nproc 2 --out /no/such/x.json", "there is no folder /no/such"),
+        ("--nproc 2 --out /no/such/x.json", "There is no folder /no/such"),
         ("--nproc 999 --device cuda", "--device cuda needs a GPU for each of 999 ranks here"),
     ],
 )

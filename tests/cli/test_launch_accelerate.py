@@ -180,7 +180,7 @@ def test_settings_that_are_not_beside_the_file_are_told(
         ({}, ["--use_fsdp", "--fsdp_version", "1"], "is FSDP"),
         ({"distributed_type": "DEEPSPEED"}, [], "is DEEPSPEED"),
         ({}, ["--use_fsdp"], "is FSDP"),
-        ({"sidecar": "codek: int8"}, [], "unknown setting 'codek'"),
+        ({"sidecar": "codek: int8"}, [], "Unknown setting 'codek'"),
         ({"distributed_type": "NO", "use_cpu": False}, [], "would start one process"),
         ({"distributed_type": False, "use_cpu": False}, [], "two.yaml --set accelerate.num_pro"),
         ({"sidecar": "codec: int5"}, [], "lightning_dist.yaml"),
@@ -225,7 +225,7 @@ def test_files_that_are_missing(tmp_path: Path, script: Path, words: list[str]) 
     result = invoke("--config_file", *(names.get(word, word) for word in words))
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
-    assert line.startswith(("lightning-dist: there is no ", "lightning-dist: no script: "))
+    assert line.startswith(("lightning-dist: There is no ", "lightning-dist: No script: "))
 
 
 @pytest.mark.slow

@@ -120,4 +120,4 @@ def test_without_a_configuration_nothing_is_asked(tmp_path: Path) -> None:
 def test_a_script_that_is_not_there_is_named(tmp_path: Path) -> None:
     result = invoke(tmp_path / "no.py")
     assert result.exit_code == 2
-    assert f"there is no script {tmp_path / 'no.py'}" in result.stderr
+    assert f"There is no script {tmp_path / 'no.py'}" in result.stderr

@@ -174,7 +174,7 @@ def test_a_sampler_whose_length_is_wrong() -> None:
         def __len__(self) -> int:
             return 21
 
-    message = "a sampler has to yield as many samples as its len() says, 21; Short gave 20 in "
+    message = "A sampler has to yield as many samples as its len() says, 21; Short gave 20 in "
     with pytest.raises(ValueError, match=f"^{re.escape(message)}epoch 6$"):
         EpochOrder(Short(DATA), seed=0).of(6)
 

@@ -171,8 +171,8 @@ def test_all_failures_are_said() -> None:
         saves.report_own()
     assert len(warned) == 1
     assert [line.partition(" was ")[0] for line in str(error.value).splitlines()] == [
-        "the checkpoint /x/1.ckpt of step 1",
-        "the checkpoint /x/3.ckpt of step 3",
+        "The checkpoint /x/1.ckpt of step 1",
+        "The checkpoint /x/3.ckpt of step 3",
     ]
 
 

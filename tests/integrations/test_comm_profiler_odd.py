@@ -117,7 +117,7 @@ def test_an_optimizer_with_a_closure_has_one_step_with_all_of_its_exchanges(
 
 def test_a_model_is_profiled_once_at_a_time(folders: dict[str, Path]) -> None:
     for each in truth(folders["two at once"]):
-        assert each["said"].startswith("this model is profiled already, and one CommProfiler")
+        assert each["said"].startswith("This model is profiled already, and one CommProfiler")
         assert not each["made"]
     profiled, summary = profile(folders["two at once"])
     assert profiled.common_steps == list(range(12))

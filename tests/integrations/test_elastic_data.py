@@ -46,7 +46,7 @@ def test_without_exactness_the_epoch_begins_anew(tmp_path: Path) -> None:
     def loader() -> DataLoader:
         return DataLoader(SilentStream(), batch_size=4)
 
-    with pytest.warns(UserWarning, match="not exact"), suppress(Fault):
+    with pytest.warns(UserWarning, match="Not exact"), suppress(Fault):
         fit(tmp_path, FailAt("on_after_backward", 17), loader=loader, **settings)
     with pytest.warns(UserWarning, match="begin of its epoch"):
         trainer, _ = fit(tmp_path, loader=loader, **settings)

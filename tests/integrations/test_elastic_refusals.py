@@ -146,7 +146,7 @@ def test_the_newest_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     newest = max((tmp_path / "ckpt").glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
     newest.write_bytes(newest.read_bytes()[:-100])
     trainer, _ = fit(tmp_path)
-    assert f"passing over a checkpoint: {newest}" in caplog.text
+    assert f"Passing over a checkpoint: {newest}" in caplog.text
     assert trainer.global_step == 36
 
 

@@ -51,13 +51,13 @@ def test_a_trainer_given_the_strategy_of_fabric() -> None:
     ],
 )
 def test_a_misspelt_name(make: Any, name: str, meant: str) -> None:
-    assert refused(make, name) == f"unknown strategy {name!r}: did you mean {meant!r}?"
+    assert refused(make, name) == f"Unknown strategy {name!r}: did you mean {meant!r}?"
 
 
 @pytest.mark.parametrize("make", [L.Trainer, Fabric])
 def test_a_name_with_options(make: Any) -> None:
     name = "compressed_ddp_topk:ratio=0.01"
-    assert refused(make, name) == f"unknown strategy {name!r}: {OPTIONS}"
+    assert refused(make, name) == f"Unknown strategy {name!r}: {OPTIONS}"
 
 
 @pytest.mark.parametrize("make", [L.Trainer, Fabric])

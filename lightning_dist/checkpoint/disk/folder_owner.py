@@ -105,7 +105,7 @@ def own(
             try:
                 recover(storage, inside)
             except OSError as error:  # of no importance for what is saved next
-                log.warning("what killed writers left in %s was not removed: %s", folder, error)
+                log.warning("What killed writers left in %s was not removed: %s", folder, error)
         return None
     storage.make_folder(inside)
     key = os.getpid(), os.path.realpath(inside)
@@ -126,7 +126,7 @@ def own(
                 _clean(owned, storage)
         except NoLocksError as error:
             raise ValueError(
-                f"the file system of {folder} has no file locks ({error}), so nothing would keep "
+                f"The file system of {folder} has no file locks ({error}), so nothing would keep "
                 "another training from writing there; if none does, set lock=False (ckpt prune: "
                 "--no-lock)"
             ) from error
@@ -136,7 +136,7 @@ def own(
 
 def _belongs_to_another(folder: str, owner: dict[str, object]) -> ValueError:
     return ValueError(
-        f"only one trainer may write to a checkpoint folder, and {folder} belongs to "
+        f"Only one trainer may write to a checkpoint folder, and {folder} belongs to "
         f"process {owner.get('pid', '?')} on {owner.get('host', '?')}; wait for it, end "
         "it, or give this run another dirpath"
     )
@@ -181,7 +181,7 @@ def _await_writer(lock: Lock, storage: LocalStorage, folder: str, *, patience: f
             seen, since = written, time.monotonic()
         elif time.monotonic() - since > patience:
             raise ValueError(
-                f"the trainer before this one has ended, but its writer still holds {folder} and "
+                f"The trainer before this one has ended, but its writer still holds {folder} and "
                 f"has written nothing for {patience:.0f} s; wait for it, or give this run another "
                 "dirpath"
             )

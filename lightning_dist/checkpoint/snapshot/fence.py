@@ -65,7 +65,7 @@ class Fence:
             self.waited += time.perf_counter() - began
             if not is_open:
                 raise CheckpointError(
-                    "a checkpoint is under way and its copy has not ended within "
+                    "A checkpoint is under way and its copy has not ended within "
                     f"{self._patience:g} s, so the training cannot go on without spoiling it; is a "
                     "device hanging, or the writer stopped?"
                 )

@@ -66,7 +66,7 @@ def _pin(buffer: Tensor) -> bool:
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     code = int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
     if code:
-        log.warning("snapshots are copied slowly: cudaHostRegister returned %d", code)
+        log.warning("Snapshots are copied slowly: cudaHostRegister returned %d", code)
         with suppress(RuntimeError):  # else the next kernel is told of it, whosever that is
             torch.zeros(1, device="cuda")
     return not code

@@ -44,7 +44,7 @@ class EpochOrder:
             return len(self._sampler)  # type: ignore[arg-type]
         except TypeError:
             raise ValueError(
-                f"a sampler has to know how many samples an epoch has; {type(self._sampler)!r} has "
+                f"A sampler has to know how many samples an epoch has; {type(self._sampler)!r} has "
                 "no len(). Give it a __len__"
             ) from None
 
@@ -67,7 +67,7 @@ class EpochOrder:
                 order = list(self._sampler)
         if len(order) != self.size:
             raise ValueError(
-                f"a sampler has to yield as many samples as its len() says, {self.size}; "
+                f"A sampler has to yield as many samples as its len() says, {self.size}; "
                 f"{type(self._sampler).__name__} gave {len(order)} in epoch {epoch}"
             )
         return order

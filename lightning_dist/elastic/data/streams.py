@@ -94,6 +94,6 @@ def _next(drawn: Iterator[Any], dataset: Shardable) -> Any:
         return next(drawn)
     except StopIteration:
         raise ValueError(
-            f"an epoch of {type(dataset).__name__} has {len(dataset)} samples by its len(), but "
+            f"An epoch of {type(dataset).__name__} has {len(dataset)} samples by its len(), but "
             "iter_shard ended before that; make len() exact"
         ) from None

@@ -31,7 +31,7 @@ class PlannedStops(LocalElasticAgent):
         if EXIT_LEAVE in codes:  # as torchrun does where it gets the signal itself
             raise SignalException("the machine of this launcher is about to go", signal.SIGTERM)
         if result.state == WorkerState.FAILED and self._is_planned(codes):
-            log.info("a planned stop: its restart does not count as one of max_restarts")
+            log.info("A planned stop: its restart does not count as one of max_restarts")
             give_back_restart(self)
         return result
 

@@ -104,7 +104,7 @@ def _join(lobby: Store, rank: int, deadline: float) -> str:
     lobby.queue_push("mail", f"{rank} {nonce}")
     if not _wait(lambda: lobby.check([answer]), deadline):
         raise TimeoutError(
-            f"rank {rank} had no answer from rank 0 in time; see the output of rank 0, and whether "
+            f"Rank {rank} had no answer from rank 0 in time; see the output of rank 0, and whether "
             "all ranks have the same MASTER_ADDR and MASTER_PORT"
         )
     attempt: str = lobby.get(answer).decode()

@@ -60,7 +60,7 @@ class PreemptionListener:
             self._start_handlers()
         elif self._check is None:
             warnings.warn(
-                "signals reach the main thread only, and this training runs in another: SIGTERM "
+                "Signals reach the main thread only, and this training runs in another: SIGTERM "
                 "leads to no checkpoint; give preemption_check=, or train in the main thread",
                 stacklevel=2,
             )

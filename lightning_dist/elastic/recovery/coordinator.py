@@ -53,7 +53,7 @@ class RecoverySettings:
             )
         if min(self.beat_timeout, self.report_timeout) <= 0:
             raise ValueError(
-                f"timeouts of recovery must be above 0 s, they are {self.beat_timeout:g} s without "
+                f"Timeouts of recovery must be above 0 s, they are {self.beat_timeout:g} s without "
                 f"a beat and {self.report_timeout:g} s without a report"
             )
 

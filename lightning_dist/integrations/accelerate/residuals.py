@@ -68,7 +68,7 @@ def require_one_folder(accelerator: Accelerator, folder: str) -> None:
     differ = [rank for rank, fact in enumerate(facts) if fact != facts[0]]
     if differ:
         raise ValueError(
-            f"all ranks must load the same residuals, but ranks {differ} do not see the files that "
+            f"All ranks must load the same residuals, but ranks {differ} do not see the files that "
             f"rank 0 sees in {folder}; load from a folder that all nodes share"
         )
 

@@ -134,7 +134,7 @@ def local_devices(given: list[torch.device], launch: Launch) -> list[torch.devic
     devices += [device for device in free if device not in devices][:missing]
     if launch.local_rank >= len(devices):
         raise ValueError(
-            f"the launcher started {launch.local_world_size} ranks on this node, and local rank "
+            f"The launcher started {launch.local_world_size} ranks on this node, and local rank "
             f"{launch.local_rank} needs a {kind} device of its own, of which {len(devices)} are "
             f"visible: start it with --nproc-per-node={len(devices)}"
         )

@@ -80,7 +80,7 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
         assert self.lightning_module is not None
         if self._schedule.ddp_steps and not self.lightning_module.automatic_optimization:
             raise ValueError(
-                "with manual optimization Lightning decides itself when DDP averages gradients; "
+                "With manual optimization Lightning decides itself when DDP averages gradients; "
                 "leave ddp_steps out"
             )
         self._logged_step = 0
@@ -106,7 +106,7 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
         outer = int(steps - schedule.ddp_steps) // schedule.sync_every
         if outer < 1:
             raise ValueError(
-                f"a training of {steps:g} steps must have an outer step, got sync_every="
+                f"A training of {steps:g} steps must have an outer step, got sync_every="
                 f"{schedule.sync_every} and ddp_steps={schedule.ddp_steps}; set them lower"
             )
         if outer < _FEW and schedule.outer_momentum and self.global_rank == 0:

@@ -149,7 +149,7 @@ class CompressedModelParallelStrategy(
             self._load_state(self._exchange, checkpoint.get(CHECKPOINT_KEY))
         elif self.optimizers and CHECKPOINT_KEY in checkpoint and self.is_global_zero:
             log.warning(
-                "the checkpoint has residuals of several replicas, and one replica compresses "
+                "The checkpoint has residuals of several replicas, and one replica compresses "
                 "nothing: what they owe is lost"
             )
         return checkpoint

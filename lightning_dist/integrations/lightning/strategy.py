@@ -105,7 +105,7 @@ class CompressedDDPStrategy(
         super().setup(trainer)
         if self._settings.delay and len(self.optimizers) > 1:
             raise ValueError(
-                "with delay=1 a backward pass gets the mean of the one before, which must be of "
+                "With delay=1 a backward pass gets the mean of the one before, which must be of "
                 f"the same optimizer, got {len(self.optimizers)} optimizers; use one, or leave "
                 "delay out"
             )

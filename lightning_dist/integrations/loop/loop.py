@@ -137,7 +137,7 @@ class ElasticLoop:
     def __enter__(self) -> ElasticLoop:
         run = self._run
         if run.is_open or run.is_complete:
-            raise ValueError("an ElasticLoop is entered once; make a new one")
+            raise ValueError("An ElasticLoop is entered once; make a new one")
         try:
             run.open(self._loader, self._given)
         except BaseException as error:
@@ -212,7 +212,7 @@ class ElasticLoop:
     def _end_epoch(self, epoch: int) -> None:
         if self._in_epoch:
             raise ValueError(
-                f"epoch {epoch} has batches left, which the next one would leave out; to end the "
+                f"Epoch {epoch} has batches left, which the next one would leave out; to end the "
                 "training early leave epochs() too, with break, return or an exception"
             )
         self._run.end_epoch(epoch)
@@ -254,12 +254,12 @@ class ElasticLoop:
     def _require_told(self) -> None:
         if not self._is_weighted:
             raise ValueError(
-                "a micro-batch ended whose loss was not scaled, so on another number of ranks the "
+                "A micro-batch ended whose loss was not scaled, so on another number of ranks the "
                 "gradients would be wrong; use loop.scale_loss(loss).backward()"
             )
         if self.sync_gradients and not self._has_stepped:
             raise ValueError(
-                "a step ended without loop.step_done(), so it would not be in a checkpoint; call "
+                "A step ended without loop.step_done(), so it would not be in a checkpoint; call "
                 "it after the optimizer's step(), where loop.sync_gradients"
             )
 

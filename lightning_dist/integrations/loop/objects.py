@@ -51,7 +51,7 @@ class Objects:
         self.updates = [each for each in self._given.values() if isinstance(each, LocalUpdates)]
         if world_size > 1 and not self._wrapped and not self.updates:
             raise ValueError(
-                f"no model in state= is in DistributedDataParallel, so {world_size} ranks would "
+                f"No model in state= is in DistributedDataParallel, so {world_size} ranks would "
                 "train apart; give the one that prepare(), fabric.setup() or DDP returned, or the "
                 "updates that local_updates() returned beside the model"
             )

@@ -104,14 +104,14 @@ class ProfileRun:
         self._reducer = reducer_of(model.module)
         if is_watched(model) if self._reducer is None else self._reducer.is_watched:
             raise ValueError(
-                "this model is profiled already, and one CommProfiler at a time can see its "
+                "This model is profiled already, and one CommProfiler at a time can see its "
                 "gradients; leave one out, or let the other end first"
             )
         recovers = self._reducer is not None and self._reducer.recovers
         self._environment = RecoveryEnvironment.from_env() if recovers else None
         if not recovers and is_alone():
             raise ValueError(
-                "this process has not met the others yet, so its profile would be of one rank; "
+                "This process has not met the others yet, so its profile would be of one rank; "
                 "enter CommProfiler inside of `with ElasticLoop(..., recovery='in_process')`"
             )
         rank = dist.get_rank()

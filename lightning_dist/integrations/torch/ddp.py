@@ -182,7 +182,7 @@ def attach(
         moved = [n for n in numel if n in before and before[n] != reducer.strides[n]]
         if moved and first:
             log.warning(
-                "the memory format of %s has changed since the last fit: what was owed to them is "
+                "The memory format of %s has changed since the last fit: what was owed to them is "
                 "forgotten; to keep it, load a checkpoint of that fit",
                 ", ".join(moved),
             )
@@ -217,7 +217,7 @@ def compile_kernels(
     ):
         return
     if says:
-        log.warning("compiling the codec's kernels (about 20 s the first time)")
+        log.warning("Compiling the codec's kernels (about 20 s the first time)")
     dtypes, sizes = {dtype for dtype, _ in gradients}, {numel for _, numel in gradients}
     for codec in settings.codec.leaves():
         reducer.planner.fuse(codec, dtypes, sizes=sizes)

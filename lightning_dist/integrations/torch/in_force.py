@@ -34,7 +34,7 @@ def tell_in_force(reducer: Reducer, *, begins: int | None) -> None:
         if RecoveryEnvironment.from_env() is not None:  # the others are met later
             return
         log.warning(
-            "one process: nothing is exchanged or compressed, %s takes effect with two ranks or "
+            "One process: nothing is exchanged or compressed, %s takes effect with two ranks or "
             "more. If you started several, they do not know of each other: look at WORLD_SIZE",
             reducer.settings.codec,
         )
@@ -89,7 +89,7 @@ def _never_begun(stats: CommStats, begins: int) -> None:
     sent = stats.as_mapping()
     if sent["steps"] and sent["per_codec"].keys() <= {NoCompression.name, Uncompressed.name}:
         log.warning(
-            "nothing was compressed in %d synchronised steps: compression begins at step %d "
+            "Nothing was compressed in %d synchronised steps: compression begins at step %d "
             "(start_step, warmup, after_steps), with OneBitAdam after its freeze_step; lower it",
             sent["steps"],
             begins,

@@ -82,7 +82,7 @@ class StepRecovery:
         self._scales = self._reducer.has_grad_scaler
         if self._scales and not any(isinstance(each, GradScaler) for each in counters.values()):
             raise ValueError(
-                "a step that is taken again needs the scale that its GradScaler had when the step "
+                "A step that is taken again needs the scale that its GradScaler had when the step "
                 "began, and newcomers need it too; give the GradScaler to ElasticLoop in state=, "
                 "or train in bfloat16 without one"
             )
@@ -166,7 +166,7 @@ class StepRecovery:
         closure = named.get("closure", arguments[1] if len(arguments) > 1 else None)
         if closure is not None:
             raise ValueError(
-                "an optimizer that is given a closure computes gradients in its step, which "
+                "An optimizer that is given a closure computes gradients in its step, which "
                 "recovery='in_process' cannot take again; call backward before step(), or use "
                 "recovery='restart'"
             )

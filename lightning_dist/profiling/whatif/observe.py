@@ -87,7 +87,7 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
         "no exchange was recorded": not used.any(),
     }
     if problem := next((problem for problem, holds in problems.items() if holds), None):
-        raise ValueError(f"nothing can be predicted from this profile: {problem}")
+        raise ValueError(f"Nothing can be predicted from this profile: {problem}")
     codec, device = _codec(every), run.ranks[min(run.ranks)].metadata.device or "cpu"
     across, hosts = ["inter" in each.groups for each in abouts], Counter(x.host for x in abouts)
     link, inside = _link(run, sent[used] / moving[used] * NS), _inside(every)

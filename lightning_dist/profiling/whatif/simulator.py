@@ -104,7 +104,7 @@ class Scenario:
             raise ValueError(f"sync_every must be 1 or more local steps, got {self.sync_every}")
         if self.fragments < 1 or self.sync_every % self.fragments:
             raise ValueError(
-                "local steps must be a multiple of fragments, which take turns at equal distances, "
+                "Local steps must be a multiple of fragments, which take turns at equal distances, "
                 f"got {self.sync_every} local steps and {self.fragments} fragments"
             )
         if not 0 <= self.overlap_steps < max(self.interval, 1):

@@ -201,7 +201,7 @@ class AsyncStateCheckpointer:
         self._saves.report(failures)
         if len({facts["output_dir"] for facts in by_rank}) > 1:
             names = ", ".join(f"rank {r}: {f['output_dir']}" for r, f in enumerate(by_rank))
-            raise ValueError(f"all ranks must save to the same folder, got {names}")
+            raise ValueError(f"All ranks must save to the same folder, got {names}")
         if self._saves.skips(by_rank):
             return False
         self._checkpointer.metrics.queue_s = queue_s
@@ -277,7 +277,7 @@ class AsyncStateCheckpointer:
             project = self._accelerator.project_configuration
             folder = folders.automatic(project, needed="load_state needs input_dir=")
             if not os.path.isdir(folder):
-                raise FileNotFoundError(f"there is no checkpoint: {folder} does not exist")
+                raise FileNotFoundError(f"There is no checkpoint: {folder} does not exist")
             self._checkpointer.open(folder)  # a writer of a dead trainer may have one to finish
             description = folders.newest(folder, check=check)
             path = description.path
@@ -333,4 +333,4 @@ class AsyncStateCheckpointer:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise ValueError("this AsyncStateCheckpointer is closed; make a new one")
+            raise ValueError("This AsyncStateCheckpointer is closed; make a new one")

@@ -73,7 +73,7 @@ def stage(
             error = problem_in(scratch.files, _PICKLED) if restricted else None
         except Exception as raised:
             error = CheckpointError(
-                f"rank {ranks.rank} could not write its files: {raised!r}; if it was for want of "
+                f"Rank {ranks.rank} could not write its files: {raised!r}; if it was for want of "
                 "room, staging_dir= chooses where accelerate's files wait for the writer"
             )
             error.__cause__ = raised
@@ -203,7 +203,7 @@ def _problem_of_objects(path: str, accelerator: Accelerator, *, rank: int) -> Va
         names = os.listdir(path)
     except OSError as error:
         return ValueError(
-            f"rank {rank} cannot read {path} ({error}); checkpoints must be in a folder that all "
+            f"Rank {rank} cannot read {path} ({error}); checkpoints must be in a folder that all "
             "ranks share"
         )
     saved = sum(OBJECTS.fullmatch(name) is not None for name in names)

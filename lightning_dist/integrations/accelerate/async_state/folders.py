@@ -96,7 +96,7 @@ def require_ours(target: str) -> None:
     if os.path.exists(os.path.join(target, NAME)):
         _require_original(target)
     elif not os.path.isdir(target):
-        raise ValueError(f"a checkpoint is a folder, and {target} is a file; choose another name")
+        raise ValueError(f"A checkpoint is a folder, and {target} is a file; choose another name")
     elif os.listdir(target):
         raise ValueError(
             f"{target} holds files and no {NAME}, so AsyncStateCheckpointer did not write it and "
@@ -143,13 +143,13 @@ def newest(folder: str, *, check: bool) -> Description:
                 "give it by name"
             )
     for path, reason in passed.items():
-        log.warning("passing over %s: %s", path, reason)
+        log.warning("Passing over %s: %s", path, reason)
     if chosen is not None:
         return chosen
     if passed:
         reasons = "; ".join(f"{os.path.basename(path)}: {why}" for path, why in passed.items())
-        raise CheckpointError(f"there is no complete checkpoint in {folder}: {reasons}")
-    raise FileNotFoundError(f"there is no checkpoint in {folder}")
+        raise CheckpointError(f"There is no complete checkpoint in {folder}: {reasons}")
+    raise FileNotFoundError(f"There is no checkpoint in {folder}")
 
 
 def given(path: str, *, check: bool) -> Description | None:
@@ -161,7 +161,7 @@ def given(path: str, *, check: bool) -> Description | None:
         ValueError: it holds something else.
     """
     if not os.path.isdir(path):
-        raise FileNotFoundError(f"there is no folder {path}")
+        raise FileNotFoundError(f"There is no folder {path}")
     if not os.path.exists(os.path.join(path, NAME)):
         if not os.listdir(path):
             raise CorruptCheckpointError(path, "the folder is empty")

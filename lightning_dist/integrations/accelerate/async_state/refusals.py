@@ -44,7 +44,7 @@ def require_separable(accelerator: Accelerator) -> None:
     """Raise ValueError unless every rank can write its files into a folder of its own."""
     if is_alone():
         raise ValueError(
-            "an AsyncStateCheckpointer saves with the ranks of its start, and with "
+            "An AsyncStateCheckpointer saves with the ranks of its start, and with "
             "recovery='in_process' ranks come and go; leave it out: ElasticLoop saves, and "
             "accelerator.save_state works inside of it"
         )

@@ -163,7 +163,7 @@ class AsyncCheckpoint(CheckpointNames):
         ours = [c for c in callbacks_of(trainer) if isinstance(c, AsyncCheckpoint)]
         if len(verify := {self.settings.verify, *(c.settings.verify for c in ours)}) > 1:
             raise ValueError(
-                "a trainer loads one checkpoint for all of its callbacks, so each AsyncCheckpoint "
+                "A trainer loads one checkpoint for all of its callbacks, so each AsyncCheckpoint "
                 f"needs the same verify=; got {', '.join(map(repr, sorted(verify)))}"
             )
 
@@ -198,7 +198,7 @@ class AsyncCheckpoint(CheckpointNames):
             if trainer.world_size > 1 and not isinstance(exception, SIGTERMException):
                 # Saving takes all ranks, and others may be waiting in a collective of the step.
                 rank_zero_warn(
-                    f"with {trainer.world_size} ranks save_on_exception saves only what all of "
+                    f"With {trainer.world_size} ranks save_on_exception saves only what all of "
                     f"them stop for (SIGTERM), not a {type(exception).__name__} that one may have "
                     "had"
                 )

@@ -57,7 +57,7 @@ class AsyncTorchCheckpointIO(TorchCheckpointIO):
     ) -> None:
         if snapshot not in ("blocking", "sync"):
             raise ValueError(
-                f"a CheckpointIO does not know the optimizers, so it cannot copy beside the "
+                f"A CheckpointIO does not know the optimizers, so it cannot copy beside the "
                 f"training: snapshot is 'blocking' or 'sync', got {snapshot!r}; use AsyncCheckpoint"
             )
         self.settings = CheckpointSettings(

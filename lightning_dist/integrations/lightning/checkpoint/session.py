@@ -259,7 +259,7 @@ class CheckpointSession:
         except CheckpointError as error:
             if deadline is None:
                 raise
-            rank_zero_warn(f"the training ends before its checkpoints are complete: {error}")
+            rank_zero_warn(f"Training ended before its checkpoints were complete: {error}")
 
     def _ended(self, event: Committed | Failed) -> None:
         blocking_s = self._blocking.pop(event.target, 0.0)

@@ -130,7 +130,7 @@ def requeue(environment: Any, reasons: list[str]) -> None:
     try:
         subprocess.run(["scontrol", "requeue", name], check=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
-        rank_zero_warn(f"the job was not requeued: scontrol requeue {name}: {error}")
+        rank_zero_warn(f"The job was not requeued: scontrol requeue {name}: {error}")
 
 
 class KeptSource(private.DataLoaderSource):

@@ -86,7 +86,7 @@ class TrainerDeal(Deal):
                 f"{reason}; or set strict_data=False: then a restart begins the epoch anew"
             )
         rank_zero_warn(
-            f"not exact: {reason}. A restart goes on at the begin of its epoch, whose samples are "
+            f"Not exact: {reason}. A restart goes on at the begin of its epoch, whose samples are "
             "seen again, in an order that depends on the number of ranks"
         )
         return loader
@@ -104,7 +104,7 @@ class TrainerDeal(Deal):
             return states[self.rank]
         if before and self._exact:
             raise ValueError(
-                f"this loader keeps its position itself, on each rank, and that of {before} ranks "
+                f"This loader keeps its position itself, on each rank, and that of {before} ranks "
                 f"does not serve {now}; start {before} ranks, use a map-style dataset, or set "
                 "strict_data=False: then the epoch begins anew"
             )

@@ -141,7 +141,7 @@ def sharded_settings(codec: str | Codec | Mapping[str, str | Codec], **settings:
     checked = Settings.check(codec, **settings)
     if not checked.intra.lossless:
         raise ValueError(
-            f"inside a replica FSDP reduces gradients itself, got the codec {checked.intra.name!r} "
+            f"Inside a replica FSDP reduces gradients itself, got the codec {checked.intra.name!r} "
             "for it; give the codec between replicas alone"
         )
     return checked
@@ -301,7 +301,7 @@ class ShardedGradients:
         group = self._groups[index]
         if flat.numel() != group.numel:
             raise RuntimeError(
-                f"every parameter of a group must get a gradient in each backward pass; one of "
+                f"Every parameter of a group must get a gradient in each backward pass; one of "
                 f"{', '.join(part.name for part in group.slices)} got none. Freeze it, or use "
                 "fully_shard over both dimensions of the mesh"
             )

@@ -218,7 +218,7 @@ class LocalUpdates:
         if state["anchor"].keys() != anchors.keys():
             different = sorted(state["anchor"].keys() ^ anchors.keys())
             raise ValueError(
-                f"the state must be of the same trained parameters, and differs in {different[:3]};"
+                f"The state must be of the same trained parameters, and differs in {different[:3]};"
                 " use the model that it was saved with"
             )
         with torch.no_grad():

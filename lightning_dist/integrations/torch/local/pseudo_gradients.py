@@ -94,7 +94,7 @@ class PseudoGradients:
         if not finite:
             flat.zero_()  # this worker goes on from the anchor, and the others without it
             log.warning(
-                "the weights of this worker are not finite after %d optimizer steps: it takes no "
+                "The weights of this worker are not finite after %d optimizer steps: it takes no "
                 "part in this exchange and goes on from the anchor, with its optimizer's state as "
                 "it is",
                 attempted,
@@ -193,7 +193,7 @@ class PseudoGradients:
         sizes = [each.numel for each in self._fragments]
         if index >= len(sizes) or sizes[index] != len(mean):
             raise ValueError(
-                "the state was saved in the middle of an exchange of another fragment; use the "
+                "The state was saved in the middle of an exchange of another fragment; use the "
                 "number of fragments that it was saved with"
             )
         self.flat[: len(mean)].copy_(mean)

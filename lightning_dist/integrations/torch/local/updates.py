@@ -178,7 +178,7 @@ def attach(
     require_compressible(module)
     world = dist.group.WORLD if groups is None else groups[0]
     if world is None:
-        raise ValueError("local updates need a process group; call init_process_group first")
+        raise ValueError("Local updates need a process group; call init_process_group first")
     require_workers(module, synced, schedule, world_size=world.size())
     network = network_over(
         world,
