@@ -236,7 +236,7 @@ class Delivery:
                 memory.release()
         if stuck:
             raise CheckpointError(
-                f"{targets} is still being copied after {timeout:g} s, and is lost"
+                f"{targets} is still being copied after {timeout:g} s, and was dropped"
             )
 
     def _targets(self) -> str:
@@ -246,7 +246,7 @@ class Delivery:
         with self._changed:
             for each in self._in_flight.values():
                 with suppress(InvalidStateError):  # copied
-                    each.copied.set_result("its copy had not ended when it was closed")
+                    each.copied.set_result("its copy was not complete at close()")
                     each.memory = None  # not given back: the copy may go on
 
     def _put_prepared(self, save: Save, memory: SnapshotMemory | None, copied: Future[str]) -> None:

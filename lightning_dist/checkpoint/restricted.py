@@ -39,8 +39,8 @@ def require_loadable(state: Any, content: Pickled | None = None, *, name: str) -
     kind = value if isinstance(value, type) else type(value)
     what = f"{'the class' if kind is value else 'a'} {kind.__module__}.{kind.__qualname__}"
     raise ValueError(
-        f"{name} is {what}, which torch.load(weights_only=True) does not read, so nothing could go "
-        f"on from the checkpoint; {_REMEDY}"
+        f"{name} is {what}, which torch.load(weights_only=True) does not read, so no run could "
+        f"resume from the checkpoint; {_REMEDY}"
     )
 
 

@@ -129,7 +129,7 @@ def _choose(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
             return torchrun(f"{reason}; --config_file={default} for accelerate launch")
         if not framework:
             raise ValueError(
-                f"{reason}, and {default} is there: say which launcher is meant: --torchrun, or "
+                f"{reason}, and {default} exists: select a launcher with --torchrun, or "
                 f"--config_file={default}"
             )
     return accelerate(given, default, f"{default}; --torchrun for the other")

@@ -64,7 +64,7 @@ def plan(words: Sequence[str], environ: Mapping[str, str], *, given: Any, file: 
             raise ValueError(
                 f"The training of {file} is {kind}, which has no DDP whose gradients could be "
                 "compressed; set accelerate.distributed_type=MULTI_GPU, or for FSDP "
-                f"fsdp_version: 2, or take away the settings of {origins}"
+                f"fsdp_version: 2, or remove the settings of {origins}"
             )
         options = _as_several(made, options, environ, given=given, config=config, file=file)
     made.arguments += ["-m", "accelerate.commands.launch", *options, *after]
@@ -78,7 +78,7 @@ def _hand_on(made: Plan, environ: Mapping[str, str], file: Path) -> None:
         made.notes.append(f"there is no {sidecar.name} beside {file}")
     elif named := environ.get(CONFIG, "").strip():
         if Path(named).expanduser().absolute() != sidecar:
-            made.notes.append(f"{CONFIG} is {named} already: {sidecar} is not handed on")
+            made.notes.append(f"{CONFIG} is {named} already: {sidecar} is not passed on")
     else:
         made.environment[CONFIG] = str(sidecar)
         made.notes.append(f"{CONFIG}={sidecar} (the training reads it)")

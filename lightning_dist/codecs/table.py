@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
@@ -11,13 +10,14 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, get_args
 
 from lightning_dist.codecs.base import Codec, ExchangeName
+from lightning_dist.log import get_logger
 
 GROUP = "lightning_dist.codecs"
 """Of entry points ``NAME = package.module:Class``; the name is that of the codec."""
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 class CodecTable(Mapping[str, type[Codec]]):

@@ -28,7 +28,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         for index, (key, (spelled, _)) in enumerate(zip(keys, node.value, strict=True)):
             if key in keys[:index]:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"{key!r} is there twice; keep one", spelled.start_mark
+                    None, None, f"{key!r} is given twice; keep one", spelled.start_mark
                 )
         content: dict[Hashable, Any] = super().construct_mapping(node, deep)
         return content

@@ -196,7 +196,7 @@ def start_line(
         foreign: without ``state``, the checkpoint of somebody else that training goes on from.
     """
     if state is None and foreign:
-        start = f"elastic: world {world_size}, goes on from {foreign}"
+        start = f"elastic: world {world_size}, resumed from {foreign}"
     elif state is None:
         start = f"elastic: world {world_size}, fresh start"
     else:
@@ -207,7 +207,7 @@ def start_line(
     if now is None:
         return start
     rest = now.global_batch % (now.world_size * now.accumulate)
-    uneven = ", not all of them equal" if rest else ""
+    uneven = ", of unequal sizes" if rest else ""
     passes, ranks = _counted(now.accumulate, "micro-batch"), _counted(now.world_size, "rank")
     return f"{start}; global batch {now.global_batch}: {passes} on {ranks}{uneven}"
 
@@ -224,7 +224,7 @@ def cost_line(summary: Summary) -> str:
     if summary.generations:
         told.append(
             f"{_counted(summary.generations, 'change')} within the process, "
-            f"{summary.recovery_s:.1f} s lost, {_counted(summary.steps_redone, 'step')} taken again"
+            f"{summary.recovery_s:.1f} s lost, {_counted(summary.steps_redone, 'step')} repeated"
         )
     return f"elastic: {'; '.join(told)}"
 

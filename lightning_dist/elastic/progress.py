@@ -79,7 +79,7 @@ def require_same_data(state: ElasticState, *, size: int | None, path: str) -> No
     if state.size != size:
         raise ValueError(
             f"{path} is of another run: its epochs have {state.size} samples, the train dataloader "
-            f"has {size}. Give another folder, or put the dataset back"
+            f"has {size}. Give another folder, or restore the dataset"
         )
 
 

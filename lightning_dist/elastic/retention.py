@@ -219,7 +219,7 @@ class Retention:
 def not_ours(path: str) -> str:
     """What to tell a user whose folder has a checkpoint without a position in the data."""
     return (
-        f"{path} was not saved under ElasticRestart or ElasticLoop, so nobody knows which samples "
-        "it has seen; give a folder of its own, and to begin a Trainer's run from this checkpoint "
+        f"{path} was not saved under ElasticRestart or ElasticLoop, so it has no sample position; "
+        "give a folder of its own, and to start a Trainer's run from this checkpoint use "
         "fit(ckpt_path=...)"
     )

@@ -70,7 +70,7 @@ class RunSettings:
     def __post_init__(self) -> None:
         require_policy(self.batch_policy)
         if not self.dirpath:
-            raise ValueError("dirpath is the folder that every start looks into; give one")
+            raise ValueError("dirpath must be the folder of the checkpoints, got none")
         positive = ("every_n_train_steps", "max_to_keep")
         for name in (*positive, "preemption_poll_interval", "grace_period"):
             value = getattr(self, name)

@@ -83,7 +83,7 @@ class WaitLimit:
             if left <= 0:
                 raise RuntimeError(
                     f"No answer from the other ranks within {self.seconds:g} s in {what}: a rank "
-                    "is gone, hangs, or is slower than that"
+                    "has terminated, hangs, or is slower than that"
                 )
             try:
                 # Whole milliseconds count, and none of them means no limit.

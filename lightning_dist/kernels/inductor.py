@@ -11,7 +11,6 @@ this takes; if one of them goes, the kernels stay eager and a warning says so.
 
 from __future__ import annotations
 
-import logging
 import shutil
 import threading
 import time
@@ -33,8 +32,9 @@ from lightning_dist.kernels.native import NativeSparsePasses, block_passes
 from lightning_dist.kernels.passes import Pass, Passes, compute_dtype
 from lightning_dist.kernels.sparse import SparsePasses
 from lightning_dist.kernels.triton import available_on
+from lightning_dist.log import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 FUSE_FROM_ELEMENTS = 1 << 22  # a smaller model saves less than the 20 s that compiling costs
 _one_at_a_time = threading.Lock()  # torch's tracer keeps its state in globals

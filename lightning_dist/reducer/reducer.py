@@ -10,7 +10,6 @@ it is not finite, the residual of a parameter is kept once an optimizer has appl
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_dist.accelerator import is_accelerator
+from lightning_dist.log import get_logger
 from lightning_dist.reducer.adjust import Adjustment, add_owed, clip_group
 from lightning_dist.reducer.commit import (
     Answer,
@@ -57,7 +57,7 @@ from lightning_dist.reducer.units.base import CodecGroup, staggered
 from lightning_dist.settings import Settings
 from lightning_dist.topology import Topology
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 _COMPARED_EVERY = 100
 _PATIENCE = 0.5
@@ -577,8 +577,8 @@ class Reducer:
         self._delayed.load(means, numel=numel)
         if means and not self._delayed.active and self.network.rank == 0:
             log.warning(
-                "The state has a mean gradient that was not applied yet, and is left out here: set "
-                "delay=1 to go on with it"
+                "The state has a mean gradient that was not applied yet; it is dropped. Set "
+                "delay=1 to apply it"
             )
 
     def continue_from(self, before: Reducer) -> None:

@@ -56,7 +56,7 @@ def test_broken_ones_are_passed_over_with_a_warning(
         found = newest_valid(str(folder))
     assert found is not None
     assert found.path == f"{folder}/c.ckpt"
-    assert [r.levelname for r in caplog.records if "Passing over" in r.message] == ["WARNING"] * 2
+    assert [r.levelname for r in caplog.records if "Skipping" in r.message] == ["WARNING"] * 2
     assert f"{folder}/a.ckpt" in caplog.text
     assert f"{shard.name} has changed since it was written" in caplog.text
 

@@ -102,7 +102,7 @@ def test_a_process_ends_although_a_copy_is_stuck(
     command = [*quick_python, "-c", STUCK, str(tmp_path / "here"), writer]
     ended = run(command, limit=LIMIT, TAKEN_APART="1")
     assert ended.returncode == 0, ended.output
-    assert "1.ckpt is still being copied after 0.2 s, and is lost" in ended.output
+    assert "1.ckpt is still being copied after 0.2 s, and was dropped" in ended.output
 
 
 NOT_CLOSED = """

@@ -184,7 +184,7 @@ def test_settings_that_are_not_beside_the_file_are_told(
         ({"distributed_type": "NO", "use_cpu": False}, [], "would start one process"),
         ({"distributed_type": False, "use_cpu": False}, [], "two.yaml --set accelerate.num_pro"),
         ({"sidecar": "codec: int5"}, [], "lightning_dist.yaml"),
-        ({"distributed_type": "FSDP"}, [], "take away the settings of "),
+        ({"distributed_type": "FSDP"}, [], "remove the settings of "),
         ({"lightning_dist": {}}, [], "had unknown keys"),
         ({}, ["--torchrun"], "and --torchrun torchrun; remove one of them"),
         ({}, ["--nnodes", "2"], "unrecognized arguments: --nnodes"),

@@ -69,7 +69,7 @@ def test_a_script_that_does_not_say_it_is_asked_about(tmp_path: Path, text: str,
     result = invoke(write(tmp_path, text))
     assert (result.exit_code, result.stdout) == (2, "")
     assert why in result.stderr
-    assert "say which launcher is meant: --torchrun, or --config_file=" in result.stderr
+    assert "select a launcher with --torchrun, or --config_file=" in result.stderr
 
 
 def test_an_answer_is_taken(tmp_path: Path, configured: Path) -> None:

@@ -54,7 +54,7 @@ def test_nothing_is_set(tmp_path: Path, text: str) -> None:
         ("int8", "must be a YAML mapping"),
         ("codec: [", "is not valid YAML"),
         ("codec: int8\n---\ncodec: int4", "is not valid YAML"),
-        ("codec: int8\ncodec: int4", "in line 2: 'codec' is there twice; keep one"),
+        ("codec: int8\ncodec: int4", "in line 2: 'codec' is given twice; keep one"),
         ("start_step: 0\n\ncodec: int8: 4", "in line 3: mapping values are not allowed here"),
         ("start_step: 0\ncodec: 'int8\n", "in line 3: while scanning a quoted scalar from line 2"),
         ("start_step: 0\ncodec: \x01", "in line 2: special characters are not allowed, 0x1"),

@@ -184,7 +184,7 @@ def test_a_distributed_sampler_of_ones_own() -> None:
         pass
 
     message = (
-        "Own deals samples to ranks itself; elastic restart does that, for any number of ranks: "
+        "Own shards samples itself; elastic restart does that, for any number of ranks: "
         "give the loader a sampler for a single process"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):

@@ -73,7 +73,7 @@ def test_a_damaged_copy_called_last(tmp_path: Path) -> None:
     (tmp_path / "last.ckpt").unlink()
     shutil.copy(tmp_path / "step=3.ckpt", tmp_path / "last.ckpt")
     flip(tmp_path / "last.ckpt")
-    with pytest.warns(UserWarning, match="Passing over a damaged checkpoint") as warned:
+    with pytest.warns(UserWarning, match="Skipping a damaged checkpoint") as warned:
         assert resumed(tmp_path) == "step=3.ckpt"
     assert any("last.ckpt" in str(each.message) for each in warned)
 

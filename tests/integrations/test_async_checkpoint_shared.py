@@ -258,7 +258,7 @@ def test_a_failed_training_does_not_wait_for_ever(
     began = time.monotonic()
     actions = {1: faults.stop_writer, 2: fail}
     with (
-        pytest.warns(UserWarning, match="goes on without this process"),
+        pytest.warns(UserWarning, match="continues without this process"),
         pytest.raises(ArithmeticError),
     ):
         fit(callback, Between(actions))

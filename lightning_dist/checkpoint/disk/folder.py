@@ -170,7 +170,7 @@ class SharedFolder:
             Receipt.from_json(self.storage.read(first)).require(0)
         published = self._published()
         if published is None or published.origin.save_id != self.save.origin.save_id:
-            raise CheckpointError("rank 0 gave this checkpoint up; its error says why")
+            raise CheckpointError("rank 0 abandoned this checkpoint; see its error")
         return published
 
     def _published(self) -> Manifest | None:
@@ -252,7 +252,7 @@ class SharedFolder:
                 seen, since = written, now
             elif now - since > limit:
                 raise CheckpointError(
-                    f"waited for {what}, and nobody wrote anything for {limit:.0f} s"
+                    f"waited for {what}, but no rank wrote anything for {limit:.0f} s"
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.2)

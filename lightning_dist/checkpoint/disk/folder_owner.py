@@ -105,7 +105,11 @@ def own(
             try:
                 recover(storage, inside)
             except OSError as error:  # of no importance for what is saved next
-                log.warning("What killed writers left in %s was not removed: %s", folder, error)
+                log.warning(
+                    "[lightning_dist] Partial files of killed writers in %s were not removed: %s",
+                    folder,
+                    error,
+                )
         return None
     storage.make_folder(inside)
     key = os.getpid(), os.path.realpath(inside)
@@ -126,9 +130,9 @@ def own(
                 _clean(owned, storage)
         except NoLocksError as error:
             raise ValueError(
-                f"The file system of {folder} has no file locks ({error}), so nothing would keep "
-                "another training from writing there; if none does, set lock=False (ckpt prune: "
-                "--no-lock)"
+                f"The file system of {folder} has no file locks ({error}), so another "
+                "trainer in this folder cannot be detected; if there is none, set lock=False (ckpt "
+                "prune: --no-lock)"
             ) from error
     _owned[key] = owned
     return owned
@@ -181,7 +185,7 @@ def _await_writer(lock: Lock, storage: LocalStorage, folder: str, *, patience: f
             seen, since = written, time.monotonic()
         elif time.monotonic() - since > patience:
             raise ValueError(
-                f"The trainer before this one has ended, but its writer still holds {folder} and "
+                f"The previous trainer has ended, but its writer still holds {folder} and "
                 f"has written nothing for {patience:.0f} s; wait for it, or give this run another "
                 "dirpath"
             )

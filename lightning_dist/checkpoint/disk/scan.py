@@ -108,7 +108,7 @@ def newest_valid(folder: str, *, check: bool = True) -> Description | None:
         if found is not None or _names(folder) == names:  # no writer has replaced them meanwhile
             break
     for problem in problems:
-        log.warning("Passing over a checkpoint: %s", problem)
+        log.warning("[lightning_dist] Skipping a checkpoint: %s", problem)
     if found is None and problems:
         raise CheckpointError(
             f"None of the checkpoints in {folder} is whole: {'; '.join(problems)}. Give the path "

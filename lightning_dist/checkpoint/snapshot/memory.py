@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 from contextlib import suppress
@@ -10,7 +9,9 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-log = logging.getLogger(__name__)
+from lightning_dist.log import get_logger
+
+log = get_logger(__name__)
 
 
 class SnapshotMemory:

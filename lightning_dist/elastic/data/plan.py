@@ -68,8 +68,8 @@ def layout_for(policy: BatchPolicy, first: Layout, *, script: Layout) -> Layout:
     world_size, micro_batch = script.world_size, script.micro_batch
     if world_size > first.global_batch:
         raise ValueError(
-            f"batch_policy='fixed_global_batch' deals a global batch of {first.global_batch} "
-            f"samples to at most as many ranks; got {world_size} ranks. Start fewer, or use "
+            f"batch_policy='fixed_global_batch' shards a global batch of {first.global_batch} "
+            f"samples over at most as many ranks; got {world_size} ranks. Start fewer, or use "
             "batch_policy='scale_lr'"
         )
     accumulate = math.ceil(math.ceil(first.global_batch / world_size) / micro_batch)

@@ -91,8 +91,8 @@ def _of_one_process(sampler: Sampler[Any] | Iterable[Any]) -> Iterable[Any]:
         return sampler
     if type(sampler) is not DistributedSampler:
         raise ValueError(
-            f"{type(sampler).__name__} deals samples to ranks itself; elastic restart does that, "
-            "for any number of ranks: give the loader a sampler for a single process"
+            f"{type(sampler).__name__} shards samples itself; elastic restart does that, for any "
+            "number of ranks: give the loader a sampler for a single process"
         )
     dataset: Any = sampler.dataset
     return RandomSampler(dataset) if sampler.shuffle else SequentialSampler(dataset)

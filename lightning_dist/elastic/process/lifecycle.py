@@ -154,7 +154,7 @@ class ProcessLifecycle:
     def _be_gone_soon(self, why: str) -> None:
         """Leaving a group whose ranks are gone may hang, and the launcher waits for the exit."""
         if self._watchdog is not None:
-            self._watchdog.end_within(_LAST_SECONDS, f"still there {_LAST_SECONDS:g} s {why}")
+            self._watchdog.end_within(_LAST_SECONDS, f"still running {_LAST_SECONDS:g} s {why}")
 
     def _last_words(self, why: str) -> None:
         self._history.end(why, is_echo=not why.startswith("no progress"))
@@ -187,7 +187,7 @@ def stop_line(step: int, reasons: list[str], *, saved: int | None) -> str:
     last = "there is no complete checkpoint"
     if saved is not None:
         last = f"the last complete checkpoint is of step {saved}"
-    return f"{line}, which could not be saved; {last}; the warnings above say why"
+    return f"{line}, which could not be saved; {last}; see the warnings above"
 
 
 def is_of_a_peer(exception: BaseException) -> bool:

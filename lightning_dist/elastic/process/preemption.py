@@ -118,7 +118,7 @@ class PreemptionListener:
                     return
             except Exception as error:
                 warnings.warn(
-                    "preemption_check() failed and is not asked again: "
+                    "preemption_check() failed and will not be called again: "
                     f"{type(error).__name__}: {error}",
                     stacklevel=2,
                 )

@@ -41,9 +41,9 @@ class Change:
     @property
     def line(self) -> str:
         """The event in one line, for people."""
-        what = self.reason or "the groups are made anew"
-        next_step = f"step {self.step + 1} is taken again" if self.is_redone else ""
-        owed = f"lost residuals of norm {self.norm_lost:.3g}" if self.norm_lost else ""
+        what = self.reason or "process groups rebuilt"
+        next_step = f"step {self.step + 1} is repeated" if self.is_redone else ""
+        owed = f"residuals of norm {self.norm_lost:.3g} lost" if self.norm_lost else ""
         if self.taken_over:
             owed = f"{owed and owed + ', '}residuals of {', '.join(self.taken_over)} taken over"
         ranks = f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"

@@ -219,7 +219,7 @@ def next_generation(
         min_workers: with fewer there is no generation.
         max_workers: newcomers beyond are left waiting.
     """
-    gone = {name: dead.get(name, "does not answer") for name in (*dead, *late)}
+    gone = {name: dead.get(name, "does not respond") for name in (*dead, *late)}
     members = [name for name in now.members if name not in gone]
     stopped = [name for name in members if name in reports]
     newcomers = sorted(ready.keys() - gone.keys() - set(now.members), key=Worker.parse)
@@ -236,18 +236,18 @@ def next_generation(
         return Generation(number, refused=tuple(refused), ends="; ".join([*reasons, why]))
 
     if now.members and not stopped:
-        return end("nobody is left")
+        return end("no worker is left")
     step = max(
         (reports[name].step for name in stopped),
         default=max([0, *(ready[name].step for name in newcomers)]),
     )
     if step < 0:
-        return end("nobody who is left has the state of the training")
+        return end("no remaining worker has the state of training")
     known = {each.fingerprint for each in (reports[name] for name in stopped)} or {
         ready[name].fingerprint for name in newcomers
     }
     if not now.members and len(known) > 1:
-        return end("the workers are of different trainings", refused=newcomers)
+        return end("the workers belong to different trainings", refused=newcomers)
     refused = [name for name in newcomers if ready[name].fingerprint not in known]
     room = max(0, max_workers - len(stopped))
     admitted = [name for name in newcomers if name not in refused][:room]

@@ -6,7 +6,6 @@ out at the end.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -21,13 +20,14 @@ from lightning_dist.configuration import Resolved
 from lightning_dist.elastic.recovery.groups import is_alone
 from lightning_dist.integrations.accelerate.private import ddp_handler, prepared_models
 from lightning_dist.integrations.refusals import second_hook
+from lightning_dist.log import get_logger, prefixed
 from lightning_dist.topology.launcher import promised_ranks
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch.nn.parallel import DistributedDataParallel
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 _PLUGIN = "the CompressedDDPPlugin"
 _TWO_ON_CPU = (
@@ -40,7 +40,7 @@ def tell(accelerator: Accelerator, resolved: Resolved) -> None:
     """Say on rank 0 which settings are from outside of the code, and from where."""
     if accelerator.is_main_process and (told := resolved.told()):
         # Not logged: Accelerate shows no log below a warning, and this is none.
-        print(f"lightning_dist: set outside of the code: {told}", file=sys.stderr)
+        print(prefixed(f"set outside of the code: {told}"), file=sys.stderr)
 
 
 def kind_of(accelerator: Accelerator) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -17,12 +16,13 @@ from lightning_dist.integrations.accelerate.private import prepared_models
 from lightning_dist.integrations.torch.ddp import reducer_of
 from lightning_dist.integrations.torch.fsdp.replicas import exchange_of
 from lightning_dist.integrations.torch.fsdp.shards import CompressedShards
+from lightning_dist.log import get_logger
 from lightning_dist.reducer.reducer import Reducer
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 def reducers(accelerator: Accelerator) -> list[Reducer]:
@@ -93,9 +93,10 @@ def load(accelerator: Accelerator, folder: str, *, says: bool) -> None:
         owner.load_state_dict(state)
     if says and os.path.exists(_file(folder, len(found))):
         log.warning(
-            "%s holds residuals of a compressed model, and there is none here: what they still owe "
-            "is lost. Compress the model before load_state: with a CompressedDDPPlugin attached "
-            "before prepare, which needs several processes, or with compress_ddp after it",
+            "%s holds residuals of a compressed model, and no model here is compressed: the "
+            "residuals are dropped. Compress the model before load_state: with a "
+            "CompressedDDPPlugin attached before prepare, which needs several "
+            "processes, or with compress_ddp after it",
             folder,
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -20,13 +19,14 @@ from lightning_dist.integrations.strategy_names import LOCAL_NAMES, register
 from lightning_dist.integrations.torch.checks import require_compressible
 from lightning_dist.integrations.torch.local.state import WorkerStates
 from lightning_dist.integrations.torch.local.updates import attach
+from lightning_dist.log import get_logger
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from lightning_dist.reducer.reducer import Reducer
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 _FEW = 20
 """Outer steps below which outer momentum has not come to its rate."""
@@ -111,7 +111,7 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
             )
         if outer < _FEW and schedule.outer_momentum and self.global_rank == 0:
             log.warning(
-                "%d outer steps in a training of %d: outer momentum takes some %d to come to its "
+                "%d outer steps in a training of %d: outer momentum takes about %d to reach its "
                 "rate. Lower sync_every, or set outer_momentum=0 and outer_lr=1",
                 outer,
                 steps,

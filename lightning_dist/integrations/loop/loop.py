@@ -212,8 +212,8 @@ class ElasticLoop:
     def _end_epoch(self, epoch: int) -> None:
         if self._in_epoch:
             raise ValueError(
-                f"Epoch {epoch} has batches left, which the next one would leave out; to end the "
-                "training early leave epochs() too, with break, return or an exception"
+                f"Epoch {epoch} has batches left, which the next one would skip; to end training "
+                "early, leave epochs() too, with break, return or an exception"
             )
         self._run.end_epoch(epoch)
         self._run.settle()

@@ -44,7 +44,7 @@ class Objects:
         modules = [each for each in self._given.values() if isinstance(each, nn.Module)]
         if not modules:
             raise ValueError(
-                "state= has no model, so nothing could go on; give "
+                "state= has no model, so no run could resume; give "
                 'state={"model": model, "optimizer": optimizer}'
             )
         self._wrapped = [ddp for each in modules if (ddp := _ddp_in(each)) is not None]

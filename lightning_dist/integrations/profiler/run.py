@@ -111,7 +111,7 @@ class ProfileRun:
         self._environment = RecoveryEnvironment.from_env() if recovers else None
         if not recovers and is_alone():
             raise ValueError(
-                "This process has not met the others yet, so its profile would be of one rank; "
+                "This process has not joined the others yet, so its profile would be of one rank; "
                 "enter CommProfiler inside of `with ElasticLoop(..., recovery='in_process')`"
             )
         rank = dist.get_rank()
@@ -308,7 +308,7 @@ class ProfileRun:
             meet()
         except RuntimeError as error:  # of gloo
             because = first_sentence(error)
-            problems.append(f"at the end a rank was gone or late, so {loss}: {because}")
+            problems.append(f"a rank had terminated or was late at the end, so {loss}: {because}")
             return False
         return True
 

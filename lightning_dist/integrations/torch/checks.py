@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import heapq
-import logging
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_dist.accelerator import has_streams
 from lightning_dist.codecs import Codec
 from lightning_dist.codecs.policies import NORMS_BIASES_EMBEDDINGS, patterns_of
+from lightning_dist.log import get_logger
 from lightning_dist.measurement.expected import first_compressed_step
 from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.private import communication_hooks
@@ -25,7 +25,7 @@ from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.units.base import require_units
 from lightning_dist.settings import Settings
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 def require_ddp(model: nn.Module) -> None:
@@ -129,7 +129,7 @@ def require_effect(
         if not one_of_several:
             raise ValueError(problem)
         if says:
-            log.warning("%s; no matter if it is for another model", problem)
+            log.warning("%s; ignore this if it is for another model", problem)
     trained = {name: tuple(p.shape) for p, name in names.items() if p.requires_grad}
     for leaf in settings.codec.leaves():
         require_units(leaf)

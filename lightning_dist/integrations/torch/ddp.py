@@ -4,7 +4,6 @@
 # themselves and refuses strings.
 
 import hashlib
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -33,6 +32,7 @@ from lightning_dist.integrations.torch.checks import (
 from lightning_dist.integrations.torch.in_force import tell_in_force
 from lightning_dist.integrations.torch.networks import Groups, network_for
 from lightning_dist.kernels.inductor import should_fuse
+from lightning_dist.log import get_logger
 from lightning_dist.measurement.exposure import ExposureWatch
 from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.private import loss_scale_of, name_before_compile
@@ -40,7 +40,7 @@ from lightning_dist.reducer.plan.slices import as_real
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 # Beside the modules that are in DDP: Accelerate keeps a model as it was before DDP wrapped it, from
 # where nothing leads to the hook; and a module must stay copyable, so nothing may be hung on it.

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning_dist.log import get_logger
 from lightning_dist.settings import Settings
 from lightning_dist.topology import Topology
 from lightning_dist.topology.groups import Tree, blocks_of, innermost, levels_of, require_cover
 from lightning_dist.topology.hosts import describe_counts
 from lightning_dist.topology.launcher import contradiction
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 def topology_of(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from dataclasses import asdict
@@ -26,11 +25,12 @@ from lightning_dist.integrations.accelerate.async_state.refusals import (
     staging_folder,
 )
 from lightning_dist.integrations.accelerate.async_state.scratch import Scratch, sweep
+from lightning_dist.log import get_logger
 
 if TYPE_CHECKING:
     from accelerate import Accelerator as AnyAccelerator
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 class AsyncStateCheckpointer:

@@ -10,7 +10,6 @@ but registered objects without it: those are read with it here first, which runs
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import tempfile
@@ -27,11 +26,12 @@ from lightning_dist.checkpoint.ranks import Ranks
 from lightning_dist.checkpoint.restricted import problem_with
 from lightning_dist.integrations.accelerate import private, residuals
 from lightning_dist.integrations.accelerate.async_state.scratch import Scratch, base_for
+from lightning_dist.log import get_logger
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 OBJECTS = re.compile(r"custom_checkpoint_\d+\.pkl")
 _PICKLED = re.compile(r"(custom_checkpoint_|optimizer|scheduler|dl_state_dict).*\.(pkl|bin)")

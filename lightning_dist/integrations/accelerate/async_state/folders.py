@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Iterable
@@ -13,8 +12,9 @@ from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckp
 from lightning_dist.checkpoint.disk.manifest import NAME
 from lightning_dist.checkpoint.disk.scan import checkpoints, is_original
 from lightning_dist.checkpoint.disk.verify import Description, describe, verify
+from lightning_dist.log import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
@@ -139,11 +139,11 @@ def newest(folder: str, *, check: bool) -> Description:
         path = _numbered(folder, number)
         if number > chosen_number and not os.path.exists(os.path.join(path, NAME)):
             passed[path] = (
-                f"it has no {NAME}: accelerate itself wrote it, whole or not; if it is whole, "
-                "give it by name"
+                f"it has no {NAME}: accelerate itself wrote it, and it cannot be verified; "
+                "to load it, give its name"
             )
     for path, reason in passed.items():
-        log.warning("Passing over %s: %s", path, reason)
+        log.warning("Skipping %s: %s", path, reason)
     if chosen is not None:
         return chosen
     if passed:
@@ -166,8 +166,7 @@ def given(path: str, *, check: bool) -> Description | None:
         if not os.listdir(path):
             raise CorruptCheckpointError(path, "the folder is empty")
         log.warning(
-            "%s has no %s: accelerate itself wrote it, and nobody can tell whether it is complete "
-            "and as it was written",
+            "%s has no %s: accelerate itself wrote it, and it cannot be verified",
             path,
             NAME,
         )

@@ -198,9 +198,8 @@ class AsyncCheckpoint(CheckpointNames):
             if trainer.world_size > 1 and not isinstance(exception, SIGTERMException):
                 # Saving takes all ranks, and others may be waiting in a collective of the step.
                 rank_zero_warn(
-                    f"With {trainer.world_size} ranks save_on_exception saves only what all of "
-                    f"them stop for (SIGTERM), not a {type(exception).__name__} that one may have "
-                    "had"
+                    f"With {trainer.world_size} ranks save_on_exception saves on SIGTERM only, not "
+                    f"after a {type(exception).__name__}, which may be of one rank"
                 )
             elif self._is_idle_by(deadline, trainer):
                 super().on_exception(trainer, pl_module, exception)

@@ -21,7 +21,7 @@ def line(event: Committed, *, blocking_s: float) -> str:
     """One line for a checkpoint that is durable."""
     return (
         f"checkpoint {PurePath(event.target).name} of step {event.origin.step} is complete: "
-        f"{decimal(event.total)} in {event.seconds:.2f} s, for which training stood still "
+        f"{decimal(event.total)} in {event.seconds:.2f} s; training was blocked for "
         f"{blocking_s * 1e3:.1f} ms"
     )
 

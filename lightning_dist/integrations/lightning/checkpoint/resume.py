@@ -26,6 +26,7 @@ from lightning_dist.integrations.lightning.checkpoint.find_last import (
     without_manifest,
 )
 from lightning_dist.integrations.lightning.checkpoint.io import AsyncTorchCheckpointIO, is_http
+from lightning_dist.log import prefixed
 from lightning_dist.private import loads_by_itself
 
 
@@ -120,8 +121,10 @@ class ResumeCheckpointIO(AsyncTorchCheckpointIO):
         origin = describe(path).origin
         if origin is not None and origin.ranks != self._trainer.world_size:
             rank_zero_info(
-                f"{path} was saved by {origin.ranks} ranks and is loaded by "
-                f"{self._trainer.world_size}"
+                prefixed(
+                    f"{path} was saved by {origin.ranks} ranks and is loaded by "
+                    f"{self._trainer.world_size}"
+                )
             )
 
 

@@ -30,6 +30,7 @@ from lightning_dist.integrations.lightning.checkpoint.bookkeeping import (
 )
 from lightning_dist.integrations.lightning.checkpoint.report import drain, line
 from lightning_dist.integrations.lightning.checkpoint.session_io import save_into
+from lightning_dist.log import prefixed
 
 
 class CheckpointSession:
@@ -269,7 +270,7 @@ class CheckpointSession:
                 self._announce(event, blocking_s=blocking_s)
 
     def _announce(self, event: Committed, *, blocking_s: float) -> None:
-        rank_zero_info(line(event, blocking_s=blocking_s))
+        rank_zero_info(prefixed(line(event, blocking_s=blocking_s)))
         step = max(self._trainer.global_step - 1, 0)
         callback: Any = proxy(self._callback)
         for logger in self._trainer.loggers:

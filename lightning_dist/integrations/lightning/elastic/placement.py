@@ -40,6 +40,7 @@ from lightning_dist.integrations.lightning.elastic.loops import (
 )
 from lightning_dist.integrations.lightning.recovering import RecoversInProcess
 from lightning_dist.integrations.torch.recovery import RecoverablePlacement, StepRecovery
+from lightning_dist.log import prefixed
 
 
 class TrainerPlacement(RecoverablePlacement):
@@ -84,7 +85,7 @@ class TrainerPlacement(RecoverablePlacement):
 
     @override
     def tell(self, text: str) -> None:
-        rank_zero_info(text)
+        rank_zero_info(prefixed(text))
 
     @override
     def warn(self, text: str) -> None:
@@ -120,7 +121,7 @@ class TrainerPlacement(RecoverablePlacement):
 
     @override
     def committed(self, event: Committed) -> None:
-        rank_zero_info(line(event, blocking_s=self._blocking.pop(event.target, 0.0)))
+        rank_zero_info(prefixed(line(event, blocking_s=self._blocking.pop(event.target, 0.0))))
         self._log(self._session.metrics.by_name())
 
     def log_costs(self) -> None:
@@ -234,8 +235,10 @@ class TrainerPlacement(RecoverablePlacement):
         if state.stopped:
             self._trainer.should_stop = True
             rank_zero_info(
-                f"elastic: the training was stopped at step {state.total_steps} before its last "
-                "epoch; nothing is left to do"
+                prefixed(
+                    f"elastic: training was stopped at step {state.total_steps} before its last "
+                    "epoch; nothing is left to do"
+                )
             )
         private.forget_loader_states(self._trainer)
         self._loop.setup_data()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.handshake import all_facts, require_equal
 from lightning_dist.integrations.torch.fsdp.checks import ParameterGroup
 from lightning_dist.kernels.inductor import should_fuse
+from lightning_dist.log import get_logger
 from lightning_dist.private import (
     at_end_of_backward,
     collectives_of,
@@ -35,7 +35,7 @@ from lightning_dist.reducer.stats import CommStats, Count, places, run_config
 from lightning_dist.settings import Settings
 from lightning_dist.topology import Topology, this_host
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 _KINDS = ("parameters", "gradients")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,11 +11,12 @@ from torch import Tensor
 
 from lightning_dist.integrations.torch.local.fragments import Fragment
 from lightning_dist.integrations.torch.local.settings import Weight
+from lightning_dist.log import get_logger
 from lightning_dist.reducer.plan.plans import Handle
 from lightning_dist.reducer.plan.slices import as_real
 from lightning_dist.reducer.reducer import Reducer
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 @dataclass
