@@ -96,8 +96,8 @@ def test_a_codec_shares_the_core_of_a_run_that_had_one_for_each_rank() -> None:
 def test_a_profile_that_says_too_little_is_refused() -> None:
     for planted, what in (
         (replace(DDP, world_size=1), "one rank exchanges nothing"),
-        (replace(DDP, steps=0), "no rank has recorded a step"),
-        (replace(DDP, buckets=0), "no bucket of gradients was seen"),
+        (replace(DDP, steps=0), "no step was recorded on any rank"),
+        (replace(DDP, buckets=0), "no gradient bucket was observed"),
     ):
         with pytest.raises(ValueError, match=what):
             observe(planted.run())

@@ -29,7 +29,7 @@ from lightning_dist.profiling.whatif.predict import (
     with_whatif,
 )
 
-NOTHING = "No other setting is predicted to be faster than the model can tell."
+NOTHING = "No other setting is predicted to be faster by more than the error of the model."
 
 
 def cost(name: str, wire: float) -> CodecCost:

@@ -89,7 +89,7 @@ def clocks(folder: Path = CLOCK) -> dict[str, Finding]:
     finest = max(time.get_clock_info("monotonic").resolution * 1e9, shortest)
     time_stamps = Finding("ok", f"{finest:.0f} ns apart")
     if finest > 1000:
-        what = f"{finest:.0f} ns apart at best: a profile will be that coarse"
+        what = f"{finest:.0f} ns apart at best: this limits the resolution of profiles"
         time_stamps = Finding("warning", what, f"cat {CLOCK}/available_clocksource")
 
     adjust = getattr(ctypes.CDLL(None), "adjtimex", lambda timex: -1)

@@ -62,7 +62,7 @@ _GATHER_TIMEOUT = 600.0
 """Seconds for records of other hosts to travel."""
 _TOGETHER = 2.0
 """Seconds in which ranks end that end by the same error."""
-NO_LINKS = "n/a, ranks that recover within their processes meet at the end only"
+NO_LINKS = "n/a, ranks that recover in process synchronise at the end only"
 _WAITING = (
     "waiting for the other ranks: all of them have to enter CommProfiler, at the same point of the "
     "program; those that do not are waited for until the timeout of the process group"

@@ -174,7 +174,7 @@ def scenarios_of(
     ]
     reasons = dict.fromkeys(each.unsupported for each in found)
     if "" not in reasons:  # none, too: ddp in another form
-        because = "; ".join(reasons) or "DDP itself knows no hosts"
+        because = "; ".join(reasons) or "DDP itself is not hierarchical"
         raise ValueError(f"Nothing of this can be predicted: {because}")
     # Elsewhere it is what the others are compared with.
     return found if there in (run, *found) else [there, *found]
@@ -262,7 +262,7 @@ def predict(
     found = _ranked(found, own_there.step_ms, tolerance)
     if run.hosts == 1 and own.hosts > 1 and own.link.latency is None:
         unavailable["latency"] = (
-            "the run was on one host; rounds between hosts count nothing without --latency-us"
+            "the run was on one host; latency between hosts is 0 without --latency-us"
         )
     link = {
         "gbps": run.link.gbps,
@@ -319,7 +319,7 @@ def _prediction(
 ) -> Prediction:
     needed = [scenario.codec] + ["none"] * (scenario.form != FLAT)
     missing = [name for name in needed if name not in costs]
-    reason = f"what {missing[0]} costs was not measured" if missing else scenario.unsupported
+    reason = f"the cost of {missing[0]} was not measured" if missing else scenario.unsupported
     codec, shape = scenario.codec, (scenario.hosts, scenario.world_size, scenario.link.gbps)
     found = Prediction(
         codec,
@@ -394,7 +394,9 @@ def headline(found: Predictions) -> str:
         return f"Predicted with {name_of(best, found.baseline)}: {times_faster(best.change)}."
     only = dict.fromkeys(each.codec for each in found.scenarios if found.is_faster(each))
     unless = f"; {', '.join(only)} may be, under its assumption" if only else ""
-    return f"No other setting is predicted to be faster than the model can tell{unless}."
+    return (
+        f"No other setting is predicted to be faster by more than the error of the model{unless}."
+    )
 
 
 def times_faster(change: float) -> str:

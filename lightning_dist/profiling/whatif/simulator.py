@@ -142,9 +142,9 @@ class Scenario:
         if self.form == FLAT:
             return ""
         reasons = {
-            "DDP itself knows no hosts": self.codec == DDP,
-            "one rank per host: there is nothing to add up inside a host": max(self.counts) == 1,
-            "one host: nothing is left to do between hosts": self.hosts == 1,
+            "DDP itself is not hierarchical": self.codec == DDP,
+            "one rank per host: nothing is reduced inside a host": max(self.counts) == 1,
+            "one host: nothing crosses between hosts": self.hosts == 1,
             "the hosts hold different numbers of ranks, which takes the leader form": (
                 self.form == SHARDED and len(set(self.counts)) > 1
             ),
