@@ -23,7 +23,7 @@ BAD_INPUT = 2
 
 @dataclass(frozen=True)
 class Script:
-    """What is to be run: a file or a module, and its arguments."""
+    """The program to run: a file or a module, and its arguments."""
 
     name: str
     arguments: list[str]

@@ -1,4 +1,4 @@
-"""What a user can set, checked before any process group exists."""
+"""Settings of a user, checked before any process group exists."""
 
 from __future__ import annotations
 

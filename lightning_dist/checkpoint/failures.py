@@ -11,7 +11,7 @@ def is_fatal(event: Failed) -> bool:
 
 
 def failure(event: Failed, last: Committed | None) -> str:
-    """What to tell a user about a checkpoint that was not written.
+    """Message about a checkpoint that was not written.
 
     Args:
         last: the newest one of this start that was.

@@ -65,7 +65,7 @@ def restricted_load(file: Any, *, path: str, map_location: Any, weights_only: bo
 def problem_with(
     file: Any, *, path: str, load: Callable[..., Any], whole: Callable[[], Any] | None = None
 ) -> ValueError | None:
-    """Why the restricted unpickler does not read a file of ``torch.save``; None if it does.
+    """Reason why the restricted unpickler cannot read a file of ``torch.save``; None if it can.
 
     Args:
         file: open, at its beginning.

@@ -59,7 +59,7 @@ class Saves:
 
     @property
     def metrics(self) -> Metrics:
-        """What checkpoints have cost this rank."""
+        """Cost of checkpoints on this rank."""
         return self._idle if self.checkpointer is None else self.checkpointer.metrics
 
     @property

@@ -1,4 +1,4 @@
-"""What users can set about asynchronous checkpoints."""
+"""Settings of asynchronous checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """How checkpoints are taken and written.
+    """Settings for taking and writing checkpoints.
 
     Attributes:
         snapshot: ``"overlap"``: parameters and optimizer state are copied while the next forward

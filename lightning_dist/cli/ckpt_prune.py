@@ -20,7 +20,7 @@ from lightning_dist.checkpoint.disk.verify import Description, verify
 from lightning_dist.cli.errors import line_of
 
 PROTECTED = ("last", "latest", "best")
-"""What has such a name, and what it points to, is never removed."""
+"""Checkpoints with such a name, and those it points to, are never removed."""
 _SHARD = re.compile(r"shard-\d{5}-of-\d{5}-[0-9a-f]{16}\.bin")
 _SAVED_AS = re.compile(rb'"name": ("(?:[^"\\]|\\.)*")')
 _HEAD = 4096

@@ -32,7 +32,7 @@ def ask() -> Any:
 
 
 def defaults() -> Any:
-    """What ``accelerate config default`` would write on this machine."""
+    """The configuration that ``accelerate config default`` would write on this machine."""
     from lightning_dist.integrations.accelerate import private
 
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):

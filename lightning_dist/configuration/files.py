@@ -104,7 +104,7 @@ def put(path: Path, text: str) -> None:
 
 
 def accelerate_folder(environ: Mapping[str, str]) -> Path:
-    """Where Accelerate keeps ``default_config.yaml``; its rule, without importing it."""
+    """The folder of Accelerate's ``default_config.yaml``; its rule, without importing it."""
     cache = environ.get("XDG_CACHE_HOME", "~/.cache")
     home = Path(environ.get("HF_HOME", f"{cache}/huggingface")).expanduser()
     return home / "accelerate"

@@ -1,4 +1,4 @@
-"""Which run a process is a part of, over all restarts, and what they have cost it."""
+"""Identity of a run over all restarts, and their cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_dist.shared_folder import has_token, leave_token
 
 
 class RunHistory:
-    """What one process knows of the run that it is a part of, and writes down for the next."""
+    """History of a run, as one process reads it and records it for the next."""
 
     def __init__(self) -> None:
         self._journal = Journal(None, rank=0)
@@ -148,7 +148,7 @@ class RunHistory:
 
     @property
     def summary(self) -> Summary:
-        """What restarts have cost this run so far; on the leader."""
+        """Cost of restarts of this run so far; on the leader."""
         return summarize(self._journal.read(), run_id=self.run_id)
 
     def metrics(self, *, world_size: int) -> dict[str, float]:
@@ -189,7 +189,7 @@ def _seed(given: int | None, before: int | None) -> int:
 def start_line(
     state: ElasticState | None, now: Layout | None, *, world_size: int, foreign: str = ""
 ) -> str:
-    """Where training goes on, for the user.
+    """Log line: the position where training resumes.
 
     Args:
         now: the layout; None where samples are not counted.
@@ -213,7 +213,7 @@ def start_line(
 
 
 def cost_line(summary: Summary) -> str:
-    """What restarts and changes within the process have cost, for the user."""
+    """Log line: the cost of restarts and of changes within the process."""
     told = []
     if summary.restarts:
         restarts, causes = _counted(summary.restarts, "restart"), "; ".join(summary.causes)

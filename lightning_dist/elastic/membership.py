@@ -53,7 +53,7 @@ class StopConsensus:
 
 
 class Membership:
-    """Who takes part, in one generation of the job. Making it is collective, as is all of it.
+    """Ranks of one generation of the job. All methods and the constructor are collective.
 
     Args:
         sharded: whether every rank writes its part of a checkpoint.

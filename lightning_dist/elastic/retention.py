@@ -84,7 +84,7 @@ class Retention:
 
     @property
     def metrics(self) -> Metrics:
-        """What checkpoints have cost this rank."""
+        """Cost of checkpoints on this rank."""
         return self._saves.metrics
 
     @property
@@ -217,7 +217,7 @@ class Retention:
 
 
 def not_ours(path: str) -> str:
-    """What to tell a user whose folder has a checkpoint without a position in the data."""
+    """Message about a checkpoint without a position in the data."""
     return (
         f"{path} was not saved under ElasticRestart or ElasticLoop, so it has no sample position; "
         "give a folder of its own, and to start a Trainer's run from this checkpoint use "

@@ -1,4 +1,4 @@
-"""What both CompressedModelParallelStrategy share: arguments, mesh, samplers, bytes and state."""
+"""Base of both CompressedModelParallelStrategy: arguments, mesh, samplers, bytes and state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What no strategy of ours accepts, refused before any process group exists."""
+"""Settings that every strategy of this package refuses, before any process group exists."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _CONNECTORS = {
     },
     "lightning_fabric": {"Fabric": ("connector", "_Connector")},
 }
-"""What reads ``strategy=``, in the packages of Lightning."""
+"""Classes that read ``strategy=``, in the packages of Lightning."""
 
 
 def explain_wrong_strategies(package: str, names: Collection[str]) -> None:

@@ -43,7 +43,7 @@ _BLOCKS = 96  # any number that is not 0 or 1: it becomes a symbol
 
 @dataclass(frozen=True)
 class Variant:
-    """What a compiled pass is specialised for."""
+    """Specialisation of a compiled pass."""
 
     passes: Passes
     dtype: torch.dtype  # of the gradients

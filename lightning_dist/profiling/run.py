@@ -177,7 +177,7 @@ class Run:
 
     @property
     def unseen(self) -> str:
-        """Why no bucket of the model can be seen; empty if they can."""
+        """Reason why no bucket of the model can be observed; empty if they can."""
         return next(
             (each.metadata.unseen for each in self.ranks.values() if each.metadata.unseen), ""
         )

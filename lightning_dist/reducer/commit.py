@@ -1,4 +1,4 @@
-"""When state changes: agreement of all ranks, and steps that are not applied.
+"""Commit of state: agreement of all ranks, and steps that are not applied.
 
 Under the immediate commit units write their state while they encode. Under the deferred one the
 ranks first agree on what became of the step. If it was finite everywhere, all state is committed as
@@ -34,7 +34,7 @@ class DriftError(RuntimeError):
 
 
 class Answer(NamedTuple):
-    """What the ranks have agreed on.
+    """Agreement of the ranks on a step.
 
     Attributes:
         finite: every gradient of every rank is.
@@ -55,7 +55,7 @@ def agree(
     *,
     pauses: bool = False,
 ) -> Answer:
-    """What became of a step.
+    """Result of a step.
 
     One allreduce of a few flags, on a group of its own so that it overtakes the payloads. Waits
     for a GPU, once.

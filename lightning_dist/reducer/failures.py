@@ -11,7 +11,7 @@ from lightning_dist.reducer.plan.plans import Handle
 
 
 class Recovery(Protocol):
-    """Who decides about a step whose exchange fails; asked on the reducer's thread."""
+    """Decision on a step whose exchange fails; called on the reducer's thread."""
 
     def pauses(self) -> bool:
         """Whether this rank wants all ranks to stop after this step. Must be quick."""

@@ -115,7 +115,7 @@ class Reducer:
         """How often this rank has come to where it needs the others."""
         self.closed = False
         self.answer = Answer()
-        """What the ranks have agreed on about the last step that was committed."""
+        """Agreement of the ranks on the last committed step."""
         self.at_close: list[Callable[[], None]] = []
         self.never_compressed: finalize[..., Any] | None = None  # says so at the end
         self._observers: tuple[Observer, ...] = tuple(observers)
@@ -487,7 +487,7 @@ class Reducer:
 
     @property
     def residuals(self) -> Mapping[str, Tensor]:
-        """What this rank still owes, by parameter name."""
+        """Residuals of this rank, by parameter name."""
         return self.state.residuals
 
     def residual_norm(self) -> float:
@@ -587,7 +587,7 @@ class Reducer:
         self._load_delayed(before._delayed.state())
 
     def shared_state(self) -> dict[str, Any]:
-        """What is equal on all ranks of a flat exchange, for a rank that joins them."""
+        """State that is equal on all ranks of a flat exchange, for a rank that joins them."""
         return {"step": self.step, "factors": self.state.factors}
 
     def join(self, shared: Mapping[str, Any]) -> None:

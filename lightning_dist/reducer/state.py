@@ -97,7 +97,7 @@ class ReducerState:
 
     @property
     def residuals(self) -> dict[str, Tensor]:
-        """What this rank holds of every residual, by parameter name."""
+        """Part of every residual on this rank, by parameter name."""
         return self._of_kind("residual")
 
     @property
@@ -367,7 +367,7 @@ def _added(of_ranks: Sequence[Tensor], rows: Rows) -> Tensor:
 
 
 def own_keys(state: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
-    """What a reducer with ``prefix`` has saved among others.
+    """State that a reducer with ``prefix`` has saved among others.
 
     Raises:
         ValueError: it is none that this version can read.

@@ -1,4 +1,4 @@
-"""PreemptionListener that a process is about to go: real signals, to this process."""
+"""PreemptionListener: real signals, to this process."""
 
 from __future__ import annotations
 

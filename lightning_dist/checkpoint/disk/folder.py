@@ -32,7 +32,7 @@ SLOWEST_UPLOAD, _SLOWEST_READING = 2e6, 50e6
 
 @dataclass(frozen=True)
 class Receipt:
-    """What a rank has written, or why it could not."""
+    """The files that a rank has written, or the reason why it could not."""
 
     files: tuple[File, ...] = ()
     parts: tuple[tuple[str, int, Part], ...] = ()
@@ -204,7 +204,7 @@ class SharedFolder:
 
     @property
     def remains(self) -> str:
-        """What is left of a save that rank 0 gave up, for those that have yet to learn of it."""
+        """Remains of a save that rank 0 abandoned, for those that have yet to learn of it."""
         if self._staged != self.target:
             return self._staged
         return f"{self.save.target}/{self._receipt(0).rpartition('/')[2]}"

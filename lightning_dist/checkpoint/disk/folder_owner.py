@@ -201,7 +201,7 @@ def is_owned(folder: str) -> bool:
 
 
 def owner_of(folder: str) -> Owner | None:
-    """Who writes to a folder now; asks without taking the lock. Only Linux can say."""
+    """The current owner of a folder, found without taking the lock. Only Linux can say."""
     storage, inside = storage_of(folder)
     if not isinstance(storage, LocalStorage):
         return None

@@ -1,4 +1,4 @@
-"""Which checkpoints a folder holds, and which is the newest whole one."""
+"""The checkpoints of a folder, and the newest complete one."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from lightning_dist.elastic.rng import derive_seed, isolated
 
 
 class EpochOrder:
-    """What a sampler of a single process would yield, fixed by seed and epoch.
+    """Order of a sampler of a single process, fixed by seed and epoch.
 
     Args:
         sampler: of the user's loader. A ``DistributedSampler`` stands for its whole dataset,
@@ -99,7 +99,7 @@ def _of_one_process(sampler: Sampler[Any] | Iterable[Any]) -> Iterable[Any]:
 
 
 class Cursor:
-    """Where the present epoch begins: at its first sample, or where it is resumed."""
+    """Start of the current epoch: its first sample, or the sample where it is resumed."""
 
     def __init__(self) -> None:
         self.begin = Position()

@@ -36,7 +36,7 @@ class NotExactError(ValueError):
 
 @dataclass(frozen=True)
 class LoaderFacts:
-    """What a loader says of an epoch.
+    """Sizes of an epoch, from its loader.
 
     Args:
         size: samples of an epoch.

@@ -13,7 +13,7 @@ from lightning_dist.elastic.data.plan import EpochPlan
 
 @runtime_checkable
 class Shardable(Protocol):
-    """What an iterable dataset needs so that no restart repeats or leaves out a sample.
+    """Interface of an iterable dataset with which no restart repeats or skips a sample.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""How the ranks of one start meet: in a store of this start's own.
+"""Rendezvous of the ranks of one start, in a store of its own.
 
 torchrun's ranks share the store of its agent over all restarts, so a restarted rank finds the
 addresses of dead ones there. The restart count is no remedy: it stays where the membership changes.

@@ -1,4 +1,4 @@
-"""PreemptionListener that this process, or its machine, is about to go."""
+"""Notices that this process or its machine will be preempted: signals and a check of the user's."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Deadline:
         self._due = None
 
     def expired(self) -> str:
-        """Why it was set, if it is due; otherwise nothing."""
+        """Reason of the deadline, if it has passed; otherwise empty."""
         due = self._due
         return self._why if due is not None and self._clock() >= due else ""
 

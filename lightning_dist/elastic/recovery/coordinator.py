@@ -249,7 +249,7 @@ class CoordinatorThread(threading.Thread):
         super().__init__(name="recovery coordinator", daemon=True)
         self.coordinator = coordinator
         self.ended = ""
-        """Why it makes no more generations; empty while it does."""
+        """Reason why it makes no more generations; empty while it does."""
         self._stop_event = threading.Event()
 
     def run(self) -> None:

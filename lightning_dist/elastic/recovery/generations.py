@@ -35,7 +35,7 @@ class Generations:
         self.on_broken: Callable[[], None] = lambda: None
         """Called from a thread when this generation is known to be at its end, maybe repeatedly."""
         self.progress: Callable[[], int] = lambda: 0
-        """How often this worker has come to where it waits for others, in this generation."""
+        """Number of waits of this worker for others, in this generation."""
         self.groups = GenerationGroups()
         self._member = Member(environment, on_broken=self._break, progress=lambda: self.progress())
         self._tries = 0

@@ -41,7 +41,7 @@ _REPORTED = 1 << 40
 
 @dataclass(frozen=True)
 class RecoveryEnvironment:
-    """What the agent tells a worker that can recover within its process.
+    """Environment that the agent sets for a worker that can recover within its process.
 
     Attributes:
         host: of the launcher's store.

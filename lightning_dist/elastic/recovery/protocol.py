@@ -1,4 +1,4 @@
-"""What workers, agents and the coordinator tell each other in the launcher's store.
+"""Protocol of workers, agents and the coordinator in the launcher's store.
 
 A *generation* is a list of workers that train together; process groups live as long as one. The
 coordinator, a thread of the launcher that hosts the store, is the only one that makes generations,
@@ -56,7 +56,7 @@ class Worker(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """Where a worker stands; it writes nothing more of ``generation`` and waits for the next one.
+    """Position of a worker; it writes nothing more of ``generation`` and waits for the next one.
 
     Attributes:
         step: optimizer steps that it has applied; -1 where it has no state of the training, as a
@@ -165,7 +165,7 @@ class Keys:
 
     @staticmethod
     def met(number: int) -> str:
-        """How many members of a generation have come to make its groups."""
+        """Number of members of a generation that have come to make its groups."""
         return f"met/{number}"
 
     @staticmethod

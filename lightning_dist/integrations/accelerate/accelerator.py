@@ -27,7 +27,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
     """
 
     compression: Compression | None = None
-    """What the plugin does; None without one."""
+    """The compression of the plugin; None without one."""
 
     def __init__(
         self, *args: Any, kwargs_handlers: Sequence[Any] | None = None, **kwargs: Any

@@ -1,4 +1,4 @@
-"""Where compression is attached to an Accelerator, and what must hold before.
+"""Attaching compression to an Accelerator, and its conditions.
 
 A hook that would never run, or ranks that do not know of each other, are said then and not found
 out at the end.

@@ -38,7 +38,7 @@ _MESH = ("dp_replicate", "dp_shard_cp")
 
 @dataclass(frozen=True)
 class CompressedFSDPPlugin:
-    """What :func:`lightning_dist.compress_fsdp` takes, for the model that Accelerate prepares.
+    """Arguments of :func:`lightning_dist.compress_fsdp`, for the model that Accelerate prepares.
 
     For an ``Accelerator`` with ``FullyShardedDataParallelPlugin(fsdp_version=2)`` and a
     ``ParallelismConfig`` of several replicas (HSDP): those are averaged by us, compressed; or, with

@@ -32,7 +32,7 @@ def reducers(accelerator: Accelerator) -> list[Reducer]:
 
 
 def owners(accelerator: Accelerator) -> list[Reducer | CompressedShards]:
-    """What keeps state of each compressed model, in their order."""
+    """Owner of the state of each compressed model, in their order."""
     found = [reducer_of(each) or exchange_of(each) for each in prepared_models(accelerator)]
     return [each for each in found if isinstance(each, Reducer | CompressedShards)]
 

@@ -68,7 +68,7 @@ class MembersEnvironment(FollowedEnvironment):
 
 
 def launch_of(environment: ClusterEnvironment | None) -> Launch | None:
-    """What the launcher said, where ranks are torchrun's and Lightning takes them from it."""
+    """Environment of the launcher, where ranks are torchrun's and Lightning takes them from it."""
     if not isinstance(environment, TorchElasticEnvironment):
         return None
     launch = Launch.from_env()

@@ -147,7 +147,7 @@ class ElasticLoop:
 
     @property
     def resumed(self) -> ElasticState | None:
-        """What the checkpoint said that this start goes on from; None for a fresh start."""
+        """State of the checkpoint that this start resumes from; None for a fresh start."""
         return self._run.session.resumed
 
     @property
@@ -157,7 +157,7 @@ class ElasticLoop:
 
     @property
     def micro_batch(self) -> MicroBatch | None:
-        """Which samples this rank is computing, and their weight; None outside of an epoch."""
+        """Samples that this rank computes, and their weight; None outside an epoch."""
         return self._this
 
     @property
@@ -167,7 +167,7 @@ class ElasticLoop:
 
     @property
     def summary(self) -> Summary:
-        """What restarts have cost this run so far; on rank 0."""
+        """Cost of restarts of this run so far; on rank 0."""
         return self._run.session.history.summary
 
     @property
@@ -264,7 +264,7 @@ class ElasticLoop:
             )
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """What to call ``backward`` on: ``loss``, a mean over the batch, by its share of the step.
+        """Loss for ``backward``: ``loss``, a mean over the batch, times its share of the step.
 
         With it the gradient of a step is the mean over its samples, however many micro-batches and
         ranks there are.

@@ -1,4 +1,4 @@
-"""What is saved of a loop: the user's objects, and the residuals of their models."""
+"""State of a loop: the user's objects, and the residuals of their models."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ class LoopPlacement(RecoverablePlacement):
         )
 
     def _load(self, path: str) -> Any:
-        """What was saved as ``path``, which has been verified. Collective: errors are of all."""
+        """The state saved as ``path``, which has been verified. Collective: errors are of all."""
         restricted = self._settings.weights_only
         return self.session.members.ranks.on_each(
             lambda: load(path, check=False, map_location="cpu", weights_only=restricted)

@@ -100,7 +100,7 @@ class ProfileRun:
         self._predicts, self._device = predict, model.device
         self._has_finished = False
         self.reasons: list[str] = []
-        """What is not measured, and why."""
+        """Unmeasured values, and the reasons."""
         self._reducer = reducer_of(model.module)
         if is_watched(model) if self._reducer is None else self._reducer.is_watched:
             raise ValueError(

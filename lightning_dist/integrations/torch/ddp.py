@@ -138,7 +138,7 @@ def attach(
     timeout: timedelta | None = None,
     one_of_several: bool = False,
 ) -> Reducer:
-    """What :func:`compress_ddp` does, with checked settings.
+    """:func:`compress_ddp` with checked settings.
 
     Args:
         continue_from: the reducer of an earlier fit; its residuals and step count go on.

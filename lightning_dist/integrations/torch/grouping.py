@@ -1,4 +1,4 @@
-"""Which ranks reduce with whom: what the user, the hosts and the launcher say, in this order."""
+"""Groups of ranks: from the user, host names and the launcher, in this order."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def topology_of(
 
 
 def view_of(settings: Settings, *, world_size: int) -> str:
-    """What this rank was told about the groups, to be compared with what the others were told."""
+    """Settings of the groups on this rank, to be compared with those of the others."""
     try:
         tree = _declared(settings, world_size=world_size)
     except ValueError:  # raised again once it is known that all ranks were told the same

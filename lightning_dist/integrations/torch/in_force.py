@@ -1,4 +1,4 @@
-"""What is in force, in one line at the start; and at the end, if it never was."""
+"""Log line with the settings in force; and a warning at the end if they never took effect."""
 
 from __future__ import annotations
 

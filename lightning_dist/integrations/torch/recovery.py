@@ -1,4 +1,4 @@
-"""What a worker does from the loss of another one until it goes on, with a model in DDP.
+"""Recovery of a worker from the loss of another one, with a model in DDP.
 
 :class:`StepRecovery` holds back a step that fails, and enters generations. What a loop of the
 user's own and a Trainer do then is one, and stands in :class:`RecoverablePlacement`.
@@ -121,7 +121,7 @@ class StepRecovery:
         self.generations.break_off(str(error))
 
     def verdict(self) -> bool | None:
-        """What the next generation knows of the step whose payloads are all here."""
+        """Decision of the next generation on the step whose payloads are complete."""
         try:
             self._next = self.generations.report(self._report(holds=True, failed=True))
         except StoreLostError as error:

@@ -1,4 +1,4 @@
-"""What travels together, whatever the codec, and the tables that say how by the type of the codec.
+"""Interface of communication units, and their tables by the type of the codec.
 
 A codec may bring communication units of its own, with the decorator ``@units_of.register(MyCodec)``
 on a function of the same arguments.

@@ -121,7 +121,7 @@ class AsyncStateCheckpointer:
 
     @property
     def metrics(self) -> Metrics:
-        """What checkpoints have cost the training so far, on this rank."""
+        """Cost of checkpoints so far, on this rank."""
         self._saves.poll()
         return self._checkpointer.metrics
 

@@ -1,4 +1,4 @@
-"""What AsyncStateCheckpointer does not do, said before anything is saved."""
+"""Settings that AsyncStateCheckpointer refuses, checked before anything is saved."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class AsyncCheckpoint(CheckpointNames):
 
     @property
     def metrics(self) -> Metrics:
-        """What checkpoints have cost this rank."""
+        """Cost of checkpoints on this rank."""
         return self._metrics if self._session is None else self._session.saves.metrics
 
     def wait(self, timeout: float | None = None) -> None:

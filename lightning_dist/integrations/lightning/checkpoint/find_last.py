@@ -1,4 +1,4 @@
-"""What ``ckpt_path="last"`` means: the newest whole checkpoint of a folder, for all ranks."""
+"""``ckpt_path="last"``: the newest complete checkpoint of a folder, for all ranks."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class AsyncTorchCheckpointIO(TorchCheckpointIO):
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """What checkpoints have cost, see :class:`.Metrics`; empty before the first."""
+        """Cost of checkpoints, see :class:`.Metrics`; empty before the first."""
         return {} if self._saves is None else vars(self._saves.metrics)
 
     @override

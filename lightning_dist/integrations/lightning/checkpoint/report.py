@@ -1,4 +1,4 @@
-"""What a user sees of checkpoints: lines, metrics, and a bar where they would wait in silence."""
+"""Reports about checkpoints: log lines, metrics, and a progress bar for long waits."""
 
 from __future__ import annotations
 

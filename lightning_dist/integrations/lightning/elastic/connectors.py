@@ -1,4 +1,4 @@
-"""What stands in for parts of a trainer during a fit: of loading, of signals, of data sources."""
+"""Replacements of parts of a trainer during a fit: loading, signals, data sources."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ FINDERS = (BatchSizeFinder, LearningRateFinder)
 
 
 class TrainerDeal(Deal):
-    """How the samples of one fit are dealt.
+    """Sharding of the samples of one fit.
 
     Args:
         trainer: whose settings in micro-batches (accumulation, limits, validation interval) are

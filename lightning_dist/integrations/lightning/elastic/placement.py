@@ -44,7 +44,7 @@ from lightning_dist.log import prefixed
 
 
 class TrainerPlacement(RecoverablePlacement):
-    """What a fit does for its session, and where it is in its data.
+    """Operations of a fit for its session, and its position in the data.
 
     Args:
         trainer: of the fit.
@@ -69,7 +69,7 @@ class TrainerPlacement(RecoverablePlacement):
         self.validates_first = False
         """Whether the loop begins with a validation that a fault has cut short."""
         self.micro_batch: MicroBatch | None = None
-        """What this rank is computing; None where samples are not counted."""
+        """Micro-batch that this rank computes; None where samples are not counted."""
         if find_spec("omegaconf") is not None:  # Lightning would import it within the first save
             import_module("omegaconf")
 

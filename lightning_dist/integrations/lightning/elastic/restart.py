@@ -150,12 +150,12 @@ class ElasticRestart(BeforeSetup, Checkpoint):
 
     @property
     def micro_batch(self) -> MicroBatch | None:
-        """Which samples this rank is computing, and their weight; None outside of a fit."""
+        """Samples that this rank computes, and their weight; None outside a fit."""
         return None if self._at is None else self._at.micro_batch
 
     @property
     def metrics(self) -> Metrics:
-        """What checkpoints have cost this rank."""
+        """Cost of checkpoints on this rank."""
         return self._session.metrics
 
     @property

@@ -185,7 +185,7 @@ class LocalUpdates:
         self.reducer.close()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What the workers share, and their residuals, on rank 0; None elsewhere. Collective.
+        """State that the workers share, and their residuals, on rank 0; None elsewhere. Collective.
 
         Parameters and optimizers differ between workers inside a window: each saves its own.
         """

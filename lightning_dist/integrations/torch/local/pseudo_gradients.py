@@ -112,7 +112,7 @@ class PseudoGradients:
         )
 
     def wait(self) -> tuple[Exchange, Tensor]:
-        """What was sent, and its mean over the workers that take part, once that is there."""
+        """Pseudo-gradients sent, and their mean over participating workers, once it has arrived."""
         exchange = self.under_way
         assert exchange is not None
         mean = self.flat[: self._fragments[exchange.fragment].numel]

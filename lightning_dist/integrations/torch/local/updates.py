@@ -163,7 +163,7 @@ def attach(
     groups: Groups | None = None,
     silences: bool = False,
 ) -> LocalUpdates:
-    """What :func:`local_updates` does, with checked settings.
+    """:func:`local_updates` with checked settings.
 
     Args:
         silences: a DistributedDataParallel over all ranks averages nothing from now on, where
