@@ -64,7 +64,7 @@ def plan(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
         ours = {**(LAST_CALL if fewest < most else {}), **KEEP_ALIVE}
         settings = ",".join(f"{key}={value}" for key, value in {**ours, **theirs}.items())
         if ours.keys() - theirs.keys():
-            add(f"--rdzv-conf={settings}", "do not wait long for nodes that may not come")
+            add(f"--rdzv-conf={settings}", "bounds the wait for nodes that may not come")
         if fewest > 1:
             patience = theirs.get("join_timeout", JOIN_TIMEOUT)
             made.notes.append(
