@@ -157,7 +157,7 @@ def test_a_step_waits_for_a_copy_no_longer_than_it_may(
         monkeypatch.setattr(checkpointer._snapshots.fence, "_patience", 0.2)
         error = ends(step)
         assert isinstance(error, CheckpointError)
-        assert "its copy has not ended within 0.2 s" in str(error)
+        assert "copy of a checkpoint did not complete within 0.2 s" in str(error)
         ends(lambda: checkpointer.close(0.2))
 
 
