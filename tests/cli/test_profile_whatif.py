@@ -143,7 +143,7 @@ def test_what_codecs_cost_on_a_gpu_is_not_measured_on_a_cpu(
     assert none.stderr == (
         "no cuda here to measure codecs on: codec costs were not measured, so all but ddp is n/a\n"
     )
-    assert "note: n/a for fp16 flat: what fp16 costs was not measured" in none.stdout
+    assert "note: n/a for fp16 flat: the cost of fp16 was not measured" in none.stdout
     write_costs(folder, Costs({"fp16": FP16}))
     kept = profile(*asked, "--json")
     assert kept.stderr == (
