@@ -34,7 +34,7 @@ class DeviceStream(Protocol):
 
 
 class DeviceModule(Protocol):
-    """What is used of ``torch.cuda`` and its like."""
+    """The part of ``torch.cuda`` and similar modules that is used."""
 
     def Stream(self, device: torch.device, *, priority: int = 0) -> DeviceStream: ...
 

@@ -1,4 +1,4 @@
-"""Where commands and callbacks print their tables."""
+"""Console for tables of commands and callbacks."""
 
 from __future__ import annotations
 

@@ -102,11 +102,11 @@ class OneBitAdam(torch.optim.Optimizer):
         """
         if self._reducer is not None and self._reducer is not reducer and not self._reducer.closed:
             raise ValueError(
-                "a OneBitAdam serves one model, got the parameters of two; make one for each"
+                "A OneBitAdam serves one model, got the parameters of two; make one for each"
             )
         if reducer.adjustment not in (None, self):
             raise ValueError(
-                "one OneBitAdam can be used at a time, got a second one; give all its parameters "
+                "One OneBitAdam can be used at a time, got a second one; give all its parameters "
                 "to the first, in parameter groups"
             )
         parameters = {name: parameter for parameter, name in reducer.names.items()}

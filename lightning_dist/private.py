@@ -248,7 +248,7 @@ def inner_schedulers(scheduler: Any) -> Sequence[Any]:
 
 # FSDP tells nobody in which order parameters lie in the gradients that it reduces.
 def parameter_groups_of(module: FSDPModule) -> Sequence[Any]:
-    """What ``fully_shard`` has made of the parameters of ``module``."""
+    """Parameter groups that ``fully_shard`` has made of ``module``."""
     require_names("torch", FSDP)
     groups: Sequence[Any] = module._get_fsdp_state()._fsdp_param_groups
     return groups
@@ -262,7 +262,7 @@ def averages_replicas(group: Any) -> bool:
 
 # Whoever replaces them cannot ask what was there.
 def collectives_of(group: Any) -> tuple[Any, Any]:
-    """What a parameter group all-gathers with, and what it reduce-scatters with."""
+    """The all-gather and reduce-scatter objects of a parameter group."""
     return group._all_gather_comm, group._reduce_scatter_comm
 
 
@@ -289,7 +289,7 @@ def chunk_of(tensor: DTensor) -> tuple[Sequence[int], Sequence[int]]:
 
 # Documented for tensors loaded under FakeTensorMode; there is no other way to read a part of one.
 def offset_in_file(tensor: Tensor) -> int:
-    """Where the storage of a tensor that was loaded onto ``"meta"`` lies in its file."""
+    """Offset in its file of the storage of a tensor that was loaded onto ``"meta"``."""
     offset = tensor.untyped_storage()._checkpoint_offset
     assert offset is not None
     return offset

@@ -23,7 +23,7 @@ BAD_INPUT = 2
 
 @dataclass(frozen=True)
 class Script:
-    """What is to be run: a file or a module, and its arguments."""
+    """The program to run: a file or a module, and its arguments."""
 
     name: str
     arguments: list[str]
@@ -39,9 +39,9 @@ class Script:
         is_module = list(words[:1]) == ["-m"]
         name, *arguments = list(words[is_module:]) or [""]
         if not name or name.startswith("-"):
-            raise ValueError("no script: python -m lightning_dist.run script.py [ARGUMENTS]")
+            raise ValueError("No script: python -m lightning_dist.run script.py [ARGUMENTS]")
         if not is_module and not Path(name).exists():
-            raise ValueError(f"there is no script {name}")
+            raise ValueError(f"There is no script {name}")
         return cls(name, arguments, is_module)
 
     def run(self) -> None:

@@ -1,4 +1,4 @@
-"""What a user can set, checked before any process group exists."""
+"""Settings of a user, checked before any process group exists."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Settings:
         _check_grouping(hierarchical, ranks_per_host, rank_groups)
         if intra is not None and hierarchical is False:
             raise ValueError(
-                f"a codec for each level needs a hierarchical exchange, got codec={codec!r} with "
+                f"A codec for each level needs a hierarchical exchange, got codec={codec!r} with "
                 "hierarchical=False; give one codec, or leave hierarchical at 'auto'"
             )
         if min_compress_numel is not None and not _is_count(min_compress_numel):
@@ -140,14 +140,14 @@ def _by_level(
         return resolve_codec(codec), None
     if set(codec) != {"intra", "inter"}:
         raise ValueError(
-            "a codec for each level is {'intra': inside a host, 'inter': between hosts}, got the "
+            "A codec for each level is {'intra': inside a host, 'inter': between hosts}, got the "
             f"keys {sorted(codec)}"
         )
     intra = resolve_codec(codec["intra"]).inside_host()
     if intra is None:
         listed = ", ".join(name for name, kind in CODECS.items() if kind().inside_host())
         raise ValueError(
-            f"inside a host every gradient is sent whole and nothing is kept, so 'intra' must be "
+            f"Inside a host every gradient is sent whole and nothing is kept, so 'intra' must be "
             f"one of {listed}, got {codec['intra']!r}; give it to 'inter'"
         )
     return resolve_codec(codec["inter"]), intra
@@ -179,12 +179,12 @@ def _check_feedback(codec: Codec, error_feedback: bool | Literal["auto"]) -> Non
     kinds = codec.memory(error_feedback).kinds
     if not set(kinds) <= set(KINDS):
         raise ValueError(
-            f"a memory keeps state of the kinds {', '.join(KINDS)}, got {kinds} of codec {codec}; "
+            f"A memory keeps state of the kinds {', '.join(KINDS)}, got {kinds} of codec {codec}; "
             "rename them in its `kinds`"
         )
     if error_feedback is True and not codec.contraction:
         raise ValueError(
-            f"error feedback diverges with codec {codec}: it may lose more than it is given "
+            f"Error feedback diverges with codec {codec}: it may lose more than it is given "
             "(unbiased codecs have high variance instead); leave error_feedback at 'auto'"
         )
     if error_feedback is False and codec.momentum_correction:

@@ -1,19 +1,26 @@
-"""The tables in the documents are those of the kept results, and the names in them exist."""
+"""The documents: tables are those of the kept results, blocks run, commands have their options."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import re
+import shlex
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+from lightning_dist.cli.launch_plan import FLAGS
+from processes import torchrun
+from torch.distributed.run import get_args_parser
+from typer.main import get_command
 
 import lightning_dist
 from benchmarks import docs_tables
 from lightning_dist import CODECS
+from lightning_dist.cli import app
 from lightning_dist.codecs.options import parse_codec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,9 +69,101 @@ def test_public_names_are_documented() -> None:
     assert [n for n in lightning_dist.__all__ if n not in own and n not in text] == []
 
 
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+RUN_PAGE = ROOT / "tests/documents/run_page.py"
+JOINED = {"fsdp2": ["4+5"], "write-your-own-codec": ["0+1+2"]}
+"""Blocks that go on where the one before ends."""
+NOT_RUN = {
+    "accelerate 2": "transformers is not among the packages of the tests",
+    "elastic-ray 0": "Ray is not either",
+    "fsdp2 3": "Accelerate has no FSDP on a CPU",
+}
+"""Blocks that cannot run here. CUDA is replaced by the CPU. Job files of SLURM and Kubernetes run
+with stand-ins in tests/examples. Commands are not run; the options of ours and of torchrun are
+checked, those of other programs (accelerate, make, pip, ufw) are not."""
+
+
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"```(?:python|diff)\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def runs_of(page: Path) -> list[str]:
+    """Numbers of the blocks, as run_page.py takes them."""
+    joined = JOINED.get(page.stem, [])
+    taken = {part for each in joined for part in each.split("+")}
+    numbers = [str(n) for n in range(len(python_blocks(page)))]
+    runs = [n for n in numbers if n not in taken and f"{page.stem} {n}" not in NOT_RUN]
+    return [*runs, *joined]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [each for each in PAGES if runs_of(each)], ids=lambda p: p.stem)
+def test_blocks_run_on_two_ranks(page: Path, tmp_path: Path, quick_python: list[str]) -> None:
+    """As they stand there, with stand-ins for the user's model and data, and a CPU for CUDA."""
+    launcher = (
+        "lightning_dist.elastic.agent" if page.stem == "recovery" else "torch.distributed.run"
+    )
+    runs = runs_of(page)
+    for words in [[each] for each in runs] if page.stem == "recovery" else [runs]:
+        arguments = (page, tmp_path / "-".join(words), *words)
+        done = torchrun(RUN_PAGE, *arguments, ranks=2, limit=300, python=quick_python, by=launcher)
+        for number in words:
+            ended = done.output.count(f"block {number} has run")
+            assert ended == 2, f"{page.name}, block {number}:\n{done.output[-4000:]}"
+
+
+def test_all_that_is_not_run_exists() -> None:
+    known = {f"{page.stem} {n}" for page in PAGES for n in range(len(python_blocks(page)))}
+    assert set(NOT_RUN) <= known
+
+
+def shell_lines(page: Path) -> list[list[str]]:
+    """Words of our commands and torchrun's, in blocks and indented."""
+    text = page.read_text()
+    blocks = re.findall(r"```(?:bash)?\n(.*?)```", text, re.DOTALL)
+    plain = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    blocks += re.findall(r"(?m)^(?: {4}|\t)+(\S(?:.*\\\n)*.*)", plain)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    ours = [line for line in lines if re.match(r"(lightning-dist|torchrun) ", line)]
+    return [[word.strip("[]") for word in shlex.split(line, comments=True)] for line in ours]
+
+
+def check_command(words: list[str]) -> None:
+    """Raise for an option that a command does not have."""
+    if words[0] == "torchrun":
+        parsed = get_args_parser().parse_args(words[1:])
+        check_command([parsed.training_script, *parsed.training_script_args])
+    elif words[:2] == ["lightning-dist", "launch"]:
+        options = [word for word in words[2:] if word not in FLAGS]
+        if "--config_file" not in " ".join(options):
+            get_args_parser().parse_args(options)
+    elif words[0] == "lightning-dist":
+        command, rest = get_command(app), words[1:]
+        while isinstance(command, typer.core.TyperGroup) and rest and rest[0] in command.commands:
+            command, rest = command.commands[rest[0]], rest[1:]
+        known = {option for each in command.params for option in each.opts}
+        given = {word.partition("=")[0] for word in rest if word.startswith("-")}
+        assert given <= known | {"--help", "--install-completion"}, (words, given - known)
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "examples/README.md"], ids=lambda p: p.stem
+)
+def test_commands_have_the_options(page: Path) -> None:
+    for words in shell_lines(page):
+        check_command(words)
+
+
+def test_that_a_wrong_option_is_found() -> None:
+    with pytest.raises(AssertionError, match="--keeep"):
+        check_command(["lightning-dist", "ckpt", "prune", "DIR", "--keeep", "3"])
+    with pytest.raises(SystemExit):
+        check_command(["torchrun", "--nnodez", "2", "train.py"])
+
+
 BLOCKS = [
     pytest.param(code, id=f"{page.relative_to(ROOT)}-{number}")
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    for page in PAGES
     for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
 ]
 

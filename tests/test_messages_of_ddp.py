@@ -42,7 +42,7 @@ def test_a_second_hook() -> None:
         return model
 
     assert refused(another) == (
-        "a model takes one communication hook, and fp16_compress_hook is registered already; "
+        "A model takes one communication hook, and fp16_compress_hook is registered already; "
         "remove that registration, or wrap the model in a new DistributedDataParallel"
     )
 
@@ -58,7 +58,7 @@ def test_a_second_hook() -> None:
 def test_sparse_gradients() -> None:
     model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1))
     assert refused(lambda rank: rank.ddp(model)) == (
-        "gradients must be dense, and '0' was made with sparse=True; make it with sparse=False"
+        "Gradients must be dense, and '0' was made with sparse=True; make it with sparse=False"
     )
 
 
@@ -71,7 +71,7 @@ def test_no_trainable_parameters() -> None:
         return model
 
     assert refused(frozen) == (
-        "the model must have a parameter with requires_grad=True, and has none; unfreeze one, or "
+        "The model must have a parameter with requires_grad=True, and has none; unfreeze one, or "
         "run without a distributed strategy"
     )
 
@@ -93,7 +93,7 @@ def test_ranks_with_different_settings() -> None:
         return message(compress_ddp, model, codec, groups=rank.groups(), start_step=start)
 
     assert set(run_threads(body, 3)) == {
-        "all ranks must compress in the same way, but they differ in\n"
+        "All ranks must compress in the same way, but they differ in\n"
         "  codec: 'Int8(block_size=256)' on ranks 0, 1; 'Int8(block_size=128)' on rank 2\n"
         "  start_step: 0 on ranks 0, 2; 10 on rank 1\n"
         "Give every rank the same settings and the same version of the package."

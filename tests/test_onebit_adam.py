@@ -155,7 +155,7 @@ def test_a_second_one_is_refused() -> None:
         model = rank.ddp(Weight())
         reducer = compress_ddp(model, "sign", groups=rank.groups())
         make(model.parameters()).attach(reducer)
-        with pytest.raises(ValueError, match="one OneBitAdam can be used at a time"):
+        with pytest.raises(ValueError, match="One OneBitAdam can be used at a time"):
             make(model.parameters()).attach(reducer)
         reducer.close()
 
@@ -190,7 +190,7 @@ def test_it_serves_one_model() -> None:
         ]  # fmt: skip
         optimizer = make(model.parameters())
         optimizer.attach(reducers[0])
-        with pytest.raises(ValueError, match="a OneBitAdam serves one model"):
+        with pytest.raises(ValueError, match="A OneBitAdam serves one model"):
             optimizer.attach(reducers[1])
         for reducer in reducers:
             reducer.close()

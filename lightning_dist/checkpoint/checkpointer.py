@@ -73,7 +73,7 @@ class Checkpointer:
 
     @property
     def metrics(self) -> Metrics:
-        """What saves have cost so far."""
+        """Cost of saves so far."""
         self._metrics.in_flight = self._delivery.count
         self._metrics.optimizer_wait_s = self._snapshots.fence.waited
         return self._metrics

@@ -109,7 +109,7 @@ class Delivery:
         """Have a writer that may write to ``folder``, and keeps others out if it is ``alone``."""
         if _only_here(folder) and isinstance(self.writer, WriterProcess):
             raise ValueError(
-                f"one writer writes either to files or to memory, and has been given files before "
+                f"One writer writes either to files or to memory, and has been given files before "
                 f"{folder}; use writer='thread'"
             )
         self._folders[folder] = alone
@@ -199,7 +199,7 @@ class Delivery:
                 lambda: not self._in_flight and not self._operations, timeout
             )
             if not idle:
-                raise TimeoutError(f"still writing after {timeout} s: {self._targets()}")
+                raise TimeoutError(f"Still writing after {timeout} s: {self._targets()}")
 
     def close(self, timeout: float | None = None) -> None:
         """Let everything be done, end the writer, give the memory back.
@@ -229,7 +229,7 @@ class Delivery:
                 memory.release()
         if stuck:
             raise CheckpointError(
-                f"{targets} is still being copied after {timeout:g} s, and is lost"
+                f"{targets} is still being copied after {timeout:g} s, and was dropped"
             )
 
     def _targets(self) -> str:
@@ -239,7 +239,7 @@ class Delivery:
         with self._changed:
             for each in self._in_flight.values():
                 with suppress(InvalidStateError):  # copied
-                    each.copied.set_result("its copy had not ended when it was closed")
+                    each.copied.set_result("its copy was not complete at close()")
                     each.memory = None  # not given back: the copy may go on
 
     def _put_prepared(self, save: Save, memory: SnapshotMemory | None, copied: Future[str]) -> None:

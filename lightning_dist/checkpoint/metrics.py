@@ -1,4 +1,4 @@
-"""What checkpoints cost a training."""
+"""Cost of checkpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Metrics:
-    """What checkpoints have cost the training so far; seconds and bytes of this rank."""
+    """Cost of checkpoints so far; seconds and bytes of this rank."""
 
     saves: int = 0
     skipped: int = 0

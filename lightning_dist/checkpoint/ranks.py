@@ -94,7 +94,7 @@ class Ranks:
         return values
 
     def on_each(self, action: Callable[[], T]) -> T:
-        """What ``action`` returns on this rank. What it raises on one, all raise."""
+        """Result of ``action`` on this rank. An exception on one rank is raised on all."""
         error: Exception | None = None
         try:
             result = action()
@@ -104,7 +104,7 @@ class Ranks:
         return result
 
     def on_first(self, action: Callable[[], Facts]) -> Facts:
-        """What ``action`` returns on the leader, which alone runs it. What it raises, all raise."""
+        """Result of ``action``, which the leader alone runs. Its exception is raised on all."""
         facts: Facts = {}
         error: Exception | None = None
         if self.is_leader:

@@ -60,7 +60,7 @@ def opened(path: str, *, check: bool) -> Iterator[Any]:
     """
     storage, inside = storage_of(path)
     if not storage.exists(inside):
-        raise FileNotFoundError(f"there is no checkpoint at {path}")
+        raise FileNotFoundError(f"There is no checkpoint at {path}")
     description = verify(path) if check else describe(path)
     if description.kind == "folder":
         raise CheckpointError(
@@ -80,7 +80,7 @@ def consolidate(source: str, target: str) -> int:
     """
     storage, inside = storage_of(source)
     if not storage.exists(inside) or verify(source).kind != "sharded":
-        raise ValueError(f"only a folder of shards can be consolidated, got {source}")
+        raise ValueError(f"Only a folder of shards can be consolidated, got {source}")
     goal, path = storage_of(target)
     if goal.exists(path):
         raise ValueError(f"{target} exists; remove it first, or choose another name")

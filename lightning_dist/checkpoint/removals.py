@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Removals:
-    """What is asked for, until it is known to be done.
+    """Removals that were requested, until they are known to be done.
 
     After a failed save a writer lets removals wait for the next success. If it is lost they are
     asked for again, after the next save.
@@ -41,6 +41,6 @@ class Removals:
         self._again = list(self._asked)
 
     def take_again(self) -> list[str]:
-        """What has to be asked for once more."""
+        """Removals to be requested again."""
         again, self._again = self._again, []
         return again

@@ -39,8 +39,8 @@ def require_loadable(state: Any, content: Pickled | None = None, *, name: str) -
     kind = value if isinstance(value, type) else type(value)
     what = f"{'the class' if kind is value else 'a'} {kind.__module__}.{kind.__qualname__}"
     raise ValueError(
-        f"{name} is {what}, which torch.load(weights_only=True) does not read, so nothing could go "
-        f"on from the checkpoint; {_REMEDY}"
+        f"{name} is {what}, which torch.load(weights_only=True) does not read, so no run could "
+        f"resume from the checkpoint; {_REMEDY}"
     )
 
 
@@ -65,7 +65,7 @@ def restricted_load(file: Any, *, path: str, map_location: Any, weights_only: bo
 def problem_with(
     file: Any, *, path: str, load: Callable[..., Any], whole: Callable[[], Any] | None = None
 ) -> ValueError | None:
-    """Why the restricted unpickler does not read a file of ``torch.save``; None if it does.
+    """Reason why the restricted unpickler cannot read a file of ``torch.save``; None if it can.
 
     Args:
         file: open, at its beginning.

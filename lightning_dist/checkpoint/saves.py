@@ -61,7 +61,7 @@ class Saves:
 
     @property
     def metrics(self) -> Metrics:
-        """What checkpoints have cost this rank."""
+        """Cost of checkpoints on this rank."""
         return self._idle if self.checkpointer is None else self.checkpointer.metrics
 
     @property
@@ -111,7 +111,7 @@ class Saves:
     def _try_to_join(self, folder: str) -> ValueError | None:
         if not is_owned(folder):
             return ValueError(
-                f"rank {self.ranks.rank} does not see rank 0's {folder}, to which all ranks write; "
+                f"Rank {self.ranks.rank} does not see rank 0's {folder}, to which all ranks write; "
                 "put it on a filesystem that all hosts mount"
             )
         try:
@@ -186,7 +186,7 @@ class Saves:
         if self._settings.on_busy == "wait" or not any(facts["busy"] for facts in by_rank):
             return False
         self.metrics.skipped += 1
-        self._warn(f"no checkpoint{step}: an earlier one is still being written (on_busy='skip')")
+        self._warn(f"No checkpoint{step}: an earlier one is still being written (on_busy='skip')")
         return True
 
     def report_own(self) -> None:
@@ -239,14 +239,14 @@ class Saves:
 def cannot_open(folder: str, error: Exception) -> str:
     """The message for a folder that cannot be written to."""
     kind = f"{type(error).__name__}: " if isinstance(error, OSError) else ""
-    return f"no checkpoints can be written to {folder}: {kind}{error}"
+    return f"No checkpoints can be written to {folder}: {kind}{error}"
 
 
 def committed_line(event: Committed, *, blocking_s: float) -> str:
     """One line for a checkpoint that is durable."""
     return (
-        f"checkpoint {PurePath(event.target).name} of step {event.origin.step} is complete: "
-        f"{decimal(event.total)} in {event.seconds:.2f} s, for which training stood still "
+        f"Checkpoint {PurePath(event.target).name} of step {event.origin.step} is complete: "
+        f"{decimal(event.total)} in {event.seconds:.2f} s; training was blocked for "
         f"{blocking_s * 1e3:.1f} ms"
     )
 
@@ -264,4 +264,4 @@ def _failure(event: Failed, last: Committed | None) -> str:
         if last is not None
         else "none of this run is complete yet"
     )
-    return f"the checkpoint {event.target}{of_step} was not written: {event.reason}; {kept}"
+    return f"The checkpoint {event.target}{of_step} was not written: {event.reason}; {kept}"

@@ -1,4 +1,4 @@
-"""What users can set about asynchronous checkpoints."""
+"""Settings of asynchronous checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """How checkpoints are taken and written; see :class:`~lightning_dist.AsyncCheckpoint`.
+    """Settings for taking and writing checkpoints; see :class:`~lightning_dist.AsyncCheckpoint`.
 
     Without known optimizers ``snapshot="auto"`` is ``"blocking"``.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import socket
 import subprocess
@@ -24,8 +23,9 @@ from lightning_dist.checkpoint.disk.folder_owner import lock_to_send
 from lightning_dist.checkpoint.disk.jobs import Event, Job, Owned
 from lightning_dist.checkpoint.disk.writer import Writer
 from lightning_dist.checkpoint.snapshot.memory import SnapshotMemory
+from lightning_dist.log import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 Report = Callable[["WriterHandle", Event], None]
 
@@ -78,7 +78,7 @@ class WriterThread:
     def close(self, timeout: float | None = None) -> None:
         self._executor.shutdown(wait=False)
         if self._last is not None and wait([self._last], timeout).not_done:
-            raise CheckpointError(f"the checkpoint writer is still at work after {timeout} s")
+            raise CheckpointError(f"the checkpoint writer is still running after {timeout} s")
 
 
 class WriterProcess:
@@ -159,8 +159,8 @@ class WriterProcess:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise CheckpointError(
-                f"the checkpoint writer (process {self.pid}) is still at work after {timeout:.0f} "
-                "s; it goes on without this process"
+                f"the checkpoint writer (process {self.pid}) is still running after {timeout:.0f} "
+                "s; it continues without this process"
             ) from None
         self._reader.join(_START_TIMEOUT)
         self._channel.close()

@@ -71,7 +71,7 @@ def bench(
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise ValueError(
-            "no other ranks: start it with torchrun --nproc-per-node N --no-python lightning-dist "
+            "No other ranks: start it with torchrun --nproc-per-node N --no-python lightning-dist "
             "bench"
         )
     is_first = os.environ["RANK"] == "0"

@@ -105,7 +105,7 @@ def members_of(scope: str, hosts: Sequence[str]) -> list[tuple[int, ...]]:
         ValueError: with these hosts there is none.
     """
     if len(hosts) < 2:
-        raise ValueError("a bandwidth needs 2 ranks or more, and there is 1: start more")
+        raise ValueError("A bandwidth needs 2 ranks or more, got 1; start more")
     by_host = Topology(tuple(hosts), 0).by_host()
     if scope == "flat":
         return [tuple(range(len(hosts)))]

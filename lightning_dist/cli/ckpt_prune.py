@@ -16,7 +16,7 @@ from lightning_dist.checkpoint.disk.verify import Description, verify
 from lightning_dist.cli.errors import line_of
 
 PROTECTED = ("last", "latest", "best")
-"""What has such a name, and what it points to, is never removed."""
+"""Checkpoints with such a name, and those they point to, are never removed."""
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def config(
     else:
         if not sys.stdin.isatty():
             raise ValueError(
-                "questions need a terminal: add --defaults, or --set KEY=VALUE for each of them"
+                "Questions need a terminal: add --defaults, or --set KEY=VALUE for each of them"
             )
         known = read(sidecar) if sidecar.is_file() else {}
         answers = theirs.ask()

@@ -32,7 +32,7 @@ def ask() -> Any:
 
 
 def defaults() -> Any:
-    """What ``accelerate config default`` would write on this machine."""
+    """The configuration that ``accelerate config default`` would write on this machine."""
     from lightning_dist.integrations.accelerate import private
 
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
@@ -50,7 +50,7 @@ def load(path: Path) -> Any:
     from lightning_dist.integrations.accelerate.private import read_configuration
 
     if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}; lightning-dist config writes one")
+        raise FileNotFoundError(f"There is no file {path}; lightning-dist config writes one")
     try:
         return read_configuration(str(path))
     except ImportError:  # of Accelerate itself

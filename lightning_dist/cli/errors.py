@@ -35,7 +35,7 @@ def reported(command: Callable[P, T]) -> Callable[P, T]:
 
 
 def line_of(error: Exception) -> str:
-    """What ``error`` says, on one line."""
+    """Message of ``error``, on one line."""
     if isinstance(error, OSError) and error.strerror and error.filename:
         text = f"{error.filename}: {error.strerror}"
     elif isinstance(error, CheckpointError | OSError | ValueError | ImportError) and str(error):

@@ -138,7 +138,7 @@ def _require_steps(summaries: Mapping[str, Summary]) -> None:
 
 
 def describe(summary: Summary) -> str:
-    """What ran, in a few words."""
+    """Short description of a run."""
     run = summary.run
     steps = count(summary.steps, "step")
     if (in_detail := len(summary.per_step.steps)) < summary.steps:

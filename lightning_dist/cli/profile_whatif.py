@@ -61,7 +61,7 @@ def whatif_command(
     ] = None,
     below: Annotated[
         float | None,
-        typer.Option(help="Least local steps with which waiting takes at most this, percent."),
+        typer.Option(help="Find the fewest local steps with waiting below this, percent."),
     ] = None,
     fragments: Annotated[
         int, typer.Option(min=1, help="Parts exchanged in turn, of local steps.")
@@ -74,7 +74,7 @@ def whatif_command(
     ] = False,
     compiled: Annotated[
         bool | None,
-        typer.Option(help="Measure with compiled kernels, or without; else as the run has them."),
+        typer.Option(help="Measure with compiled kernels or without. Default: as in the run."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""What a codec is: a pure pair of functions between gradients and the bytes that travel.
+"""Codecs: pure pairs of functions between gradients and payloads.
 
 A codec knows tensors only. It never sees a process group or a clock, so it can be tried in a
 notebook and every one of them can be put through the same laws (``tests/codecs``).
@@ -52,7 +52,7 @@ class Native:
 
 @dataclass(frozen=True)
 class Codec(ABC):
-    """What ``codec=`` takes. Subclasses are frozen dataclasses of their hyperparameters.
+    """Base class of codecs. Subclasses are frozen dataclasses of their hyperparameters.
 
     Class attributes that a subclass sets:
 

@@ -1,4 +1,4 @@
-"""What a rank remembers of its gradients: nothing, a residual, a momentum, or both.
+"""Memory of a rank: nothing, a residual, a momentum, or both.
 
 A codec chooses one in :meth:`Codec.memory`.
 

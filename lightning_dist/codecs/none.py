@@ -42,7 +42,7 @@ class NoCompression(BlockCodec):
 
 @dataclass(frozen=True)
 class Uncompressed(NoCompression):
-    """What a policy gives to the small tensors beside a block codec: ``none``, summed by us.
+    """Codec of the small tensors beside a block codec: ``none``, summed by this package.
 
     Two-shot instead of a ring, because a ring adds in an order that depends on where an element
     lies in the bucket, and DDP moves it after the first backward: with this a resumed run repeats

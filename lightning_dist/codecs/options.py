@@ -62,6 +62,6 @@ def _value(value: str, field: Field[Any], kind: type[Codec], text: object) -> An
         kinds = {bool: "true or false", int: "a whole number", float: "a number"}
         listed = kinds.get(wanted, "text")
         raise ValueError(
-            f"option {field.name} of codec {kind.name!r} must be {listed}, got {value!r} in "
+            f"Option {field.name} of codec {kind.name!r} must be {listed}, got {value!r} in "
             f"{text!r}"
         ) from None

@@ -1,4 +1,4 @@
-"""Which codec a parameter gets, and when: codecs that choose among codecs.
+"""Policies: codecs that select a codec by parameter and step.
 
 Each is a codec itself, so they nest, and none of the algorithms knows of them::
 

@@ -1,4 +1,4 @@
-"""What the codecs of short codes and one scale per block share."""
+"""Base of the codecs with short codes and one scale per block."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
@@ -11,13 +10,14 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, get_args
 
 from lightning_dist.codecs.base import Codec, ExchangeName
+from lightning_dist.log import get_logger
 
 GROUP = "lightning_dist.codecs"
 """Of entry points ``NAME = package.module:Class``; the name is that of the codec."""
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 class CodecTable(Mapping[str, type[Codec]]):
@@ -52,7 +52,7 @@ class CodecTable(Mapping[str, type[Codec]]):
         taken = self._types.get(codec.name)
         if taken is not None and _place(taken) != _place(codec):
             raise ValueError(
-                f"the name of a codec must not be taken, got {codec.name!r} for {_place(codec)}, "
+                f"The name of a codec must not be taken, got {codec.name!r} for {_place(codec)}, "
                 f"which is the name of {_place(taken)}; give the class a `name` of its own"
             )
         self._types[codec.name] = codec
@@ -91,7 +91,7 @@ def _load(entry: EntryPoint, *, into: CodecTable) -> None:
     into.add(codec)
     if codec.name != entry.name:
         raise ValueError(
-            f"an entry point of {GROUP} must have the name of its codec, got {entry.name!r} for "
+            f"An entry point of {GROUP} must have the name of its codec, got {entry.name!r} for "
             f"{codec.name!r} in the package {package!r}; rename one of them"
         )
 
@@ -99,32 +99,32 @@ def _load(entry: EntryPoint, *, into: CodecTable) -> None:
 def _check(codec: Any) -> None:
     if not (isinstance(codec, type) and issubclass(codec, Codec)):
         raise ValueError(
-            f"a codec must be a class derived from lightning_dist.Codec, got {codec!r}; derive it "
+            f"A codec must be a class derived from lightning_dist.Codec, got {codec!r}; derive it "
             "from lightning_dist.BlockCodec"
         )
     parameters = vars(codec).get("__dataclass_params__")
     if not is_dataclass(codec) or parameters is None or not parameters.frozen:
         raise ValueError(
-            f"a codec must be a frozen dataclass, got {_place(codec)}; write @register_codec above "
+            f"A codec must be a frozen dataclass, got {_place(codec)}; write @register_codec above "
             "@dataclass(frozen=True)"
         )
     name = getattr(codec, "name", None)
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(
-            f"the name of a codec must be lower-case letters, digits and underscores, got {name!r} "
+            f"The name of a codec must be lower-case letters, digits and underscores, got {name!r} "
             f"for {_place(codec)}; set `name: ClassVar[str]`"
         )
     exchange = getattr(codec, "exchange", None)
     if exchange not in get_args(ExchangeName):
         raise ValueError(
-            f"the exchange of a codec must be one of {get_args(ExchangeName)}, got {exchange!r} "
+            f"The exchange of a codec must be one of {get_args(ExchangeName)}, got {exchange!r} "
             f"for {_place(codec)}; set `exchange: ClassVar[str]`"
         )
     try:
         codec()
     except TypeError as error:
         raise ValueError(
-            f"a codec must have all methods, and a default for every option, got {error}; give "
+            f"A codec must have all methods, and a default for every option, got {error}; give "
             f"{_place(codec)} what is missing"
         ) from None
 

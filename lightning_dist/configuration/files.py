@@ -28,7 +28,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         for index, (key, (spelled, _)) in enumerate(zip(keys, node.value, strict=True)):
             if key in keys[:index]:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"{key!r} is there twice; keep one", spelled.start_mark
+                    None, None, f"{key!r} is given twice; keep one", spelled.start_mark
                 )
         content: dict[Hashable, Any] = super().construct_mapping(node, deep)
         return content
@@ -85,7 +85,7 @@ def put(path: Path, text: str) -> None:
 
 
 def accelerate_folder(environ: Mapping[str, str]) -> Path:
-    """Where Accelerate keeps ``default_config.yaml``; its rule, without importing it."""
+    """The folder of Accelerate's ``default_config.yaml``; its rule, without importing it."""
     cache = environ.get("XDG_CACHE_HOME", "~/.cache")
     home = Path(environ.get("HF_HOME", f"{cache}/huggingface")).expanduser()
     return home / "accelerate"

@@ -107,7 +107,7 @@ def require_of_shards(options: Mapping[str, Any]) -> dict[str, Any]:
         if name not in OF_SHARDS and value != OPTIONS[name].default:
             raise ValueError(
                 f"{name} is a setting of DDP and cannot take effect under FSDP2, got {value!r}; "
-                f"take it away, or set it to {OPTIONS[name].default!r}"
+                f"remove it, or set it to {OPTIONS[name].default!r}"
             )
     return {name: value for name, value in options.items() if name in OF_SHARDS}
 
@@ -130,13 +130,13 @@ def unknown(name: object, known: tuple[str, ...], *, where: str, prefix: str = "
     words = set(given.split("_"))
     longer = [each for each in bare if words <= set(each.split("_"))]  # a word was left out
     near = difflib.get_close_matches(given, longer or bare, n=1)
-    remedy = f"did you mean {prefix + near[0]!r}?" if near else f"there are {', '.join(known)}"
-    return f"unknown setting {str(name)!r} in {where}: {remedy}"
+    remedy = f"did you mean {prefix + near[0]!r}?" if near else f"valid names: {', '.join(known)}"
+    return f"Unknown setting {str(name)!r} in {where}: {remedy}"
 
 
 def require_fit(option: Option, value: object, *, where: str) -> None:
     """Raise ValueError for a value of the wrong type, with the rule and where it was set."""
     if not option.fits(value):
         raise ValueError(
-            f"{option.name} must be {option.takes}; got {value!r} in {where}, put it right there"
+            f"{option.name} must be {option.takes}; got {value!r} in {where}; correct it there"
         )

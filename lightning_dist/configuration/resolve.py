@@ -170,6 +170,5 @@ def _refuse_contradictions(options: Mapping[str, Any], origins: Mapping[str, str
         if wrong and origins[first] != origins[second]:
             told = " and ".join(f"{name}={options[name]!r} ({origins[name]})" for name in names)
             raise ValueError(
-                f"{told} contradict each other: {why}; take one of them away, or set both in one "
-                "place"
+                f"{told} contradict each other: {why}; remove one, or set both in one place"
             )

@@ -1,4 +1,4 @@
-"""Which run a process is a part of, over all restarts, and what they have cost it."""
+"""Identity of a run over all restarts, and their cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_dist.shared_folder import has_token, leave_token
 
 
 class RunHistory:
-    """What one process knows of the run that it is a part of, and writes down for the next."""
+    """History of a run, as one process reads it and records it for the next."""
 
     def __init__(self) -> None:
         self._journal = Journal(None, rank=0)
@@ -56,7 +56,7 @@ class RunHistory:
         sees = not token or (folder_here is not None and has_token(folder_here, token))
         if not all(each["sees"] for each in ranks.all({"sees": sees})):
             raise ValueError(
-                f"some ranks do not see rank 0's {folder}, so they could not go on from its "
+                f"Some ranks do not see rank 0's {folder}, so they could not go on from its "
                 "checkpoints; put it on a filesystem that all hosts mount, or in an object store"
             )
 
@@ -148,7 +148,7 @@ class RunHistory:
 
     @property
     def summary(self) -> Summary:
-        """What restarts have cost this run so far; on the leader."""
+        """Cost of restarts of this run so far; on the leader."""
         return summarize(self._journal.read(), run_id=self.run_id)
 
     def metrics(self, *, world_size: int) -> dict[str, float]:
@@ -189,14 +189,14 @@ def _seed(given: int | None, before: int | None) -> int:
 def start_line(
     state: ElasticState | None, now: Layout | None, *, world_size: int, foreign: str = ""
 ) -> str:
-    """Where training goes on, for the user.
+    """Log line: the position where training resumes.
 
     Args:
         now: the layout; None where samples are not counted.
         foreign: without ``state``, the checkpoint of somebody else that training goes on from.
     """
     if state is None and foreign:
-        start = f"elastic: world {world_size}, goes on from {foreign}"
+        start = f"elastic: world {world_size}, resumed from {foreign}"
     elif state is None:
         start = f"elastic: world {world_size}, fresh start"
     else:
@@ -207,13 +207,13 @@ def start_line(
     if now is None:
         return start
     rest = now.global_batch % (now.world_size * now.accumulate)
-    uneven = ", not all of them equal" if rest else ""
+    uneven = ", of unequal sizes" if rest else ""
     passes, ranks = _counted(now.accumulate, "micro-batch"), _counted(now.world_size, "rank")
     return f"{start}; global batch {now.global_batch}: {passes} on {ranks}{uneven}"
 
 
 def cost_line(summary: Summary) -> str:
-    """What restarts and changes within the process have cost, for the user."""
+    """Log line: the cost of restarts and of changes within the process."""
     told = []
     if summary.restarts:
         restarts, causes = _counted(summary.restarts, "restart"), "; ".join(summary.causes)
@@ -224,7 +224,7 @@ def cost_line(summary: Summary) -> str:
     if summary.generations:
         told.append(
             f"{_counted(summary.generations, 'change')} within the process, "
-            f"{summary.recovery_s:.1f} s lost, {_counted(summary.steps_redone, 'step')} taken again"
+            f"{summary.recovery_s:.1f} s lost, {_counted(summary.steps_redone, 'step')} repeated"
         )
     return f"elastic: {'; '.join(told)}"
 

@@ -1,4 +1,4 @@
-"""What happened to a run over all its restarts: JSON lines that survive every process."""
+"""Journal of a run over all its restarts: JSON lines that survive every process."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Journal:
             self.folder = None
 
     def last_progress(self) -> Progress | None:
-        """How far the processes before this one came."""
+        """Last position of the previous processes."""
         if self.folder is None:
             return None
         try:
@@ -113,7 +113,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Summary:
-    """What restarts have cost a run.
+    """Cost of the restarts of a run.
 
     Args:
         restarts: how often it has been started again before its end.

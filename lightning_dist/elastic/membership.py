@@ -53,7 +53,7 @@ class StopConsensus:
 
 
 class Membership:
-    """Who takes part, in one generation of the job. Making it is collective, as is all of it.
+    """Ranks of one generation of the job. All methods and the constructor are collective.
 
     Args:
         sharded: whether every rank writes its part of a checkpoint.
@@ -78,7 +78,7 @@ class Membership:
         expected = Launch.from_env().world_size
         if expected > 1 and not several and make is None:
             raise ValueError(
-                f"the launcher started {expected} ranks, and there is no process group; call "
+                f"The launcher started {expected} ranks, but no process group exists; call "
                 "lightning_dist.init_process_group() first (Accelerator() and fabric.launch() make "
                 "one, on CPU with ACCELERATE_USE_CPU=true)"
             )

@@ -1,4 +1,4 @@
-"""Where a training is: what a checkpoint holds so that any number of ranks can go on from it."""
+"""Position of training in a checkpoint, from which any number of ranks can resume."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class ElasticState:
-    """Where training is, in samples; and what must be as it was.
+    """Position of training, in samples, and settings that must not change.
 
     Args:
         run_id: drawn when the run began.
@@ -79,7 +79,7 @@ def require_same_data(state: ElasticState, *, size: int | None, path: str) -> No
     if state.size != size:
         raise ValueError(
             f"{path} is of another run: its epochs have {state.size} samples, the train dataloader "
-            f"has {size}. Give another folder, or put the dataset back"
+            f"has {size}. Give another folder, or restore the dataset"
         )
 
 

@@ -81,7 +81,7 @@ class Retention:
 
     @property
     def metrics(self) -> Metrics:
-        """What checkpoints have cost this rank."""
+        """Cost of checkpoints on this rank."""
         return self._saves.metrics
 
     @property
@@ -210,13 +210,13 @@ class Retention:
         except (CheckpointError, TimeoutError) as error:
             if patiently:
                 raise
-            self._warn(f"the training ends before its checkpoints are complete: {error}")
+            self._warn(f"Training ended before its checkpoints were complete: {error}")
 
 
 def not_ours(path: str) -> str:
-    """What to tell a user whose folder has a checkpoint without a position in the data."""
+    """Message about a checkpoint without a position in the data."""
     return (
-        f"{path} was not saved under ElasticRestart or ElasticLoop, so nobody knows which samples "
-        "it has seen; give a folder of its own, and to begin a Trainer's run from this checkpoint "
+        f"{path} was not saved under ElasticRestart or ElasticLoop, so it has no sample position; "
+        "give a folder of its own, and to start a Trainer's run from this checkpoint use "
         "fit(ckpt_path=...)"
     )

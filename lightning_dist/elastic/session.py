@@ -21,7 +21,7 @@ from lightning_dist.elastic.settings import RunSettings
 
 
 class Placement:
-    """What a session leaves to a Trainer, or to a loop of the user's own."""
+    """Operations that a session leaves to a Trainer or a loop."""
 
     @property
     def steps(self) -> int:
@@ -69,7 +69,7 @@ class Session:
         self._members: Membership | None = None
         self._retention: Retention | None = None
         self.resumed: ElasticState | None = None
-        """What the checkpoint said that this start goes on from; None for a fresh start."""
+        """State of the checkpoint that this start resumes from; None for a fresh start."""
         self._costs: dict[str, float] = {}  # of restarts; rank 0 reads them from its account
         self._saved_step = -1  # of the last save that this start has asked for
         self.newest = ""
@@ -124,7 +124,7 @@ class Session:
         )
 
     def facts(self) -> dict[str, Any]:
-        """What is equal on all ranks, for a rank that joins them; see :meth:`move`."""
+        """Values that are equal on all ranks, for a rank that joins them; see :meth:`move`."""
         return {
             "run_id": self.history.run_id,
             "seed": self.history.seed,
@@ -219,7 +219,7 @@ class Session:
 
     @property
     def metrics(self) -> Metrics:
-        """What checkpoints have cost this rank."""
+        """Cost of checkpoints on this rank."""
         return Metrics() if self._retention is None else self._retention.metrics
 
     @property

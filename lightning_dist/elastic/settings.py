@@ -1,4 +1,4 @@
-"""What users set of a run: when it saves, how it deals, and when a process ends by itself."""
+"""Settings of a run: checkpoints, sharding of the data, time limits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.elastic.data.plan import BatchPolicy, require_policy
 
 RecoveryMode = Literal["restart", "in_process"]
-"""What the ranks that are left do when one is lost: start again, or go on."""
+"""Reaction of the remaining ranks to a lost one: restart, or continue."""
 
 
 def require_recovery(recovery: str) -> None:
@@ -43,7 +43,7 @@ def require_mirror(mirror: bool | int, *, recovery: RecoveryMode) -> int | None:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What users set of a run, in a Trainer or a loop of their own; see ElasticRestart.
+    """Settings of a run, in a Trainer or a loop; see ElasticRestart.
 
     Args:
         saving: how checkpoints are taken and written.
@@ -70,7 +70,7 @@ class RunSettings:
     def __post_init__(self) -> None:
         require_policy(self.batch_policy)
         if not self.dirpath:
-            raise ValueError("dirpath is the folder that every start looks into; give one")
+            raise ValueError("dirpath must be the folder of the checkpoints, got none")
         positive = ("every_n_train_steps", "max_to_keep")
         for name in (*positive, "preemption_poll_interval", "grace_period"):
             value = getattr(self, name)
@@ -82,7 +82,7 @@ class RunSettings:
             )
         if self.every_n_epochs < 0 or not (self.every_n_train_steps or self.every_n_epochs):
             raise ValueError(
-                "checkpoints are taken after steps, after epochs or both; got every_n_train_steps="
+                "Checkpoints are taken after steps, after epochs or both; got every_n_train_steps="
                 f"{self.every_n_train_steps} and every_n_epochs={self.every_n_epochs}"
             )
 

@@ -78,12 +78,12 @@ class WaitLimit:
         start = time.monotonic()
         while True:
             if self._given_up.is_set():
-                raise RuntimeError(f"gave up waiting for {what}")
+                raise RuntimeError(f"Gave up waiting for {what}")
             left = _SLICE if self.seconds is None else start + self.seconds - time.monotonic()
             if left <= 0:
                 raise RuntimeError(
-                    f"no answer from the other ranks within {self.seconds:g} s in {what}: a rank "
-                    "is gone, hangs, or is slower than that"
+                    f"No answer from the other ranks within {self.seconds:g} s in {what}: a rank "
+                    "has terminated, hangs, or is slower than that"
                 )
             try:
                 # Whole milliseconds count, and none of them means no limit.

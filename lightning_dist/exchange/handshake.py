@@ -46,7 +46,7 @@ def require_equal(facts: list[Facts]) -> None:
             lines.append(f"  {key}: {said}")
     if lines:
         raise ValueError(
-            "all ranks must compress in the same way, but they differ in\n"
+            "All ranks must compress in the same way, but they differ in\n"
             + "\n".join(lines)
             + "\nGive every rank the same settings and the same version of the package."
         )

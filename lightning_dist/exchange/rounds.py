@@ -99,9 +99,9 @@ class RowExchange(Exchange):
     """An exchange of rows of bytes, of which several units may each have a :class:`Section`."""
 
     own_bytes: Tensor
-    """Where callers encode."""
+    """Buffer into which callers encode."""
     payload_bytes: Tensor
-    """What every rank received."""
+    """Payloads that every rank received."""
 
     @abstractmethod
     def section(self, planes: Sequence[Plane], blocks: int, *, before: int = 0) -> Section:

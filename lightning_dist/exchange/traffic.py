@@ -1,4 +1,4 @@
-"""How many bytes a rank sends, and how many of them leave its host.
+"""Bytes that a rank sends, and the part that leaves its host.
 
 Formulas per rank for a payload of ``b`` bytes and ``W`` ranks; rings send to ``rank + 1`` only:
 

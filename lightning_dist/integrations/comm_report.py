@@ -15,7 +15,7 @@ _IN_TOTAL = ("raw_bytes", "wire_bytes")
 
 
 class Reports(Protocol):
-    """What compresses a model; a Reducer, or the collectives of a sharded model."""
+    """Compression of a model: a Reducer, or the collectives of a sharded model."""
 
     @property
     def topology(self) -> Topology: ...

@@ -1,8 +1,7 @@
-"""What both CompressedModelParallelStrategy share: arguments, mesh, samplers, bytes and state."""
+"""Base of both CompressedModelParallelStrategy: arguments, mesh, samplers, bytes and state."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from math import prod
@@ -32,13 +31,14 @@ from lightning_dist.integrations.torch.fsdp.replicas import (
 )
 from lightning_dist.integrations.torch.fsdp.shards import CompressedShards, ShardSettings
 from lightning_dist.integrations.torch.in_force import show
+from lightning_dist.log import get_logger
 from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.topology import this_host
 from lightning_dist.topology.hosts import describe_counts, ranks_by
 from lightning_dist.topology.launcher import claim, contradiction
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 DIMENSIONS = ("replicate", "data_parallel", "tensor_parallel")
 _PARTS = "tensor_parallel"
@@ -186,7 +186,7 @@ class ModelParallelArguments(CommReport):
             )
         if hosts == 1 and dist.get_rank() == 0 and self._shard_settings is None:
             log.warning(
-                "one replica: nothing crosses between hosts and nothing is compressed, codec %s "
+                "One replica: nothing crosses between hosts and nothing is compressed, codec %s "
                 "takes effect with two hosts or more, or with replicate_size=",
                 self._settings.codec,
             )
@@ -244,8 +244,8 @@ class ModelParallelArguments(CommReport):
         if state is not None and ("steps" in state) != isinstance(exchange, CompressedShards):
             if dist.get_rank() == 0:
                 log.warning(
-                    "the checkpoint is of a run that was compressed in the other way, between "
-                    "replicas or, with parameters=, over all ranks: what was owed is lost"
+                    "The checkpoint is of a run that was compressed in the other way, between "
+                    "replicas or, with parameters=, over all ranks: residuals are dropped"
                 )
             state = None
         tensor = self.device_mesh[DIMENSIONS[2]]
@@ -253,8 +253,8 @@ class ModelParallelArguments(CommReport):
         if len(parts) != tensor.size() and state is not None:
             if dist.get_rank() == 0:
                 log.warning(
-                    "the checkpoint has residuals of %d tensor-parallel ranks, and there are %d: "
-                    "what they owe is lost",
+                    "The checkpoint has residuals of %d tensor-parallel ranks, and this run has "
+                    "%d: residuals are dropped",
                     len(parts),
                     tensor.size(),
                 )

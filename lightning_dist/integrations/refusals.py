@@ -1,4 +1,4 @@
-"""What no strategy of ours accepts, refused before any process group exists."""
+"""Settings that every strategy of this package refuses, before any process group exists."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def refuse_ddp_arguments(arguments: Mapping[str, Any]) -> None:
 def second_hook(got: str, *, owner: str, remedy: str) -> ValueError:
     """The error for a communication hook beside the one that ``owner`` registers."""
     return ValueError(
-        f"a model takes one communication hook and {owner} registers its own, got {got}; {remedy}"
+        f"A model takes one communication hook and {owner} registers its own, got {got}; {remedy}"
     )
 
 
@@ -102,7 +102,7 @@ def refuse_codec_options(arguments: Mapping[str, Any], codec: object, *, of: typ
         else:
             meant = repr(f"{next(iter(own))}:{option}")
         raise ValueError(
-            f"unknown setting {name!r} in {of.__name__}: it is an option of the codec, write "
+            f"Unknown setting {name!r} in {of.__name__}: it is an option of the codec, write "
             f"codec={meant}"
         )
 

@@ -1,4 +1,4 @@
-"""What ``import lightning_dist`` does once Lightning is imported: it registers the strategies."""
+"""Registration of the strategies, once Lightning is imported."""
 
 from __future__ import annotations
 

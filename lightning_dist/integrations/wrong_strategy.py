@@ -20,7 +20,7 @@ _CONNECTORS = {
     ),
     "lightning_fabric": ("Fabric", "lightning_fabric.connector", "_Connector"),
 }
-"""What reads ``strategy=``, in both packages."""
+"""Classes that read ``strategy=``, in both packages."""
 
 
 def refuse_strategies(package: str, names: Collection[str]) -> None:

@@ -11,7 +11,6 @@ this takes; if one of them goes, the kernels stay eager and a warning says so.
 
 from __future__ import annotations
 
-import logging
 import shutil
 import threading
 import time
@@ -33,8 +32,9 @@ from lightning_dist.kernels.native import NativeSparsePasses, block_passes
 from lightning_dist.kernels.passes import Pass, Passes, compute_dtype
 from lightning_dist.kernels.sparse import SparsePasses
 from lightning_dist.kernels.triton import available_on
+from lightning_dist.log import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 FUSE_FROM_ELEMENTS = 1 << 22  # a smaller model saves less than the 20 s that compiling costs
 _one_at_a_time = threading.Lock()  # torch's tracer keeps its state in globals
@@ -43,7 +43,7 @@ _BLOCKS = 96  # any number that is not 0 or 1: it becomes a symbol
 
 @dataclass(frozen=True)
 class Variant:
-    """What a compiled pass is specialised for."""
+    """Specialisation of a compiled pass."""
 
     passes: Passes
     dtype: torch.dtype  # of the gradients
@@ -94,12 +94,12 @@ def _fused_passes(variant: Variant) -> Mapping[str, Pass]:
             if _agrees(compiled, getattr(variant.passes, name), examples[name]):
                 fused[name] = compiled
             else:
-                log.warning("the fused %s pass differs from the eager one: not used", name)
+                log.warning("The fused %s pass differs from the eager one: not used", name)
     except Exception as error:  # a broken tool chain must not stop a training run
-        log.warning("compiling failed, the kernels stay eager (same bytes, slower): %s", error)
+        log.warning("Compiling failed, the kernels stay eager (same bytes, slower): %s", error)
         return {}
     codec = variant.passes.codec.name
-    log.info("compiled the %s kernels in %.1f s", codec, time.perf_counter() - start)
+    log.info("Compiled the %s kernels in %.1f s", codec, time.perf_counter() - start)
     return fused
 
 
@@ -124,10 +124,10 @@ def compiled_sparse_passes(device: torch.device) -> SparsePasses | None:
             compiled = NativeSparsePasses()
             results = [_sparse_example(passes) for passes in (compiled, SparsePasses())]
         except Exception as error:  # as above
-            log.warning("compiling failed, threshold stays eager (same bytes, slower): %s", error)
+            log.warning("Compiling failed, threshold stays eager (same bytes, slower): %s", error)
             return None
     if not all(map(torch.equal, *results)):
-        log.warning("the compiled passes of threshold differ from the eager ones: not used")
+        log.warning("The compiled passes of threshold differ from the eager ones: not used")
         return None
     return compiled
 

@@ -219,7 +219,7 @@ def _built() -> Path:
 
 
 def _folder() -> Path:
-    """Where torch keeps compiled kernels; what others have put there is not loaded."""
+    """Folder of torch's compiled kernels; files of other users are not loaded."""
     default = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
     folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", default), "lightning_dist")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -30,7 +30,7 @@ _FUSED_FROM_BLOCKS = 16
 
 @dataclass(frozen=True)
 class Factors:
-    """Where the division by the world size happens, which differs by exchange."""
+    """Factors for the division by the world size, which differ by exchange."""
 
     encode: float = 1.0  # gradient -> what is encoded
     own: float = 1.0  # own decoded payload -> what it stands for
@@ -119,7 +119,7 @@ class Passes:
         return x, compensated, self.decoded(own, x.dtype, keys)
 
     def decoded(self, own: Payload, dtype: torch.dtype, keys: Tensor | None) -> Tensor:
-        """What a payload of this rank stands for."""
+        """Decoded payload of this rank."""
         return self.codec.decode(own, dtype, keys) * self.factors.own
 
     def server_feedback(

@@ -1,4 +1,4 @@
-"""What a codec costs: bytes on the wire, and time on the machine."""
+"""Cost of a codec: bytes on the wire, and time on the machine."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def first_compressed_step(policy: Codec, shapes: Mapping[str, Shape]) -> int | N
 
 
 def expected_traffic(names: Mapping[Tensor, str], settings: Settings, network: Network) -> Expected:
-    """What :class:`~lightning_dist.reducer.reducer.Reducer` will count. Not collective.
+    """Traffic that :class:`~lightning_dist.reducer.reducer.Reducer` will count. Not collective.
 
     DDP's buckets are not known yet, so padding at their ends is left out.
     """

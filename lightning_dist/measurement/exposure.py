@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import statistics
 import time
 from collections import deque
@@ -13,12 +12,13 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_dist.accelerator import device_module, is_accelerator
+from lightning_dist.log import get_logger
 from lightning_dist.measurement.device_clock import Timestamp, clock_of
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.observer import Observer
 from lightning_dist.reducer.units.base import CodecGroup
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 _PROBE_BYTES = 1 << 20
 _STEPS = 20
@@ -109,7 +109,7 @@ class ExposureWatch(Observer):
         if ours <= ddps or not self._says:
             return
         log.warning(
-            "compression costs more than it saves here, or ranks wait for one that is late: "
+            "Compression costs more than it saves here, or ranks wait for one that is late: "
             "exposed communication is %.1f ms a step; estimate for plain DDP: %.1f ms at the %.2f "
             "Gbit/s measured at start-up. CommProfiler() separates codec, transfer and waiting and "
             "names the late rank; if there is none, use strategy='ddp' here, or codec='bf16'.",

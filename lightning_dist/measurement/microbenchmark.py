@@ -30,7 +30,7 @@ _SEED = 1
 
 
 class Passes(ABC):
-    """What a rank of two does with its gradient before and after the exchange."""
+    """Passes of a rank of two over its gradient, before and after the exchange."""
 
     numel: int
     is_fused = False
@@ -46,7 +46,7 @@ class Passes(ABC):
 
     @abstractmethod
     def bytes_per_element(self) -> dict[str, float]:
-        """What each pass must read and write at least, however it is computed."""
+        """Bytes that each pass must read and write at least."""
 
 
 class BlockPasses(Passes):

@@ -1,1 +1,1 @@
-"""Where communication time goes: records of every rank, and what follows from them."""
+"""Profile of communication: records of every rank, their analysis and reports."""

@@ -225,7 +225,7 @@ def measure_links(
 
 def _require_work(ranks: int, iterations: int) -> None:
     if ranks < 2:
-        raise ValueError(f"a bandwidth needs a group of 2 ranks or more, got {ranks}")
+        raise ValueError(f"A bandwidth needs a group of 2 ranks or more, got {ranks}")
     if iterations < 1:
         raise ValueError(f"iterations must be 1 or more, got {iterations}")
 

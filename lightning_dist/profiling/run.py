@@ -177,7 +177,7 @@ class Run:
 
     @property
     def unseen(self) -> str:
-        """Why no bucket of the model can be seen; empty if they can."""
+        """Reason why no bucket of the model can be observed; empty if they can."""
         return next(
             (each.metadata.unseen for each in self.ranks.values() if each.metadata.unseen), ""
         )
@@ -273,10 +273,10 @@ def _read_rank(path: Path, notes: list[str]) -> RankRun | None:
         notes.append(f"{path.name} cannot be read: {error.strerror}")
     if bad:
         lines = "line" if len(bad) == 1 else "lines"
-        notes.append(f"{path.name}: {len(bad)} {lines} cut short or foreign, first line {bad[0]}")
+        notes.append(f"{path.name}: {len(bad)} {lines} truncated or invalid, first line {bad[0]}")
     metadata = next(iter(found[RankRecord]), None)
     if metadata is None:
-        notes.append(f"{path.name} does not say whose it is")
+        notes.append(f"{path.name} does not name its rank")
         return None
     if metadata.schema > SCHEMA:
         notes.append(

@@ -1,4 +1,4 @@
-"""What happens to local gradients before they are compressed, in place in the bucket."""
+"""Changes of local gradients before compression, in place in the bucket."""
 
 from __future__ import annotations
 

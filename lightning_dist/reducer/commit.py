@@ -1,4 +1,4 @@
-"""When state changes: agreement of all ranks, and steps that are not applied.
+"""Commit of state: agreement of all ranks, and steps that are not applied.
 
 Under the immediate commit units write their state while they encode. Under the deferred one the
 ranks first agree on what became of the step. If it was finite everywhere, all state is committed as
@@ -34,7 +34,7 @@ class DriftError(RuntimeError):
 
 
 class Answer(NamedTuple):
-    """What the ranks have agreed on.
+    """Agreement of the ranks on a step.
 
     Attributes:
         finite: every gradient of every rank is.
@@ -55,7 +55,7 @@ def agree(
     *,
     pauses: bool = False,
 ) -> Answer:
-    """What became of a step.
+    """Result of a step.
 
     One allreduce of a few flags, on a group of its own so that it overtakes the payloads. Waits
     for a GPU, once.
@@ -82,7 +82,7 @@ def agree(
     infinite, *of_parameters, pause, least, most = flags.tolist()
     if least != -most:
         raise DriftError(
-            "the ranks have applied different gradients of codec 'powersgd', and their weights "
+            "The ranks have applied different gradients of codec 'powersgd', and their weights "
             "have drifted apart since: matrix products and factorisations are rounded "
             "differently by unequal hardware or libraries. Go on from the last checkpoint on "
             "equal hardware, or with a codec that is the same everywhere, such as int4"

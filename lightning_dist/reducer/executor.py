@@ -1,4 +1,4 @@
-"""Where reducers' work runs: one ordered queue, beside the backward pass."""
+"""Executor of reducers: one ordered queue, beside the backward pass."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from lightning_dist.reducer.plan.plans import Handle
 
 
 class Recovery(Protocol):
-    """Who decides about a step whose exchange fails; asked on the reducer's thread."""
+    """Decision on a step whose exchange fails; called on the reducer's thread."""
 
     def pauses(self) -> bool:
         """Whether this rank wants all ranks to stop after this step. Must be quick."""
@@ -40,7 +40,7 @@ class Failures:
     def require_none(self) -> None:
         """Raise RuntimeError after a failure."""
         if self.first is not None:
-            raise RuntimeError(f"an earlier exchange failed: {self.first}") from self.first
+            raise RuntimeError(f"An earlier exchange failed: {self.first}") from self.first
 
     def note(self, error: BaseException) -> None:
         """Exchange nothing from now on, and let somebody recover."""

@@ -19,7 +19,7 @@ NewGroup = Callable[[Sequence[int]], dist.ProcessGroup]
 
 @dataclass(frozen=True)
 class Rows:
-    """Who holds a row of the gathered state: a rank, or the ranks of a host together.
+    """Holder of a row of the gathered state: a rank, or the ranks of a host together.
 
     The mean over the rows is what is owed to the model, whatever they are.
     """
@@ -43,7 +43,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Network:
-    """Where gradients are averaged: between all ranks of ``data``, or ``intra`` smaller groups
+    """Groups over which gradients are averaged: all ranks of ``data``, or ``intra`` smaller groups
     first.
     """
 
@@ -75,7 +75,7 @@ class Network:
 
     @property
     def rows(self) -> Rows:
-        """How the state of all ranks is put together."""
+        """Rows of the gathered state of all ranks."""
         return Rows(self.row_of or tuple(range(self.world_size)), self.rank)
 
     @property

@@ -1,4 +1,4 @@
-"""Who may watch a reducer work, and how it is told without the reducer knowing of clocks."""
+"""Interface of observers of a reducer, which itself uses no clocks."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ it is not finite, the residual of a parameter is kept once an optimizer has appl
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_dist.accelerator import is_accelerator
+from lightning_dist.log import get_logger
 from lightning_dist.reducer.adjust import Adjustment, add_owed, clip_group
 from lightning_dist.reducer.commit import (
     Answer,
@@ -57,7 +57,7 @@ from lightning_dist.reducer.units.base import CodecGroup, staggered
 from lightning_dist.settings import Settings
 from lightning_dist.topology import Topology
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 _COMPARED_EVERY = 100
 _PATIENCE = 0.5
@@ -115,7 +115,7 @@ class Reducer:
         """How often this rank has come to where it needs the others."""
         self.closed = False
         self.answer = Answer()
-        """What the ranks have agreed on about the last step that was committed."""
+        """Agreement of the ranks on the last committed step."""
         self.at_close: list[Callable[[], None]] = []
         self.never_compressed: finalize[..., Any] | None = None  # says so at the end
         self._observers: tuple[Observer, ...] = tuple(observers)
@@ -213,17 +213,17 @@ class Reducer:
         """
         if self.immediate:
             raise ValueError(
-                "a step that fails can be taken again only under the deferred commit; use "
+                "A step that fails can be taken again only under the deferred commit; use "
                 "compress_ddp(..., commit='deferred')"
             )
         if self._allow_absent:
             raise ValueError(
-                "with find_unused_parameters=True DDP itself asks other ranks in a backward pass, "
+                "With find_unused_parameters=True DDP itself asks other ranks in a backward pass, "
                 "which fails where one is lost; leave it out, and use every parameter"
             )
         if self.network.intra is not None or self._sharded:
             raise ValueError(
-                "a step that fails can be taken again only where the exchange is flat; use "
+                "A step that fails can be taken again only where the exchange is flat; use "
                 "compress_ddp(..., hierarchical=False)"
             )
         self._failures.recovery = recovery
@@ -487,7 +487,7 @@ class Reducer:
 
     @property
     def residuals(self) -> Mapping[str, Tensor]:
-        """What this rank still owes, by parameter name."""
+        """Residuals of this rank, by parameter name."""
         return self.state.residuals
 
     def residual_norm(self) -> float:
@@ -577,8 +577,8 @@ class Reducer:
         self._delayed.load(means, numel=numel)
         if means and not self._delayed.active and self.network.rank == 0:
             log.warning(
-                "the state has a mean gradient that was not applied yet, and is left out here: set "
-                "delay=1 to go on with it"
+                "The state has a mean gradient that was not applied yet; it is dropped. Set "
+                "delay=1 to apply it"
             )
 
     def continue_from(self, before: Reducer) -> None:
@@ -587,7 +587,7 @@ class Reducer:
         self._load_delayed(before._delayed.state())
 
     def shared_state(self) -> dict[str, Any]:
-        """What is equal on all ranks of a flat exchange, for a rank that joins them."""
+        """State that is equal on all ranks of a flat exchange, for a rank that joins them."""
         return {"step": self.step, "factors": self.state.factors}
 
     def join(self, shared: Mapping[str, Any]) -> None:

@@ -97,7 +97,7 @@ class ReducerState:
 
     @property
     def residuals(self) -> dict[str, Tensor]:
-        """What this rank holds of every residual, by parameter name."""
+        """Part of every residual on this rank, by parameter name."""
         return self._of_kind("residual")
 
     @property
@@ -138,7 +138,7 @@ class ReducerState:
         held = self._held.setdefault((kind, part.name), _Held(part.whole, dtype))
         if held.loaded is not None and held.numel != part.whole:
             raise ValueError(
-                f"the stored residual of {part.name!r} has {held.numel} elements, the parameter "
+                f"The stored residual of {part.name!r} has {held.numel} elements, the parameter "
                 f"{part.whole}; this state belongs to another model"
             )
         held.numel, held.dtype = part.whole, dtype
@@ -367,7 +367,7 @@ def _added(of_ranks: Sequence[Tensor], rows: Rows) -> Tensor:
 
 
 def own_keys(state: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
-    """What a reducer with ``prefix`` has saved among others.
+    """State that a reducer with ``prefix`` has saved among others.
 
     Raises:
         ValueError: it is none that this version can read.
@@ -376,7 +376,7 @@ def own_keys(state: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
     version = found.get("version")
     if version != STATE_VERSION:
         raise ValueError(
-            f"the compression state must be of version {STATE_VERSION}, got {version!r}; it was "
+            f"The compression state must be of version {STATE_VERSION}, got {version!r}; it was "
             "written by another version of lightning_dist: resume with that one, or start without"
         )
     return found

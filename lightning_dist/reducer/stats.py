@@ -1,4 +1,4 @@
-"""What a run says of its gradients: bytes, counted where they are sent, and its configuration."""
+"""Statistics of a run: bytes, counted where they are sent, and its configuration."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class CommStats:
 
 
 def run_config(settings: Settings, network: Network | None) -> dict[str, Any]:
-    """How gradients travel, between whom, and the versions: plain values, the same on all ranks.
+    """Codec, exchange, groups and versions of a run: plain values, the same on all ranks.
 
     Args:
         network: None where it is not known yet; nothing is said of the ranks then.
@@ -89,7 +89,7 @@ def run_config(settings: Settings, network: Network | None) -> dict[str, Any]:
 
 
 def places(topology: Topology) -> dict[str, Any]:
-    """Where the ranks are, as values of a configuration."""
+    """Hosts and ranks, as values of a configuration."""
     return {
         "topology": topology.describe(),
         "hosts": len(topology.by_host()),

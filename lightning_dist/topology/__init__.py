@@ -1,4 +1,4 @@
-"""Which ranks share a host, and which groups they form. No gradients, no collectives."""
+"""Ranks of each host, and their groups. No gradients, no collectives."""
 
 from lightning_dist.topology.hosts import Topology, this_host
 

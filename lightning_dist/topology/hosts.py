@@ -1,4 +1,4 @@
-"""Which ranks share a host."""
+"""Ranks of each host."""
 
 from __future__ import annotations
 

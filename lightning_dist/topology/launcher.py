@@ -1,4 +1,4 @@
-"""What the launcher says about this process's place, to be checked against the names of hosts."""
+"""Placement of this process by the launcher, to be checked against the names of hosts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Claim:
 
 
 def claim(*, rank: int, environment: Mapping[str, str] = os.environ) -> Claim | None:
-    """What torchrun, Lightning, SLURM or MPI has put into the environment of global ``rank``.
+    """Placement of global ``rank`` in the environment of torchrun, Lightning, SLURM or MPI.
 
     The innermost launcher speaks: torchrun inside a SLURM allocation is torchrun.
     """
@@ -68,7 +68,7 @@ def promised_ranks(environment: Mapping[str, str] = os.environ) -> tuple[str, in
 
 
 def contradiction(hosts: Sequence[str], claims: Sequence[Mapping[str, Any] | None]) -> str | None:
-    """Where the claims of all ranks and the names of their hosts do not agree; None if they do."""
+    """Contradiction between the launcher and the names of the hosts; None if there is none."""
     if any(claim is None for claim in claims):
         return None
     said = [claim for claim in claims if claim is not None]

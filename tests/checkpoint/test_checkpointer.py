@@ -87,7 +87,7 @@ def test_saves_wait_for_a_free_slot_and_closing_twice_is_fine(tmp_path: Path) ->
             assert checkpointer.busy
             assert checkpointer.is_pending(f"{tmp_path}/1.ckpt")
             assert not checkpointer.is_pending(f"{tmp_path}/3.ckpt")
-            with pytest.raises(TimeoutError, match=r"still writing after 0\.1 s: .*/1\.ckpt, "):
+            with pytest.raises(TimeoutError, match=r"Still writing after 0\.1 s: .*/1\.ckpt, "):
                 checkpointer.wait(0.1)
             assert list(tmp_path.glob("*.ckpt")) == []
         checkpointer.save(small_state(3), f"{tmp_path}/3.ckpt", step=3)

@@ -41,7 +41,7 @@ STORAGE = LocalStorage()
 
 def test_another_process_is_refused_and_told_by_whom(tmp_path: Path) -> None:
     with owner(tmp_path, "own") as other:
-        with pytest.raises(ValueError, match="only one trainer may write") as error:
+        with pytest.raises(ValueError, match="Only one trainer may write") as error:
             own(str(tmp_path))
         assert f"process {other.pid} on {socket.gethostname()}" in str(error.value)
         assert "another dirpath" in str(error.value)

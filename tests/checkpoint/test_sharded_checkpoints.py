@@ -92,7 +92,7 @@ def test_a_folder_becomes_one_file_for_torch(tmp_path: Path) -> None:
     assert (one.kind, one.origin) == ("single", many.origin)
     with pytest.raises(ValueError, match="exists; remove it first"):
         consolidate(f"{tmp_path}/x.ckpt", f"{tmp_path}/one.ckpt")
-    with pytest.raises(ValueError, match="only a folder of shards can be consolidated"):
+    with pytest.raises(ValueError, match="Only a folder of shards can be consolidated"):
         consolidate(f"{tmp_path}/one.ckpt", f"{tmp_path}/two.ckpt")
 
 

@@ -136,7 +136,7 @@ def test_a_rank_that_never_comes_fails_the_others(target: str, ranks: int) -> No
     events = write_folder(saves[:-1])
     assert [type(event) for event in events] == [Failed] * (ranks - 1)
     assert isinstance(events[0], Failed)
-    assert events[0].reason == (f"waited for rank {ranks - 1}, and nobody wrote anything for 0 s")
+    assert events[0].reason == f"waited for rank {ranks - 1}, but no rank wrote anything for 0 s"
     with pytest.raises((FileNotFoundError, CorruptCheckpointError)):
         verify(target)
 

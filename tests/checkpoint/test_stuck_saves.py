@@ -102,7 +102,7 @@ def test_a_process_ends_although_a_copy_is_stuck(
     command = [*quick_python, "-c", STUCK, str(tmp_path / "here"), writer]
     ended = run(command, limit=LIMIT, TAKEN_APART="1")
     assert ended.returncode == 0, ended.output
-    assert "1.ckpt is still being copied after 0.2 s, and is lost" in ended.output
+    assert "1.ckpt is still being copied after 0.2 s, and was dropped" in ended.output
 
 
 NOT_CLOSED = """
@@ -157,7 +157,7 @@ def test_a_step_waits_for_a_copy_no_longer_than_it_may(
         monkeypatch.setattr(checkpointer._snapshots.fence, "_patience", 0.2)
         error = ends(step)
         assert isinstance(error, CheckpointError)
-        assert "its copy has not ended within 0.2 s" in str(error)
+        assert "copy of a checkpoint did not complete within 0.2 s" in str(error)
         ends(lambda: checkpointer.close(0.2))
 
 

@@ -65,9 +65,9 @@ def test_verify_of_shards_without_their_manifest(tmp_path: Path) -> None:
 
 def test_verify_refuses_what_is_not_there(mixed: Path, tmp_path: Path) -> None:
     said = refusal("verify", mixed / "a.ckpt", mixed / "no.ckpt")
-    assert said == f"there is no checkpoint or folder at {mixed}/no.ckpt"
+    assert said == f"There is no checkpoint or folder at {mixed}/no.ckpt"
     (tmp_path / "empty").mkdir()
-    assert refusal("verify", tmp_path / "empty").startswith("there are no checkpoints in ")
+    assert refusal("verify", tmp_path / "empty").startswith("There are no checkpoints in ")
 
 
 @given(st.integers(0, 10_000))

@@ -129,12 +129,12 @@ def test_show_says_where_everything_comes_from(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("", "questions need a terminal: add --defaults, or --set KEY=VALUE"),
+        ("", "Questions need a terminal: add --defaults, or --set KEY=VALUE"),
         ("--set codec", "--set must be KEY=VALUE, such as codec=int8; got 'codec'"),
-        ("--set codek=int8", "unknown setting 'codek' in --set: did you mean 'codec'?"),
+        ("--set codek=int8", "Unknown setting 'codek' in --set: did you mean 'codec'?"),
         ("--set codec=int3", "codec must be one of 'none'"),
         ("--set codec=int8 --set codec=int4", "--set codec is given twice"),
-        ("--set codec=qsgd --set error_feedback=true", "error feedback diverges"),
+        ("--set codec=qsgd --set error_feedback=true", "Error feedback diverges"),
         ("--set start_step=-1", "start_step must be 0 or more"),
         ("--set accelerate.num_proceses=2", "did you mean 'num_processes'?"),
         ("--set accelerate.num_processes=two", "accelerate.num_processes must be int, got 'two'"),

@@ -126,9 +126,9 @@ def test_what_too_few_nodes_lead_to_is_told(script: Path, more: list[str], patie
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ("", "no script: lightning-dist launch [OPTIONS] script.py"),
-        ("--nproc-per-node 2", "no script"),
-        ("missing.py", "there is no script missing.py"),
+        ("", "No script: lightning-dist launch [OPTIONS] script.py"),
+        ("--nproc-per-node 2", "No script"),
+        ("missing.py", "There is no script missing.py"),
         ("--nnodes 4:1 SCRIPT", "--nnodes must be N or MIN:MAX with 1 <= MIN <= MAX, it is 4:1"),
         ("--nnodes some SCRIPT", "it is some"),
         ("--nnodes 1:2:3 SCRIPT", "it is 1:2:3"),
@@ -141,7 +141,7 @@ def test_what_too_few_nodes_lead_to_is_told(script: Path, more: list[str], patie
         ("--config_file two.yaml SCRIPT", "unrecognized arguments: --config_file"),
         ("--nnodes 1:2 SCRIPT", "--nnodes=1:2 needs --rdzv-endpoint=HOST:PORT"),
         ("--nnodes 1:2 --standalone SCRIPT", "--standalone is for one node"),
-        ("--nnodes 1:2 --master-port 4711 SCRIPT", "a static rendezvous"),
+        ("--nnodes 1:2 --master-port 4711 SCRIPT", "A static rendezvous"),
         ("--nnodes 2 --rdzv-endpoint a:1 --rdzv-conf x SCRIPT", "--rdzv-conf must be KEY=VALUE"),
     ],
 )

@@ -109,17 +109,17 @@ def test_half_a_run_is_half_a_report(folder: Path) -> None:
     result = profile("report", folder, "--trace", "--csv")
     assert (result.exit_code, result.stderr) == (0, "")
     assert "note: nothing of rank 1" in result.stdout
-    assert "note: rank0.jsonl: 1 line cut short" in result.stdout
+    assert "note: rank0.jsonl: 1 line truncated or invalid" in result.stdout
 
 
 def test_a_profile_without_steps_says_why_and_fails(tmp_path: Path) -> None:
     folder = save(tmp_path / "none", Planted(steps=0).run())
     result = profile("report", folder, "--no-html")
     assert result.exit_code == 2
-    assert result.stdout.startswith("No data: no rank has recorded a step: ")
+    assert result.stdout.startswith("No data: no step was recorded on any rank: ")
     assert result.stderr == (
-        f"lightning-dist: no report for {folder}: no rank has recorded a step: no optimizer "
-        "has made a step with parameters of the model; profile a training that makes a few\n"
+        f"lightning-dist: no report for {folder}: no step was recorded on any rank: no optimizer "
+        "has stepped with parameters of the model; profile a training that makes a few\n"
     )
     assert written(folder) == {"summary.json"}
 
@@ -131,7 +131,7 @@ def test_what_has_no_steps_is_compared_with_nothing(tmp_path: Path, folder: Path
         assert result.exit_code == 2
         assert "The steps cannot be compared" in result.stdout
         assert result.stderr.startswith(
-            f"lightning-dist: no report for {empty}: no rank has recorded a step: "
+            f"lightning-dist: no report for {empty}: no step was recorded on any rank: "
         )
         assert result.stderr.count("\n") == 1
 
@@ -190,7 +190,7 @@ def test_compare_does_not_make_much_of_little(folder: Path, tmp_path: Path) -> N
     other = save(tmp_path / "other", replace(PLANTED, transfer=16).run())
     result = profile("compare", folder, other)
     assert result.exit_code == 0
-    nothing = "There is no difference that the spread of the steps would not explain."
+    nothing = "There is no difference beyond the spread of the steps."
     assert nothing in result.stdout.splitlines()
     (row,) = [
         line for line in result.stdout.splitlines() if line.lstrip().startswith("exposed transfer")

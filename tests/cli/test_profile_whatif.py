@@ -90,9 +90,9 @@ REFUSALS = {
     "--form ring": "form must be one of flat, sharded, leader",
     "--codec int9": "codec must be one of",
     "--codec int8 --codec threshold": "codec must have a size that does not depend on the grad",
-    "--codec ddp --form leader": "nothing of this can be predicted: DDP itself knows no hosts",
+    "--codec ddp --form leader": "Nothing of this can be predicted: DDP itself is not hierarchical",
     "--codec int8 --form sharded --link-gbps 1": (
-        "nothing of this can be predicted: one rank per host: there is nothing to add up"
+        "Nothing of this can be predicted: one rank per host: nothing is reduced"
     ),
 }
 
@@ -115,7 +115,7 @@ def test_a_profile_of_one_rank_is_refused(tmp_path: Path) -> None:
 def test_a_run_whose_codec_cannot_be_measured(tmp_path: Path) -> None:
     folder = save(tmp_path / "run", replace(DDP, codec="threshold", encode=1, decode=1).run())
     said = refusal("whatif", folder, "--codec", "fp16")
-    assert said == "this run cannot be simulated: what threshold costs was not measured"
+    assert said == "This run cannot be simulated: the cost of threshold was not measured"
 
 
 def test_what_the_run_has_measured_is_taken_and_the_rest_is_measured_here(folder: Path) -> None:
@@ -141,10 +141,9 @@ def test_what_codecs_cost_on_a_gpu_is_not_measured_on_a_cpu(
     none = profile(*asked)
     assert none.exit_code == 0
     assert none.stderr == (
-        "no cuda here to measure codecs on: what codecs cost was not measured, so all but ddp is "
-        "n/a\n"
+        "no cuda here to measure codecs on: codec costs were not measured, so all but ddp is n/a\n"
     )
-    assert "note: n/a for fp16 flat: what fp16 costs was not measured" in none.stdout
+    assert "note: n/a for fp16 flat: the cost of fp16 was not measured" in none.stdout
     write_costs(folder, Costs({"fp16": FP16}))
     kept = profile(*asked, "--json")
     assert kept.stderr == (
@@ -181,7 +180,7 @@ def test_of_one_host_nothing_is_told_of_several_without_a_rate_between_them(tmp_
     asked = ["--codec", "ddp", "--codec", "fp16", "--hosts", "64"]
     for more in ([], ["--json"]):
         assert refusal("whatif", folder, *asked, *more) == (
-            "the run was on one host; give the rate of a link between hosts with --link-gbps"
+            "The run was on one host; give the rate of a link between hosts with --link-gbps"
         )
     found = content(folder, *asked, "--link-gbps", "10")["scenarios"]
     assert {(each["codec"], each["hosts"]) for each in found} == {("ddp", 64), ("fp16", 64)}
@@ -199,7 +198,7 @@ def test_what_alone_cannot_be_told_is_a_note_with_the_option(tmp_path: Path) -> 
 
 def test_a_report_reads_what_the_run_has_measured(folder: Path) -> None:
     none = profile("report", folder, "--no-html").stdout
-    assert "what codecs cost was not measured; `lightning-dist profile whatif DIR`" in none
+    assert "codec costs were not measured; `lightning-dist profile whatif DIR`" in none
     write_costs(folder, Costs({"fp16": FP16}))
     told = profile("report", folder, "--no-html").stdout
     assert told.splitlines()[0].endswith(" Predicted with fp16: 1.7x.")

@@ -118,7 +118,7 @@ def test_other_variables_of_ours_are_no_settings(home: dict[str, str]) -> None:
     ("variables", "said"),
     [
         ({"CODCE": "int8"}, ["'LIGHTNING_DIST_CODCE'", "did you mean 'LIGHTNING_DIST_CODEC'?"]),
-        ({"QQQ": "1"}, ["'LIGHTNING_DIST_QQQ'", "there are LIGHTNING_DIST_CODEC"]),
+        ({"QQQ": "1"}, ["'LIGHTNING_DIST_QQQ'", "valid names: LIGHTNING_DIST_CODEC"]),
         ({"CODEC": "8"}, ["codec must be a codec", "got 8 in LIGHTNING_DIST_CODEC"]),
         ({"CODEC": "' '"}, ["codec must be a codec", "got ' '"]),
         ({"START_STEP": "-1"}, ["0 or more", "got -1 in LIGHTNING_DIST_START_STEP"]),

@@ -68,7 +68,7 @@ def test_a_change_is_one_line() -> None:
     change = Change(1, 7, 2, reason=reason, is_redone=True, pause_s=0.254, norm_lost=0.5)
     assert change.line == (
         "elastic: 2 ranks after step 7, within the process (generation 1): worker 0.1.0 is gone: "
-        "SIGKILL; step 8 is taken again; lost residuals of norm 0.5; paused 0.25 s"
+        "SIGKILL; step 8 is repeated; residuals of norm 0.5 lost; paused 0.25 s"
     )
 
 

@@ -70,8 +70,8 @@ def test_other_policies_do_what_the_script_says(policy: BatchPolicy) -> None:
 
 def test_more_ranks_than_samples() -> None:
     message = (
-        "batch_policy='fixed_global_batch' deals a global batch of 64 samples to at most as many "
-        "ranks; got 65 ranks. Start fewer, or use batch_policy='scale_lr'"
+        "batch_policy='fixed_global_batch' shards a global batch of 64 samples over at most as "
+        "many ranks; got 65 ranks. Start fewer, or use batch_policy='scale_lr'"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         constant(FIRST, world_size=65, micro_batch=8)

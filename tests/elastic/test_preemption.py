@@ -1,4 +1,4 @@
-"""PreemptionListener that a process is about to go: real signals, to this process."""
+"""PreemptionListener: real signals, to this process."""
 
 from __future__ import annotations
 
@@ -201,7 +201,8 @@ def test_a_question_that_fails_is_not_asked_again() -> None:
         asked[0].join(LIMIT)
     notices.stop()
     assert [str(each.message) for each in caught] == [
-        "preemption_check() failed and is not asked again: OSError: no route to the metadata server"
+        "preemption_check() failed and will not be called again: OSError: "
+        "no route to the metadata server"
     ]
     assert len(asked) == 1
     assert notices.reason == ""

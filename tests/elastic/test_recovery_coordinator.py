@@ -134,7 +134,7 @@ def test_who_does_not_beat_is_dead(three: Job) -> None:
     assert three.pass_time(5, silent=("0.1.0",)).number == 0
     assert not three.store.check([Keys.broken(0)])
     three.pass_time(1.2, silent=("0.1.0",))
-    assert b"no sign of life for 5" in three.store.get(Keys.dead("0.1.0"))
+    assert b"no heartbeat for 5" in three.store.get(Keys.dead("0.1.0"))
     three.report("0.0.0", "0.2.0")
     assert three.look().members == ("0.0.0", "0.2.0")
 
@@ -159,7 +159,7 @@ def test_who_does_not_report_is_left_out_and_killed(three: Job) -> None:
     three.report("0.0.0", "0.2.0")
     assert three.pass_time(19.5).number == 0
     assert three.pass_time(1.5).members == ("0.0.0", "0.2.0")
-    assert b"left out of generation 1" in three.store.get(Keys.dead("0.1.0"))
+    assert b"excluded from generation 1" in three.store.get(Keys.dead("0.1.0"))
 
 
 def test_time_to_report_counts_from_the_first_report(three: Job) -> None:

@@ -176,8 +176,8 @@ def test_a_worker_that_is_killed_is_replaced(victim: int, start: Callable[..., J
     job.wait_for(*sorted([again, *left]), number=2)
     assert {name: job.workers()[name] for name in before} == before
     job.end()
-    assert f"worker {killed} has ended: SIGKILL" in job.output
-    assert f"worker {again} is started, 2 more may be" in job.output
+    assert f"worker {killed} exited: SIGKILL" in job.output
+    assert f"started worker {again}; 2 restarts left" in job.output
 
 
 @pytest.mark.parametrize("code", [1, pytest.param(78, marks=SLOW)])
@@ -225,7 +225,7 @@ def test_a_worker_that_is_stopped_is_killed_and_replaced(start: Callable[..., Jo
         os.kill(stopped, signal.SIGCONT)
     wait_for(lambda: not Path(f"/proc/{stopped}").exists() or None, "the end of the stopped one")
     job.end()
-    assert "no sign of life for 4" in job.output
+    assert "no heartbeat for 4" in job.output
 
 
 @SLOW
@@ -285,7 +285,7 @@ def test_replaced_workers_count_as_restarts(start: Callable[..., Job]) -> None:
     job.wait_for("0.0.0", "0.1.1", "0.2.0")
     job.signal("0.0.0", signal.SIGKILL)
     assert job.wait() == 1
-    assert "max_restarts is reached, worker 0.0.0 is not replaced" in job.output
+    assert "max_restarts is reached; worker 0.0.0 is not replaced" in job.output
 
 
 def test_a_replacement_of_another_training_is_refused(start: Callable[..., Job]) -> None:
@@ -416,4 +416,4 @@ def test_without_the_coordinator_all_are_restarted(start_node: Callable[..., Job
     first.close()
     second.wait_for("0.0.0", "0.1.0", number=0)  # it was node 1
     second.end()
-    assert "the store is lost, all are restarted" in second.output
+    assert "the store is lost; restarting all workers" in second.output

@@ -193,7 +193,7 @@ def test_the_first_generation_waits_for_all() -> None:
 def test_the_first_generation_is_of_one_training() -> None:
     after = start("a", "b", min_workers=2).next
     assert after is not None
-    assert after.ends == "the workers are of different trainings"
+    assert after.ends == "the workers belong to different trainings"
     assert after.refused == ("0.0.0", "0.1.0")
 
 
@@ -273,7 +273,7 @@ def test_a_source_that_dies_while_it_heals_the_only_other_ends_it() -> None:
     after = Facts(now, stop(now, "trains", "not healed"), dead={name(0): "SIGKILL"}).next
     assert after is not None
     assert after.ends == (
-        "worker 0.0.0 is gone: SIGKILL; nobody who is left has the state of the training"
+        "worker 0.0.0 is gone: SIGKILL; no remaining worker has the state of training"
     )
 
 

@@ -156,7 +156,7 @@ def test_attempts_of_other_sizes(agent: dist.TCPStore) -> None:
 def test_ranks_that_died_while_they_waited(agent: dist.TCPStore) -> None:
     """Rank 0 never came, and what its ranks asked is still in the store at the next start."""
     for rank in (1, 2):
-        with pytest.raises(TimeoutError, match=f"rank {rank} had no answer from rank 0"):
+        with pytest.raises(TimeoutError, match=f"Rank {rank} had no answer from rank 0"):
             meet(client(agent), rank=rank, world_size=3, deadline=time.monotonic())
     stores = start(agent, 3)
     stores[1].set("key", "value")

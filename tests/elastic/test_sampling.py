@@ -174,7 +174,7 @@ def test_a_sampler_whose_length_is_wrong() -> None:
         def __len__(self) -> int:
             return 21
 
-    message = "a sampler has to yield as many samples as its len() says, 21; Short gave 20 in "
+    message = "A sampler has to yield as many samples as its len() says, 21; Short gave 20 in "
     with pytest.raises(ValueError, match=f"^{re.escape(message)}epoch 6$"):
         EpochOrder(Short(DATA), seed=0).of(6)
 
@@ -184,7 +184,7 @@ def test_a_distributed_sampler_of_ones_own() -> None:
         pass
 
     message = (
-        "Own deals samples to ranks itself; elastic restart does that, for any number of ranks: "
+        "Own shards samples itself; elastic restart does that, for any number of ranks: "
         "give the loader a sampler for a single process"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):

@@ -187,7 +187,7 @@ BATCHES = OwnBatches(SequentialSampler(range(9)), 3, False)
         ([1, 2], "the position in a list is not known; give one DataLoader"),
         (
             DataLoader(Unsized()),
-            "Unsized is an iterable dataset that does not say how it is dealt to ranks; give it "
+            "Unsized is an iterable dataset that does not say how it is sharded; give it "
             "__len__ and iter_shard(epoch=, start=, step=) "
             "(lightning_dist.elastic.data.streams.Shardable), or use a map-style dataset",
         ),
@@ -198,12 +198,12 @@ BATCHES = OwnBatches(SequentialSampler(range(9)), 3, False)
         ),
         (
             DataLoader(Squares(9), batch_size=None),
-            "the samples of a loader with no batches cannot be dealt anew when the number of ranks "
-            "changes; give the DataLoader batch_size= and a sampler",
+            "the samples of a loader with no batches cannot be sharded again when the number of "
+            "ranks changes; give the DataLoader batch_size= and a sampler",
         ),
         (
             DataLoader(Squares(9), batch_sampler=BATCHES),
-            "the samples of a loader with batches of OwnBatches cannot be dealt anew when the "
+            "the samples of a loader with batches of OwnBatches cannot be sharded again when the "
             "number of ranks changes; give the DataLoader batch_size= and a sampler",
         ),
     ],

@@ -154,7 +154,7 @@ def test_a_process_in_a_call_that_does_not_return(hang: Callable[[str], Finished
     assert finished.returncode == EXIT_STUCK == 76
     _, _, after = finished.output.partition("hangs\n")
     assert after.startswith("last words: no progress for 0.2 s\n")
-    assert "lightning_dist: watchdog: no progress for 0.2 s, exiting (76)\n" in after
+    assert "[lightning_dist] watchdog: no progress for 0.2 s, exiting (76)\n" in after
     assert "in train_a_step" in after, "where its threads are"
     assert "in _watch" in after
 

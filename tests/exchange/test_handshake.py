@@ -51,7 +51,7 @@ def test_a_difference_is_named_on_every_rank(others: Facts, line: str) -> None:
     def body(rank: Rank) -> str:
         mine = others if rank.rank == 1 else INT8
         facts = all_facts(mine, group=rank.group("data"), device=CPU)
-        with pytest.raises(ValueError, match="all ranks must compress in the same way") as error:
+        with pytest.raises(ValueError, match="All ranks must compress in the same way") as error:
             require_equal(facts)
         return str(error.value)
 

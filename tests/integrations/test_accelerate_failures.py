@@ -50,7 +50,7 @@ def test_a_full_memory_folder_costs_one_checkpoint(
         writer_of(state)  # has been started, and has no limit
         with no_room(1000):
             if on_error == "raise":
-                with pytest.raises(CheckpointError, match="rank 0 could not write its files"):
+                with pytest.raises(CheckpointError, match="Rank 0 could not write its files"):
                     state.save_state()
             else:
                 assert state.save_state() is None

@@ -63,7 +63,7 @@ def test_the_code_takes_every_option() -> None:
     [
         ({"codec": "int9"}, "codec must be one of"),
         ({"start_step": "3"}, "start_step must be 0 or more"),
-        ({"codec": "qsgd", "error_feedback": True}, "error feedback diverges"),
+        ({"codec": "qsgd", "error_feedback": True}, "Error feedback diverges"),
         ({"ranks_per_host": 2, "rank_groups": [[0], [1]]}, "give one"),
     ],
     ids=str,

@@ -77,7 +77,7 @@ def test_it_is_told_once_what_is_from_outside(sidecar: Path, said: Any) -> None:
     assert said() == [], "who makes a plugin may never attach it"
     plugin.attach(accelerate.Accelerator(cpu=True))
     expected = f"error_feedback=True ranks_per_host=2 start_step=7 ({sidecar})"
-    assert said() == [f"lightning_dist: set outside of the code: {expected}"]
+    assert said() == [f"[lightning_dist] set outside of the code: {expected}"]
 
 
 def test_our_accelerator_takes_them_too(sidecar: Path, said: Any) -> None:

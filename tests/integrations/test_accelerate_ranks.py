@@ -143,8 +143,8 @@ def test_one_rank_loads_what_two_saved_and_says_what_is_not_exact(pair: Results)
 def test_refusals_reach_all_ranks_and_the_next_save_works(pair: Results) -> None:
     ranks = pair("refused_together")
     assert "AsyncStateCheckpointer did not write it" in both(ranks, "foreign")
-    assert "all ranks must save to the same folder" in both(ranks, "different")
-    assert both(ranks, "missing").startswith("FileNotFoundError: there is no folder")
+    assert "All ranks must save to the same folder" in both(ranks, "different")
+    assert both(ranks, "missing").startswith("FileNotFoundError: There is no folder")
     assert both(ranks, "saved") == "after_refusals"
     assert both(ranks, "left") == ["notes.txt"]
 

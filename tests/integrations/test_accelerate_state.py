@@ -47,7 +47,7 @@ def test_stock_accelerate_loads_ours_and_we_load_its_with_a_warning(
     with Training(None, seed=6) as training, AsyncStateCheckpointer(training.accelerator) as state:
         assert state.load_state(theirs) == str(theirs)
         assert training.tally.seen == history[-1]
-    assert "nobody can tell whether it is complete" in caplog.text
+    assert "it cannot be verified" in caplog.text
 
 
 def test_nothing_is_left_in_memory_and_the_metrics_say_what_it_cost(

@@ -14,7 +14,7 @@ def test_rank_0_verifies_and_all_raise_what_it_found(two: Results) -> None:
         assert facts["verified"] == (1 if rank == 0 else 0)
         assert facts["missing"] == (
             "FileNotFoundError",
-            "there is no checkpoint at FOLDER/async-agreement/none.ckpt",
+            "There is no checkpoint at FOLDER/async-agreement/none.ckpt",
         )
 
 
@@ -42,7 +42,7 @@ def test_a_rank_that_cannot_open_the_folder(two: Results) -> None:
     for facts in two("async_rank_1_cannot_open"):
         assert facts["error"] == (
             "ValueError",
-            "no checkpoints can be written to FOLDER/async-half-open: OSError: [Errno 28] No space "
+            "No checkpoints can be written to FOLDER/async-half-open: OSError: [Errno 28] No space "
             "left on device",
         )
         assert facts["free"]

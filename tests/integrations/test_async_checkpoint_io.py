@@ -160,7 +160,7 @@ def test_fabric_saves_and_loads(tmp_path: Path) -> None:
     [
         (
             {"snapshot": "overlap"},
-            "a CheckpointIO does not know the optimizers, so it cannot copy beside the training: "
+            "A CheckpointIO does not know the optimizers, so it cannot copy beside the training: "
             "snapshot is 'blocking' or 'sync', got 'overlap'; use AsyncCheckpoint",
         ),
         ({"writer": "fork"}, "writer is one of 'auto', 'process', 'thread'; got 'fork'"),

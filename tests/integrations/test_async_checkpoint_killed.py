@@ -79,10 +79,10 @@ def test_the_writer_finishes_for_a_dead_trainer(
         return AsyncCheckpoint(tmp_path, "{step}", every_n_train_steps=1, format=format)
 
     with owner_of(quick_python, tmp_path, format) as owner:
-        with pytest.raises(ValueError, match="only one trainer may write") as error:
+        with pytest.raises(ValueError, match="Only one trainer may write") as error:
             fit(callback())
         assert str(error.value) == (
-            f"no checkpoints can be written to {tmp_path}: only one trainer may write to a "
+            f"No checkpoints can be written to {tmp_path}: Only one trainer may write to a "
             f"checkpoint folder, and {tmp_path} belongs to process {owner.pid} on "
             f"{socket.gethostname()}; wait for it, end it, or give this run another dirpath"
         )

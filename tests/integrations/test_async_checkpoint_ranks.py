@@ -68,7 +68,7 @@ def test_all_ranks_know_what_was_not_written(run: str, two: Results) -> None:
 
     def failure(step: int, kept: int) -> str:
         return (
-            f"the checkpoint FOLDER/step={step}.ckpt of step {step} was not written: {reason}: "
+            f"The checkpoint FOLDER/step={step}.ckpt of step {step} was not written: {reason}: "
             f"[Errno 27] File too large; the last complete one is FOLDER/step={kept}.ckpt of step "
             f"{kept}"
         )
@@ -91,7 +91,7 @@ def test_refused_on_all_ranks(two: Results) -> None:
     for facts in two("async_refusals"):
         for form in ("single", "sharded"):
             assert facts[f"file {form}"] == (
-                "no checkpoints can be written to FOLDER/async-a-file: FileExistsError: [Errno 17] "
+                "No checkpoints can be written to FOLDER/async-a-file: FileExistsError: [Errno 17] "
                 "File exists: 'FOLDER/async-a-file'"
             )
         assert facts["other model"].startswith(

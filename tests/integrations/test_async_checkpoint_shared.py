@@ -171,8 +171,8 @@ def test_all_failures_are_said() -> None:
         saves.report_own()
     assert len(warned) == 1
     assert [line.partition(" was ")[0] for line in str(error.value).splitlines()] == [
-        "the checkpoint /x/1.ckpt of step 1",
-        "the checkpoint /x/3.ckpt of step 3",
+        "The checkpoint /x/1.ckpt of step 1",
+        "The checkpoint /x/3.ckpt of step 3",
     ]
 
 
@@ -258,7 +258,7 @@ def test_a_failed_training_does_not_wait_for_ever(
     began = time.monotonic()
     actions = {1: faults.stop_writer, 2: fail}
     with (
-        pytest.warns(UserWarning, match="goes on without this process"),
+        pytest.warns(UserWarning, match="continues without this process"),
         pytest.raises(ArithmeticError),
     ):
         fit(callback, Between(actions))

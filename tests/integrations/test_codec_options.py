@@ -112,7 +112,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"codec": "powersgd:rank"}, "codec 'powersgd' takes rank=4, two_phase=False, seed=0; got"),
     (
         {"codec": "powersgd:rank=x"},
-        "option rank of codec 'powersgd' must be a whole number, got 'x'",
+        "Option rank of codec 'powersgd' must be a whole number, got 'x'",
     ),
     ({"codec": "powersgd:two_phase=1"}, "option two_phase .* must be true or false, got '1'"),
     ({"codec": "topk:ratio=2"}, "topk: ratio must be a number above 0 and up to 1, got 2.0"),
@@ -126,11 +126,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"codec": "top_k:ratio=0.1"}, "codec must be one of 'none', .*'topk', .* got 'top_k:ratio"),
     (
         {"codec": "terngrad", "error_feedback": True},
-        "error feedback diverges with codec TernGrad.* leave error_feedback at 'auto'",
+        "Error feedback diverges with codec TernGrad.* leave error_feedback at 'auto'",
     ),
     (
         {"codec": "randomk:unbiased=true", "error_feedback": True},
-        "error feedback diverges with codec RandomK.* leave error_feedback at 'auto'",
+        "Error feedback diverges with codec RandomK.* leave error_feedback at 'auto'",
     ),
     (
         {"codec": "dgc", "error_feedback": False},

@@ -127,7 +127,7 @@ def test_every_optimizer_step_of_manual_optimization_is_a_step(
     assert summary["exposed_ms"] > 0
     assert (
         summary["unavailable"]["forward"]
-        == "the passes ran within each other; both are in backward"
+        == "forward and backward pass overlap; both are in backward"
     )
 
 

@@ -46,9 +46,9 @@ def test_without_exactness_the_epoch_begins_anew(tmp_path: Path) -> None:
     def loader() -> DataLoader:
         return DataLoader(SilentStream(), batch_size=4)
 
-    with pytest.warns(UserWarning, match="not exact"), suppress(Fault):
+    with pytest.warns(UserWarning, match="Not exact"), suppress(Fault):
         fit(tmp_path, FailAt("on_after_backward", 17), loader=loader, **settings)
-    with pytest.warns(UserWarning, match="begin of its epoch"):
+    with pytest.warns(UserWarning, match="start of its epoch"):
         trainer, _ = fit(tmp_path, loader=loader, **settings)
     assert trainer.current_epoch == 2
     assert trainer.global_step == 12 + 4 + 12, "resumed at step 16, and the second epoch anew"

@@ -70,7 +70,7 @@ def test_settings_of_a_model_checkpoint(
 
 
 def test_a_folder_has_to_be_given() -> None:
-    with pytest.raises(ValueError, match="dirpath is the folder that every start looks into"):
+    with pytest.raises(ValueError, match="dirpath must be the folder of the checkpoints"):
         ElasticRestart("")
 
 
@@ -146,7 +146,7 @@ def test_the_newest_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     newest = max((tmp_path / "ckpt").glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
     newest.write_bytes(newest.read_bytes()[:-100])
     trainer, _ = fit(tmp_path)
-    assert f"passing over a checkpoint: {newest}" in caplog.text
+    assert f"Skipping a checkpoint: {newest}" in caplog.text
     assert trainer.global_step == 36
 
 

@@ -143,5 +143,5 @@ def test_all_ranks_know(tmp_path: Path, quick_python: list[str]) -> None:
             ends = [json.loads(each.read_text().splitlines()[-1]) for each in journals]
             assert {each["rank"] for each in ends} == {0, 1}
             (reason,) = {each["reason"] for each in ends}
-            assert reason.startswith("CheckpointError: the checkpoint "), job.name
+            assert reason.startswith("CheckpointError: The checkpoint "), job.name
             assert "was not written: OSError" in reason

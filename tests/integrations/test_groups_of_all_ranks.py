@@ -117,7 +117,7 @@ def test_groups_of_levels_must_be_those_of_the_levels() -> None:
     assert "rank 1 needs one of the ranks [1, 3]" in none
     assert "got none" in none
     assert one == "groups must be two process groups or more, got 1"
-    assert "groups of levels need a hierarchical exchange, got 2 of them" in flat
+    assert "Groups of levels need a hierarchical exchange, got 2 of them" in flat
 
 
 def test_ranks_that_disagree_on_the_form() -> None:

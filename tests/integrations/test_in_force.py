@@ -83,7 +83,7 @@ def test_a_pattern_that_no_parameter_has(
 )
 def test_patterns_that_are_found_and_the_default_ones(codec: Any, capsys: Any, caplog: Any) -> None:
     (line,) = said(codec, capsys, caplog, min_compress_numel=0)
-    assert line.startswith("compressed DDP: codec ByName(")
+    assert line.startswith("[lightning_dist] compressed DDP: codec ByName(")
 
 
 def test_a_pattern_for_one_of_two_models(quick_python: list[str]) -> None:
@@ -91,15 +91,15 @@ def test_a_pattern_for_one_of_two_models(quick_python: list[str]) -> None:
     of_fabric, of_accelerate = lines("two_models", having="by_name: ", python=quick_python)
     for line in (of_fabric, of_accelerate):
         assert "got 'critic', which is found in none of 2" in line
-        assert line.endswith("; no matter if it is for another model")
+        assert line.endswith("; ignore this if it is for another model")
 
 
 def test_one_process_exchanges_nothing(capsys: Any, caplog: Any) -> None:
     messages = said("int8", capsys, caplog, size=1, min_compress_numel=0)
     assert messages == [
-        "one process: nothing is exchanged or compressed, Int8(block_size=256) takes effect with "
-        "two ranks or more. If you started several, they do not know of each other: look at "
-        "WORLD_SIZE"
+        "[lightning_dist] One process: nothing is exchanged or compressed; Int8(block_size=256) "
+        "takes effect with two ranks or more. If you started several processes, they are not "
+        "connected: check WORLD_SIZE"
     ]
 
 
@@ -148,8 +148,9 @@ def test_a_training_that_ends_before_compression_begins_says_so_at_its_end(caplo
             handle.never_compressed()  # as the interpreter does where torch keeps the model alive
 
     run_threads(body, 2)
-    said = [message for message in caplog.messages if "nothing was compressed" in message]
+    said = [message for message in caplog.messages if "Nothing was compressed" in message]
     assert said == [
-        "nothing was compressed in 1 synchronised steps: compression begins at step 100 "
-        "(start_step, warmup, after_steps), with OneBitAdam after its freeze_step; lower it"
+        "[lightning_dist] Nothing was compressed in 1 synchronised steps: compression "
+        "begins at step 100 (start_step, warmup, after_steps), with OneBitAdam after its "
+        "freeze_step; lower it"
     ]

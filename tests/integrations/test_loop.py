@@ -165,7 +165,7 @@ def test_a_loop_in_a_thread(tmp_path: Path) -> None:
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(train(tmp_path / "run", "plain")))
     thread.start()
-    with pytest.warns(UserWarning, match="signals reach the main thread only"):
+    with pytest.warns(UserWarning, match="Signals reach the main thread only"):
         thread.join()
     assert found == [train(tmp_path / "reference", "plain")]
 
@@ -203,7 +203,7 @@ def test_a_step_in_the_middle_of_one(tmp_path: Path) -> None:
 
 def test_an_epoch_that_is_left_for_the_next(tmp_path: Path) -> None:
     with (  # noqa: PT012
-        pytest.raises(ValueError, match="epoch 0 has batches left"),
+        pytest.raises(ValueError, match="Epoch 0 has batches left"),
         loop_in(tmp_path) as loop,
     ):
         for _ in loop.epochs(2):
@@ -308,7 +308,7 @@ def test_checkpoints_of_a_trainer_are_not_taken_for_ours(tmp_path: Path) -> None
 
 def test_ranks_without_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="started 2 ranks, and there is no process group"):
+    with pytest.raises(ValueError, match="started 2 ranks, but no process group exists"):
         loop_in(tmp_path).__enter__()
 
 

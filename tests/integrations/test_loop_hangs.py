@@ -41,7 +41,7 @@ def test_a_rank_that_is_stopped_is_replaced(
     job = Job(tmp_path, quick_python, beats="5", faults=[fault], joins=10)
     job.require_exact()
     require_weights(job, expected)
-    assert f"worker {victim} is killed: no sign of life for 5" in job.output
+    assert f"killing worker {victim}: no heartbeat for 5" in job.output
     assert {line["committed"] for line in job.lines[f"{victim[:-1]}1"] if "committed" in line}
 
 
@@ -54,8 +54,8 @@ def test_a_rank_that_hangs_in_code_of_the_user_ends_itself_alone(
     job = Job(tmp_path, quick_python, faults=[fault], joins=10, hang_timeout=15.0)
     job.require_exact()
     require_weights(job, expected)
-    assert "worker 0.1.0 has ended: exit code 76" in job.output
-    assert job.output.count("has ended:") == 1
+    assert "worker 0.1.0 exited: exit code 76" in job.output
+    assert job.output.count(" exited: ") == 1
 
 
 def test_workers_without_a_launcher_end_and_say_why(
@@ -86,7 +86,7 @@ def test_workers_without_a_launcher_end_and_say_why(
         launcher.wait()
     said = log.read_text()
     assert not alive, said
-    assert said.count("this process ends (exit code 75): the launcher's store") == 3, said
+    assert said.count("this process exits with code 75: the launcher's store") == 3, said
 
 
 def test_the_same_bits_where_another_takes_the_place_within_the_step(

@@ -153,7 +153,7 @@ def require_loaded(found: list[dict[Any, Any]], single: Path, *, replicas: int) 
     [
         ("single", "set format='sharded'"),
         ("damaged", "shard-00003-of-00004-"),
-        ("shapes", "the state of Reshaped must have the shapes of its sharded parameters"),
+        ("shapes", "The state of Reshaped must have the shapes of its sharded parameters"),
         ("tensor parallel", "set tensor_parallel_size=1"),
     ],
 )

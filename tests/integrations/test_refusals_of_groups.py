@@ -121,7 +121,7 @@ def test_hierarchical_is_one_of_four(value: Any) -> None:
 )
 def test_a_codec_for_each_level_has_two_keys(codec: Any) -> None:
     text = message(Settings.check, codec)
-    assert text.startswith("a codec for each level is {'intra': inside a host, 'inter': between")
+    assert text.startswith("A codec for each level is {'intra': inside a host, 'inter': between")
     assert text.endswith(f"got the keys {sorted(codec)}")
 
 
@@ -130,7 +130,7 @@ def test_a_codec_for_each_level_has_two_keys(codec: Any) -> None:
 )
 def test_codecs_that_do_not_fit_inside(intra: str) -> None:
     assert message(Settings.check, {"intra": intra, "inter": "int8"}) == (
-        "inside a host every gradient is sent whole and nothing is kept, so 'intra' must be one of "
+        "Inside a host every gradient is sent whole and nothing is kept, so 'intra' must be one of "
         f"none, fp16, bf16, int8, int4, fp8, sign, got {intra!r}; give it to 'inter'"
     )
 
@@ -142,7 +142,7 @@ def test_codecs_of_levels_need_levels() -> None:
     )
     for hosts, counts in (("aaaa", "1 host x 4 ranks"), ("abcd", "4 hosts x 1 rank")):
         text = message(grouped, hosts, codec=levels)
-        assert text.startswith("a codec for each level needs several hosts")
+        assert text.startswith("A codec for each level needs several hosts")
         assert counts in text
     assert grouped("aaaa", codec={"intra": "none", "inter": "int8"}) is None
     assert grouped("aabb", codec=levels) == ((0, 1), (2, 3))

@@ -175,7 +175,7 @@ def test_a_start_that_finds_nothing_whole_removes_nothing(tmp_path: Path, kind: 
     for path in (tmp_path / "ckpt").glob("*.ckpt"):
         path.write_bytes(path.read_bytes()[:-100])
     before = names(tmp_path / "ckpt")
-    with pytest.raises(CheckpointError, match="none of the checkpoints"):
+    with pytest.raises(CheckpointError, match="None of the checkpoints"):
         FINISH[kind](tmp_path)
     assert names(tmp_path / "ckpt") == before
 

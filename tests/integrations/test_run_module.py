@@ -53,10 +53,10 @@ def test_a_module_and_its_arguments(quick_python: list[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "environ", "said"),
     [
-        ([], {}, "no script"),
-        (["--lr", "1"], {}, "no script"),
-        (["-m"], {}, "no script"),
-        (["missing.py"], {}, "there is no script missing.py"),
+        ([], {}, "No script"),
+        (["--lr", "1"], {}, "No script"),
+        (["-m"], {}, "No script"),
+        (["missing.py"], {}, "There is no script missing.py"),
         ([SCRIPT], {"LIGHTNING_DIST_CODCE": "int8"}, "did you mean 'LIGHTNING_DIST_CODEC'?"),
     ],
 )

@@ -58,14 +58,14 @@ def test_an_option_of_the_codec_given_to_the_strategy(
 ) -> None:
     (name,) = arguments
     assert message(strategy, codec, **arguments) == (
-        f"unknown setting {name!r} in CompressedDDPStrategy: it is an option of the codec, write "
+        f"Unknown setting {name!r} in CompressedDDPStrategy: it is an option of the codec, write "
         f"{meant}"
     )
 
 
 def test_an_option_of_the_codec_given_to_the_plugin() -> None:
     plugin = pytest.importorskip("lightning_dist.accelerate").CompressedDDPPlugin
-    told = "unknown setting 'ratio' in CompressedDDPPlugin: it is an option of the codec, write "
+    told = "Unknown setting 'ratio' in CompressedDDPPlugin: it is an option of the codec, write "
     assert message(plugin, "topk", ratio=0.01) == f"{told}codec='topk:ratio=0.01'"
     assert message(plugin, codec="topk", ratio=0.01) == f"{told}codec='topk:ratio=0.01'"
 
@@ -73,7 +73,7 @@ def test_an_option_of_the_codec_given_to_the_plugin() -> None:
 @pytest.mark.parametrize("callback", [ElasticRestart, AsyncCheckpoint])
 def test_a_callback_names_itself_and_what_was_meant(callback: type, tmp_path: Path) -> None:
     assert message(callback, tmp_path, every_n_steps=5) == (
-        f"unknown setting 'every_n_steps' in {callback.__name__}: did you mean "
+        f"Unknown setting 'every_n_steps' in {callback.__name__}: did you mean "
         "'every_n_train_steps'?"
     )
 

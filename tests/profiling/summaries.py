@@ -205,7 +205,7 @@ def a_whatif(*, ranks: int = 2) -> Predictions:
             told("sign", 93.0, sent_mb=2.1, change=-0.17, position=1),
             told("fp8", 111.0, change=-0.009, position=3),
             told("ddp", 280.0, sent_mb=64.0, change=1.5, position=4),
-            Prediction("topk", "flat", 2, ranks, 0.196, reason="what topk costs was not measured"),
+            Prediction("topk", "flat", 2, ranks, 0.196, reason="the cost of topk was not measured"),
         ],
         link={"gbps": 0.196, "inside_gbps": None, "latency_us": None},
         unavailable={"latency": "no small exchange was seen"},

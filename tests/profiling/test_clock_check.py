@@ -104,16 +104,16 @@ def test_uncertain_clocks_are_told(uncertainty: float, is_told: bool) -> None:
     assert bool(notes) == is_told
     if is_told:
         assert notes == [
-            "clocks are uncertain by 2.30 ms and an exchange takes 22.50 ms: what is waiting and "
-            "what transfer is vague"
+            "clocks are uncertain by 2.30 ms and an exchange takes 22.50 ms: the split into "
+            "waiting and transfer is uncertain"
         ]
 
 
 def test_clocks_that_were_never_compared_are_told() -> None:
     summary = summarize(Planted(late={1: 50}, shift={1: 1e6}, uncertainty=None).run())
     assert summary.notes == [
-        "no clock of rank 1 was compared with rank 0's: who waited follows from how long exchanges "
-        "took"
+        "no clock of rank 1 was compared with rank 0's: waiting is estimated from the duration of "
+        "exchanges"
     ]
     assert summary.straggler == 1
     assert summary.ranks[0].wait_ms == pytest.approx(50)

@@ -67,7 +67,7 @@ def test_two_halves_of_one_run_do_not_differ() -> None:
     rng = random.Random(7)
     slow = {step: rng.uniform(1, 2) for step in range(40)}
     a, b = (Planted(steps=40, slow_steps=each) for each in (slow, {s: slow[39 - s] for s in slow}))
-    assert said(a, b) == "There is no difference that the spread of the steps would not explain."
+    assert said(a, b) == "There is no difference beyond the spread of the steps."
 
 
 def test_the_verdict_names_what_differs_most() -> None:
@@ -75,15 +75,14 @@ def test_the_verdict_names_what_differs_most() -> None:
         "The step of B is 39 ms (34.8 %) longer: forward +40 ms, between steps -1 ms."
     )
     assert said(BASE, replace(BASE, data=1)) == (
-        "Step time: no difference that the spread of the steps would not explain; "
-        "but between steps -1 ms."
+        "Step time: no difference beyond the spread of the steps; but between steps -1 ms."
     )
     assert said(BASE, replace(BASE, sent=250_000)).endswith("would not explain; but sent -3 MB.")
 
 
 def test_few_steps_have_no_spread() -> None:
     assert said(BASE, replace(BASE, steps=7)) == (
-        "The steps cannot be compared: the spread of 5 steps says nothing, that of 6 would."
+        "The steps cannot be compared: the spread of 5 steps is not enough, 6 are needed."
     )
     assert "cannot" not in said(BASE, replace(BASE, steps=8))
 
@@ -107,7 +106,7 @@ def test_what_was_not_measured_has_a_reason_and_no_figure() -> None:
     for name in ("exposed_wait_ms", "exposed_transfer_ms", "exposed_ms", "sent_mb"):
         assert (found[name].b, found[name].difference, found[name].spread) == (None, None, None)
         assert found[name].a is not None
-        assert found[name].reason == "B: no step is recorded in detail on all ranks"
+        assert found[name].reason == "B: no step was recorded in detail on all ranks"
 
 
 def test_ddp_has_no_time_of_a_codec() -> None:

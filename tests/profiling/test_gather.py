@@ -99,7 +99,7 @@ def test_a_rank_that_is_gone_costs_its_own_records(
     monkeypatch.setattr(gather, "_receive", receive_of_some)
     monkeypatch.setattr(gather, "_send", _send_once_of_rank_1(gather._send))
     (problem,), *others = gathered(folders)
-    assert re.fullmatch(r"records of rank 1 are not whole: Connection closed by peer", problem)
+    assert re.fullmatch(r"records of rank 1 are incomplete: Connection closed by peer", problem)
     assert others == [[], []]
     assert (folders[0] / "rank2.jsonl").read_bytes() == content(2, 4)
     assert not (folders[0] / "rank1.jsonl").exists()

@@ -30,12 +30,12 @@ from lightning_dist.profiling.run import Run
         ),
         (
             Planted(buckets=0),
-            "The step takes 27.0 ms; its parts are unavailable: no bucket of gradients was seen, "
+            "The step takes 27.0 ms; its parts are unavailable: no gradient bucket was observed, "
             "nor an exchange.",
         ),
         (
             Planted(steps=0),
-            "No data: no rank has recorded a step: no optimizer has made a step with "
+            "No data: no step was recorded on any rank: no optimizer has stepped with "
             "parameters of the model; profile a training that makes a few.",
         ),
     ],
@@ -90,7 +90,7 @@ def test_where_waiting_is_not_known_transfer_says_so() -> None:
 def test_steps_without_detail() -> None:
     run = bare(Planted().run(), buckets=(), spans=(), detailed=False)
     assert summarize(run).headline == (
-        "The step takes 100 ms; its parts are unavailable: no step is recorded in detail on all "
+        "The step takes 100 ms; its parts are unavailable: no step was recorded in detail on all "
         "ranks."
     )
 

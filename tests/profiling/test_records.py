@@ -119,7 +119,7 @@ def test_lines_that_a_crash_cut_short_are_left_out(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert run.common_steps == list(range(5))
     assert run.notes == [
-        "rank1.jsonl: 1 line cut short or foreign, first line 9",
+        "rank1.jsonl: 1 line truncated or invalid, first line 9",
         "rank 1 is missing from step 5 on",
     ]
     assert run.ranks[1].end is None
@@ -152,7 +152,7 @@ def test_foreign_lines_are_left_out(tmp_path: Path, line: bytes) -> None:
         file.write(line + b"\n")
     run = read_run(tmp_path)
     assert run.common_steps == list(range(6))
-    assert run.notes == ["rank0.jsonl: 1 line cut short or foreign, first line 9"]
+    assert run.notes == ["rank0.jsonl: 1 line truncated or invalid, first line 9"]
 
 
 @pytest.mark.parametrize(
@@ -180,8 +180,8 @@ def test_a_first_line_that_is_damaged_names_the_file(
     run = read_run(tmp_path)
     assert list(run.ranks) == [0]
     assert run.notes[:2] == [
-        "rank1.jsonl: 1 line cut short or foreign, first line 1",
-        "rank1.jsonl does not say whose it is",
+        "rank1.jsonl: 1 line truncated or invalid, first line 1",
+        "rank1.jsonl does not name its rank",
     ]
     assert summarize(run).steps == 4
 
@@ -295,5 +295,5 @@ def test_times_that_no_clock_has(tmp_path: Path) -> None:
     with (tmp_path / "rank0.jsonl").open("a") as file:
         file.write(f'{{"kind":"step","step":9,"begin":5,"duration":{10**30}}}\n')
     run = read_run(tmp_path)
-    assert run.notes == ["rank0.jsonl: 1 line cut short or foreign, first line 9"]
+    assert run.notes == ["rank0.jsonl: 1 line truncated or invalid, first line 9"]
     assert run.common_steps == list(range(6))

@@ -155,9 +155,7 @@ def test_a_disk_that_fails_is_told_and_no_reason_to_stop(tmp_path: Path) -> None
     session.end("finished")
     session.close()
     path = tmp_path / "rank1.jsonl"
-    assert told == [
-        f"{path}: No space left on device; the steps of this rank are not kept any more"
-    ]
+    assert told == [f"{path}: No space left on device; further steps of this rank are not saved"]
 
 
 FULL_IN_A_LINE = """
@@ -178,7 +176,7 @@ print(*told)
 def test_a_disk_that_is_full_in_the_middle_of_a_line_is_told(tmp_path: Path) -> None:
     done = run([sys.executable, "-c", FULL_IN_A_LINE, tmp_path], limit=60)
     path = tmp_path / "rank0.jsonl"
-    told = f"{path}: File too large; the steps of this rank are not kept any more\n"
+    told = f"{path}: File too large; further steps of this rank are not saved\n"
     assert done.require_success().output == told
     assert path.read_text() == '{"kind":"end","reason":"xxxxxx'
 
@@ -196,7 +194,7 @@ def test_a_disk_that_fails_at_the_end_is_told(
 
     monkeypatch.setattr(os, "fsync", failing)
     session.close()
-    assert told == [f"{tmp_path / 'rank1.jsonl'}: Input/output error; it may not be whole"]
+    assert told == [f"{tmp_path / 'rank1.jsonl'}: Input/output error; it may be incomplete"]
 
 
 def test_what_disturbs_a_step_makes_nobody_look_less_often(tmp_path: Path) -> None:

@@ -73,6 +73,6 @@ def test_a_run_whose_clocks_are_no_better_than_that() -> None:
     assert sure.headline.endswith(" Straggler: rank 1.")
     assert "Straggler" not in vague.headline
     assert vague.unavailable["straggler"] == (
-        "no rank is clearly the last: clocks are no more certain than what rank 1 was late"
+        "no rank is clearly the last: the clock uncertainty is as large as the delay of rank 1"
     )
     assert vague.ranks[0].wait_ms * MS > 0  # all the same

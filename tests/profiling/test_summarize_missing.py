@@ -81,7 +81,7 @@ def test_no_steps() -> None:
             "overlap_fraction",
             "traffic",
         ):
-            assert summary.unavailable[name] == "no rank has recorded a step"
+            assert summary.unavailable[name] == "no step was recorded on any rank"
         assert (summary.exposed_ms, summary.exposed_fraction, summary.hidden_ms) == (
             None,
             None,
@@ -102,14 +102,14 @@ def test_no_steps_and_the_reason() -> None:
     failed = replaced(run, 1, end=EndRecord("OSError: no data"))
     killed = replaced(replaced(run, 0, end=None), 1, end=None)
     unavailable = [summarize(each).unavailable["steps"] for each in (run, failed, killed)]
-    assert "no optimizer has made a step with parameters of the model" in unavailable[0]
+    assert "no optimizer has stepped with parameters of the model" in unavailable[0]
     assert unavailable[1].endswith("a step: the training ended before its first step was over")
     assert "was killed in its first second, or has not made a step yet" in unavailable[2]
     apart = Planted(steps=4).run()
     halves = [{s: e for s, e in of.steps.items() if s // 2 == r} for r, of in apart.ranks.items()]
     apart = replaced(replaced(apart, 0, steps=halves[0]), 1, steps=halves[1])
     reasons_apart = summarize(apart).unavailable
-    assert reasons_apart["step_ms"] == reasons_apart["steps"] == "no step is recorded on all ranks"
+    assert reasons_apart["step_ms"] == reasons_apart["steps"] == "no step was recorded on all ranks"
 
 
 def test_what_ended_a_training_without_a_step_is_told_once() -> None:
@@ -119,12 +119,15 @@ def test_what_ended_a_training_without_a_step_is_told_once() -> None:
     assert summary.notes == [f"the training ended by {error} (rank 1)"]
     assert to_json(summary.as_dict()).count(error) == 1
     assert body_of(summary).count(error) == 1
-    told = "no rank has recorded a step: the training ended before its first step was over"
+    told = "no step was recorded on any rank: the training ended before its first step was over"
     assert summary.headline == f"No data: {told}."
     for each in compare(measured(run, summary), measured(run, summary)):
-        assert each.reason == "A: no rank has recorded a step; B: no rank has recorded a step"
+        assert (
+            each.reason
+            == "A: no step was recorded on any rank; B: no step was recorded on any rank"
+        )
     assert [each.detail for each in facts(summary) if each.label == "step"] == [
-        "no rank has recorded a step"
+        "no step was recorded on any rank"
     ]
 
 
@@ -172,7 +175,7 @@ def test_no_rate_is_told_of_half_a_run() -> None:
     for name in ("wire_gbps", "ddp_equivalent_busbw_gbps"):
         assert getattr(summary.traffic, name) is None
         assert summary.unavailable[f"traffic.{name}"] == (
-            "no step of rank 3 is there: what it has sent is not known, and waiting for it counts "
+            "no steps of rank 3 were recorded: its traffic is unknown, and waiting for it counts "
             "as transfer"
         )
     assert summary.traffic.link_utilization is None
@@ -194,9 +197,9 @@ def test_one_rank() -> None:
 def test_no_exchange() -> None:
     summary = summarize(Planted(buckets=0).run())
     assert summary.unavailable["overlap_fraction"] == "no exchange was recorded"
-    assert summary.unavailable["traffic"] == "no bucket of gradients was sent"
+    assert summary.unavailable["traffic"] == "no gradient bucket was sent"
     # A model that has a hook already: what is exposed is in the backward pass, and not zero.
-    reason = "no bucket of gradients was seen, nor an exchange"
+    reason = "no gradient bucket and no exchange was observed"
     for name in ("breakdown_ms", "exposed_ms", "hidden_ms", "exposed_wait", "straggler", "buckets"):
         assert summary.unavailable[name] == reason
     assert summary.breakdown_ms.keys() == {
@@ -243,7 +246,7 @@ def test_steps_that_are_not_recorded_in_detail() -> None:
         run = without_detail(run, rank, *range(6))
     summary = summarize(run)
     assert summary.step_ms["mean"] == pytest.approx(100)
-    assert summary.unavailable["breakdown_ms"] == "no step is recorded in detail on all ranks"
+    assert summary.unavailable["breakdown_ms"] == "no step was recorded in detail on all ranks"
     assert (summary.breakdown_ms, summary.detailed_steps) == ({}, 0)
     assert {len(each.phases_ms) for each in summary.ranks} == {0}
     assert ranks_table(summary).rows[1][6:10] == ("n/a",) * 4
@@ -283,4 +286,4 @@ def test_steps_that_were_only_timed_have_no_zeros() -> None:
     assert not {"comm/exposed_ms", "comm/exposed_fraction", "comm/hidden_ms"} & set(metrics)
     (exposed,) = [each for each in facts(summary) if each.label == "exposed communication"]
     assert exposed.missing
-    assert exposed.detail == "no step is recorded in detail on all ranks"
+    assert exposed.detail == "no step was recorded in detail on all ranks"

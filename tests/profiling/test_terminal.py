@@ -48,8 +48,8 @@ def test_what_is_not_known_is_no_zero() -> None:
     assert alone["bytes sent"] == "n/a one rank sends nothing"
     assert alone["overlap"] == "n/a one rank exchanges nothing"
     found = rows(summarize(bare(run, buckets=(), spans=(), detailed=False)))
-    reason = "n/a no step is recorded in detail on all ranks"
-    assert "no step is recorded in detail on all ranks" in found["parts"]
+    reason = "n/a no step was recorded in detail on all ranks"
+    assert "no step was recorded in detail on all ranks" in found["parts"]
     assert found["exposed communication"] == reason
     assert not {"forward", "exposed transfer"} & set(found)
     assert found["0"] == "host-a 100 n/a n/a n/a reference"

@@ -96,8 +96,8 @@ def test_a_codec_shares_the_core_of_a_run_that_had_one_for_each_rank() -> None:
 def test_a_profile_that_says_too_little_is_refused() -> None:
     for planted, what in (
         (replace(DDP, world_size=1), "one rank exchanges nothing"),
-        (replace(DDP, steps=0), "no rank has recorded a step"),
-        (replace(DDP, buckets=0), "no bucket of gradients was seen"),
+        (replace(DDP, steps=0), "no step was recorded on any rank"),
+        (replace(DDP, buckets=0), "no gradient bucket was observed"),
     ):
         with pytest.raises(ValueError, match=what):
             observe(planted.run())
@@ -203,7 +203,7 @@ def test_what_is_not_known_is_none_and_says_why() -> None:
     ).scenarios
     assert first.step_ms is not None
     reasons = {each.codec: each.reason for each in others}
-    assert reasons["topk"] == "what topk costs was not measured"
+    assert reasons["topk"] == "the cost of topk was not measured"
     assert reasons["int8"].startswith("one rank per host")
     for each in others:
         assert (each.step_ms, each.exposed_ms, each.sent_mb, each.change, each.position) == (
@@ -212,7 +212,7 @@ def test_what_is_not_known_is_none_and_says_why() -> None:
 
 
 def test_a_run_that_cannot_be_simulated_is_refused() -> None:
-    with pytest.raises(ValueError, match="cannot be simulated: what sign costs was not measured"):
+    with pytest.raises(ValueError, match="cannot be simulated: the cost of sign was not measured"):
         asked(replace(INT8, codec="sign"), {"codec": "ddp"}, FP16)
 
 

@@ -29,7 +29,7 @@ from lightning_dist.profiling.whatif.predict import (
     with_whatif,
 )
 
-NOTHING = "No other setting is predicted to be faster than the model can tell."
+NOTHING = "No other setting is predicted to be faster by more than the error of the model."
 
 
 def cost(name: str, wire: float) -> CodecCost:
@@ -172,7 +172,7 @@ def test_what_was_not_measured_is_told() -> None:
     table = whatif_table(found)
     assert "Costs: n/a, no time was left." in table.caption
     assert "N/a for int8 flat, int4 flat, sign flat, topk flat, powersgd flat" not in table.caption
-    assert "N/a for int8 flat: what int8 costs was not measured." in table.caption
+    assert "N/a for int8 flat: the cost of int8 was not measured." in table.caption
 
 
 def test_what_is_not_known_is_told_once_for_each_reason() -> None:
@@ -182,7 +182,7 @@ def test_what_is_not_known_is_told_once_for_each_reason() -> None:
     assert "4 ranks on 1 host, " in table.caption
     assert "N/a for int8, int4, sign, topk, powersgd flat: " not in table.caption
     for form in ("sharded", "leader"):
-        assert f"N/a for int8 {form}: what int8 costs was not measured." in table.caption
+        assert f"N/a for int8 {form}: the cost of int8 was not measured." in table.caption
         assert f"N/a for none, fp16 {form}: one host: nothing is left" in table.caption
 
 

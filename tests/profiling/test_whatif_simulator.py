@@ -160,7 +160,7 @@ def test_what_is_not_supported_says_why() -> None:
         (pair, "one rank per host"),
         (four, "leader"),
         (leader, "inside"),
-        (replace(four, codec="ddp"), "DDP itself knows no hosts"),
+        (replace(four, codec="ddp"), "DDP itself is not hierarchical"),
         (replace(pair, counts=(2,)), "one host"),
     ):
         assert reason in scenario.unsupported

@@ -193,7 +193,7 @@ def require(codec: str, hosts: int, per_host: int = 1, *, shape: tuple[int, ...]
 
 def test_a_model_that_is_merely_small_is_told(caplog: pytest.LogCaptureFixture) -> None:
     require("int8", 1024, shape=(64, 64))
-    assert "nothing is compressed: all 1 parameters" in caplog.text
+    assert "Nothing is compressed: all 1 parameters" in caplog.text
 
 
 def test_a_codec_that_could_only_send_more_is_refused() -> None:

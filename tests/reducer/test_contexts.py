@@ -143,7 +143,7 @@ def test_after_a_failure_of_one_no_other_exchanges(monkeypatch: pytest.MonkeyPat
         first, second = (Context(network, "int8", seed=i, executor=executor) for i in range(2))
         with pytest.raises(RuntimeError, match="the link broke"):
             first.start(0, 0).wait()
-        with pytest.raises(RuntimeError, match="an earlier exchange failed: the link broke"):
+        with pytest.raises(RuntimeError, match="An earlier exchange failed: the link broke"):
             second.start(0, 0).wait()
         assert not second.reducer.in_step
         for each in (first, second):

@@ -166,4 +166,4 @@ def test_after_a_failure_every_later_bucket_fails_at_once(monkeypatch: pytest.Mo
     monkeypatch.setattr(AllReduce, "start", fail)
     ((first, second),) = run_threads(body, 2)[:1]
     assert "the link broke" in first
-    assert "an earlier exchange failed" in second
+    assert "An earlier exchange failed" in second

@@ -37,6 +37,6 @@ def test_it_is_said_once_where_the_link_is_fast(
     monkeypatch.setattr(exposure, "measure_link", lambda network: bytes_per_second)
     with caplog.at_level(logging.WARNING):
         run_threads(train, 2)
-    assert caplog.text.count("compression costs more than it saves") == said
+    assert caplog.text.count("Compression costs more than it saves") == said
     assert caplog.text.count("or ranks wait for one that is late") == said
     assert caplog.text.count("CommProfiler()") == said

@@ -193,4 +193,4 @@ def test_a_kernel_that_gives_other_bytes_is_not_used(
 
     monkeypatch.setattr(inductor, "_compile", miscompile)
     assert set(inductor.fused_passes(other_variant(48))) == {"encode"}
-    assert "the fused decode_and_commit pass differs from the eager one: not used" in caplog.text
+    assert "The fused decode_and_commit pass differs from the eager one: not used" in caplog.text

@@ -136,7 +136,7 @@ def test_a_new_memory_format_between_two_fits_is_told(caplog: pytest.LogCaptureF
             reducer.close()
 
     run_threads(body, 2)
-    assert caplog.text.count("the memory format of filters has changed since the last fit") == 1
+    assert caplog.text.count("The memory format of filters has changed since the last fit") == 1
 
 
 def test_a_state_without_strides_is_taken_as_it_lies() -> None:

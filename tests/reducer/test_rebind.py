@@ -47,7 +47,7 @@ def test_survivors_of_a_silent_rank_take_the_next_step(codec: str) -> None:
             return []  # silent from now on, with its sockets open
         model.reducer.network.limit.seconds = 0.3
         before = digest(held(model.reducer))
-        failed(model.begin(feed(rank.rank, 1, SHAPES)), r"no answer.*within 0\.3 s|earlier")
+        failed(model.begin(feed(rank.rank, 1, SHAPES)), r"No answer.*within 0\.3 s|earlier")
         assert digest(held(model.reducer)) == before
         kept = model.reducer.residuals
         left[rank.rank] = {name: kept[name].clone() for name in kept}

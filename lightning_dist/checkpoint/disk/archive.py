@@ -46,7 +46,7 @@ class Archive:
         self.position = 0
 
     def header(self, name: str, nbytes: int, crc32: int) -> bytes:
-        """What comes before a record: its local header, padded to the alignment."""
+        """The bytes before a record: its local header, padded to the alignment."""
         record = Record(f"{ROOT}/{name}", nbytes, crc32, self.position)
         encoded = record.name.encode()
         large = nbytes >= _LIMIT
@@ -65,7 +65,7 @@ class Archive:
         return head + encoded + extra
 
     def trailer(self) -> bytes:
-        """What comes after the last record: the central directory and its end."""
+        """The bytes after the last record: the central directory and its end."""
         directory = b"".join(map(_central, self.records))
         count, start = len(self.records), self.position
         end64 = struct.pack(

@@ -1,4 +1,4 @@
-"""What the rest of the package may ask of a place where checkpoints are kept."""
+"""Interface of a storage for checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint."""
+"""Errors of checkpoints."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ SLOWEST_UPLOAD, _SLOWEST_READING = 2e6, 50e6
 
 @dataclass(frozen=True)
 class Receipt:
-    """What a rank has written, or why it could not."""
+    """The files that a rank has written, or the reason why it could not."""
 
     files: tuple[File, ...] = ()
     parts: tuple[tuple[str, int, Part], ...] = ()
@@ -170,7 +170,7 @@ class SharedFolder:
             Receipt.from_json(self.storage.read(first)).require(0)
         published = self._published()
         if published is None or published.origin.save_id != self.save.origin.save_id:
-            raise CheckpointError("rank 0 gave this checkpoint up; its error says why")
+            raise CheckpointError("rank 0 abandoned this checkpoint; see its error")
         return published
 
     def _published(self) -> Manifest | None:
@@ -204,7 +204,7 @@ class SharedFolder:
 
     @property
     def remains(self) -> str:
-        """What is left of a save that rank 0 gave up, for those that have yet to learn of it."""
+        """Remains of a save that rank 0 abandoned, for those that have yet to learn of it."""
         if self._staged != self.target:
             return self._staged
         return f"{self.save.target}/{self._receipt(0).rpartition('/')[2]}"
@@ -252,7 +252,7 @@ class SharedFolder:
                 seen, since = written, now
             elif now - since > limit:
                 raise CheckpointError(
-                    f"waited for {what}, and nobody wrote anything for {limit:.0f} s"
+                    f"waited for {what}, but no rank wrote anything for {limit:.0f} s"
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.2)

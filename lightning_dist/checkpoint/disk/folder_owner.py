@@ -105,7 +105,11 @@ def own(
             try:
                 recover(storage, inside)
             except OSError as error:  # of no importance for what is saved next
-                log.warning("what killed writers left in %s was not removed: %s", folder, error)
+                log.warning(
+                    "[lightning_dist] Partial files of killed writers in %s were not removed: %s",
+                    folder,
+                    error,
+                )
         return None
     storage.make_folder(inside)
     key = os.getpid(), os.path.realpath(inside)
@@ -126,9 +130,9 @@ def own(
                 _clean(owned, storage)
         except NoLocksError as error:
             raise ValueError(
-                f"the file system of {folder} has no file locks ({error}), so nothing would keep "
-                "another training from writing there; if none does, set lock=False (ckpt prune: "
-                "--no-lock)"
+                f"The file system of {folder} has no file locks ({error}), so another "
+                "trainer in this folder cannot be detected; if there is none, set lock=False (ckpt "
+                "prune: --no-lock)"
             ) from error
     _owned[key] = owned
     return owned
@@ -136,7 +140,7 @@ def own(
 
 def _belongs_to_another(folder: str, owner: dict[str, object]) -> ValueError:
     return ValueError(
-        f"only one trainer may write to a checkpoint folder, and {folder} belongs to "
+        f"Only one trainer may write to a checkpoint folder, and {folder} belongs to "
         f"process {owner.get('pid', '?')} on {owner.get('host', '?')}; wait for it, end "
         "it, or give this run another dirpath"
     )
@@ -181,7 +185,7 @@ def _await_writer(lock: Lock, storage: LocalStorage, folder: str, *, patience: f
             seen, since = written, time.monotonic()
         elif time.monotonic() - since > patience:
             raise ValueError(
-                f"the trainer before this one has ended, but its writer still holds {folder} and "
+                f"The previous trainer has ended, but its writer still holds {folder} and "
                 f"has written nothing for {patience:.0f} s; wait for it, or give this run another "
                 "dirpath"
             )
@@ -197,7 +201,7 @@ def is_owned(folder: str) -> bool:
 
 
 def owner_of(folder: str) -> Owner | None:
-    """Who writes to a folder now; asks without taking the lock. Only Linux can say."""
+    """The current owner of a folder, found without taking the lock. Only Linux can say."""
     storage, inside = storage_of(folder)
     if not isinstance(storage, LocalStorage):
         return None

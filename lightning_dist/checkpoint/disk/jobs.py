@@ -1,4 +1,4 @@
-"""What a trainer asks its writer to do, and what the writer answers."""
+"""Jobs that a trainer sends to its writer, and the answers."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Save:
     origin: Origin
     target: str
     pieces: tuple[Piece, ...]
-    """What this rank writes, in the order of the archive."""
+    """Records that this rank writes, in the order of the archive."""
     dropped: str = field(default="", kw_only=True)
-    """Why there is nothing to write after all; what comes next must know that it failed."""
+    """Reason why nothing is written; later jobs must know that this one failed."""
 
 
 @dataclass(frozen=True)

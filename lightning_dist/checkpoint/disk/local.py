@@ -12,7 +12,7 @@ from typing import Any
 from lightning_dist.checkpoint.disk.base import SLICE, Bytes, Sink, Storage, manifest_last
 
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old|trash)-[0-9a-f]{16}", re.DOTALL)
-"""What is staged, what a staged one is about to replace, and what is being removed."""
+"""Names of staged checkpoints, of those about to be replaced, and of those being removed."""
 
 
 class _LocalSink:

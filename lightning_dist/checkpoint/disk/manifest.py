@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself: in a record of a single file, or in a folder's manifest."""
+"""Description of a checkpoint: a record of a single file, or the manifest of a folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RECORD = "lightning_dist.json"
 
 @dataclass(frozen=True)
 class Origin:
-    """Which save made a checkpoint."""
+    """The save that made a checkpoint."""
 
     save_id: str
     step: int

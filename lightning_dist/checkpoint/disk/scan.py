@@ -1,4 +1,4 @@
-"""Which checkpoints a folder holds, and which is the newest whole one."""
+"""The checkpoints of a folder, and the newest complete one."""
 
 from __future__ import annotations
 
@@ -108,10 +108,10 @@ def newest_valid(folder: str, *, check: bool = True) -> Description | None:
         if found is not None or _names(folder) == names:  # no writer has replaced them meanwhile
             break
     for problem in problems:
-        log.warning("passing over a checkpoint: %s", problem)
+        log.warning("[lightning_dist] Skipping a checkpoint: %s", problem)
     if found is None and problems:
         raise CheckpointError(
-            f"none of the checkpoints in {folder} is whole: {'; '.join(problems)}. Give the path "
+            f"None of the checkpoints in {folder} is whole: {'; '.join(problems)}. Give the path "
             "of another one, or remove these to start afresh"
         )
     return found

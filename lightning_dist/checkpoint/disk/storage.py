@@ -1,4 +1,4 @@
-"""Where checkpoints are kept: a local (or mounted) directory, or an object store behind fsspec.
+"""Storage for checkpoints: a local (or mounted) directory, or an object store behind fsspec.
 
 Both promise the same: what is staged is not there for a reader until it is published, publishing
 replaces what had that name, and nothing else can be seen by anybody, whatever is killed when.

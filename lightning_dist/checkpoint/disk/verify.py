@@ -23,7 +23,7 @@ Kind = Literal["single", "sharded", "folder", "foreign"]
 
 @dataclass(frozen=True)
 class Description:
-    """What a checkpoint says it is.
+    """Header of a checkpoint.
 
     ``kind``: ``"single"`` and ``"sharded"`` as AsyncCheckpoint writes them, ``"folder"`` of
     ordinary files (AsyncStateCheckpointer), ``"foreign"``: a file of torch.save.
@@ -40,7 +40,7 @@ FindStorage = Callable[[str], tuple[Storage, str]]
 
 
 def describe(path: str, *, find_storage: FindStorage = storage_of) -> Description:
-    """What the checkpoint at ``path`` is, from its headers only.
+    """The description of the checkpoint at ``path``, from its headers only.
 
     Raises:
         FileNotFoundError: nothing is there.

@@ -1,1 +1,1 @@
-"""What a save takes from a training, and when: copied at once, or while training goes on."""
+"""Snapshots of the state of training: copied at once, or while training continues."""

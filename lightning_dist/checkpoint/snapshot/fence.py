@@ -65,9 +65,9 @@ class Fence:
             self.waited += time.perf_counter() - began
             if not is_open:
                 raise CheckpointError(
-                    "a checkpoint is under way and its copy has not ended within "
-                    f"{self._patience:g} s, so the training cannot go on without spoiling it; is a "
-                    "device hanging, or the writer stopped?"
+                    f"The copy of a checkpoint did not complete within {self._patience:g} s, and "
+                    "an optimizer step would corrupt it; does a device hang, or has the writer "
+                    "stopped?"
                 )
 
     def _before_step(

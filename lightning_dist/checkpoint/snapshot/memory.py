@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 from contextlib import suppress
@@ -10,7 +9,9 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-log = logging.getLogger(__name__)
+from lightning_dist.log import get_logger
+
+log = get_logger(__name__)
 
 
 class SnapshotMemory:
@@ -66,7 +67,7 @@ def _pin(buffer: Tensor) -> bool:
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     code = int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
     if code:
-        log.warning("snapshots are copied slowly: cudaHostRegister returned %d", code)
+        log.warning("Snapshots are copied slowly: cudaHostRegister returned %d", code)
         with suppress(RuntimeError):  # else the next kernel is told of it, whosever that is
             torch.zeros(1, device="cuda")
     return not code

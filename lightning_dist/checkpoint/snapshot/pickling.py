@@ -38,7 +38,7 @@ class _Pickler(pickle.Pickler):
         address = 0 if storage.device.type == "meta" else storage.data_ptr()
         if address and self._dtypes.setdefault(address, dtype) != dtype:
             raise ValueError(
-                "a checkpoint cannot hold two tensors that view the same memory as different "
+                "A checkpoint cannot hold two tensors that view the same memory as different "
                 "dtypes; clone one of them in on_save_checkpoint"
             )
         key = self._keys.setdefault(storage._cdata, str(len(self._keys)))

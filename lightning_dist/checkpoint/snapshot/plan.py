@@ -1,4 +1,4 @@
-"""Which bytes of a checkpoint a rank copies and writes, and which may be copied later."""
+"""Bytes of a checkpoint that a rank copies and writes, and those that may be copied later."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank copies for one save.
+    """Bytes that one rank copies for one save.
 
     ``constants`` are ready bytes, ``now`` is copied at the trigger and ``later`` while training
     goes on. ``nbytes`` is what the snapshot takes.

@@ -41,7 +41,7 @@ class Snapshots:
         return self._overlap and bool(self.optimizers)
 
     def owned(self) -> Owned:
-        """What the optimizers own now."""
+        """Tensors that the optimizers own now."""
         return owned_by(self.optimizers)
 
     def take(self, save: Save, divided: Plan, owned: Owned) -> None:

@@ -1,4 +1,4 @@
-"""How a global batch is dealt to ranks, and which micro-batches an epoch has on one of them."""
+"""Division of a global batch over ranks, and the micro-batches of an epoch on one of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BatchPolicy = Literal["fixed_global_batch", "scale_lr", "scale_lr:sqrt", "fixed_
 
 @dataclass(frozen=True)
 class Layout:
-    """Who takes how many samples of an optimizer step.
+    """Number of samples of an optimizer step per rank and micro-batch.
 
     Args:
         world_size: ranks.
@@ -27,7 +27,7 @@ class Layout:
 
     @classmethod
     def of_script(cls, *, world_size: int, micro_batch: int, accumulate: int) -> Layout:
-        """What a script means that sets a batch size per rank and micro-batches per step."""
+        """Layout of a script that sets a batch size per rank and micro-batches per step."""
         return cls(world_size, micro_batch, accumulate, world_size * micro_batch * accumulate)
 
     def share(self, rank: int, *, begin: int, count: int) -> range:
@@ -68,8 +68,8 @@ def layout_for(policy: BatchPolicy, first: Layout, *, script: Layout) -> Layout:
     world_size, micro_batch = script.world_size, script.micro_batch
     if world_size > first.global_batch:
         raise ValueError(
-            f"batch_policy='fixed_global_batch' deals a global batch of {first.global_batch} "
-            f"samples to at most as many ranks; got {world_size} ranks. Start fewer, or use "
+            f"batch_policy='fixed_global_batch' shards a global batch of {first.global_batch} "
+            f"samples over at most as many ranks; got {world_size} ranks. Start fewer, or use "
             "batch_policy='scale_lr'"
         )
     accumulate = math.ceil(math.ceil(first.global_batch / world_size) / micro_batch)
@@ -77,7 +77,7 @@ def layout_for(policy: BatchPolicy, first: Layout, *, script: Layout) -> Layout:
 
 
 def lr_factor(policy: BatchPolicy, *, before: Layout, now: Layout) -> float:
-    """What the learning rate is multiplied with when the layout changes.
+    """Factor of the learning rate when the layout changes.
 
     Linear scaling: Goyal et al. 2017, arXiv 1706.02677. Square root: Krizhevsky 2014,
     arXiv 1404.5997.
@@ -88,7 +88,7 @@ def lr_factor(policy: BatchPolicy, *, before: Layout, now: Layout) -> float:
 
 @dataclass(frozen=True)
 class Position:
-    """How far a training has come, in what every world size understands.
+    """Position of training, independent of the world size.
 
     Args:
         epoch: epochs that have ended.

@@ -16,7 +16,7 @@ from lightning_dist.elastic.rng import derive_seed, isolated
 
 
 class EpochOrder:
-    """What a sampler of a single process would yield, fixed by seed and epoch.
+    """Order of a sampler of a single process, fixed by seed and epoch.
 
     Args:
         sampler: of the user's loader. A ``DistributedSampler`` stands for its whole dataset,
@@ -44,7 +44,7 @@ class EpochOrder:
             return len(self._sampler)  # type: ignore[arg-type]
         except TypeError:
             raise ValueError(
-                f"a sampler has to know how many samples an epoch has; {type(self._sampler)!r} has "
+                f"A sampler has to know how many samples an epoch has; {type(self._sampler)!r} has "
                 "no len(). Give it a __len__"
             ) from None
 
@@ -67,7 +67,7 @@ class EpochOrder:
                 order = list(self._sampler)
         if len(order) != self.size:
             raise ValueError(
-                f"a sampler has to yield as many samples as its len() says, {self.size}; "
+                f"A sampler has to yield as many samples as its len() says, {self.size}; "
                 f"{type(self._sampler).__name__} gave {len(order)} in epoch {epoch}"
             )
         return order
@@ -91,15 +91,15 @@ def _of_one_process(sampler: Sampler[Any] | Iterable[Any]) -> Iterable[Any]:
         return sampler
     if type(sampler) is not DistributedSampler:
         raise ValueError(
-            f"{type(sampler).__name__} deals samples to ranks itself; elastic restart does that, "
-            "for any number of ranks: give the loader a sampler for a single process"
+            f"{type(sampler).__name__} shards samples itself; elastic restart does that, for any "
+            "number of ranks: give the loader a sampler for a single process"
         )
     dataset: Any = sampler.dataset
     return RandomSampler(dataset) if sampler.shuffle else SequentialSampler(dataset)
 
 
 class Cursor:
-    """Where the present epoch begins: at its first sample, or where it is resumed."""
+    """Start of the current epoch: its first sample, or the sample where it is resumed."""
 
     def __init__(self) -> None:
         self.begin = Position()

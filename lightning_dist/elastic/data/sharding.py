@@ -36,7 +36,7 @@ class NotExactError(ValueError):
 
 @dataclass(frozen=True)
 class LoaderFacts:
-    """What a loader says of an epoch.
+    """Sizes of an epoch, from its loader.
 
     Args:
         size: samples of an epoch.
@@ -63,7 +63,7 @@ def facts_of(loader: Any, *, seed: int = 0) -> LoaderFacts:
         if not isinstance(loader.dataset, Shardable):
             raise NotExactError(
                 f"{type(loader.dataset).__name__} is an iterable dataset that does not say how it "
-                "is dealt to ranks; give it __len__ and iter_shard(epoch=, start=, step=) "
+                "is sharded; give it __len__ and iter_shard(epoch=, start=, step=) "
                 "(lightning_dist.elastic.data.streams.Shardable), or use a map-style dataset"
             )
         if loader.batch_size is None:
@@ -76,8 +76,8 @@ def facts_of(loader: Any, *, seed: int = 0) -> LoaderFacts:
     if not isinstance(batches, BatchSampler) or type(batches).__name__ != "BatchSampler":
         what = "no batches" if batches is None else f"batches of {type(batches).__name__}"
         raise NotExactError(
-            f"the samples of a loader with {what} cannot be dealt anew when the number of ranks "
-            "changes; give the DataLoader batch_size= and a sampler"
+            f"the samples of a loader with {what} cannot be sharded again when the number of "
+            "ranks changes; give the DataLoader batch_size= and a sampler"
         )
     size = EpochOrder(loader.sampler, seed=seed).size
     return LoaderFacts(size, batches.batch_size, batches.drop_last)

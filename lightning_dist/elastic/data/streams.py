@@ -13,7 +13,7 @@ from lightning_dist.elastic.data.plan import EpochPlan
 
 @runtime_checkable
 class Shardable(Protocol):
-    """What an iterable dataset needs so that no restart repeats or leaves out a sample.
+    """Interface of an iterable dataset with which no restart repeats or skips a sample.
 
     Example::
 
@@ -94,6 +94,6 @@ def _next(drawn: Iterator[Any], dataset: Shardable) -> Any:
         return next(drawn)
     except StopIteration:
         raise ValueError(
-            f"an epoch of {type(dataset).__name__} has {len(dataset)} samples by its len(), but "
+            f"An epoch of {type(dataset).__name__} has {len(dataset)} samples by its len(), but "
             "iter_shard ended before that; make len() exact"
         ) from None

@@ -1,1 +1,1 @@
-"""How the ranks of a start are launched, and how they meet."""
+"""Launch of the ranks of a start, and their rendezvous."""

@@ -1,4 +1,4 @@
-"""What the launcher says of this start. Without torch: commands ask it too."""
+"""Environment of the launcher. Without torch, because commands use it too."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 from collections.abc import Sequence
 
@@ -11,9 +10,10 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from lightning_dist.elastic.process.lifecycle import EXIT_LEAVE, EXIT_RESTART
+from lightning_dist.log import get_logger
 from lightning_dist.private import give_back_restart
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 class PlannedStops(LocalElasticAgent):
@@ -29,9 +29,9 @@ class PlannedStops(LocalElasticAgent):
         result = self._watch(worker_group)
         codes = [each.exitcode for each in result.failures.values()]
         if EXIT_LEAVE in codes:  # as torchrun does where it gets the signal itself
-            raise SignalException("the machine of this launcher is about to go", signal.SIGTERM)
+            raise SignalException("the node of this launcher is being preempted", signal.SIGTERM)
         if result.state == WorkerState.FAILED and self._is_planned(codes):
-            log.info("a planned stop: its restart does not count as one of max_restarts")
+            log.info("Planned stop: its restart does not count towards max_restarts")
             give_back_restart(self)
         return result
 

@@ -1,4 +1,4 @@
-"""How the ranks of one start meet: in a store of this start's own.
+"""Rendezvous of the ranks of one start, in a store of its own.
 
 torchrun's ranks share the store of its agent over all restarts, so a restarted rank finds the
 addresses of dead ones there. The restart count is no remedy: it stays where the membership changes.
@@ -104,7 +104,7 @@ def _join(lobby: Store, rank: int, deadline: float) -> str:
     lobby.queue_push("mail", f"{rank} {nonce}")
     if not _wait(lambda: lobby.check([answer]), deadline):
         raise TimeoutError(
-            f"rank {rank} had no answer from rank 0 in time; see the output of rank 0, and whether "
+            f"Rank {rank} had no answer from rank 0 in time; see the output of rank 0, and whether "
             "all ranks have the same MASTER_ADDR and MASTER_PORT"
         )
     attempt: str = lobby.get(answer).decode()

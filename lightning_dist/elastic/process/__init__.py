@@ -1,1 +1,1 @@
-"""How one process of a run ends: notices, hangs, and exit codes."""
+"""End of a process: preemption, hangs and exit codes."""

@@ -1,4 +1,4 @@
-"""How a process of a run ends: notices, bounds on hanging, and what is said of it."""
+"""End of a process: preemption, bounds on hanging, and messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXIT_EVICTED = 78
 """Exit code of a worker that finds a generation without itself: start another one in its place."""
 
 _LAST_SECONDS = 20.0
-"""How long a process may take to end when its peers are gone, or all is saved."""
+"""Seconds for a process to end when its peers have ended, or all is saved."""
 _ROUND = 10.0
 
 
@@ -49,7 +49,7 @@ class ProcessLifecycle:
 
     @property
     def reason(self) -> str:
-        """Why this process has been told to end; empty if it has not."""
+        """Reason of the preemption of this process; empty if there is none."""
         return "" if self._notices is None else self._notices.reason
 
     @property
@@ -154,7 +154,7 @@ class ProcessLifecycle:
     def _be_gone_soon(self, why: str) -> None:
         """Leaving a group whose ranks are gone may hang, and the launcher waits for the exit."""
         if self._watchdog is not None:
-            self._watchdog.end_within(_LAST_SECONDS, f"still there {_LAST_SECONDS:g} s {why}")
+            self._watchdog.end_within(_LAST_SECONDS, f"still running {_LAST_SECONDS:g} s {why}")
 
     def _last_words(self, why: str) -> None:
         self._history.end(why, is_echo=not why.startswith("no progress"))
@@ -174,7 +174,7 @@ class ProcessLifecycle:
 
 
 def stop_line(step: int, reasons: list[str], *, saved: int | None) -> str:
-    """Where all ranks stop, who was told to end, and what is saved, for the user.
+    """Log line: the step at which all ranks stop, the preempted ranks, and the last checkpoint.
 
     Args:
         reasons: why each rank was told to end, if it was.
@@ -187,7 +187,7 @@ def stop_line(step: int, reasons: list[str], *, saved: int | None) -> str:
     last = "there is no complete checkpoint"
     if saved is not None:
         last = f"the last complete checkpoint is of step {saved}"
-    return f"{line}, which could not be saved; {last}; the warnings above say why"
+    return f"{line}, which could not be saved; {last}; see the warnings above"
 
 
 def is_of_a_peer(exception: BaseException) -> bool:

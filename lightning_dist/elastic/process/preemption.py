@@ -1,4 +1,4 @@
-"""PreemptionListener that this process, or its machine, is about to go."""
+"""Notices that this process or its machine will be preempted: signals and a check of the user's."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class PreemptionListener:
             self._start_handlers()
         elif self._check is None:
             warnings.warn(
-                "signals reach the main thread only, and this training runs in another: SIGTERM "
+                "Signals reach the main thread only, and this training runs in another: SIGTERM "
                 "leads to no checkpoint; give preemption_check=, or train in the main thread",
                 stacklevel=2,
             )
@@ -118,7 +118,7 @@ class PreemptionListener:
                     return
             except Exception as error:
                 warnings.warn(
-                    "preemption_check() failed and is not asked again: "
+                    "preemption_check() failed and will not be called again: "
                     f"{type(error).__name__}: {error}",
                     stacklevel=2,
                 )

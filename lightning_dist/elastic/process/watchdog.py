@@ -14,6 +14,7 @@ from typing import NoReturn
 import psutil
 
 from lightning_dist.elastic.launcher.launch import Launch
+from lightning_dist.log import prefixed
 
 EXIT_STUCK = 76
 """Exit code of a process that ended itself because it hung, or its grace period was over."""
@@ -45,7 +46,7 @@ class Deadline:
         self._due = None
 
     def expired(self) -> str:
-        """Why it was set, if it is due; otherwise nothing."""
+        """Reason of the deadline, if it has passed; otherwise empty."""
         due = self._due
         return self._why if due is not None and self._clock() >= due else ""
 
@@ -156,7 +157,7 @@ def _end(why: str, siblings: Siblings | None) -> NoReturn:
 
 
 def _say(why: str) -> None:
-    print(f"lightning_dist: watchdog: {why}, exiting ({EXIT_STUCK})", file=sys.stderr, flush=True)
+    print(prefixed(f"watchdog: {why}, exiting ({EXIT_STUCK})"), file=sys.stderr, flush=True)
     faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import time
@@ -29,9 +28,10 @@ from lightning_dist.elastic.launcher.planned_stops import PlannedStops
 from lightning_dist.elastic.process.lifecycle import EXIT_LEAVE, EXIT_RESTART, EXIT_UNSAVED
 from lightning_dist.elastic.recovery.coordinator import RecoverySettings
 from lightning_dist.elastic.recovery.node import RecoveryHost, RecoveryNode
+from lightning_dist.log import get_logger
 from lightning_dist.private import close_output, store_of_rendezvous
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 LOOK_SECONDS, STORE_SECONDS, NODES_SECONDS = 0.01, 0.05, 1.0
 """Between looks at processes, at the store of recovery, and for nodes that wait."""
@@ -115,7 +115,7 @@ class RecoveringAgent(PlannedStops):
                 return False
             number = node.come()
         except RuntimeError as error:  # of the store
-            log.info("recovery: there is none to join at %s: %s", address, error)
+            log.info("recovery: no job to join at %s: %s", address, error)
             return False
         self._node, self._is_recovering = node, True
         group: Any = worker_group  # torch's types are those of None
@@ -186,20 +186,20 @@ class RecoveringAgent(PlannedStops):
                         return RunResult(WorkerState.HEALTHY)  # and torch's agent asks the same
                     nodes_at = now + NODES_SECONDS
                 except RendezvousError as error:
-                    log.warning("recovery goes on without the rendezvous, it is lost: %s", error)
+                    log.warning("recovery: the rendezvous is lost; continuing without: %s", error)
                     nodes_at = float("inf")
             time.sleep(LOOK_SECONDS)
 
     def _end_without_store(self, worker_group: WorkerGroup, error: RuntimeError) -> RunResult:
         if not self._running() and not any(self._ended.values()):
             return _success(worker_group)
-        log.warning("recovery: the store is lost, all are restarted: %s", error)
+        log.warning("recovery: the store is lost; restarting all workers: %s", error)
         return RunResult(WorkerState.FAILED, failures=self._failures())
 
     def _restart_all(self) -> RunResult:
         assert self._node is not None
         if why := self._node.newest().ends or (self._host.ended if self._host else ""):
-            log.warning("recovery: all are restarted: %s", why)
+            log.warning("recovery: restarting all workers: %s", why)
         return RunResult(WorkerState.FAILED, failures=self._failures())
 
     def _note_end(self, local_rank: int, handler: SubprocessHandler, code: int) -> None:
@@ -210,7 +210,7 @@ class RecoveringAgent(PlannedStops):
         how = _how(code)
         self._node.tell_end(worker, how)
         if how:
-            log.warning("recovery: worker %s has ended: %s", worker, how)
+            log.warning("recovery: worker %s exited: %s", worker, how)
 
     def _look_at_store(self, worker_group: WorkerGroup, now: float) -> RunResult | None:
         """Do what the newest generation asks for; a result where all end."""
@@ -227,7 +227,7 @@ class RecoveringAgent(PlannedStops):
             return _success(worker_group)
         for local_rank, handler in self._running():
             if reason := self._node.death_of(workers[local_rank]):
-                log.warning("recovery: worker %s is killed: %s", workers[local_rank], reason)
+                log.warning("recovery: killing worker %s: %s", workers[local_rank], reason)
                 _kill(handler)
         for local_rank, code in [*self._ended.items()]:
             name = str(workers[local_rank])
@@ -236,7 +236,7 @@ class RecoveringAgent(PlannedStops):
             if code == 0 or name in newest.members or name in self._node.refused:
                 continue
             if self._remaining_restarts == 0:
-                log.warning("recovery: max_restarts is reached, worker %s is not replaced", name)
+                log.warning("recovery: max_restarts is reached; worker %s is not replaced", name)
                 return RunResult(WorkerState.FAILED, failures=self._failures())
             self._remaining_restarts -= 1
             self._replace(worker_group.workers[local_rank])
@@ -264,7 +264,7 @@ class RecoveringAgent(PlannedStops):
         worker.id = handler.proc.pid
         del self._ended[local_rank]
         log.warning(
-            "recovery: worker %s is started, %d more may be",
+            "recovery: started worker %s; %d restarts left",
             self._node.workers[local_rank],
             self._remaining_restarts,
         )

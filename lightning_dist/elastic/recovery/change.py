@@ -1,4 +1,4 @@
-"""A change of members within the process, as it is told to people, the account and the profile."""
+"""A change of members within the process, as reported in logs, metrics and profiles."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Change:
     @property
     def line(self) -> str:
         """The event in one line, for people."""
-        what = self.reason or "the groups are made anew"
-        next_step = f"step {self.step + 1} is taken again" if self.is_redone else ""
-        owed = f"lost residuals of norm {self.norm_lost:.3g}" if self.norm_lost else ""
+        what = self.reason or "process groups rebuilt"
+        next_step = f"step {self.step + 1} is repeated" if self.is_redone else ""
+        owed = f"residuals of norm {self.norm_lost:.3g} lost" if self.norm_lost else ""
         if self.taken_over:
             owed = f"{owed and owed + ', '}residuals of {', '.join(self.taken_over)} taken over"
         ranks = f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"
@@ -56,7 +56,7 @@ class Change:
 
 @dataclass
 class Pause:
-    """What happens between two steps, from the first sign of it until all go on.
+    """Events between two steps, from the first failure until all ranks continue.
 
     Attributes:
         members: of the last step.
@@ -92,7 +92,7 @@ class Pause:
         self.norm_lost = norm_of_lost([norm for norm, _ in owed], lost=len(lost))
 
     def change(self, generation: Generation, *, step: int) -> Change:
-        """What it was, once all go on."""
+        """The change, once all ranks continue."""
         before, now = set(self.members), set(generation.members)
         return Change(
             generation.number,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -19,8 +18,9 @@ from lightning_dist.elastic.recovery.protocol import (
     encode,
     next_generation,
 )
+from lightning_dist.log import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 QUIET_SECONDS, BUSY_SECONDS, CARE_SECONDS = 0.02, 0.005, 0.5
 """Pauses between two looks: while all train, while a generation ends, and at every beat."""
@@ -53,7 +53,7 @@ class RecoverySettings:
             )
         if min(self.beat_timeout, self.report_timeout) <= 0:
             raise ValueError(
-                f"timeouts of recovery must be above 0 s, they are {self.beat_timeout:g} s without "
+                f"Timeouts of recovery must be above 0 s, they are {self.beat_timeout:g} s without "
                 f"a beat and {self.report_timeout:g} s without a report"
             )
 
@@ -172,7 +172,7 @@ class Coordinator:
                 if beat != last:
                     self._beats[name] = (beat, now)
                 elif now - since > self._settings.beat_timeout:
-                    self._bury(name, f"no sign of life for {now - since:.1f} s")
+                    self._bury(name, f"no heartbeat for {now - since:.1f} s")
         members = self.newest.members
         if members and not self.is_over and all(name in self._done for name in members):
             self.is_over = True
@@ -221,7 +221,7 @@ class Coordinator:
         self._store.set(Keys.newest, str(made.number))
         for name in left_out:
             if name not in self._dead and name not in self._done:
-                self._bury(name, f"left out of generation {made.number}: it did not report")
+                self._bury(name, f"excluded from generation {made.number}: it did not report")
         self.newest = made
         self._had.update(made.members)
         for name in (*made.members, *made.refused):
@@ -234,7 +234,7 @@ class Coordinator:
 def describe(made: Generation) -> str:
     """``made`` in one line, for people."""
     if made.ends:
-        return f"all end, to be restarted from a checkpoint: {made.ends}"
+        return f"all workers stop, to restart from a checkpoint: {made.ends}"
     why = f" ({made.reason})" if made.reason else ""
     refused = f"; refused: {', '.join(made.refused)}" if made.refused else ""
     return (
@@ -249,7 +249,7 @@ class CoordinatorThread(threading.Thread):
         super().__init__(name="recovery coordinator", daemon=True)
         self.coordinator = coordinator
         self.ended = ""
-        """Why it makes no more generations; empty while it does."""
+        """Reason why it makes no more generations; empty while it does."""
         self._stop_event = threading.Event()
 
     def run(self) -> None:
@@ -267,7 +267,7 @@ class CoordinatorThread(threading.Thread):
             try:
                 self.coordinator.end(self.ended)
             except Exception:
-                log.warning("recovery: the store is gone, workers cannot be informed")
+                log.warning("recovery: the store is unavailable; workers cannot be notified")
 
     def close(self) -> None:
         """End it, and wait for that."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -13,8 +12,9 @@ from lightning_dist.elastic.process.lifecycle import EXIT_EVICTED, EXIT_RESTART,
 from lightning_dist.elastic.recovery.groups import GenerationGroups
 from lightning_dist.elastic.recovery.member import Member, RecoveryEnvironment, StoreLostError
 from lightning_dist.elastic.recovery.protocol import Generation, Report
+from lightning_dist.log import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 _TRIES = 5
 """Generations without a step and without a worker less, after which an error is the user's."""
@@ -35,7 +35,7 @@ class Generations:
         self.on_broken: Callable[[], None] = lambda: None
         """Called from a thread when this generation is known to be at its end, maybe repeatedly."""
         self.progress: Callable[[], int] = lambda: 0
-        """How often this worker has come to where it waits for others, in this generation."""
+        """Number of waits of this worker for others, in this generation."""
         self.groups = GenerationGroups()
         self._member = Member(environment, on_broken=self._break, progress=lambda: self.progress())
         self._tries = 0
@@ -133,7 +133,7 @@ class Generations:
             members = Membership(generation=number, make=self.groups.new)
         if self._member.is_broken:
             self.groups.shut()
-            raise RuntimeError("a member is lost while groups were made")
+            raise RuntimeError("a member was lost while process groups were created")
         return members, data, control
 
     def _require_place(self, generation: Generation, *, has_state: bool) -> None:
@@ -141,11 +141,11 @@ class Generations:
             self.end(generation.ends, code=EXIT_RESTART)
         if self.name in generation.refused:
             raise ValueError(
-                "this worker's model, settings or versions are not those of the training that it "
-                "would join; start the same script with the same packages on all nodes"
+                "this worker's model, settings or versions differ from those of the training "
+                "that it would join; start the same script with the same packages on all nodes"
             )
         if self.name not in generation.members:
-            self.end("a generation has been made without this worker", code=EXIT_EVICTED)
+            self.end("a generation was formed without this worker", code=EXIT_EVICTED)
         if self.name in generation.heals and has_state:
             self.end("this worker is behind the others", code=EXIT_RESTART)
 
@@ -159,5 +159,5 @@ class Generations:
 
     def end(self, reason: str, *, code: int) -> NoReturn:
         """End this process, and say why."""
-        log.warning("elastic: this process ends (exit code %d): %s", code, reason)
+        log.warning("elastic: this process exits with code %d: %s", code, reason)
         raise Ended(code)

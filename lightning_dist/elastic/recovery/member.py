@@ -41,7 +41,7 @@ _REPORTED = 1 << 40
 
 @dataclass(frozen=True)
 class RecoveryEnvironment:
-    """What the agent tells a worker that can recover within its process.
+    """Environment that the agent sets for a worker that can recover within its process.
 
     Attributes:
         host: of the launcher's store.
@@ -181,11 +181,11 @@ class Member:
             come = self.store.add(key, 1)
             while come < size and not self.is_broken:
                 if time.monotonic() > end:
-                    raise RuntimeError(f"{size - come} members did not come in {_PATIENCE:g} s")
+                    raise RuntimeError(f"{size - come} members did not come within {_PATIENCE:g} s")
                 time.sleep(_BUSY)
                 come = self.store.add(key, 0)
         if come < size:
-            raise RuntimeError(f"a member is lost before all have met: {self._reason}")
+            raise RuntimeError(f"a member was lost before all had arrived: {self._reason}")
 
     def waits_for_another(self) -> bool:
         """Whether another member has not come as far as this one. From any thread."""
@@ -241,7 +241,7 @@ class Member:
                     self._waiting = self._watched.add(Keys.waiting, 0)
                 self._watch_generation(number)
             except Exception as error:
-                self.break_off(f"the launcher's store is gone: {error}")
+                self.break_off(f"the launcher's store is unavailable: {error}")
                 return
 
     def _watch_generation(self, number: int) -> None:

@@ -47,7 +47,7 @@ class RecoveryHost:
 
     @property
     def ended(self) -> str:
-        """Why no more generations are made; empty while they are."""
+        """Reason why no more generations are made; empty while they are."""
         return self._thread.ended
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ def connect(address: str, timeout: timedelta = _TIMEOUT) -> PrefixStore:
 
 
 class RecoveryNode:
-    """What one launcher tells of its workers, and is told.
+    """Exchange of one launcher with the coordinator about its workers.
 
     Args:
         address: of the store.
@@ -121,7 +121,7 @@ class RecoveryNode:
         return bool(self._store.check([Keys.over]))
 
     def death_of(self, worker: Worker) -> str:
-        """Why the coordinator says that ``worker`` is dead; empty if it does not."""
+        """Reason why the coordinator declared ``worker`` dead; empty if it did not."""
         key = Keys.dead(str(worker))
         return self._store.get(key).decode() if self._store.check([key]) else ""
 

@@ -1,4 +1,4 @@
-"""What workers, agents and the coordinator tell each other in the launcher's store.
+"""Protocol of workers, agents and the coordinator in the launcher's store.
 
 A *generation* is a list of workers that train together; process groups live as long as one. The
 coordinator, a thread of the launcher that hosts the store, is the only one that makes generations,
@@ -56,7 +56,7 @@ class Worker(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """Where a worker stands; it writes nothing more of ``generation`` and waits for the next one.
+    """Position of a worker; it writes nothing more of ``generation`` and waits for the next one.
 
     Attributes:
         step: optimizer steps that it has applied; -1 where it has no state of the training, as a
@@ -165,7 +165,7 @@ class Keys:
 
     @staticmethod
     def met(number: int) -> str:
-        """How many members of a generation have come to make its groups."""
+        """Number of members of a generation that have come to make its groups."""
         return f"met/{number}"
 
     @staticmethod
@@ -219,7 +219,7 @@ def next_generation(
         min_workers: with fewer there is no generation.
         max_workers: newcomers beyond are left waiting.
     """
-    gone = {name: dead.get(name, "does not answer") for name in (*dead, *late)}
+    gone = {name: dead.get(name, "does not respond") for name in (*dead, *late)}
     members = [name for name in now.members if name not in gone]
     stopped = [name for name in members if name in reports]
     newcomers = sorted(ready.keys() - gone.keys() - set(now.members), key=Worker.parse)
@@ -236,18 +236,18 @@ def next_generation(
         return Generation(number, refused=tuple(refused), ends="; ".join([*reasons, why]))
 
     if now.members and not stopped:
-        return end("nobody is left")
+        return end("no worker is left")
     step = max(
         (reports[name].step for name in stopped),
         default=max([0, *(ready[name].step for name in newcomers)]),
     )
     if step < 0:
-        return end("nobody who is left has the state of the training")
+        return end("no remaining worker has the state of training")
     known = {each.fingerprint for each in (reports[name] for name in stopped)} or {
         ready[name].fingerprint for name in newcomers
     }
     if not now.members and len(known) > 1:
-        return end("the workers are of different trainings", refused=newcomers)
+        return end("the workers belong to different trainings", refused=newcomers)
     refused = [name for name in newcomers if ready[name].fingerprint not in known]
     room = max(0, max_workers - len(stopped))
     admitted = [name for name in newcomers if name not in refused][:room]

@@ -27,7 +27,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
     """
 
     compression: Compression | None = None
-    """What the plugin does; None without one."""
+    """The compression of the plugin; None without one."""
 
     def __init__(
         self, *args: Any, kwargs_handlers: Sequence[Any] | None = None, **kwargs: Any
@@ -36,7 +36,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
         plugins = [each for each in handlers if isinstance(each, CompressedDDPPlugin)]
         if len(plugins) > 1:
             raise ValueError(
-                f"an Accelerator takes one CompressedDDPPlugin, got {len(plugins)} in "
+                f"An Accelerator takes one CompressedDDPPlugin, got {len(plugins)} in "
                 "kwargs_handlers; give one"
             )
         others = [each for each in handlers if not isinstance(each, CompressedDDPPlugin)]

@@ -1,4 +1,4 @@
-"""Where compression is attached to an Accelerator, and what must hold before.
+"""Attaching compression to an Accelerator, and its conditions.
 
 A hook that would never run, or ranks that do not know of each other, are said then and not found
 out at the end.
@@ -6,7 +6,6 @@ out at the end.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -21,13 +20,14 @@ from lightning_dist.configuration import Resolved
 from lightning_dist.elastic.recovery.groups import is_alone
 from lightning_dist.integrations.accelerate.private import ddp_handler, prepared_models
 from lightning_dist.integrations.refusals import second_hook
+from lightning_dist.log import get_logger, prefixed
 from lightning_dist.topology.launcher import promised_ranks
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch.nn.parallel import DistributedDataParallel
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 _PLUGIN = "the CompressedDDPPlugin"
 _TWO_ON_CPU = (
@@ -40,7 +40,7 @@ def tell(accelerator: Accelerator, resolved: Resolved) -> None:
     """Say on rank 0 which settings are from outside of the code, and from where."""
     if accelerator.is_main_process and (told := resolved.told()):
         # Not logged: Accelerate shows no log below a warning, and this is none.
-        print(f"lightning_dist: set outside of the code: {told}", file=sys.stderr)
+        print(prefixed(f"set outside of the code: {told}"), file=sys.stderr)
 
 
 def kind_of(accelerator: Accelerator) -> str:
@@ -52,13 +52,13 @@ def require_attachable(accelerator: Accelerator) -> None:
     """Raise ValueError where the hook would not run or not be the only one; warn of one process."""
     if handler_of(accelerator) is not None:
         raise ValueError(
-            "one CompressedDDPPlugin can be attached to an Accelerator, and one is attached "
+            "One CompressedDDPPlugin can be attached to an Accelerator, and one is attached "
             "already; attach it once, or give it in kwargs_handlers and do not attach it"
         )
     prepared = prepared_models(accelerator)
     if prepared:
         raise ValueError(
-            "a CompressedDDPPlugin must be attached before accelerator.prepare, got an Accelerator "
+            "A CompressedDDPPlugin must be attached before accelerator.prepare, got an Accelerator "
             f"with a prepared {type(prepared[0]).__name__}; attach it right after Accelerator(...)"
         )
     _require_ddp(accelerator)
@@ -71,14 +71,14 @@ def _require_ddp(accelerator: Accelerator) -> None:
     kind = kind_of(accelerator)
     if kind != "NO" and not kind.startswith("MULTI_"):
         raise ValueError(
-            "a CompressedDDPPlugin compresses the gradients of DistributedDataParallel, got an "
+            "A CompressedDDPPlugin compresses the gradients of DistributedDataParallel, got an "
             f"Accelerator with {kind}, which exchanges them itself; launch with --multi_gpu "
             "(distributed_type: MULTI_GPU), or leave the plugin out"
         )
     parallelism = accelerator.parallelism_config
     if parallelism is not None and parallelism.tp_enabled:
         raise ValueError(
-            "a CompressedDDPPlugin compresses the gradients of DistributedDataParallel, which "
+            "A CompressedDDPPlugin compresses the gradients of DistributedDataParallel, which "
             f"Accelerate does not use with tensor parallelism, got tp_size={parallelism.tp_size}; "
             "leave tp_size at 1, or the plugin out"
         )
@@ -109,13 +109,13 @@ def _about_one_process() -> None:
     if promised is not None:
         name, count = promised
         raise ValueError(
-            f"all processes of a launch must train together, but {name}={count} and this "
+            f"All processes of a launch must train together, but {name}={count} and this "
             "Accelerator has num_processes=1: every process would train for itself. On CPU set "
             "ACCELERATE_USE_CPU=true in the environment and leave use_cpu and cpu= out "
             f"({_TWO_ON_CPU}); start a job of one process without a launcher"
         )
     log.warning(
-        "the Accelerator has one process, so nothing is exchanged or compressed. If you asked for "
+        "The Accelerator has one process, so nothing is exchanged or compressed. If you asked for "
         "several: 'accelerate launch --cpu --num_processes 2' starts one; write '%s'",
         _TWO_ON_CPU,
     )

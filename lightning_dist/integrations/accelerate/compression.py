@@ -1,4 +1,4 @@
-"""What is attached to an Accelerator: compresses its models, saves, loads and tells."""
+"""Compression attached to an Accelerator: compresses its models, saves, loads and reports."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Compression(CommReport):
             self._accelerator.log(metrics, step=step)
 
     def configuration(self) -> dict[str, str | int | float]:
-        """What a tracker should know of a run: for ``accelerator.init_trackers(config=...)``.
+        """Configuration of a run for trackers: for ``accelerator.init_trackers(config=...)``.
 
         ``comm_config()`` as ``lightning_dist/codec`` and so on, in one level and without None:
         TensorBoard takes no others. Exchange, hosts and ranks are in it after ``prepare``.

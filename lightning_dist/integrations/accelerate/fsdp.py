@@ -38,7 +38,7 @@ _MESH = ("dp_replicate", "dp_shard_cp")
 
 @dataclass(frozen=True)
 class CompressedFSDPPlugin:
-    """What :func:`lightning_dist.compress_fsdp` takes, for the model that Accelerate prepares.
+    """Arguments of :func:`lightning_dist.compress_fsdp`, for the model that Accelerate prepares.
 
     For an ``Accelerator`` with ``FullyShardedDataParallelPlugin(fsdp_version=2)`` and a
     ``ParallelismConfig`` of several replicas (HSDP): those are averaged by us, compressed; or, with
@@ -166,19 +166,19 @@ def is_attached(accelerator: Accelerator) -> bool:
 def _require_attachable(accelerator: Accelerator, *, replicas: bool) -> None:
     if not accelerator.is_fsdp2:
         raise ValueError(
-            "a CompressedFSDPPlugin compresses the gradients of FSDP2, got an Accelerator with "
+            "A CompressedFSDPPlugin compresses the gradients of FSDP2, got an Accelerator with "
             f"{accelerator.distributed_type}; give it FullyShardedDataParallelPlugin("
             "fsdp_version=2), or attach a CompressedDDPPlugin"
         )
     config = accelerator.parallelism_config
     if is_attached(accelerator):
         raise ValueError(
-            "one CompressedFSDPPlugin can be attached to an Accelerator; attach it once"
+            "One CompressedFSDPPlugin can be attached to an Accelerator; attach it once"
         )
     has_replicas = config is not None and config.dp_replicate_enabled
     if replicas and not has_replicas:
         raise ValueError(
-            "gradients are compressed between replicas, and there is one; give the Accelerator "
+            "Gradients are compressed between replicas, and there is one; give the Accelerator "
             "parallelism_config=ParallelismConfig(dp_replicate_size=hosts, dp_shard_size=ranks of "
             "a host), or the plugin parameters="
         )
@@ -189,13 +189,13 @@ def _require_attachable(accelerator: Accelerator, *, replicas: bool) -> None:
         )
     if config is not None and config.tp_enabled:
         raise ValueError(
-            "a CompressedFSDPPlugin does not work with tensor parallelism yet, got "
+            "A CompressedFSDPPlugin does not work with tensor parallelism yet, got "
             f"tp_size={config.tp_size}; leave it at 1, or use compress_fsdp or Lightning's strategy"
         )
     prepared = private.prepared_models(accelerator)
     if prepared:
         raise ValueError(
-            "a CompressedFSDPPlugin must be attached before accelerator.prepare, got an "
+            "A CompressedFSDPPlugin must be attached before accelerator.prepare, got an "
             f"Accelerator with a prepared {type(prepared[0]).__name__}; attach it right after "
             "Accelerator(...)"
         )

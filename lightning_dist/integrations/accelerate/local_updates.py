@@ -56,14 +56,14 @@ def local_updates(
     """
     if not isinstance(model, DistributedDataParallel):
         raise ValueError(
-            "local updates need a model that accelerator.prepare has wrapped in "
+            "Local updates need a model that accelerator.prepare has wrapped in "
             f"DistributedDataParallel, got {type(model).__name__} of an Accelerator with "
             f"{kind_of(accelerator)}; launch several processes with --multi_gpu (distributed_type: "
             "MULTI_GPU), and prepare the model first"
         )
     if reducer_of(model.module) is not None:
         raise ValueError(
-            "the gradients of this model are compressed in every step by a CompressedDDPPlugin; "
+            "The gradients of this model are compressed in every step by a CompressedDDPPlugin; "
             "leave the plugin out"
         )
     given = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]

@@ -19,7 +19,7 @@ from lightning_dist.settings import Settings
 
 @dataclass(frozen=True)
 class CompressedDDPPlugin:
-    """What :func:`lightning_dist.compress_ddp` takes, for every model that Accelerate prepares.
+    """Arguments of :func:`lightning_dist.compress_ddp`, for every model that Accelerate prepares.
 
     Attach it to an ``accelerate.Accelerator``, or give it to
     :class:`lightning_dist.accelerate.Accelerator` in ``kwargs_handlers=[...]``.

@@ -53,7 +53,7 @@ def prepared_optimizers(accelerator: Accelerator) -> Sequence[Any]:
 
 # Rank 0 alone saves them, and load_state notices too late that there are others.
 def registered_objects(accelerator: Accelerator) -> Sequence[Any]:
-    """What was given to ``register_for_checkpointing``, in its order."""
+    """Objects given to ``register_for_checkpointing``, in their order."""
     found: Sequence[Any] = accelerator._custom_objects
     return found
 
@@ -103,7 +103,7 @@ def write_default_configuration(path: str) -> Any:
 
 # Unlike torch.load it allows arrays of NumPy with weights_only.
 def load_restricted(*args: Any, **kwargs: Any) -> Any:
-    """What Accelerate reads its files with."""
+    """Function with which Accelerate reads its files."""
     from accelerate.utils.other import load
 
     return load(*args, **kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -17,12 +16,13 @@ from lightning_dist.integrations.accelerate.private import prepared_models
 from lightning_dist.integrations.torch.ddp import reducer_of
 from lightning_dist.integrations.torch.fsdp.replicas import exchange_of
 from lightning_dist.integrations.torch.fsdp.shards import CompressedShards
+from lightning_dist.log import get_logger
 from lightning_dist.reducer.reducer import Reducer
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 def reducers(accelerator: Accelerator) -> list[Reducer]:
@@ -32,7 +32,7 @@ def reducers(accelerator: Accelerator) -> list[Reducer]:
 
 
 def owners(accelerator: Accelerator) -> list[Reducer | CompressedShards]:
-    """What keeps state of each compressed model, in their order."""
+    """Owner of the state of each compressed model, in their order."""
     found = [reducer_of(each) or exchange_of(each) for each in prepared_models(accelerator)]
     return [each for each in found if isinstance(each, Reducer | CompressedShards)]
 
@@ -68,7 +68,7 @@ def require_one_folder(accelerator: Accelerator, folder: str) -> None:
     differ = [rank for rank, fact in enumerate(facts) if fact != facts[0]]
     if differ:
         raise ValueError(
-            f"all ranks must load the same residuals, but ranks {differ} do not see the files that "
+            f"All ranks must load the same residuals, but ranks {differ} do not see the files that "
             f"rank 0 sees in {folder}; load from a folder that all nodes share"
         )
 
@@ -93,9 +93,10 @@ def load(accelerator: Accelerator, folder: str, *, says: bool) -> None:
         owner.load_state_dict(state)
     if says and os.path.exists(_file(folder, len(found))):
         log.warning(
-            "%s holds residuals of a compressed model, and there is none here: what they still owe "
-            "is lost. Compress the model before load_state: with a CompressedDDPPlugin attached "
-            "before prepare, which needs several processes, or with compress_ddp after it",
+            "%s holds residuals of a compressed model, and no model here is compressed: the "
+            "residuals are dropped. Compress the model before load_state: with a "
+            "CompressedDDPPlugin attached before prepare, which needs several "
+            "processes, or with compress_ddp after it",
             folder,
         )
 

@@ -26,7 +26,7 @@ class CompressedDDPMixin:
     """
 
     compression: Compression
-    """What the plugin does."""
+    """The compression of the plugin."""
 
     def __init__(self, *args: Any, compression: CompressedDDPPlugin, **kwargs: Any) -> None:
         if "transformers" in sys.modules:

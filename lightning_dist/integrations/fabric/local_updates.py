@@ -48,7 +48,7 @@ class LocalUpdateStrategy(CommReport, LocalUpdateArguments, FollowsLauncher, DDP
     @override
     def setup_module(self, module: Module) -> Any:
         raise ValueError(
-            "local updates need the model together with its optimizers, got a model alone; call "
+            "Local updates need the model together with its optimizers, got a model alone; call "
             "fabric.setup(model, optimizer)"
         )
 
@@ -58,7 +58,7 @@ class LocalUpdateStrategy(CommReport, LocalUpdateArguments, FollowsLauncher, DDP
     ) -> Any:
         if self._updates is not None:
             raise ValueError(
-                "one model can be trained in local steps, got a second one; make another Fabric "
+                "One model can be trained in local steps, got a second one; make another Fabric "
                 "for it, or use lightning_dist.local_updates"
             )
         require_compressible(module)

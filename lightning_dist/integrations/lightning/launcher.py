@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_dist.elastic.launcher.launch import Launch
 from lightning_dist.elastic.launcher.rendezvous import attempt_store
 from lightning_dist.integrations.lightning.private import group_timeout, init_process_group_over
+from lightning_dist.log import prefixed
 
 
 class ElasticEnvironment(TorchElasticEnvironment):
@@ -34,9 +35,9 @@ class ElasticEnvironment(TorchElasticEnvironment):
         if num_devices * num_nodes != self.world_size():
             rank_zero_warn(
                 f"The launcher started {self.world_size()} ranks, and devices * num_nodes is "
-                f"{num_devices} * {num_nodes}. Lightning's own distributed sampler deals the data "
-                "out by the latter, so some is left out or repeated: use a sampler of your own, "
-                'or strategy="compressed_ddp", which follows the launcher.'
+                f"{num_devices} * {num_nodes}. Lightning's own distributed sampler shards the "
+                "data by the latter, so samples are skipped or repeated: use a sampler of your "
+                'own, or strategy="compressed_ddp", which follows the launcher.'
             )
 
 
@@ -67,7 +68,7 @@ class MembersEnvironment(FollowedEnvironment):
 
 
 def launch_of(environment: ClusterEnvironment | None) -> Launch | None:
-    """What the launcher said, where ranks are torchrun's and Lightning takes them from it."""
+    """Environment of the launcher, where ranks are torchrun's and Lightning takes them from it."""
     if not isinstance(environment, TorchElasticEnvironment):
         return None
     launch = Launch.from_env()
@@ -134,7 +135,7 @@ def local_devices(given: list[torch.device], launch: Launch) -> list[torch.devic
     devices += [device for device in free if device not in devices][:missing]
     if launch.local_rank >= len(devices):
         raise ValueError(
-            f"the launcher started {launch.local_world_size} ranks on this node, and local rank "
+            f"The launcher started {launch.local_world_size} ranks on this node, and local rank "
             f"{launch.local_rank} needs a {kind} device of its own, of which {len(devices)} are "
             f"visible: start it with --nproc-per-node={len(devices)}"
         )
@@ -150,7 +151,7 @@ def _report(given: list[torch.device], num_nodes: int, launch: Launch) -> None:
     if num_nodes not in (1, launch.nodes):
         told.append(f"{launch.nodes} nodes, not num_nodes={num_nodes}")
     if told:
-        rank_zero_info(f"lightning_dist follows the launcher: {' and '.join(told)}.")
+        rank_zero_info(prefixed(f"lightning_dist follows the launcher: {' and '.join(told)}."))
 
 
 def init_process_group(strategy: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -20,13 +19,14 @@ from lightning_dist.integrations.strategy_names import LOCAL_NAMES, register
 from lightning_dist.integrations.torch.checks import require_compressible
 from lightning_dist.integrations.torch.local.state import WorkerStates
 from lightning_dist.integrations.torch.local.updates import attach
+from lightning_dist.log import get_logger
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from lightning_dist.reducer.reducer import Reducer
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 _FEW = 20
 """Outer steps below which outer momentum has not come to its rate."""
@@ -80,7 +80,7 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
         assert self.lightning_module is not None
         if self._schedule.ddp_steps and not self.lightning_module.automatic_optimization:
             raise ValueError(
-                "with manual optimization Lightning decides itself when DDP averages gradients; "
+                "With manual optimization Lightning decides itself when DDP averages gradients; "
                 "leave ddp_steps out"
             )
         self._logged_step = 0
@@ -106,12 +106,12 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
         outer = int(steps - schedule.ddp_steps) // schedule.sync_every
         if outer < 1:
             raise ValueError(
-                f"a training of {steps:g} steps must have an outer step, got sync_every="
+                f"A training of {steps:g} steps must have an outer step, got sync_every="
                 f"{schedule.sync_every} and ddp_steps={schedule.ddp_steps}; set them lower"
             )
         if outer < _FEW and schedule.outer_momentum and self.global_rank == 0:
             log.warning(
-                "%d outer steps in a training of %d: outer momentum takes some %d to come to its "
+                "%d outer steps in a training of %d: outer momentum takes about %d to reach its "
                 "rate. Lower sync_every, or set outer_momentum=0 and outer_lr=1",
                 outer,
                 steps,

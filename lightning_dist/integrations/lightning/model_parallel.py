@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
@@ -25,8 +24,9 @@ from lightning_dist.integrations.lightning.reporting import ReportsCommunication
 from lightning_dist.integrations.model_parallel import DIMENSIONS, ModelParallelArguments
 from lightning_dist.integrations.refusals import refuse_pytorch_lightning
 from lightning_dist.integrations.torch.fsdp.replicas import ShardedExchange, ShardedGradients
+from lightning_dist.log import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 _METADATA_FILENAME = "meta.pt"
 """File in a folder that Lightning has written by torch.distributed.checkpoint."""
@@ -149,8 +149,8 @@ class CompressedModelParallelStrategy(
             self._load_state(self._exchange, checkpoint.get(CHECKPOINT_KEY))
         elif self.optimizers and CHECKPOINT_KEY in checkpoint and self.is_global_zero:
             log.warning(
-                "the checkpoint has residuals of several replicas, and one replica compresses "
-                "nothing: what they owe is lost"
+                "The checkpoint has residuals of several replicas, and one replica compresses "
+                "nothing: the residuals are dropped"
             )
         return checkpoint
 

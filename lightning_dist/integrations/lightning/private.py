@@ -320,7 +320,7 @@ _ADDED_UP = ("value", "cumulated_batch_size")
 
 
 def logged_values(trainer: pl.Trainer) -> list[tuple[Any, dict[str, Any]]]:
-    """What was logged in this epoch's steps so far; not the states of torchmetrics."""
+    """Values logged in this epoch so far; not the states of torchmetrics."""
     results: Any = trainer.fit_loop.epoch_loop._results
     return [
         (each, {name: getattr(each, name) for name in _ADDED_UP if hasattr(each, name)})

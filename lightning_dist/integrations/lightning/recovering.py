@@ -65,7 +65,7 @@ class RecoversInProcess:
         try:
             members, *groups = generations.enter(generation, has_state=False)
         except RuntimeError as error:
-            generations.end(f"a rank is lost at the start: {error}", code=EXIT_RESTART)
+            generations.end(f"a rank was lost at the start: {error}", code=EXIT_RESTART)
         self._groups = (groups[0], groups[1])
         self.members = members
         self.become(members)
@@ -147,7 +147,7 @@ class RecoversInProcess:
         if generations.is_broken or is_of_a_peer(exception):
             generations.break_off(str(exception))
             generations.end(
-                "a rank is lost outside of a training step, where the others cannot go on "
+                "a rank was lost outside a training step, where the others cannot continue "
                 f"without it: {str(exception)[:200]}",
                 code=EXIT_RESTART,
             )

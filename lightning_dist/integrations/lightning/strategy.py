@@ -80,8 +80,8 @@ class CompressedDDPStrategy(
             isinstance(e, ElasticRestart) for e in trainer.callbacks
         ):
             raise ValueError(
-                "recovery='in_process' needs ElasticRestart(...) among the callbacks, which deals "
-                "samples to those who are left, and a fit without fast_dev_run"
+                "recovery='in_process' needs ElasticRestart(...) among the callbacks, which "
+                "reshards the data over the remaining ranks, and a fit without fast_dev_run"
             )
         environment = RecoveryEnvironment.from_env()
         if environment is not None:
@@ -89,7 +89,7 @@ class CompressedDDPStrategy(
             return
         rank_zero_warn(
             "recovery='in_process' takes effect under `lightning-dist launch` only; where a rank "
-            "is lost here, all are restarted"
+            "is lost here, all ranks restart"
         )
 
     @override
@@ -105,7 +105,7 @@ class CompressedDDPStrategy(
         super().setup(trainer)
         if self._settings.delay and len(self.optimizers) > 1:
             raise ValueError(
-                "with delay=1 a backward pass gets the mean of the one before, which must be of "
+                "With delay=1 a backward pass gets the mean of the one before, which must be of "
                 f"the same optimizer, got {len(self.optimizers)} optimizers; use one, or leave "
                 "delay out"
             )

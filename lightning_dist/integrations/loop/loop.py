@@ -137,7 +137,7 @@ class ElasticLoop:
     def __enter__(self) -> ElasticLoop:
         run = self._run
         if run.is_open or run.is_complete:
-            raise ValueError("an ElasticLoop is entered once; make a new one")
+            raise ValueError("An ElasticLoop is entered once; make a new one")
         try:
             run.open(self._loader, self._given)
         except BaseException as error:
@@ -147,7 +147,7 @@ class ElasticLoop:
 
     @property
     def resumed(self) -> ElasticState | None:
-        """What the checkpoint said that this start goes on from; None for a fresh start."""
+        """State of the checkpoint that this start resumes from; None for a fresh start."""
         return self._run.session.resumed
 
     @property
@@ -157,7 +157,7 @@ class ElasticLoop:
 
     @property
     def micro_batch(self) -> MicroBatch | None:
-        """Which samples this rank is computing, and their weight; None outside of an epoch."""
+        """Samples that this rank computes, and their weight; None outside an epoch."""
         return self._this
 
     @property
@@ -167,7 +167,7 @@ class ElasticLoop:
 
     @property
     def summary(self) -> Summary:
-        """What restarts have cost this run so far; on rank 0."""
+        """Cost of restarts of this run so far; on rank 0."""
         return self._run.session.history.summary
 
     @property
@@ -212,8 +212,8 @@ class ElasticLoop:
     def _end_epoch(self, epoch: int) -> None:
         if self._in_epoch:
             raise ValueError(
-                f"epoch {epoch} has batches left, which the next one would leave out; to end the "
-                "training early leave epochs() too, with break, return or an exception"
+                f"Epoch {epoch} has batches left, which the next one would skip; to end training "
+                "early, leave epochs() too, with break, return or an exception"
             )
         self._run.end_epoch(epoch)
         self._run.settle()
@@ -254,17 +254,17 @@ class ElasticLoop:
     def _require_told(self) -> None:
         if not self._is_weighted:
             raise ValueError(
-                "a micro-batch ended whose loss was not scaled, so on another number of ranks the "
+                "A micro-batch ended whose loss was not scaled, so on another number of ranks the "
                 "gradients would be wrong; use loop.scale_loss(loss).backward()"
             )
         if self.sync_gradients and not self._has_stepped:
             raise ValueError(
-                "a step ended without loop.step_done(), so it would not be in a checkpoint; call "
+                "A step ended without loop.step_done(), so it would not be in a checkpoint; call "
                 "it after the optimizer's step(), where loop.sync_gradients"
             )
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """What to call ``backward`` on: ``loss``, a mean over the batch, by its share of the step.
+        """Loss for ``backward``: ``loss``, a mean over the batch, times its share of the step.
 
         With it the gradient of a step is the mean over its samples, however many micro-batches and
         ranks there are.

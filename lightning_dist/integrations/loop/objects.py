@@ -1,4 +1,4 @@
-"""What is saved of a loop: the user's objects, and the residuals of their models."""
+"""State of a loop: the user's objects, and the residuals of their models."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class Objects:
         modules = [each for each in self._given.values() if isinstance(each, nn.Module)]
         if not modules:
             raise ValueError(
-                "state= has no model, so nothing could go on; give "
+                "state= has no model, so no run could resume; give "
                 'state={"model": model, "optimizer": optimizer}'
             )
         self._wrapped = [ddp for each in modules if (ddp := _ddp_in(each)) is not None]
         self.updates = [each for each in self._given.values() if isinstance(each, LocalUpdates)]
         if world_size > 1 and not self._wrapped and not self.updates:
             raise ValueError(
-                f"no model in state= is in DistributedDataParallel, so {world_size} ranks would "
+                f"No model in state= is in DistributedDataParallel, so {world_size} ranks would "
                 "train apart; give the one that prepare(), fabric.setup() or DDP returned, or the "
                 "updates that local_updates() returned beside the model"
             )

@@ -25,8 +25,9 @@ from lightning_dist.elastic.session import Session
 from lightning_dist.elastic.settings import RecoveryMode, require_recovery
 from lightning_dist.integrations.loop.objects import Objects
 from lightning_dist.integrations.torch.recovery import RecoverablePlacement, StepRecovery
+from lightning_dist.log import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 class Stopped(SystemExit):
@@ -73,7 +74,7 @@ class LoopPlacement(RecoverablePlacement):
             if self._mode == "in_process":
                 self.warn(
                     "recovery='in_process' takes effect under `lightning-dist launch` only; where "
-                    "a rank is lost here, all are restarted"
+                    "a rank is lost here, all ranks restart"
                 )
             self._open(given, world_size=self.session.members.world_size)
             return
@@ -231,7 +232,7 @@ class LoopPlacement(RecoverablePlacement):
         )
 
     def _load(self, path: str) -> Any:
-        """What was saved as ``path``, which has been verified. Collective: errors are of all."""
+        """The state saved as ``path``, which has been verified. Collective: errors are of all."""
         restricted = self._settings.weights_only
         return self.session.members.ranks.on_each(
             lambda: load(path, check=False, map_location="cpu", weights_only=restricted)
@@ -343,7 +344,7 @@ def _unprepared(loader: Any) -> Any:
     kind = type(loader)
     if kind.__module__.partition(".")[0] in ("accelerate", "lightning", "lightning_fabric"):
         raise NotExactError(
-            f"a {kind.__name__} deals its batches to ranks itself; give ElasticLoop the DataLoader "
+            f"a {kind.__name__} shards its batches itself; give ElasticLoop the DataLoader "
             "as it is before prepare() or setup_dataloaders(), and device="
         )
     return loader

@@ -101,7 +101,7 @@ def run_metadata(
 
 
 def why_not_in_detail(model: DistributedDataParallel, reducer: Reducer | None = None) -> str:
-    """Why events within a step cannot be timed; empty if they can."""
+    """Reason why events within a step cannot be timed; empty if they can."""
     if reducer is not None and reducer.settings.delay:
         return "with delay=1 an exchange ends in the step after its own"
     kind = model.device.type

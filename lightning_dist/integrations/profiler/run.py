@@ -62,7 +62,7 @@ _GATHER_TIMEOUT = 600.0
 """Seconds for records of other hosts to travel."""
 _TOGETHER = 2.0
 """Seconds in which ranks end that end by the same error."""
-NO_LINKS = "n/a, ranks that recover within their processes meet at the end only"
+NO_LINKS = "n/a, ranks that recover in process synchronise at the end only"
 _WAITING = (
     "waiting for the other ranks: all of them have to enter CommProfiler, at the same point of the "
     "program; those that do not are waited for until the timeout of the process group"
@@ -100,18 +100,18 @@ class ProfileRun:
         self._predicts, self._device = predict, model.device
         self._has_finished = False
         self.reasons: list[str] = []
-        """What is not measured, and why."""
+        """Unmeasured values, and the reasons."""
         self._reducer = reducer_of(model.module)
         if is_watched(model) if self._reducer is None else self._reducer.is_watched:
             raise ValueError(
-                "this model is profiled already, and one CommProfiler at a time can see its "
+                "This model is profiled already, and one CommProfiler at a time can see its "
                 "gradients; leave one out, or let the other end first"
             )
         recovers = self._reducer is not None and self._reducer.recovers
         self._environment = RecoveryEnvironment.from_env() if recovers else None
         if not recovers and is_alone():
             raise ValueError(
-                "this process has not met the others yet, so its profile would be of one rank; "
+                "This process has not joined the others yet, so its profile would be of one rank; "
                 "enter CommProfiler inside of `with ElasticLoop(..., recovery='in_process')`"
             )
         rank = dist.get_rank()
@@ -308,7 +308,7 @@ class ProfileRun:
             meet()
         except RuntimeError as error:  # of gloo
             because = first_sentence(error)
-            problems.append(f"at the end a rank was gone or late, so {loss}: {because}")
+            problems.append(f"a rank had terminated or was late at the end, so {loss}: {because}")
             return False
         return True
 

@@ -19,7 +19,7 @@ from lightning_dist.profiling.capture.recorder import Recorder
 
 
 def as_ddp(model: nn.Module) -> DistributedDataParallel | None:
-    """What is profiled of ``model``: DDP itself, or shards that are compressed; None of others."""
+    """The profiled part of ``model``: DDP itself, or shards that are compressed; None of others."""
     if isinstance(model, DistributedDataParallel):
         return model
     found = exchange_of(model)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import heapq
-import logging
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_dist.accelerator import has_streams
 from lightning_dist.codecs import Codec
 from lightning_dist.codecs.policies import NORMS_BIASES_EMBEDDINGS, patterns_of
+from lightning_dist.log import get_logger
 from lightning_dist.measurement.expected import first_compressed_step
 from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.private import communication_hooks
@@ -25,7 +25,7 @@ from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.units.base import require_units
 from lightning_dist.settings import Settings
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 def require_ddp(model: nn.Module) -> None:
@@ -48,7 +48,7 @@ def require_ddp(model: nn.Module) -> None:
     hooks = [hook.__qualname__ for hook, _ in communication_hooks(model)]
     if hooks:
         raise ValueError(
-            f"a model takes one communication hook, and {hooks[0]} is registered already; remove "
+            f"A model takes one communication hook, and {hooks[0]} is registered already; remove "
             "that registration, or wrap the model in a new DistributedDataParallel"
         )
 
@@ -85,14 +85,14 @@ def require_compressible(module: nn.Module) -> None:
     """Raise ValueError for models whose gradients cannot be compressed."""
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError(
-            "the model must have a parameter with requires_grad=True, and has none; unfreeze one, "
+            "The model must have a parameter with requires_grad=True, and has none; unfreeze one, "
             "or run without a distributed strategy"
         )
     _require_device(module)
     for name, child in module.named_modules():
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
             raise ValueError(
-                f"gradients must be dense, and {name or type(child).__name__!r} was made with "
+                f"Gradients must be dense, and {name or type(child).__name__!r} was made with "
                 "sparse=True; make it with sparse=False"
             )
 
@@ -103,12 +103,12 @@ def _require_device(module: nn.Module) -> None:
     for other, where in trained.items():
         if where != device:
             raise ValueError(
-                f"compressed DDP needs one device per process, and {name!r} is on {device} and "
+                f"Compressed DDP needs one device per process, and {name!r} is on {device} and "
                 f"{other!r} on {where}; start a process for each device, or use plain DDP"
             )
     if device.type != "cpu" and not has_streams(device):
         raise ValueError(
-            "gradients must be on the CPU or on an accelerator with streams, such as CUDA, and "
+            "Gradients must be on the CPU or on an accelerator with streams, such as CUDA, and "
             f"{name!r} is on {device}; use plain DDP there"
         )
 
@@ -129,7 +129,7 @@ def require_effect(
         if not one_of_several:
             raise ValueError(problem)
         if says:
-            log.warning("%s; no matter if it is for another model", problem)
+            log.warning("%s; ignore this if it is for another model", problem)
     trained = {name: tuple(p.shape) for p, name in names.items() if p.requires_grad}
     for leaf in settings.codec.leaves():
         require_units(leaf)
@@ -150,7 +150,7 @@ def require_effect(
         )
     if says:
         log.warning(
-            "nothing is compressed: all %d parameters are 1-D or small for codec %s; lower "
+            "Nothing is compressed: all %d parameters are 1-D or small for codec %s; lower "
             "min_compress_numel (0 compresses all)",
             len(trained),
             settings.codec,
@@ -164,7 +164,7 @@ def require_begun(reducer: Reducer, optimizers: Sequence[object], *, steps: floa
     begins = first_compressed_step(reducer.settings.policy, shapes)
     if begins is not None and begins >= reducer.step + steps:
         raise ValueError(
-            f"compression must begin before the training ends, got step {begins} as its first "
+            f"Compression must begin before the training ends, got step {begins} as its first "
             f"(start_step, warmup or after_steps) and a training of {reducer.step + steps} steps; "
             "set it lower, or use strategy='ddp'"
         )
@@ -219,7 +219,7 @@ def compresses_fewer_bytes(
         )
     if planner.network.rank == 0:
         log.warning(
-            "nothing is compressed: all %d parameters that codec %s is for are so small that it "
+            "Nothing is compressed: all %d parameters that codec %s is for are so small that it "
             "would send more bytes between %d ranks",
             count,
             codec,

@@ -4,7 +4,6 @@
 # themselves and refuses strings.
 
 import hashlib
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -33,6 +32,7 @@ from lightning_dist.integrations.torch.checks import (
 from lightning_dist.integrations.torch.in_force import tell_in_force
 from lightning_dist.integrations.torch.networks import Groups, network_for
 from lightning_dist.kernels.inductor import should_fuse
+from lightning_dist.log import get_logger
 from lightning_dist.measurement.exposure import ExposureWatch
 from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.private import loss_scale_of, name_before_compile
@@ -40,7 +40,7 @@ from lightning_dist.reducer.plan.slices import as_real
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 # Beside the modules that are in DDP: Accelerate keeps a model as it was before DDP wrapped it, from
 # where nothing leads to the hook; and a module must stay copyable, so nothing may be hung on it.
@@ -138,7 +138,7 @@ def attach(
     timeout: timedelta | None = None,
     one_of_several: bool = False,
 ) -> Reducer:
-    """What :func:`compress_ddp` does, with checked settings.
+    """:func:`compress_ddp` with checked settings.
 
     Args:
         continue_from: the reducer of an earlier fit; its residuals and step count go on.
@@ -182,7 +182,7 @@ def attach(
         moved = [n for n in numel if n in before and before[n] != reducer.strides[n]]
         if moved and first:
             log.warning(
-                "the memory format of %s has changed since the last fit: what was owed to them is "
+                "The memory format of %s has changed since the last fit: what was owed to them is "
                 "forgotten; to keep it, load a checkpoint of that fit",
                 ", ".join(moved),
             )
@@ -217,7 +217,7 @@ def compile_kernels(
     ):
         return
     if says:
-        log.warning("compiling the codec's kernels (about 20 s the first time)")
+        log.warning("Compiling the codec's kernels (about 20 s the first time)")
     dtypes, sizes = {dtype for dtype, _ in gradients}, {numel for _, numel in gradients}
     for codec in settings.codec.leaves():
         reducer.planner.fuse(codec, dtypes, sizes=sizes)

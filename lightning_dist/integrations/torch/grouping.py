@@ -1,18 +1,18 @@
-"""Which ranks reduce with whom: what the user, the hosts and the launcher say, in this order."""
+"""Groups of ranks: from the user, host names and the launcher, in this order."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning_dist.log import get_logger
 from lightning_dist.settings import Settings
 from lightning_dist.topology import Topology
 from lightning_dist.topology.groups import Tree, blocks_of, innermost, levels_of, require_cover
 from lightning_dist.topology.hosts import describe_counts
 from lightning_dist.topology.launcher import contradiction
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 def topology_of(
@@ -46,7 +46,7 @@ def topology_of(
 
 
 def view_of(settings: Settings, *, world_size: int) -> str:
-    """What this rank was told about the groups, to be compared with what the others were told."""
+    """Settings of the groups on this rank, to be compared with those of the others."""
     try:
         tree = _declared(settings, world_size=world_size)
     except ValueError:  # raised again once it is known that all ranks were told the same
@@ -123,7 +123,7 @@ def _require_flat(settings: Settings, topology: Topology) -> None:
         )
     if not settings.intra.lossless:
         raise ValueError(
-            f"a codec for each level needs several hosts, one of them with several ranks, got "
+            f"A codec for each level needs several hosts, one of them with several ranks, got "
             f"{counts}; give one codec"
         )
     if settings.rank_groups is not None and settings.hierarchical is not False:

@@ -1,4 +1,4 @@
-"""What is in force, in one line at the start; and at the end, if it never was."""
+"""Log line with the settings in force; and a warning at the end if they never took effect."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from lightning_dist.codecs import NoCompression
 from lightning_dist.codecs.none import Uncompressed
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
 from lightning_dist.integrations.torch.grouping import picture
+from lightning_dist.log import get_logger, prefixed
 from lightning_dist.measurement.expected import expected_traffic
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.stats import CommStats
@@ -21,7 +22,7 @@ _DELAYED = (
     "; delay 1: each mean is applied one step late, the first step gets zeros, and the last mean "
     "is in the checkpoint only"
 )
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 def tell_in_force(reducer: Reducer, *, begins: int | None) -> None:
@@ -34,8 +35,8 @@ def tell_in_force(reducer: Reducer, *, begins: int | None) -> None:
         if RecoveryEnvironment.from_env() is not None:  # the others are met later
             return
         log.warning(
-            "one process: nothing is exchanged or compressed, %s takes effect with two ranks or "
-            "more. If you started several, they do not know of each other: look at WORLD_SIZE",
+            "One process: nothing is exchanged or compressed; %s takes effect with two ranks or "
+            "more. If you started several processes, they are not connected: check WORLD_SIZE",
             reducer.settings.codec,
         )
         return
@@ -78,18 +79,18 @@ def show(line: str) -> None:
     the logger ``lightning_dist`` holds.
     """
     if "lightning" in sys.modules:
-        rank_zero.log.info(line)
+        rank_zero.log.info(prefixed(line))
     elif logging.getLogger(_OURS).level or log.isEnabledFor(logging.INFO):
         log.info(line)
     else:
-        print(f"{_OURS}: {line}", file=sys.stderr)
+        print(prefixed(line), file=sys.stderr)
 
 
 def _never_begun(stats: CommStats, begins: int) -> None:
     sent = stats.as_mapping()
     if sent["steps"] and sent["per_codec"].keys() <= {NoCompression.name, Uncompressed.name}:
         log.warning(
-            "nothing was compressed in %d synchronised steps: compression begins at step %d "
+            "Nothing was compressed in %d synchronised steps: compression begins at step %d "
             "(start_step, warmup, after_steps), with OneBitAdam after its freeze_step; lower it",
             sent["steps"],
             begins,

@@ -100,7 +100,7 @@ def network_over(
     if tree is None:
         if levels:
             raise ValueError(
-                f"groups of levels need a hierarchical exchange, got {len(levels)} of them and "
+                f"Groups of levels need a hierarchical exchange, got {len(levels)} of them and "
                 f"{topology.describe()}; give two groups"
             )
         return network

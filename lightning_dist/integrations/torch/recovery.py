@@ -1,4 +1,4 @@
-"""What a worker does from the loss of another one until it goes on, with a model in DDP.
+"""Recovery of a worker from the loss of another one, with a model in DDP.
 
 :class:`StepRecovery` holds back a step that fails, and enters generations. What a loop of the
 user's own and a Trainer do then is one, and stands in :class:`RecoverablePlacement`.
@@ -82,7 +82,7 @@ class StepRecovery:
         self._scales = self._reducer.has_grad_scaler
         if self._scales and not any(isinstance(each, GradScaler) for each in counters.values()):
             raise ValueError(
-                "a step that is taken again needs the scale that its GradScaler had when the step "
+                "A step that is taken again needs the scale that its GradScaler had when the step "
                 "began, and newcomers need it too; give the GradScaler to ElasticLoop in state=, "
                 "or train in bfloat16 without one"
             )
@@ -121,7 +121,7 @@ class StepRecovery:
         self.generations.break_off(str(error))
 
     def verdict(self) -> bool | None:
-        """What the next generation knows of the step whose payloads are all here."""
+        """Decision of the next generation on the step whose payloads are complete."""
         try:
             self._next = self.generations.report(self._report(holds=True, failed=True))
         except StoreLostError as error:
@@ -166,7 +166,7 @@ class StepRecovery:
         closure = named.get("closure", arguments[1] if len(arguments) > 1 else None)
         if closure is not None:
             raise ValueError(
-                "an optimizer that is given a closure computes gradients in its step, which "
+                "An optimizer that is given a closure computes gradients in its step, which "
                 "recovery='in_process' cannot take again; call backward before step(), or use "
                 "recovery='restart'"
             )

@@ -1,4 +1,4 @@
-"""What device functions of all codecs share: ``codecs/scales.py`` and ``noise.py`` in Triton.
+"""Device functions shared by all codecs: ``codecs/scales.py`` and ``noise.py`` in Triton.
 
 Tiles are ``(blocks, parts, width)``: element ``part * width + j`` of a block has its code in the
 bits of ``part`` of byte ``j``, see :func:`lightning_dist.codecs.scales.pack`. What is beyond a

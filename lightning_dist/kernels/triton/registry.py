@@ -1,4 +1,4 @@
-"""Which codecs have kernels. A codec is two device functions, and one entry here."""
+"""Codecs with kernels. A codec is two device functions, and one entry here."""
 
 from __future__ import annotations
 

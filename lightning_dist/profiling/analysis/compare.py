@@ -91,7 +91,7 @@ def verdict(differences: Sequence[Difference]) -> str:
     unlike = [each for each in differences[1:] if each.is_explained is False]
     others = _largest(unlike, 0.0 if step.is_explained else step.difference)
     if step.is_explained:
-        nothing = "no difference that the spread of the steps would not explain"
+        nothing = "no difference beyond the spread of the steps"
         return f"Step time: {nothing}; but {others}." if others else f"There is {nothing}."
     share = f" ({abs(step.difference) / step.a:.1%})".replace("%", " %") if step.a else ""
     word = "longer" if step.difference > 0 else "shorter"
@@ -123,7 +123,7 @@ def _difference(name: str, a: Figures, b: Figures) -> Difference:
         return Difference(name, first, second, reason="; ".join(reasons))
     of_a, of_b = map(statistics.median, known)
     if (fewest := min(map(len, known))) < _FEWEST:
-        reason = f"the spread of {fewest} steps says nothing, that of {_FEWEST} would"
+        reason = f"the spread of {fewest} steps is not enough, {_FEWEST} are needed"
         return Difference(name, of_a, of_b, of_b - of_a, reason=reason)
     spread = sum(map(_notch, known))
     is_explained = abs(of_b - of_a) <= spread or math.isclose(of_a, of_b)

@@ -45,15 +45,15 @@ def straggler(table: StepTable, phase_skew: Sequence[PhaseSkew]) -> tuple[int | 
         return None, f"waiting is {waiting / duration:.1%} of the step"
     rank, waiters = table.ranks[row], max(len(table.ranks) - 1, 1)
     if (share := total[row] / waiting) < SHARE:
-        doubt = f"only {share:.0%} of it is for rank {rank}, the most"
+        doubt = f"only {share:.0%} of it is for one rank, {rank}"
     elif total[row] <= table.of("uncertainty").max(axis=1).sum() * waiters:
-        doubt = f"clocks are no more certain than what rank {rank} was late"
+        doubt = f"the clock uncertainty is as large as the delay of rank {rank}"
     # If it were a matter of chance, each step could as well have been the other way round.
     elif may_be_chance(2 * late[:, row] - late.sum(axis=1)):
-        doubt = f"rank {rank} was late in too few steps to tell it from chance"
+        doubt = f"rank {rank} was late in too few steps to rule out chance"
     # It may be late in exchanges only because it has waited before them.
     elif any(not waits_explain(table, row, each.excess_ms) for each in phase_skew):
-        return None, "ranks are uneven outside of exchanges too, and by more"
+        return None, "ranks differ more outside exchanges"
     else:
         return rank, ""
     return None, f"no rank is clearly the last: {doubt}"
@@ -121,8 +121,8 @@ class Growth:
     def __str__(self) -> str:
         return (
             f"the residual of bucket {self.bucket} has grown from {self.before:.3g} to "
-            f"{self.now:.3g} times its gradient (step {self.step}): what the codec leaves out is "
-            "not made up for, and arrives late or never. Use a codec or options that lose less (a "
+            f"{self.now:.3g} times its gradient (step {self.step}): error feedback does not "
+            "compensate what the codec drops. Use a codec or options that lose less (a "
             "larger ratio or rank, int8), or a smaller learning rate"
         )
 

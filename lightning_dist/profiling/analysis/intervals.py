@@ -45,7 +45,7 @@ def difference(one: Intervals, other: Intervals) -> list[Interval]:
 
 
 def length(intervals: Intervals) -> int:
-    """How long a union is."""
+    """Length of a union."""
     return sum(end - begin for begin, end in intervals)
 
 

@@ -110,8 +110,8 @@ def notes_of(run: Run, chosen: Sample, table: StepTable, summary: Summary) -> li
         (bool(table.unknown_wait), table.unknown_wait),
         (
             bool(table.steps and uncompared),
-            f"no clock of rank {uncompared} was compared with rank 0's: who waited follows from "
-            "how long exchanges took",
+            f"no clock of rank {uncompared} was compared with rank 0's: waiting is estimated from "
+            "the duration of exchanges",
         ),
         (
             gap > max(_DOUBTFUL * max(by_clocks, by_durations), _LEAST_GAP_MS),
@@ -121,7 +121,7 @@ def notes_of(run: Run, chosen: Sample, table: StepTable, summary: Summary) -> li
         (
             uncertainty > _DOUBTFUL * exchange > 0,
             f"clocks are uncertain by {uncertainty:.2f} ms and an exchange takes "
-            f"{exchange:.2f} ms: what is waiting and what transfer is vague",
+            f"{exchange:.2f} ms: the split into waiting and transfer is uncertain",
         ),
     )
     growths = [(of, rank) for rank, each in run.ranks.items() if (of := growth_of(each.errors))]
@@ -200,15 +200,15 @@ def unavailable_of(run: Run, chosen: Sample, table: StepTable, *, has_link: bool
     """Reasons by field of the summary; all but that of the straggler."""
     none, is_alone = chosen.reason, run.world_size < 2
     alone = "one rank exchanges nothing" if is_alone else ""
-    no_bucket = run.unseen or "no bucket of gradients was seen, nor an exchange"
-    no_traffic = "one rank sends nothing" if is_alone else "no bucket of gradients was sent"
+    no_bucket = run.unseen or "no gradient bucket and no exchange was observed"
+    no_traffic = "one rank sends nothing" if is_alone else "no gradient bucket was sent"
     no_codec = "DDP itself exchanges the gradients, without a codec" if run.is_stock else run.unseen
     missing = ", ".join(map(str, missing_ranks(run, table.ranks)))
     no_rank = (
-        f"no step of rank {missing} is there: what it has sent is not known, and waiting for it "
+        f"no steps of rank {missing} were recorded: its traffic is unknown, and waiting for it "
         "counts as transfer"
     )
-    nested = "the passes ran within each other; both are in backward"
+    nested = "forward and backward pass overlap; both are in backward"
     exchanges, sends = table.total("exchange") > 0, table.total("raw", "intra", "inter") > 0
     has_links, has_errors = (
         any(getattr(each, records) for each in run.ranks.values())
@@ -245,8 +245,7 @@ def _why_no_step(run: Run) -> str:
     if endings != {"finished"}:
         return "the training ended before its first step was over"
     return (
-        "no optimizer has made a step with parameters of the model; profile a training that makes "
-        "a few"
+        "no optimizer has stepped with parameters of the model; profile a training that makes a few"
     )
 
 

@@ -258,10 +258,10 @@ def sample(run: Run, *, warmup_steps: int) -> Sample:
             "of all",
         ),
     )
-    reason = "no rank has recorded a step"
+    reason = "no step was recorded on any rank"
     if recorded:
         of_what = "in detail on all ranks" if steps else "on all ranks"
-        reason = "" if detailed else f"no step is recorded {of_what}"
+        reason = "" if detailed else f"no step was recorded {of_what}"
     return Sample(
         ranks,
         steps,

@@ -24,7 +24,7 @@ GLOO_AT_ONCE = 2
 """Collectives of a group that gloo runs at once: its number of threads. Others queue."""
 
 PHASES = ("between_steps", "forward", "backward", "optimizer")
-"""What a step spends its time on, besides what no phase covers."""
+"""Phases of a step."""
 
 
 class _Record(Struct, frozen=True, tag_field="kind"):

@@ -58,7 +58,7 @@ class RankFile:
         self._lines: list[bytes] = []
         self._file: BufferedWriter | None = None
         if folder is not None:
-            with self._told("the steps of this rank are not kept"):
+            with self._told("steps of this rank are not saved"):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 if appends and _is_torn(self._path):
                     self._lines.append(b"")
@@ -73,7 +73,7 @@ class RankFile:
         """Have all of them in the file."""
         lines, self._lines = self._lines, []
         if self._file is not None:
-            with self._told("the steps of this rank are not kept any more"):
+            with self._told("further steps of this rank are not saved"):
                 self._file.write(b"".join(each + b"\n" for each in lines))
                 self._file.flush()
 
@@ -82,7 +82,7 @@ class RankFile:
         self.flush()
         file, self._file = self._file, None
         if file is not None:
-            with self._told("it may not be whole"), file:
+            with self._told("it may be incomplete"), file:
                 os.fsync(file.fileno())
 
     @contextmanager

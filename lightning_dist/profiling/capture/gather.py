@@ -62,9 +62,9 @@ def gather_records(path: Path, *, ranks: Sequence[int], group: dist.ProcessGroup
                     with (path.parent / f"rank{rank}.jsonl").open("ab") as file:
                         file.write(chunk)
             except RuntimeError as error:  # of gloo; it concerns this one only
-                problems[rank] = f"records of rank {rank} are not whole: {first_sentence(error)}"
+                problems[rank] = f"records of rank {rank} are incomplete: {first_sentence(error)}"
             except OSError as error:
-                problems[rank] = f"records of rank {rank} are not written: {error.strerror}"
+                problems[rank] = f"records of rank {rank} were not written: {error.strerror}"
             if not chunk:
                 sending.remove(rank)
     return [*problems.values()]

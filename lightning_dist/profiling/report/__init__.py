@@ -1,1 +1,1 @@
-"""What people look at: a profile as a page, a trace, tables; made of the types in ``parts``."""
+"""Reports: a profile as a page, a trace and tables; made of the types in ``parts``."""

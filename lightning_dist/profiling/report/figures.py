@@ -114,9 +114,9 @@ def waits_over_time(summary: Summary) -> View:
     if not per_step.steps or not waits:
         return View("waits", title, missing=missing(summary, "exposed_wait", "step_ms"))
     if len(waits) == 1:
-        return View("waits", title, missing="There is one rank, and nobody it could wait for.")
+        return View("waits", title, missing="One rank: nothing to wait for.")
     if not longest:
-        return View("waits", title, missing="No rank has waited for another.")
+        return View("waits", title, missing="No rank waited for another.")
     hosts = {each.rank: f" · {_short(each.host)}" for each in summary.ranks}
     names = {rank: f"rank {rank}{hosts.get(rank, '')}" for rank in waits}
     heat = go.Heatmap(
@@ -132,7 +132,7 @@ def waits_over_time(summary: Summary) -> View:
     ticks = {"type": "category", "nticks": min(len(names), _MOST_NAMES)}
     y_axis = {"autorange": "reversed", "showgrid": False, **ticks}
     caption = (
-        "How long each rank waited for others, hidden or exposed. A slow rank is a row without "
+        "Time each rank waited for others, hidden or exposed. A slow rank is a row without "
         "waiting while others wait."
     )
     height = 120 + max(110, min(24 * len(names), 640))
@@ -170,7 +170,7 @@ def timeline(summary: Summary, steps: Sequence[Timeline]) -> View:
     caption = (
         "Below the phases of each rank: codec work, then collectives from their launch on this "
         "rank to their end, with the number of their bucket. What lies behind a rank's last "
-        "triangle is exposed. Times count from the begin of the step on the first rank."
+        "triangle is exposed. Times are from the start of the step on the first rank."
     )
     if not any(of for each in steps for of in each.spans.values()):
         caption = "Only phases: buckets and collectives of this step were not recorded."
@@ -254,7 +254,7 @@ def _bars(span: TimelineSpan, rank: int, y: float) -> Iterator[tuple[str, _Bar]]
         moves = span.moves_from
         if span.arrival is None:
             parts = [("exchange", span.begin, span.end)]
-            hover += f"{lasted}, wait not told apart"
+            hover += f"{lasted}, waiting not separated"
         else:
             parts = [("wait", span.begin, moves), ("transfer", moves, span.end)]
             hover += f"wait {_ms(moves - span.begin)}, transfer {_ms(span.end - moves)}"

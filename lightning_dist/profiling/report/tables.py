@@ -203,7 +203,7 @@ def buckets_table(summary: Summary) -> View:
         records.append({**vars(each), **own, **known})
     caption = (
         "Means over ranks and detailed steps; errors are medians. Buckets share the link, so times "
-        "of several do not add up to time of the step. Ready counts from the begin of the step."
+        "of several do not add up to time of the step. Ready is from the start of the step."
     )
     if "errors" in summary.unavailable:
         caption += f" Compression errors: n/a, {summary.unavailable['errors']}."

@@ -1,1 +1,1 @@
-"""What a step would take with another codec, form, link or number of hosts: predictions."""
+"""Predictions: step time with another codec, form, link or number of hosts."""

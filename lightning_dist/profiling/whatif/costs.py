@@ -49,7 +49,7 @@ def read_costs(folder: str | Path) -> Costs:
     try:
         return msgspec.json.decode((Path(folder) / NAME).read_bytes(), type=Costs)
     except FileNotFoundError:
-        reason = "what codecs cost was not measured"
+        reason = "codec costs were not measured"
     except OSError as error:
         reason = f"{NAME} cannot be read: {error.strerror}"
     except msgspec.MsgspecError:

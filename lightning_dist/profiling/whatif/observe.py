@@ -79,7 +79,7 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
         chosen.reason: bool(chosen.reason),
         "one rank exchanges nothing": run.world_size < 2,
         f"it has no step of rank {missing}": bool(missing),
-        "no bucket of gradients was seen": not any(each.record.buckets for each in every),
+        "no gradient bucket was observed": not any(each.record.buckets for each in every),
         "its steps exchange gradients several times": any(
             len(passes_of(each.record)) > 1 for each in every
         ),
@@ -87,7 +87,7 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
         "no exchange was recorded": not used.any(),
     }
     if problem := next((problem for problem, holds in problems.items() if holds), None):
-        raise ValueError(f"nothing can be predicted from this profile: {problem}")
+        raise ValueError(f"Nothing can be predicted from this profile: {problem}")
     codec, device = _codec(every), run.ranks[min(run.ranks)].metadata.device or "cpu"
     across, hosts = ["inter" in each.groups for each in abouts], Counter(x.host for x in abouts)
     link, inside = _link(run, sent[used] / moving[used] * NS), _inside(every)
@@ -100,7 +100,7 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
         (
             "latency",
             link.latency is not None,
-            "small collectives were not measured; rounds count nothing",
+            "small collectives were not measured; latency is taken as 0",
         ),
         ("inside", inside, "no exchange inside a host was measured"),
     )

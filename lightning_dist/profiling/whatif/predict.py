@@ -137,7 +137,7 @@ def elsewhere(
         raise ValueError(f"hosts must be 2 or more, got {hosts}; one host has no link between them")
     if hosts is not None and run.hosts == 1 and link_gbps is None:
         raise ValueError(
-            "the run was on one host; give the rate of a link between hosts with --link-gbps"
+            "The run was on one host; give the rate of a link between hosts with --link-gbps"
         )
     for name, gbps in (("link_gbps", link_gbps), ("inside_gbps", inside_gbps)):
         if gbps is not None and not 0 < gbps < inf:
@@ -174,8 +174,8 @@ def scenarios_of(
     ]
     reasons = dict.fromkeys(each.unsupported for each in found)
     if "" not in reasons:  # none, too: ddp in another form
-        because = "; ".join(reasons) or "DDP itself knows no hosts"
-        raise ValueError(f"nothing of this can be predicted: {because}")
+        because = "; ".join(reasons) or "DDP itself is not hierarchical"
+        raise ValueError(f"Nothing of this can be predicted: {because}")
     # Elsewhere it is what the others are compared with.
     return found if there in (run, *found) else [there, *found]
 
@@ -211,9 +211,9 @@ def local_scenarios(
             f"{overlap_steps}"
         )
     if any(each < 1 for each in sync_every):
-        raise ValueError(f"local steps must be 1 or more, got {min(sync_every)}")
+        raise ValueError(f"Local steps must be 1 or more, got {min(sync_every)}")
     if below is not None and not 0 < below < 1:
-        raise ValueError(f"the share of waiting must be between 0 and 100 %, got {below:.0%}")
+        raise ValueError(f"The share of waiting must be between 0 and 100 %, got {below:.0%}")
     forms = [replace(there, codec="none", form=each) for each in (SHARDED, LEADER, FLAT)]
     chosen = next(each for each in forms if not each.unsupported) if form is None else form
     form = chosen if isinstance(chosen, str) else chosen.form
@@ -255,14 +255,14 @@ def predict(
     baseline, own_there = (_prediction(observed, each, known) for each in (run, own))
     if baseline.step_ms is None or own_there.step_ms is None:
         reason = baseline.reason or own_there.reason
-        raise ValueError(f"this run cannot be simulated: {reason}")
+        raise ValueError(f"This run cannot be simulated: {reason}")
     error = baseline.step_ms / (observed.step * 1e3) - 1
     tolerance = max(abs(error), LEAST_TOLERANCE)
     found = [_prediction(observed, scenario, known) for scenario in scenarios]
     found = _ranked(found, own_there.step_ms, tolerance)
     if run.hosts == 1 and own.hosts > 1 and own.link.latency is None:
         unavailable["latency"] = (
-            "the run was on one host; rounds between hosts count nothing without --latency-us"
+            "the run was on one host; latency between hosts is 0 without --latency-us"
         )
     link = {
         "gbps": run.link.gbps,
@@ -319,7 +319,7 @@ def _prediction(
 ) -> Prediction:
     needed = [scenario.codec] + ["none"] * (scenario.form != FLAT)
     missing = [name for name in needed if name not in costs]
-    reason = f"what {missing[0]} costs was not measured" if missing else scenario.unsupported
+    reason = f"the cost of {missing[0]} was not measured" if missing else scenario.unsupported
     codec, shape = scenario.codec, (scenario.hosts, scenario.world_size, scenario.link.gbps)
     found = Prediction(
         codec,
@@ -394,7 +394,9 @@ def headline(found: Predictions) -> str:
         return f"Predicted with {name_of(best, found.baseline)}: {times_faster(best.change)}."
     only = dict.fromkeys(each.codec for each in found.scenarios if found.is_faster(each))
     unless = f"; {', '.join(only)} may be, under its assumption" if only else ""
-    return f"No other setting is predicted to be faster than the model can tell{unless}."
+    return (
+        f"No other setting is predicted to be faster by more than the error of the model{unless}."
+    )
 
 
 def times_faster(change: float) -> str:

@@ -104,7 +104,7 @@ class Scenario:
             raise ValueError(f"sync_every must be 1 or more local steps, got {self.sync_every}")
         if self.fragments < 1 or self.sync_every % self.fragments:
             raise ValueError(
-                "local steps must be a multiple of fragments, which take turns at equal distances, "
+                "Local steps must be a multiple of fragments, which take turns at equal distances, "
                 f"got {self.sync_every} local steps and {self.fragments} fragments"
             )
         if not 0 <= self.overlap_steps < max(self.interval, 1):
@@ -142,9 +142,9 @@ class Scenario:
         if self.form == FLAT:
             return ""
         reasons = {
-            "DDP itself knows no hosts": self.codec == DDP,
-            "one rank per host: there is nothing to add up inside a host": max(self.counts) == 1,
-            "one host: nothing is left to do between hosts": self.hosts == 1,
+            "DDP itself is not hierarchical": self.codec == DDP,
+            "one rank per host: nothing is reduced inside a host": max(self.counts) == 1,
+            "one host: nothing crosses between hosts": self.hosts == 1,
             "the hosts hold different numbers of ranks, which takes the leader form": (
                 self.form == SHARDED and len(set(self.counts)) > 1
             ),

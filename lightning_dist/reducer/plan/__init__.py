@@ -1,1 +1,1 @@
-"""What happens to one tensor, worked out once per layout. Start at ``planner.py``."""
+"""Plan of one tensor, made once per layout. Start at ``planner.py``."""

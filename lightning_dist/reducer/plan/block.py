@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """What the units of one codec for gradients of one dtype have in common.
+    """Common state of the units of one codec for gradients of one dtype.
 
     ``payloads``: memory that tensors take turns with, where state is committed when it is encoded;
     None where everything stays until the step is finished.

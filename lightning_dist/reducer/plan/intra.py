@@ -41,7 +41,7 @@ class IntraKernels:
 
 
 class IntraPlan:
-    """What hierarchical units have in common.
+    """Common state of hierarchical units.
 
     Args:
         planner: of the network whose ranks reduce in ``intra`` first.
@@ -105,7 +105,7 @@ class IntraPlan:
     def cuts(
         self, codec: Codec, slices: Sequence[ParameterSlice], intra_codec: BlockCodec
     ) -> Iterator[Sequence[Cut]]:
-        """What travels together, and who owns which part of it."""
+        """Parts that are exchanged together, and their owners."""
         elementwise = codec.elementwise and intra_codec.elementwise
         return units_of_shares(
             slices,
@@ -119,7 +119,7 @@ class IntraPlan:
     def held(
         self, codec: Codec, part: ParameterSlice, dtype: torch.dtype
     ) -> Iterator[ParameterSlice]:
-        """What this rank is responsible for of ``part``."""
+        """Section of ``part`` that this rank owns."""
         if self.inter is not None:
             for cuts in self.cuts(codec, [part], self._codec):
                 for share in shares_of(cuts, self.intra.topology.rank):

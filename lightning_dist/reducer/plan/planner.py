@@ -1,4 +1,4 @@
-"""What happens to one bucket, worked out once and reused until DDP changes its layout.
+"""Plan of one bucket, made once and reused until DDP changes its layout.
 
 bucket -> groups (one codec each) -> units (one exchange each) -> tiles (one kernel call each).
 """
@@ -240,7 +240,7 @@ class Planner:
     def held(
         self, codec: Codec, part: ParameterSlice, dtype: torch.dtype
     ) -> Iterable[ParameterSlice]:
-        """What this rank is responsible for of ``part``."""
+        """Section of ``part`` that this rank owns."""
         return [part] if self._intra is None else self._intra.held(codec, part, dtype)
 
     def units(
@@ -269,7 +269,7 @@ class Planner:
             kernels.use(fused_passes(variant))
 
     def blocks(self, codec: BlockCodec, dtype: torch.dtype) -> BlockPlan:
-        """How a block codec cuts gradients of ``dtype`` of a flat exchange."""
+        """Cut of a block codec for gradients of ``dtype`` of a flat exchange."""
         kernels = self.kernels(codec, dtype)
         in_tables = self.tables and codec.exchange == "two_shot" and _in_tables(kernels.memory)
         tables = kernels_of(codec, dtype=dtype) if in_tables else None

@@ -33,7 +33,7 @@ class Plan:
 
 @dataclass(eq=False)  # tensors are compared by identity
 class Handle:
-    """What :meth:`Reducer.start` returns; ``done`` is ready with ``given`` when the mean is in it.
+    """Result of :meth:`Reducer.start`; ``done`` is ready with ``given`` when the mean is in it.
 
     Args:
         key: of the tensor among those of a step.

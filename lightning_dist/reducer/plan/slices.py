@@ -1,4 +1,4 @@
-"""Where and in which order the parameters of a bucket lie, and which codec each of them gets."""
+"""Positions and order of the parameters of a bucket, and the codec of each."""
 
 from __future__ import annotations
 

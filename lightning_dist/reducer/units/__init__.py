@@ -1,1 +1,1 @@
-"""What travels together: an exchange and the passes before and after it. Start at ``base.py``."""
+"""Communication units: an exchange and the passes before and after it. Start at ``base.py``."""

@@ -1,4 +1,4 @@
-"""What travels together, whatever the codec, and the tables that say how by the type of the codec.
+"""Interface of communication units, and their tables by the type of the codec.
 
 A codec may bring communication units of its own, with the decorator ``@units_of.register(MyCodec)``
 on a function of the same arguments.
@@ -177,7 +177,7 @@ def require_units(codec: Codec) -> None:
     if units_of.dispatch(type(codec)) is not units_of.dispatch(object):
         return
     raise ValueError(
-        f"a codec must be a lightning_dist.BlockCodec or have communication units of its own, got "
+        f"A codec must be a lightning_dist.BlockCodec or have communication units of its own, got "
         f"{codec}; derive it from BlockCodec, or register units with "
         "lightning_dist.reducer.units.base.units_of"
     )

@@ -1,4 +1,4 @@
-"""Which rank of a host is responsible for which part of a parameter. Arithmetic only.
+"""Shares of the ranks of a host in each parameter. Arithmetic only.
 
 A parameter is cut into fragments, each of which crosses between hosts by itself, and a fragment
 into one share for each owner. As with blocks the cut depends on the parameter alone, not on the
@@ -52,7 +52,7 @@ def units_of_shares(
     separate: bool,
     together: bool,
 ) -> Iterator[list[Cut]]:
-    """What travels together inside a host: fragments of ``slices``.
+    """Units inside a host: fragments of ``slices``.
 
     Args:
         most: elements of a share on the way between hosts.
@@ -83,7 +83,7 @@ def units_of_shares(
 
 
 def shares_of(cuts: Sequence[Cut], position: int) -> list[ParameterSlice]:
-    """What the rank at ``position`` of its group owns, as it lies in the bucket."""
+    """Share of the rank at ``position`` of its group, in the order of the bucket."""
     found = []
     for part, fragment in cuts:
         start, end = fragment[position] if position < len(fragment) else (0, 0)

@@ -1,4 +1,4 @@
-"""How much of a bucket is one exchange. No torch: predictions ask too."""
+"""Size of one exchange. Without torch, because predictions use it too."""
 
 from __future__ import annotations
 

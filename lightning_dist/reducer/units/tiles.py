@@ -1,4 +1,4 @@
-"""How a flat gradient is cut into rows (one shard a rank), blocks and tiles, for the kernels.
+"""Cut of a flat gradient into rows (one shard per rank), blocks and tiles, for the kernels.
 
 A parameter of ``numel`` elements is seen as ``rows`` rows of ``blocks_per_row`` blocks of
 ``block`` elements; row ``r`` is what rank ``r`` reduces. The cut depends on the parameter alone and

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from dataclasses import asdict
@@ -21,11 +20,12 @@ from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.integrations.accelerate.accelerator import Accelerator
 from lightning_dist.integrations.accelerate.async_state import files, folders
 from lightning_dist.integrations.accelerate.async_state.scratch import Scratch, sweep
+from lightning_dist.log import get_logger
 
 if TYPE_CHECKING:
     from accelerate import Accelerator as AnyAccelerator
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 class AsyncStateCheckpointer:
@@ -112,7 +112,7 @@ class AsyncStateCheckpointer:
 
     @property
     def metrics(self) -> Metrics:
-        """What checkpoints have cost the training so far, on this rank."""
+        """Cost of checkpoints so far, on this rank."""
         self._saves.poll()
         return self._checkpointer.metrics
 
@@ -192,7 +192,7 @@ class AsyncStateCheckpointer:
         self._saves.report(failures)
         if len({facts["output_dir"] for facts in by_rank}) > 1:
             names = ", ".join(f"rank {r}: {f['output_dir']}" for r, f in enumerate(by_rank))
-            raise ValueError(f"all ranks must save to the same folder, got {names}")
+            raise ValueError(f"All ranks must save to the same folder, got {names}")
         if self._saves.skips(by_rank):
             return False
         self._checkpointer.metrics.queue_s = queue_s
@@ -268,7 +268,7 @@ class AsyncStateCheckpointer:
             project = self._accelerator.project_configuration
             folder = folders.automatic(project, needed="load_state needs input_dir=")
             if not os.path.isdir(folder):
-                raise FileNotFoundError(f"there is no checkpoint: {folder} does not exist")
+                raise FileNotFoundError(f"There is no checkpoint: {folder} does not exist")
             self._checkpointer.open(folder)  # a writer of a dead trainer may have one to finish
             description = folders.newest(folder, check=check)
             path = description.path
@@ -324,4 +324,4 @@ class AsyncStateCheckpointer:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise ValueError("this AsyncStateCheckpointer is closed; make a new one")
+            raise ValueError("This AsyncStateCheckpointer is closed; make a new one")

@@ -10,7 +10,6 @@ but registered objects without it: those are read with it here first, which runs
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import tempfile
@@ -27,11 +26,12 @@ from lightning_dist.checkpoint.ranks import Ranks
 from lightning_dist.checkpoint.restricted import problem_with
 from lightning_dist.integrations.accelerate import private, residuals
 from lightning_dist.integrations.accelerate.async_state.scratch import Scratch, base_for
+from lightning_dist.log import get_logger
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 OBJECTS = re.compile(r"custom_checkpoint_\d+\.pkl")
 _PICKLED = re.compile(r"(custom_checkpoint_|optimizer|scheduler|dl_state_dict).*\.(pkl|bin)")
@@ -73,7 +73,7 @@ def stage(
             error = problem_in(scratch.files, _PICKLED) if restricted else None
         except Exception as raised:
             error = CheckpointError(
-                f"rank {ranks.rank} could not write its files: {raised!r}; if it was for want of "
+                f"Rank {ranks.rank} could not write its files: {raised!r}; if it was for want of "
                 "room, staging_dir= chooses where accelerate's files wait for the writer"
             )
             error.__cause__ = raised
@@ -203,7 +203,7 @@ def _problem_of_objects(path: str, accelerator: Accelerator, *, rank: int) -> Va
         names = os.listdir(path)
     except OSError as error:
         return ValueError(
-            f"rank {rank} cannot read {path} ({error}); checkpoints must be in a folder that all "
+            f"Rank {rank} cannot read {path} ({error}); checkpoints must be in a folder that all "
             "ranks share"
         )
     saved = sum(OBJECTS.fullmatch(name) is not None for name in names)

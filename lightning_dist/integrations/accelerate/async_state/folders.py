@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Iterable
@@ -22,7 +21,7 @@ from lightning_dist.integrations.accelerate.private import prepared_models
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
@@ -114,7 +113,7 @@ def require_ours(target: str) -> None:
     if os.path.exists(os.path.join(target, NAME)):
         _require_original(target)
     elif not os.path.isdir(target):
-        raise ValueError(f"a checkpoint is a folder, and {target} is a file; choose another name")
+        raise ValueError(f"A checkpoint is a folder, and {target} is a file; choose another name")
     elif os.listdir(target):
         raise ValueError(
             f"{target} holds files and no {NAME}, so AsyncStateCheckpointer did not write it and "
@@ -157,17 +156,17 @@ def newest(folder: str, *, check: bool) -> Description:
         path = _numbered(folder, number)
         if number > chosen_number and not os.path.exists(os.path.join(path, NAME)):
             passed[path] = (
-                f"it has no {NAME}: accelerate itself wrote it, whole or not; if it is whole, "
-                "give it by name"
+                f"it has no {NAME}: accelerate itself wrote it, and it cannot be verified; "
+                "to load it, give its name"
             )
     for path, reason in passed.items():
-        log.warning("passing over %s: %s", path, reason)
+        log.warning("Skipping %s: %s", path, reason)
     if chosen is not None:
         return chosen
     if passed:
         reasons = "; ".join(f"{os.path.basename(path)}: {why}" for path, why in passed.items())
-        raise CheckpointError(f"there is no complete checkpoint in {folder}: {reasons}")
-    raise FileNotFoundError(f"there is no checkpoint in {folder}")
+        raise CheckpointError(f"There is no complete checkpoint in {folder}: {reasons}")
+    raise FileNotFoundError(f"There is no checkpoint in {folder}")
 
 
 def given(path: str, *, check: bool) -> Description | None:
@@ -179,13 +178,12 @@ def given(path: str, *, check: bool) -> Description | None:
         ValueError: it holds something else.
     """
     if not os.path.isdir(path):
-        raise FileNotFoundError(f"there is no folder {path}")
+        raise FileNotFoundError(f"There is no folder {path}")
     if not os.path.exists(os.path.join(path, NAME)):
         if not os.listdir(path):
             raise CorruptCheckpointError(path, "the folder is empty")
         log.warning(
-            "%s has no %s: accelerate itself wrote it, and nobody can tell whether it is complete "
-            "and as it was written",
+            "%s has no %s: accelerate itself wrote it, and it cannot be verified",
             path,
             NAME,
         )

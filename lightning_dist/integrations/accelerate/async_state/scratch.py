@@ -48,7 +48,7 @@ class Scratch:
 
 
 def base_for(nbytes: int, given: str | None) -> str:
-    """Where to put a folder of about ``nbytes``: in memory if there is room, else on disk."""
+    """Parent for a folder of about ``nbytes``: in memory if there is room, else on disk."""
     if given is not None:
         return given
     room = 0

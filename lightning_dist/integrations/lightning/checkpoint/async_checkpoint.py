@@ -118,7 +118,7 @@ class AsyncCheckpoint(CheckpointNames):
 
     @property
     def metrics(self) -> Metrics:
-        """What checkpoints have cost this rank."""
+        """Cost of checkpoints on this rank."""
         return self._metrics if self._session is None else self._session.saves.metrics
 
     def wait(self, timeout: float | None = None) -> None:
@@ -156,7 +156,7 @@ class AsyncCheckpoint(CheckpointNames):
         ours = [c for c in callbacks_of(trainer) if isinstance(c, AsyncCheckpoint)]
         if len(verify := {self.settings.verify, *(c.settings.verify for c in ours)}) > 1:
             raise ValueError(
-                "a trainer loads one checkpoint for all of its callbacks, so each AsyncCheckpoint "
+                "A trainer loads one checkpoint for all of its callbacks, so each AsyncCheckpoint "
                 f"needs the same verify=; got {', '.join(map(repr, sorted(verify)))}"
             )
 
@@ -191,9 +191,8 @@ class AsyncCheckpoint(CheckpointNames):
             if trainer.world_size > 1 and not isinstance(exception, SIGTERMException):
                 # Saving takes all ranks, and others may be waiting in a collective of the step.
                 rank_zero_warn(
-                    f"with {trainer.world_size} ranks save_on_exception saves only what all of "
-                    f"them stop for (SIGTERM), not a {type(exception).__name__} that one may have "
-                    "had"
+                    f"With {trainer.world_size} ranks save_on_exception saves on SIGTERM only, not "
+                    f"after a {type(exception).__name__}, which may be of one rank"
                 )
             elif self._is_idle_by(deadline, trainer):
                 super().on_exception(trainer, pl_module, exception)

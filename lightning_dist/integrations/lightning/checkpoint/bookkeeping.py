@@ -1,4 +1,4 @@
-"""What a failed save changes in the attributes of the ModelCheckpoint that asked for it."""
+"""Corrections of the attributes of a ModelCheckpoint after a failed save."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Scores = Mapping[str, Tensor]
 
 
 class Displaced:
-    """What each save has put out of ``best_k_models``, until it is known whether it succeeded."""
+    """Entries that each save removed from ``best_k_models``, until it has succeeded or failed."""
 
     def __init__(self) -> None:
         self._by: dict[str, dict[str, Tensor]] = {}

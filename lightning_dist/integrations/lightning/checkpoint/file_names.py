@@ -1,4 +1,4 @@
-"""Which names a callback gives its files, when several share a folder and none are there yet."""
+"""File names of callbacks that share a folder, before any file exists."""
 
 from __future__ import annotations
 

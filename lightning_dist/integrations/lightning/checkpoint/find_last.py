@@ -1,4 +1,4 @@
-"""What ``ckpt_path="last"`` means: the newest whole checkpoint of a folder, for all ranks."""
+"""``ckpt_path="last"``: the newest complete checkpoint of a folder, for all ranks."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def newest_checkpoint(folder: str, others: Iterable[str], *, check: bool = True)
             # or else it is the same checkpoint under the name that Lightning expects
             best, time_ns = path, _modified_ns(path) if is_newer else time_ns
         except (CheckpointError, OSError) as error:
-            rank_zero_warn(f"passing over a damaged checkpoint: {error}")
+            rank_zero_warn(f"Skipping a damaged checkpoint: {error}")
     return best
 
 

@@ -48,7 +48,7 @@ class AsyncTorchCheckpointIO(TorchCheckpointIO):
     ) -> None:
         if snapshot not in ("blocking", "sync"):
             raise ValueError(
-                f"a CheckpointIO does not know the optimizers, so it cannot copy beside the "
+                f"A CheckpointIO does not know the optimizers, so it cannot copy beside the "
                 f"training: snapshot is 'blocking' or 'sync', got {snapshot!r}; use AsyncCheckpoint"
             )
         self.settings = CheckpointSettings(
@@ -134,7 +134,7 @@ class AsyncTorchCheckpointIO(TorchCheckpointIO):
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """What checkpoints have cost, see :class:`.Metrics`; empty before the first."""
+        """Cost of checkpoints, see :class:`.Metrics`; empty before the first."""
         return {} if self._saves is None else vars(self._saves.metrics)
 
     @override

@@ -77,7 +77,7 @@ class ResumeCheckpointIO(AsyncTorchCheckpointIO):
             problem = error
         if not self._trainer.strategy.reduce_boolean_decision(problem is None, all=True):
             raise problem or CheckpointError(
-                f"another rank could not load {agreed}; put it where all ranks see it"
+                f"Another rank could not load {agreed}; put it where all ranks see it"
             )
         module = self._trainer.lightning_module
         if module.strict_loading and not is_overridden("on_load_checkpoint", module):
@@ -107,7 +107,7 @@ class ResumeCheckpointIO(AsyncTorchCheckpointIO):
         path = without_manifest(path)
         storage, inside = storage_of(path)
         if not storage.exists(inside):
-            raise FileNotFoundError(f"there is no checkpoint at {path}")
+            raise FileNotFoundError(f"There is no checkpoint at {path}")
         if self.settings.verify != "never" and path != self.verified:
             verify(path)
         return path

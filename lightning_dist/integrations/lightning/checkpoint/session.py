@@ -29,6 +29,7 @@ from lightning_dist.integrations.lightning.checkpoint.bookkeeping import (
     forget,
 )
 from lightning_dist.integrations.lightning.checkpoint.session_io import save_into
+from lightning_dist.log import prefixed
 
 
 class CheckpointSession:
@@ -260,7 +261,7 @@ class CheckpointSession:
         except CheckpointError as error:
             if deadline is None:
                 raise
-            rank_zero_warn(f"the training ends before its checkpoints are complete: {error}")
+            rank_zero_warn(f"Training ended before its checkpoints were complete: {error}")
 
     def _ended(self, event: Committed | Failed) -> None:
         blocking_s = self._blocking.pop(event.target, 0.0)
@@ -270,7 +271,7 @@ class CheckpointSession:
                 self._announce(event, blocking_s=blocking_s)
 
     def _announce(self, event: Committed, *, blocking_s: float) -> None:
-        rank_zero_info(committed_line(event, blocking_s=blocking_s))
+        rank_zero_info(prefixed(committed_line(event, blocking_s=blocking_s)))
         step = max(self._trainer.global_step - 1, 0)
         callback: Any = proxy(self._callback)
         for logger in self._trainer.loggers:

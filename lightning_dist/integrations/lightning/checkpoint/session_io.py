@@ -1,4 +1,4 @@
-"""How checkpoints get from a strategy into a checkpointer.
+"""Checkpoints of a strategy, given to a checkpointer.
 
 ``import lightning_dist`` imports this, and nothing of checkpoints besides.
 """

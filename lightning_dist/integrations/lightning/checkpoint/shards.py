@@ -46,7 +46,7 @@ def _require_alike(optimizer: Optimizer) -> None:
         for name, value in state.items():
             if isinstance(value, DTensor) and value.shape != parameter.shape:
                 raise ValueError(
-                    f"the state of {type(optimizer).__name__} must have the shapes of its sharded "
+                    f"The state of {type(optimizer).__name__} must have the shapes of its sharded "
                     f"parameters, got {name!r} of {tuple(value.shape)} for "
                     f"{tuple(parameter.shape)}: another mesh could not divide it; use an optimizer "
                     "such as AdamW, or ModelCheckpoint"

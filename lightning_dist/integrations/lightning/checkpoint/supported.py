@@ -1,4 +1,4 @@
-"""Which strategies and callbacks AsyncCheckpoint works with, and when weights may change."""
+"""Strategies and callbacks that AsyncCheckpoint supports, and times at which weights may change."""
 
 from __future__ import annotations
 

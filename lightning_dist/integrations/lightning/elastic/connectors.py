@@ -1,4 +1,4 @@
-"""What stands in for parts of a trainer during a fit: of loading, of signals, of data sources."""
+"""Replacements of parts of a trainer during a fit: loading, signals, data sources."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from typing_extensions import override
 from lightning_dist.elastic.data.workers import keep_workers
 from lightning_dist.integrations.lightning import private
 from lightning_dist.integrations.lightning.elastic.data import TrainerDeal
+from lightning_dist.log import prefixed
 
 
 class RestartConnector(private.CheckpointConnector):
@@ -60,8 +61,10 @@ class RestartConnector(private.CheckpointConnector):
             return
         if self._path and checkpoint_path and str(checkpoint_path) != self._path:
             rank_zero_info(
-                f"elastic: goes on from the newest checkpoint of this run, so ckpt_path="
-                f"{str(checkpoint_path)!r} is not loaded"
+                prefixed(
+                    f"elastic: resuming from the newest checkpoint of this run; ckpt_path="
+                    f"{str(checkpoint_path)!r} is not loaded"
+                )
             )
         policy = self._weights_only if weights_only is None else weights_only
         super().resume_start(self._path or checkpoint_path, weights_only=policy)
@@ -130,7 +133,7 @@ def requeue(environment: Any, reasons: list[str]) -> None:
     try:
         subprocess.run(["scontrol", "requeue", name], check=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
-        rank_zero_warn(f"the job was not requeued: scontrol requeue {name}: {error}")
+        rank_zero_warn(f"The job was not requeued: scontrol requeue {name}: {error}")
 
 
 class KeptSource(private.DataLoaderSource):

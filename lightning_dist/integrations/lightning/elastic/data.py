@@ -29,7 +29,7 @@ FINDERS = (BatchSizeFinder, LearningRateFinder)
 
 
 class TrainerDeal(Deal):
-    """How the samples of one fit are dealt.
+    """Sharding of the samples of one fit.
 
     Args:
         trainer: whose settings in micro-batches (accumulation, limits, validation interval) are
@@ -86,8 +86,8 @@ class TrainerDeal(Deal):
                 f"{reason}; or set strict_data=False: then a restart begins the epoch anew"
             )
         rank_zero_warn(
-            f"not exact: {reason}. A restart goes on at the begin of its epoch, whose samples are "
-            "seen again, in an order that depends on the number of ranks"
+            f"Not exact: {reason}. A restart resumes at the start of its epoch, whose samples "
+            "are seen again, in an order that depends on the number of ranks"
         )
         return loader
 
@@ -104,9 +104,9 @@ class TrainerDeal(Deal):
             return states[self.rank]
         if before and self._exact:
             raise ValueError(
-                f"this loader keeps its position itself, on each rank, and that of {before} ranks "
+                f"This loader keeps its position itself, on each rank, and that of {before} ranks "
                 f"does not serve {now}; start {before} ranks, use a map-style dataset, or set "
-                "strict_data=False: then the epoch begins anew"
+                "strict_data=False: then the epoch starts anew"
             )
         return None
 
@@ -198,15 +198,15 @@ def require_plain_trainer(trainer: pl.Trainer) -> None:
     """Raise a ValueError for settings that ElasticRestart could not keep over a restart."""
     if trainer.overfit_batches > 0:  # type: ignore[attr-defined]
         raise ValueError(
-            "ElasticRestart deals every sample once per epoch, so overfit_batches could not take "
+            "ElasticRestart uses every sample once per epoch, so overfit_batches could not take "
             "effect; set overfit_batches=0, or leave ElasticRestart out"
         )
     strategy: Any = trainer.strategy
     dealt = getattr(strategy, "distributed_sampler_kwargs", {}).get("num_replicas")
     if dealt not in (None, trainer.world_size):
         raise ValueError(
-            f"ElasticRestart deals data of its own to every rank, and of {trainer.world_size} "
-            f"ranks only {dealt} get such: those of tensor parallelism share theirs; set "
+            f"ElasticRestart gives different data to every rank, and of {trainer.world_size} "
+            f"ranks only {dealt} can have that: tensor-parallel ranks share theirs; set "
             "tensor_parallel_size=1, or use AsyncCheckpoint(format='sharded') and ckpt_path='last'"
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -218,7 +218,7 @@ def require_plain_trainer(trainer: pl.Trainer) -> None:
         if isinstance(callback, FINDERS):
             name = type(callback).__name__
             raise ValueError(
-                f"ElasticRestart goes on from a checkpoint at every start, and {name} would search "
+                f"ElasticRestart resumes from a checkpoint at every start, and {name} would search "
                 "again there and restore a checkpoint of its own over it; search before fit(), "
                 "with a Tuner(trainer), and leave the callback out"
             )

@@ -1,4 +1,4 @@
-"""What Lightning's loops count where a training goes on."""
+"""Counters of Lightning's loops when training resumes."""
 
 from __future__ import annotations
 

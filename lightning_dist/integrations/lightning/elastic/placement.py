@@ -40,10 +40,11 @@ from lightning_dist.integrations.lightning.elastic.loops import (
 )
 from lightning_dist.integrations.lightning.recovering import RecoversInProcess
 from lightning_dist.integrations.torch.recovery import RecoverablePlacement, StepRecovery
+from lightning_dist.log import prefixed
 
 
 class TrainerPlacement(RecoverablePlacement):
-    """What a fit does for its session, and where it is in its data.
+    """Operations of a fit for its session, and its position in the data.
 
     Args:
         trainer: of the fit.
@@ -68,7 +69,7 @@ class TrainerPlacement(RecoverablePlacement):
         self.validates_first = False
         """Whether the loop begins with a validation that a fault has cut short."""
         self.micro_batch: MicroBatch | None = None
-        """What this rank is computing; None where samples are not counted."""
+        """Micro-batch that this rank computes; None where samples are not counted."""
         if find_spec("omegaconf") is not None:  # Lightning would import it within the first save
             import_module("omegaconf")
 
@@ -84,7 +85,7 @@ class TrainerPlacement(RecoverablePlacement):
 
     @override
     def tell(self, text: str) -> None:
-        rank_zero_info(text)
+        rank_zero_info(prefixed(text))
 
     @override
     def warn(self, text: str) -> None:
@@ -116,7 +117,8 @@ class TrainerPlacement(RecoverablePlacement):
 
     @override
     def committed(self, event: Committed) -> None:
-        rank_zero_info(committed_line(event, blocking_s=self._blocking.pop(event.target, 0.0)))
+        line = committed_line(event, blocking_s=self._blocking.pop(event.target, 0.0))
+        rank_zero_info(prefixed(line))
         self._log(self._session.metrics.by_name())
 
     def log_costs(self) -> None:
@@ -230,8 +232,10 @@ class TrainerPlacement(RecoverablePlacement):
         if state.stopped:
             self._trainer.should_stop = True
             rank_zero_info(
-                f"elastic: the training was stopped at step {state.total_steps} before its last "
-                "epoch; nothing is left to do"
+                prefixed(
+                    f"elastic: training was stopped at step {state.total_steps} before its last "
+                    "epoch; nothing is left to do"
+                )
             )
         private.forget_loader_states(self._trainer)
         self._loop.setup_data()

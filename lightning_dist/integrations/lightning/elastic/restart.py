@@ -150,12 +150,12 @@ class ElasticRestart(BeforeSetup, Checkpoint):
 
     @property
     def micro_batch(self) -> MicroBatch | None:
-        """Which samples this rank is computing, and their weight; None outside of a fit."""
+        """Samples that this rank computes, and their weight; None outside a fit."""
         return None if self._at is None else self._at.micro_batch
 
     @property
     def metrics(self) -> Metrics:
-        """What checkpoints have cost this rank."""
+        """Cost of checkpoints on this rank."""
         return self._session.metrics
 
     @property
@@ -206,7 +206,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
                 private.checkpoint_folder(other, trainer) == own
             ):
                 raise ValueError(
-                    f"{type(other).__name__} saves into {own} too, and a start would go on from "
+                    f"{type(other).__name__} saves into {own} too, and a start would resume from "
                     "its checkpoints; give it a folder of its own with dirpath="
                 )
 
@@ -296,7 +296,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
             foreign = (
                 f"{self._foreign} (epoch {epoch}, step {step}), which was not saved under "
                 f"ElasticRestart: its samples of epoch {epoch} are not known, and the order of "
-                "samples begins anew"
+                "samples starts anew"
             )
         session.begin(first, data.layout, foreign=foreign)
         session.lifecycle.heartbeat()

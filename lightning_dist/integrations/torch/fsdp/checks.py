@@ -177,7 +177,7 @@ def _checked(module: FSDPModule, group: Any, fsdp_params: Sequence[Any]) -> Para
         )
     if isinstance(group.offload_policy, CPUOffloadPolicy):
         raise ValueError(
-            f"gradients must stay on their device, and fully_shard({name}) has a CPUOffloadPolicy, "
+            f"Gradients must stay on their device, and fully_shard({name}) has a CPUOffloadPolicy, "
             "which copies them away before they are exchanged; leave it out"
         )
     for each in fsdp_params:

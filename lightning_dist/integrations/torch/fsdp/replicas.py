@@ -141,7 +141,7 @@ def sharded_settings(codec: str | Codec | Mapping[str, str | Codec], **settings:
     checked = Settings.check(codec, **settings)
     if not checked.intra.lossless:
         raise ValueError(
-            f"inside a replica FSDP reduces gradients itself, got the codec {checked.intra.name!r} "
+            f"Inside a replica FSDP reduces gradients itself, got the codec {checked.intra.name!r} "
             "for it; give the codec between replicas alone"
         )
     return checked
@@ -150,7 +150,7 @@ def sharded_settings(codec: str | Codec | Mapping[str, str | Codec], **settings:
 def attach_shards(
     model: nn.Module, settings: ShardSettings, *, mesh: DeviceMesh
 ) -> CompressedShards:
-    """What :func:`compress_fsdp` does with ``parameters=``, with checked settings. Collective."""
+    """:func:`compress_fsdp` with ``parameters=`` and checked settings. Collective."""
     shards = CompressedShards(model, settings, groups=gathered_groups(model, mesh))
     _attached[id(model)] = shards
     return shards
@@ -165,7 +165,7 @@ def attach_replicas(
     grad_scale: Callable[[], Tensor | None] | None = None,
     timeout: timedelta | None = None,
 ) -> ShardedGradients:
-    """What :func:`compress_fsdp` does between replicas, with checked settings. Collective.
+    """:func:`compress_fsdp` between replicas, with checked settings. Collective.
 
     Args:
         continue_from: the reducer of an earlier fit; its residuals and step count go on.
@@ -203,7 +203,7 @@ def attach_replicas(
 
 
 def exchange_of(model: nn.Module) -> ShardedExchange | None:
-    """What compresses what a sharded ``model`` sends; None if nothing does, or no more."""
+    """Compression of a sharded ``model``; None if there is none, or no longer."""
     found = _attached.get(id(model))
     return None if found is None or found.closed else found
 
@@ -301,7 +301,7 @@ class ShardedGradients:
         group = self._groups[index]
         if flat.numel() != group.numel:
             raise RuntimeError(
-                f"every parameter of a group must get a gradient in each backward pass; one of "
+                f"Every parameter of a group must get a gradient in each backward pass; one of "
                 f"{', '.join(part.name for part in group.slices)} got none. Freeze it, or use "
                 "fully_shard over both dimensions of the mesh"
             )
@@ -333,7 +333,7 @@ class ShardedGradients:
 
 
 ShardedExchange: TypeAlias = ShardedGradients | CompressedShards
-"""What compresses a sharded model: between its replicas, or where it is sharded over all ranks."""
+"""Compression of a sharded model: between its replicas, or over all ranks."""
 
 
 def _flat_gradients(group: _Group) -> tuple[Tensor, Callable[[], None]]:

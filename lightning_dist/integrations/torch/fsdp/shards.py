@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.handshake import all_facts, require_equal
 from lightning_dist.integrations.torch.fsdp.checks import ParameterGroup
 from lightning_dist.kernels.inductor import should_fuse
+from lightning_dist.log import get_logger
 from lightning_dist.private import (
     at_end_of_backward,
     collectives_of,
@@ -35,7 +35,7 @@ from lightning_dist.reducer.stats import CommStats, Count, places, run_config
 from lightning_dist.settings import Settings
 from lightning_dist.topology import Topology, this_host
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 _KINDS = ("parameters", "gradients")
 
@@ -62,26 +62,26 @@ class ShardSettings:
         """
         if given.start_step or given.commit != "auto":
             raise ValueError(
-                "with parameters= every step is compressed, and nothing is committed later: leave "
+                "With parameters= every step is compressed, and nothing is committed later: leave "
                 "start_step and commit out"
             )
         gradients, of_parameters = given.codec, resolve_codec(parameters)
         for policy, what in ((gradients, "gradients"), (of_parameters, "parameters")):
             if policy.boundaries() != (0,):
                 raise ValueError(
-                    f"a sharded model cannot change codecs while it trains, got {policy} for its "
+                    f"A sharded model cannot change codecs while it trains, got {policy} for its "
                     f"{what}; give one codec, or by_name or by_size of several"
                 )
         for leaf in of_parameters.leaves():
             if leaf.inside_host() is None:
                 raise ValueError(
-                    "parameters are gathered whole, and nothing of them is kept: their codec must "
+                    "Parameters are gathered whole, and nothing of them is kept: their codec must "
                     f"be one such as 'int8', 'fp8', 'bf16' or 'none', got {leaf}"
                 )
         for leaf in gradients.leaves():
             if leaf.of_shards() is None:
                 raise ValueError(
-                    "in a reduce-scatter every rank decodes its own shard: the codec of gradients "
+                    "In a reduce-scatter every rank decodes its own shard: the codec of gradients "
                     f"must be of blocks and not sparse, got {leaf}; use 'qsgd:bits=8', or 'int8' "
                     "with error_feedback=True"
                 )
@@ -228,14 +228,14 @@ class CompressedShards:
         if is_accelerator(self.device):
             if wish is True:
                 raise ValueError(
-                    f"with parameters= kernels are compiled on a CPU only, got compile_kernels="
+                    f"With parameters= kernels are compiled on a CPU only, got compile_kernels="
                     f"True and a model on {self.device.type}; leave compile_kernels out"
                 )
             return
         if not should_fuse(wish, numel=numel, device=self.device):
             return
         if self.group.rank() == 0:
-            log.warning("compiling the codecs' kernels (about 20 s the first time)")
+            log.warning("Compiling the codecs' kernels (about 20 s the first time)")
         for each in every:
             each.fuse(self.device)
 
@@ -293,13 +293,13 @@ class _Quantised:
         rows, numel = self._quantised.rows, min(output_tensor.numel(), input_tensor.numel())
         if numel != rows.numel or group.size() != rows.ranks:
             raise RuntimeError(
-                f"a parameter group has {rows.numel} elements on each of {rows.ranks} ranks, and "
+                f"A parameter group has {rows.numel} elements on each of {rows.ranks} ranks, and "
                 f"{numel} of {group.size()} are exchanged: every parameter must get a gradient in "
                 "each backward pass, and reshard_after_forward must be True or False"
             )
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise RuntimeError(
-                "gradients are averaged or added when they are reduced quantised, got a gradient "
+                "Gradients are averaged or added when they are reduced quantised, got a gradient "
                 "divide factor; leave set_gradient_divide_factor out"
             )
         if self._channel is None or self._channel.group is not group:

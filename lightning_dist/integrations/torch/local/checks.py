@@ -41,7 +41,7 @@ def require_workers(
     """Raise ValueError unless every worker has the whole model and changes it alone."""
     if any(isinstance(each, DTensor) for each in module.parameters()):
         raise ValueError(
-            "local updates need whole parameters on every rank, got a model that is sharded; use "
+            "Local updates need whole parameters on every rank, got a model that is sharded; use "
             "lightning_dist.compress_fsdp"
         )
     if any(isinstance(each, DistributedDataParallel) for each in module.modules()):
@@ -57,7 +57,7 @@ def require_workers(
         )
     if over_all and not schedule.ddp_steps and world_size > 1:
         raise ValueError(
-            "the model is a DistributedDataParallel over all ranks, which averages gradients in "
+            "The model is a DistributedDataParallel over all ranks, which averages gradients in "
             "every step; give the module itself, or one over the ranks of a worker "
             "(process_group=), or set ddp_steps"
         )

@@ -185,7 +185,7 @@ class LocalUpdates:
         self.reducer.close()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What the workers share, and their residuals, on rank 0; None elsewhere. Collective.
+        """State that the workers share, and their residuals, on rank 0; None elsewhere. Collective.
 
         Parameters and optimizers differ between workers inside a window: each saves its own.
         """
@@ -218,7 +218,7 @@ class LocalUpdates:
         if state["anchor"].keys() != anchors.keys():
             different = sorted(state["anchor"].keys() ^ anchors.keys())
             raise ValueError(
-                f"the state must be of the same trained parameters, and differs in {different[:3]};"
+                f"The state must be of the same trained parameters, and differs in {different[:3]};"
                 " use the model that it was saved with"
             )
         with torch.no_grad():

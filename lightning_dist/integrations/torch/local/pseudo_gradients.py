@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,11 +11,12 @@ from torch import Tensor
 
 from lightning_dist.integrations.torch.local.fragments import Fragment
 from lightning_dist.integrations.torch.local.settings import Weight
+from lightning_dist.log import get_logger
 from lightning_dist.reducer.plan.plans import Handle
 from lightning_dist.reducer.plan.slices import as_real
 from lightning_dist.reducer.reducer import Reducer
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 @dataclass
@@ -94,7 +94,7 @@ class PseudoGradients:
         if not finite:
             flat.zero_()  # this worker goes on from the anchor, and the others without it
             log.warning(
-                "the weights of this worker are not finite after %d optimizer steps: it takes no "
+                "The weights of this worker are not finite after %d optimizer steps: it takes no "
                 "part in this exchange and goes on from the anchor, with its optimizer's state as "
                 "it is",
                 attempted,
@@ -112,7 +112,7 @@ class PseudoGradients:
         )
 
     def wait(self) -> tuple[Exchange, Tensor]:
-        """What was sent, and its mean over the workers that take part, once that is there."""
+        """Pseudo-gradients sent, and their mean over participating workers, once it has arrived."""
         exchange = self.under_way
         assert exchange is not None
         mean = self.flat[: self._fragments[exchange.fragment].numel]
@@ -193,7 +193,7 @@ class PseudoGradients:
         sizes = [each.numel for each in self._fragments]
         if index >= len(sizes) or sizes[index] != len(mean):
             raise ValueError(
-                "the state was saved in the middle of an exchange of another fragment; use the "
+                "The state was saved in the middle of an exchange of another fragment; use the "
                 "number of fragments that it was saved with"
             )
         self.flat[: len(mean)].copy_(mean)

@@ -1,4 +1,4 @@
-"""When workers exchange what their local steps have changed, and what is done with the mean."""
+"""Settings of local updates: schedule of the exchanges, and use of the mean."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def attach(
     groups: Groups | None = None,
     silences: bool = False,
 ) -> LocalUpdates:
-    """What :func:`local_updates` does, with checked settings.
+    """:func:`local_updates` with checked settings.
 
     Args:
         silences: a DistributedDataParallel over all ranks averages nothing from now on, where
@@ -178,7 +178,7 @@ def attach(
     require_compressible(module)
     world = dist.group.WORLD if groups is None else groups[0]
     if world is None:
-        raise ValueError("local updates need a process group; call init_process_group first")
+        raise ValueError("Local updates need a process group; call init_process_group first")
     require_workers(module, synced, schedule, world_size=world.size())
     network = network_over(
         world,

@@ -1,0 +1,141 @@
+"""Script of one rank: the Python blocks of a page, run with stand-ins for the user's own objects.
+
+Arguments: the page, a folder, and the numbers of the blocks; ``3+4`` are run as one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, PartialState
+
+GROUP = "torch.distributed.init_process_group('gloo')\n"
+DDP = GROUP + "model = DistributedDataParallel(model)\n"
+ACCELERATE = """
+from accelerate import Accelerator
+from lightning_dist.accelerate import CompressedDDPPlugin, local_updates
+accelerator = Accelerator()
+compression = CompressedDDPPlugin("int8").attach(accelerator)
+model, optimizer = accelerator.prepare(model, optimizer)
+"""
+BATCHES = """
+loader = micro_batches = [torch.randn(2, WIDTH) for _ in range(2)]
+"""
+SHARDED = """
+class Sharded(Regression):
+    def configure_model(self):
+        for block in self.net.blocks:
+            fully_shard(block, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+module = Sharded()
+"""
+LOCAL = """
+def loss(model, batch):
+    return criterion(model(batch[0]), batch[1])
+data = batches = loader
+"""
+WANDB = """
+from lightning.fabric.loggers import Logger
+class Kept(Logger):
+    name = version = "kept"
+    def log_metrics(self, metrics, step=None): ...
+    def log_hyperparams(self, params): self.params = params
+fabric = Fabric(strategy="compressed_ddp", loggers=[Kept()])
+fabric.launch()
+fabric.setup(model, optimizer)
+"""
+LOOP = """
+state = {"model": model, "optimizer": optimizer}
+def train_step(x, y):
+    accelerator.backward(loop.scale_loss(criterion(model(x), y)))
+    if loop.sync_gradients:
+        optimizer.step()
+        optimizer.zero_grad()
+        loop.step_done()
+"""
+BEFORE = {
+    "command-line 0": DDP + "from lightning_dist.configuration import resolve\n",
+    "elastic 2": "lightning_dist.init_process_group()\n" + ACCELERATE + LOOP,
+    "fsdp2 1": SHARDED,
+    "fsdp2 4+5": BATCHES,
+    "fsdp2 6": GROUP,
+    "local-steps 0": ACCELERATE[: ACCELERATE.index("compression")] + LOCAL,
+    "local-steps 1": GROUP + LOCAL,
+    "profiling 1": DDP + "def train():\n    loss_of(model(data[:2][0])).backward()\n",
+    "quick-start 3": GROUP,
+    "wandb 0": WANDB,
+    "wandb 1": ACCELERATE + "step = 1\n",
+    "write-your-own-codec 0+1+2": GROUP + "from lightning import Trainer\n",
+    "write-your-own-codec 4": "class MyCodec(Codec): ...\n",
+}
+"""What a block uses that the page does not show, by the page and the number."""
+AFTER = {
+    "guide 1": "configure_optimizers(module)\n",
+    "guide 2": """
+profiler = CommProfiler()
+module = type("Own", (Module, Regression), {})(profiler)
+trainer = L.Trainer(strategy="compressed_ddp", callbacks=[profiler], max_steps=3)
+trainer.fit(module)
+""",
+    "write-your-own-codec 0+1+2": "del trainer  # as above, and the group is the model's\n",
+}
+
+STAND_INS = Path(__file__).with_name("stand_ins.py")
+
+
+def blocks_of(page: Path) -> list[str]:
+    """The Python blocks of a page; of a difference its new side."""
+    found = re.findall(r"```(python|diff)\n(.*?)```", page.read_text(), re.DOTALL)
+    return [code if kind == "python" else new_side(code) for kind, code in found]
+
+
+def new_side(difference: str) -> str:
+    return "".join(line[1:] for line in difference.splitlines(True) if not line.startswith("-"))
+
+
+def run(code: str, folder: Path, place: str) -> None:
+    """Run a block in a folder of its own. A Trainer that it has only made is fitted."""
+    folder.mkdir(parents=True, exist_ok=True)
+    os.chdir(folder)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(STAND_INS.read_text(), str(STAND_INS), "exec"), names)
+    for part in (BEFORE.get(place, ""), code.replace('"cuda"', '"cpu"'), AFTER.get(place, "")):
+        exec(compile(part, f"<{place}>", "exec"), names)
+    trainer = names.get("trainer")
+    if trainer is not None and trainer.global_step == 0:
+        module = names["module"]
+        if "Module" in names:
+            module = type("Own", (names["Module"], type(module)), {})()
+        trainer.fit(module)
+    if trainer is not None:
+        assert trainer.global_step == 3, trainer.global_step
+
+
+def clean() -> None:
+    with contextlib.suppress(AssertionError, ValueError, RuntimeError):
+        dist.destroy_process_group()
+    AcceleratorState._reset_state(True)
+    PartialState._reset_state()
+
+
+def main() -> None:
+    page, folder, *wanted = sys.argv[1:]
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    blocks = blocks_of(Path(page))
+    for number in wanted:
+        torch.manual_seed(0)
+        code = "\n".join(blocks[int(part)] for part in number.split("+"))
+        run(code, Path(folder, number), f"{Path(page).stem} {number}")
+        clean()
+        print(f"block {number} has run", flush=True)
+
+
+if __name__ == "__main__":
+    main()
