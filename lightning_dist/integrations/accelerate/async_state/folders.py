@@ -17,6 +17,7 @@ from lightning_dist.checkpoint.disk.verify import Description, describe, verify
 from lightning_dist.elastic.recovery.groups import is_alone
 from lightning_dist.integrations.accelerate.attach import kind_of
 from lightning_dist.integrations.accelerate.private import prepared_models
+from lightning_dist.log import get_logger
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
