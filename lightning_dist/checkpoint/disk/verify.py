@@ -54,22 +54,30 @@ def describe(path: str, *, find_storage: FindStorage = storage_of) -> Descriptio
         return Description(path, kind, manifest.nbytes, manifest.origin)
     nbytes = storage.nbytes(inside)
     with storage.open(inside) as file:
-        origin = _origin(_open_archive(file, path), path)
+        origin = None if _is_legacy(file) else _origin(_open_archive(file, path), path)
         return Description(path, "foreign" if origin is None else "single", nbytes, origin)
 
 
 def verify(path: str, *, find_storage: FindStorage = storage_of) -> Description:
     """:func:`describe`, after reading everything and comparing it with the checksums.
 
-    A file of torch.save has a checksum for every record, but not for its headers.
+    A file of torch.save has a checksum for every record, but not for its headers; before torch 1.6
+    it had none.
     """
     storage, inside = find_storage(path)
     if storage.is_folder(inside):
         verify_files(path, storage, inside, read_manifest(path, storage, inside))
     else:
         with storage.open(inside) as file:
-            _verify_file(path, file)
+            if not _is_legacy(file):
+                _verify_file(path, file)
     return describe(path, find_storage=find_storage)
+
+
+def _is_legacy(file: Any) -> bool:
+    """Whether it is a bare pickle, as torch wrote them before 1.6 and still reads them."""
+    file.seek(0)
+    return bool(file.read(1) == b"\x80")
 
 
 def _verify_file(path: str, file: Any) -> None:
