@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
@@ -135,6 +135,18 @@ class Codec(ABC):
         self, shape: Shape, *, step: int = 0, dtype: torch.dtype = torch.float32
     ) -> int | None:
         """Bytes of the payload of one tensor at ``step``; None where the gradients decide."""
+        return None
+
+    def approximate(
+        self, x: Tensor, *, scale: Tensor, step: int, factors: Sequence[Tensor] = ()
+    ) -> Tensor | None:
+        """What this rank's payload would say of a whole tensor ``x``, in its shape; for codecs that
+        do not encode blocks, to sample their error. None: not known.
+
+        Args:
+            scale: of a GradScaler, 0-d.
+            factors: that are kept for the tensor, if :attr:`keeps_factors`.
+        """
         return None
 
     def for_tensor(self, name: str, shape: Shape, *, step: int) -> Codec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -78,3 +79,10 @@ class Threshold(Codec):
         large = ~(size <= self.limit(x, scale)) | ~size.isfinite()
         indices = large.nonzero().flatten()
         return indices, x[indices].to(self.value_dtype)
+
+    def approximate(
+        self, x: Tensor, *, scale: Tensor, step: int, factors: Sequence[Tensor] = ()
+    ) -> Tensor:
+        indices, values = self.select(x.flatten(), scale)
+        sent = torch.zeros_like(x).flatten().index_copy_(0, indices, values.to(x.dtype))
+        return sent.view(x.shape)

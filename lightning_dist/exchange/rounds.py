@@ -54,7 +54,6 @@ class Section:
         received: what every rank said of this rank's share, in rank order.
         mean: of that share, where the caller encodes it between the two collectives.
         sent: bytes of one use.
-        own_stays: ``own`` is kept until the second collective; or the network adds in place.
     """
 
     own: Payload
@@ -62,7 +61,6 @@ class Section:
     sent: Sent
     received: Sequence[Payload] = ()
     mean: Payload = ()
-    own_stays: bool = True
 
 
 class Exchange(ABC):
@@ -138,14 +136,14 @@ class AllReduce(Exchange):
         summed = buffer() if in_place is None else in_place
         own = (buffer(),) if keep_own else (summed,)
         self.sent = traffic.ring_allreduce(summed.nbytes, self._topology)
-        self.whole = Section(own, ((summed,),), self.sent, own_stays=keep_own)
+        self.whole = Section(own, ((summed,),), self.sent)
 
     @override
     def start(self) -> None:
         (own,), ((summed,),) = self.whole.own, self.whole.payloads
         if self._weight != 1:
             torch.mul(own, self._weight, out=summed)
-        elif self.whole.own_stays:
+        elif own is not summed:
             summed.copy_(own)
         self._work = [self._channel.all_reduce(summed)]
 

@@ -36,7 +36,7 @@ from lightning_dist.reducer.delayed import DelayedMeans
 from lightning_dist.reducer.executor import Executor, executor_for
 from lightning_dist.reducer.failures import Failures, Recovery
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.observer import Observer, show_encoded, working
+from lightning_dist.reducer.observer import Observer, show_encoding, working
 from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.plan.plans import Handle, Plans
 from lightning_dist.reducer.plan.slices import (
@@ -141,7 +141,6 @@ class Reducer:
         self._use(executor)
         self._in_flight: list[Handle] = []
         self._finite: list[Tensor] = []
-        self._looked: list[Callable[[], None]] = []
         self._sums: list[Tensor] = []  # to be compared with those of the other ranks
         self._scale = torch.ones((), dtype=torch.float32, device=network.device)
         self._pending = PendingCommit(names)
@@ -321,11 +320,12 @@ class Reducer:
         self._adjust(handle)
         with working(self._observers, handle.key, "encode"):
             for unit in staggered(handle.units()):
+                unit.receive()
+                show_encoding(self._observers, handle, unit, self._scale, step=self.step)
                 unit.encode(self._scale, step=self.step)
                 if self._asks:
                     self._finite.append(unit.finite())
                 unit.start()
-        self._looked += show_encoded(self._observers, handle, self._scale)
         before = self._in_flight[:-1]
         if self.immediate and before:  # while this one is on its way
             self._decode(before[-1])
@@ -345,9 +345,6 @@ class Reducer:
             for handle in handles:
                 self._decode(handle, unused=answer.unused, pending=pending)
         self.answer = answer
-        for call in self._looked:
-            call()
-        self._looked = []
         for observer in self._observers:
             observer.finished([(handle.key, handle.groups) for handle in handles])
         self._observers = tuple(each for each in self._observers if not each.done)
@@ -393,7 +390,7 @@ class Reducer:
         for handle in self._in_flight:
             for unit in () if handle.done.done() else handle.units():
                 unit.wait()
-        self._in_flight, self._finite, self._looked = [], [], []
+        self._in_flight, self._finite = [], []
         self._delayed.clear()  # some of its means are in buckets that nobody applies
 
     def _ask(self) -> Answer:
@@ -450,7 +447,7 @@ class Reducer:
             task()
         except BaseException as error:  # every waiting future must hear of it, whatever it is
             self._failures.note(error)
-            waiting, self._in_flight, self._looked = self._in_flight, [], []
+            waiting, self._in_flight = self._in_flight, []
             self._failures.tell([*waiting, *([] if handle is None else [handle])], error)
 
     def observe(self, observer: Observer) -> None:
@@ -618,7 +615,7 @@ class Reducer:
         for handle in self._in_flight:
             if not handle.done.done():
                 handle.done.set_exception(RuntimeError("lightning_dist: other groups"))  # type: ignore[arg-type]
-        self._in_flight, self._finite, self._sums, self._looked = [], [], [], []
+        self._in_flight, self._finite, self._sums = [], [], []
         self._delayed.clear()  # not there on every rank
         self._pending.drop()
         self.answer = Answer()

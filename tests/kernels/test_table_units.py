@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ from worlds import Rank, run_threads
 
 from lightning_dist.exchange.channel import Channel
 from lightning_dist.reducer.codec_sample import Sampler
-from lightning_dist.reducer.observer import EncodedBucket, Observer
+from lightning_dist.reducer.observer import Observer
 from lightning_dist.reducer.plan import intra
 from lightning_dist.reducer.plan.intra import IntraPlan
 from lightning_dist.reducer.plan.planner import Planner
@@ -46,20 +46,16 @@ SPOILED = 1  # a step
 class Samples(Observer):
     """Takes samples of everything in every step."""
 
-    steps: list[Tensors] = field(default_factory=list)
+    steps: list[Tensors] = field(default_factory=lambda: [{}])
 
-    def encoded(self, bucket: EncodedBucket) -> Callable[[], None]:
-        samples = list(bucket.samples(Sampler(7, share=1)))
-        found = {f"gradient {i}": each.gradient for i, each in enumerate(samples)}
-        found |= {f"compensated {i}": each.compensated for i, each in enumerate(samples)}
+    def finished(self, buckets: Any) -> None:
+        self.steps.append({})
 
-        def finished() -> None:
-            for i, each in enumerate(samples):
-                assert each.residual is not None
-                found.update({f"sent {i}": each.sent(), f"residual {i}": each.residual()})
-            self.steps.append(found)
-
-        return finished
+    def encodes(self, bucket: int, samples: Any, *, numel: int, scale: Tensor) -> None:
+        for i, each in enumerate(samples(Sampler(7, share=1))):
+            assert each.residual is not None
+            parts = each.gradient, each.compensated, each.sent, each.residual
+            self.steps[-1].update({f"{bucket} {i} {k}": of for k, of in enumerate(parts)})
 
 
 @dataclass

@@ -23,6 +23,7 @@ from lightning_dist.kernels.passes import Factors, Kernels, compute_dtype
 from lightning_dist.kernels.sparse import SparsePasses
 from lightning_dist.kernels.triton import available_on, kernels_of
 from lightning_dist.reducer.adjust import owed
+from lightning_dist.reducer.codec_sample import SampleSource
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.block import BlockPlan
 from lightning_dist.reducer.plan.fitting import sends_more
@@ -248,7 +249,10 @@ class Planner:
     ) -> Sequence[CommUnit]:
         """The exchanges of ``slices``, one after the other; those that are joined come later."""
         if self._intra is None:
-            return units_of(codec, slices, bucket, self)
+            units = units_of(codec, slices, bucket, self)
+            if not codec.lossless:
+                units[0].source = SampleSource(codec, slices, bucket, self)
+            return units
         return hierarchical_units(self._intra, codec, slices, bucket)
 
     @property

@@ -10,7 +10,7 @@ rank of each host. So state belongs to a share and not to a rank's whole gradien
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -23,7 +23,6 @@ from lightning_dist.exchange.traffic import Sent
 from lightning_dist.exchange.wire import row_bytes
 from lightning_dist.kernels.triton import Slice, SliceTable
 from lightning_dist.kernels.triton.table import Within
-from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 from lightning_dist.reducer.plan.intra import IntraKernels, IntraPlan, share_dtype
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.units.base import CommUnit, JoinedUnit, decode_all, staggered
@@ -178,6 +177,7 @@ class HierarchicalUnit(JoinedUnit):
         self._inter: Sequence[CommUnit] = ()
         if slices and plan.inter is not None:
             self._inter = plan.inter.units(codec, slices, self._share)
+            self.source = self._inter[0].source
         self._inside: _InTiles | _InTables
         self._true = torch.ones((), dtype=torch.bool, device=bucket.device)
 
@@ -212,9 +212,12 @@ class HierarchicalUnit(JoinedUnit):
             self.exchange.start()
 
     @override
-    def encode(self, scale: Tensor, *, step: int) -> None:
+    def receive(self) -> None:
         self.exchange.wait()
         self._inside.reduce()
+
+    @override
+    def encode(self, scale: Tensor, *, step: int) -> None:
         for unit in staggered(self._inter):
             unit.encode(scale, step=step)
 
@@ -239,12 +242,6 @@ class HierarchicalUnit(JoinedUnit):
         self.exchange.wait()
         for unit in self._inter:
             unit.wait()
-
-    @override
-    def samples(self, sampler: Sampler, scale: Tensor) -> Iterator[CodecSample]:
-        """Of the mean of the host, on its way to the others; not of what travels inside."""
-        for unit in self._inter:
-            yield from unit.samples(sampler, scale)
 
     @override
     def decode_and_commit(self, scale: Tensor) -> None:

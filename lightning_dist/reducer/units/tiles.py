@@ -94,15 +94,6 @@ class Tile:
                 copy.zero_()
             torch._foreach_copy_([copy for _, copy in self.staged], [at for at, _ in self.staged])
 
-    def filled(self) -> Tensor | None:
-        """Which elements of ``grad`` are of the parameter, on the host; None: all of them."""
-        if not self.staged:
-            return None
-        filled = torch.zeros(self.grad.shape, dtype=torch.bool, device="cpu")
-        for _, copy in self.staged[: len(self.staged) // (1 + len(self.state))]:
-            filled.as_strided(copy.shape, copy.stride(), copy.storage_offset()).fill_(True)
-        return filled
-
     def store(self) -> None:
         if self.staged:
             torch._foreach_copy_([at for at, _ in self.staged], [copy for _, copy in self.staged])
