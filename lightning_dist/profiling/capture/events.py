@@ -40,7 +40,7 @@ class RankRecord(_Record, frozen=True, tag="rank"):
 
     Args:
         groups: ranks of each process group that exchanges gradients, by name: ``"flat"``, or
-            ``"intra"`` and ``"inter"``; with more levels ``"inter2"`` and so on.
+            ``"intra"`` and ``"inter"``.
         clock: monotonic nanoseconds when it was ``unix`` seconds since 1970.
         codec: as the user would write it; ``"ddp"`` where gradients are not ours to compress.
         cores: that the processes of this host may use.

@@ -17,9 +17,8 @@ from lightning_dist.exchange.wire import PayloadMemory, row_bytes
 from lightning_dist.kernels.passes import Factors, Kernels, compute_dtype
 from lightning_dist.kernels.triton import SliceTable, kernels_of
 from lightning_dist.kernels.triton.table import Slice
-from lightning_dist.reducer.network import IntraLevel
+from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.slices import ParameterSlice
-from lightning_dist.reducer.units.base import JoinedUnit, join
 from lightning_dist.reducer.units.shares import Cut, fragments, shares_of, units_of_shares
 from lightning_dist.reducer.units.sizes import WHOLE_BUCKET, unit_elements
 
@@ -44,48 +43,44 @@ class IntraPlan:
     """What hierarchical units have in common.
 
     Args:
-        planner: of the network whose ranks reduce in ``intra`` first.
+        network: whose ranks reduce in its ``intra`` level first.
         codec: inside the host.
         inter: plans what goes on between hosts; None on ranks that leave that to others.
-        nested: this is an outer level of several.
+        whole: names of the parameters that some codec needs as they are.
+        tables: use Triton's kernels over tables of slices.
     """
 
     def __init__(
         self,
-        planner: Planner,
-        intra: IntraLevel,
+        network: Network,
         codec: BlockCodec,
         inter: Planner | None,
         *,
-        nested: bool,
+        whole: Collection[str],
+        tables: bool,
     ) -> None:
-        self.intra, self.inter, self._codec, self._planner = intra, inter, codec, planner
-        self._nested = nested
-        network = planner.network
+        assert network.intra is not None
+        self.intra, self.inter, self._codec = network.intra, inter, codec
+        self._whole, self._tables = whole, tables
         self.memory = PayloadMemory(network.device)  # units take turns with it
         self._most = unit_elements(network.rows.count, whole=network.whole_buckets)
         self._kernels: dict[tuple[BlockCodec, torch.dtype], IntraKernels] = {}
 
-    def joined(self, unit: JoinedUnit) -> JoinedUnit:
-        """``unit`` with its exchange, which it shares where whole buckets travel.
-
-        On the innermost level: units of outer ones go on one after the other.
-        """
-        if self._most == WHOLE_BUCKET and not self._nested:
-            return self._planner.joined(unit)
-        join([unit])
-        return unit
+    @property
+    def whole_buckets(self) -> bool:
+        """Whether units are whole buckets, which share their exchange."""
+        return self._most == WHOLE_BUCKET
 
     @property
     def padded(self) -> bool:
         """Whether all shares travel as the largest: a single collective brings them back."""
         every = self.intra.level.owners == self.intra.topology.world_size
-        return every and self._most == WHOLE_BUCKET
+        return every and self.whole_buckets
 
-    def lengths(self, part: ParameterSlice, *, beyond: int = 1) -> list[int]:
-        """Elements of the shares of ``part``, each cut among so many ranks of outer levels."""
-        parts = self.intra.level.owners * beyond
-        if parts == 1 or part.name in self._planner.whole:
+    def lengths(self, part: ParameterSlice) -> list[int]:
+        """Elements of the shares of ``part``."""
+        parts = self.intra.level.owners
+        if parts == 1 or part.name in self._whole:
             return [part.numel]
         found = fragments(part.name, part.numel, owners=parts, most=self._most, whole=False)
         return [end - start for cut in found for start, end in cut if end > start]
@@ -103,16 +98,25 @@ class IntraPlan:
         return found
 
     def cuts(
-        self, codec: Codec, slices: Sequence[ParameterSlice], intra_codec: BlockCodec
+        self,
+        codec: Codec,
+        slices: Sequence[ParameterSlice],
+        intra_codec: BlockCodec,
+        *,
+        keeps: bool,
     ) -> Iterator[Sequence[Cut]]:
-        """What travels together, and who owns which part of it."""
+        """What travels together, and who owns which part of it.
+
+        Args:
+            keeps: whether ranks have state of each parameter.
+        """
         elementwise = codec.elementwise and intra_codec.elementwise
         return units_of_shares(
             slices,
             level=self.intra.level,
             most=self._most,
-            whole=self._planner.whole,
-            separate=bool(self._planner.kinds(codec)) or not elementwise,
+            whole=self._whole,
+            separate=keeps or not elementwise,
             together=codec.whole_tensors,
         )
 
@@ -121,7 +125,7 @@ class IntraPlan:
     ) -> Iterator[ParameterSlice]:
         """What this rank is responsible for of ``part``."""
         if self.inter is not None:
-            for cuts in self.cuts(codec, [part], self._codec):
+            for cuts in self.cuts(codec, [part], self._codec, keeps=True):
                 for share in shares_of(cuts, self.intra.topology.rank):
                     yield from self.inter.held(codec, share, share_dtype(codec, dtype))
 
@@ -133,15 +137,19 @@ class IntraPlan:
                 Kernels(codec, memory=NoMemory(), factors=Factors(mean=weight), world_size=ranks)
                 for weight in (self.intra.level.weight, 1.0)
             )
-            tables = kernels_of(codec, dtype=dtype) if self._planner.tables else None
+            tables = kernels_of(codec, dtype=dtype) if self._tables else None
             self._kernels[codec, dtype] = IntraKernels(up, down, tables)
         return self._kernels[codec, dtype]
 
     def compile(
-        self, codec: Codec, dtypes: Collection[torch.dtype], sizes: Collection[int]
+        self,
+        planner: Planner,
+        codec: Codec,
+        dtypes: Collection[torch.dtype],
+        sizes: Collection[int],
     ) -> None:
         """Compile the kernels for gradients of ``dtypes``; see :meth:`.Planner.fuse`."""
-        planner, ranks = self._planner, self.intra.topology.world_size
+        ranks = self.intra.topology.world_size
         for dtype, inside in product(dtypes, dict.fromkeys((self._codec, NoCompression()))):
             kernels = self.kernels(inside, dtype)
             if planner.on_accelerator:

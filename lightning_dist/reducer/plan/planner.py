@@ -53,7 +53,6 @@ class Planner:
         tables: use Triton's kernels over tables of slices where the device has them.
         divide_last: uncompressed gradients are added and then divided, as torch's HSDP does; else
             divided and then added, as DDP does.
-        nested: the network is the outer part of another one.
     """
 
     def __init__(
@@ -67,11 +66,9 @@ class Planner:
         immediate: bool = False,
         tables: bool = True,
         divide_last: bool = False,
-        nested: bool = False,
     ) -> None:
         self.network, self.state, self._divide_last = network, state, divide_last
         self.error_feedback: bool | Literal["auto"] = error_feedback
-        self.whole = whole
         self._kernels: dict[tuple[Codec, torch.dtype], Kernels] = {}
         self.sparse_passes: SparsePasses | None = None  # compiled
         self.compiled: dict[Codec, tuple[set[torch.dtype], set[int]]] = {}
@@ -90,15 +87,16 @@ class Planner:
                 whole=whole,
                 immediate=immediate,
                 tables=tables,
-                nested=True,
             )
         if intra is not None:
-            self._intra = IntraPlan(self, intra, intra_codec, self._inter, nested=nested)
+            self._intra = IntraPlan(
+                network, intra_codec, self._inter, whole=whole, tables=self.tables
+            )
 
     @property
     def _levels(self) -> Sequence[Planner]:
-        """From the inside out. Not kept: a reference cycle would keep the network's groups."""
-        return [self, *(self._inter._levels if self._inter else ())]
+        """Not kept: a reference cycle would keep the network's groups."""
+        return [self] if self._inter is None else [self, self._inter]
 
     def joined(self, unit: JoinedUnit) -> JoinedUnit:
         """``unit``, which travels with the others of its tensor that are joined."""
@@ -147,7 +145,7 @@ class Planner:
             if self._intra is None:
                 compile_passes(each, dtypes, self, sizes)
             else:
-                self._intra.compile(each, dtypes, sizes)
+                self._intra.compile(self, each, dtypes, sizes)
 
     @property
     def on_accelerator(self) -> bool:
@@ -175,7 +173,7 @@ class Planner:
             return codec
         shares, wide, intra = [part.numel], dtype, self._intra
         if intra is not None:
-            shares = intra.lengths(part, beyond=intra.intra.level.beyond)
+            shares = intra.lengths(part)
             wide = share_dtype(codec, dtype)
         ranks = self.network.rows.count
         more = sends_more(codec, shares, ranks=ranks, dtype=wide, itemsize=dtype.itemsize)
@@ -253,7 +251,7 @@ class Planner:
             if not codec.lossless:
                 units[0].source = SampleSource(codec, slices, bucket, self)
             return units
-        return hierarchical_units(self._intra, codec, slices, bucket)
+        return hierarchical_units(self._intra, codec, slices, bucket, self)
 
     @property
     def nbytes(self) -> int:

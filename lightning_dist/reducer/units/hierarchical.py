@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,9 +26,12 @@ from lightning_dist.kernels.triton import Slice, SliceTable
 from lightning_dist.kernels.triton.table import Within
 from lightning_dist.reducer.plan.intra import IntraKernels, IntraPlan, share_dtype
 from lightning_dist.reducer.plan.slices import ParameterSlice
-from lightning_dist.reducer.units.base import CommUnit, JoinedUnit, decode_all, staggered
+from lightning_dist.reducer.units.base import CommUnit, JoinedUnit, decode_all, join, staggered
 from lightning_dist.reducer.units.shares import Cut, shares_of
 from lightning_dist.reducer.units.tiles import Tile, decode_tiles, encode_tiles, of_tiles, runs_of
+
+if TYPE_CHECKING:
+    from lightning_dist.reducer.plan.planner import Planner
 
 
 class _InTiles:
@@ -267,16 +271,22 @@ class HierarchicalUnit(JoinedUnit):
 
 
 def hierarchical_units(
-    plan: IntraPlan, codec: Codec, slices: Sequence[ParameterSlice], bucket: Tensor
+    plan: IntraPlan,
+    codec: Codec,
+    slices: Sequence[ParameterSlice],
+    bucket: Tensor,
+    planner: Planner,
 ) -> Sequence[CommUnit]:
     """The exchanges of ``slices`` of the flat ``bucket (N,)``, with ``codec`` between hosts."""
-    return [
-        plan.joined(
-            HierarchicalUnit(plan, codec, cuts, bucket, kernels=plan.kernels(inside, bucket.dtype))
-        )
+    keeps = bool(planner.kinds(codec))
+    units = [
+        HierarchicalUnit(plan, codec, cuts, bucket, kernels=plan.kernels(inside, bucket.dtype))
         for inside, some in plan.codecs_of(slices, bucket.dtype).items()
-        for cuts in plan.cuts(codec, some, inside)
+        for cuts in plan.cuts(codec, some, inside, keeps=keeps)
     ]
+    for unit in units:
+        planner.joined(unit) if plan.whole_buckets else join([unit])
+    return units
 
 
 def _one_after_the_other(parts: Sequence[ParameterSlice]) -> list[ParameterSlice]:
