@@ -3,8 +3,7 @@
 Immediate commit: the residual is written in the pass that encodes, and a tensor is decoded while
 the next one is on its way. Deferred commit: the residual is written once the step is known to be
 finite on every rank, so that an overflow under a GradScaler leaves no trace. That is known when the
-step is finished; until then tensors keep their local gradients and the received payloads wait. If
-it is not finite, the residual of a parameter is kept once an optimizer has applied its gradient
+step is finished; until then tensors keep their local gradients and the received payloads wait
 (``commit.py``). Finite steps are the same bits under both.
 """
 
@@ -27,7 +26,6 @@ from lightning_dist.reducer.adjust import Adjustment, add_owed, clip_group
 from lightning_dist.reducer.commit import (
     Answer,
     DriftError,
-    PendingCommit,
     agree,
     decode_groups,
     sum_of_bits,
@@ -143,7 +141,6 @@ class Reducer:
         self._finite: list[Tensor] = []
         self._sums: list[Tensor] = []  # to be compared with those of the other ranks
         self._scale = torch.ones((), dtype=torch.float32, device=network.device)
-        self._pending = PendingCommit(names)
 
     def _make_plans(self) -> Plans:
         network = self.network
@@ -341,9 +338,8 @@ class Reducer:
                 self._decode(handle)
         answer = self._ask()
         if not self.immediate:
-            pending = None if answer.finite else self._pending
             for handle in handles:
-                self._decode(handle, unused=answer.unused, pending=pending)
+                self._decode(handle, unused=answer.unused, finite=answer.finite)
         self.answer = answer
         for observer in self._observers:
             observer.finished([(handle.key, handle.groups) for handle in handles])
@@ -355,9 +351,7 @@ class Reducer:
             if not handle.done.done():
                 handle.done.set_result(handle.given)
 
-    def _decode(
-        self, handle: Handle, *, unused: Collection[str] = (), pending: PendingCommit | None = None
-    ) -> None:
+    def _decode(self, handle: Handle, *, unused: Collection[str] = (), finite: bool = True) -> None:
         with working(self._observers, handle.key, "decode"):
             decode_groups(
                 handle.groups,
@@ -365,10 +359,10 @@ class Reducer:
                 self.state,
                 scale=self._scale,
                 unused=unused,
-                pending=pending,
+                finite=finite,
             )
             for group in handle.groups:
-                self._count(group, handle.flat, compare=pending is None)
+                self._count(group, handle.flat, compare=finite)
                 handle.restore(group, unused)
             handle.store()
 
@@ -425,7 +419,6 @@ class Reducer:
 
     def _enter(self, handle: Handle) -> None:
         if not self._in_flight:
-            self._pending.drop()
             scale = None if self._grad_scale is None else self._grad_scale()
             self._scale.fill_(1.0) if scale is None else self._scale.copy_(scale)
             self._asks = not self.immediate and (
@@ -559,7 +552,6 @@ class Reducer:
         """
         self.wait()
         self._plans.clear()  # they hold views of the old residuals
-        self._pending.drop()
         found: Mapping[str, Any] = {"step": 0}
         if state is not None:
             found = own_keys(state, self._prefix)
@@ -617,7 +609,6 @@ class Reducer:
                 handle.done.set_exception(RuntimeError("lightning_dist: other groups"))  # type: ignore[arg-type]
         self._in_flight, self._finite, self._sums = [], [], []
         self._delayed.clear()  # not there on every rank
-        self._pending.drop()
         self.answer = Answer()
         self.stats.drop_step()
         old, self.network = self.network, network
@@ -667,7 +658,6 @@ class Reducer:
             # Busy, maybe for longer, with kernels of steps that the host has done with.
             patience = self.network.limit.seconds or TIMEOUT_MAX
         self._stop(patience)
-        self._pending.close()
         self._plans.clear()
         self.state.to(torch.device("cpu"))
         self._delayed.to(torch.device("cpu")) if self.in_step else self._delayed.clear()

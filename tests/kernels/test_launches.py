@@ -27,7 +27,7 @@ from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.units.base import CommUnit, decode_all, staggered
 from lightning_dist.topology import Topology
-from lightning_dist.topology.groups import tree_of
+from lightning_dist.topology.groups import hosts_of
 
 passes = pytest.importorskip("lightning_dist.kernels.triton.passes")
 
@@ -78,7 +78,7 @@ def planner_of(
     if per_host > 1:
         tree = [ranks[i : i + per_host] for i in range(0, world_size, per_host)]
         network = in_levels(
-            network, tree_of(tree), leader=False, new_group=lambda of: group_of(of, rank)
+            network, hosts_of(tree), leader=False, new_group=lambda of: group_of(of, rank)
         )
     return Planner(
         network,
