@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.accelerator import placed
-from lightning_dist.reducer.adjust import free_owed
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.units.base import CodecGroup, decode_all
@@ -113,25 +112,14 @@ def decode_groups(
             changes, and every parameter that has some gets NaN, so that none is applied: a mean
             holds what was owed, which would be sent again.
     """
-    stateful = [
-        (group, part)
-        for group in groups
-        for part in group.slices
-        if group.keeps_state or part.name in group.owed
-    ]
-    here = {part.name for group in groups for part in group.slices}
-    kept = here.intersection(unused).union(() if finite else (part.name for _, part in stateful))
+    stateful = [part for group in groups if group.keeps_state for part in group.slices]
+    kept = {part.name for part in stateful if not finite or part.name in unused}
     before = [(held, held.clone()) for name in kept for held in state.tensors(name)]
     decode_all([unit for group in groups for unit in group.units], scale)
     for tensor, value in before:
         tensor.copy_(value)
-    for group, part in stateful:
-        mean = part.of(bucket)
-        if not finite:
-            mean.fill_(torch.nan)
-        # Waits for a GPU, in the one step in which something is owed.
-        elif part.name in group.owed and part.name not in unused and bool(mean.isfinite().all()):
-            free_owed(group, state, part.name)
+    for part in () if finite else stateful:
+        part.of(bucket).fill_(torch.nan)
 
 
 def untraced(hook: Callable[..., None]) -> Any:

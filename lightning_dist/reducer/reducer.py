@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_dist.accelerator import is_accelerator
-from lightning_dist.reducer.adjust import Adjustment, add_owed, clip_group
+from lightning_dist.reducer.adjust import Adjustment, clip_group
 from lightning_dist.reducer.commit import (
     Answer,
     DriftError,
@@ -39,9 +39,9 @@ from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.plan.plans import Handle, Plans
 from lightning_dist.reducer.plan.slices import (
     ParameterSlice,
-    as_laid_out_here,
     as_real,
     matrices,
+    require_strides,
     strides_in_bucket,
 )
 from lightning_dist.reducer.state import (
@@ -131,8 +131,7 @@ class Reducer:
         self._shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
         self._plans = self._make_plans()
         self._keeps_state = any(map(self.planner.keeps_state, self._policy.leaves()))
-        self._asks = self._keeps_state  # whether this step's residuals depend on a consensus
-        self._trained = {name for parameter, name in names.items() if parameter.requires_grad}
+        self._asks = self._keeps_state and not self.immediate  # whether all ranks are finite
         self._reserved: list[tuple[Sequence[ParameterSlice], torch.dtype]] = []
         self._prefix, self._in_order = prefix, in_order
         self._failures = Failures()
@@ -421,9 +420,6 @@ class Reducer:
         if not self._in_flight:
             scale = None if self._grad_scale is None else self._grad_scale()
             self._scale.fill_(1.0) if scale is None else self._scale.copy_(scale)
-            self._asks = not self.immediate and (
-                self._keeps_state or not self._trained.isdisjoint(self.state.names("residual"))
-            )
         self._in_flight.append(handle)
 
     def _adjust(self, handle: Handle) -> None:
@@ -431,8 +427,6 @@ class Reducer:
             clip_group(group, handle.flat, self._scale, world_size=self.network.world_size)
             if self.adjustment is not None and self.adjustment.active:
                 self.adjustment(group.slices, handle.flat, self._scale)
-            sharded = self._sharded
-            add_owed(group, handle.flat, self.state, self.network, self._scale, sharded=sharded)
 
     def _guarded(self, task: Callable[[], None], handle: Handle | None = None) -> None:
         try:
@@ -555,7 +549,7 @@ class Reducer:
         found: Mapping[str, Any] = {"step": 0}
         if state is not None:
             found = own_keys(state, self._prefix)
-        found = as_laid_out_here(found, self.names)
+            require_strides(found, self.names)
         self.state.load(found, self.network.rows)
         self._load_delayed(found.get("delayed", {}))
         self.step = int(found["step"])

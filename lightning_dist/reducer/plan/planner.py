@@ -22,7 +22,6 @@ from lightning_dist.kernels.inductor import Variant, fused_passes
 from lightning_dist.kernels.passes import Factors, Kernels, compute_dtype
 from lightning_dist.kernels.sparse import SparsePasses
 from lightning_dist.kernels.triton import available_on, kernels_of
-from lightning_dist.reducer.adjust import owed
 from lightning_dist.reducer.codec_sample import SampleSource
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.block import BlockPlan
@@ -207,12 +206,10 @@ class Planner:
         self, codec: Codec, slices: Sequence[ParameterSlice], bucket: Tensor, waits: bool
     ) -> CodecGroup:
         kinds = self.kinds(codec)
-        keeps = waits or "residual" in kinds
-        unpaid = {} if keeps else owed(codec, slices, self.state, self.network)
         for part in slices:
             if not waits:
                 self.state.keep_for(codec, kinds, part.name)
-            for kind in [*kinds, "residual"] if part.name in unpaid else kinds:
+            for kind in kinds:
                 self.state.know(kind, part, dtype=compute_dtype(bucket.dtype))
         raw = sum(part.numel for part in slices) * bucket.itemsize
         group = CodecGroup(
@@ -221,7 +218,6 @@ class Planner:
             self.units(codec, slices, bucket),
             raw_bytes=ring_allreduce(raw, self.network.topology).total,
             keeps_state=self.keeps_state(codec),
-            owed=unpaid,
         )
         for part, kind in product(slices, kinds):
             self.state.adopted(kind, part.name)
