@@ -147,8 +147,8 @@ def _by_level(
     if intra is None:
         listed = ", ".join(name for name, kind in CODECS.items() if kind().inside_host())
         raise ValueError(
-            f"inside a host every gradient is sent whole and nothing is kept, so 'intra' must be "
-            f"one of {listed}, got {codec['intra']!r}; give it to 'inter'"
+            f"inside a host gradients are added as numbers, so 'intra' must be one of {listed}, "
+            f"got {codec['intra']!r}; give it to 'inter'"
         )
     return resolve_codec(codec["inter"]), intra
 

@@ -124,7 +124,11 @@ class Codec(ABC):
         return ErrorFeedback() if keeps and not self.lossless else NoMemory()
 
     def inside_host(self) -> BlockCodec | None:
-        """The codec as the one inside hosts; None: it cannot be, as one that keeps something."""
+        """The codec as the one inside hosts, where gradients are only cast; None: it does more."""
+        return None
+
+    def of_parameters(self) -> BlockCodec | None:
+        """The codec as one of tensors that are gathered whole, with nothing kept; None: it is none."""
         return None
 
     def of_shards(self) -> BlockCodec | None:
@@ -187,7 +191,7 @@ class BlockCodec(Codec):
     def elementwise(self) -> bool:
         return self.block == 1
 
-    def inside_host(self) -> BlockCodec | None:
+    def of_parameters(self) -> BlockCodec | None:
         return None if self.exchange == "gather" or self.stochastic else self
 
     def of_shards(self) -> BlockCodec | None:

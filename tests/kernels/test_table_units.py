@@ -20,7 +20,6 @@ from lightning_dist.exchange.channel import Channel
 from lightning_dist.reducer.codec_sample import Sampler
 from lightning_dist.reducer.observer import Observer
 from lightning_dist.reducer.plan import intra
-from lightning_dist.reducer.plan.intra import IntraPlan
 from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.units.base import JoinedUnit, join
 from lightning_dist.reducer.units.block import BlockUnit
@@ -183,7 +182,7 @@ def alone() -> Iterator[None]:
         join([unit])
         return unit
 
-    with patch.object(Planner, "joined", joined), patch.object(IntraPlan, "joined", joined):
+    with patch.object(Planner, "joined", joined):
         yield
 
 
@@ -207,20 +206,6 @@ def test_units_that_share_an_exchange_do_what_they_do_alone(form: str, commit: s
     # Two codecs in one bucket.
     collectives = [sum(len(rank.wire) for rank in ranks) for ranks in (together, apart)]
     assert collectives[1] == 2 * collectives[0] > 0
-
-
-@pytest.mark.parametrize("leader", [False, True])
-@pytest.mark.parametrize("tree", [[[0, 1], [2, 3]], [[0, 1, 2], [3]]])
-def test_what_travels_inside_a_host_is_that_of_tiles(tree: list[list[int]], leader: bool) -> None:
-    settings = {"tree": tree, "leader": leader, "min_compress_numel": 1000}
-    codec = "int4:block_size=48 > int8:block_size=64"
-    eager = run(codec, 4, tables=False, **settings)
-    with in_tables() as launched:
-        tables = run(codec, 4, tables=False, **settings)
-    assert set(launched) >= {"encode_kernel", "decode_kernel"}
-    for before, after in zip(eager, tables, strict=True):
-        assert all(map(same, after.gradients, before.gradients))
-        assert all(map(same, after.residuals, before.residuals))
 
 
 def test_what_is_not_finite_keeps_its_residual() -> None:

@@ -112,7 +112,7 @@ def test_between_hosts_too(leader: bool, hosts: int, per_host: int) -> None:
         assert crossed <= 2 * (hosts - 1) * numel * ITEM // hosts + padding, (name, numel)
 
 
-@pytest.mark.parametrize("intra", ["bf16", "int8", "int4", "sign"])
+@pytest.mark.parametrize("intra", ["fp16", "bf16"])
 def test_inside_a_host_too(intra: str) -> None:
     for numel in SIZES:
         found = []

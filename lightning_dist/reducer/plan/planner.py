@@ -88,9 +88,7 @@ class Planner:
                 tables=tables,
             )
         if intra is not None:
-            self._intra = IntraPlan(
-                network, intra_codec, self._inter, whole=whole, tables=self.tables
-            )
+            self._intra = IntraPlan(network, intra_codec, self._inter, whole=whole)
 
     @property
     def _levels(self) -> Sequence[Planner]:
@@ -143,8 +141,11 @@ class Planner:
         for each in dict.fromkeys((codec, raw_beside(codec))):  # what small tensors are given
             if self._intra is None:
                 compile_passes(each, dtypes, self, sizes)
-            else:
-                self._intra.compile(self, each, dtypes, sizes)
+            elif self._inter is not None:
+                parts = [ParameterSlice("", 0, (numel,)) for numel in sizes]
+                shares = {share for part in parts for share in self._intra.lengths(part)}
+                wide = {share_dtype(each, dtype) for dtype in dtypes}
+                self._inter.fuse(each, wide, sizes=shares)
 
     @property
     def on_accelerator(self) -> bool:
