@@ -128,7 +128,7 @@ class Codec(ABC):
         return None
 
     def of_parameters(self) -> BlockCodec | None:
-        """The codec as one of tensors that are gathered whole, with nothing kept; None: it is none."""
+        """The codec as one of tensors that are gathered whole; None: it keeps something."""
         return None
 
     def of_shards(self) -> BlockCodec | None:

@@ -212,9 +212,7 @@ def test_what_a_step_launches_was_compiled_at_set_up(
 @pytest.mark.parametrize(("world_size", "per_host"), [(4, 2), (8, 2), (8, 4)])
 @pytest.mark.parametrize("parameters", MODELS)
 def test_hierarchical(parameters: int, world_size: int, per_host: int, immediate: bool) -> None:
-    counts = counted(
-        "int8", parameters, world_size, per_host=per_host, immediate=immediate, intra=intra
-    )
+    counts = counted("int8", parameters, world_size, per_host=per_host, immediate=immediate)
     assert counts["launches"] <= 10, counts
     assert counts["collectives"] <= 4, counts
 

@@ -77,8 +77,10 @@ class HierarchicalUnit(JoinedUnit):
         exchange, rank, dtype = self.exchange, self.exchange.rank, self._dtype
 
         def view(memory: Tensor, owner: int) -> Tensor:
-            start = within.before[owner]
-            return memory[..., start : start + self._sizes[owner] * dtype.itemsize].view(dtype)
+            start, size = within.before[owner], self._sizes[owner]
+            if not size:  # strides of nothing need not fit
+                return memory.new_empty((*memory.shape[:-1], 0), dtype=dtype)
+            return memory[..., start : start + size * dtype.itemsize].view(dtype)
 
         payloads = [view(part, owner) for owner, part in enumerate(exchange.parts)]
         self._mean = payloads[rank]
