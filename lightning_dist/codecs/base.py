@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist.codecs.memory import ErrorFeedback, Memory, NoMemory
+from lightning_dist.codecs.noise import block_keys
 
 Payload: TypeAlias = tuple[Tensor, ...]
 Shape: TypeAlias = tuple[int, ...]
@@ -118,6 +119,11 @@ class Codec(ABC):
         """Whether each element is encoded alone, so that tensors may be encoded as one."""
         return False
 
+    @property
+    def block(self) -> int:
+        """Elements that are encoded together and stay on one rank; 0: those of a tensor."""
+        return 0
+
     def memory(self, error_feedback: bool | Literal["auto"] = "auto") -> Memory:
         """The memory of the codec under the user's wish; ``"auto"`` is :attr:`keeps_residual`."""
         keeps = self.keeps_residual if error_feedback == "auto" else error_feedback
@@ -144,8 +150,9 @@ class Codec(ABC):
     def approximate(
         self, x: Tensor, *, scale: Tensor, step: int, factors: Sequence[Tensor] = ()
     ) -> Tensor | None:
-        """What this rank's payload would say of a whole tensor ``x``, in its shape; for codecs that
-        do not encode blocks, to sample their error. None: not known.
+        """What a payload of ``x`` says of it, to sample the error; None: not known.
+
+        ``x (B, block)`` holds blocks, or is a whole tensor if :attr:`block` is 0.
 
         Args:
             scale: of a GradScaler, 0-d.
@@ -204,8 +211,14 @@ class BlockCodec(Codec):
 
     @property
     def block(self) -> int:
-        """Elements that share side information and therefore stay together on one rank."""
         return 1
+
+    def approximate(
+        self, x: Tensor, *, scale: Tensor, step: int, factors: Sequence[Tensor] = ()
+    ) -> Tensor | None:
+        numbers = torch.arange(len(x), dtype=torch.int32, device=x.device).unsqueeze(-1)
+        keys = block_keys(numbers, step) if self.stochastic else None
+        return self.decode(self.encode(x, keys), x.dtype, keys)
 
     def smaller_blocks(self) -> Iterator[BlockCodec]:
         """The codec itself, and then the same with smaller and smaller blocks, where it can.

@@ -93,10 +93,6 @@ class Passes:
         divisor = self.factors.divisor
         grad.copy_(mean / divisor if divisor != 1 else mean)
 
-    def approximate(self, compensated: Tensor, keys: Tensor | None) -> Tensor:
-        """What a payload of ``compensated`` stands for."""
-        return self.decoded(self._encoded(compensated, keys), compensated.dtype, keys)
-
     def decoded(self, own: Payload, dtype: torch.dtype, keys: Tensor | None) -> Tensor:
         """What a payload of this rank stands for."""
         return self.codec.decode(own, dtype, keys) * self.factors.own

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import singledispatch
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_dist.accelerator import placed
-from lightning_dist.codecs.base import BlockCodec, Codec
-from lightning_dist.codecs.noise import block_keys
+from lightning_dist.codecs.base import Codec
 from lightning_dist.kernels.passes import compute_dtype
-from lightning_dist.reducer.plan.fitting import fitted
 from lightning_dist.reducer.plan.slices import ParameterSlice
 
 if TYPE_CHECKING:
@@ -82,72 +79,32 @@ class SampleSource:
     planner: Planner
 
     def samples(self, sampler: Sampler, scale: Tensor, *, step: int) -> Iterator[CodecSample]:
-        """Of the elements that ``sampler`` draws. Changes nothing."""
-        dtype, state = compute_dtype(self.flat.dtype), self.planner.state
-        memory = self.codec.memory(self.planner.error_feedback)
+        """Of the elements that ``sampler`` draws: blocks, with zeros behind the last element of a
+        tensor, or whole tensors. Changes nothing.
+        """
+        codec, state, device = self.codec, self.planner.state, self.flat.device
+        dtype, memory = compute_dtype(self.flat.dtype), codec.memory(self.planner.error_feedback)
         for part in self.slices:
-            flats = [part.of(self.flat)]
-            for kind in memory.kinds:
-                flats.append(state.per_rank(kind, part, dtype=dtype, device=self.flat.device))
-            draw = _draw(self.codec, part, flats, sampler, self.planner)
-            if draw is None:
+            block = codec.block or part.numel
+            numbers = sampler.drawn(-(-part.numel // block), of=block)
+            if not len(numbers):
                 continue
-            (gradient, *held), approximate = draw
-            gradient = gradient.to(dtype, copy=True)
+            at = numbers.unsqueeze(-1) * block + torch.arange(block, device="cpu")
+            exists, at = (
+                placed(at < part.numel, device),
+                placed(at.clamp(max=part.numel - 1), device),
+            )
+            flats = [part.of(self.flat).to(dtype)]
+            for kind in memory.kinds:
+                flats.append(state.per_rank(kind, part, dtype=dtype, device=device))
+            gradient, *held = (flat[at] * exists for flat in flats)
             compensated = memory.compensated(gradient, tuple(held), scale)
-            sent = approximate(compensated, scale, step)
+            if not codec.block:
+                compensated = part.shaped(compensated[0])
+            factors = state.factors.get(part.name, ())
+            sent = codec.approximate(compensated, scale=scale, step=step, factors=factors)
             if sent is not None:
-                kept = held[0].clone() if "residual" in memory.kinds else None
-                yield CodecSample(gradient, compensated, sent, kept)
-
-
-Approximate: TypeAlias = Callable[[Tensor, Tensor, int], Tensor | None]
-"""What a payload says of a compensated gradient, from this, the scale and the step."""
-
-
-@singledispatch
-def _draw(
-    codec: Codec,
-    part: ParameterSlice,
-    flats: Sequence[Tensor],
-    sampler: Sampler,
-    planner: Planner,
-) -> tuple[Sequence[Tensor], Approximate] | None:
-    """Elements of ``flats``, gradient and state of ``part``; None where none is drawn.
-
-    All or none of a tensor, if the codec does not encode blocks.
-    """
-    if not len(sampler.drawn(1, of=part.numel)):
-        return None
-
-    def approximate(compensated: Tensor, scale: Tensor, step: int) -> Tensor | None:
-        factors = planner.state.factors.get(part.name, ())
-        return codec.approximate(compensated, scale=scale, step=step, factors=factors)
-
-    return [part.shaped(flat) for flat in flats], approximate
-
-
-@_draw.register(BlockCodec)
-def _draw_blocks(
-    codec: BlockCodec,
-    part: ParameterSlice,
-    flats: Sequence[Tensor],
-    sampler: Sampler,
-    planner: Planner,
-) -> tuple[Sequence[Tensor], Approximate] | None:
-    """``(blocks, block)``, with zeros behind the last element of a tensor."""
-    device, dtype = flats[0].device, flats[0].dtype
-    codec = fitted(codec, part.numel, ranks=planner.network.world_size, dtype=dtype)
-    numbers = sampler.drawn(-(-part.numel // codec.block), of=codec.block)
-    if not len(numbers):
-        return None
-    at = numbers.unsqueeze(-1) * codec.block + torch.arange(codec.block, device="cpu")
-    exists, at = placed(at < part.numel, device), placed(at.clamp(max=part.numel - 1), device)
-    blocks = placed(numbers.to(torch.int32).unsqueeze(-1), device)
-    passes = planner.kernels(codec, dtype).passes
-
-    def approximate(compensated: Tensor, scale: Tensor, step: int) -> Tensor:
-        keys = block_keys(blocks, step) if codec.stochastic else None
-        return passes.approximate(compensated, keys) * exists
-
-    return [flat[at] * exists for flat in flats], approximate
+                if codec.block:
+                    sent = sent * exists
+                residual = held[0] if "residual" in memory.kinds else None
+                yield CodecSample(gradient, compensated, sent, residual)

@@ -16,7 +16,6 @@ from lightning_dist.codecs import BlockCodec, resolve_codec
 from lightning_dist.codecs.noise import block_keys
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 from lightning_dist.reducer.observer import Observer, Samples
-from lightning_dist.reducer.plan.fitting import fitted
 from lightning_dist.reducer.reducer import Reducer
 
 SETTINGS = {"min_compress_numel": 256}
@@ -121,18 +120,14 @@ def first_step(rank: Rank, codec: str, layout: Layout | None = None) -> tuple[Lo
     return looking, reducer
 
 
-def by_hand(codec: BlockCodec, given: Tensor, size: int) -> Tensor:
+def by_hand(codec: BlockCodec, given: Tensor) -> Tensor:
     """What a codec without a residual makes of a tensor: blocks of it, alone."""
-    codec = fitted(codec, given.numel(), ranks=size, dtype=given.dtype)
-    share = 1 / size if codec.exchange == "allreduce" else 1.0
-    rows = size if codec.exchange == "two_shot" and size > 2 else 1
-    per_row = -(-given.numel() // (codec.block * rows))
-    padded = given.new_zeros(rows * per_row * codec.block)
+    padded = given.new_zeros(-(-given.numel() // codec.block) * codec.block)
     padded[: given.numel()] = given.flatten()
     blocks = padded.view(-1, codec.block)
     numbers = torch.arange(len(blocks), dtype=torch.int32).view(-1, 1)
-    payload = codec.encode(blocks * share, block_keys(numbers, 99) if codec.stochastic else None)
-    return codec.decode(payload, torch.float32).flatten()[: given.numel()].double() / share
+    payload = codec.encode(blocks, block_keys(numbers, 99) if codec.stochastic else None)
+    return codec.decode(payload, torch.float32).flatten()[: given.numel()].double()
 
 
 @pytest.mark.parametrize(
@@ -147,7 +142,7 @@ def test_what_is_sent_is_what_the_codec_makes_of_it(codec: str, size: int) -> No
         given = [feed(rank, 0)[name] for name in ("first", "second")]
         if resolved.block == 1:
             given = [torch.cat([each.flatten() for each in given])]
-        sent = torch.cat([by_hand(resolved, each, size) for each in given])
+        sent = torch.cat([by_hand(resolved, each) for each in given])
         whole = torch.cat([each.flatten() for each in given]).double()
         (_, compensated, seen, _) = (each.double() for each in looking.steps[0])
         lost = norm(whole - sent)
@@ -162,7 +157,7 @@ def test_stochastic_codecs_lose_as_much_with_other_random_numbers(codec: str) ->
     assert isinstance(resolved, BlockCodec)
     for rank, (looking, _) in enumerate(run_threads(lambda rank: first_step(rank, codec), 2)):
         given = [feed(rank, 0)[name] for name in ("first", "second")]
-        lost = [each.flatten() - by_hand(resolved, each, 2) for each in given]
+        lost = [each.flatten() - by_hand(resolved, each) for each in given]
         _, compensated, seen, _ = looking.steps[0]
         assert norm(compensated - seen) == pytest.approx(norm(torch.cat(lost)), rel=0.1)
 
