@@ -174,7 +174,7 @@ class ErrorRecord(_Record, frozen=True, tag="error"):
     Args:
         relative_l2: ``|p - C(p)| / |p|``.
         cosine: of ``p`` and ``C(p)``; None: nothing was sent.
-        residual_ratio: ``|e| / |g|`` of the residual after the step and the gradient; None
+        residual_ratio: ``|e| / |g|`` of the residual before the step and the gradient; None
             without residual.
     """
 
