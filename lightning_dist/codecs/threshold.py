@@ -27,9 +27,8 @@ class Threshold(Codec):
 
     How many bytes that is changes from step to step: ranks first tell each other how much they will
     send. Wire bytes per rank and step: ``(W-1) * k (4 + 2)`` for the largest ``k`` of all ranks,
-    plus 8 (W-1) a bucket; an index in a bucket of more than 2^31 elements takes 8 bytes instead of
-    4. State: one residual per element, without which the small ones would never arrive. Prefer
-    ``topk`` where the number of bytes must be known.
+    plus 8 (W-1) a bucket. State: one residual per element, without which the small ones would never
+    arrive. Prefer ``topk`` where the number of bytes must be known.
 
     Strom, "Scalable distributed DNN training using commodity GPU cloud computing" (Interspeech
     2015); as (index, value) in GRACE (Xu et al., ICDCS 2021).

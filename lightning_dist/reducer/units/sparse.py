@@ -14,7 +14,7 @@ from lightning_dist.codecs.threshold import Threshold
 from lightning_dist.exchange.rounds import AllGatherV
 from lightning_dist.kernels.inductor import compiled_sparse_passes
 from lightning_dist.kernels.passes import compute_dtype
-from lightning_dist.kernels.sparse import SparsePasses
+from lightning_dist.kernels.sparse import MOST_PLACES, SparsePasses
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.units.base import CommUnit, compile_passes, units_of
 
@@ -30,6 +30,11 @@ class SparseUnit(CommUnit):
     def __init__(
         self, codec: Threshold, slices: Sequence[ParameterSlice], bucket: Tensor, planner: Planner
     ) -> None:
+        if bucket.numel() > MOST_PLACES:
+            raise ValueError(
+                f"codec 'threshold' sends places in a bucket as int32, got {bucket.numel()} "
+                f"elements for at most {MOST_PLACES}; use 'topk' for the largest parameters"
+            )
         self._codec, self._slices, self._bucket = codec, slices, bucket
         network, compiled = planner.network, planner.sparse_passes
         self.exchange = AllGatherV(
@@ -54,9 +59,8 @@ class SparseUnit(CommUnit):
                 compensated.copy_(part.of(self._bucket))
             if self._residuals:
                 self._passes.add_residual(compensated, self._residuals[i], scale)
-        numel, compensated = self._bucket.numel(), self._compensated
         chosen = [
-            self._passes.select(self._codec, s.of(compensated), scale, offset=s.offset, numel=numel)
+            self._passes.select(self._codec, s.of(self._compensated), scale, offset=s.offset)
             for s in self._slices
         ]
         places, values = zip(*chosen, strict=True)
