@@ -7,11 +7,9 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Literal, TypeAlias
 
-import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import override
 
-from lightning_dist.exchange.channel import Watch
+from lightning_dist.exchange.channel import Watch, nothing
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 from lightning_dist.reducer.plan.plans import Handle
 from lightning_dist.reducer.units.base import CodecGroup, CommUnit
@@ -35,7 +33,7 @@ class Observer(Watch):
 
     def works(self, bucket: int, phase: Phase) -> Callable[[], None]:
         """The reducer begins to compute for a bucket; what is returned is called after that."""
-        return _nothing
+        return nothing
 
     def encodes(self, bucket: int, samples: Samples, *, numel: int, scale: Tensor) -> None:
         """Part of a bucket is encoded next, with a loss; ``samples`` may be taken here only.
@@ -49,14 +47,6 @@ class Observer(Watch):
 
     def regrouped(self, generation: int, *, step: int, reason: str) -> None:
         """Ranks were lost or have joined, and ``step`` comes next; from the training's thread."""
-
-    @override
-    def launches(self, op: str, *, group: str, sent: int) -> Callable[[dist.Work], None] | None:
-        return None
-
-    @override
-    def waits(self) -> Callable[[], None]:
-        return _nothing
 
 
 @contextmanager
@@ -79,7 +69,3 @@ def show_encoding(
     samples = partial(unit.source.samples, scale=scale, step=step)
     for observer in observers:
         observer.encodes(handle.key, samples, numel=numel, scale=scale)
-
-
-def _nothing() -> None:
-    pass

@@ -112,7 +112,7 @@ class HierarchicalUnit(JoinedUnit):
             for row in rows[1:]:
                 total.add_(row)
         if factor != 1:
-            total.mul_(factor)
+            total.div_(1 / factor)  # rounded once where a host has as many ranks as another
         if total is not share:
             share.copy_(total)
 
