@@ -74,14 +74,14 @@ class Threshold(Codec):
 
     def select(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """``x (n,)`` -> indices ``(k,)`` int64, ascending, and values ``(k,)``; NaN is taken."""
-        size = x.abs()
-        large = ~(size <= self.limit(x, scale)) | ~size.isfinite()
-        indices = large.nonzero().flatten()
+        indices = self._is_large(x, scale).nonzero().flatten()
         return indices, x[indices].to(self.value_dtype)
 
     def approximate(
         self, x: Tensor, *, scale: Tensor, step: int, factors: Sequence[Tensor] = ()
     ) -> Tensor:
-        indices, values = self.select(x.flatten(), scale)
-        sent = torch.zeros_like(x).flatten().index_copy_(0, indices, values.to(x.dtype))
-        return sent.view(x.shape)
+        return torch.where(self._is_large(x, scale), x.to(self.value_dtype).to(x.dtype), 0)
+
+    def _is_large(self, x: Tensor, scale: Tensor) -> Tensor:
+        size = x.abs()
+        return ~(size <= self.limit(x, scale)) | ~size.isfinite()

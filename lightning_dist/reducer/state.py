@@ -144,6 +144,10 @@ class ReducerState:
         """All of ``kind`` that this rank needs for ``name`` was asked for."""
         self._held[kind, name].loaded = None
 
+    def drop(self, kind: str, name: str) -> None:
+        """Forget the state of ``kind`` for ``name``, here; for all ranks at once."""
+        self._held.pop((kind, name), None)
+
     def tensors(self, name: str) -> list[Tensor]:
         """All that this rank keeps for a parameter, as it works with it."""
         held = [self._held[kind, name] for kind in _KINDS if (kind, name) in self._held]
@@ -152,7 +156,7 @@ class ReducerState:
     def keep_for(self, codec: Codec, kinds: Collection[str], name: str) -> None:
         """Free what ``codec``, with memory of ``kinds``, has no use for."""
         for kind in _KINDS.keys() - set(kinds):
-            self._held.pop((kind, name), None)
+            self.drop(kind, name)
         if not codec.keeps_factors:
             self.factors.pop(name, None)
             self._loaded_factors.pop(name, None)
