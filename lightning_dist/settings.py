@@ -19,7 +19,7 @@ from lightning_dist.codecs import (
 )
 from lightning_dist.codecs.memory import KINDS
 from lightning_dist.codecs.policies import sized
-from lightning_dist.topology.groups import Tree, tree_of
+from lightning_dist.topology.groups import Hosts, hosts_of
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Settings:
     intra: BlockCodec  # and inside a host
     hierarchical: bool | Literal["auto", "leader"]
     ranks_per_host: int | None  # None: as the names of the hosts say
-    rank_groups: Tree | None
+    rank_groups: Hosts | None
     # keep what a codec loses and send it later, 4 bytes per element; "auto": as the codec says
     error_feedback: bool | Literal["auto"]
     # larger: fewer small tensors compressed; 0 compresses all; None: as the codec says
@@ -102,7 +102,7 @@ class Settings:
             intra=NoCompression() if intra is None else intra,
             hierarchical=hierarchical,
             ranks_per_host=ranks_per_host,
-            rank_groups=None if rank_groups is None else tree_of(rank_groups),
+            rank_groups=None if rank_groups is None else hosts_of(rank_groups),
             error_feedback=error_feedback,
             min_compress_numel=min_compress_numel,
             start_step=start_step,
@@ -147,8 +147,8 @@ def _by_level(
     if intra is None:
         listed = ", ".join(name for name, kind in CODECS.items() if kind().inside_host())
         raise ValueError(
-            f"Inside a host every gradient is sent whole and nothing is kept, so 'intra' must be "
-            f"one of {listed}, got {codec['intra']!r}; give it to 'inter'"
+            f"Inside a host gradients are added as numbers, so 'intra' must be one of {listed}, "
+            f"got {codec['intra']!r}; give it to 'inter'"
         )
     return resolve_codec(codec["inter"]), intra
 

@@ -29,7 +29,7 @@ from lightning_dist.exchange.channel import Channel, WaitLimit
 from lightning_dist.measurement import exposure
 from lightning_dist.reducer.network import Network, in_levels
 from lightning_dist.topology import Topology
-from lightning_dist.topology.groups import levels_of, tree_of
+from lightning_dist.topology.groups import hosts_of, levels_of
 
 TIMEOUT = timedelta(seconds=20)
 # A gloo group that is destroyed while its last collective is being freed deadlocks (it joins its
@@ -88,7 +88,7 @@ class Rank:
         if tree is None:
             return flat
         ready = iter(levels)
-        return in_levels(flat, tree_of(tree), leader=leader, new_group=lambda _: next(ready))
+        return in_levels(flat, hosts_of(tree), leader=leader, new_group=lambda _: next(ready))
 
     def ddp(self, module: nn.Module, **arguments: object) -> DistributedDataParallel:
         return DistributedDataParallel(module, process_group=self.group("ddp"), **arguments)
@@ -100,7 +100,7 @@ class Rank:
         found = [self.group("payload"), self.group("flags")]
         if tree is not None:
             of_levels = [
-                level.group_of(self.rank) for level in levels_of(tree_of(tree), leader=leader)
+                level.group_of(self.rank) for level in levels_of(hosts_of(tree), leader=leader)
             ]
             found += [self.group(f"level {i}", of) for i, of in enumerate(of_levels) if of]
         return found

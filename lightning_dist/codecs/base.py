@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist.codecs.memory import ErrorFeedback, Memory, NoMemory
+from lightning_dist.codecs.noise import block_keys
 
 Payload: TypeAlias = tuple[Tensor, ...]
 Shape: TypeAlias = tuple[int, ...]
@@ -118,13 +119,22 @@ class Codec(ABC):
         """Whether each element is encoded alone, so that tensors may be encoded as one."""
         return False
 
+    @property
+    def block(self) -> int:
+        """Elements that are encoded together and stay on one rank; 0: those of a tensor."""
+        return 0
+
     def memory(self, error_feedback: bool | Literal["auto"] = "auto") -> Memory:
         """The memory of the codec under the user's wish; ``"auto"`` is :attr:`keeps_residual`."""
         keeps = self.keeps_residual if error_feedback == "auto" else error_feedback
         return ErrorFeedback() if keeps and not self.lossless else NoMemory()
 
     def inside_host(self) -> BlockCodec | None:
-        """The codec as the one inside hosts; None: it cannot be, as one that keeps something."""
+        """The codec as the one inside hosts, where gradients are only cast; None: it does more."""
+        return None
+
+    def of_parameters(self) -> BlockCodec | None:
+        """The codec as one of tensors that are gathered whole; None: it keeps something."""
         return None
 
     def of_shards(self) -> BlockCodec | None:
@@ -135,6 +145,19 @@ class Codec(ABC):
         self, shape: Shape, *, step: int = 0, dtype: torch.dtype = torch.float32
     ) -> int | None:
         """Bytes of the payload of one tensor at ``step``; None where the gradients decide."""
+        return None
+
+    def approximate(
+        self, x: Tensor, *, scale: Tensor, step: int, factors: Sequence[Tensor] = ()
+    ) -> Tensor | None:
+        """What a payload of ``x`` says of it, to sample the error; None: not known.
+
+        ``x (B, block)`` holds blocks, or is a whole tensor if :attr:`block` is 0.
+
+        Args:
+            scale: of a GradScaler, 0-d.
+            factors: that are kept for the tensor, if :attr:`keeps_factors`.
+        """
         return None
 
     def for_tensor(self, name: str, shape: Shape, *, step: int) -> Codec:
@@ -175,7 +198,7 @@ class BlockCodec(Codec):
     def elementwise(self) -> bool:
         return self.block == 1
 
-    def inside_host(self) -> BlockCodec | None:
+    def of_parameters(self) -> BlockCodec | None:
         return None if self.exchange == "gather" or self.stochastic else self
 
     def of_shards(self) -> BlockCodec | None:
@@ -188,8 +211,14 @@ class BlockCodec(Codec):
 
     @property
     def block(self) -> int:
-        """Elements that share side information and therefore stay together on one rank."""
         return 1
+
+    def approximate(
+        self, x: Tensor, *, scale: Tensor, step: int, factors: Sequence[Tensor] = ()
+    ) -> Tensor | None:
+        numbers = torch.arange(len(x), dtype=torch.int32, device=x.device).unsqueeze(-1)
+        keys = block_keys(numbers, step) if self.stochastic else None
+        return self.decode(self.encode(x, keys), x.dtype, keys)
 
     def smaller_blocks(self) -> Iterator[BlockCodec]:
         """The codec itself, and then the same with smaller and smaller blocks, where it can.

@@ -18,6 +18,9 @@ class _Cast(BlockCodec):
     relative_error: ClassVar[float]
     smallest: ClassVar[float]
 
+    def inside_host(self) -> BlockCodec:
+        return self
+
     def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
         return (Plane(self.wire_dtype, 1),)
 

@@ -27,6 +27,9 @@ class NoCompression(BlockCodec):
     exchange: ClassVar[ExchangeName] = "allreduce"
     lossless: ClassVar[bool] = True
 
+    def inside_host(self) -> BlockCodec:
+        return self
+
     def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
         return (Plane(dtype, 1),)
 

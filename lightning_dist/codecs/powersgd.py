@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from lightning_dist.codecs.base import Codec, ExchangeName, Shape
 from lightning_dist.codecs.noise import mix
 from lightning_dist.codecs.none import NoCompression
+from lightning_dist.codecs.precision import full_precision
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,18 @@ class PowerSGD(Codec):
         left = torch.randn(n, self.rank, generator=generator, dtype=torch.float64)
         right = torch.randn(m, self.rank, generator=generator, dtype=torch.float64)
         return orthonormal(left).to(dtype), orthonormal(right).to(dtype)
+
+    @full_precision()
+    def approximate(
+        self, x: Tensor, *, scale: Tensor, step: int, factors: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """In the paper's form from the products of this rank alone."""
+        matrix, (left, right) = x.reshape(matrix_shape(x.shape)), factors
+        if self.two_phase:
+            left = orthonormal(matrix @ right)
+        if self.two_phase or step % 2:
+            return (left @ (left.mT @ matrix)).view(x.shape)
+        return (matrix @ right @ right.mT).view(x.shape)
 
     def payload_bytes(
         self, shape: Shape, *, step: int = 0, dtype: torch.dtype = torch.float32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,9 +27,8 @@ class Threshold(Codec):
 
     How many bytes that is changes from step to step: ranks first tell each other how much they will
     send. Wire bytes per rank and step: ``(W-1) * k (4 + 2)`` for the largest ``k`` of all ranks,
-    plus 8 (W-1) a bucket; an index in a bucket of more than 2^31 elements takes 8 bytes instead of
-    4. State: one residual per element, without which the small ones would never arrive. Prefer
-    ``topk`` where the number of bytes must be known.
+    plus 8 (W-1) a bucket. State: one residual per element, without which the small ones would never
+    arrive. Prefer ``topk`` where the number of bytes must be known.
 
     Strom, "Scalable distributed DNN training using commodity GPU cloud computing" (Interspeech
     2015); as (index, value) in GRACE (Xu et al., ICDCS 2021).
@@ -74,7 +74,14 @@ class Threshold(Codec):
 
     def select(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """``x (n,)`` -> indices ``(k,)`` int64, ascending, and values ``(k,)``; NaN is taken."""
-        size = x.abs()
-        large = ~(size <= self.limit(x, scale)) | ~size.isfinite()
-        indices = large.nonzero().flatten()
+        indices = self._is_large(x, scale).nonzero().flatten()
         return indices, x[indices].to(self.value_dtype)
+
+    def approximate(
+        self, x: Tensor, *, scale: Tensor, step: int, factors: Sequence[Tensor] = ()
+    ) -> Tensor:
+        return torch.where(self._is_large(x, scale), x.to(self.value_dtype).to(x.dtype), 0)
+
+    def _is_large(self, x: Tensor, scale: Tensor) -> Tensor:
+        size = x.abs()
+        return ~(size <= self.limit(x, scale)) | ~size.isfinite()

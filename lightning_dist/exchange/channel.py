@@ -27,7 +27,7 @@ class PendingWork(Protocol):
     def wait(self) -> object: ...
 
 
-class Watch(Protocol):
+class Watch:
     """Hears of every collective of a channel. Must be quick, and must not wait for anything."""
 
     def launches(self, op: str, *, group: str, sent: int) -> Callable[[dist.Work], None] | None:
@@ -38,9 +38,15 @@ class Watch(Protocol):
             group: name of the channel.
             sent: bytes that this rank sends.
         """
+        return None
 
     def waits(self) -> Callable[[], None]:
         """The calling thread begins to wait for one; what is returned is called after that."""
+        return nothing
+
+
+def nothing() -> None:
+    """No call is of interest."""
 
 
 class WaitLimit:

@@ -54,7 +54,6 @@ class Section:
         received: what every rank said of this rank's share, in rank order.
         mean: of that share, where the caller encodes it between the two collectives.
         sent: bytes of one use.
-        own_stays: ``own`` is kept until the second collective; or the network adds in place.
     """
 
     own: Payload
@@ -62,7 +61,6 @@ class Section:
     sent: Sent
     received: Sequence[Payload] = ()
     mean: Payload = ()
-    own_stays: bool = True
 
 
 class Exchange(ABC):
@@ -138,14 +136,14 @@ class AllReduce(Exchange):
         summed = buffer() if in_place is None else in_place
         own = (buffer(),) if keep_own else (summed,)
         self.sent = traffic.ring_allreduce(summed.nbytes, self._topology)
-        self.whole = Section(own, ((summed,),), self.sent, own_stays=keep_own)
+        self.whole = Section(own, ((summed,),), self.sent)
 
     @override
     def start(self) -> None:
         (own,), ((summed,),) = self.whole.own, self.whole.payloads
         if self._weight != 1:
             torch.mul(own, self._weight, out=summed)
-        elif self.whole.own_stays:
+        elif own is not summed:
             summed.copy_(own)
         self._work = [self._channel.all_reduce(summed)]
 
@@ -197,7 +195,8 @@ class TwoShot(RowExchange):
 
     The memory is in use from encoding until what was received is read, and from encoding the mean
     until the payloads are. Exchanges that do not overlap in this may share it. ``own_bytes``,
-    ``received_bytes``, ``mean_bytes`` and ``payload_bytes`` are the uint8 memory of all sections.
+    ``received_bytes``, ``mean_bytes`` and ``payload_bytes`` are the uint8 memory of all sections,
+    ``parts`` the rows of the last.
 
     Args:
         keep_own: keep what this rank encoded until the end; otherwise the means are received where
@@ -214,11 +213,12 @@ class TwoShot(RowExchange):
         self.own_bytes = self._memory(sum(sizes))
         self.received_bytes = self._memory(len(sizes) * own).view(len(sizes), own)
         self.payload_bytes = self._memory(sum(sizes)) if keep_own else self.own_bytes
-        self._parts = self.payload_bytes.split_with_sizes(self._sizes)
-        self.mean_bytes = self._parts[self.rank]  # gathered in place
-        self.sent = self._sent(self._sizes)
+        self.parts = self.payload_bytes.split_with_sizes(self._sizes)
+        self.mean_bytes = self.parts[self.rank]  # gathered in place
+        self.sent = self.sent_for(self._sizes)
 
-    def _sent(self, sizes: Sequence[int]) -> Sent:
+    def sent_for(self, sizes: Sequence[int]) -> Sent:
+        """Bytes of one use of rows of ``sizes``, all of the exchange or parts."""
         topology = self._topology
         gathered = (
             traffic.ring_all_gather(sizes[self.rank], topology)
@@ -236,23 +236,7 @@ class TwoShot(RowExchange):
             for rows in memory
         )
         mean = views(self.mean_bytes[before : before + size].unsqueeze(0), planes, blocks)
-        return Section(own, (payload,), self._sent([size] * world), (received,), mean)
-
-    def shares(
-        self, planes: Sequence[Plane], blocks: Sequence[int], *, before: Sequence[int]
-    ) -> Section:
-        """``blocks[r]`` of row ``r``, behind ``before[r]`` bytes of it.
-
-        Payloads are ``(1, blocks[r], ...)`` for every rank ``r``, encoded where the means come to.
-        """
-        rank, sizes = self.rank, [row_bytes(planes, count) for count in blocks]
-        payloads = [
-            views(part[start : start + size].unsqueeze(0), planes, count)
-            for part, start, size, count in zip(self._parts, before, sizes, blocks, strict=True)
-        ]
-        rows = self.received_bytes[:, before[rank] : before[rank] + sizes[rank]].unsqueeze(1)
-        received = [views(row, planes, blocks[rank]) for row in rows]
-        return Section((), payloads, self._sent(sizes), received, payloads[rank])
+        return Section(own, (payload,), self.sent_for([size] * world), (received,), mean)
 
     @override
     def start(self) -> None:
@@ -268,7 +252,7 @@ class TwoShot(RowExchange):
             return
         self._work = [
             self._channel.broadcast(part, owner=owner)
-            for owner, part in enumerate(self._parts)
+            for owner, part in enumerate(self.parts)
             if len(part)
         ]
 

@@ -62,8 +62,7 @@ class CompressionArguments:
                 ``"auto"``: for models of 4 Mi elements or more where a compiler is there.
             ranks_per_host: hosts of so many ranks that follow each other, instead of the hosts'
                 names.
-            rank_groups: any groups instead of hosts, such as ``[[0, 1, 2], [3]]``; nested for more
-                than two levels, such as sites of racks.
+            rank_groups: any groups instead of hosts, such as ``[[0, 1, 2], [3]]``.
             commit: when residuals are written. ``"immediate"``: in the pass that encodes, and each
                 bucket is decoded when it has landed; what a step owes is lost if it is not
                 applied. ``"deferred"``: once every bucket of a step has landed and all ranks know

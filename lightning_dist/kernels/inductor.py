@@ -138,7 +138,7 @@ def _sparse_example(passes: SparsePasses) -> list[Tensor]:
     compensated, residual = torch.randn(2, 5000, generator=generator).unbind()
     scale = torch.tensor(3.0)
     passes.add_residual(compensated, residual, scale)
-    payload = passes.select(Threshold(), compensated, scale, offset=0, numel=len(compensated))
+    payload = passes.select(Threshold(), compensated, scale, offset=0)
     passes.scatter(compensated, payload, weight=-1.0)
     passes.keep(compensated, residual, scale)
     for _ in range(2):

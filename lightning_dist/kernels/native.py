@@ -30,7 +30,7 @@ from lightning_dist.codecs.memory import MomentumCorrection
 from lightning_dist.codecs.scales import HEADROOM
 from lightning_dist.codecs.threshold import Threshold
 from lightning_dist.kernels.passes import Pass, Passes
-from lightning_dist.kernels.sparse import SparsePasses, place_dtype
+from lightning_dist.kernels.sparse import SparsePasses
 
 _SOURCE = Path(__file__).with_name("native.cpp")
 _OPTIONS = ("-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC")
@@ -138,10 +138,8 @@ class NativeSparsePasses(SparsePasses):
 
     @override
     def select(
-        self, codec: Threshold, compensated: Tensor, scale: Tensor, *, offset: int, numel: int
+        self, codec: Threshold, compensated: Tensor, scale: Tensor, *, offset: int
     ) -> Payload:
-        if place_dtype(numel) != torch.int32:
-            return super().select(codec, compensated, scale, offset=offset, numel=numel)
         limit = codec.limit(compensated, scale)
         # Memory that is not written takes none.
         places = compensated.new_empty(len(compensated), dtype=torch.int32)
@@ -165,9 +163,6 @@ class NativeSparsePasses(SparsePasses):
     @override
     def scatter(self, compensated: Tensor, payload: Payload, *, weight: float) -> None:
         places, values = payload
-        if places.dtype != torch.int32:
-            super().scatter(compensated, payload, weight=weight)
-            return
         self._scatter(
             compensated.data_ptr(),
             places.data_ptr(),

@@ -93,31 +93,6 @@ class Passes:
         divisor = self.factors.divisor
         grad.copy_(mean / divisor if divisor != 1 else mean)
 
-    def inspect(
-        self,
-        grad: Tensor,
-        state: State,
-        scale: Tensor,
-        keys: Tensor | None,
-        own: Payload | None,
-        *,
-        committed: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradient, compensated gradient, and what is sent of it: by ``own``, or encoded once more.
-
-        Where ``state`` is ``committed`` already, the compensated gradient is what was sent and the
-        new residual.
-        """
-        x = _widened(grad)
-        if committed and state:
-            assert own is not None, "what was sent is kept where there is state"
-            sent = self.decoded(own, x.dtype, keys)
-            return x, sent + state[0] * scale, sent
-        compensated = self.memory.compensated(x, state, scale)
-        if own is None:
-            own = self._encoded(compensated, keys)
-        return x, compensated, self.decoded(own, x.dtype, keys)
-
     def decoded(self, own: Payload, dtype: torch.dtype, keys: Tensor | None) -> Tensor:
         """Decoded payload of this rank."""
         return self.codec.decode(own, dtype, keys) * self.factors.own

@@ -8,7 +8,8 @@ from torch import Tensor
 from lightning_dist.codecs.base import Payload
 from lightning_dist.codecs.threshold import Threshold
 
-_INT32_PLACES = 1 << 31
+MOST_PLACES = 1 << 31
+"""Elements of a bucket whose places fit int32."""
 
 
 class SparsePasses:
@@ -19,11 +20,11 @@ class SparsePasses:
         compensated.add_(residual * scale)
 
     def select(
-        self, codec: Threshold, compensated: Tensor, scale: Tensor, *, offset: int, numel: int
+        self, codec: Threshold, compensated: Tensor, scale: Tensor, *, offset: int
     ) -> Payload:
-        """Places in the bucket, which has ``numel`` elements, and values."""
+        """Places in the bucket, int32, and values."""
         where, values = codec.select(compensated, scale)
-        return placed_at(where, offset, numel=numel), values
+        return (where + offset).to(torch.int32), values
 
     def keep(self, compensated: Tensor, residual: Tensor | None, scale: Tensor) -> None:
         """What is left of ``compensated`` becomes the residual where it is finite, and it zero."""
@@ -36,13 +37,3 @@ class SparsePasses:
         """Add ``weight`` times the values of ``payload`` at their places, which are distinct."""
         places, values = payload
         compensated.index_add_(0, places, values.to(compensated.dtype), alpha=weight)
-
-
-def place_dtype(numel: int) -> torch.dtype:
-    """Of places in a bucket of ``numel`` elements, the same on all ranks."""
-    return torch.int32 if numel <= _INT32_PLACES else torch.int64
-
-
-def placed_at(where: Tensor, offset: int, *, numel: int) -> Tensor:
-    """Indices in a parameter, int64 -> places in its bucket, which has ``numel`` elements."""
-    return (where + offset).to(place_dtype(numel))

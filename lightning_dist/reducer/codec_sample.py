@@ -1,15 +1,21 @@
-"""Some elements of a gradient on their way: what was encoded, and what the payload says of it."""
+"""Samples of the compression error: some elements of a gradient, encoded by themselves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_dist.accelerator import placed
+from lightning_dist.codecs.base import Codec
+from lightning_dist.kernels.passes import compute_dtype
+from lightning_dist.reducer.plan.slices import ParameterSlice
+
+if TYPE_CHECKING:
+    from lightning_dist.reducer.plan.planner import Planner
 
 _RUN = 4096
 """Elements that are drawn together: scattered ones cost more to read than to look at."""
@@ -17,48 +23,21 @@ _RUN = 4096
 
 @dataclass(frozen=True)
 class CodecSample:
-    """The same elements of four tensors, flat and in the compute dtype.
+    """The same elements of four tensors in the compute dtype.
 
     All but the residual carry the GradScaler's scale.
 
     Args:
         gradient: as it was given to the codec and its memory.
-        compensated: what was encoded: the gradient and what was still owed.
-        sent: what the own payload says of ``compensated``, once the step is finished.
-        residual: what is owed from now on, once the step is finished; None: nothing is kept.
+        compensated: what is encoded: the gradient and what was still owed.
+        sent: what the own payload says of ``compensated``.
+        residual: what was owed before; None: nothing is kept.
     """
 
     gradient: Tensor
     compensated: Tensor
-    sent: Callable[[], Tensor]
-    residual: Callable[[], Tensor] | None
-
-
-def sample_at(
-    at: Tensor,
-    gradient: Tensor,
-    compensated: Tensor,
-    residual: Tensor | None,
-    scale: Tensor,
-    *,
-    sent: Callable[[], Tensor],
-) -> CodecSample:
-    """The items ``at`` of a tensor whose state is not committed yet.
-
-    Args:
-        gradient: which ``compensated`` may have taken the place of.
-    """
-    chosen, kept = compensated[at], None
-    given = gradient[at].to(chosen.dtype)
-    if residual is not None:
-        if gradient.data_ptr() == compensated.data_ptr():
-            given = chosen - residual[at] * scale
-        kept = partial(_items, residual, at)
-    return CodecSample(given.flatten(), chosen.flatten(), sent, kept)
-
-
-def _items(tensor: Tensor, at: Tensor) -> Tensor:
-    return tensor[at].flatten()
+    sent: Tensor
+    residual: Tensor | None
 
 
 class Sampler:
@@ -75,12 +54,10 @@ class Sampler:
         self._generator = torch.Generator().manual_seed(seed)
         self._share = share
 
-    def items(self, count: int, *, of: int, device: torch.device) -> Tensor:
-        """Which of ``count`` items of ``of`` elements each, ascending int64; at times none."""
-        return placed(self.drawn(count, of=of), device)
-
     def drawn(self, count: int, *, of: int) -> Tensor:
-        """The same on the host."""
+        """Which of ``count`` items of ``of`` elements each, ascending int64 on the host; at times
+        none.
+        """
         run = max(1, _RUN // of)
         runs = -(-count // run)
         # A part of a run is taken as often as it is large: few elements are seen as often as many.
@@ -90,3 +67,44 @@ class Sampler:
         first = order[:wanted].sort().values * run
         items = (first.unsqueeze(-1) + torch.arange(run, device="cpu")).flatten()
         return items[items < count]
+
+
+@dataclass(frozen=True)
+class SampleSource:
+    """Gradients in ``flat`` that ``codec`` encodes next, with a loss; read until then."""
+
+    codec: Codec
+    slices: Sequence[ParameterSlice]
+    flat: Tensor
+    planner: Planner
+
+    def samples(self, sampler: Sampler, scale: Tensor, *, step: int) -> Iterator[CodecSample]:
+        """Of the elements that ``sampler`` draws: blocks, with zeros behind the last element of a
+        tensor, or whole tensors. Changes nothing.
+        """
+        codec, state, device = self.codec, self.planner.state, self.flat.device
+        dtype, memory = compute_dtype(self.flat.dtype), codec.memory(self.planner.error_feedback)
+        for part in self.slices:
+            block = codec.block or part.numel
+            numbers = sampler.drawn(-(-part.numel // block), of=block)
+            if not len(numbers):
+                continue
+            at = numbers.unsqueeze(-1) * block + torch.arange(block, device="cpu")
+            exists, at = (
+                placed(at < part.numel, device),
+                placed(at.clamp(max=part.numel - 1), device),
+            )
+            flats = [part.of(self.flat).to(dtype)]
+            for kind in memory.kinds:
+                flats.append(state.per_rank(kind, part, dtype=dtype, device=device))
+            gradient, *held = (flat[at] * exists for flat in flats)
+            compensated = memory.compensated(gradient, tuple(held), scale)
+            if not codec.block:
+                compensated = part.shaped(compensated[0])
+            factors = state.factors.get(part.name, ())
+            sent = codec.approximate(compensated, scale=scale, step=step, factors=factors)
+            if sent is not None:
+                if codec.block:
+                    sent = sent * exists
+                residual = held[0] if "residual" in memory.kinds else None
+                yield CodecSample(gradient, compensated, sent, residual)

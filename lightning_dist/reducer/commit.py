@@ -2,8 +2,7 @@
 
 Under the immediate commit units write their state while they encode. Under the deferred one the
 ranks first agree on what became of the step. If it was finite everywhere, all state is committed as
-it is decoded. If it was not, the state of a parameter is committed when an optimizer applies its
-gradient, and dropped otherwise.
+it is decoded; else none of it is.
 
 The all-reduce in which they agree is also the vote of a training that goes on where ranks are lost
 (``failures.py``): a rank takes part once it has all payloads, so whoever has the answer knows
@@ -13,17 +12,14 @@ that every other rank can commit the step by itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakMethod, finalize
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from lightning_dist.accelerator import placed
-from lightning_dist.reducer.adjust import free_owed
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.units.base import CodecGroup, decode_all
@@ -104,97 +100,26 @@ def decode_groups(
     *,
     scale: Tensor,
     unused: Collection[str],
-    pending: PendingCommit | None,
+    finite: bool,
 ) -> None:
     """Decode ``groups`` into their ``bucket`` and commit state, except that of ``unused`` ones.
 
     What an unused parameter still owes was sent with the others but DDP will not apply it, so it
-    stays owed. Where some gradient of the step was not finite on some rank, no state changes here,
-    and ``pending`` is given the new one of all parameters whose mean is finite. The mean of the
-    others becomes NaN in every element: what is not finite must not be applied in part, since its
-    state stays as if the step had never been. All ranks have the same mean, so they agree.
+    stays owed.
 
     Args:
-        pending: None where every gradient of every rank was finite, and where units have committed
-            their state when they encoded.
+        finite: False if some gradient of the step was not finite on some rank. Then no state
+            changes, and every parameter that has some gets NaN, so that none is applied: a mean
+            holds what was owed, which would be sent again.
     """
-    stateful = [group for group in groups if group.keeps_state or group.owed]
-    uncommitted = [] if pending is None else [part for g in stateful for part in g.slices]
-    undone = {part.name for part in uncommitted}.union(unused)
-    before = [
-        (held, held.clone())
-        for group in groups
-        for part in group.slices
-        for held in (state.tensors(part.name) if part.name in undone else ())
-    ]
+    stateful = [part for group in groups if group.keeps_state for part in group.slices]
+    kept = {part.name for part in stateful if not finite or part.name in unused}
+    before = [(held, held.clone()) for name in kept for held in state.tensors(name)]
     decode_all([unit for group in groups for unit in group.units], scale)
-    for group in groups if pending is None else ():
-        for part in group.slices if group.owed else ():
-            # Waits for a GPU, in the one step in which something is owed.
-            if part.name not in unused and bool(part.of(bucket).isfinite().all()):
-                free_owed(group, state, part.name)
-    for group in stateful if pending is not None else ():
-        assert pending is not None
-        for part in group.slices:
-            mean = part.of(bucket)
-            if not bool(mean.isfinite().all()):
-                mean.fill_(torch.nan)
-            elif part.name not in unused:
-                paid = partial(free_owed, group, state, part.name)
-                pending.add(part.name, state.tensors(part.name), then=paid)
     for tensor, value in before:
         tensor.copy_(value)
-
-
-class PendingCommit:
-    """New state of the finite parameters of a step that was not finite.
-
-    A GradScaler skips the optimizers that have found an inf, a training loop may leave out the
-    whole step, or replace what is not finite (``nan_to_num``) and go on. Who does what is known
-    when optimizers step. What none has applied by the next synchronised pass is dropped.
-
-    Args:
-        names: name of every parameter.
-    """
-
-    def __init__(self, names: Mapping[Tensor, str]) -> None:
-        self._names = names
-        self._new: dict[str, list[Callable[[], object]]] = {}
-        self._unhook: finalize[Any, Any] | None = None
-
-    def add(self, name: str, held: Sequence[Tensor], *, then: Callable[[], None]) -> None:
-        """What ``held`` holds now is the new state of ``name``; the caller then puts back the old.
-
-        On the host: an accelerator may have no memory for another copy of all residuals. ``then``
-        is called where that state is committed.
-        """
-        if self._unhook is None:
-            handle = register_optimizer_step_post_hook(untraced(self._stepped))
-            self._unhook = finalize(self, handle.remove)
-        copies = [partial(tensor.copy_, tensor.to("cpu", copy=True)) for tensor in held]
-        self._new[name] = [*copies, then]
-
-    def drop(self) -> None:
-        """Commit nothing of what was added so far."""
-        self._new.clear()
-
-    def close(self) -> None:
-        """Drop everything, and watch optimizers no more."""
-        self.drop()
-        if self._unhook is not None:
-            self._unhook()
-
-    @torch.no_grad()
-    def _stepped(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
-        # A fused optimizer is called in any case, and told by the GradScaler to leave the step out.
-        found_inf = getattr(optimizer, "found_inf", None) if self._new else None
-        if found_inf is not None and bool(found_inf):
-            return
-        for group in optimizer.param_groups if self._new else ():
-            for parameter in group["params"]:
-                if parameter.grad is not None and parameter in self._names:
-                    for commit in self._new.pop(self._names[parameter], ()):
-                        commit()
+    for part in () if finite else stateful:
+        part.of(bucket).fill_(torch.nan)
 
 
 def untraced(hook: Callable[..., None]) -> Any:

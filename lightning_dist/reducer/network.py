@@ -1,4 +1,4 @@
-"""The process groups and places that a reducer works with, flat or in levels."""
+"""The process groups and places that a reducer works with, flat or in two levels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning_dist.accelerator import is_accelerator
 from lightning_dist.exchange.channel import Channel, WaitLimit
 from lightning_dist.topology import Topology
-from lightning_dist.topology.groups import Level, Tree, levels_of, rows_of
+from lightning_dist.topology.groups import Hosts, Level, levels_of, rows_of
 
 NewGroup = Callable[[Sequence[int]], dist.ProcessGroup]
 """Ranks of the world -> a group of them. Every member calls it, for its groups in one order."""
@@ -84,39 +84,33 @@ class Network:
         if self.intra is None:
             return [self.data, self.control]
         inter = self.intra.inter
-        return [self.intra.data, *([self.control] if inter is None else inter.channels)]
+        return [self.intra.data, *([] if inter is None else [inter.data]), self.control]
 
 
 @dataclass(frozen=True)
 class IntraLevel:
-    """The group of a :class:`~lightning_dist.topology.groups.Level` that this rank is in."""
+    """The group of the ranks of this host."""
 
     data: Channel  # payloads
     topology: Topology  # of the group
     level: Level
-    inter: Network | None  # where its owners go on; None on ranks that do not
+    inter: Network | None  # between hosts, flat; None on ranks that do not go on there
 
 
-def in_levels(network: Network, tree: Tree, *, leader: bool, new_group: NewGroup) -> Network:
-    """``network`` with the groups of ``tree``, made from the inside out. Collective."""
-    topology = network.topology
-    network = replace(network, row_of=rows_of(tree, world_size=topology.world_size))
-    levels = dict(enumerate(levels_of(tree, leader=leader)))
-    own = {number: level.group_of(topology.rank) for number, level in levels.items()}
-    members = {number: ranks for number, ranks in own.items() if ranks is not None}
-    groups = {number: new_group(ranks) for number, ranks in members.items()}
-    outermost, found = max(levels), network
-    for number in reversed(groups):
-        channel = Channel(groups[number], name=_name(number), limit=network.limit)
-        inside, intra = topology.among(members[number]), None
-        if number < outermost:
-            inter = found if number + 1 in groups else None
-            intra = IntraLevel(channel, inside, levels[number], inter)
-        found = replace(network, data=channel, topology=inside, intra=intra)
-    places = replace(topology, intra_group=groups[0], inter_group=groups.get(outermost))
-    return replace(network, intra=found.intra, topology=places)
-
-
-def _name(level: int) -> str:
-    """Of a channel, by its level from the inside out."""
-    return "intra" if level == 0 else "inter" if level == 1 else f"inter{level}"
+def in_levels(network: Network, hosts: Hosts, *, leader: bool, new_group: NewGroup) -> Network:
+    """``network`` with a group inside ``hosts`` and then one between them. Collective."""
+    topology, limit = network.topology, network.limit
+    network = replace(network, row_of=rows_of(hosts))
+    inside, between = levels_of(hosts, leader=leader)
+    own, others = inside.group_of(topology.rank), between.group_of(topology.rank)
+    assert own is not None, "every rank is on a host"
+    intra, inter = new_group(own), None if others is None else new_group(others)
+    outer = None
+    if inter is not None and others is not None:
+        channel = Channel(inter, name="inter", limit=limit)
+        outer = replace(network, data=channel, topology=topology.among(others))
+    level = IntraLevel(
+        Channel(intra, name="intra", limit=limit), topology.among(own), inside, outer
+    )
+    places = replace(topology, intra_group=intra, inter_group=inter)
+    return replace(network, intra=level, topology=places)

@@ -4,39 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Literal, TypeAlias
 
-import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import override
 
-from lightning_dist.exchange.channel import Watch
+from lightning_dist.exchange.channel import Watch, nothing
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 from lightning_dist.reducer.plan.plans import Handle
-from lightning_dist.reducer.units.base import CodecGroup
+from lightning_dist.reducer.units.base import CodecGroup, CommUnit
 
 Phase = Literal["encode", "decode"]
-
-
-@dataclass(frozen=True)
-class EncodedBucket:
-    """The parts of a bucket of which a codec loses something. They are encoded."""
-
-    bucket: int
-    groups: Sequence[CodecGroup]
-    scale: Tensor
-
-    @property
-    def numel(self) -> int:
-        """Elements of it that are compressed."""
-        return sum(part.numel for group in self.groups for part in group.slices)
-
-    def samples(self, sampler: Sampler) -> Iterator[CodecSample]:
-        """Of the elements that ``sampler`` draws. Only while the observer is told of the bucket."""
-        for group in self.groups:
-            for unit in group.units:
-                yield from unit.samples(sampler, self.scale)
+Samples: TypeAlias = Callable[[Sampler], Iterator[CodecSample]]
+"""Samples of the elements that a sampler draws."""
 
 
 class Observer(Watch):
@@ -53,28 +33,20 @@ class Observer(Watch):
 
     def works(self, bucket: int, phase: Phase) -> Callable[[], None]:
         """The reducer begins to compute for a bucket; what is returned is called after that."""
-        return _nothing
+        return nothing
 
-    def encoded(self, bucket: EncodedBucket) -> Callable[[], None] | None:
-        """A bucket of which something is lost is encoded.
+    def encodes(self, bucket: int, samples: Samples, *, numel: int, scale: Tensor) -> None:
+        """Part of a bucket is encoded next, with a loss; ``samples`` may be taken here only.
 
-        Samples are taken here; what is returned is called when the step is finished.
+        Args:
+            numel: elements of the whole bucket that are encoded with a loss.
         """
-        return None
 
     def finished(self, buckets: Sequence[tuple[int, Sequence[CodecGroup]]]) -> None:
         """The mean of all gradients of a step is there, and bytes are known."""
 
     def regrouped(self, generation: int, *, step: int, reason: str) -> None:
         """Ranks were lost or have joined, and ``step`` comes next; from the training's thread."""
-
-    @override
-    def launches(self, op: str, *, group: str, sent: int) -> Callable[[dist.Work], None] | None:
-        return None
-
-    @override
-    def waits(self) -> Callable[[], None]:
-        return _nothing
 
 
 @contextmanager
@@ -86,17 +58,14 @@ def working(observers: Sequence[Observer], bucket: int, phase: Phase) -> Iterato
         yield
 
 
-def show_encoded(
-    observers: Sequence[Observer], handle: Handle, scale: Tensor
-) -> list[Callable[[], None]]:
-    """Tell ``observers`` of what a codec loses something of; what is to be called in the end."""
-    groups = [group for group in handle.groups if not group.codec.lossless]
-    if not groups:
-        return []
-    bucket = EncodedBucket(handle.key, groups, scale)
-    calls = [observer.encoded(bucket) for observer in observers]
-    return [call for call in calls if call is not None]
-
-
-def _nothing() -> None:
-    pass
+def show_encoding(
+    observers: Sequence[Observer], handle: Handle, unit: CommUnit, scale: Tensor, *, step: int
+) -> None:
+    """Show ``observers`` what ``unit`` is about to encode."""
+    if unit.source is None or not observers:
+        return
+    lossy = [group for group in handle.groups if not group.codec.lossless]
+    numel = sum(part.numel for group in lossy for part in group.slices)
+    samples = partial(unit.source.samples, scale=scale, step=step)
+    for observer in observers:
+        observer.encodes(handle.key, samples, numel=numel, scale=scale)

@@ -3,8 +3,7 @@
 Immediate commit: the residual is written in the pass that encodes, and a tensor is decoded while
 the next one is on its way. Deferred commit: the residual is written once the step is known to be
 finite on every rank, so that an overflow under a GradScaler leaves no trace. That is known when the
-step is finished; until then tensors keep their local gradients and the received payloads wait. If
-it is not finite, the residual of a parameter is kept once an optimizer has applied its gradient
+step is finished; until then tensors keep their local gradients and the received payloads wait
 (``commit.py``). Finite steps are the same bits under both.
 """
 
@@ -23,11 +22,10 @@ from torch.futures import Future
 
 from lightning_dist.accelerator import is_accelerator
 from lightning_dist.log import get_logger
-from lightning_dist.reducer.adjust import Adjustment, add_owed, clip_group
+from lightning_dist.reducer.adjust import Adjustment, clip_group
 from lightning_dist.reducer.commit import (
     Answer,
     DriftError,
-    PendingCommit,
     agree,
     decode_groups,
     sum_of_bits,
@@ -36,14 +34,14 @@ from lightning_dist.reducer.delayed import DelayedMeans
 from lightning_dist.reducer.executor import Executor, executor_for
 from lightning_dist.reducer.failures import Failures, Recovery
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.observer import Observer, show_encoded, working
+from lightning_dist.reducer.observer import Observer, show_encoding, working
 from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.plan.plans import Handle, Plans
 from lightning_dist.reducer.plan.slices import (
     ParameterSlice,
-    as_laid_out_here,
     as_real,
     matrices,
+    require_strides,
     strides_in_bucket,
 )
 from lightning_dist.reducer.state import (
@@ -133,18 +131,15 @@ class Reducer:
         self._shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
         self._plans = self._make_plans()
         self._keeps_state = any(map(self.planner.keeps_state, self._policy.leaves()))
-        self._asks = self._keeps_state  # whether this step's residuals depend on a consensus
-        self._trained = {name for parameter, name in names.items() if parameter.requires_grad}
+        self._asks = self._keeps_state and not self.immediate  # whether all ranks are finite
         self._reserved: list[tuple[Sequence[ParameterSlice], torch.dtype]] = []
         self._prefix, self._in_order = prefix, in_order
         self._failures = Failures()
         self._use(executor)
         self._in_flight: list[Handle] = []
         self._finite: list[Tensor] = []
-        self._looked: list[Callable[[], None]] = []
         self._sums: list[Tensor] = []  # to be compared with those of the other ranks
         self._scale = torch.ones((), dtype=torch.float32, device=network.device)
-        self._pending = PendingCommit(names)
 
     def _make_plans(self) -> Plans:
         network = self.network
@@ -321,11 +316,12 @@ class Reducer:
         self._adjust(handle)
         with working(self._observers, handle.key, "encode"):
             for unit in staggered(handle.units()):
+                unit.receive()
+                show_encoding(self._observers, handle, unit, self._scale, step=self.step)
                 unit.encode(self._scale, step=self.step)
                 if self._asks:
                     self._finite.append(unit.finite())
                 unit.start()
-        self._looked += show_encoded(self._observers, handle, self._scale)
         before = self._in_flight[:-1]
         if self.immediate and before:  # while this one is on its way
             self._decode(before[-1])
@@ -341,13 +337,9 @@ class Reducer:
                 self._decode(handle)
         answer = self._ask()
         if not self.immediate:
-            pending = None if answer.finite else self._pending
             for handle in handles:
-                self._decode(handle, unused=answer.unused, pending=pending)
+                self._decode(handle, unused=answer.unused, finite=answer.finite)
         self.answer = answer
-        for call in self._looked:
-            call()
-        self._looked = []
         for observer in self._observers:
             observer.finished([(handle.key, handle.groups) for handle in handles])
         self._observers = tuple(each for each in self._observers if not each.done)
@@ -358,9 +350,7 @@ class Reducer:
             if not handle.done.done():
                 handle.done.set_result(handle.given)
 
-    def _decode(
-        self, handle: Handle, *, unused: Collection[str] = (), pending: PendingCommit | None = None
-    ) -> None:
+    def _decode(self, handle: Handle, *, unused: Collection[str] = (), finite: bool = True) -> None:
         with working(self._observers, handle.key, "decode"):
             decode_groups(
                 handle.groups,
@@ -368,10 +358,10 @@ class Reducer:
                 self.state,
                 scale=self._scale,
                 unused=unused,
-                pending=pending,
+                finite=finite,
             )
             for group in handle.groups:
-                self._count(group, handle.flat, compare=pending is None)
+                self._count(group, handle.flat, compare=finite)
                 handle.restore(group, unused)
             handle.store()
 
@@ -393,7 +383,7 @@ class Reducer:
         for handle in self._in_flight:
             for unit in () if handle.done.done() else handle.units():
                 unit.wait()
-        self._in_flight, self._finite, self._looked = [], [], []
+        self._in_flight, self._finite = [], []
         self._delayed.clear()  # some of its means are in buckets that nobody applies
 
     def _ask(self) -> Answer:
@@ -428,12 +418,8 @@ class Reducer:
 
     def _enter(self, handle: Handle) -> None:
         if not self._in_flight:
-            self._pending.drop()
             scale = None if self._grad_scale is None else self._grad_scale()
             self._scale.fill_(1.0) if scale is None else self._scale.copy_(scale)
-            self._asks = not self.immediate and (
-                self._keeps_state or not self._trained.isdisjoint(self.state.names("residual"))
-            )
         self._in_flight.append(handle)
 
     def _adjust(self, handle: Handle) -> None:
@@ -441,8 +427,6 @@ class Reducer:
             clip_group(group, handle.flat, self._scale, world_size=self.network.world_size)
             if self.adjustment is not None and self.adjustment.active:
                 self.adjustment(group.slices, handle.flat, self._scale)
-            sharded = self._sharded
-            add_owed(group, handle.flat, self.state, self.network, self._scale, sharded=sharded)
 
     def _guarded(self, task: Callable[[], None], handle: Handle | None = None) -> None:
         try:
@@ -450,7 +434,7 @@ class Reducer:
             task()
         except BaseException as error:  # every waiting future must hear of it, whatever it is
             self._failures.note(error)
-            waiting, self._in_flight, self._looked = self._in_flight, [], []
+            waiting, self._in_flight = self._in_flight, []
             self._failures.tell([*waiting, *([] if handle is None else [handle])], error)
 
     def observe(self, observer: Observer) -> None:
@@ -562,11 +546,10 @@ class Reducer:
         """
         self.wait()
         self._plans.clear()  # they hold views of the old residuals
-        self._pending.drop()
         found: Mapping[str, Any] = {"step": 0}
         if state is not None:
             found = own_keys(state, self._prefix)
-        found = as_laid_out_here(found, self.names)
+            require_strides(found, self.names)
         self.state.load(found, self.network.rows)
         self._load_delayed(found.get("delayed", {}))
         self.step = int(found["step"])
@@ -618,9 +601,8 @@ class Reducer:
         for handle in self._in_flight:
             if not handle.done.done():
                 handle.done.set_exception(RuntimeError("lightning_dist: other groups"))  # type: ignore[arg-type]
-        self._in_flight, self._finite, self._sums, self._looked = [], [], [], []
+        self._in_flight, self._finite, self._sums = [], [], []
         self._delayed.clear()  # not there on every rank
-        self._pending.drop()
         self.answer = Answer()
         self.stats.drop_step()
         old, self.network = self.network, network
@@ -670,7 +652,6 @@ class Reducer:
             # Busy, maybe for longer, with kernels of steps that the host has done with.
             patience = self.network.limit.seconds or TIMEOUT_MAX
         self._stop(patience)
-        self._pending.close()
         self._plans.clear()
         self.state.to(torch.device("cpu"))
         self._delayed.to(torch.device("cpu")) if self.in_step else self._delayed.clear()

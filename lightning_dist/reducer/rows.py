@@ -23,7 +23,6 @@ from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.wire import row_bytes, views
 from lightning_dist.kernels.inductor import Variant, fused_passes
 from lightning_dist.kernels.passes import Factors, Kernels
-from lightning_dist.reducer.units.tiles import Tile, decode_tiles, encode_tiles, of_tiles, runs_of
 from lightning_dist.topology import Topology
 
 Cut = Mapping[BlockCodec, Sequence[tuple[int, int]]]
@@ -39,8 +38,27 @@ class _Part:
     blocks: int
     before: int
 
-    def tiles(self, rows: Tensor) -> Sequence[Tile]:
-        return runs_of(rows, self.slices, self.kernels.codec.block)
+    def loaded(self, rows: Tensor) -> Tensor:
+        """Slices of ``rows (R, N)`` as ``(R, blocks, block)``, zeros behind the last of each."""
+        staged = self.empty(rows).zero_()
+        torch._foreach_copy_(self._places(staged), self._flats(rows))
+        return staged
+
+    def empty(self, rows: Tensor) -> Tensor:
+        return rows.new_empty(len(rows), self.blocks, self.kernels.codec.block)
+
+    def store(self, staged: Tensor, rows: Tensor) -> None:
+        """The way back."""
+        torch._foreach_copy_(self._flats(rows), self._places(staged))
+
+    def _flats(self, rows: Tensor) -> list[Tensor]:
+        return [rows[:, start : start + numel] for start, numel in self.slices]
+
+    def _places(self, staged: Tensor) -> list[Tensor]:
+        block = staged.shape[2]
+        sizes = [-(-numel // block) * block for _, numel in self.slices]
+        parts = staged.view(len(staged), -1).split_with_sizes(sizes, dim=1)
+        return [part[:, :n] for part, (_, n) in zip(parts, self.slices, strict=True)]
 
 
 class Rows:
@@ -101,23 +119,19 @@ class Rows:
         """
         one = torch.ones((), dtype=torch.float32, device=rows.device)
         for number, part in enumerate(self._parts):
-            tiles = part.tiles(rows)
-            encode_tiles(
-                part.kernels,
-                tiles,
-                of_tiles(tiles, self._planes(part, payload)),
-                one,
-                state=errors[number] if errors else (),
-                keys=_keys(part, len(rows), salt, rows.device),
-            )
+            state = errors[number] if errors else ()
+            encode = part.kernels.encode_and_commit if state else part.kernels.encode
+            keys = _keys(part, len(rows), salt, rows.device)
+            encode(part.loaded(rows), state, one, keys, self._planes(part, payload))
 
     def decode(self, payloads: Sequence[Tensor], rows: Tensor) -> None:
         """``rows (R, numel)`` <- the weighted sum of ``payloads (R, nbytes)``, in their order."""
         one = torch.ones((), dtype=torch.float32, device=rows.device)
         for part in self._parts:
-            tiles = part.tiles(rows)
-            received = [of_tiles(tiles, self._planes(part, payload)) for payload in payloads]
-            decode_tiles(part.kernels, tiles, zip(*received, strict=True), one)
+            staged = part.empty(rows)
+            received = tuple(self._planes(part, payload) for payload in payloads)
+            part.kernels.decode_and_commit(staged, (), one, None, received[0], received)
+            part.store(staged, rows)
 
     def fuse(self, device: torch.device, *, encoded: int, decoded: int, received: int) -> None:
         """Compile the kernels on a CPU: so many rows are encoded, decoded, and received of each."""

@@ -111,10 +111,6 @@ class ReducerState:
         """Parameters that have state of ``kind``, here or on another rank."""
         return [name for each, name in self._held if each == kind]
 
-    def has(self, kind: str, name: str) -> bool:
-        """Whether there is state of ``kind`` for a parameter, here or on another rank."""
-        return (kind, name) in self._held
-
     def per_rank(
         self, kind: str, part: ParameterSlice, *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
@@ -152,22 +148,15 @@ class ReducerState:
         """Forget the state of ``kind`` for ``name``, here; for all ranks at once."""
         self._held.pop((kind, name), None)
 
-    def of_row(self, kind: str, name: str, rows: Rows) -> list[tuple[int, Tensor]]:
-        """``(start, part)`` of what this rank contributes to its row; ranks do not overlap."""
-        return self._held[kind, name].of_row(first=rows.first)
-
     def tensors(self, name: str) -> list[Tensor]:
         """All that this rank keeps for a parameter, as it works with it."""
         held = [self._held[kind, name] for kind in _KINDS if (kind, name) in self._held]
         return [*(part for of in held for _, part in of.in_order()), *self.factors.get(name, ())]
 
     def keep_for(self, codec: Codec, kinds: Collection[str], name: str) -> None:
-        """Free what ``codec``, with memory of ``kinds``, has no use for and what is owed to nobody.
-
-        That is all but the residual, which must be sent first.
-        """
-        if "momentum" not in kinds:
-            self.drop("momentum", name)
+        """Free what ``codec``, with memory of ``kinds``, has no use for."""
+        for kind in _KINDS.keys() - set(kinds):
+            self.drop(kind, name)
         if not codec.keeps_factors:
             self.factors.pop(name, None)
             self._loaded_factors.pop(name, None)

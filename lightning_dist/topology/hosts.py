@@ -26,9 +26,9 @@ class Topology:
     """Host of every rank of a process group, as seen from ``rank``.
 
     ``intra_group`` holds the ranks of this host and ``inter_group`` one rank of every host, where
-    the exchange is hierarchical; else None. With more than two levels they are the innermost and
-    the outermost group. In the leader form ranks that do not lead have no ``inter_group``. Both may
-    be used between backward passes, by all their members in the same order.
+    the exchange is hierarchical; else None. In the leader form ranks that do not lead have no
+    ``inter_group``. Both may be used between backward passes, by all their members in the same
+    order.
     """
 
     hosts: tuple[str, ...]  # index: rank

@@ -35,10 +35,9 @@ def test_auto_is_hierarchical_where_there_are_two_levels(hosts: str, tree: Any) 
         assert grouped(hosts, hierarchical=True) == grouped(hosts, hierarchical="leader") == tree
 
 
-def test_declared_levels_need_not_be_hosts() -> None:
+def test_declared_groups_need_not_be_hosts() -> None:
     """Hosts of one rank each, on two sites."""
-    sites = [[[0], [1]], [[2], [3]]]
-    assert grouped("abcd", rank_groups=sites) == (((0,), (1,)), ((2,), (3,)))
+    assert grouped("abcd", rank_groups=[[0, 1], [2, 3]]) == ((0, 1), (2, 3))
 
 
 def test_a_launcher_that_contradicts_the_names(caplog: pytest.LogCaptureFixture) -> None:

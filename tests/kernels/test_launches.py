@@ -15,7 +15,7 @@ from interpreted import in_tables
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_dist.codecs import BlockCodec, resolve_codec
+from lightning_dist.codecs import NoCompression, resolve_codec
 from lightning_dist.codecs.policies import raw_beside
 from lightning_dist.exchange.channel import Channel
 from lightning_dist.kernels import passes as eager_passes
@@ -27,7 +27,7 @@ from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.units.base import CommUnit, decode_all, staggered
 from lightning_dist.topology import Topology
-from lightning_dist.topology.groups import tree_of
+from lightning_dist.topology.groups import hosts_of
 
 passes = pytest.importorskip("lightning_dist.kernels.triton.passes")
 
@@ -66,11 +66,8 @@ def step_of(units: list[CommUnit], counts: Counter[str]) -> None:
         decode_all(units, scale)
 
 
-def planner_of(
-    world_size: int, *, per_host: int = 1, immediate: bool = True, intra: str = "none"
-) -> Planner:
-    ranks, inside = list(range(world_size)), resolve_codec(intra)
-    assert isinstance(inside, BlockCodec)
+def planner_of(world_size: int, *, per_host: int = 1, immediate: bool = True) -> Planner:
+    ranks = list(range(world_size))
     rank = world_size - 1
     hosts = tuple(f"host{of // per_host}" for of in ranks)
     channel = Channel(group_of(ranks, rank))
@@ -78,13 +75,13 @@ def planner_of(
     if per_host > 1:
         tree = [ranks[i : i + per_host] for i in range(0, world_size, per_host)]
         network = in_levels(
-            network, tree_of(tree), leader=False, new_group=lambda of: group_of(of, rank)
+            network, hosts_of(tree), leader=False, new_group=lambda of: group_of(of, rank)
         )
     return Planner(
         network,
         ReducerState(),
         error_feedback=True,
-        intra_codec=inside,
+        intra_codec=NoCompression(),
         immediate=immediate,
     )
 
@@ -136,7 +133,6 @@ def counted(
     per_host: int = 1,
     immediate: bool = True,
     small: int = 0,
-    intra: str = "none",
 ) -> Counter[str]:
     counts: Counter[str] = Counter()
 
@@ -145,7 +141,7 @@ def counted(
         counts[kernel.__name__] += 1
 
     with without_network(counts, launch):
-        planner = planner_of(world_size, per_host=per_host, immediate=immediate, intra=intra)
+        planner = planner_of(world_size, per_host=per_host, immediate=immediate)
         step(planner, codec, [MODELS[parameters]] * parameters, counts, small=small)
     return counts
 
@@ -176,14 +172,10 @@ def test_with_uncompressed_parameters_beside(
 )
 @pytest.mark.parametrize("immediate", [True, False])
 @pytest.mark.parametrize("codec", ["int8", "sign:block_size=48", "qsgd"])
-@pytest.mark.parametrize(
-    ("world_size", "per_host", "intra"),
-    [(2, 1, "none"), (3, 1, "none"), (8, 1, "none"), (4, 2, "none"), (4, 2, "int4:block_size=48")],
-)
+@pytest.mark.parametrize(("world_size", "per_host"), [(2, 1), (3, 1), (8, 1), (4, 2)])
 def test_what_a_step_launches_was_compiled_at_set_up(
     world_size: int,
     per_host: int,
-    intra: str,
     codec: str,
     immediate: bool,
     small: int,
@@ -209,7 +201,7 @@ def test_what_a_step_launches_was_compiled_at_set_up(
     few = [5000, 300, 40]  # of fewer than a block for every rank
     with without_network(Counter(), launch), patch.object(plan, "is_accelerator", bool):
         for sizes in ([4096, 4096 * 3], [4096, 1111], *([n] for n in few)):
-            planner = planner_of(world_size, per_host=per_host, immediate=immediate, intra=intra)
+            planner = planner_of(world_size, per_host=per_host, immediate=immediate)
             planner.fuse(resolve_codec(codec), [dtype], sizes=sizes)
             step(planner, codec, sizes, Counter(), small=small, dtype=dtype)
     assert len({name for name, *_ in launched}) >= 2
@@ -219,22 +211,16 @@ def test_what_a_step_launches_was_compiled_at_set_up(
 @pytest.mark.parametrize("immediate", [True, False])
 @pytest.mark.parametrize(("world_size", "per_host"), [(4, 2), (8, 2), (8, 4)])
 @pytest.mark.parametrize("parameters", MODELS)
-@pytest.mark.parametrize("intra", ["none", "int8"])
-def test_hierarchical(
-    intra: str, parameters: int, world_size: int, per_host: int, immediate: bool
-) -> None:
-    counts = counted(
-        "int8", parameters, world_size, per_host=per_host, immediate=immediate, intra=intra
-    )
+def test_hierarchical(parameters: int, world_size: int, per_host: int, immediate: bool) -> None:
+    counts = counted("int8", parameters, world_size, per_host=per_host, immediate=immediate)
     assert counts["launches"] <= 10, counts
     assert counts["collectives"] <= 4, counts
 
 
 @pytest.mark.parametrize("immediate", [True, False])
 @pytest.mark.parametrize(("world_size", "per_host"), [(4, 2), (6, 2), (8, 4)])
-@pytest.mark.parametrize("intra", ["none", "int8"])
 def test_hierarchical_with_uncompressed_parameters_beside(
-    intra: str, world_size: int, per_host: int, immediate: bool
+    world_size: int, per_host: int, immediate: bool
 ) -> None:
     counts = counted(
         "int8",
@@ -243,6 +229,5 @@ def test_hierarchical_with_uncompressed_parameters_beside(
         per_host=per_host,
         immediate=immediate,
         small=1000,
-        intra=intra,
     )
     assert counts["collectives"] <= 4, counts

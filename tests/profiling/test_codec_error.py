@@ -15,32 +15,32 @@ from lightning_dist.profiling.capture.codec_error import MOST, CompressionErrorS
 from lightning_dist.profiling.capture.events import ErrorRecord, RankRecord
 from lightning_dist.profiling.capture.session import Session, SessionSettings
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
-from lightning_dist.reducer.observer import EncodedBucket
 
 MS = 1_000_000
 
 
 @dataclass(frozen=True)
-class Planted(EncodedBucket):
+class Planted:
     """A bucket whose way is known: no reducer is behind it."""
 
     bucket: int = 0
-    groups: Sequence[object] = ()
     scale: Tensor = field(default_factory=lambda: torch.ones(()))
     gradient: Tensor = field(default_factory=lambda: torch.tensor([3.0, 4.0]))
     compensated: Tensor = field(default_factory=lambda: torch.tensor([6.0, 8.0]))
     sent: Tensor = field(default_factory=lambda: torch.tensor([6.0, 0.0]))
     owed: Callable[[], Tensor] | None = None
     seeds: list[int] = field(default_factory=list)
-
-    @property
-    def numel(self) -> int:
-        return len(self.gradient)
+    parts: int = 1
 
     def samples(self, sampler: Sampler) -> Iterator[CodecSample]:
-        at = sampler.items(len(self.gradient), of=1, device=torch.device("cpu"))
+        at = sampler.drawn(len(self.gradient), of=1)
         self.seeds.append(len(at))
-        yield CodecSample(self.gradient[at], self.compensated[at], lambda: self.sent[at], self.owed)
+        owed = None if self.owed is None else self.owed()
+        yield CodecSample(self.gradient[at], self.compensated[at], self.sent[at], owed)
+
+    def shown_to(self, inspect: Callable[..., None]) -> None:
+        for _ in range(self.parts):
+            inspect(self.bucket, self.samples, numel=len(self.gradient), scale=self.scale)
 
 
 class Unseen(Planted):
@@ -56,12 +56,11 @@ def losses() -> CompressionErrorSampler:
 
 
 def looked(
-    taking: CompressionErrorSampler, encoded_buckets: Sequence[EncodedBucket], step: int = 5
+    taking: CompressionErrorSampler, buckets: Sequence[Planted], step: int = 5
 ) -> ErrorRecord | None:
     taking.ask(step)
-    for call in [taking.inspect(encoded) for encoded in encoded_buckets]:
-        if call is not None:
-            call()
+    for bucket in buckets:
+        bucket.shown_to(taking.inspect)
     found, _ = taking.take()
     return found and found()
 
@@ -106,21 +105,28 @@ def test_tiny_and_huge_gradients(size: float) -> None:
 
 
 def test_nobody_looks_unasked_and_once_where_asked() -> None:
-    taking, encoded = losses(), Planted()
-    assert taking.inspect(encoded) is None
+    taking, encoded, other = losses(), Planted(), Planted(bucket=1)
+    encoded.shown_to(taking.inspect)
     assert taking.take() == (None, 0)
     taking.ask(7)
-    finished = taking.inspect(encoded)
-    assert finished is not None
-    assert taking.inspect(encoded) is None
-    finished()
+    encoded.shown_to(taking.inspect)
+    other.shown_to(taking.inspect)
     found, cost = taking.take()
     assert found is not None
     assert found().step == 7
-    assert len(encoded.seeds) == 1
-    assert cost == 20  # once before the step is finished, and once after
+    assert (len(encoded.seeds), len(other.seeds)) == (1, 0)
+    assert cost == 10
     taking.ask(8)  # nothing is compressed
     assert taking.take() == (None, 0)
+
+
+def test_a_bucket_may_come_in_parts() -> None:
+    owed = torch.tensor([0.0, 8.0])
+    found = [looked(losses(), [Planted(owed=lambda: owed, parts=n)]) for n in (1, 3)]
+    assert found[0] is not None
+    assert found[1] is not None
+    assert found[1].relative_l2 == pytest.approx(found[0].relative_l2)
+    assert found[1].residual_ratio == pytest.approx(found[0].residual_ratio)
 
 
 def test_buckets_take_turns() -> None:
@@ -170,9 +176,7 @@ class Steps:
         for _ in range(steps):
             self.session.timer.forward()
             self.session.timer.backward()
-            finished = self.session.recorder.encoded(Planted(owed=self.takes_time))
-            if finished is not None:
-                finished()
+            Planted(owed=self.takes_time).shown_to(self.session.recorder.encodes)
             self.now += 10 * MS
             self.session.timer.backward_ended(synchronised=True)
             self.session.timer.stepped()

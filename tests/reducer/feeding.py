@@ -47,7 +47,7 @@ EVERY_CODEC = (
 FEW = ("none", "int8", "topk:ratio=0.1,block_size=128", "powersgd:rank=2", "qsgd:block_size=64")
 """One of every kind of unit and of randomness."""
 
-PER_LEVEL = ("int8 > int4:block_size=64", "fp16 > topk:ratio=0.1,block_size=128")
+PER_LEVEL = ("bf16 > int4:block_size=64", "fp16 > topk:ratio=0.1,block_size=128")
 """A codec inside hosts and one between them; ``compressed`` understands it."""
 
 SHAPES: Shapes = {"first": (40, 48), "bias": (40,), "second": (33, 50)}

@@ -10,7 +10,7 @@ Tree = list[Any]
 
 PAIRS: Tree = [[0, 1], [2, 3]]
 UNEVEN: Tree = [[0, 1, 2], [3]]
-NESTED: Tree = [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+HOSTS_OF_FOUR: Tree = [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ def flat(size: int) -> Layout:
     return Layout(None, flat=size)
 
 
-FORMS = [Layout(PAIRS), Layout(PAIRS, leader=True), Layout(UNEVEN), Layout(NESTED)]
-"""Sharded, leader, uneven (which is a leader form too), three levels."""
+FORMS = [Layout(PAIRS), Layout(PAIRS, leader=True), Layout(UNEVEN)]
+"""Sharded, leader, uneven (which is a leader form too)."""
 
 
 def leaves(tree: Any) -> Iterator[int]:
@@ -77,13 +77,12 @@ def grids(size: int) -> list[Layout]:
 
 
 MORE = {
-    4: [Layout([[0, 2], [1, 3]]), Layout([[3, 1], [0, 2]]), Layout([[[0, 1]], [[2], [3]]])],
-    5: [Layout([[[0, 1], [2, 3]], [[4]]]), Layout([[4, 1], [0, 3, 2]])],
-    6: [Layout([[[0, 1], [2, 3]], [[4, 5]]]), Layout([[4, 0], [1, 5], [3, 2]])],
-    7: [Layout([[[0, 1, 2], [3]], [[4], [5, 6]]])],
-    8: [Layout(NESTED), Layout(NESTED, leader=True), Layout([[[0, 4], [2, 6]], [[1, 5], [3, 7]]])],
+    4: [Layout([[0, 2], [1, 3]]), Layout([[3, 1], [0, 2]])],
+    5: [Layout([[4, 1], [0, 3, 2]])],
+    6: [Layout([[4, 0], [1, 5], [3, 2]])],
+    8: [Layout([[0, 4, 2, 6], [1, 5, 3, 7]])],
 }
-"""Three levels, and ranks in another order."""
+"""Ranks in another order."""
 
 
 def every_layout(size: int) -> list[Layout]:

@@ -18,7 +18,7 @@ from feeding import (
     residuals,
     step_digest,
 )
-from layouts import NESTED, PAIRS, UNEVEN, Layout, flat
+from layouts import HOSTS_OF_FOUR, PAIRS, UNEVEN, Layout, flat
 from test_interrupted import SHAPES as SHAPES_OF_BUCKETS
 from test_interrupted import Model
 from worlds import Rank, run_threads
@@ -46,7 +46,7 @@ def digests(rank: Rank, codec: str, commit: str, **settings: Any) -> list[str]:
         (flat(3), EVERY_CODEC),
         (Layout(PAIRS), [*FEW, *PER_LEVEL]),
         (Layout(UNEVEN), FEW),
-        (Layout(NESTED), ["int8"]),
+        (Layout(HOSTS_OF_FOUR), ["int8"]),
     ],
     ids=lambda value: str(value) * isinstance(value, Layout),
 )

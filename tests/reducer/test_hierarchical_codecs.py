@@ -14,10 +14,10 @@ from layouts import FORMS as LAYOUTS
 from layouts import Layout
 from worlds import Rank, run_threads
 
-from lightning_dist.codecs import CODECS, BlockCodec, Int8, resolve_codec
+from lightning_dist.codecs import BlockCodec, Int8, resolve_codec
 
 SETTINGS = {"min_compress_numel": 256}
-INSIDE = ("none", "fp16", "bf16", "int8", "int4", "fp8", "sign")
+INSIDE = ("none", "fp16", "bf16")
 SHORT = (torch.float16, torch.bfloat16)
 DTYPES = [
     *((dtype, LAYOUTS[0], EVERY_CODEC) for dtype in SHORT),
@@ -58,16 +58,8 @@ def test_gradients_of_other_dtypes(
             assert error < 4 * max(torch.finfo(dtype).eps, 2e-7), codec
 
 
-def test_the_codecs_inside_are_all_that_fit() -> None:
-    kinds = [resolve_codec(name) for name in CODECS]
-    fit = {c.name for c in kinds if isinstance(c, BlockCodec) and c.exchange != "gather"}
-    assert set(INSIDE) == {name for name in fit if not resolve_codec(name).stochastic}
-
-
 def largest_error(codec: BlockCodec, amax: float) -> float:
     """Of gradients of at most ``amax``."""
-    if codec.name == "sign":
-        return 2 * amax  # everything becomes one size
     return float(codec.error_bound(torch.full((1, codec.block), amax)).max())
 
 
@@ -98,5 +90,4 @@ def test_a_codec_inside_is_within_its_error_bound(intra: str) -> None:
             mean = sum(g[name].double() for g in given) / 4
             error = float((ranks[0][number][name].double() - mean).abs().max())
             assert error <= (up + across + down) * (1 + 1e-5) + 1e-6, (str(layout), name)
-            if intra in ("none", "fp16", "bf16"):
-                assert error > across / 10, "int8 has rounded between the hosts"
+            assert error > across / 10, "int8 has rounded between the hosts"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from feeding import SHAPES, Fed, backward, compressed, feed
-from layouts import NESTED, PAIRS, UNEVEN, Layout
+from layouts import HOSTS_OF_FOUR, PAIRS, UNEVEN, Layout
 from torch import Size
 from worlds import Rank, run_threads
 
@@ -31,8 +31,8 @@ def held(layout: Layout, shapes: dict[str, tuple[int, ...]], codec: str) -> list
 
 @pytest.mark.parametrize(
     ("layout", "parts"),
-    [(Layout(PAIRS), 2), (Layout(TRIPLES), 3), (Layout(NESTED), 4)],
-    ids=["pairs", "triples", "nested"],
+    [(Layout(PAIRS), 2), (Layout(TRIPLES), 3), (Layout(HOSTS_OF_FOUR), 4)],
+    ids=["pairs", "triples", "fours"],
 )
 def test_a_rank_keeps_its_share(layout: Layout, parts: int) -> None:
     assert held(layout, DIVIDES, "int8") == [

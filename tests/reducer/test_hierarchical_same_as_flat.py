@@ -68,7 +68,6 @@ def test_every_grid_is_here() -> None:
     ("size", "layouts"),
     [
         *((size, every_layout(size)) for size in range(3, 7)),
-        (7, MORE[7]),
         (8, MORE[8]),
         *(pytest.param(n, every_layout(n), marks=pytest.mark.slow) for n in (7, 8)),
     ],

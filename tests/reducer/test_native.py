@@ -167,7 +167,7 @@ def test_threshold_too(
         other = torch.arange(0, numel, 3, dtype=torch.int32), torch.randn(-(-numel // 3))
         compensated, factor = bucket[5:], torch.tensor(scale)
         passes.add_residual(compensated, residual, factor)
-        own = passes.select(codec, compensated, factor, offset=5, numel=len(bucket))
+        own = passes.select(codec, compensated, factor, offset=5)
         left = [compensated.clone(), *own]
         passes.scatter(bucket, own, weight=-1.0)
         passes.keep(compensated, residual, factor)

@@ -25,7 +25,7 @@ from feeding import (
     residuals,
     step_digest,
 )
-from layouts import NESTED, PAIRS, UNEVEN, Layout, flat
+from layouts import HOSTS_OF_FOUR, PAIRS, UNEVEN, Layout, flat
 from worlds import Rank, run_threads
 
 STEPS = 4
@@ -50,7 +50,7 @@ CASES = [
     (Layout(PAIRS, leader=True), SOME, OF_HOSTS),
     (Layout(UNEVEN), SOME, OF_HOSTS),  # uneven hosts are in the leader form
     pytest.param(Layout(UNEVEN), ALL, OF_HOSTS, marks=pytest.mark.slow),
-    (Layout(NESTED), SOME, OF_HOSTS),
+    (Layout(HOSTS_OF_FOUR), SOME, OF_HOSTS),
 ]
 
 

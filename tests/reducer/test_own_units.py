@@ -18,7 +18,6 @@ from worlds import Rank, run_threads
 from lightning_dist.codecs import Codec
 from lightning_dist.codecs.base import ExchangeName, Shape
 from lightning_dist.exchange.traffic import Sent
-from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.units.base import CommUnit, require_units, units_of
@@ -83,10 +82,6 @@ class PerTensorUnit(CommUnit):
     @override
     def wait(self) -> None:
         self.work.wait()
-
-    @override
-    def samples(self, sampler: Sampler, scale: Tensor) -> Iterator[CodecSample]:
-        return iter(())
 
     @override
     def decode_and_commit(self, scale: Tensor) -> None:

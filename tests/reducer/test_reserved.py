@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 from feeding import Fed, backward, compressed, digest, feed, held, residuals
-from layouts import NESTED, PAIRS, UNEVEN, Layout, flat
+from layouts import HOSTS_OF_FOUR, PAIRS, UNEVEN, Layout, flat
 from worlds import Rank, run_threads
 
 CODECS = ["int8", "dgc:ratio=0.1,block_size=128", "threshold:tau=1.5", "qsgd:block_size=64"]
 
 
 @pytest.mark.parametrize(
-    "layout", [flat(2), flat(3), Layout(PAIRS), Layout(UNEVEN), Layout(NESTED)], ids=str
+    "layout", [flat(2), flat(3), Layout(PAIRS), Layout(UNEVEN), Layout(HOSTS_OF_FOUR)], ids=str
 )
 def test_the_first_step_allocates_no_residual(layout: Layout) -> None:
     def body(rank: Rank) -> None:

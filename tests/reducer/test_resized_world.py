@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from feeding import Fed, Tensors, backward, compressed, feed
-from layouts import NESTED, PAIRS, UNEVEN, Layout, Tree, flat
+from layouts import HOSTS_OF_FOUR, PAIRS, UNEVEN, Layout, Tree, flat
 from saving import SETTINGS, State, through_a_file, train_here
 from worlds import Rank, run_threads
 
@@ -21,8 +21,8 @@ CHANGES = [
     (Layout(PAIRS), Layout(TRIPLES)),
     (Layout(PAIRS), flat(2)),
     (Layout(UNEVEN), Layout(PAIRS)),
-    (Layout(NESTED), flat(3)),
-    (Layout(TRIPLES), Layout(NESTED)),
+    (Layout(HOSTS_OF_FOUR), flat(3)),
+    (Layout(TRIPLES), Layout(HOSTS_OF_FOUR)),
 ]
 CODECS = ("int8", "powersgd:rank=2")
 

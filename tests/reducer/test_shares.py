@@ -98,15 +98,3 @@ def test_small_parameters_take_turns() -> None:
     owners = [taken(Case(f"layer{i}.bias", 64, 4, ALIGN).cut()[0])[0][2] for i in range(200)]
     counts = [owners.count(rank) for rank in range(4)]
     assert min(counts) > 25, counts
-
-
-def test_small_parameters_take_turns_on_both_levels() -> None:
-    """With the same bits on both, half of the ranks would have nothing."""
-
-    def owner(name: str, beyond: int) -> int:
-        (fragment,) = fragments(name, 64, owners=2, most=ALIGN, whole=False, beyond=beyond)
-        return taken(fragment)[0][2]
-
-    found = [(owner(f"layer{i}.bias", 2), owner(f"layer{i}.bias", 1)) for i in range(200)]
-    counts = [found.count((inner, outer)) for inner in (0, 1) for outer in (0, 1)]
-    assert min(counts) > 25, counts

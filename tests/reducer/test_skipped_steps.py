@@ -1,4 +1,4 @@
-"""Contract 2 where a step is skipped, as a whole or for some parameters: no gradient is lost.
+"""Contract 2 where a step is skipped for all parameters with state: no gradient is lost.
 
 Under the deferred commit. With a learning rate of 1: first weights - last weights + mean residual
 == sum of the mean gradients of the steps that were applied.
@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from feeding import SHAPES, Fed, Tensors, compressed, digest, feed, mean
-from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_post_hooks
+from feeding import SHAPES, Fed, Tensors, backward, compressed, digest, feed, mean
+from torch import nn
 from worlds import Rank, run_threads
 
-from lightning_dist.codecs import Codec, warmup
+from lightning_dist.codecs import Codec
 from lightning_dist.reducer.reducer import Reducer
 
 DOUBLE = torch.float64
@@ -32,7 +31,6 @@ CODECS: tuple[str | Codec, ...] = (
     "topk:ratio=0.1,block_size=128",
     "threshold:tau=1.5",
     "powersgd:rank=2",
-    warmup({0: "int8", 5: "none"}),  # the residuals are sent in a step that is bad
 )
 TREES = [None, [[0, 1], [2]]]
 
@@ -48,7 +46,7 @@ class Loop:
 
     groups: Sequence[Sequence[str]]
     scaled: bool
-    skipped: Callable[[str], Sequence[str]]
+    skipped: Sequence[str]
     before_step: Callable[[nn.Module], bool] = lambda module: False
     fused: bool = False
 
@@ -66,12 +64,12 @@ def leaves_out(module: nn.Module) -> bool:
 
 ALL, TWO = [["first", "bias", "second"]], [["first", "bias"], ["second"]]
 LOOPS = {
-    "one optimizer, GradScaler": Loop(ALL, True, lambda bad: ALL[0]),
-    "one fused optimizer, GradScaler": Loop(ALL, True, lambda bad: ALL[0], fused=True),
-    "two optimizers, GradScaler": Loop(TWO, True, lambda bad: TWO[bad == "second"]),
-    "nan_to_num": Loop(ALL, False, lambda bad: [bad], replaces),
-    "two optimizers, nan_to_num": Loop(TWO, False, lambda bad: [bad], replaces),
-    "a loop that leaves the step out": Loop(ALL, False, lambda bad: ALL[0], leaves_out),
+    "one optimizer, GradScaler": Loop(ALL, True, ALL[0]),
+    "one fused optimizer, GradScaler": Loop(ALL, True, ALL[0], fused=True),
+    "two optimizers, GradScaler": Loop(TWO, True, ALL[0]),
+    "nan_to_num": Loop(ALL, False, ("first", "second"), replaces),
+    "two optimizers, nan_to_num": Loop(TWO, False, ("first", "second"), replaces),
+    "a loop that leaves the step out": Loop(ALL, False, ALL[0], leaves_out),
 }
 
 
@@ -109,24 +107,20 @@ def run(
         for step in range(STEPS):
             model.zero_grad()
             scaler.scale(model(given(rank.rank, step))).backward()
-            rank.barrier.wait()  # hooks of optimizers are the process's, and so all ranks' here
             if not loop.before_step(module):
                 for optimizer in optimizers:
                     scaler.step(optimizer)
             scaler.update()
-            skipped = loop.skipped(BAD[step][0]) if step in BAD else ()
-            for name in applied.keys() - set(skipped):
+            for name in applied.keys() - set(loop.skipped if step in BAD else ()):
                 applied[name] += given(rank.rank, step)[name]
         owed = mean_residuals(reducer)
-        rank.barrier.wait()
-    rank.barrier.wait()  # the next reducer is another one's too
     moved = {name: first[name] - p.detach() for name, p in module.named_parameters()}
     return moved, applied, owed, digest(module.parameters())
 
 
 PAIRS = [
-    *((loop, codec) for loop in LOOPS for codec in ("int8", CODECS[-1])),
-    *((loop, codec) for loop in list(LOOPS)[::3] for codec in CODECS[1:-1]),
+    *((loop, "int8") for loop in LOOPS),
+    *((loop, codec) for loop in list(LOOPS)[::3] for codec in CODECS[1:]),
 ]
 """Every loop and every codec; all pairs of them are slow."""
 
@@ -139,7 +133,7 @@ PAIRS = [
         pytest.param(list(product(LOOPS, CODECS)), id="all", marks=pytest.mark.slow),
     ],
 )
-def test_a_step_is_undone_for_the_parameters_that_it_is_skipped_for(
+def test_a_step_that_is_not_finite_is_undone(
     pairs: list[tuple[str, str | Codec]], tree: Any
 ) -> None:
     def body(rank: Rank) -> list[tuple[Tensors, Tensors, Tensors, str]]:
@@ -152,69 +146,18 @@ def test_a_step_is_undone_for_the_parameters_that_it_is_skipped_for(
         short = {n: float((moved[n] + owed[n] - applied[n]).abs().max()) for n in SHAPES}
         # Values are sent in a short type, scales too; what that loses is in the residual.
         assert max(short.values()) < 1e-11, (pair, short)
-    assert not _global_optimizer_post_hooks
 
 
-def test_a_parameter_with_a_bad_value_is_bad_in_every_element() -> None:
-    """Or the part that is finite would be applied, and its state would not say so."""
+def test_a_bad_value_is_seen_in_every_parameter_with_state() -> None:
+    """Or what is finite would be applied, and its state would not say so."""
 
-    def body(rank: Rank) -> tuple[bool, bool]:
+    def body(rank: Rank) -> dict[str, bool]:
         with compressed(rank, Fed(), **DEFERRED) as (model, _):
             gradients = feed(rank.rank, 0)
             if rank.rank == 1:
                 gradients["first"][0, 0] = torch.inf
-            model(gradients).backward()
-            weights = dict(model.module.named_parameters())
-            found: list[Tensor] = [weights[n].grad for n in ("first", "second")]
-            return bool(found[0].isnan().all()), bool(found[1].isfinite().all())
+            got = backward(model, gradients)
+            assert got["bias"].isfinite().all()
+            return {name: bool(got[name].isnan().all()) for name in ("first", "second")}
 
-    assert run_threads(body, 3) == [(True, True)] * 3
-
-
-def test_a_gradient_that_is_taken_away_is_not_applied() -> None:
-    """An optimizer that steps leaves out parameters without a gradient."""
-
-    def body(rank: Rank) -> dict[str, bool]:
-        module = Fed(dtype=DOUBLE)
-        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        with compressed(rank, module, **DEFERRED) as (
-            model,
-            reducer,
-        ):
-            model(given(rank.rank, 0)).backward()
-            before = {name: reducer.residuals[name].clone() for name in ("first", "second")}
-            model.zero_grad()
-            bad = feed(rank.rank, 1, dtype=DOUBLE)
-            bad["bias"][0] = torch.nan
-            model(bad).backward()
-            module.second.grad = module.bias.grad = None
-            rank.barrier.wait()
-            optimizer.step()
-            rank.barrier.wait()
-            changed = {n: not torch.equal(reducer.residuals[n], b) for n, b in before.items()}
-        return changed
-
-    assert run_threads(body, 2) == [{"first": True, "second": False}] * 2
-
-
-def test_other_models_and_later_steps_commit_nothing() -> None:
-    def body(rank: Rank) -> bool:
-        module, other = Fed(dtype=DOUBLE), Fed(dtype=DOUBLE)
-        with compressed(rank, module, **DEFERRED) as (
-            model,
-            reducer,
-        ):
-            model(given(rank.rank, 2)).backward()
-            for parameter in other.parameters():
-                parameter.grad = torch.zeros_like(parameter)
-            rank.barrier.wait()
-            torch.optim.SGD(other.parameters(), lr=1.0).step()
-            untouched = not reducer.residuals["first"].any()
-            model.zero_grad()
-            model(given(rank.rank, 0)).backward()
-            after = reducer.residuals["first"].clone()
-            torch.optim.SGD(module.parameters(), lr=1.0).step()
-            rank.barrier.wait()
-            return untouched and torch.equal(reducer.residuals["first"], after)
-
-    assert all(run_threads(body, 2))
+    assert run_threads(body, 3) == [{"first": True, "second": True}] * 3

@@ -11,7 +11,10 @@ from feeding import SHAPES, Fed, Tensors, backward, compressed, digest, feed, gr
 from torch import Tensor
 from worlds import Rank, run_threads
 
-from lightning_dist.kernels.sparse import place_dtype, placed_at
+from lightning_dist.codecs import NoCompression, Threshold
+from lightning_dist.reducer.plan.planner import Planner
+from lightning_dist.reducer.plan.slices import ParameterSlice
+from lightning_dist.reducer.state import ReducerState
 
 DOUBLE = torch.float64
 TAU = 1.5
@@ -163,28 +166,15 @@ def test_a_grad_scaler_changes_nothing(size: int) -> None:
     )
 
 
-def test_places_in_a_bucket_beyond_int32_are_sent_wide() -> None:
+def test_a_bucket_beyond_int32_is_refused() -> None:
     """A bucket is as large as its largest parameter, and an int32 sum wraps without a word."""
-    assert place_dtype(2**31) == torch.int32  # the last place is 2**31 - 1
-    assert place_dtype(2**31 + 1) == torch.int64
-    last, offset = torch.tensor([5, 2**31 - 1]), 7
-    assert placed_at(last, offset, numel=2**31 + 7).tolist() == [12, 2**31 + 6]
-    assert placed_at(last[:1], offset, numel=100).dtype == torch.int32
 
+    def body(rank: Rank) -> None:
+        bucket = torch.empty(2**31 + 1, device="meta")
+        planner = Planner(
+            rank.network(), ReducerState(), error_feedback=False, intra_codec=NoCompression()
+        )
+        with pytest.raises(ValueError, match="as int32, got 2147483649 elements"):
+            planner.units(Threshold(), [ParameterSlice("p", 0, (2**31 + 1,))], bucket)
 
-def test_wide_places_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def body(rank: Rank) -> tuple[list[str], int]:
-        codec = f"threshold:unit=absolute,tau={TAU}"
-        with compressed(rank, Fed(), codec, min_compress_numel=256) as (model, reducer):
-            found = [digest(sorted_values(backward(model, feed(rank.rank, s)))) for s in range(4)]
-            return found, reducer.comm_stats()["per_codec"]["threshold"]["wire_bytes"]
-
-    narrow = run_threads(body, 2)
-    monkeypatch.setattr("lightning_dist.kernels.sparse._INT32_PLACES", 1000)
-    wide = run_threads(body, 2)
-    assert [found for found, _ in wide] == [found for found, _ in narrow]
-    assert all(w > n for (_, w), (_, n) in zip(wide, narrow, strict=True))
-
-
-def sorted_values(tensors: Tensors) -> list[Tensor]:
-    return [tensors[name] for name in sorted(tensors)]
+    run_threads(body, 2)

@@ -78,8 +78,7 @@ def compress_ddp(
             ranks. True: and fail where there are not. ``"leader"``: one rank of a host crosses for
             all; also the form for hosts with different numbers of ranks. False: flat.
         ranks_per_host: hosts of so many ranks that follow each other, instead of the hosts' names.
-        rank_groups: any groups instead of hosts, such as ``[[0, 1, 2], [3]]``; nested for more than
-            two levels, such as sites of racks.
+        rank_groups: any groups instead of hosts, such as ``[[0, 1, 2], [3]]``.
         min_compress_numel: smaller tensors, and 1-D ones, travel uncompressed; 0 compresses all.
             None: the codec's own choice (0 for casts, 4096 for most others).
         start_step: synchronised steps before compression starts.

@@ -8,7 +8,7 @@ from typing import Any
 from lightning_dist.log import get_logger
 from lightning_dist.settings import Settings
 from lightning_dist.topology import Topology
-from lightning_dist.topology.groups import Tree, blocks_of, innermost, levels_of, require_cover
+from lightning_dist.topology.groups import Hosts, blocks_of, levels_of, require_cover
 from lightning_dist.topology.hosts import describe_counts
 from lightning_dist.topology.launcher import contradiction
 
@@ -21,7 +21,7 @@ def topology_of(
     hosts: Sequence[str],
     claims: Sequence[Mapping[str, Any] | None],
     rank: int,
-) -> tuple[Topology, Tree | None]:
+) -> tuple[Topology, Hosts | None]:
     """The hosts of all ranks, as declared or as they say themselves, and the groups to reduce in.
 
     None instead of groups: the exchange is flat.
@@ -54,10 +54,10 @@ def view_of(settings: Settings, *, world_size: int) -> str:
     if tree is None:
         return "as the names of the hosts say"
     told = "ranks_per_host" if settings.rank_groups is None else "rank_groups"
-    return f"{describe_counts([len(group) for group in innermost(tree)])}: {tree} ({told})"
+    return f"{describe_counts([len(group) for group in tree])}: {tree} ({told})"
 
 
-def _declared(settings: Settings, *, world_size: int) -> Tree | None:
+def _declared(settings: Settings, *, world_size: int) -> Hosts | None:
     if settings.rank_groups is not None:
         require_cover(settings.rank_groups, world_size=world_size)
         return settings.rank_groups
@@ -66,28 +66,24 @@ def _declared(settings: Settings, *, world_size: int) -> Tree | None:
     return None
 
 
-def picture(settings: Settings, tree: Tree) -> str:
+def picture(settings: Settings, tree: Hosts) -> str:
     """``2 hosts x 4 ranks, between hosts: int8 on 1/4 of the gradient per rank``."""
-    inner = levels_of(tree, leader=settings.hierarchical == "leader")[0]
-    parts = inner.owners * inner.beyond
-    nested = isinstance(tree[0][0], tuple)
-    text = describe_counts([len(group) for group in innermost(tree)])
-    if nested:
-        text += f" in {len(tree)} groups"
+    parts = levels_of(tree, leader=settings.hierarchical == "leader")[0].owners
+    text = describe_counts([len(group) for group in tree])
     if not settings.intra.lossless:
         text += f", inside: {settings.intra.name}"
     share = f"1/{parts} of the gradient per rank" if parts > 1 else "the gradient, by one rank each"
-    return f"{text}, between {'groups' if nested else 'hosts'}: {_name(settings)} on {share}"
+    return f"{text}, between hosts: {_name(settings)} on {share}"
 
 
 def _name(settings: Settings) -> str:
     return " / ".join(dict.fromkeys(leaf.name for leaf in settings.codec.leaves()))
 
 
-def _names_of(tree: Tree, *, world_size: int) -> list[str]:
+def _names_of(tree: Hosts, *, world_size: int) -> list[str]:
     """Declared groups count as hosts."""
     names = [""] * world_size
-    for number, group in enumerate(innermost(tree)):
+    for number, group in enumerate(tree):
         for rank in group:
             names[rank] = f"group {number}"
     return names
@@ -128,6 +124,6 @@ def _require_flat(settings: Settings, topology: Topology) -> None:
         )
     if settings.rank_groups is not None and settings.hierarchical is not False:
         raise ValueError(
-            "rank_groups must be several groups at the outermost level, one of them with several "
-            f"ranks, got {settings.rank_groups}"
+            "rank_groups must be several groups, one of them with several ranks, got "
+            f"{settings.rank_groups}"
         )

@@ -19,7 +19,7 @@ from lightning_dist.reducer.network import Network, NewGroup, in_levels
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
 from lightning_dist.topology import Topology, this_host
-from lightning_dist.topology.groups import Tree, innermost, levels_of
+from lightning_dist.topology.groups import Hosts, levels_of
 from lightning_dist.topology.launcher import claim
 
 Groups = Sequence[dist.ProcessGroup]
@@ -113,7 +113,7 @@ def network_over(
 
 
 def host_group(like: dist.ProcessGroup, settings: Settings, *, device: torch.device) -> Any:
-    """A group of the ranks of this rank's host, or of its innermost group. Collective.
+    """A group of the ranks of this rank's host, or of its group of ranks. Collective.
 
     Raises:
         ValueError: there is one host, or no host has several ranks.
@@ -129,12 +129,12 @@ def host_group(like: dist.ProcessGroup, settings: Settings, *, device: torch.dev
             f"{topology.describe()}; leave it at 'rank', or name the groups with ranks_per_host= "
             "or rank_groups="
         )
-    found = {tuple(each): _new_group(like, each, timeout=None) for each in innermost(tree)}
+    found = {tuple(each): _new_group(like, each, timeout=None) for each in tree}
     return next(group for ranks, group in found.items() if topology.rank in ranks)
 
 
 def _made(
-    like: dist.ProcessGroup, tree: Tree, *, leader: bool, timeout: timedelta | None
+    like: dist.ProcessGroup, tree: Hosts, *, leader: bool, timeout: timedelta | None
 ) -> NewGroup:
     """The groups of ``tree``, all of them made by all ranks of ``like`` in one order."""
     levels = levels_of(tree, leader=leader)
@@ -224,6 +224,6 @@ def sharded_network(
     network = Network(Channel(data, limit=limit), flags, topology, device)
     if ranks.shape[1] == 1:
         return network
-    tree: Tree = tuple(tuple(order[rank] for rank in row) for row in ranks.tolist())
+    tree: Hosts = tuple(tuple(order[rank] for rank in row) for row in ranks.tolist())
     new_group = _made(world, tree, leader=False, timeout=timeout)
     return in_levels(network, tree, leader=False, new_group=new_group)

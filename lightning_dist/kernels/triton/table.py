@@ -136,11 +136,10 @@ class SliceTable:
         """Every slice of a group, cut into ``rows`` rows of equal length.
 
         One group of W rows is what a two-shot exchange of W ranks sends, where rank ``r`` reduces
-        row ``r``, and one of one row what ranks gather. Groups of one row, perhaps empty, are the
-        shares of the ranks of a host. The rows of a payload follow each other without a gap.
+        row ``r``, and one of one row what ranks gather. Groups of one row are packed slices. The
+        rows of a payload follow each other without a gap.
 
         Args:
-            blocks: of a row of every group; those of its slices by default.
             dtype: of gradients; payloads that are not compressed are in it.
         """
         planes = codec.planes(dtype)

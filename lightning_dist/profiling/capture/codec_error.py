@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_dist.profiling.capture.events import ErrorRecord
 from lightning_dist.reducer.codec_sample import Sampler
-from lightning_dist.reducer.observer import EncodedBucket
+from lightning_dist.reducer.observer import Samples
 
 MOST = 1 << 18
 """Elements that are looked at, in a few milliseconds on a CPU: smaller buckets as a whole."""
@@ -30,71 +30,68 @@ class CompressionErrorSampler:
         self._step: int | None = None
         self._turn = 0
         self._seen = self._buckets = 0  # in this step, and in the one before
-        self._found: Sample | None = None
+        self._bucket: int | None = None  # that is being encoded
+        self._sampler: Sampler | None = None  # of this bucket, if it is sampled
+        self._of = 0
+        self._squares: list[Tensor] = []
         self._cost = 0
 
     def ask(self, step: int | None) -> None:
         """Sample a bucket of ``step``, which comes next; None: no bucket."""
-        self._step = step
+        self._step, self._bucket, self._sampler = step, None, None
         self._seen, self._buckets = 0, self._seen or self._buckets
 
-    def inspect(self, encoded: EncodedBucket) -> Callable[[], None] | None:
-        """Sample ``encoded`` if it is its turn; the result is to be called when it is finished."""
-        number, self._seen = self._seen, self._seen + 1
-        if self._step is None or number != self._turn % max(self._buckets, 1):
-            return None
+    def inspect(self, bucket: int, samples: Samples, *, numel: int, scale: Tensor) -> None:
+        """Take ``samples`` of ``bucket`` if it is its turn."""
+        if bucket != self._bucket:
+            self._bucket, self._sampler = bucket, None
+            number, self._seen = self._seen, self._seen + 1
+            if (
+                self._step is not None
+                and not self._squares
+                and number == self._turn % max(self._buckets, 1)
+            ):
+                self._turn += 1
+                # All ranks draw the same elements.
+                self._sampler, self._of = Sampler(self._step, share=MOST / max(numel, 1)), bucket
+        if self._sampler is None:
+            return
         begin = self._clock()
-        step, self._step = self._step, None
-        self._turn += 1
-        # All ranks draw the same elements.
-        sampler = Sampler(step, share=MOST / max(encoded.numel, 1))
-        samples = list(encoded.samples(sampler))
-        if not samples:
-            return None
-        gradient = _square([each.gradient for each in samples])
-        compensated = _square([each.compensated for each in samples])
-        scale = encoded.scale.double()
+        for each in samples(self._sampler):
+            owed = each.gradient[:0] if each.residual is None else each.residual * scale
+            lost = each.compensated - each.sent
+            norms = [
+                torch.linalg.vector_norm(tensor, dtype=torch.float64)
+                for tensor in (each.gradient, each.compensated, each.sent, lost, owed)
+            ]
+            has = torch.full_like(norms[0], each.residual is not None)
+            squares = torch.stack([*norms, has]).square()
+            self._squares.append(squares.to("cpu", non_blocking=True))
         self._cost += self._clock() - begin
-
-        def finished() -> None:
-            begin = self._clock()
-            sent = [each.sent() for each in samples]
-            lost = [each.compensated - said for each, said in zip(samples, sent, strict=True)]
-            residuals = [each.residual() for each in samples if each.residual is not None]
-            owed = [_square(residuals) * scale**2] if residuals else []
-            squares = torch.stack([gradient, compensated, _square(sent), _square(lost), *owed])
-            values = squares.to("cpu", non_blocking=True)
-            self._found = partial(_record, step, encoded.bucket, values)
-            self._cost += self._clock() - begin
-
-        return finished
 
     def take(self) -> tuple[Sample | None, int]:
         """The sample since the last call, and the nanoseconds that it took."""
-        found, cost = self._found, self._cost
-        self._found, self._cost = None, 0
+        found, cost = None, self._cost
+        if self._squares and self._step is not None:
+            found = partial(_record, self._step, self._of, self._squares)
+        self._squares, self._cost = [], 0
         return found, cost
 
 
-def _record(step: int, bucket: int, squares: Tensor) -> ErrorRecord | None:
+def _record(step: int, bucket: int, squares: Sequence[Tensor]) -> ErrorRecord | None:
     """From squared norms of gradient, what is compensated, sent, lost, and owed, if anything is.
 
     In float64, on their way from an accelerator until the step is past there. None: there are no
     elements, only zeros, or an overflow.
     """
-    gradient, compensated, sent, lost, *owed = squares.tolist()
-    if not compensated or not math.isfinite(sum((gradient, compensated, sent, lost, *owed))):
+    gradient, compensated, sent, lost, owed, has = torch.stack(list(squares)).sum(0).tolist()
+    if not compensated or not math.isfinite(gradient + compensated + sent + lost + owed):
         return None
     cosine = ratio = None
     if sent:
         product = (compensated + sent - lost) / 2
         # The products of tiny norms are zero before these are.
         cosine = max(-1.0, min(1.0, product / math.sqrt(compensated) / math.sqrt(sent)))
-    if owed and gradient:
-        ratio = math.sqrt(owed[0]) / math.sqrt(gradient)
+    if has and gradient:
+        ratio = math.sqrt(owed) / math.sqrt(gradient)
     return ErrorRecord(step, bucket, math.sqrt(lost / compensated), cosine, ratio)
-
-
-def _square(tensors: Sequence[Tensor]) -> Tensor:
-    norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in tensors]
-    return torch.stack(norms).square().sum()

@@ -40,7 +40,7 @@ class RankRecord(_Record, frozen=True, tag="rank"):
 
     Args:
         groups: ranks of each process group that exchanges gradients, by name: ``"flat"``, or
-            ``"intra"`` and ``"inter"``; with more levels ``"inter2"`` and so on.
+            ``"intra"`` and ``"inter"``.
         clock: monotonic nanoseconds when it was ``unix`` seconds since 1970.
         codec: as the user would write it; ``"ddp"`` where gradients are not ours to compress.
         cores: that the processes of this host may use.
@@ -174,7 +174,7 @@ class ErrorRecord(_Record, frozen=True, tag="error"):
     Args:
         relative_l2: ``|p - C(p)| / |p|``.
         cosine: of ``p`` and ``C(p)``; None: nothing was sent.
-        residual_ratio: ``|e| / |g|`` of the residual after the step and the gradient; None
+        residual_ratio: ``|e| / |g|`` of the residual before the step and the gradient; None
             without residual.
     """
 

@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.accelerator import DeviceStream
 from lightning_dist.measurement.device_clock import DeviceClock, HostClock, StreamClock, Timestamp
 from lightning_dist.profiling.capture.codec_error import CompressionErrorSampler
 from lightning_dist.profiling.capture.events import GLOO_AT_ONCE, OF_NO_BUCKET
-from lightning_dist.reducer.observer import EncodedBucket, Observer, Phase
+from lightning_dist.reducer.observer import Observer, Phase, Samples
 from lightning_dist.reducer.units.base import CodecGroup
 
 _UNSEEN = 3.0
@@ -159,8 +160,8 @@ class Recorder(Observer):
         return launched
 
     @override
-    def encoded(self, bucket: EncodedBucket) -> Callable[[], None] | None:
-        return self.errors.inspect(bucket)
+    def encodes(self, bucket: int, samples: Samples, *, numel: int, scale: Tensor) -> None:
+        self.errors.inspect(bucket, samples, numel=numel, scale=scale)
 
     @override
     def finished(self, buckets: Sequence[tuple[int, Sequence[CodecGroup]]]) -> None:

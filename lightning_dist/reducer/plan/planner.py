@@ -22,7 +22,7 @@ from lightning_dist.kernels.inductor import Variant, fused_passes
 from lightning_dist.kernels.passes import Factors, Kernels, compute_dtype
 from lightning_dist.kernels.sparse import SparsePasses
 from lightning_dist.kernels.triton import available_on, kernels_of
-from lightning_dist.reducer.adjust import owed
+from lightning_dist.reducer.codec_sample import SampleSource
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.block import BlockPlan
 from lightning_dist.reducer.plan.fitting import sends_more
@@ -52,7 +52,6 @@ class Planner:
         tables: use Triton's kernels over tables of slices where the device has them.
         divide_last: uncompressed gradients are added and then divided, as torch's HSDP does; else
             divided and then added, as DDP does.
-        nested: the network is the outer part of another one.
     """
 
     def __init__(
@@ -66,11 +65,9 @@ class Planner:
         immediate: bool = False,
         tables: bool = True,
         divide_last: bool = False,
-        nested: bool = False,
     ) -> None:
         self.network, self.state, self._divide_last = network, state, divide_last
         self.error_feedback: bool | Literal["auto"] = error_feedback
-        self.whole = whole
         self._kernels: dict[tuple[Codec, torch.dtype], Kernels] = {}
         self.sparse_passes: SparsePasses | None = None  # compiled
         self.compiled: dict[Codec, tuple[set[torch.dtype], set[int]]] = {}
@@ -89,15 +86,14 @@ class Planner:
                 whole=whole,
                 immediate=immediate,
                 tables=tables,
-                nested=True,
             )
         if intra is not None:
-            self._intra = IntraPlan(self, intra, intra_codec, self._inter, nested=nested)
+            self._intra = IntraPlan(network, intra_codec, self._inter, whole=whole)
 
     @property
     def _levels(self) -> Sequence[Planner]:
-        """From the inside out. Not kept: a reference cycle would keep the network's groups."""
-        return [self, *(self._inter._levels if self._inter else ())]
+        """Not kept: a reference cycle would keep the network's groups."""
+        return [self] if self._inter is None else [self, self._inter]
 
     def joined(self, unit: JoinedUnit) -> JoinedUnit:
         """``unit``, which travels with the others of its tensor that are joined."""
@@ -145,8 +141,11 @@ class Planner:
         for each in dict.fromkeys((codec, raw_beside(codec))):  # what small tensors are given
             if self._intra is None:
                 compile_passes(each, dtypes, self, sizes)
-            else:
-                self._intra.compile(each, dtypes, sizes)
+            elif self._inter is not None:
+                parts = [ParameterSlice("", 0, (numel,)) for numel in sizes]
+                shares = {share for part in parts for share in self._intra.lengths(part)}
+                wide = {share_dtype(each, dtype) for dtype in dtypes}
+                self._inter.fuse(each, wide, sizes=shares)
 
     @property
     def on_accelerator(self) -> bool:
@@ -174,7 +173,7 @@ class Planner:
             return codec
         shares, wide, intra = [part.numel], dtype, self._intra
         if intra is not None:
-            shares = intra.lengths(part, beyond=intra.intra.level.beyond)
+            shares = intra.lengths(part)
             wide = share_dtype(codec, dtype)
         ranks = self.network.rows.count
         more = sends_more(codec, shares, ranks=ranks, dtype=wide, itemsize=dtype.itemsize)
@@ -208,12 +207,10 @@ class Planner:
         self, codec: Codec, slices: Sequence[ParameterSlice], bucket: Tensor, waits: bool
     ) -> CodecGroup:
         kinds = self.kinds(codec)
-        keeps = waits or "residual" in kinds
-        unpaid = {} if keeps else owed(codec, slices, self.state, self.network)
         for part in slices:
             if not waits:
                 self.state.keep_for(codec, kinds, part.name)
-            for kind in [*kinds, "residual"] if part.name in unpaid else kinds:
+            for kind in kinds:
                 self.state.know(kind, part, dtype=compute_dtype(bucket.dtype))
         raw = sum(part.numel for part in slices) * bucket.itemsize
         group = CodecGroup(
@@ -222,7 +219,6 @@ class Planner:
             self.units(codec, slices, bucket),
             raw_bytes=ring_allreduce(raw, self.network.topology).total,
             keeps_state=self.keeps_state(codec),
-            owed=unpaid,
         )
         for part, kind in product(slices, kinds):
             self.state.adopted(kind, part.name)
@@ -248,8 +244,11 @@ class Planner:
     ) -> Sequence[CommUnit]:
         """The exchanges of ``slices``, one after the other; those that are joined come later."""
         if self._intra is None:
-            return units_of(codec, slices, bucket, self)
-        return hierarchical_units(self._intra, codec, slices, bucket)
+            units = units_of(codec, slices, bucket, self)
+            if not codec.lossless:
+                units[0].source = SampleSource(codec, slices, bucket, self)
+            return units
+        return hierarchical_units(self._intra, codec, slices, bucket, self)
 
     @property
     def nbytes(self) -> int:

@@ -124,43 +124,13 @@ def as_one(run: Sequence[ParameterSlice]) -> ParameterSlice:
     return ParameterSlice(run[0].name, run[0].offset, (sum(part.numel for part in run),))
 
 
-def as_laid_out_here(state: Mapping[str, Any], names: Mapping[Tensor, str]) -> Mapping[str, Any]:
-    """``state`` with every row in the order of the parameters that ``names`` has.
-
-    Rows are saved as they lie in memory, with the strides of those that are not row-major. A state
-    without strides is of an earlier version: it is taken as it is.
-    """
-    recorded = state.get("strides")
-    if recorded is None:
-        return state
-    moved = {}
+def require_strides(state: Mapping[str, Any], names: Mapping[Tensor, str]) -> None:
+    """Raise ValueError unless the rows of ``state`` lie in memory as their parameters do."""
+    kept = {name for kind in ("residuals", "momenta", "delayed") for name in state.get(kind, ())}
     for parameter, name in names.items():
-        there, here = recorded.get(name), strides_in_bucket(parameter)
-        if (there and tuple(there)) != here:
-            moved[name] = tuple(as_real(parameter).shape), there, here
-    if not moved:
-        return state
-    kinds = {
-        kind: {name: _moved(rows, *moved[name]) if name in moved else rows for name, rows in of}
-        for kind, of in (
-            (k, state[k].items()) for k in ("residuals", "momenta", "delayed") if k in state
-        )
-    }
-    return {**state, **kinds}
-
-
-def _moved(
-    rows: Tensor, shape: Shape, there: Sequence[int] | None, here: Sequence[int] | None
-) -> Tensor:
-    if rows.shape[1] != math.prod(shape):
-        return rows  # of another model, which is refused where it is asked for
-    moved = torch.empty_like(rows)
-    _shaped(moved, shape, here).copy_(_shaped(rows, shape, there))
-    return moved
-
-
-def _shaped(rows: Tensor, shape: Shape, strides: Sequence[int] | None) -> Tensor:
-    whole = (len(rows), *shape)
-    return (
-        rows.view(whole) if strides is None else rows.as_strided(whole, (rows.shape[1], *strides))
-    )
+        there, here = state.get("strides", {}).get(name), strides_in_bucket(parameter)
+        if name in kept and (tuple(there) if there else None) != here:
+            raise ValueError(
+                f"the memory format of {name!r} must be that of the run whose state is loaded, got "
+                f"strides {here} instead of {there} (None: row-major); set the same memory format"
+            )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import singledispatch
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from lightning_dist.codecs.base import Codec
 from lightning_dist.exchange.rounds import Exchange, RowExchange
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.kernels.triton.table import Within
-from lightning_dist.reducer.codec_sample import CodecSample, Sampler
+from lightning_dist.reducer.codec_sample import SampleSource
 from lightning_dist.reducer.plan.slices import ParameterSlice
 
 if TYPE_CHECKING:
@@ -36,9 +36,14 @@ class CommUnit(ABC):
     exchange: Exchange
     first = last = True
     """Of those that share the exchange; see :class:`JoinedUnit`."""
+    source: SampleSource | None = None
+    """Gradients of this unit, and maybe of those after it, that are encoded with a loss."""
 
     def begin(self) -> None:  # noqa: B027  (nothing to do where all ranks are equal)
         """Where a host reduces among itself first: begin that, asynchronous."""
+
+    def receive(self) -> None:  # noqa: B027
+        """Until what was begun inside the host is the gradient that is encoded."""
 
     @abstractmethod
     def encode(self, scale: Tensor, *, step: int) -> None:
@@ -59,13 +64,6 @@ class CommUnit(ABC):
     def wait(self) -> None:
         """Until the last collective has landed."""
         self.exchange.wait()
-
-    @abstractmethod
-    def samples(self, sampler: Sampler, scale: Tensor) -> Iterator[CodecSample]:
-        """Some of what was encoded. Changes nothing.
-
-        Between :meth:`start_second` and :meth:`decode_and_commit`.
-        """
 
     @abstractmethod
     def decode_and_commit(self, scale: Tensor) -> None:
@@ -150,7 +148,6 @@ class CodecGroup:
     units: Sequence[CommUnit]
     raw_bytes: int  # what DDP itself would send for these parameters
     keeps_state: bool  # whether anything is kept from one step to the next, on any rank
-    owed: dict[str, float] = field(default_factory=dict)  # see :func:`.adjust.owed`
 
     @property
     def sent(self) -> Sent:

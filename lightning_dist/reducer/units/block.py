@@ -7,14 +7,11 @@ ones 96 %, and one unit is encoded while another travels.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dist.accelerator import placed
-from lightning_dist.exchange.rounds import Section, TwoShot
-from lightning_dist.reducer.codec_sample import CodecSample, Sampler
+from lightning_dist.exchange.rounds import TwoShot
 from lightning_dist.reducer.plan.block import BlockPlan, key_name
 from lightning_dist.reducer.plan.slices import ParameterSlice, neighbours
 from lightning_dist.reducer.units.base import CommUnit
@@ -28,7 +25,8 @@ class BlockUnit(CommUnit):
 
     def __init__(self, plan: BlockPlan, tiles: Sequence[Tile]) -> None:
         self.tiles, self.kernels, self._plan = tiles, plan.kernels, plan
-        self._keys = unit_keys(plan, tiles)
+        stochastic = plan.codec.stochastic
+        self._keys = UnitKeys(plan.codec, tiles, rank=plan.network.rank) if stochastic else None
         whole = plan.codec.lossless and len(tiles) == 1
         self.exchange, self._section = plan.exchange(
             tiles[-1].columns.stop, in_place=tiles[0].grad if whole else None
@@ -66,11 +64,6 @@ class BlockUnit(CommUnit):
         self.exchange.start_second()
 
     @override
-    def samples(self, sampler: Sampler, scale: Tensor) -> Iterator[CodecSample]:
-        of = self._plan, self.tiles, self._section, self._keys
-        return samples_of_tiles(*of, sampler, scale)
-
-    @override
     def decode_and_commit(self, scale: Tensor) -> None:
         self.wait()
         if self._in_place:
@@ -88,87 +81,17 @@ class BlockUnit(CommUnit):
             tile.store()
 
 
-def unit_keys(plan: BlockPlan, tiles: Sequence[Tile]) -> UnitKeys | None:
-    """None where the codec does not round at random."""
-    codec = plan.codec
-    return UnitKeys(codec, tiles, rank=plan.network.rank) if codec.stochastic else None
-
-
-def samples_of_tiles(
-    plan: BlockPlan,
-    tiles: Sequence[Tile],
-    section: Section,
-    keys: UnitKeys | None,
-    sampler: Sampler,
-    scale: Tensor,
-    *,
-    load: bool = False,
-) -> Iterator[CodecSample]:
-    """Some of what ``tiles`` hold and ``section`` says of it.
-
-    Args:
-        load: what the tiles hold is old, as others work on the same memory.
-    """
-    for tile in tiles:
-        rows, columns, block = tile.grad.shape
-        drawn = sampler.drawn(columns, of=rows * block)
-        if not len(drawn):
-            continue
-        if load:
-            tile.load()
-        device = tile.grad.device
-        at, filled = placed(drawn, device), tile.filled()
-        # By number, which the host knows: it would wait for a mask on an accelerator.
-        chosen = (
-            None
-            if filled is None
-            else placed(filled[:, drawn].flatten().nonzero().squeeze(-1), device)
-        )
-        of_tile, own = _keys_of(tile, keys), columns_of(section.own, tile.columns)
-        gradient, compensated, sent = plan.kernels.passes.inspect(
-            tile.grad.index_select(1, at),
-            tuple(held.index_select(1, at) for held in tile.state),
-            scale,
-            None if of_tile is None else of_tile.index_select(1, at),
-            tuple(plane.index_select(1, at) for plane in own) if section.own_stays else None,
-            committed=plan.immediate,
-        )
-        residual = None
-        if "residual" in plan.kernels.memory.kinds:
-            residual = partial(_residual, tile, at, chosen, load=load)
-        yield CodecSample(
-            _chosen(gradient, chosen),
-            _chosen(compensated, chosen),
-            partial(_chosen, sent, chosen),
-            residual,
-        )
-
-
-def _residual(tile: Tile, at: Tensor, chosen: Tensor | None, *, load: bool) -> Tensor:
-    if load:
-        tile.load()
-    return _chosen(tile.state[0].index_select(1, at), chosen)
-
-
-def _chosen(tensor: Tensor, chosen: Tensor | None) -> Tensor:
-    return tensor.flatten() if chosen is None else tensor.flatten().index_select(0, chosen)
-
-
 def _keys_of(tile: Tile, keys: UnitKeys | None) -> Tensor | None:
     return None if keys is None else keys.encode[:, tile.columns]
 
 
 def tiles_of(
-    plan: BlockPlan, slices: Sequence[ParameterSlice], bucket: Tensor, *, limit: int = 0
+    plan: BlockPlan, slices: Sequence[ParameterSlice], bucket: Tensor
 ) -> Iterator[list[Tile]]:
-    """Tiles of ``slices``, those of a unit together.
-
-    Args:
-        limit: blocks of a unit; what suits the exchange by default.
-    """
+    """Tiles of ``slices``, those of a unit together."""
     rows, codec = plan.rows, plan.codec
     sparse = codec.wire_bytes(codec.block) / codec.block if codec.exchange == "gather" else 0.0
-    limit = limit or max(1, unit_elements(rows, sparse=sparse) // codec.block)
+    limit = max(1, unit_elements(rows, sparse=sparse) // codec.block)  # blocks of a unit
     if codec.exchange == "allreduce":
         limit = bucket.numel()  # a ring's additions depend on positions: as DDP, one a bucket
     tiles: list[Tile] = []

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -17,7 +16,6 @@ from lightning_dist.codecs.precision import full_precision
 from lightning_dist.exchange.rounds import AllReduce
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.kernels.passes import compute_dtype
-from lightning_dist.reducer.codec_sample import CodecSample, Sampler, sample_at
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.units.base import CommUnit, units_of
@@ -126,21 +124,6 @@ class LowRankUnit(CommUnit):
     @override
     def wait(self) -> None:
         self._sums[-1].exchange.wait()
-
-    @override
-    def samples(self, sampler: Sampler, scale: Tensor) -> Iterator[CodecSample]:
-        for i, matrix in enumerate(self._matrices):
-            rows, width = matrix.compensated.shape
-            at = sampler.items(rows, of=width, device=matrix.compensated.device)
-            if not len(at):
-                continue
-            held = matrix.gradient, matrix.compensated, matrix.residual
-            yield sample_at(at, *held, scale, sent=partial(self._said, i, at))
-
-    def _said(self, i: int, at: Tensor) -> Tensor:
-        """Rows ``at`` of what was sent for matrix ``i``: in the two-phase form not known before."""
-        (left, right), _ = self._products(i)
-        return (left[at] @ right.T).flatten()
 
     @override
     def decode_and_commit(self, scale: Tensor) -> None:

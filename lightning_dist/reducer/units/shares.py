@@ -22,18 +22,14 @@ Fragment: TypeAlias = tuple[tuple[int, int], ...]
 Cut: TypeAlias = tuple[ParameterSlice, Fragment]
 
 
-def fragments(
-    name: str, numel: int, *, owners: int, most: int, whole: bool, beyond: int = 1
-) -> Iterator[Fragment]:
+def fragments(name: str, numel: int, *, owners: int, most: int, whole: bool) -> Iterator[Fragment]:
     """Cut a parameter of ``numel`` elements.
 
     Args:
         most: elements of a share.
         whole: one owner takes it all; for codecs of matrices.
-        beyond: ranks that a share goes to on the levels outside this one.
     """
-    # Small parameters belong to one rank: take turns, on every level by other bits of the hash.
-    first = zlib.crc32(name.encode()) // beyond % owners
+    first = zlib.crc32(name.encode()) % owners  # small parameters belong to one rank: take turns
     step = max(numel, 1) if whole else owners * most
     for start in range(0, numel, step):
         end = min(start + step, numel)
@@ -60,17 +56,11 @@ def units_of_shares(
         separate: parameters must not be joined, because blocks or state belong to one.
         together: all of it is one unit.
     """
-    most = level.beyond * most
     cuts, filled = list[Cut](), 0
     for part in slices if separate else map(as_one, neighbours(slices)):
         is_whole = separate and part.name in whole
         for fragment in fragments(
-            part.name,
-            part.numel,
-            owners=level.owners,
-            most=most,
-            whole=is_whole,
-            beyond=level.beyond,
+            part.name, part.numel, owners=level.owners, most=most, whole=is_whole
         ):
             numel = sum(end - start for start, end in fragment)
             if cuts and filled + numel > level.owners * most and not together:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -15,8 +14,7 @@ from lightning_dist.codecs.threshold import Threshold
 from lightning_dist.exchange.rounds import AllGatherV
 from lightning_dist.kernels.inductor import compiled_sparse_passes
 from lightning_dist.kernels.passes import compute_dtype
-from lightning_dist.kernels.sparse import SparsePasses
-from lightning_dist.reducer.codec_sample import CodecSample, Sampler, sample_at
+from lightning_dist.kernels.sparse import MOST_PLACES, SparsePasses
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.units.base import CommUnit, compile_passes, units_of
 
@@ -32,6 +30,11 @@ class SparseUnit(CommUnit):
     def __init__(
         self, codec: Threshold, slices: Sequence[ParameterSlice], bucket: Tensor, planner: Planner
     ) -> None:
+        if bucket.numel() > MOST_PLACES:
+            raise ValueError(
+                f"codec 'threshold' sends places in a bucket as int32, got {bucket.numel()} "
+                f"elements for at most {MOST_PLACES}; use 'topk' for the largest parameters"
+            )
         self._codec, self._slices, self._bucket = codec, slices, bucket
         network, compiled = planner.network, planner.sparse_passes
         self.exchange = AllGatherV(
@@ -56,9 +59,8 @@ class SparseUnit(CommUnit):
                 compensated.copy_(part.of(self._bucket))
             if self._residuals:
                 self._passes.add_residual(compensated, self._residuals[i], scale)
-        numel, compensated = self._bucket.numel(), self._compensated
         chosen = [
-            self._passes.select(self._codec, s.of(compensated), scale, offset=s.offset, numel=numel)
+            self._passes.select(self._codec, s.of(self._compensated), scale, offset=s.offset)
             for s in self._slices
         ]
         places, values = zip(*chosen, strict=True)
@@ -67,27 +69,6 @@ class SparseUnit(CommUnit):
     @override
     def finite(self) -> Tensor:
         return self.exchange.own[1].isfinite().all()
-
-    @override
-    def samples(self, sampler: Sampler, scale: Tensor) -> Iterator[CodecSample]:
-        for i, part in enumerate(self._slices):
-            at = sampler.items(part.numel, of=1, device=self._bucket.device)
-            if not len(at):
-                continue
-            compensated = part.of(self._compensated)
-            residual = self._residuals[i] if self._residuals else None
-            said = self._said(at + part.offset).to(compensated)
-            gradient, sent = part.of(self._bucket), partial(_same, said)
-            yield sample_at(at, gradient, compensated, residual, scale, sent=sent)
-
-    def _said(self, places: Tensor) -> Tensor:
-        """What the own payload says of these elements of the bucket, which ascend."""
-        indices, values = self.exchange.own
-        at = torch.searchsorted(places, indices.to(places.dtype)).clamp_(max=len(places) - 1)
-        found = places[at] == indices
-        # To a place behind the last where it is not asked for: an accelerator waits for a mask.
-        said = values.new_zeros(len(places) + 1)
-        return said.index_put_((torch.where(found, at, len(places)),), values)[:-1]
 
     @override
     def decode_and_commit(self, scale: Tensor) -> None:
@@ -123,7 +104,3 @@ def _compile(
     codec: Threshold, dtypes: Iterable[torch.dtype], planner: Planner, sizes: Collection[int]
 ) -> None:
     planner.sparse_passes = compiled_sparse_passes(planner.network.device)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor

@@ -6,7 +6,7 @@ All that a bucket has of codecs with kernels, and what it has of none, travels i
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -21,14 +21,12 @@ from lightning_dist.exchange.traffic import Sent
 from lightning_dist.exchange.wire import row_bytes
 from lightning_dist.kernels.triton import Slice, SliceTable, packed
 from lightning_dist.kernels.triton.table import Within
-from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 from lightning_dist.reducer.plan.block import BlockPlan, key_name
 from lightning_dist.reducer.plan.fitting import fitted
 from lightning_dist.reducer.plan.slices import ParameterSlice, as_one, neighbours
 from lightning_dist.reducer.units.base import CommUnit, JoinedUnit, compile_passes, join, units_of
-from lightning_dist.reducer.units.block import BlockUnit, samples_of_tiles, tiles_of, unit_keys
-from lightning_dist.reducer.units.keys import UnitKeys, unit_salts
-from lightning_dist.reducer.units.tiles import Tile
+from lightning_dist.reducer.units.block import BlockUnit, tiles_of
+from lightning_dist.reducer.units.keys import unit_salts
 
 if TYPE_CHECKING:
     from lightning_dist.reducer.plan.planner import Planner
@@ -82,8 +80,6 @@ class TableUnit(JoinedUnit):
             self._finite = torch.ones((), dtype=torch.bool, device=bucket.device)
         self._salts: Tensor | None = None
         self._scale = torch.ones((), dtype=torch.float32, device=bucket.device)
-        self._sampled: tuple[Sequence[Tile], UnitKeys | None] | None = None
-        self._step = 0
 
     def _residual_place(self, i: int) -> int:
         if self._first is None:
@@ -109,7 +105,7 @@ class TableUnit(JoinedUnit):
 
     @override
     def encode(self, scale: Tensor, *, step: int) -> None:
-        self._scale, self._step = scale, step
+        self._scale = scale
         if self._codec.stochastic:
             salts = unit_salts(self._codec, self._names, step=step, rank=self._rank)
             self._salts = placed(salts, self._bucket.device)
@@ -156,18 +152,6 @@ class TableUnit(JoinedUnit):
             scale=self._scale,
             salts=self._salts_of(1),
         )
-
-    @override
-    def samples(self, sampler: Sampler, scale: Tensor) -> Iterator[CodecSample]:
-        if self._sampled is None:  # tiles of the same slices and the same exchange
-            most = self._bucket.numel() + len(self._slices) * self._plan.rows
-            (found,) = tiles_of(self._plan, self._slices, self._bucket, limit=most)
-            self._sampled = found, unit_keys(self._plan, found)
-        tiles, keys = self._sampled
-        if keys is not None:
-            keys.draw(self._step)
-        of = self._plan, tiles, self._section, keys
-        yield from samples_of_tiles(*of, sampler, scale, load=True)
 
     @override
     def decode_and_commit(self, scale: Tensor) -> None:

@@ -9,7 +9,7 @@ of the tensor where that is possible.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from lightning_dist.codecs.base import Payload
-from lightning_dist.kernels.passes import Kernels
 
 
 @dataclass(frozen=True)
@@ -94,15 +93,6 @@ class Tile:
                 copy.zero_()
             torch._foreach_copy_([copy for _, copy in self.staged], [at for at, _ in self.staged])
 
-    def filled(self) -> Tensor | None:
-        """Which elements of ``grad`` are of the parameter, on the host; None: all of them."""
-        if not self.staged:
-            return None
-        filled = torch.zeros(self.grad.shape, dtype=torch.bool, device="cpu")
-        for _, copy in self.staged[: len(self.staged) // (1 + len(self.state))]:
-            filled.as_strided(copy.shape, copy.stride(), copy.storage_offset()).fill_(True)
-        return filled
-
     def store(self) -> None:
         if self.staged:
             torch._foreach_copy_([at for at, _ in self.staged], [copy for _, copy in self.staged])
@@ -147,58 +137,6 @@ def joined(name: str, parts: Sequence[Sequence[Tensor]], *, rows: int, start: in
         places.append(place)
     at = slice(start, start + columns)
     return Tile(name, places[0], tuple(places[1:]), at, staged=staged)
-
-
-def runs_of(rows: Tensor, slices: Iterable[tuple[int, int]], block: int) -> list[Tile]:
-    """Every slice ``(offset, elements)`` of each of ``rows (R, N)`` in blocks of its own.
-
-    The columns of slices follow each other. A last block that is not full is staged.
-    """
-    tiles: list[Tile] = []
-    first = 0
-    for offset, numel in slices:
-        whole, rest = divmod(numel, block)
-        if whole:
-            grad = rows[:, offset : offset + whole * block].view(len(rows), whole, block)
-            tiles.append(Tile("", grad, (), slice(first, first + whole)))
-        first += whole
-        if rest:
-            tail = rows.new_zeros(len(rows), 1, block)
-            place = rows[:, offset + whole * block : offset + numel]
-            staged = [(place, tail[:, 0, :rest])]
-            tiles.append(Tile("", tail, (), slice(first, first + 1), staged=staged))
-            first += 1
-    return tiles
-
-
-def encode_tiles(
-    kernels: Kernels,
-    tiles: Sequence[Tile],
-    own: Sequence[Payload],
-    one: Tensor,
-    *,
-    state: Payload = (),
-    keys: Tensor | None = None,
-) -> None:
-    """``tiles`` -> each its part of a payload, ``own``; commits ``state``, laid out as the payload.
-
-    Args:
-        one: the scale.
-    """
-    encode = kernels.encode_and_commit if state else kernels.encode
-    for tile, payload in zip(tiles, own, strict=True):
-        tile.load()
-        of_tile = None if keys is None else keys[:, tile.columns]
-        encode(tile.grad, columns_of(state, tile.columns), one, of_tile, payload)
-
-
-def decode_tiles(
-    kernels: Kernels, tiles: Sequence[Tile], received: Iterable[Sequence[Payload]], one: Tensor
-) -> None:
-    """``tiles`` <- the weighted sum of the parts of payloads that each has ``received``."""
-    for tile, payloads in zip(tiles, received, strict=True):
-        kernels.decode_and_commit(tile.grad, (), one, None, payloads[0], payloads)
-        tile.store()
 
 
 def of_tiles(tiles: Sequence[Tile], payload: Payload) -> list[Payload]:
