@@ -5,30 +5,27 @@ from __future__ import annotations
 import gc
 import os
 import re
+import shlex
 import sys
 import threading
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from forks import EVERYTHING, TORCH, fork_server
-from hypothesis import settings
+from processes import interpret_triton
 
-if not torch.cuda.is_available():  # before anything imports Triton
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+if TYPE_CHECKING:
+    import torch
 
 # A gloo group that other tests have left in a circle of references waits in its destructor for
 # threads: one that a fork collects, such as the worker of a DataLoader, crashes or hangs it.
 os.register_at_fork(after_in_child=gc.freeze)
 
 _FORK_SERVERS = pytest.StashKey[dict[str, list[str]]]()
-
-settings.register_profile("ci", derandomize=True, deadline=None, max_examples=40)
-settings.load_profile("ci")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -78,6 +75,8 @@ def _environment(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
+    import torch
+
     torch.set_num_threads(1)
     dtype = torch.get_default_dtype()
     yield
@@ -92,8 +91,9 @@ def _nothing_left_behind() -> Iterator[None]:
         t.name for t in set(threading.enumerate()) - threads if t.name.startswith("lightning_d")
     }
     assert not left, f"reducers not closed: {left}"
-    os.environ.clear()
-    os.environ.update(environment)
+    if dict(os.environ) != environment:
+        os.environ.clear()
+        os.environ.update(environment)
     # A Trainer in the environment of rank 1 makes Lightning's loggers silent in this process.
     if lightning := sys.modules.get("lightning_utilities.core.rank_zero"):
         lightning.rank_zero_only.rank = 0
@@ -101,20 +101,35 @@ def _nothing_left_behind() -> Iterator[None]:
 
 @pytest.fixture
 def generator() -> torch.Generator:
+    import torch
+
     return torch.Generator().manual_seed(7)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the fork servers of all workers in the process that runs them, or those of this one."""
+    """Start the fork servers of all workers in the process that runs them, or those of this one.
+
+    Workers are forks too. The process that runs them imports neither torch nor this package.
+    """
     words: dict[str, list[str]] | None = getattr(config, "workerinput", {}).get("fork_servers")
+    workers: list[str] = [] if words is not None else config.getoption("tx", None) or []
     if words is None:
         stack = ExitStack()
         config.add_cleanup(stack.close)
         words = {
-            name: stack.enter_context(fork_server(*modules))
+            name: stack.enter_context(fork_server(*modules, at_once=bool(workers)))
             for name, modules in (("quick", EVERYTHING), ("torch", TORCH))
         }
     config.stash[_FORK_SERVERS] = words
+    if workers:
+        fork = f"popen//python={shlex.join(words['quick'])}"
+        config.option.tx = [fork if each == "popen" else each for each in workers]
+        return
+    from hypothesis import settings
+
+    interpret_triton()
+    settings.register_profile("ci", derandomize=True, deadline=None, max_examples=40)
+    settings.load_profile("ci")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from processes import kill_tree
+from processes import interpret_triton, kill_tree
 
 REQUEST_BYTES = 1 << 20  # variables are most of it
 FILES = ("stdin", "stdout", "stderr", "net", "mnt")
@@ -145,7 +145,9 @@ def _forget_what_was_drawn_or_read() -> None:
 
 def _run(words: list[str]) -> None:
     first, *rest = words
-    if first == "-m":
+    if first == "-u":  # of workers of tests, which open their files themselves
+        _run(rest)
+    elif first == "-m":
         sys.argv, sys.path = [rest[0], *rest[1:]], [os.getcwd(), *sys.path]
         sys.modules.pop(rest[0], None)  # or it is warned of a second one
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
@@ -194,6 +196,7 @@ def end_now(code: int, imported: Iterable[weakref.finalize[..., Any]]) -> None:
 
 def main() -> None:
     sys.path.pop(0)  # the folder of this script
+    interpret_triton()
     for name in filter(find_spec, sys.argv[2:]):  # accelerate may be missing
         module = importlib.import_module(name)
         for public in getattr(module, "__all__", ()):

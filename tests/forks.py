@@ -29,13 +29,14 @@ TORCH = (
 
 
 @contextmanager
-def fork_server(*modules: str) -> Iterator[list[str]]:
-    """Words to use in the place of ``sys.executable``. The server starts when they are first used.
+def fork_server(*modules: str, at_once: bool = False) -> Iterator[list[str]]:
+    """Words to use in the place of ``sys.executable``.
 
     All forks of a server have its hash seed: see `with_seeds`.
 
     Args:
         modules: imported with all of their public names before the first fork.
+        at_once: start the server now; False: when the words are first used.
     """
     with ExitStack() as stack:
         path = str(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "socket")
@@ -44,7 +45,7 @@ def fork_server(*modules: str) -> Iterator[list[str]]:
         listener.listen()  # clients may come while it still imports
         end, ended = os.pipe()
         starts = threading.Thread(
-            target=_serve_when_asked, args=(listener, end, modules), daemon=True
+            target=_serve, args=(listener, end, modules, at_once), daemon=True
         )
         starts.start()
         stack.callback(os.close, end)
@@ -53,10 +54,9 @@ def fork_server(*modules: str) -> Iterator[list[str]]:
         yield [sys.executable, "-IS", str(HERE / "fork_client.py"), path]
 
 
-def _serve_when_asked(listener: socket.socket, end: int, modules: Sequence[str]) -> None:
+def _serve(listener: socket.socket, end: int, modules: Sequence[str], at_once: bool) -> None:
     """Until the other end of the pipe ``end`` is closed."""
-    ready, _, _ = select.select([listener, end], [], [])
-    if end in ready:
+    if not at_once and end in select.select([listener, end], [], [])[0]:
         return
     with subprocess.Popen(
         [sys.executable, str(HERE / "fork_server.py"), str(listener.fileno()), *modules],

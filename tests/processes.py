@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
@@ -99,6 +100,14 @@ def port() -> int:
     raise AssertionError("it counts for ever")
 
 
+def interpret_triton() -> None:
+    """Run Triton's kernels in its interpreter where there is no GPU; before it is imported."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
 def _start(
     command: Command, environment: Mapping[str, str], log: IO[bytes]
 ) -> subprocess.Popen[bytes]:
@@ -114,10 +123,10 @@ def _start(
 
 def environment_of(extra: Mapping[str, str]) -> dict[str, str]:
     """This process's variables, one thread, loopback, and where the package and helpers are."""
-    import lightning_dist  # not by who imports this module and is to be without
-
-    package = Path(lightning_dist.__file__).parents[1]
-    paths = [package, *HELPERS, os.environ.get("PYTHONPATH", "")]
+    found = find_spec("lightning_dist")  # it imports much, and a caller may be without
+    assert found is not None
+    assert found.origin is not None
+    paths = [Path(found.origin).parents[1], *HELPERS, os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, paths)),

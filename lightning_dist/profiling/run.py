@@ -278,10 +278,10 @@ def _read_rank(path: Path, notes: list[str]) -> RankRun | None:
     if metadata is None:
         notes.append(f"{path.name} does not name its rank")
         return None
-    if metadata.schema > SCHEMA:
+    if metadata.schema != SCHEMA:
         notes.append(
-            f"{path.name} was written by a later version, in schema {metadata.schema} where this "
-            f"one reads up to {SCHEMA}; install a newer lightning_dist"
+            f"{path.name} was written by another version, in schema {metadata.schema} where this "
+            f"one reads {SCHEMA}; install the lightning_dist that wrote it"
         )
         return None
     return RankRun(

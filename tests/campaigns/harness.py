@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import multiprocessing
 import os
 import sys
@@ -22,6 +24,17 @@ from benchmarks.harness.results import Record, parser_of
 from benchmarks.harness.tables import markdown
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def run_campaign(package: str) -> int:
+    """Run ``main`` of ``package.campaign`` in a process that finds the helpers of the tests."""
+    if importlib.util.find_spec("elastic_jobs") is None:
+        tests = _REPOSITORY / "tests"
+        paths = os.pathsep.join(map(str, (_REPOSITORY, tests, tests / "integrations")))
+        command = [sys.executable, "-m", package, *sys.argv[1:]]
+        os.execve(sys.executable, command, {**os.environ, "PYTHONPATH": paths})
+    code: int = importlib.import_module(f"{package}.campaign").main()
+    return code
 
 
 class Hang(RuntimeError):

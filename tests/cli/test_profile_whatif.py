@@ -22,6 +22,12 @@ KEPT = Costs({"fp16": FP16, "none": replace(FP16, name="none")})
 CHANGE_BASELINE = "change: against ddp flat with the same link and hosts"
 
 
+@pytest.fixture(autouse=True)
+def _measured_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a megabyte of gradients: what codecs cost is no matter here."""
+    monkeypatch.setattr(calibration, "_UNITS", 1)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return save(tmp_path / "run", DDP.run())

@@ -112,11 +112,3 @@ def test_arrows_come_from_the_rank_that_was_waited_for(ask: Ask, told: list[Time
     rows = ask(f"select {place.format('slice_out')}, {place.format('slice_in')} from flow")
     assert waits
     assert sorted(rows) == sorted(waits)
-
-
-def test_rates_are_counters(ask: Ask) -> None:
-    ((name, highest),) = ask(
-        "select track.name, max(value) from counter join track on track.id = track_id group by 1"
-    )
-    assert name == "sends, Mbit/s flat"
-    assert highest > 0

@@ -195,21 +195,6 @@ def test_exchanges_at_once_are_on_lanes_of_their_own(drawn: Any) -> None:
     }
 
 
-def test_the_counter_adds_up_what_is_sent_at_once(drawn: Any) -> None:
-    spans = [
-        gather(30, 50, arrival=40),  # 1 MB in 10 ms
-        gather(40, 60, arrival=40, bucket=1),  # and in 20 ms
-        gather(45, 50, bucket=2, group="inter", sent=500_000),
-    ]
-    events = drawn(step({0: spans}))
-    assert {event["ts"]: event["args"] for event in of(events, ph="C")} == {
-        40_000: {"flat": 1200.0, "inter": 0},
-        45_000: {"flat": 1200.0, "inter": 800.0},
-        50_000: {"flat": 400.0, "inter": 0},
-        60_000: {"flat": 0, "inter": 0},
-    }
-
-
 def test_steps_follow_each_other_with_a_gap(drawn: Any) -> None:
     events = drawn(step(LATE), step(LATE, number=40, label="slow step"))
     steps = of(events, cat="step", rank=0)

@@ -18,7 +18,6 @@ from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.report.files import write_summary
 from lightning_dist.profiling.report.tables import whatif_table
-from lightning_dist.profiling.run import Run, read_run
 from lightning_dist.profiling.whatif.costs import Costs
 from lightning_dist.profiling.whatif.predict import (
     LABEL,
@@ -193,12 +192,3 @@ def test_the_terminal_has_the_best_few() -> None:
     rows = [line.split() for line in text.splitlines()]
     assert ["1", "int4", "92.0", "22.0", "8.20", "-17.9", "%"] in rows
     assert ["3", "fp8"] in [row[:2] for row in rows]
-
-
-def test_an_old_folder_is_predicted_too() -> None:
-    run: Run = read_run(Path(__file__).with_name("kept") / "schema-1")
-    costs = {**COSTS, "int8": replace(cost("int8", 1.0), exchange="gather")}
-    found = with_whatif(summarize(run), run, lambda observed: Costs(costs))
-    assert found.predictions is not None
-    assert found.predictions.baseline.step_ms is not None
-    assert found.predictions.scenarios

@@ -23,7 +23,7 @@ def _refuse(constant: str) -> None:
 
 def problems(events: list[Event]) -> list[str]:
     """What is wrong, in words."""
-    found = [f"unknown phase: {e}" for e in events if e["ph"] not in ("M", "X", "i", "C", "s", "f")]
+    found = [f"unknown phase: {e}" for e in events if e["ph"] not in ("M", "X", "i", "s", "f")]
     times = [event["ts"] for event in events if event["ph"] != "M"]
     if times != sorted(times):
         found.append("not in the order of time")

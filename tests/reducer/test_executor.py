@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 
 import pytest
@@ -67,9 +66,9 @@ staggered.wait()
 """
 
 
-def test_a_process_ends_well_whose_worker_nobody_has_closed() -> None:
+def test_a_process_ends_well_whose_worker_nobody_has_closed(quick_python: list[str]) -> None:
     """It may still be telling of the last gradients, inside torch, when the script is over."""
-    run([sys.executable, "-c", _LEFT_OPEN], limit=60).require_success()
+    run([*quick_python, "-c", _LEFT_OPEN], limit=60, TAKEN_APART="1").require_success()
 
 
 def test_a_worker_that_is_forgotten_ends() -> None:

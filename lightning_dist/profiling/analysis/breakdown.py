@@ -118,24 +118,16 @@ def _arrivals(
     spans: Mapping[int, TimelineSpan], begins: Mapping[int, int], clocks: Mapping[int, Hashable]
 ) -> dict[int, dict[str, Any]]:
     """Fields of a collective on every member, from begins of the step on rank 0's clock."""
-    of_members = {clocks[rank] for rank in spans}
-    if len(spans) > 1 and None in of_members:
+    if len(spans) > 1 and None in {clocks[rank] for rank in spans}:
         # Without clocks: all leave a collective together, so who took longer has waited.
         begins = {rank: -span.end for rank, span in spans.items()}
     launches = {rank: begins[rank] + span.begin for rank, span in spans.items()}
     arrival = max(launches.values())
     last = min(rank for rank, launch in launches.items() if launch == arrival)
     over = max(begins[rank] + span.end for rank, span in spans.items())
-    shortest = min(span.end - span.begin for span in spans.values())
     return {
-        rank: {
-            "arrival": arrival - begins[rank],
-            "over": over - begins[rank],
-            "last": last,
-            # The root of a broadcast may leave it first: its duration says nothing.
-            "shortest": shortest if len(of_members) > 1 and span.op != "broadcast" else None,
-        }
-        for rank, span in spans.items()
+        rank: {"arrival": arrival - begins[rank], "over": over - begins[rank], "last": last}
+        for rank in spans
     }
 
 
@@ -208,8 +200,6 @@ def _analyse(run: Run, rank: int, step: int, spans: Sequence[TimelineSpan]) -> A
     intra, inter = _reach(run, rank)
     inter_moving = union(each.moving for each in exchanges if each.group in inter)
     own = _own_bytes(run, rank, record)
-    # Between clocks that differ, the least that a collective took any member, at its end.
-    doubted = [(each, each.shortest) for each in exchanges if each.shortest is not None]
     ns = {
         **parts,
         "duration": record.duration,
@@ -226,11 +216,9 @@ def _analyse(run: Run, rank: int, step: int, spans: Sequence[TimelineSpan]) -> A
         "inter": sum(bucket.inter for bucket in record.buckets) + own[1],
         "exchanges": len(exchanges),
         "moved": sum(each.transfer[1] - each.transfer[0] for each in exchanges),
-        "by_clocks": length(union(each.transfer for each, _ in doubted)),
         "uncertainty": run.ranks[rank].uncertainty(record.begin) or 0,
         "passes": len(passes_of(record)),
         "optimizer_steps": any(phase.name == "optimizer" for phase in record.phases),
-        "by_durations": length(union((each.end - least, each.end) for each, least in doubted)),
     }
     begin = begin_of(run, rank, step)
     return Analysed(record, rank, begin, spans, inter_moving, ns, waited_for)

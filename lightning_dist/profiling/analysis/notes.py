@@ -30,9 +30,7 @@ _MOST_GENERATIONS = 10
 _MOST_NAMED = 4
 """Number of ranks up to which they are named."""
 _DOUBTFUL = 0.1
-"""Share of a time that another reading of it, or its clock, has to be off by to be mentioned."""
-_LEAST_GAP_MS = 2.0
-"""Milliseconds a step below which two readings of the transfer agree."""
+"""Share of an exchange by which clocks have to be uncertain to be mentioned."""
 
 
 def headline(summary: Summary, *, cut: str = "") -> str:
@@ -93,8 +91,6 @@ def notes_of(run: Run, chosen: Sample, table: StepTable, summary: Summary) -> li
         "`accumulate_grad_batches` avoids it"
     )
     uncompared = ", ".join(str(rank) for rank in run.ranks if run.clock_of(rank) is None)
-    by_clocks, by_durations = table.mean_ms("by_clocks"), table.mean_ms("by_durations")
-    gap = abs(by_clocks - by_durations)
     uncertainty = float(table.of("uncertainty").max(initial=0)) / MS
     exchange = table.total("moved") / max(table.total("exchanges"), 1) / MS
     rules = (
@@ -112,11 +108,6 @@ def notes_of(run: Run, chosen: Sample, table: StepTable, summary: Summary) -> li
             bool(table.steps and uncompared),
             f"no clock of rank {uncompared} was compared with rank 0's: waiting is estimated from "
             "the duration of exchanges",
-        ),
-        (
-            gap > max(_DOUBTFUL * max(by_clocks, by_durations), _LEAST_GAP_MS),
-            f"transfer between hosts is {by_clocks:.1f} ms a step by clocks and "
-            f"{by_durations:.1f} ms by durations: clocks may be wrong, trust the latter",
         ),
         (
             uncertainty > _DOUBTFUL * exchange > 0,

@@ -49,7 +49,6 @@ class TimelineSpan(Struct, frozen=True, gc=False):
         arrival, last: launch on the last member, and that member; the lowest of several.
         collective_id: number in the step, equal on all members.
         over: end on the last member.
-        shortest: least duration on any member, of an exchange between clocks that differ.
         missing: members of which there is no record of it.
     """
 
@@ -64,7 +63,6 @@ class TimelineSpan(Struct, frozen=True, gc=False):
     last: int | None = None
     collective_id: int | None = None
     over: int | None = None
-    shortest: int | None = None
     missing: tuple[int, ...] = ()
 
     @property

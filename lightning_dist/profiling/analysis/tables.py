@@ -48,8 +48,6 @@ COLUMNS = (
     "uncertainty",  # of the clock
     "passes",  # backward passes that exchanged gradients
     "optimizer_steps",  # 1: an optimizer has made one
-    "by_clocks",  # transfer between clocks that differ, by comparing them
-    "by_durations",  # the same, without
 )
 BUCKET_COLUMNS = tuple(each.name for each in fields(BucketSummary))[2:]
 

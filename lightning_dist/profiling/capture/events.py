@@ -92,10 +92,6 @@ class Phase(_Row, frozen=True):
     begin: int
     end: int
 
-    def __post_init__(self) -> None:
-        if self.name == "data":  # in schema 1
-            msgspec.structs.force_setattr(self, "name", "between_steps")
-
 
 class BucketTimes(_Row, frozen=True):
     """A bucket of gradients in a step: ready with its last gradient, done when the mean is there.

@@ -31,16 +31,16 @@ _TRACKS = ("step", "phases", "codec", "exchange")
 _FIRST_THREAD = 100_000
 """No rank is that high: viewers take the thread whose number is its process's for the main one."""
 
-_ORDER = ("M", "X", "i", "C", "s", "f")
+_ORDER = ("M", "X", "i", "s", "f")
 """Of events at one time: slices are open before a flow looks for them."""
 
 
 def write_trace(path: str | Path, timelines: Sequence[Timeline], hosts: Mapping[int, str]) -> None:
     """Write ``trace.json.gz``: the steps one after the other, all ranks below each other.
 
-    A rank has its phases, with exposed communication cut out of the backward pass, codec work,
-    exchanges on as many lanes as were in flight at once, and the rate at which it sent. Where an
-    exchange waited for the last rank, an arrow leads from its exchange to the transfer.
+    A rank has its phases, with exposed communication cut out of the backward pass, codec work, and
+    exchanges on as many lanes as were in flight at once. Where an exchange waited for the last
+    rank, an arrow leads from its exchange to the transfer.
     """
     content = {
         "traceEvents": _events(timelines, hosts),
@@ -56,7 +56,7 @@ def _events(timelines: Sequence[Timeline], hosts: Mapping[int, str]) -> list[Eve
     threads: dict[tuple[int, int], str] = {}
     flows, at = itertools.count(1), 0
     for timeline in timelines:
-        of_step = list(_rates(timeline))
+        of_step: list[Event] = []
         tracks: dict[tuple[int, str], list[_Slice]] = defaultdict(list)
         for inside in (*_phases(timeline), *_work(timeline, flows)):
             tracks[inside[0]["pid"], inside[0]["cat"]].append(inside)
@@ -162,19 +162,3 @@ def _exchange(rank: int, span: TimelineSpan) -> Event:
 def _mbit_per_s(span: TimelineSpan) -> float | None:
     lasted = span.end - span.moves_from
     return span.sent * 8000 / lasted if lasted > 0 else None
-
-
-def _rates(timeline: Timeline) -> Iterator[Event]:
-    """Counters: what every rank sends in each group, were every exchange even."""
-    for rank, spans in timeline.spans.items():
-        moving = [
-            (span.moves_from, span.end, span.group, rate)
-            for span in spans
-            if span.phase == "exchange" and (rate := _mbit_per_s(span))
-        ]
-        for now in sorted({time for begin, end, _, _ in moving for time in (begin, end)}):
-            rates = dict.fromkeys(sorted({group for _, _, group, _ in moving}), 0.0)
-            for begin, end, group, rate in moving:
-                rates[group] += rate * (begin <= now < end)
-            args = {group: round(rate, 2) for group, rate in rates.items()}
-            yield _event("C", rank, "sends, Mbit/s", now, args=args)
