@@ -38,7 +38,8 @@ from benchmarks.harness.launch import Layout
 from benchmarks.harness.results import error_sizes, parser_of, positive, recording, say
 from benchmarks.harness.testbed import Testbed
 from benchmarks.profiler.tables import WHATIF_ERRORS, WHATIF_SCALING
-from benchmarks.step_time.rank import WIDTH, Row, split_row
+from benchmarks.step_time.models import WIDTH
+from benchmarks.step_time.rank import Row, split_row
 from lightning_dist.integrations.profiler.run import ProfileRun
 from lightning_dist.measurement.calibration import calibrate
 from lightning_dist.measurement.costs import CodecCost

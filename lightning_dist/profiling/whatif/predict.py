@@ -17,6 +17,7 @@ from lightning_dist.profiling.whatif.simulator import (
     FLAT,
     FORMS,
     FREE,
+    FSDP,
     LEADER,
     SHARDED,
     Link,
@@ -139,6 +140,11 @@ def elsewhere(
         raise ValueError(
             "the run was on one host; give the rate of a link between hosts with --link-gbps"
         )
+    if inside_gbps is not None and run.form == FSDP:
+        raise ValueError(
+            "inside_gbps is of an exchange of DDP, and what FSDP does inside a host is taken as it "
+            "was in the run; leave it out"
+        )
     for name, gbps in (("link_gbps", link_gbps), ("inside_gbps", inside_gbps)):
         if gbps is not None and not 0 < gbps < inf:
             raise ValueError(f"{name} must be above 0 Gbit/s, got {gbps:g}")
@@ -161,20 +167,28 @@ def scenarios_of(
 
     Args:
         codecs: only these, and :data:`DDP` only flat.
-        forms: only these; otherwise flat and, where hosts have several ranks, by hosts.
+        forms: only these; otherwise flat and, where hosts have several ranks, by hosts. A sharded
+            model has but one.
 
     Raises:
         ValueError: none of them can be predicted.
     """
+    if wrong := [form for form in forms if (form == FSDP) != (run.form == FSDP)]:
+        raise ValueError(
+            f"the form of a sharded model is {FSDP}, and that of others is not, got {wrong[0]!r} "
+            f"for a run that is {run.form}; leave --form out"
+        )
+    of_run = (FSDP,) if run.form == FSDP else FORMS if max(there.counts) > 1 else (FLAT,)
     found = [
         replace(there, codec=codec, form=form)
-        for form in forms or (FORMS if max(there.counts) > 1 else (FLAT,))
+        for form in forms or of_run
         for codec in codecs or (DDP, *CANDIDATES)
         if codec != DDP or form == FLAT
     ]
     reasons = dict.fromkeys(each.unsupported for each in found)
     if "" not in reasons:  # none, too: ddp in another form
-        because = "; ".join(reasons) or "DDP itself knows no hosts"
+        no_ddp = "DDP does not shard" if run.form == FSDP else "DDP itself knows no hosts"
+        because = "; ".join(reasons) or no_ddp
         raise ValueError(f"nothing of this can be predicted: {because}")
     # Elsewhere it is what the others are compared with.
     return found if there in (run, *found) else [there, *found]
@@ -205,6 +219,11 @@ def local_scenarios(
     Raises:
         ValueError: one of them is out of range.
     """
+    if there.form == FSDP and (sync_every or below is not None):
+        raise ValueError(
+            "local steps are of a model that every rank holds as a whole, and the model of this "
+            "run is sharded; leave --local-steps and --below out"
+        )
     if fragments < 1 or overlap_steps < 0:
         raise ValueError(
             f"fragments must be 1 or more and overlap_steps 0 or more, got {fragments} and "
@@ -304,9 +323,9 @@ def _cost_in_run(observed: Observed, costs: Mapping[str, CodecCost]) -> dict[str
         return {}
     step = simulate_step(observed.buckets, run, cost=cost, inside_cost=costs.get("none"))
     cost = replace(cost, wire=cost.wire * observed.sent / step.sent, assumption="")
-    if run.form != FLAT or observed.encode is None or observed.decode is None:
+    if run.adds_inside or observed.encode is None or observed.decode is None:
         return {cost.name: cost}  # what it does inside a host is in its times
-    expected = sum(decoding(cost, run.world_size))
+    expected = sum(decoding(cost, sum(run.peers)))
     slower = observed.decode / observed.elements / expected if expected else 1.0
     decode, store = cost.decode * slower, cost.store * slower
     encode = observed.encode / observed.elements
@@ -317,7 +336,7 @@ def _cost_in_run(observed: Observed, costs: Mapping[str, CodecCost]) -> dict[str
 def _prediction(
     observed: Observed, scenario: Scenario, costs: Mapping[str, CodecCost]
 ) -> Prediction:
-    needed = [scenario.codec] + ["none"] * (scenario.form != FLAT)
+    needed = [scenario.codec] + ["none"] * scenario.adds_inside
     missing = [name for name in needed if name not in costs]
     reason = f"what {missing[0]} costs was not measured" if missing else scenario.unsupported
     codec, shape = scenario.codec, (scenario.hosts, scenario.world_size, scenario.link.gbps)
@@ -409,6 +428,8 @@ def name_of(each: Prediction, baseline: Prediction) -> str:
     steps = f" every {count(each.sync_every, 'step')}" if each.sync_every else ""
     steps += f" in {each.fragments} fragments" if each.fragments > 1 else ""
     steps += f" with {count(each.overlap_steps, 'step')} overlap" if each.overlap_steps else ""
+    if each.form == FSDP:
+        return each.codec
     words = each.codec + steps + (flat if each.form == FLAT else " between hosts")
     return f"{words}, leader form" if each.form == LEADER else words
 

@@ -13,7 +13,8 @@ two_shot    ``L (W-L)/W b``              ``W-1``     ``(W-1)/W b``, ``W-1``
 ==========  ===========================  ==========  =====================
 
 A ring has one edge that leaves a host, and each edge carries the same. Two ranks gather where more
-would exchange in two shots.
+would exchange in two shots. Between replicas of a sharded model (FSDP2), one on each host, every
+rank exchanges its shard with one rank of each other host.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ DDP = "ddp"
 """Stock DDP in the place of a codec."""
 
 FORMS = FLAT, SHARDED, LEADER = "flat", "sharded", "leader"
+FSDP = "fsdp"
+"""Form of a model that ``fully_shard`` has sharded, with a replica on each host."""
+
 PAYLOAD = 1448 / 1514
 """Share of a link's rate that TCP leaves to its payload, with frames of 1,514 bytes."""
 
@@ -71,7 +75,7 @@ class Scenario:
 
     Args:
         codec: name, or :data:`DDP`.
-        form: one of :data:`FORMS`.
+        form: one of :data:`FORMS`, or :data:`FSDP`.
         counts: ranks of every host.
         link: between hosts; inside the host where there is only one.
         inside: inside a host; None: unknown.
@@ -98,8 +102,8 @@ class Scenario:
     overlap_steps: int = 0
 
     def __post_init__(self) -> None:
-        if self.form not in FORMS:
-            raise ValueError(f"form must be one of {', '.join(FORMS)}, got {self.form!r}")
+        if self.form not in (*FORMS, FSDP):
+            raise ValueError(f"form must be one of {', '.join(FORMS)}, {FSDP}, got {self.form!r}")
         if self.sync_every < 0:
             raise ValueError(f"sync_every must be 1 or more local steps, got {self.sync_every}")
         if self.fragments < 1 or self.sync_every % self.fragments:
@@ -137,9 +141,14 @@ class Scenario:
         return self.counts if self.hosts > 1 else (1,) * self.world_size
 
     @property
+    def adds_inside(self) -> bool:
+        """Whether gradients are added up inside hosts, within the exchange itself."""
+        return self.form in (SHARDED, LEADER)
+
+    @property
     def unsupported(self) -> str:
         """Reason why the scenario cannot run or be simulated; empty if it can."""
-        if self.form == FLAT:
+        if not self.adds_inside:
             return ""
         reasons = {
             "DDP itself knows no hosts": self.codec == DDP,
@@ -157,7 +166,10 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Bucket of gradients: seconds from the begin of the step until it is ready, and elements."""
+    """Bucket of gradients: seconds from the begin of the step until it is ready, and elements.
+
+    Of a sharded model: a parameter group, and the elements of the shard of a rank.
+    """
 
     ready: float
     elements: float
@@ -245,7 +257,8 @@ def simulate_step(
     first of each chunk, reduces and issues it; when the last bucket is through, it decodes all, or
     with the immediate commit the last, since it has decoded each while the next one travelled.
     Where gradients are added up inside hosts first, a chunk travels there while the one before it
-    is encoded; means come back the same way. Stock DDP is a codec that takes no time and no vote.
+    is encoded; means come back the same way. What FSDP itself does inside a host is in the times at
+    which its buckets are ready. Stock DDP is a codec that takes no time and no vote.
 
     Args:
         cost: of the codec; None for stock DDP.
@@ -264,7 +277,9 @@ def simulate_step(
     reduce, decode = decoding(cost, world)
     cpu = scenario.link.cpu if one_core and not is_ddp else 0.0
     shares, copy, way, now, delay = 1, 0.0, Collective(0.0, 0), 0.0, 0.0
-    if scenario.form != FLAT:
+    if scenario.form == FSDP:
+        shares = local
+    elif scenario.form != FLAT:
         assert inside_cost is not None
         assert scenario.inside is not None
         shares, copy = 1 if scenario.form == LEADER else local, inside_cost.encode
@@ -284,14 +299,14 @@ def simulate_step(
 
     for bucket in buckets:
         now = max(now, bucket.ready + delay)
-        total = bucket.elements
+        total = bucket.elements * (shares if scenario.form == FSDP else 1)
         sparse = cost.wire if cost.exchange == "gather" else 0.0
         largest = shares * unit_elements(world if second else 1, sparse=sparse)
         if cost.exchange == "allreduce" and scenario.form == FLAT:
             largest = ceil(total)  # as DDP, one collective a bucket
         sizes = [min(total - at, largest) for at in range(0, ceil(total), largest)]
         pace = 2.0 if one_core and bucket is not buckets[-1] else 1.0
-        delay += (pace - 1) * (bucket.elements / shares * cost.encode + len(sizes) * cpu)
+        delay += (pace - 1) * (total / shares * cost.encode + len(sizes) * cpu)
         arrivals: list[float] = []
         ends: list[float] = []
         for index, elements in enumerate(sizes):

@@ -11,6 +11,7 @@ from math import prod
 from typing import Any, Literal, TypeAlias, overload
 from weakref import WeakValueDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -236,6 +237,11 @@ class ShardedGradients:
             reducer.reserve(group.slices, group.parameters[0].dtype)
             group.module.set_all_reduce_hook(partial(self._reduced, index))
         self._unhook = model.register_forward_pre_hook(lambda *_: self.begin())
+
+    @property
+    def device(self) -> torch.device:
+        """Of the gradients."""
+        return self.reducer.network.device
 
     @property
     def closed(self) -> bool:

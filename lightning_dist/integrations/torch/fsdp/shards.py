@@ -20,7 +20,7 @@ from lightning_dist.codecs.base import BlockCodec
 from lightning_dist.codecs.memory import RoundedError
 from lightning_dist.codecs.none import NoCompression
 from lightning_dist.codecs.policies import sized
-from lightning_dist.exchange.channel import Channel
+from lightning_dist.exchange.channel import Channel, Watch
 from lightning_dist.exchange.handshake import all_facts, require_equal
 from lightning_dist.integrations.torch.fsdp.checks import ParameterGroup
 from lightning_dist.kernels.inductor import should_fuse
@@ -209,7 +209,7 @@ class CompressedShards:
     def _quantised(
         self, quantised: Mapping[str, RowGather | RowReduceScatter], op: str, _: Any
     ) -> Any:
-        return _Quantised(self, quantised[op]) if op in quantised else None
+        return QuantisedCollective(self, quantised[op]) if op in quantised else None
 
     def record(self, of: RowGather | RowReduceScatter) -> None:
         """Count one collective."""
@@ -270,12 +270,14 @@ def _rows(
     return Rows(cut, numel=offset, dtype=dtype, ranks=ranks, weight=weight, memory=memory)
 
 
-class _Quantised:
+class QuantisedCollective:
     """A collective that ``fully_shard`` calls instead of its own, on the stream that it chooses."""
 
     def __init__(self, owner: CompressedShards, quantised: RowGather | RowReduceScatter) -> None:
-        self._owner, self._quantised = owner, quantised
+        self._owner, self.quantised = owner, quantised
         self._channel: Channel | None = None
+        self.watch: Watch | None = None
+        """Hears of the exchange."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """New memory at every call, as torch's own."""
@@ -290,7 +292,7 @@ class _Quantised:
         async_op: bool = False,
     ) -> None:
         """Done when it returns, whatever ``async_op`` says; ``op`` is of a reduction."""
-        rows, numel = self._quantised.rows, min(output_tensor.numel(), input_tensor.numel())
+        rows, numel = self.quantised.rows, min(output_tensor.numel(), input_tensor.numel())
         if numel != rows.numel or group.size() != rows.ranks:
             raise RuntimeError(
                 f"a parameter group has {rows.numel} elements on each of {rows.ranks} ranks, and "
@@ -303,9 +305,10 @@ class _Quantised:
                 "divide factor; leave set_gradient_divide_factor out"
             )
         if self._channel is None or self._channel.group is not group:
-            self._channel = Channel(group, name="intra")
-        self._quantised(output_tensor, input_tensor, self._channel)
-        self._owner.record(self._quantised)
+            self._channel = Channel(group)
+        self._channel.watch = self.watch
+        self.quantised(output_tensor, input_tensor, self._channel)
+        self._owner.record(self.quantised)
         if op == dist.ReduceOp.SUM:
             output_tensor.mul_(group.size())
 
