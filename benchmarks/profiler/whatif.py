@@ -46,8 +46,8 @@ from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.capture.session import SessionSettings
 from lightning_dist.profiling.run import read_run
 from lightning_dist.profiling.whatif.observe import Observed, observe
-from lightning_dist.profiling.whatif.predict import LABEL, Prediction, elsewhere, predict
-from lightning_dist.profiling.whatif.simulator import DDP, FLAT
+from lightning_dist.profiling.whatif.predict import LABEL, Prediction, predict
+from lightning_dist.profiling.whatif.scenarios import DDP, FLAT, elsewhere
 
 SETTINGS = (DDP, "none", "fp16", "int8", "int4", "sign", "topk", "powersgd")
 LINKS = (200.0, 500.0, 1000.0)

@@ -11,15 +11,16 @@ from whatif_runs import CHUNK, COSTS, duration
 from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.observe import observe
-from lightning_dist.profiling.whatif.predict import (
-    Predictions,
+from lightning_dist.profiling.whatif.predict import Predictions, local_scenarios, predict
+from lightning_dist.profiling.whatif.scenarios import (
+    Bucket,
+    Link,
+    Scenario,
     elsewhere,
-    headline,
-    local_scenarios,
-    predict,
     scenarios_of,
 )
-from lightning_dist.profiling.whatif.simulator import Bucket, Link, Scenario, simulate_step
+from lightning_dist.profiling.whatif.simulator import simulate_step
+from lightning_dist.profiling.whatif.words import headline
 
 SQUARE = replace(CHUNK, world_size=4, hosts=("a", "a", "b", "b"))
 """Each rank sends 1 byte of every element of its shard, to the same shard on the other host."""

@@ -17,7 +17,7 @@ from lightning_dist.profiling.analysis.breakdown import blocked_in, exposed_in, 
 from lightning_dist.profiling.analysis.intervals import difference, length, union
 from lightning_dist.profiling.analysis.parts import BucketSummary, Summary
 from lightning_dist.profiling.capture.events import OF_NO_BUCKET, ErrorRecord, StepRecord
-from lightning_dist.profiling.whatif.simulator import DDP
+from lightning_dist.profiling.whatif.scenarios import DDP
 
 _STEPS = 32
 """Newest steps that a value in the loggers is the mean of, at most."""

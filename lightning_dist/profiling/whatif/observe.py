@@ -14,7 +14,7 @@ from lightning_dist.profiling.analysis.intervals import length, union
 from lightning_dist.profiling.analysis.tables import Array, sample, step_table
 from lightning_dist.profiling.capture.events import GLOO_AT_ONCE, RankRecord, StepRecord
 from lightning_dist.profiling.run import Run
-from lightning_dist.profiling.whatif.simulator import (
+from lightning_dist.profiling.whatif.scenarios import (
     DDP,
     ELEMENT_BYTES,
     FLAT,
@@ -146,7 +146,7 @@ def _times(record: StepRecord) -> tuple[int, int, int]:
 
 def _reaches_each_host(run: Run, about: RankRecord, hosts: Counter[str]) -> bool:
     """Whether a rank of a sharded model exchanges its shard with one rank of each other host."""
-    line = about.groups.get("inter") or about.groups.get("flat", ())
+    line = about.groups.get("inter") or about.groups.get("flat") or []
     found = Counter(run.ranks[rank].metadata.host for rank in line if rank in run.ranks)
     return found == Counter(list(hosts))
 
