@@ -34,7 +34,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lightning_dist.codecs import CODECS, warmup
-from lightning_dist.integrations.torch.fsdp.replicas import ShardedGradients, compress_fsdp
+from lightning_dist.integrations.torch.fsdp.attach import compress_fsdp
+from lightning_dist.integrations.torch.fsdp.replicas import ShardedGradients
 from lightning_dist.kernels.passes import Kernels
 
 WIDTH = 33

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from lightning_dist import CommProfiler
-from lightning_dist.integrations.torch.fsdp.replicas import compress_fsdp
+from lightning_dist.integrations.torch.fsdp.attach import compress_fsdp
 from lightning_dist.integrations.torch.fsdp.shards import QuantisedCollective
 from lightning_dist.private import collectives_of, parameter_groups_of
 from lightning_dist.profiling.run import read_run

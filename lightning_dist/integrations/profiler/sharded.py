@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dist.integrations.torch.fsdp.replicas import ShardedExchange, exchange_of
+from lightning_dist.integrations.torch.fsdp.attach import ShardedExchange, exchange_of
 from lightning_dist.integrations.torch.fsdp.shards import (
     CompressedShards,
     QuantisedCollective,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,14 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_dist.accelerator import is_accelerator
-from lightning_dist.codecs import Codec, resolve_codec
+from lightning_dist.codecs import Codec
 from lightning_dist.codecs.base import BlockCodec
 from lightning_dist.codecs.memory import RoundedError
 from lightning_dist.codecs.none import NoCompression
-from lightning_dist.codecs.policies import sized
 from lightning_dist.exchange.channel import Channel, Watch
 from lightning_dist.exchange.handshake import all_facts, require_equal
 from lightning_dist.integrations.torch.fsdp.checks import ParameterGroup
+from lightning_dist.integrations.torch.fsdp.settings import ShardSettings
 from lightning_dist.kernels.inductor import should_fuse
 from lightning_dist.private import (
     at_end_of_backward,
@@ -32,73 +31,11 @@ from lightning_dist.private import (
 )
 from lightning_dist.reducer.rows import RowGather, RowReduceScatter, Rows
 from lightning_dist.reducer.stats import CommStats, Count, places, run_config
-from lightning_dist.settings import Settings
 from lightning_dist.topology import Topology, this_host
 
 log = logging.getLogger(__name__)
 
 _KINDS = ("parameters", "gradients")
-
-
-@dataclass(frozen=True)
-class ShardSettings:
-    """Checked settings of a model that is sharded over all ranks.
-
-    Args:
-        given: all that the user has set, but the codec of the parameters.
-        gradients, parameters: policies that answer with block codecs.
-    """
-
-    given: Settings
-    gradients: Codec
-    parameters: Codec
-
-    @classmethod
-    def check(cls, given: Settings, parameters: str | Codec) -> ShardSettings:
-        """Resolve names and refuse what cannot work.
-
-        Raises:
-            ValueError: with the rule, the value received and what to do.
-        """
-        if given.start_step or given.commit != "auto":
-            raise ValueError(
-                "with parameters= every step is compressed, and nothing is committed later: leave "
-                "start_step and commit out"
-            )
-        gradients, of_parameters = given.codec, resolve_codec(parameters)
-        for policy, what in ((gradients, "gradients"), (of_parameters, "parameters")):
-            if policy.boundaries() != (0,):
-                raise ValueError(
-                    f"a sharded model cannot change codecs while it trains, got {policy} for its "
-                    f"{what}; give one codec, or by_name or by_size of several"
-                )
-        for leaf in of_parameters.leaves():
-            if leaf.inside_host() is None:
-                raise ValueError(
-                    "parameters are gathered whole, and nothing of them is kept: their codec must "
-                    f"be one such as 'int8', 'fp8', 'bf16' or 'none', got {leaf}"
-                )
-        for leaf in gradients.leaves():
-            if leaf.of_shards() is None:
-                raise ValueError(
-                    "in a reduce-scatter every rank decodes its own shard: the codec of gradients "
-                    f"must be of blocks and not sparse, got {leaf}; use 'qsgd:bits=8', or 'int8' "
-                    "with error_feedback=True"
-                )
-            if given.error_feedback == "auto" and leaf.keeps_residual and not leaf.lossless:
-                raise ValueError(
-                    f"codec {leaf} is biased, and where gradients are sharded over all ranks each "
-                    "would keep an error of the whole model: give error_feedback=True, which keeps "
-                    "it in 8 bits (1 byte and 2/block for every element of the unsharded model), "
-                    "error_feedback=False to lose it, or an unbiased codec such as 'qsgd:bits=8'"
-                )
-        least = given.min_compress_numel
-        return cls(given, sized(gradients, least), sized(of_parameters, least))
-
-    @property
-    def memory(self) -> bool:
-        """Whether what the codec of the gradients loses is kept, in 8 bits."""
-        return self.given.error_feedback is True
 
 
 class CompressedShards:
