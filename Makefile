@@ -67,7 +67,8 @@ bench: install
 	$(BIN)/python -m benchmarks.codecs --json benchmarks/results/codecs.json
 	$(BIN)/python -m benchmarks.step_time codecs --json benchmarks/results/allreduce.json
 	$(BIN)/python -m benchmarks.step_time forms --json benchmarks/results/hierarchical.json
-	$(BIN)/python -m benchmarks.step_time fsdp --json benchmarks/results/fsdp.json
+	$(BIN)/python -m benchmarks.step_time fsdp --json benchmarks/results/fsdp_gpt.json
+	$(BIN)/python -m benchmarks.step_time fsdp --model linear --json benchmarks/results/fsdp.json
 	$(BIN)/python -m benchmarks.step_time.local_steps --json benchmarks/results/local_throughput.json
 	$(BIN)/python -m benchmarks.profiler.whatif --json benchmarks/results/whatif.json
 	$(BIN)/python -m benchmarks.convergence --json benchmarks/results/convergence.json

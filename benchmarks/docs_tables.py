@@ -44,6 +44,7 @@ SECTIONS: dict[str, tuple[str | tuple[str, ...], Callable[..., str | None]]] = {
     "steps-2-hosts": ("allreduce", partial(step_times, hosts=2)),
     "steps-4-hosts": ("allreduce", partial(step_times, hosts=4)),
     "fsdp": ("fsdp", sharded),
+    "fsdp-gpt": ("fsdp_gpt", sharded),
     "hierarchical": ("hierarchical", forms),
     "kernels": ("codecs", codecs.KERNELS),
     "memory": ("codecs", codecs.MEMORY),

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from lightning_dist.integrations.loop.loop import ElasticLoop
     from lightning_dist.integrations.profiler.comm_profiler import CommProfiler
     from lightning_dist.integrations.torch.ddp import compress_ddp
-    from lightning_dist.integrations.torch.fsdp.replicas import compress_fsdp
+    from lightning_dist.integrations.torch.fsdp.attach import compress_fsdp
     from lightning_dist.integrations.torch.local.updates import local_updates
     from lightning_dist.metrics import CompressionError, ExchangedVolume
     from lightning_dist.onebit_adam import OneBitAdam
@@ -73,7 +73,7 @@ _HOME = {
     "LocalUpdateStrategy": "integrations.lightning.local_updates",
     "OneBitAdam": "onebit_adam",
     "compress_ddp": "integrations.torch.ddp",
-    "compress_fsdp": "integrations.torch.fsdp.replicas",
+    "compress_fsdp": "integrations.torch.fsdp.attach",
     "init_process_group": "elastic.launcher.rendezvous",
     "local_updates": "integrations.torch.local.updates",
 }

@@ -64,7 +64,7 @@ FSDP: Table = {
     "torch.distributed.fsdp:FSDPModule": "_get_fsdp_state",
     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": "_fsdp_param_groups",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": (
-        "fsdp_params mesh_info mp_policy offload_policy _is_hsdp _all_gather_comm "
+        "fsdp_params mesh_info mp_policy offload_policy reduce_grads _is_hsdp _all_gather_comm "
         "_reduce_scatter_comm"
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": (
@@ -257,6 +257,13 @@ def parameter_groups_of(module: FSDPModule) -> Sequence[Any]:
 def averages_replicas(group: Any) -> bool:
     """Whether a parameter group is averaged over a second dimension of its mesh."""
     found: bool = group._is_hsdp
+    return found
+
+
+# `set_requires_gradient_sync` says nothing of what was set.
+def reduces_gradients(group: Any) -> bool:
+    """Whether a parameter group reduces its gradients in the next backward pass."""
+    found: bool = group.reduce_grads
     return found
 
 

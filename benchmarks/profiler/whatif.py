@@ -38,15 +38,16 @@ from benchmarks.harness.launch import Layout
 from benchmarks.harness.results import error_sizes, parser_of, positive, recording, say
 from benchmarks.harness.testbed import Testbed
 from benchmarks.profiler.tables import WHATIF_ERRORS, WHATIF_SCALING
-from benchmarks.step_time.rank import WIDTH, Row, split_row
+from benchmarks.step_time.models import WIDTH
+from benchmarks.step_time.rank import Row, split_row
 from lightning_dist.integrations.profiler.run import ProfileRun
 from lightning_dist.measurement.calibration import calibrate
 from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.capture.session import SessionSettings
 from lightning_dist.profiling.run import read_run
 from lightning_dist.profiling.whatif.observe import Observed, observe
-from lightning_dist.profiling.whatif.predict import LABEL, Prediction, elsewhere, predict
-from lightning_dist.profiling.whatif.simulator import DDP, FLAT
+from lightning_dist.profiling.whatif.predict import LABEL, Prediction, predict
+from lightning_dist.profiling.whatif.scenarios import DDP, FLAT, elsewhere
 
 SETTINGS = (DDP, "none", "fp16", "int8", "int4", "sign", "topk", "powersgd")
 LINKS = (200.0, 500.0, 1000.0)

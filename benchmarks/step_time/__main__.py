@@ -5,10 +5,11 @@
     python -m benchmarks.step_time fsdp [--layout 2x2] [--row fsdp/int8@4] ...
 
 Several hosts on one machine (`harness/testbed.py`; needs root), a DDP model of
-10 x Linear(1024, 1024) (42 MB of fp32 gradients, DDP's default buckets), SGD. A layout is `2x2`,
-hosts x ranks of each, or `3+1`, the ranks of every host. For each layout one set of processes holds
-all rows: every row has a DDP instance of its own in it, and the rows take turns step by step, a
-different one first in each round. Between links only the limit changes. Rows:
+10 x Linear(1024, 1024) (42 MB of fp32 gradients, DDP's default buckets), SGD; with --model gpt,
+which `fsdp` has by default, the demo's byte-level GPT (5.6 MB) on windows of 64 bytes. A layout is
+`2x2`, hosts x ranks of each, or `3+1`, the ranks of every host. For each layout one set of
+processes holds all rows: every row has a DDP instance of its own in it, and the rows take turns
+step by step, a different one first in each round. Between links only the limit changes. Rows:
 
     no-comm          the same step under `no_sync`: compute only, the floor for every other row
     ddp              DistributedDataParallel as it is, fp32
@@ -83,13 +84,13 @@ import numpy as np
 from benchmarks.harness.launch import Layout, RankFailed
 from benchmarks.harness.results import parser_of, positive, rate, recording, say
 from benchmarks.harness.testbed import Testbed
+from benchmarks.step_time.models import MODELS
 from benchmarks.step_time.rank import (
     BASELINES,
     COMPUTE_ROW,
     DDP_ROW,
     FEWEST_ROUNDS,
     FP16_ROW,
-    GRADIENT_BYTES,
     MOST_ROUNDS,
     RISKY_BASELINES,
     Samples,
@@ -132,12 +133,15 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=positive, metavar="N", help=f"timed steps of each row; {bounds}")
     add("--seconds", type=float, default=150.0, metavar="S", help="for each link (%(default)s)")
     add("--warmup", type=positive, default=3, metavar="N", help="untimed steps of the first link")
-    add("--batch", type=positive, default=16, metavar="N", help="samples per rank and step")
+    add("--model", choices=MODELS, help="linear; of fsdp gpt")
+    add("--batch", type=positive, metavar="N", help="samples per rank and micro-batch (16; gpt 1)")
     add("--timeout", type=float, default=3600.0, metavar="S", help="for a layout (%(default)s)")
     add("--seed", type=int, default=0, metavar="N")
     given = parser.parse_args(argv)
     _, rows, layouts = SUBJECTS[given.subject]
     given.layout, given.link = given.layout or layouts, given.link or LINKS
+    given.model = given.model or ("gpt" if given.subject == "fsdp" else "linear")
+    given.batch = given.batch or (1 if given.model == "gpt" else 16)
     given.row = list(dict.fromkeys([*BASELINES, *(given.row or rows)]))
     try:
         for text in given.layout:
@@ -175,7 +179,8 @@ def measure(layout: Layout, given: argparse.Namespace) -> Iterator[Row]:
     reasons = {row: why for row in given.row if (why := impossible(row, layout))}
     risky = [row for row in given.row if row in RISKY_BASELINES]
     with Testbed(layout.hosts, link_mbit=None) as testbed:
-        common = {"shaped": testbed.shaped, "batch": given.batch, "seed": given.seed}
+        common = {name: getattr(given, name) for name in ("batch", "seed", "model")}
+        common["shaped"] = testbed.shaped
         launch = partial(testbed.run, run, ranks_per_host=layout.counts, **common)
         for row in risky:
             # Fast also for slower links: PowerSGD's first two steps are plain fp32. A wrong order
@@ -211,11 +216,18 @@ def measure(layout: Layout, given: argparse.Namespace) -> Iterator[Row]:
             reasons |= dict.fromkeys(worked, ended)
             samples = together()
     for link, of_link in zip(given.link, samples, strict=True):
-        yield from summarize(of_link, layout=layout, link_mbit=link, reasons=reasons)
+        yield from summarize(
+            of_link, layout=layout, link_mbit=link, reasons=reasons, model=given.model
+        )
 
 
 def summarize(
-    samples_of: Samples, *, layout: Layout, link_mbit: float | None, reasons: Mapping[str, str]
+    samples_of: Samples,
+    *,
+    layout: Layout,
+    link_mbit: float | None,
+    reasons: Mapping[str, str],
+    model: str,
 ) -> Iterator[Row]:
     """The samples of one link as rows of the JSON, one per row measured.
 
@@ -231,6 +243,7 @@ def summarize(
         "link_mbit": link_mbit,
     }
     world, ranks = layout.world_size, layout.world_size / layout.hosts
+    gradient_bytes = MODELS[model].gradient_bytes
     row: Row = {}
     for name, samples in samples_of.items():
         form, codec = split_row(name)
@@ -239,7 +252,7 @@ def summarize(
         host_bytes = float(np.median([s["tx_bytes"] for s in samples], axis=0).max())
         raw_bytes, inter_bytes = last["raw_bytes"], last["inter_bytes"]
         if inter_bytes is None:  # torch's: an allreduce, or nothing
-            raw_bytes = 0 if silent else round(GRADIENT_BYTES * 2 * (world - 1) / world)
+            raw_bytes = 0 if silent else round(gradient_bytes * 2 * (world - 1) / world)
         limit_pct = bound_ms = tail_ms = last_bucket_ms = None
         if last["tail_s"] is not None:
             tail_ms = median(1e3 * sample["tail_s"] for sample in samples)

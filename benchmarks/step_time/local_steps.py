@@ -66,7 +66,8 @@ from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.capture.session import SessionSettings
 from lightning_dist.profiling.run import read_run
 from lightning_dist.profiling.whatif.observe import Observed, observe
-from lightning_dist.profiling.whatif.predict import elsewhere, local_scenarios, predict
+from lightning_dist.profiling.whatif.predict import local_scenarios, predict
+from lightning_dist.profiling.whatif.scenarios import elsewhere
 
 ROWS = (
     "int4",

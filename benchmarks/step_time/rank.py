@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from benchmarks.harness.tables import of_link
 from benchmarks.harness.testbed import shape
+from benchmarks.step_time.models import MODELS, Batch, Workload
 from lightning_dist import compress_ddp
 from lightning_dist.codecs import BlockCodec, resolve_codec
 from lightning_dist.reducer.observer import Observer
@@ -37,12 +38,8 @@ FORMS: dict[str, bool | str] = {"flat": False, "sharded": True, "leader": "leade
 DELAY = "delay"
 """In the place of a form: the mean of a step is applied in the next one."""
 
-WIDTH = 1024
-LAYERS = 10  # of Linear(WIDTH, WIDTH)
-GRADIENT_BYTES = 4 * LAYERS * WIDTH * (WIDTH + 1)
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 20  # where as many are taken as fit into a time
 
-Batch = tuple[torch.Tensor, torch.Tensor]
 Samples = dict[str, list[dict[str, Any]]]
 
 
@@ -56,10 +53,12 @@ def run(
     seconds: float,
     batch: int,
     seed: int,
+    model: str,
 ) -> Iterator[Samples]:
     """Make all rows, then measure them on one link after the other; samples of each link.
 
     Args:
+        model: one of `MODELS`.
         shaped: namespaces and devices whose rate the links are; rank 0 changes it.
         warmup: rounds before the timed ones, on the first link.
         rounds: None: as many as fit into ``seconds`` of a link, warm-up included.
@@ -68,12 +67,13 @@ def run(
     from benchmarks.step_time.sharded import ShardedRow, is_sharded
 
     made: list[Any] = []
+    workload = MODELS[model]
     for name in rows:
-        made.append((ShardedRow if is_sharded(name) else Row)(name, seed=seed))
+        made.append((ShardedRow if is_sharded(name) else Row)(name, seed=seed, workload=workload))
         if rank0:
             print(f"  {name}", flush=True)  # where a set-up fails, this is the row before
     torch.manual_seed(seed + 1 + dist.get_rank())
-    data = (torch.randn(batch, WIDTH), torch.randn(batch, WIDTH))
+    data = workload.batch(batch)
     for index, link_mbit in enumerate(links):
         dist.barrier()
         if rank0:
@@ -202,10 +202,10 @@ class Tail(Observer):
 class Row:
     """One model of its own with its optimizer and what communicates for it."""
 
-    def __init__(self, name: str, *, seed: int) -> None:
+    def __init__(self, name: str, *, seed: int, workload: Workload = MODELS["linear"]) -> None:
         torch.manual_seed(seed)
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-        self.name = name
+        model = workload.make()
+        self.name, self._loss = name, workload.loss
         cap_mb = _ONE_BUCKET_MB if name == ONE_BUCKET_ROW else None
         self.ddp = DistributedDataParallel(model, bucket_cap_mb=cap_mb)
         self.optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
@@ -217,8 +217,7 @@ class Row:
         """One training step; returns when the parameters are updated."""
         silent = self.ddp.no_sync() if self.name == COMPUTE_ROW else contextlib.nullcontext()
         with silent:
-            loss = (self.ddp(inputs) - targets).square().sum(dim=1).mean()
-            loss.backward()
+            self._loss(self.ddp(inputs), targets).backward()
         self.optimizer.step()
 
     def digest(self) -> int:

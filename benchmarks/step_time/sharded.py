@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.step_time.rank import LAYERS, LEARNING_RATE, WIDTH, Tail, digest_of
+from benchmarks.step_time.models import MODELS, Workload
+from benchmarks.step_time.rank import LEARNING_RATE, Tail, digest_of
 from lightning_dist import compress_fsdp
 
 FORM = "fsdp"
@@ -38,9 +39,9 @@ def micro_batches(row: str) -> int:
 class ShardedRow:
     """One sharded model of its own with its optimizer; what ``rank.Row`` is for DDP."""
 
-    def __init__(self, name: str, *, seed: int) -> None:
+    def __init__(self, name: str, *, seed: int, workload: Workload = MODELS["linear"]) -> None:
         torch.manual_seed(seed)
-        self.name, self._passes = name, micro_batches(name)
+        self.name, self._passes, self._loss = name, micro_batches(name), workload.loss
         self._kind = name.removeprefix(f"{FORM}/").partition(_MARK)[0]
         ranks, world = int(os.environ["LOCAL_WORLD_SIZE"]), dist.get_world_size()
         mesh = init_device_mesh(
@@ -50,9 +51,9 @@ class ShardedRow:
         own = mesh if native else mesh["shard"]
         if self._kind == ALL:
             own = init_device_mesh("cpu", (world,))
-        self._model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-        for layer in self._model:
-            fully_shard(layer, mesh=own)
+        self._model: Any = workload.make()
+        for block in workload.blocks(self._model):
+            fully_shard(block, mesh=own)
         fully_shard(self._model, mesh=own)
         self.optimizer = torch.optim.SGD(self._model.parameters(), lr=LEARNING_RATE)
         self._gradients, self.tail = None, Tail()
@@ -73,7 +74,7 @@ class ShardedRow:
                 self._model.set_requires_all_reduce(last)
             ours = self._gradients
             with nullcontext() if ours is None or last else ours.no_sync():
-                (self._model(inputs) - targets).square().sum(dim=1).mean().backward()
+                self._loss(self._model(inputs), targets).backward()
         self.optimizer.step()
 
     def digest(self) -> int:

@@ -103,6 +103,12 @@ def forms(result: Result) -> str | None:
     return "\n\n".join([*tables, caption(text, result["meta"])]) if tables else None
 
 
+_MODELS = {
+    "linear": "10 x Linear(1024, 1024), 42 MB of gradients",
+    "gpt": "the demo's byte-level GPT, 1.4 M parameters, 5.6 MB of gradients, 64 bytes a rank",
+}
+
+
 def sharded(result: Result) -> str | None:
     """Step times of sharded models, against torch's HSDP with as many micro-batches."""
     rows = [row for row in result["rows"] if row["reason"] is None and row["form"] == "fsdp"]
@@ -126,10 +132,11 @@ def sharded(result: Result) -> str | None:
     for link in links_of(rows):
         columns += [(f"{of_link(link)}: step", "{step_ms_median:,.0f} ms", link)]
         columns += [("faster than HSDP", faster, link)]
+    model = _MODELS[result["meta"]["arguments"].get("model", "linear")]
     text = (
-        f"Median step of 10 x Linear(1024, 1024), 42 MB of gradients, {rows[0]['layout']} hosts x "
-        "ranks: sharded within hosts but for `all-ranks`; MB that a rank sends to other hosts in a "
-        "step (interface). All ranks share two cores."
+        f"Median step of {model}, {rows[0]['layout']} hosts x ranks: sharded within hosts but for "
+        "`all-ranks`; MB that a rank sends to other hosts in a step (interface). All ranks share "
+        "two cores."
     )
     table = markdown(columns, pivot(rows, of=["codec"], by="link_mbit"))
     return f"{table}\n\n{caption(text, result['meta'])}"

@@ -18,16 +18,9 @@ from lightning_dist.profiling.report.terminal import draw_table
 from lightning_dist.profiling.run import read_run, run_folder
 from lightning_dist.profiling.whatif.costs import NAME, Costs, read_costs, runs_compiled
 from lightning_dist.profiling.whatif.observe import Observed, observe
-from lightning_dist.profiling.whatif.predict import (
-    LABEL,
-    elsewhere,
-    local_scenarios,
-    notes,
-    predict,
-    scenarios_of,
-    where,
-)
-from lightning_dist.profiling.whatif.simulator import DDP
+from lightning_dist.profiling.whatif.predict import LABEL, local_scenarios, predict
+from lightning_dist.profiling.whatif.scenarios import DDP, elsewhere, scenarios_of
+from lightning_dist.profiling.whatif.words import notes, where
 
 
 @reported

@@ -22,14 +22,14 @@ from lightning_dist.integrations.refusals import (
     refuse_unknown,
 )
 from lightning_dist.integrations.torch.checks import require_one_momentum
-from lightning_dist.integrations.torch.fsdp.replicas import (
+from lightning_dist.integrations.torch.fsdp.attach import (
     ShardedExchange,
-    ShardedGradients,
     attach_replicas,
     attach_shards,
-    sharded_settings,
 )
-from lightning_dist.integrations.torch.fsdp.shards import CompressedShards, ShardSettings
+from lightning_dist.integrations.torch.fsdp.replicas import ShardedGradients
+from lightning_dist.integrations.torch.fsdp.settings import ShardSettings, sharded_settings
+from lightning_dist.integrations.torch.fsdp.shards import CompressedShards
 from lightning_dist.integrations.torch.in_force import show
 from lightning_dist.log import get_logger
 from lightning_dist.onebit_adam import OneBitAdam

@@ -84,6 +84,8 @@ class Rows:
         self.nbytes = 0
         """Of the payload of a row."""
         self._parts: list[_Part] = []
+        self.codec = "+".join(dict.fromkeys(codec.name for codec in cut))
+        """Names of all of them."""
         self._memory = memory
         for codec, slices in cut.items():
             kept: Memory = NoMemory() if memory is None or codec.lossless else memory

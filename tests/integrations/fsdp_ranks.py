@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -33,7 +34,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lightning_dist.codecs import CODECS, warmup
-from lightning_dist.integrations.torch.fsdp.replicas import ShardedGradients, compress_fsdp
+from lightning_dist.integrations.torch.fsdp.attach import compress_fsdp
+from lightning_dist.integrations.torch.fsdp.replicas import ShardedGradients
 from lightning_dist.kernels.passes import Kernels
 
 WIDTH = 33
@@ -471,6 +473,18 @@ class WithoutAccelerator(FullyShardedDataParallel):
         nn.Module.__init__(self)
 
 
+def on_two_meshes(mesh: DeviceMesh) -> nn.Module:
+    """Its weight is sharded over one dimension, its bias over the other."""
+    other = ShardPlacementResult(Shard(0), FSDPMeshInfo(mesh["replicate"], shard_mesh_dim=0))
+    net = nn.Linear(WIDTH, WIDTH)
+    fully_shard(
+        net,
+        mesh=mesh["shard"],
+        shard_placement_fn=lambda parameter: other if parameter.dim() == 1 else None,
+    )
+    return net
+
+
 def refusals(mesh: DeviceMesh) -> dict[str, str]:
     """Messages by what is wrong."""
     cases: dict[str, Callable[[], object]] = {
@@ -494,6 +508,7 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
             ),
             mesh=mesh,
         ),
+        "several groups": lambda: compress_fsdp(on_two_meshes(mesh), mesh=mesh),
         "one replica": lambda: compress_fsdp(
             sharded(init_device_mesh("cpu", (dist.get_world_size(),))),
             mesh=init_device_mesh("cpu", (1, dist.get_world_size())),

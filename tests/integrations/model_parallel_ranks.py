@@ -43,6 +43,8 @@ from lightning_dist import (
 )
 from lightning_dist.fabric import CompressedModelParallelStrategy as CompressedFabric
 from lightning_dist.private import collectives_of, parameter_groups_of
+from lightning_dist.profiling.run import read_run
+from lightning_dist.profiling.whatif.observe import observe
 
 WIDTH = 18
 BATCHES = 4
@@ -431,8 +433,12 @@ def profile() -> dict[str, Any]:
     if summary is None:
         return facts
     parts = summary.breakdown_ms
+    assert profiler.folder is not None
+    observed = observe(read_run(profiler.folder))
     return {
         **facts,
+        "observed": (observed.scenario.form, observed.scenario.counts, observed.elements),
+        "not predicted": summary.unavailable["predictions"],
         "given": sum(given),
         "calls": len(given),
         "intra bytes": summary.traffic.intra_bytes,

@@ -5,12 +5,14 @@ torchrun shard_ranks.py FOLDER SCENARIO...
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from fsdp_ranks import Net, counted_passes, local, sharded, train, weights
@@ -18,13 +20,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-from lightning_dist.integrations.torch.fsdp.replicas import compress_fsdp
+from lightning_dist import CommProfiler
+from lightning_dist.integrations.torch.fsdp.attach import compress_fsdp
+from lightning_dist.integrations.torch.fsdp.shards import QuantisedCollective
+from lightning_dist.private import collectives_of, parameter_groups_of
+from lightning_dist.profiling.run import read_run
 
+FOLDER = Path(sys.argv[1])
 STEPS = 6
 STEPS_OF_TRAIN = 3
 BLOCK = 64
 RATE = 0.1
 PARAMETERS = f"int8:block_size={BLOCK}"
+GATHERED_AND_REDUCED = 2 * ["all_gather"] + ["all_gather", "all_to_all", "all_to_all"]
+"""Forward of the outermost module and the one in it; backward of that; gradients of both."""
 FED_BACK = {"error_feedback": True, "min_compress_numel": 0}
 
 
@@ -287,6 +296,51 @@ def compiled_kernels(mesh: DeviceMesh) -> dict[str, bool]:
     }
 
 
+def profile(mesh: DeviceMesh) -> dict[str, Any]:
+    """A profile of two hosts, against a run without one and what is counted of it."""
+    settings = {"codec": "qsgd:bits=8,block_size=64", "parameters": PARAMETERS}
+    settings["min_compress_numel"] = 0
+    plain = shard(small(), mesh)
+    ours = compress_fsdp(plain, mesh=mesh, **settings)
+    fit(plain)
+    ours.close()
+    net = shard(small(), mesh)
+    host = f"host{dist.get_rank() // (mesh.size() // 2)}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LIGHTNING_DIST_HOSTNAME", host)
+        ours = compress_fsdp(net, mesh=mesh, **settings)
+        quiet = {"measure_links": False, "print_summary": False, "html": False}
+        with CommProfiler(net, dirpath=FOLDER / f"profile{mesh.size()}", **quiet) as profiler:
+            fit(net)
+    said, (group, *_) = ours.comm_stats(), parameter_groups_of(net)
+    facts = {
+        "same bits": all(map(torch.equal, weights(plain), weights(net))),
+        "given back": all(isinstance(x, QuantisedCollective) for x in collectives_of(group)),
+    }
+    sums = torch.tensor([said["last_step"][name] for name in ("intra_bytes", "inter_bytes")])
+    dist.all_reduce(sums)
+    summary = profiler.summary
+    if summary is None:
+        return facts
+    assert profiler.folder is not None
+    run = read_run(profiler.folder)
+    spans = [span for span in run.ranks[0].steps[3].spans if span.phase == "exchange"]
+    parts, traffic = summary.breakdown_ms, summary.traffic
+    means = [total / mesh.size() for total in sums.tolist()]
+    return facts | {
+        "steps": summary.steps + summary.warmup_steps == STEPS,
+        "collectives": [span.op for span in spans] == GATHERED_AND_REDUCED,
+        "all hold up": all(span.blocks for span in run.ranks[0].steps[3].spans),
+        "bytes": [traffic.intra_bytes, traffic.inter_bytes] == means,
+        "bytes uncompressed": traffic.raw_bytes == said["last_step"]["raw_bytes"],
+        "buckets": [each.codec for each in summary.buckets] == ["qsgd+none", "qsgd"],
+        "exposed": 0 < summary.exposed_fsdp_ms <= summary.exposed_ms,
+        "parts": min(parts["exposed_codec"], parts["exposed_transfer"]) > 0,
+        "all of it": math.isclose(sum(parts.values()), summary.detailed_step_ms),
+        "not predicted": "sharded over all ranks" in summary.unavailable["predictions"],
+    }
+
+
 def refusals(mesh: DeviceMesh) -> dict[str, str]:
     """Messages by what is wrong."""
     fp16 = MixedPrecisionPolicy(param_dtype=torch.float16)
@@ -329,13 +383,13 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
 
 
 def main() -> None:
-    folder, *scenarios = sys.argv[1:]
+    scenarios = sys.argv[2:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for name in scenarios:
         facts = globals()[name](mesh)
-        path = Path(folder) / f"{name}.{mesh.size()}.{dist.get_rank()}.pt"
+        path = FOLDER / f"{name}.{mesh.size()}.{dist.get_rank()}.pt"
         torch.save({"facts": facts}, path)
     dist.destroy_process_group()
 

@@ -137,6 +137,7 @@ def test_compiled_blocks_and_tensor_parallel_shards(
         ("fp16", "keep parameters in bfloat16 or float32"),
         ("FSDP1", "call fully_shard on the blocks"),
         ("placement", "leave shard_placement_fn out"),
+        ("several groups", "parameters of a module in one group"),
         ("another mesh", "one dimension of mesh"),
         ("one replica", "several replicas"),
         ("unequal settings", "codec"),

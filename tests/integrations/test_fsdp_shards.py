@@ -13,7 +13,7 @@ from processes import torchrun
 RANKS = Path(__file__).with_name("shard_ranks.py")
 LIMIT = 240.0
 pytestmark = pytest.mark.timeout(LIMIT + 30)
-SCENARIOS = ("equal_to_twin", "bytes_sent", "uncompressed", "resumed", "refusals")
+SCENARIOS = ("equal_to_twin", "bytes_sent", "uncompressed", "resumed", "profile", "refusals")
 
 
 def facts(folder: Path, scenario: str) -> list[dict[str, Any]]:
@@ -47,7 +47,7 @@ def test_it_is_its_definition(ranks: str, request: pytest.FixtureRequest) -> Non
         assert each["from the start"] > 1e-3
 
 
-@pytest.mark.parametrize("scenario", ["bytes_sent", "uncompressed", "resumed"])
+@pytest.mark.parametrize("scenario", ["bytes_sent", "uncompressed", "resumed", "profile"])
 @pytest.mark.parametrize("ranks", ["two", pytest.param("four", marks=pytest.mark.slow)])
 def test_facts(ranks: str, scenario: str, request: pytest.FixtureRequest) -> None:
     for each in facts(request.getfixturevalue(ranks), scenario):

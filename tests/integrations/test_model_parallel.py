@@ -105,6 +105,10 @@ def test_the_profiler_sees_both_dimensions(square: Path) -> None:
     assert first["transfer"] > 0
     assert first["waits"] == [0, 1, 2, 3]
     assert first["errors"]
+    form, counts, elements = first["observed"]
+    assert (form, counts) == ("fsdp", (2, 2))
+    assert elements == pytest.approx(2 * 675, rel=0.01), "of the shard of a rank, of two blocks"
+    assert "shorter than" in first["not predicted"]
 
 
 @pytest.mark.parametrize(

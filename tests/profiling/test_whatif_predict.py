@@ -15,13 +15,11 @@ from lightning_dist.profiling.whatif.predict import (
     LABEL,
     LEAST_TOLERANCE,
     Prediction,
-    elsewhere,
     local_scenarios,
     predict,
-    remark,
-    scenarios_of,
 )
-from lightning_dist.profiling.whatif.simulator import Link, Scenario
+from lightning_dist.profiling.whatif.scenarios import Link, Scenario, elsewhere, scenarios_of
+from lightning_dist.profiling.whatif.words import remark
 from lightning_dist.reducer.units.sizes import UNIT_ELEMENTS
 
 FP16 = {"codec": "fp16"}

@@ -11,14 +11,8 @@ from hypothesis import strategies as st
 
 from lightning_dist.exchange import traffic
 from lightning_dist.measurement.costs import CodecCost
-from lightning_dist.profiling.whatif.simulator import (
-    Bucket,
-    Link,
-    Scenario,
-    SimulatedStep,
-    collectives,
-    simulate_step,
-)
+from lightning_dist.profiling.whatif.scenarios import Bucket, Link, Scenario
+from lightning_dist.profiling.whatif.simulator import SimulatedStep, collectives, simulate_step
 from lightning_dist.reducer.units.sizes import UNIT_ELEMENTS
 from lightning_dist.topology import Topology
 

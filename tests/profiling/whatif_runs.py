@@ -10,7 +10,8 @@ from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.capture.events import BurstRecord
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.observe import observe
-from lightning_dist.profiling.whatif.predict import Prediction, Predictions, elsewhere, predict
+from lightning_dist.profiling.whatif.predict import Prediction, Predictions, predict
+from lightning_dist.profiling.whatif.scenarios import elsewhere
 from lightning_dist.reducer.units.sizes import UNIT_ELEMENTS
 
 DDP = Planted(steps=8, codec="ddp", encode=0, decode=0, sent=4_000_000, transfer=40)

@@ -20,13 +20,12 @@ from lightning_dist.integrations.accelerate import private
 from lightning_dist.integrations.accelerate.attach import tell
 from lightning_dist.integrations.accelerate.compression import Compression
 from lightning_dist.integrations.torch.checks import require_one_momentum
-from lightning_dist.integrations.torch.fsdp.replicas import (
+from lightning_dist.integrations.torch.fsdp.attach import (
     ShardedExchange,
     attach_replicas,
     attach_shards,
-    sharded_settings,
 )
-from lightning_dist.integrations.torch.fsdp.shards import ShardSettings
+from lightning_dist.integrations.torch.fsdp.settings import ShardSettings, sharded_settings
 from lightning_dist.settings import Settings
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from lightning_dist.exchange.handshake import all_facts
 from lightning_dist.integrations.accelerate.attach import handler_of
 from lightning_dist.integrations.accelerate.private import prepared_models
 from lightning_dist.integrations.torch.ddp import reducer_of
-from lightning_dist.integrations.torch.fsdp.replicas import exchange_of
+from lightning_dist.integrations.torch.fsdp.attach import exchange_of
 from lightning_dist.integrations.torch.fsdp.shards import CompressedShards
 from lightning_dist.log import get_logger
 from lightning_dist.reducer.reducer import Reducer

@@ -23,7 +23,8 @@ from lightning_dist.integrations.lightning.private import give_device_mesh
 from lightning_dist.integrations.lightning.reporting import ReportsCommunication
 from lightning_dist.integrations.model_parallel import DIMENSIONS, ModelParallelArguments
 from lightning_dist.integrations.refusals import refuse_pytorch_lightning
-from lightning_dist.integrations.torch.fsdp.replicas import ShardedExchange, ShardedGradients
+from lightning_dist.integrations.torch.fsdp.attach import ShardedExchange
+from lightning_dist.integrations.torch.fsdp.replicas import ShardedGradients
 from lightning_dist.log import get_logger
 
 log = get_logger(__name__)

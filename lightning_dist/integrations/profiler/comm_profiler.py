@@ -26,7 +26,7 @@ from typing_extensions import override
 from lightning_dist.integrations.lightning.private import without_fabric
 from lightning_dist.integrations.profiler.live import LiveProfile, Upload, log_summary
 from lightning_dist.integrations.profiler.run import ProfileRun
-from lightning_dist.integrations.profiler.sharded import ShardedModel, as_ddp
+from lightning_dist.integrations.profiler.sharded import as_ddp
 from lightning_dist.integrations.profiler.sigterm import CODE, Sigterm, sigterm_raises
 from lightning_dist.private import before_compile
 from lightning_dist.profiling.analysis.imbalance import ResidualAlarm
@@ -217,11 +217,8 @@ class CommProfiler(pl.Callback):
         self.summary = None
         self.errors.clear()
         self._alarm = ResidualAlarm()
-        # Predictions are of steps of DDP.
-        how: dict[str, Any] = {"predict": False} if isinstance(model, ShardedModel) else {}
         self._run = self._start(
             model,
-            **how,
             parent=self._dirpath or parent,
             first=first,
             on_step=(lambda step: None) if self._live is None else self._live.add,

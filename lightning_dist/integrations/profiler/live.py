@@ -13,11 +13,11 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import WandbLogger
 from msgspec import structs
 
-from lightning_dist.profiling.analysis.breakdown import blocked_in, exposed_in
+from lightning_dist.profiling.analysis.breakdown import blocked_in, exposed_in, raw_of
 from lightning_dist.profiling.analysis.intervals import difference, length, union
 from lightning_dist.profiling.analysis.parts import BucketSummary, Summary
 from lightning_dist.profiling.capture.events import OF_NO_BUCKET, ErrorRecord, StepRecord
-from lightning_dist.profiling.whatif.simulator import DDP
+from lightning_dist.profiling.whatif.scenarios import DDP
 
 _STEPS = 32
 """Newest steps that a value in the loggers is the mean of, at most."""
@@ -150,7 +150,7 @@ def of_one_rank(record: StepRecord) -> dict[str, float]:
     exposed = length(window)
     exchanges = union((s.begin, s.end) for s in record.spans if s.phase == "exchange")
     own = sum(span.sent for span in record.spans if span.bucket == OF_NO_BUCKET)
-    raw = own + sum(bucket.raw for bucket in record.buckets)
+    raw = raw_of(record)
     wire = own + sum(bucket.intra + bucket.inter for bucket in record.buckets)
     found = {
         "step_ms": record.duration / _MS,

@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dist.accelerator import has_streams
 from lightning_dist.elastic.launcher.launch import Launch
 from lightning_dist.elastic.recovery.protocol import Worker
+from lightning_dist.integrations.profiler.sharded import ShardedModel
+from lightning_dist.integrations.torch.fsdp.attach import ShardedExchange
 from lightning_dist.profiling.capture.ddp_hook import why_not_watched
 from lightning_dist.profiling.capture.events import RankRecord
 from lightning_dist.profiling.capture.session import SessionSettings
@@ -41,6 +43,7 @@ def rank_metadata(
     Args:
         worker: this process, where ranks change; the file is of its place.
     """
+    compression = _compression_of(model, reducer)
     if reducer is None:
         groups = {"flat": dist.get_process_group_ranks(model.process_group)}
     else:
@@ -57,17 +60,24 @@ def rank_metadata(
         groups=groups,
         clock=time.monotonic_ns(),
         unix=time.time(),
-        codec="ddp" if reducer is None else repr(reducer.settings.codec),
+        codec="ddp" if compression is None else compression.comm_config()["codec"],
         backend=dist.get_backend(model.process_group),
         device=model.device.type,
         pid=os.getpid(),
         cores=len(os.sched_getaffinity(0)),
-        unseen="" if reducer is not None else why_not_watched(model),
+        unseen="" if compression is not None else why_not_watched(model),
         versions=versions(),
         script=sys.argv[0],
         commit="" if reducer is None else reducer.comm_config()["commit"],
         worker="" if worker is None else str(worker),
+        fsdp=model.kind if isinstance(model, ShardedModel) else "",
     )
+
+
+def _compression_of(
+    model: DistributedDataParallel, reducer: Reducer | None
+) -> Reducer | ShardedExchange | None:
+    return model.exchange if isinstance(model, ShardedModel) else reducer
 
 
 def place_of(worker: Worker) -> int:
@@ -84,11 +94,12 @@ def run_metadata(
     settings: SessionSettings,
 ) -> bytes:
     """Content of ``meta.json``, which rank 0 writes when a profile begins."""
+    compression = _compression_of(model, reducer)
     gradients = [each for each in model.parameters() if each.requires_grad]
     content: dict[str, Any] = {
         **{name: getattr(of_rank, name) for name in _OF_RANK_0},
         "hosts": list(hosts),
-        "compression": None if reducer is None else reducer.comm_config(),
+        "compression": None if compression is None else compression.comm_config(),
         "gradients": {
             "parameters": sum(each.numel() for each in gradients),
             "bytes": sum(each.nbytes for each in gradients),

@@ -52,7 +52,8 @@ from lightning_dist.profiling.whatif.costs import (
     write_costs,
 )
 from lightning_dist.profiling.whatif.observe import Observed
-from lightning_dist.profiling.whatif.predict import with_whatif
+from lightning_dist.profiling.whatif.words import with_whatif
+from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.shared_folder import replace_file
 from lightning_dist.topology import this_host
 
@@ -102,7 +103,7 @@ class ProfileRun:
         self.reasons: list[str] = []
         """Unmeasured values, and the reasons."""
         self._reducer = reducer_of(model.module)
-        if is_watched(model) if self._reducer is None else self._reducer.is_watched:
+        if _is_profiled(model, self._reducer):
             raise ValueError(
                 "This model is profiled already, and one CommProfiler at a time can see its "
                 "gradients; leave one out, or let the other end first"
@@ -172,7 +173,7 @@ class ProfileRun:
             self._reducer.observe(self._session.recorder)
         elif self.metadata.unseen:
             self.reasons.append(f"buckets: n/a, {self.metadata.unseen}")
-        else:
+        elif not isinstance(model, ShardedModel):
             self._watch_allreduce(model)
         self._watching: Watching | None = Watching(model, self._session.timer)
         self._collectives = ExitStack()
@@ -345,6 +346,12 @@ class ProfileRun:
             with suppress(OSError):  # the other files say that the folder cannot be written to
                 write_costs(self.folder, costs)
         return costs
+
+
+def _is_profiled(model: DistributedDataParallel, reducer: Reducer | None) -> bool:
+    if isinstance(model, ShardedModel):
+        return model.is_watched
+    return is_watched(model) if reducer is None else reducer.is_watched
 
 
 @contextmanager

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dist.integrations.torch.fsdp.replicas import ShardedGradients, exchange_of
-from lightning_dist.integrations.torch.fsdp.shards import replaced_collectives
+from lightning_dist.integrations.torch.fsdp.attach import ShardedExchange, exchange_of
+from lightning_dist.integrations.torch.fsdp.shards import (
+    CompressedShards,
+    QuantisedCollective,
+    replaced_collectives,
+)
+from lightning_dist.private import collectives_of, parameter_groups_of, reduces_gradients
+from lightning_dist.profiling.capture.events import OF_NO_BUCKET
 from lightning_dist.profiling.capture.recorder import Recorder
 
 
@@ -23,9 +29,7 @@ def as_ddp(model: nn.Module) -> DistributedDataParallel | None:
     if isinstance(model, DistributedDataParallel):
         return model
     found = exchange_of(model)
-    if not isinstance(found, ShardedGradients):
-        return None
-    return cast(DistributedDataParallel, ShardedModel(found))
+    return None if found is None else cast(DistributedDataParallel, ShardedModel(found))
 
 
 class ShardedModel:
@@ -38,22 +42,36 @@ class ShardedModel:
     is_multi_device_module = False
     bucket_bytes_cap = None
 
-    def __init__(self, gradients: ShardedGradients) -> None:
-        self._gradients, self.module = gradients, gradients.model
-        self.device = gradients.reducer.network.device
-        self.process_group = dist.group.WORLD
-        found = (each for each in self.module.modules() if isinstance(each, FSDPModule))
-        self._outermost: Any = next(found)
+    def __init__(self, exchange: ShardedExchange) -> None:
+        self.exchange, self.module = exchange, exchange.model
+        self.device, self.process_group = exchange.device, dist.group.WORLD
+        self.kind: Literal["replicas", "all_ranks"] = "replicas"
+        if isinstance(exchange, CompressedShards):
+            self.kind, self.process_group = "all_ranks", exchange.group
+        self._sharded = [x for x in self.module.modules() if isinstance(x, FSDPModule)]
+        self._outermost: Any = self._sharded[0]
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        return self._gradients.synchronises
+        if not isinstance(self.exchange, CompressedShards):
+            return self.exchange.synchronises
+        groups = (group for module in self._sharded for group in parameter_groups_of(module))
+        return any(map(reduces_gradients, groups))
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether a recorder knows of its exchanges."""
+        if not isinstance(self.exchange, CompressedShards):
+            return self.exchange.reducer.is_watched
+        groups = (group for module in self._sharded for group in parameter_groups_of(module))
+        return any(isinstance(comm, _Quantised) for each in groups for comm in collectives_of(each))
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.module.parameters()
 
     def register_forward_pre_hook(self, hook: Any) -> Any:
-        return self._outermost.register_forward_pre_hook(hook)
+        # Before FSDP's own, which gathers the first parameters.
+        return self._outermost.register_forward_pre_hook(hook, prepend=True)
 
     def register_forward_hook(self, hook: Any) -> Any:
         return self._outermost.register_forward_hook(hook)
@@ -65,12 +83,18 @@ class ShardedModel:
         symmetric memory are left alone: FSDP asks what class they are of.
         """
         stack = ExitStack()
-        for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                stack.enter_context(replaced_collectives(module, partial(self._recorded, recorder)))
+        recorder.holds_up = self.kind == "all_ranks" and recorder.is_of_host
+        for index, module in enumerate(self._sharded):
+            recorded = partial(self._recorded, recorder, index)
+            stack.enter_context(replaced_collectives(module, recorded))
         return stack
 
-    def _recorded(self, recorder: Recorder, op: str, comm: Any) -> _Recorded | None:
+    def _recorded(
+        self, recorder: Recorder, index: int, op: str, comm: Any
+    ) -> _Recorded | _Quantised | None:
+        if isinstance(comm, QuantisedCollective):
+            bucket = index if op == "reduce_scatter" else OF_NO_BUCKET
+            return _Quantised(comm, recorder, self.module, bucket)
         is_symmetric = type(comm).__name__.startswith("SymmMem")
         return None if is_symmetric else _Recorded(op, comm, recorder, self.module)
 
@@ -92,10 +116,62 @@ class _Recorded:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **how: Any
     ) -> dist.Work | None:
         call = partial(self.comm, output_tensor, input_tensor, group, **how)
-        if not self.model.training:
+        if not self.model.training or group.size() == 1:
             return cast("dist.Work | None", call())
         sent = (group.size() - 1) * min(output_tensor.nbytes, input_tensor.nbytes)
         launched = self.recorder.collective(self.op, group="intra", sent=sent)
         work: dist.Work | None = call()
         launched(work)
         return work
+
+
+class _Quantised:
+    """A quantised collective, recorded while ``model`` trains: its codec, and the exchange.
+
+    Gradients of a parameter group are a bucket.
+    """
+
+    def __init__(
+        self, comm: QuantisedCollective, recorder: Recorder, model: nn.Module, bucket: int
+    ) -> None:
+        self._comm, self._recorder, self._model, self._bucket = comm, recorder, model, bucket
+        self.allocate = comm.allocate
+        self._work_ends: Callable[[], None] = _nothing
+        self._arrives: Callable[[None], None] = _nothing
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **how: Any) -> None:
+        if not self._model.training:
+            self._comm(output_tensor, input_tensor, *args, **how)
+            return
+        recorder, bucket, of = self._recorder, self._bucket, self._comm.quantised
+        if bucket != OF_NO_BUCKET:
+            recorder.ready(bucket)
+        self._comm.watch = self
+        self._work_ends = recorder.works(bucket, "encode")
+        try:
+            self._comm(output_tensor, input_tensor, *args, **how)
+        finally:
+            self._comm.watch = None
+        self._work_ends()
+        if bucket != OF_NO_BUCKET:
+            volume = of.raw.total, of.sent.intra, of.sent.inter, of.rows.codec
+            recorder.note(bucket, recorder.device_clock.now(), volume)
+
+    def launches(self, op: str, *, group: str, sent: int) -> Callable[[dist.Work], None]:
+        self._work_ends()
+        raw = self._comm.quantised.raw.total
+        self._arrives = self._recorder.collective(
+            op, group=group, sent=sent, raw=raw, bucket=self._bucket
+        )
+        return _nothing
+
+    def waits(self) -> Callable[[], None]:
+        return self._arrived
+
+    def _arrived(self) -> None:
+        self._arrives(None)
+        self._work_ends = self._recorder.works(self._bucket, "decode")
+
+
+def _nothing(*_: object) -> None:
+    pass

@@ -211,7 +211,7 @@ def _analyse(run: Run, rank: int, step: int, spans: Sequence[TimelineSpan]) -> A
         "moving": length(union(each.moving for each in exchanges)),
         "intra_moving": length(union(each.moving for each in exchanges if each.group in intra)),
         "inter_moving": length(inter_moving),
-        "raw": sum(bucket.raw for bucket in record.buckets) + sum(own),
+        "raw": raw_of(record),
         "intra": sum(bucket.intra for bucket in record.buckets) + own[0],
         "inter": sum(bucket.inter for bucket in record.buckets) + own[1],
         "exchanges": len(exchanges),
@@ -242,7 +242,7 @@ def exposed_in(record: StepRecord) -> list[Interval]:
 
 
 def blocked_in(record: StepRecord) -> list[Interval]:
-    """Intervals in which the thread that trains waits for collectives of FSDP."""
+    """Intervals in which the thread that trains waits for collectives of FSDP, or their codec."""
     return union((max(s.begin, 0), min(s.end, record.duration)) for s in record.spans if s.blocks)
 
 
@@ -265,11 +265,17 @@ def _waits(exchanges: Sequence[TimelineSpan]) -> dict[int, list[Interval]]:
     return {rank: union(of) for rank, of in waits.items()}
 
 
+def raw_of(record: StepRecord) -> int:
+    """Bytes that this rank would send uncompressed, also in collectives that FSDP calls itself."""
+    own = (span.raw or span.sent for span in record.spans if span.bucket == OF_NO_BUCKET)
+    return sum(bucket.raw for bucket in record.buckets) + sum(own)
+
+
 def _own_bytes(run: Run, rank: int, record: StepRecord) -> tuple[int, int]:
     """Bytes of collectives that FSDP calls itself: within the host, and to others. Of a ring."""
     sent, groups = [0, 0], run.ranks[rank].metadata.groups
     for span in record.spans:
-        if span.bucket == OF_NO_BUCKET:
+        if span.bucket == OF_NO_BUCKET and span.phase == "exchange":
             ranks = groups[span.group]
             following = run.ranks.get(ranks[(ranks.index(rank) + 1) % len(ranks)])
             host = run.ranks[rank].metadata.host

@@ -46,6 +46,8 @@ class RankRecord(_Record, frozen=True, tag="rank"):
         cores: that the processes of this host may use.
         unseen: why no bucket of this model can be seen; empty: they can.
         commit: of residuals, ``"immediate"`` or ``"deferred"``.
+        fsdp: of a model that ``fully_shard`` has sharded: ``"replicas"`` exchange gradients, or
+            ``"all_ranks"`` hold one, and what FSDP itself sends is quantised. Else empty.
         worker: name of the process where lost ranks are replaced by others, which then go on with
             the file and its ``rank``.
     """
@@ -67,6 +69,7 @@ class RankRecord(_Record, frozen=True, tag="rank"):
     script: str = ""
     commit: str = ""
     worker: str = ""
+    fsdp: str = ""
 
     @property
     def started(self) -> str | None:
@@ -122,7 +125,9 @@ class Span(_Row, frozen=True):
         group: of an exchange: a name in :attr:`RankRecord.groups`.
         sent: of an exchange: bytes that this rank sends.
         order: of an exchange: its number in this step on this group, the same on every member.
-        blocks: of an exchange: the thread that trains waits for its end.
+        blocks: the thread that trains waits for its end.
+        raw: of a collective of :data:`OF_NO_BUCKET`: bytes that it would send uncompressed; 0: as
+            many as it sends.
     """
 
     phase: str
@@ -134,6 +139,7 @@ class Span(_Row, frozen=True):
     sent: int = 0
     order: int = -1
     blocks: bool = False
+    raw: int = 0
 
 
 _Nanoseconds: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]

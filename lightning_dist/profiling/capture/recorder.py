@@ -67,6 +67,8 @@ class Recorder(Observer):
         self._spans: list[Row] = []
         self._orders: Counter[str] = Counter()
         self._own_orders: Counter[str] = Counter()
+        self.holds_up = False
+        """Whether codecs work in the thread that trains."""
         self._bucket, self._phase = -1, ""
         self._since: Timestamp = 0
         self.spent = 0
@@ -98,7 +100,7 @@ class Recorder(Observer):
         self._bucket = bucket
 
     def _work_ends(self) -> None:
-        row = (self._phase, self._bucket, self._since, self._now(), "", "", 0, -1)
+        row = (self._phase, self._bucket, self._since, self._now(), "", "", 0, -1, self.holds_up)
         self._spans.append(row)
         self._phase = ""
 
@@ -135,8 +137,10 @@ class Recorder(Observer):
 
         return lambda work: self._completions.watch(work, completed, group=group)
 
-    def collective(self, op: str, *, group: str, sent: int) -> Callable[[dist.Work | None], None]:
-        """A collective that FSDP calls itself begins.
+    def collective(
+        self, op: str, *, group: str, sent: int, raw: int = 0, bucket: int = OF_NO_BUCKET
+    ) -> Callable[[dist.Work | None], None]:
+        """A collective that FSDP calls itself begins; ``raw``: as of a :class:`Span`.
 
         What is returned is given it once it is under way; None: it is over, on an accelerator for
         the stream of the caller.
@@ -146,14 +150,13 @@ class Recorder(Observer):
         if not self.is_on:
             return _ignore
         begin, spans = self._now(), self._spans
-        waits = isinstance(self.device_clock, HostClock)
 
         def completed(end: Timestamp, blocks: bool = False) -> None:
-            spans.append(("exchange", OF_NO_BUCKET, begin, end, op, group, sent, order, blocks))
+            spans.append(("exchange", bucket, begin, end, op, group, sent, order, blocks, raw))
 
         def launched(work: dist.Work | None) -> None:
             if work is None:
-                completed(self._now(), waits)
+                completed(self._now(), self.is_of_host)
             else:
                 self._completions.watch(work, completed, group=group)
 
@@ -186,6 +189,11 @@ class Recorder(Observer):
         self._completions.drain(_TIMEOUT)
         events = 2 * (len(self._spans) + len(self._buckets))
         return round(_UNSEEN * (events * of_event + self._completions.spent - self._looked))
+
+    @property
+    def is_of_host(self) -> bool:
+        """Whether the host waits for work, and no stream."""
+        return isinstance(self.device_clock, HostClock)
 
     @property
     def has_exchanged(self) -> bool:

@@ -12,12 +12,13 @@ import numpy as np
 from lightning_dist.profiling.analysis.breakdown import Analysed, analyse, passes_of
 from lightning_dist.profiling.analysis.intervals import length, union
 from lightning_dist.profiling.analysis.tables import Array, sample, step_table
-from lightning_dist.profiling.capture.events import GLOO_AT_ONCE, StepRecord
+from lightning_dist.profiling.capture.events import GLOO_AT_ONCE, RankRecord, StepRecord
 from lightning_dist.profiling.run import Run
-from lightning_dist.profiling.whatif.simulator import (
+from lightning_dist.profiling.whatif.scenarios import (
     DDP,
     ELEMENT_BYTES,
     FLAT,
+    FSDP,
     LEADER,
     SHARDED,
     Bucket,
@@ -56,7 +57,7 @@ class Observed:
 
     @property
     def elements(self) -> float:
-        """Elements of all gradients."""
+        """Elements of all gradients, or of the shards of a rank."""
         return sum(bucket.elements for bucket in self.buckets)
 
 
@@ -75,10 +76,17 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     missing = ", ".join(map(str, sorted(set(range(run.world_size)) - set(chosen.ranks))))
     sent, moving = step_table(run, chosen.detailed, steps).link_uses()
     used = (sent > 0) & (moving > 0)
+    hosts = Counter(each.host for each in abouts)
+    is_fsdp = any(each.fsdp for each in abouts)
     problems = {
         chosen.reason: bool(chosen.reason),
         "one rank exchanges nothing": run.world_size < 2,
         f"it has no step of rank {missing}": bool(missing),
+        "its model is sharded over all ranks, and collectives of FSDP are not simulated": any(
+            each.fsdp == "all_ranks" for each in abouts
+        ),
+        "its model is sharded, and there is not one replica on each host": is_fsdp
+        and not all(_reaches_each_host(run, each, hosts) for each in abouts),
         "no gradient bucket was observed": not any(each.record.buckets for each in every),
         "its steps exchange gradients several times": any(
             len(passes_of(each.record)) > 1 for each in every
@@ -89,9 +97,11 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     if problem := next((problem for problem, holds in problems.items() if holds), None):
         raise ValueError(f"Nothing can be predicted from this profile: {problem}")
     codec, device = _codec(every), run.ranks[min(run.ranks)].metadata.device or "cpu"
-    across, hosts = ["inter" in each.groups for each in abouts], Counter(x.host for x in abouts)
+    across = ["inter" in each.groups for each in abouts]
     link, inside = _link(run, sent[used] / moving[used] * NS), _inside(every)
     form = FLAT if not any(across) else SHARDED if all(across) else LEADER
+    if is_fsdp:
+        form, inside = FSDP, None
     at_once = GLOO_AT_ONCE if device == "cpu" else 1
     immediate = all(about.commit == "immediate" for about in abouts) or codec == DDP
     counts = tuple(hosts.values())
@@ -102,7 +112,7 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
             link.latency is not None,
             "small collectives were not measured; latency is taken as 0",
         ),
-        ("inside", inside, "no exchange inside a host was measured"),
+        ("inside", inside or is_fsdp, "no exchange inside a host was measured"),
     )
     ranks = chosen.ranks.values()
     durations = np.array([[each.head(step).duration for each in ranks] for step in chosen.steps])
@@ -110,7 +120,7 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     encode, decode, tail = (np.median(times.mean(axis=1), axis=0) / NS).tolist()
     return Observed(
         scenario,
-        _buckets(steps, run.world_size),
+        _buckets(steps, len(hosts) if is_fsdp else run.world_size),
         tail=tail,
         step=float(np.median(durations.mean(axis=1))) / NS,
         sent=median(sent.max(axis=1).tolist()),
@@ -134,7 +144,15 @@ def _times(record: StepRecord) -> tuple[int, int, int]:
     return spent["encode"], spent["decode"], max(after, 0)
 
 
-def _buckets(steps: Sequence[Sequence[Analysed]], world_size: int) -> list[Bucket]:
+def _reaches_each_host(run: Run, about: RankRecord, hosts: Counter[str]) -> bool:
+    """Whether a rank of a sharded model exchanges its shard with one rank of each other host."""
+    line = about.groups.get("inter") or about.groups.get("flat") or []
+    found = Counter(run.ranks[rank].metadata.host for rank in line if rank in run.ranks)
+    return found == Counter(list(hosts))
+
+
+def _buckets(steps: Sequence[Sequence[Analysed]], ring: int) -> list[Bucket]:
+    """Buckets in the order of time; ``ring``: number of ranks that exchange them."""
     ready: dict[int, list[int]] = defaultdict(list)
     raw: dict[int, list[int]] = defaultdict(list)
     for ranks in steps:
@@ -144,7 +162,7 @@ def _buckets(steps: Sequence[Sequence[Analysed]], world_size: int) -> list[Bucke
             raw[bucket.index].append(bucket.raw)
         for index, time in of_step.items():
             ready[index].append(time)
-    elements = world_size / (2 * (world_size - 1) * ELEMENT_BYTES)  # of a byte in a ring
+    elements = ring / (2 * (ring - 1) * ELEMENT_BYTES)  # of a byte in a ring
     found = [Bucket(median(ready[i]) / NS, median(raw[i]) * elements) for i in ready]
     return sorted(found, key=lambda bucket: bucket.ready)
 

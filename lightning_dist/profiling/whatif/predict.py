@@ -1,34 +1,28 @@
-"""Predicted step times of other scenarios beside the run itself, and their words."""
+"""Predicted step times of other scenarios beside the run itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import ceil, inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_dist.measurement.costs import CANDIDATES, CodecCost
-from lightning_dist.profiling.analysis.metrics import count, format_value
-from lightning_dist.profiling.run import Run
-from lightning_dist.profiling.whatif.costs import Costs
-from lightning_dist.profiling.whatif.observe import Observed, observe
-from lightning_dist.profiling.whatif.simulator import (
+from lightning_dist.profiling.whatif.observe import Observed
+from lightning_dist.profiling.whatif.scenarios import (
     DDP,
     FLAT,
-    FORMS,
-    FREE,
+    FSDP,
     LEADER,
     SHARDED,
-    Link,
     Scenario,
+)
+from lightning_dist.profiling.whatif.simulator import (
+    FREE,
     decoding,
-    rate_of,
     simulate_local_step,
     simulate_step,
 )
-
-if TYPE_CHECKING:
-    from lightning_dist.profiling.analysis.parts import Summary
 
 SCHEMA = 2
 LABEL = "Predicted step time (simulated)"
@@ -115,71 +109,6 @@ class Predictions:
         return each.change is not None and each.change < -self.tolerance
 
 
-def elsewhere(
-    run: Scenario,
-    *,
-    hosts: int | None = None,
-    link_gbps: float | None = None,
-    inside_gbps: float | None = None,
-    latency_us: float | None = None,
-) -> Scenario:
-    """Scenario of a run on other links and hosts; None: as in the run. Rates include headers.
-
-    Args:
-        hosts: number, each with as many ranks as the largest host of the run.
-        link_gbps, inside_gbps: of a host's link, and of a rank inside its host.
-        latency_us: microseconds of a round between hosts.
-
-    Raises:
-        ValueError: one of them is out of range, or the run does not know it.
-    """
-    if hosts is not None and hosts < 2:
-        raise ValueError(f"hosts must be 2 or more, got {hosts}; one host has no link between them")
-    if hosts is not None and run.hosts == 1 and link_gbps is None:
-        raise ValueError(
-            "The run was on one host; give the rate of a link between hosts with --link-gbps"
-        )
-    for name, gbps in (("link_gbps", link_gbps), ("inside_gbps", inside_gbps)):
-        if gbps is not None and not 0 < gbps < inf:
-            raise ValueError(f"{name} must be above 0 Gbit/s, got {gbps:g}")
-    if latency_us is not None and not 0 <= latency_us < inf:
-        raise ValueError(f"latency_us must be 0 or more, got {latency_us:g}")
-    link = run.link if link_gbps is None else replace(run.link, rate=rate_of(link_gbps))
-    if latency_us is not None:
-        link = replace(link, latency=latency_us / 1e6)
-    elif run.hosts == 1 and hosts is not None:
-        link = replace(link, latency=None)  # inside a host it is another
-    inside = run.inside if inside_gbps is None else Link(rate_of(inside_gbps))
-    counts = run.counts if hosts is None else (max(run.counts),) * hosts
-    return replace(run, counts=counts, link=link, inside=inside)
-
-
-def scenarios_of(
-    run: Scenario, there: Scenario, *, codecs: Sequence[str] = (), forms: Sequence[str] = ()
-) -> list[Scenario]:
-    """Every codec and form on the links and hosts of ``there``, and that itself.
-
-    Args:
-        codecs: only these, and :data:`DDP` only flat.
-        forms: only these; otherwise flat and, where hosts have several ranks, by hosts.
-
-    Raises:
-        ValueError: none of them can be predicted.
-    """
-    found = [
-        replace(there, codec=codec, form=form)
-        for form in forms or (FORMS if max(there.counts) > 1 else (FLAT,))
-        for codec in codecs or (DDP, *CANDIDATES)
-        if codec != DDP or form == FLAT
-    ]
-    reasons = dict.fromkeys(each.unsupported for each in found)
-    if "" not in reasons:  # none, too: ddp in another form
-        because = "; ".join(reasons) or "DDP itself is not hierarchical"
-        raise ValueError(f"Nothing of this can be predicted: {because}")
-    # Elsewhere it is what the others are compared with.
-    return found if there in (run, *found) else [there, *found]
-
-
 def local_scenarios(
     observed: Observed,
     there: Scenario,
@@ -205,6 +134,11 @@ def local_scenarios(
     Raises:
         ValueError: one of them is out of range.
     """
+    if there.form == FSDP and (sync_every or below is not None):
+        raise ValueError(
+            "local steps are of a model that every rank holds as a whole, and the model of this "
+            "run is sharded; leave --local-steps and --below out"
+        )
     if fragments < 1 or overlap_steps < 0:
         raise ValueError(
             f"fragments must be 1 or more and overlap_steps 0 or more, got {fragments} and "
@@ -272,30 +206,6 @@ def predict(
     return Predictions(observed.step * 1e3, baseline, error, tolerance, found, link, unavailable)
 
 
-def with_whatif(summary: Summary, run: Run, costs: Callable[[Observed], Costs]) -> Summary:
-    """``summary`` of ``run`` with predictions, or with the reason why there are none.
-
-    Args:
-        costs: of codecs; called only where something can be predicted with them.
-    """
-    try:
-        observed = observe(run)
-        known = costs(observed)
-        if not known.by_name:
-            raise ValueError(known.reason)
-        own = observed.scenario
-        scenarios = [each for each in scenarios_of(own, own) if each != own]
-        found = predict(observed, scenarios, costs=known.by_name)
-    except Exception as error:  # the rest of the report is worth more than this part of it
-        reason = f"the prediction failed: {type(error).__name__}: {error}"
-        reason = str(error) if isinstance(error, ValueError) else reason
-        return replace(summary, unavailable={**summary.unavailable, "predictions": reason})
-    if known.reason:
-        found = replace(found, unavailable={**found.unavailable, "costs": known.reason})
-    words = " ".join(filter(None, (summary.headline, headline(found))))
-    return replace(summary, predictions=found, headline=words)
-
-
 def _cost_in_run(observed: Observed, costs: Mapping[str, CodecCost]) -> dict[str, CodecCost]:
     """Cost of the run's own codec, with the bytes and times of the run."""
     run = observed.scenario
@@ -304,9 +214,9 @@ def _cost_in_run(observed: Observed, costs: Mapping[str, CodecCost]) -> dict[str
         return {}
     step = simulate_step(observed.buckets, run, cost=cost, inside_cost=costs.get("none"))
     cost = replace(cost, wire=cost.wire * observed.sent / step.sent, assumption="")
-    if run.form != FLAT or observed.encode is None or observed.decode is None:
+    if run.adds_inside or observed.encode is None or observed.decode is None:
         return {cost.name: cost}  # what it does inside a host is in its times
-    expected = sum(decoding(cost, run.world_size))
+    expected = sum(decoding(cost, sum(run.peers)))
     slower = observed.decode / observed.elements / expected if expected else 1.0
     decode, store = cost.decode * slower, cost.store * slower
     encode = observed.encode / observed.elements
@@ -317,7 +227,7 @@ def _cost_in_run(observed: Observed, costs: Mapping[str, CodecCost]) -> dict[str
 def _prediction(
     observed: Observed, scenario: Scenario, costs: Mapping[str, CodecCost]
 ) -> Prediction:
-    needed = [scenario.codec] + ["none"] * (scenario.form != FLAT)
+    needed = [scenario.codec] + ["none"] * scenario.adds_inside
     missing = [name for name in needed if name not in costs]
     reason = f"the cost of {missing[0]} was not measured" if missing else scenario.unsupported
     codec, shape = scenario.codec, (scenario.hosts, scenario.world_size, scenario.link.gbps)
@@ -385,70 +295,3 @@ def _ranked(found: Iterable[Prediction], own_ms: float, tolerance: float) -> lis
             order = position, float(change >= -tolerance), -round(sent, 6)  # to a byte
         ordered.append((order, replace(each, change=change, position=position)))
     return [each for _, each in sorted(ordered, key=lambda pair: pair[0])]
-
-
-def headline(found: Predictions) -> str:
-    """Sentence about the best setting."""
-    best = next(iter(found.scenarios), None)
-    if best is not None and best.change is not None and best.position and found.is_faster(best):
-        return f"Predicted with {name_of(best, found.baseline)}: {times_faster(best.change)}."
-    only = dict.fromkeys(each.codec for each in found.scenarios if found.is_faster(each))
-    unless = f"; {', '.join(only)} may be, under its assumption" if only else ""
-    return (
-        f"No other setting is predicted to be faster by more than the error of the model{unless}."
-    )
-
-
-def times_faster(change: float) -> str:
-    """Factor of two digits, such as ``1.9x``."""
-    factor = 1 / (1 + change)
-    return f"{factor:.0f}x" if factor >= 10 else f"{factor:.2g}x"
-
-
-def name_of(each: Prediction, baseline: Prediction) -> str:
-    """Codec, and the form where it is not a flat one as in the run."""
-    flat = "" if baseline.form == FLAT else ", flat"
-    steps = f" every {count(each.sync_every, 'step')}" if each.sync_every else ""
-    steps += f" in {each.fragments} fragments" if each.fragments > 1 else ""
-    steps += f" with {count(each.overlap_steps, 'step')} overlap" if each.overlap_steps else ""
-    words = each.codec + steps + (flat if each.form == FLAT else " between hosts")
-    return f"{words}, leader form" if each.form == LEADER else words
-
-
-def where(each: Prediction) -> str:
-    """Hosts of a scenario, and the rate of their links."""
-    between = "between them" if each.hosts > 1 else "per rank, no network"
-    ranks, hosts = count(each.world_size, "rank"), count(each.hosts, "host")
-    return f"{ranks} on {hosts}, {format_value(each.gbps, 'Gbit/s')} {between}"
-
-
-def remark(each: Prediction, found: Predictions) -> str:
-    """Remark on a prediction, beside its figures."""
-    if each.sync_every and each.exposed_share is not None:
-        share = format_value(each.exposed_share, "%")
-        return f"not ranked: for {each.assumption}; waits {share} of the time"
-    if each.assumption:
-        return f"not ranked: for {each.assumption}"
-    is_same = each.change is not None and abs(each.change) <= found.tolerance
-    return "no difference from this run within the error" if is_same else ""
-
-
-def notes(found: Predictions) -> list[str]:
-    """Error of the simulation, sources of costs, and what is unavailable."""
-    baseline = found.baseline
-    names: dict[str, dict[str, None]] = {}
-    for each in (baseline, *found.scenarios):
-        names.setdefault(each.source, {})[each.codec] = None
-    missing: dict[tuple[str, str], dict[str, None]] = {}
-    for each in found.scenarios:
-        if each.reason:
-            missing.setdefault((each.form, each.reason), {})[each.codec] = None
-    error = format_value(found.error, "%", signed=True)
-    least = f"differences within {format_value(found.tolerance, '%')} are not ranked"
-    return [
-        f"this run simulated: {baseline.step_ms:.1f} ms ({error}); {least}",
-        f"change: against {baseline.codec} {baseline.form} with the same link and hosts",
-        *(f"cost of {', '.join(codecs)}: {source}" for source, codecs in names.items() if source),
-        *(f"{name}: n/a, {reason}" for name, reason in found.unavailable.items()),
-        *(f"n/a for {', '.join(of)} {form}: {reason}" for (form, reason), of in missing.items()),
-    ]

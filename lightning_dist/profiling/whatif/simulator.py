@@ -13,154 +13,29 @@ two_shot    ``L (W-L)/W b``              ``W-1``     ``(W-1)/W b``, ``W-1``
 ==========  ===========================  ==========  =====================
 
 A ring has one edge that leaves a host, and each edge carries the same. Two ranks gather where more
-would exchange in two shots.
+would exchange in two shots. Between replicas of a sharded model (FSDP2), one on each host, every
+rank exchanges its shard with one rank of each other host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil, inf
 from typing import NamedTuple
 
 from lightning_dist.measurement.costs import CodecCost
-from lightning_dist.profiling.capture.events import GLOO_AT_ONCE
+from lightning_dist.profiling.whatif.scenarios import (
+    DDP,
+    ELEMENT_BYTES,
+    FLAT,
+    FSDP,
+    LEADER,
+    Bucket,
+    Link,
+    Scenario,
+)
 from lightning_dist.reducer.units.sizes import unit_elements
-
-DDP = "ddp"
-"""Stock DDP in the place of a codec."""
-
-FORMS = FLAT, SHARDED, LEADER = "flat", "sharded", "leader"
-PAYLOAD = 1448 / 1514
-"""Share of a link's rate that TCP leaves to its payload, with frames of 1,514 bytes."""
-
-ELEMENT_BYTES = 4
-"""Bytes of a gradient element."""
-
-
-@dataclass(frozen=True)
-class Link:
-    """Speed of one level of the network.
-
-    Args:
-        rate: payload bytes per second in one direction: of a host between hosts, of a rank inside.
-        latency: seconds of a round; None: unknown, and rounds count nothing.
-        overhead: least seconds between two collectives, however small.
-        cpu: seconds of a core that a collective takes.
-    """
-
-    rate: float
-    latency: float | None = None
-    overhead: float = 0.0
-    cpu: float = 0.0
-
-    @property
-    def gbps(self) -> float:
-        """Rate in Gbit/s, headers included."""
-        return self.rate * 8e-9 / PAYLOAD
-
-
-def rate_of(gbps: float) -> float:
-    """Payload bytes per second of a link of this rate, headers included."""
-    return gbps * 1e9 / 8 * PAYLOAD
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """Exchange of gradients to simulate.
-
-    Args:
-        codec: name, or :data:`DDP`.
-        form: one of :data:`FORMS`.
-        counts: ranks of every host.
-        link: between hosts; inside the host where there is only one.
-        inside: inside a host; None: unknown.
-        at_once: collectives of a group that run at once; 1 with NCCL, which has one stream.
-        immediate: a bucket is decoded while the next one travels, not when all have landed.
-        sync_every: local steps between two exchanges of what has changed; 0: gradients are
-            exchanged in every step.
-        fragments: parts of the model that are exchanged in turn, each every ``sync_every`` steps.
-        overlap_steps: local steps that an exchange has before training waits for it.
-
-    Raises:
-        ValueError: an unknown form, or local steps that cannot be.
-    """
-
-    codec: str
-    form: str
-    counts: tuple[int, ...]
-    link: Link
-    inside: Link | None = None
-    at_once: int = GLOO_AT_ONCE
-    immediate: bool = False
-    sync_every: int = 0
-    fragments: int = 1
-    overlap_steps: int = 0
-
-    def __post_init__(self) -> None:
-        if self.form not in FORMS:
-            raise ValueError(f"form must be one of {', '.join(FORMS)}, got {self.form!r}")
-        if self.sync_every < 0:
-            raise ValueError(f"sync_every must be 1 or more local steps, got {self.sync_every}")
-        if self.fragments < 1 or self.sync_every % self.fragments:
-            raise ValueError(
-                "Local steps must be a multiple of fragments, which take turns at equal distances, "
-                f"got {self.sync_every} local steps and {self.fragments} fragments"
-            )
-        if not 0 <= self.overlap_steps < max(self.interval, 1):
-            raise ValueError(
-                "overlap_steps must be 0 or more and less than local steps / fragments, so that "
-                f"one exchange is under way at a time, got {self.overlap_steps} and "
-                f"{self.sync_every} / {self.fragments} = {self.interval}"
-            )
-
-    @property
-    def interval(self) -> int:
-        """Local steps between two exchanges, of any fragments."""
-        return self.sync_every // self.fragments
-
-    @property
-    def hosts(self) -> int:
-        """Number of hosts."""
-        return len(self.counts)
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return sum(self.counts)
-
-    @property
-    def peers(self) -> tuple[int, ...]:
-        """Ranks behind each link of the exchange. On a single host each rank has its own."""
-        if self.form != FLAT:
-            return (1,) * self.hosts
-        return self.counts if self.hosts > 1 else (1,) * self.world_size
-
-    @property
-    def unsupported(self) -> str:
-        """Reason why the scenario cannot run or be simulated; empty if it can."""
-        if self.form == FLAT:
-            return ""
-        reasons = {
-            "DDP itself is not hierarchical": self.codec == DDP,
-            "one rank per host: nothing is reduced inside a host": max(self.counts) == 1,
-            "one host: nothing crosses between hosts": self.hosts == 1,
-            "the hosts hold different numbers of ranks, which takes the leader form": (
-                self.form == SHARDED and len(set(self.counts)) > 1
-            ),
-            "no exchange inside a host was measured; give its rate with --inside-gbps": (
-                self.inside is None
-            ),
-        }
-        return next((reason for reason, holds in reasons.items() if holds), "")
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Bucket of gradients: seconds from the begin of the step until it is ready, and elements."""
-
-    ready: float
-    elements: float
 
 
 class SimulatedStep(NamedTuple):
@@ -245,7 +120,8 @@ def simulate_step(
     first of each chunk, reduces and issues it; when the last bucket is through, it decodes all, or
     with the immediate commit the last, since it has decoded each while the next one travelled.
     Where gradients are added up inside hosts first, a chunk travels there while the one before it
-    is encoded; means come back the same way. Stock DDP is a codec that takes no time and no vote.
+    is encoded; means come back the same way. What FSDP itself does inside a host is in the times at
+    which its buckets are ready. Stock DDP is a codec that takes no time and no vote.
 
     Args:
         cost: of the codec; None for stock DDP.
@@ -264,7 +140,9 @@ def simulate_step(
     reduce, decode = decoding(cost, world)
     cpu = scenario.link.cpu if one_core and not is_ddp else 0.0
     shares, copy, way, now, delay = 1, 0.0, Collective(0.0, 0), 0.0, 0.0
-    if scenario.form != FLAT:
+    if scenario.form == FSDP:
+        shares = local
+    elif scenario.form != FLAT:
         assert inside_cost is not None
         assert scenario.inside is not None
         shares, copy = 1 if scenario.form == LEADER else local, inside_cost.encode
@@ -284,14 +162,14 @@ def simulate_step(
 
     for bucket in buckets:
         now = max(now, bucket.ready + delay)
-        total = bucket.elements
+        total = bucket.elements * (shares if scenario.form == FSDP else 1)
         sparse = cost.wire if cost.exchange == "gather" else 0.0
         largest = shares * unit_elements(world if second else 1, sparse=sparse)
         if cost.exchange == "allreduce" and scenario.form == FLAT:
             largest = ceil(total)  # as DDP, one collective a bucket
         sizes = [min(total - at, largest) for at in range(0, ceil(total), largest)]
         pace = 2.0 if one_core and bucket is not buckets[-1] else 1.0
-        delay += (pace - 1) * (bucket.elements / shares * cost.encode + len(sizes) * cpu)
+        delay += (pace - 1) * (total / shares * cost.encode + len(sizes) * cpu)
         arrivals: list[float] = []
         ends: list[float] = []
         for index, elements in enumerate(sizes):

@@ -5,207 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from math import prod
-from typing import Any, Literal, TypeAlias, overload
-from weakref import WeakValueDictionary
+from typing import Any
 
-import torch.distributed as dist
+import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_dist.codecs import Codec
-from lightning_dist.integrations.torch.checks import require_effect
-from lightning_dist.integrations.torch.ddp import compile_kernels as compile_at_set_up
-from lightning_dist.integrations.torch.ddp import describe_parameters, remember
-from lightning_dist.integrations.torch.fsdp.checks import (
-    ParameterGroup,
-    gathered_groups,
-    shard_dimension,
-    trained_groups,
-)
-from lightning_dist.integrations.torch.fsdp.shards import CompressedShards, ShardSettings
-from lightning_dist.integrations.torch.networks import sharded_network
-from lightning_dist.private import at_end_of_backward, name_before_compile
+from lightning_dist.integrations.torch.fsdp.checks import ParameterGroup
+from lightning_dist.private import at_end_of_backward
 from lightning_dist.reducer.plan.plans import Handle
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.settings import Settings
 from lightning_dist.topology import Topology
-
-_attached: WeakValueDictionary[int, ShardedGradients | CompressedShards] = WeakValueDictionary()
-"""By the id of the model, which must stay copyable, so that nothing may be hung on it."""
-
-
-@overload
-def compress_fsdp(
-    model: nn.Module,
-    codec: str | Codec | Mapping[str, str | Codec] = "int8",
-    *,
-    mesh: DeviceMesh,
-    parameters: None = None,
-    error_feedback: bool | Literal["auto"] = "auto",
-    min_compress_numel: int | None = None,
-    start_step: int = 0,
-    compile_kernels: bool | Literal["auto"] = "auto",
-    commit: Literal["auto", "immediate", "deferred"] = "auto",
-) -> ShardedGradients: ...
-
-
-@overload
-def compress_fsdp(
-    model: nn.Module,
-    codec: str | Codec,
-    *,
-    mesh: DeviceMesh,
-    parameters: str | Codec,
-    error_feedback: bool | Literal["auto"] = "auto",
-    min_compress_numel: int | None = None,
-    compile_kernels: bool | Literal["auto"] = "auto",
-) -> CompressedShards: ...
-
-
-def compress_fsdp(
-    model: nn.Module,
-    codec: str | Codec | Mapping[str, str | Codec] = "int8",
-    *,
-    mesh: DeviceMesh,
-    parameters: str | Codec | None = None,
-    error_feedback: bool | Literal["auto"] = "auto",
-    min_compress_numel: int | None = None,
-    start_step: int = 0,
-    compile_kernels: bool | Literal["auto"] = "auto",
-    commit: Literal["auto", "immediate", "deferred"] = "auto",
-) -> ShardedGradients | CompressedShards:
-    """Compress the gradients of a sharded ``model`` between its replicas. Collective.
-
-    ``mesh`` has two dimensions, replicas and shards (of a mesh that has more, such as one for
-    tensor parallelism, give these two), and ``fully_shard`` was called over the
-    dimension of the shards::
-
-        mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("replicate", "shard"))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh["shard"])
-        fully_shard(model, mesh=mesh["shard"])
-        gradients = compress_fsdp(model, "int8", mesh=mesh)
-
-    Gradients are reduce-scattered inside a replica as always. Each rank's shard alone crosses
-    between replicas, compressed: ``4 n / shards`` bytes of residual per rank, and ``1 / shards`` of
-    the bytes that DDP with this codec sends. Parameters and buffers are first made those of the
-    first replica.
-
-    Args:
-        codec: as for :func:`~lightning_dist.compress_ddp`, between replicas. ``"none"`` gives the
-            bits of ``fully_shard`` over both dimensions with a reduction in float32.
-        mesh: replicas and shards; the same on each of its ranks.
-        parameters: codec of the parameters, for a model that is sharded over all ranks of ``mesh``,
-            without replicas: FSDP's own all-gather then sends them in it, and its reduce-scatter
-            gradients in ``codec``, which has to be unbiased (``"qsgd:bits=8"``) or to keep its
-            error in 8 bits (``error_feedback=True``: 1 byte and 2/block for every element of the
-            *unsharded* model on every rank).
-        compile_kernels: fuse the codec's kernels now (about 20 s the first time). ``"auto"``: for
-            shards of 4 Mi elements or more if there is a compiler, and on an accelerator with
-            Triton; with ``parameters`` on a CPU only. Same bytes on the wire either way.
-        commit: as for :func:`~lightning_dist.compress_ddp`.
-
-    Returns:
-        The exchange of the gradients: ``no_sync()``, ``comm_stats()``, ``state_dict()``,
-        ``load_state_dict()``, ``close()``; with ``parameters`` without ``no_sync()``.
-
-    Raises:
-        ValueError: a model that ``fully_shard`` did not shard over one dimension of ``mesh``, or in
-            a way in which gradients cannot be exchanged afterwards; ranks whose settings differ.
-    """
-    settings = sharded_settings(
-        codec,
-        error_feedback=error_feedback,
-        min_compress_numel=min_compress_numel,
-        start_step=start_step,
-        compile_kernels=compile_kernels,
-        commit=commit,
-    )
-    if parameters is not None:
-        return attach_shards(model, ShardSettings.check(settings, parameters), mesh=mesh)
-    return attach_replicas(model, settings, mesh=mesh)
-
-
-def sharded_settings(codec: str | Codec | Mapping[str, str | Codec], **settings: Any) -> Settings:
-    """The checked settings of :func:`compress_fsdp`.
-
-    Raises:
-        ValueError: a setting is out of range, or cannot take effect for shards.
-    """
-    checked = Settings.check(codec, **settings)
-    if not checked.intra.lossless:
-        raise ValueError(
-            f"Inside a replica FSDP reduces gradients itself, got the codec {checked.intra.name!r} "
-            "for it; give the codec between replicas alone"
-        )
-    return checked
-
-
-def attach_shards(
-    model: nn.Module, settings: ShardSettings, *, mesh: DeviceMesh
-) -> CompressedShards:
-    """:func:`compress_fsdp` with ``parameters=`` and checked settings. Collective."""
-    shards = CompressedShards(model, settings, groups=gathered_groups(model, mesh))
-    _attached[id(model)] = shards
-    return shards
-
-
-def attach_replicas(
-    model: nn.Module,
-    settings: Settings,
-    *,
-    mesh: DeviceMesh,
-    continue_from: Reducer | None = None,
-    grad_scale: Callable[[], Tensor | None] | None = None,
-    timeout: timedelta | None = None,
-) -> ShardedGradients:
-    """:func:`compress_fsdp` between replicas, with checked settings. Collective.
-
-    Args:
-        continue_from: the reducer of an earlier fit; its residuals and step count go on.
-        grad_scale: as of :class:`Reducer`.
-        timeout: of the new process groups.
-    """
-    groups = trained_groups(model, mesh)
-    names: dict[Tensor, str] = {p: name_before_compile(n) for n, p in model.named_parameters()}
-    shards = shard_dimension(groups, mesh)
-    parameters = describe_parameters(model)
-    network = sharded_network(mesh, shards, settings, parameters=parameters, timeout=timeout)
-    require_effect(settings, names, says=dist.get_rank() == 0)
-    _broadcast_from_first_replica(model, network.intra.inter if network.intra else network)
-    layouts = [_layout_of(group, names) for group in groups]
-    reducer = Reducer(
-        names,
-        settings=settings,
-        network=network,
-        state=None if continue_from is None else continue_from.state,
-        grad_scale=grad_scale,
-        sharded=True,
-        in_order=True,  # FSDP launches collectives of its own in the backward pass
-    )
-    if continue_from is not None:
-        reducer.step = continue_from.step
-        parts = [part for layout in layouts for part in layout.slices]
-        reducer.state.keep_only({part.name: part.whole for part in parts})
-    gradients_of_shards = [
-        (group.parameters[0].dtype, part.numel) for group in layouts for part in group.slices
-    ]
-    compile_at_set_up(reducer, gradients_of_shards, says=dist.get_rank() == 0)
-    remember(model, reducer)
-    gradients = _attached[id(model)] = ShardedGradients(model, reducer, layouts)
-    return gradients
-
-
-def exchange_of(model: nn.Module) -> ShardedExchange | None:
-    """Compression of a sharded ``model``; None if there is none, or no longer."""
-    found = _attached.get(id(model))
-    return None if found is None or found.closed else found
 
 
 @dataclass
@@ -236,6 +50,11 @@ class ShardedGradients:
             reducer.reserve(group.slices, group.parameters[0].dtype)
             group.module.set_all_reduce_hook(partial(self._reduced, index))
         self._unhook = model.register_forward_pre_hook(lambda *_: self.begin())
+
+    @property
+    def device(self) -> torch.device:
+        """Of the gradients."""
+        return self.reducer.network.device
 
     @property
     def closed(self) -> bool:
@@ -332,13 +151,9 @@ class ShardedGradients:
             then()
 
 
-ShardedExchange: TypeAlias = ShardedGradients | CompressedShards
-"""Compression of a sharded model: between its replicas, or over all ranks."""
-
-
 def _flat_gradients(group: _Group) -> tuple[Tensor, Callable[[], None]]:
     """Accumulated gradients as one flat tensor, and what writes it back."""
-    locals_ = [_local(parameter.grad) for parameter in group.parameters]
+    locals_ = [local_of(parameter.grad) for parameter in group.parameters]
     flat = locals_[0].new_zeros(group.numel)
     views = [part.of(flat) for part in group.slices]
     for view, local in zip(views, locals_, strict=True):
@@ -351,12 +166,12 @@ def _flat_gradients(group: _Group) -> tuple[Tensor, Callable[[], None]]:
     return flat, write_back
 
 
-def _layout_of(group: ParameterGroup, names: Mapping[Tensor, str]) -> _Group:
+def layout_of(group: ParameterGroup, names: Mapping[Tensor, str]) -> _Group:
     """Each parameter's shard, one after the other, padded to the largest of all ranks."""
     slices, offset = [], 0
     of_all = zip(group.parameters, group.shapes, group.padded, strict=True)
     for parameter, shape, padded in of_all:
-        local = _local(parameter)
+        local = local_of(parameter)
         start = group.first_row(shape) * prod(shape[1:])
         rest = prod(shape) - start - local.numel()
         slices.append(
@@ -366,12 +181,7 @@ def _layout_of(group: ParameterGroup, names: Mapping[Tensor, str]) -> _Group:
     return _Group(group.module, group.parameters, slices, offset)
 
 
-def _broadcast_from_first_replica(model: nn.Module, network: Any) -> None:
-    for tensor in [*model.parameters(), *model.buffers()]:
-        dist.broadcast(_local(tensor.detach()), group_src=0, group=network.data.group)
-
-
-def _local(tensor: Tensor | None) -> Tensor:
+def local_of(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

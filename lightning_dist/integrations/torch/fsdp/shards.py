@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,14 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_dist.accelerator import is_accelerator
-from lightning_dist.codecs import Codec, resolve_codec
+from lightning_dist.codecs import Codec
 from lightning_dist.codecs.base import BlockCodec
 from lightning_dist.codecs.memory import RoundedError
 from lightning_dist.codecs.none import NoCompression
-from lightning_dist.codecs.policies import sized
-from lightning_dist.exchange.channel import Channel
+from lightning_dist.exchange.channel import Channel, Watch
 from lightning_dist.exchange.handshake import all_facts, require_equal
 from lightning_dist.integrations.torch.fsdp.checks import ParameterGroup
+from lightning_dist.integrations.torch.fsdp.settings import ShardSettings
 from lightning_dist.kernels.inductor import should_fuse
 from lightning_dist.log import get_logger
 from lightning_dist.private import (
@@ -32,73 +31,11 @@ from lightning_dist.private import (
 )
 from lightning_dist.reducer.rows import RowGather, RowReduceScatter, Rows
 from lightning_dist.reducer.stats import CommStats, Count, places, run_config
-from lightning_dist.settings import Settings
 from lightning_dist.topology import Topology, this_host
 
 log = get_logger(__name__)
 
 _KINDS = ("parameters", "gradients")
-
-
-@dataclass(frozen=True)
-class ShardSettings:
-    """Checked settings of a model that is sharded over all ranks.
-
-    Args:
-        given: all that the user has set, but the codec of the parameters.
-        gradients, parameters: policies that answer with block codecs.
-    """
-
-    given: Settings
-    gradients: Codec
-    parameters: Codec
-
-    @classmethod
-    def check(cls, given: Settings, parameters: str | Codec) -> ShardSettings:
-        """Resolve names and refuse what cannot work.
-
-        Raises:
-            ValueError: with the rule, the value received and what to do.
-        """
-        if given.start_step or given.commit != "auto":
-            raise ValueError(
-                "With parameters= every step is compressed, and nothing is committed later: leave "
-                "start_step and commit out"
-            )
-        gradients, of_parameters = given.codec, resolve_codec(parameters)
-        for policy, what in ((gradients, "gradients"), (of_parameters, "parameters")):
-            if policy.boundaries() != (0,):
-                raise ValueError(
-                    f"A sharded model cannot change codecs while it trains, got {policy} for its "
-                    f"{what}; give one codec, or by_name or by_size of several"
-                )
-        for leaf in of_parameters.leaves():
-            if leaf.of_parameters() is None:
-                raise ValueError(
-                    "Parameters are gathered whole, and nothing of them is kept: their codec must "
-                    f"be one such as 'int8', 'fp8', 'bf16' or 'none', got {leaf}"
-                )
-        for leaf in gradients.leaves():
-            if leaf.of_shards() is None:
-                raise ValueError(
-                    "In a reduce-scatter every rank decodes its own shard: the codec of gradients "
-                    f"must be of blocks and not sparse, got {leaf}; use 'qsgd:bits=8', or 'int8' "
-                    "with error_feedback=True"
-                )
-            if given.error_feedback == "auto" and leaf.keeps_residual and not leaf.lossless:
-                raise ValueError(
-                    f"codec {leaf} is biased, and where gradients are sharded over all ranks each "
-                    "would keep an error of the whole model: give error_feedback=True, which keeps "
-                    "it in 8 bits (1 byte and 2/block for every element of the unsharded model), "
-                    "error_feedback=False to lose it, or an unbiased codec such as 'qsgd:bits=8'"
-                )
-        least = given.min_compress_numel
-        return cls(given, sized(gradients, least), sized(of_parameters, least))
-
-    @property
-    def memory(self) -> bool:
-        """Whether what the codec of the gradients loses is kept, in 8 bits."""
-        return self.given.error_feedback is True
 
 
 class CompressedShards:
@@ -209,7 +146,7 @@ class CompressedShards:
     def _quantised(
         self, quantised: Mapping[str, RowGather | RowReduceScatter], op: str, _: Any
     ) -> Any:
-        return _Quantised(self, quantised[op]) if op in quantised else None
+        return QuantisedCollective(self, quantised[op]) if op in quantised else None
 
     def record(self, of: RowGather | RowReduceScatter) -> None:
         """Count one collective."""
@@ -270,12 +207,14 @@ def _rows(
     return Rows(cut, numel=offset, dtype=dtype, ranks=ranks, weight=weight, memory=memory)
 
 
-class _Quantised:
+class QuantisedCollective:
     """A collective that ``fully_shard`` calls instead of its own, on the stream that it chooses."""
 
     def __init__(self, owner: CompressedShards, quantised: RowGather | RowReduceScatter) -> None:
-        self._owner, self._quantised = owner, quantised
+        self._owner, self.quantised = owner, quantised
         self._channel: Channel | None = None
+        self.watch: Watch | None = None
+        """Hears of the exchange."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """New memory at every call, as torch's own."""
@@ -290,7 +229,7 @@ class _Quantised:
         async_op: bool = False,
     ) -> None:
         """Done when it returns, whatever ``async_op`` says; ``op`` is of a reduction."""
-        rows, numel = self._quantised.rows, min(output_tensor.numel(), input_tensor.numel())
+        rows, numel = self.quantised.rows, min(output_tensor.numel(), input_tensor.numel())
         if numel != rows.numel or group.size() != rows.ranks:
             raise RuntimeError(
                 f"A parameter group has {rows.numel} elements on each of {rows.ranks} ranks, and "
@@ -303,9 +242,10 @@ class _Quantised:
                 "divide factor; leave set_gradient_divide_factor out"
             )
         if self._channel is None or self._channel.group is not group:
-            self._channel = Channel(group, name="intra")
-        self._quantised(output_tensor, input_tensor, self._channel)
-        self._owner.record(self._quantised)
+            self._channel = Channel(group)
+        self._channel.watch = self.watch
+        self.quantised(output_tensor, input_tensor, self._channel)
+        self._owner.record(self.quantised)
         if op == dist.ReduceOp.SUM:
             output_tensor.mul_(group.size())
 

@@ -1,0 +1,235 @@
+"""Scenarios of a simulation: codec, form, links and hosts; that of a run, and others beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from lightning_dist.measurement.costs import CANDIDATES
+from lightning_dist.profiling.capture.events import GLOO_AT_ONCE
+
+DDP = "ddp"
+"""Stock DDP in the place of a codec."""
+
+FORMS = FLAT, SHARDED, LEADER = "flat", "sharded", "leader"
+
+FSDP = "fsdp"
+"""Form of a model that ``fully_shard`` has sharded, with a replica on each host."""
+
+PAYLOAD = 1448 / 1514
+"""Share of a link's rate that TCP leaves to its payload, with frames of 1,514 bytes."""
+
+ELEMENT_BYTES = 4
+"""Bytes of a gradient element."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """Speed of one level of the network.
+
+    Args:
+        rate: payload bytes per second in one direction: of a host between hosts, of a rank inside.
+        latency: seconds of a round; None: unknown, and rounds count nothing.
+        overhead: least seconds between two collectives, however small.
+        cpu: seconds of a core that a collective takes.
+    """
+
+    rate: float
+    latency: float | None = None
+    overhead: float = 0.0
+    cpu: float = 0.0
+
+    @property
+    def gbps(self) -> float:
+        """Rate in Gbit/s, headers included."""
+        return self.rate * 8e-9 / PAYLOAD
+
+
+def rate_of(gbps: float) -> float:
+    """Payload bytes per second of a link of this rate, headers included."""
+    return gbps * 1e9 / 8 * PAYLOAD
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Exchange of gradients to simulate.
+
+    Args:
+        codec: name, or :data:`DDP`.
+        form: one of :data:`FORMS`, or :data:`FSDP`.
+        counts: ranks of every host.
+        link: between hosts; inside the host where there is only one.
+        inside: inside a host; None: unknown.
+        at_once: collectives of a group that run at once; 1 with NCCL, which has one stream.
+        immediate: a bucket is decoded while the next one travels, not when all have landed.
+        sync_every: local steps between two exchanges of what has changed; 0: gradients are
+            exchanged in every step.
+        fragments: parts of the model that are exchanged in turn, each every ``sync_every`` steps.
+        overlap_steps: local steps that an exchange has before training waits for it.
+
+    Raises:
+        ValueError: an unknown form, or local steps that cannot be.
+    """
+
+    codec: str
+    form: str
+    counts: tuple[int, ...]
+    link: Link
+    inside: Link | None = None
+    at_once: int = GLOO_AT_ONCE
+    immediate: bool = False
+    sync_every: int = 0
+    fragments: int = 1
+    overlap_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if self.form not in (*FORMS, FSDP):
+            raise ValueError(f"form must be one of {', '.join(FORMS)}, {FSDP}, got {self.form!r}")
+        if self.sync_every < 0:
+            raise ValueError(f"sync_every must be 1 or more local steps, got {self.sync_every}")
+        if self.fragments < 1 or self.sync_every % self.fragments:
+            raise ValueError(
+                "Local steps must be a multiple of fragments, which take turns at equal distances, "
+                f"got {self.sync_every} local steps and {self.fragments} fragments"
+            )
+        if not 0 <= self.overlap_steps < max(self.interval, 1):
+            raise ValueError(
+                "overlap_steps must be 0 or more and less than local steps / fragments, so that "
+                f"one exchange is under way at a time, got {self.overlap_steps} and "
+                f"{self.sync_every} / {self.fragments} = {self.interval}"
+            )
+
+    @property
+    def interval(self) -> int:
+        """Local steps between two exchanges, of any fragments."""
+        return self.sync_every // self.fragments
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts."""
+        return len(self.counts)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return sum(self.counts)
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """Ranks behind each link of the exchange. On a single host each rank has its own."""
+        if self.form != FLAT:
+            return (1,) * self.hosts
+        return self.counts if self.hosts > 1 else (1,) * self.world_size
+
+    @property
+    def adds_inside(self) -> bool:
+        """Whether gradients are added up inside hosts, within the exchange itself."""
+        return self.form in (SHARDED, LEADER)
+
+    @property
+    def unsupported(self) -> str:
+        """Reason why the scenario cannot run or be simulated; empty if it can."""
+        if not self.adds_inside:
+            return ""
+        reasons = {
+            "DDP itself is not hierarchical": self.codec == DDP,
+            "one rank per host: nothing is reduced inside a host": max(self.counts) == 1,
+            "one host: nothing crosses between hosts": self.hosts == 1,
+            "the hosts hold different numbers of ranks, which takes the leader form": (
+                self.form == SHARDED and len(set(self.counts)) > 1
+            ),
+            "no exchange inside a host was measured; give its rate with --inside-gbps": (
+                self.inside is None
+            ),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Bucket of gradients: seconds from the begin of the step until it is ready, and elements.
+
+    Of a sharded model: a parameter group, and the elements of the shard of a rank.
+    """
+
+    ready: float
+    elements: float
+
+
+def elsewhere(
+    run: Scenario,
+    *,
+    hosts: int | None = None,
+    link_gbps: float | None = None,
+    inside_gbps: float | None = None,
+    latency_us: float | None = None,
+) -> Scenario:
+    """Scenario of a run on other links and hosts; None: as in the run. Rates include headers.
+
+    Args:
+        hosts: number, each with as many ranks as the largest host of the run.
+        link_gbps, inside_gbps: of a host's link, and of a rank inside its host.
+        latency_us: microseconds of a round between hosts.
+
+    Raises:
+        ValueError: one of them is out of range, or the run does not know it.
+    """
+    if hosts is not None and hosts < 2:
+        raise ValueError(f"hosts must be 2 or more, got {hosts}; one host has no link between them")
+    if hosts is not None and run.hosts == 1 and link_gbps is None:
+        raise ValueError(
+            "The run was on one host; give the rate of a link between hosts with --link-gbps"
+        )
+    if inside_gbps is not None and run.form == FSDP:
+        raise ValueError(
+            "inside_gbps is of an exchange of DDP, and what FSDP does inside a host is taken as it "
+            "was in the run; leave it out"
+        )
+    for name, gbps in (("link_gbps", link_gbps), ("inside_gbps", inside_gbps)):
+        if gbps is not None and not 0 < gbps < inf:
+            raise ValueError(f"{name} must be above 0 Gbit/s, got {gbps:g}")
+    if latency_us is not None and not 0 <= latency_us < inf:
+        raise ValueError(f"latency_us must be 0 or more, got {latency_us:g}")
+    link = run.link if link_gbps is None else replace(run.link, rate=rate_of(link_gbps))
+    if latency_us is not None:
+        link = replace(link, latency=latency_us / 1e6)
+    elif run.hosts == 1 and hosts is not None:
+        link = replace(link, latency=None)  # inside a host it is another
+    inside = run.inside if inside_gbps is None else Link(rate_of(inside_gbps))
+    counts = run.counts if hosts is None else (max(run.counts),) * hosts
+    return replace(run, counts=counts, link=link, inside=inside)
+
+
+def scenarios_of(
+    run: Scenario, there: Scenario, *, codecs: Sequence[str] = (), forms: Sequence[str] = ()
+) -> list[Scenario]:
+    """Every codec and form on the links and hosts of ``there``, and that itself.
+
+    Args:
+        codecs: only these, and :data:`DDP` only flat.
+        forms: only these; otherwise flat and, where hosts have several ranks, by hosts. A sharded
+            model has but one.
+
+    Raises:
+        ValueError: none of them can be predicted.
+    """
+    if wrong := [form for form in forms if (form == FSDP) != (run.form == FSDP)]:
+        raise ValueError(
+            f"the form of a sharded model is {FSDP}, and that of others is not, got {wrong[0]!r} "
+            f"for a run that is {run.form}; leave --form out"
+        )
+    of_run = (FSDP,) if run.form == FSDP else FORMS if max(there.counts) > 1 else (FLAT,)
+    found = [
+        replace(there, codec=codec, form=form)
+        for form in forms or of_run
+        for codec in codecs or (DDP, *CANDIDATES)
+        if codec != DDP or form == FLAT
+    ]
+    reasons = dict.fromkeys(each.unsupported for each in found)
+    if "" not in reasons:  # none, too: ddp in another form
+        no_ddp = "DDP does not shard" if run.form == FSDP else "DDP itself knows no hosts"
+        because = "; ".join(reasons) or no_ddp
+        raise ValueError(f"Nothing of this can be predicted: {because}")
+    # Elsewhere it is what the others are compared with.
+    return found if there in (run, *found) else [there, *found]
