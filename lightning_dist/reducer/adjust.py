@@ -8,7 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lightning_dist.kernels.passes import compute_dtype
+from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.slices import ParameterSlice
+from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.units.base import CodecGroup
 
 
@@ -38,3 +41,35 @@ def clip_group(group: CodecGroup, bucket: Tensor, scale: Tensor, *, world_size: 
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)  # no square overflows
         most = scale * (clip * world_size**-0.5)
         gradient.mul_((most / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(1.0))
+
+
+def add_owed(
+    group: CodecGroup,
+    bucket: Tensor,
+    state: ReducerState,
+    network: Network,
+    scale: Tensor,
+    *,
+    sharded: bool,
+) -> None:
+    """Add residuals that the codec of ``group`` does not keep to the gradients, which carry
+    ``scale``: they travel with this step, and are freed when it is committed.
+
+    A gradient is averaged over ranks, a residual over rows of ranks. Momentum that the codec still
+    applies multiplies what was a sum of momenta already.
+
+    Args:
+        sharded: every rank has shards of its own in ``bucket``, and owes what belongs to them.
+    """
+    group.owed = {part.name for part in group.slices if state.has("residual", part.name)}
+    dtype, device = compute_dtype(bucket.dtype), bucket.device
+    for part in [part for part in group.slices if part.name in group.owed]:
+        momentum = group.codec.momentum_correction * state.has("momentum", part.name)
+        weight = network.world_size / network.rows.count * (1 - momentum)
+        for start, kept in (
+            [(0, state.per_rank("residual", part, dtype=dtype, device=device))]
+            if sharded
+            else state.of_row("residual", part.name, network.rows)
+        ):
+            gradient = part.of(bucket)[start : start + len(kept)]
+            gradient.copy_(torch.add(gradient, kept.to(device) * scale, alpha=weight))

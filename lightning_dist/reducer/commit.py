@@ -112,7 +112,7 @@ def decode_groups(
             changes, and every parameter that has some gets NaN, so that none is applied: a mean
             holds what was owed, which would be sent again.
     """
-    stateful = [part for group in groups if group.keeps_state for part in group.slices]
+    stateful = [p for g in groups for p in g.slices if g.keeps_state or p.name in g.owed]
     kept = {part.name for part in stateful if not finite or part.name in unused}
     before = [(held, held.clone()) for name in kept for held in state.tensors(name)]
     decode_all([unit for group in groups for unit in group.units], scale)
@@ -120,6 +120,12 @@ def decode_groups(
         tensor.copy_(value)
     for part in () if finite else stateful:
         part.of(bucket).fill_(torch.nan)
+    for group in groups if finite else ():
+        for part in group.slices if group.owed else ():
+            # Waits for a GPU, in the one step in which something is owed.
+            sent = part.name in group.owed.difference(unused)
+            if sent and bool(part.of(bucket).isfinite().all()):
+                state.drop("residual", part.name)
 
 
 def untraced(hook: Callable[..., None]) -> Any:

@@ -22,7 +22,7 @@ from torch.futures import Future
 
 from lightning_dist.accelerator import is_accelerator
 from lightning_dist.log import get_logger
-from lightning_dist.reducer.adjust import Adjustment, clip_group
+from lightning_dist.reducer.adjust import Adjustment, add_owed, clip_group
 from lightning_dist.reducer.commit import (
     Answer,
     DriftError,
@@ -131,7 +131,7 @@ class Reducer:
         self._shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
         self._plans = self._make_plans()
         self._keeps_state = any(map(self.planner.keeps_state, self._policy.leaves()))
-        self._asks = self._keeps_state and not self.immediate  # whether all ranks are finite
+        self._asks = False  # whether this step's residuals depend on a consensus
         self._reserved: list[tuple[Sequence[ParameterSlice], torch.dtype]] = []
         self._prefix, self._in_order = prefix, in_order
         self._failures = Failures()
@@ -310,7 +310,7 @@ class Reducer:
             handle.slices,
             step=self.step,
             turn=len(self._in_flight) % 2,
-            waiting=self.adjustment is not None and not self.adjustment.active,
+            waiting=self._waits,
         )
         handle.load(plan)
         self._adjust(handle)
@@ -420,6 +420,8 @@ class Reducer:
         if not self._in_flight:
             scale = None if self._grad_scale is None else self._grad_scale()
             self._scale.fill_(1.0) if scale is None else self._scale.copy_(scale)
+            owes = self._keeps_state or bool(self.state.names("residual"))
+            self._asks = owes and not self.immediate
         self._in_flight.append(handle)
 
     def _adjust(self, handle: Handle) -> None:
@@ -427,6 +429,14 @@ class Reducer:
             clip_group(group, handle.flat, self._scale, world_size=self.network.world_size)
             if self.adjustment is not None and self.adjustment.active:
                 self.adjustment(group.slices, handle.flat, self._scale)
+            if not self._waits and "residual" not in self.planner.kinds(group.codec):
+                of = self.state, self.network, self._scale
+                add_owed(group, handle.flat, *of, sharded=self._sharded)
+
+    @property
+    def _waits(self) -> bool:
+        """Whether nothing is compressed yet."""
+        return self.adjustment is not None and not self.adjustment.active
 
     def _guarded(self, task: Callable[[], None], handle: Handle | None = None) -> None:
         try:

@@ -111,6 +111,14 @@ class ReducerState:
         """Parameters that have state of ``kind``, here or on another rank."""
         return [name for each, name in self._held if each == kind]
 
+    def has(self, kind: str, name: str) -> bool:
+        """Whether there is state of ``kind`` for a parameter, here or on another rank."""
+        return (kind, name) in self._held
+
+    def of_row(self, kind: str, name: str, rows: Rows) -> list[tuple[int, Tensor]]:
+        """``(start, part)`` of what this rank contributes to its row; ranks do not overlap."""
+        return self._held[kind, name].of_row(first=rows.first)
+
     def per_rank(
         self, kind: str, part: ParameterSlice, *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
@@ -154,9 +162,9 @@ class ReducerState:
         return [*(part for of in held for _, part in of.in_order()), *self.factors.get(name, ())]
 
     def keep_for(self, codec: Codec, kinds: Collection[str], name: str) -> None:
-        """Free what ``codec``, with memory of ``kinds``, has no use for."""
-        for kind in _KINDS.keys() - set(kinds):
-            self.drop(kind, name)
+        """Free what ``codec``, with memory of ``kinds``, has no use for; the residual is sent."""
+        if "momentum" not in kinds:
+            self.drop("momentum", name)
         if not codec.keeps_factors:
             self.factors.pop(name, None)
             self._loaded_factors.pop(name, None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import singledispatch
 from typing import TYPE_CHECKING
 
@@ -148,6 +148,7 @@ class CodecGroup:
     units: Sequence[CommUnit]
     raw_bytes: int  # what DDP itself would send for these parameters
     keeps_state: bool  # whether anything is kept from one step to the next, on any rank
+    owed: set[str] = field(default_factory=set)  # names of residuals that are sent in this step
 
     @property
     def sent(self) -> Sent:
