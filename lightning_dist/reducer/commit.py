@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakMethod, finalize
 
 import torch
@@ -97,6 +97,24 @@ def sum_of_bits(group: CodecGroup, bucket: Tensor) -> Tensor:
     return torch.stack([part.of(bucket).view(as_int).sum() for part in group.slices]).sum()
 
 
+Kept: TypeAlias = Mapping[str, Sequence[tuple[Tensor, Tensor]]]
+"""By parameter: what this rank keeps of it between steps, and a copy of that."""
+
+
+def kept_of(
+    groups: Sequence[CodecGroup], state: ReducerState, *, of: Collection[str] | None = None
+) -> Kept:
+    """Copies of the state of the parameters ``of`` these names in ``groups``; None: of all."""
+    names = [p.name for group in groups for p in group.slices if of is None or p.name in of]
+    return {name: [(held, held.clone()) for held in state.tensors(name)] for name in names}
+
+
+def put_back(kept: Kept) -> None:
+    """Let state be as it was when it was copied."""
+    for tensor, value in (pair for pairs in kept.values() for pair in pairs):
+        tensor.copy_(value)
+
+
 def decode_groups(
     groups: Sequence[CodecGroup],
     bucket: Tensor,
@@ -105,6 +123,7 @@ def decode_groups(
     scale: Tensor,
     unused: Collection[str],
     pending: PendingCommit | None,
+    before: Kept | None = None,
 ) -> None:
     """Decode ``groups`` into their ``bucket`` and commit state, except that of ``unused`` ones.
 
@@ -117,17 +136,14 @@ def decode_groups(
     Args:
         pending: None where every gradient of every rank was finite, and where units have committed
             their state when they encoded.
+        before: they are decoded already, and this is the state of before.
     """
     stateful = [group for group in groups if group.keeps_state or group.owed]
     uncommitted = [] if pending is None else [part for g in stateful for part in g.slices]
     undone = {part.name for part in uncommitted}.union(unused)
-    before = [
-        (held, held.clone())
-        for group in groups
-        for part in group.slices
-        for held in (state.tensors(part.name) if part.name in undone else ())
-    ]
-    decode_all([unit for group in groups for unit in group.units], scale)
+    if before is None:
+        before = kept_of(groups, state, of=undone)
+        decode_all([unit for group in groups for unit in group.units], scale)
     for group in groups if pending is None else ():
         for part in group.slices if group.owed else ():
             # Waits for a GPU, in the one step in which something is owed.
@@ -142,8 +158,7 @@ def decode_groups(
             elif part.name not in unused:
                 paid = partial(free_owed, group, state, part.name)
                 pending.add(part.name, state.tensors(part.name), then=paid)
-    for tensor, value in before:
-        tensor.copy_(value)
+    put_back({name: kept for name, kept in before.items() if name in undone})
 
 
 class PendingCommit:

@@ -31,7 +31,6 @@ from lightning_dist.integrations.frameworks import tell_frameworks
 from lightning_dist.integrations.torch.ddp import describe_parameters, reducer_of
 from lightning_dist.integrations.torch.regroup import (
     from_rank,
-    network_of,
     regroup,
     require_recoverable,
     send_buffers,
@@ -87,12 +86,18 @@ class StepRecovery:
                 "or train in bfloat16 without one"
             )
         self._reducer.leave_failures_to(self)
+        settings = self._reducer.settings
         self._mirror: ResidualMirror | None = None
         if mirror_every is not None:
             if not self._reducer.keeps_state:
                 raise ValueError(
                     "mirror_residuals has nothing to copy: "
-                    f"codec {self._reducer.settings.codec!r} leaves no residuals; leave it out"
+                    f"codec {settings.codec!r} leaves no residuals; leave it out"
+                )
+            if settings.hierarchical not in (False, "auto") or not settings.intra.lossless:
+                raise ValueError(
+                    "mirror_residuals copies what each rank owes of the whole gradient, and with a "
+                    "hierarchical exchange a rank owes for its share only; leave one of the two out"
                 )
             self._mirror = ResidualMirror(self._reducer, every=mirror_every)
         self._arrivals = 0
@@ -240,7 +245,17 @@ class StepRecovery:
                 members, data, control = self.generations.enter(
                     generation, has_state=self._has_state, failure=self._reducer.failure
                 )
-                regroup(self._model, self._reducer, network_of(data, control))
+                if self.pause.norm is None and self._has_state:
+                    self.pause.norm = self._reducer.residual_norm()
+                regroup(
+                    self._model,
+                    self._reducer,
+                    self.generations.groups,
+                    data=data,
+                    control=control,
+                    begins=generation.source is None,
+                    flat=self._mirror is not None,
+                )
                 tell_frameworks(rank=members.rank, world_size=members.world_size)
                 if self._mirror is not None and (taken := self._mirror.regroup(generation.members)):
                     self._taken_over = taken
@@ -282,7 +297,7 @@ class StepRecovery:
     @property
     def owed(self) -> tuple[float | None, str]:
         """Norm of the residuals, None on a newcomer, and the lost worker that some are of."""
-        return (self._reducer.residual_norm() if self._has_state else None, self._taken_over)
+        return self.pause.norm, self._taken_over
 
     def tell_observers(self, reason: str) -> None:
         """Let a profile know that this generation has begun."""

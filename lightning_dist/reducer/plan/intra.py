@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
+from weakref import proxy
 
 import torch
 
@@ -59,7 +60,8 @@ class IntraPlan:
         *,
         nested: bool,
     ) -> None:
-        self.intra, self.inter, self._codec, self._planner = intra, inter, codec, planner
+        self.intra, self.inter, self._codec = intra, inter, codec
+        self._planner = proxy(planner)  # which has this; a cycle would keep the network's groups
         self._nested = nested
         network = planner.network
         self.memory = PayloadMemory(network.device)  # units take turns with it
