@@ -155,7 +155,17 @@ class Reducer:
         if self._sharded and network.intra is not None:
             assert network.intra.inter is not None, "every rank goes on with its shard"
             network = network.intra.inter
-        planner = Planner(
+        return Plans(
+            self.planner_for(network),
+            self._policy,
+            self._shapes,
+            share_memory=self.immediate,
+            padded=self._sharded,
+        )
+
+    def planner_for(self, network: Network) -> Planner:
+        """A planner of these settings and this state."""
+        return Planner(
             network,
             self.state,
             error_feedback=self.settings.error_feedback,
@@ -164,13 +174,6 @@ class Reducer:
             immediate=self.immediate,
             tables=self.settings.compile_kernels is not False,
             divide_last=self._sharded,
-        )
-        return Plans(
-            planner,
-            self._policy,
-            self._shapes,
-            share_memory=self.immediate,
-            padded=self._sharded,
         )
 
     @property
@@ -638,8 +641,8 @@ class Reducer:
         next step is the one that comes next. State is kept; what was owed by ranks that are gone is
         lost. Where one of the two networks is hierarchical every rank goes on from the mean
         residual of those that have taken a step. Kernels stay compiled; where the number of ranks
-        is another some are compiled anew. The old groups are not to be used again; those of an
-        accelerator are aborted.
+        is another some are compiled anew, unless somebody recovers. The old groups are not to be
+        used again; those of an accelerator are aborted.
 
         Args:
             executor: as in the constructor. Reducers that share one rebind to another one together.
@@ -668,6 +671,8 @@ class Reducer:
         self.network = network
         self.generation += 1
         compiled, self._plans = self.planner.compiled, self._make_plans()
+        if self.recovers:  # others wait, and compiling takes longer than a restart
+            self.planner.compile_no_more()
         for codec, (dtypes, sizes) in compiled.items():
             self.planner.fuse(codec, dtypes, sizes=sizes)
         self._reserve_again()

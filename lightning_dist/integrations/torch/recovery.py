@@ -30,6 +30,7 @@ from lightning_dist.elastic.session import Placement, Session
 from lightning_dist.integrations.frameworks import tell_frameworks
 from lightning_dist.integrations.torch.ddp import describe_parameters, reducer_of
 from lightning_dist.integrations.torch.regroup import (
+    compile_ahead,
     from_rank,
     regroup,
     require_recoverable,
@@ -100,6 +101,8 @@ class StepRecovery:
                     "hierarchical exchange a rank owes for its share only; leave one of the two out"
                 )
             self._mirror = ResidualMirror(self._reducer, every=mirror_every)
+        if settings.compile_kernels is True and self._reducer.network.world_size == 1:
+            compile_ahead(self._reducer, flat=mirror_every is not None)
         self._arrivals = 0
         generations.progress = lambda: self._arrivals + self._reducer.arrivals
         self._taken_over = ""  # the lost worker whose residuals this rank owes since this pause

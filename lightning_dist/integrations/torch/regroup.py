@@ -11,13 +11,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dist.elastic.launcher.launch import Launch
 from lightning_dist.elastic.recovery.groups import GenerationGroups
 from lightning_dist.exchange.channel import Channel, WaitLimit
 from lightning_dist.exchange.handshake import all_facts
+from lightning_dist.integrations.torch.ddp import compile_kernels
 from lightning_dist.integrations.torch.grouping import topology_of
 from lightning_dist.integrations.torch.networks import groups_of
 from lightning_dist.private import rebuild_ddp
 from lightning_dist.reducer.network import Network, in_levels
+from lightning_dist.reducer.plan.slices import as_real
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.topology import this_host
 
@@ -51,12 +54,6 @@ def require_recoverable(model: DistributedDataParallel, reducer: Reducer | None)
             "recovery='in_process' needs a DistributedDataParallel without static_graph and "
             "find_unused_parameters; leave them out, or use recovery='restart'"
         )
-    if reducer.settings.compile_kernels is True:
-        raise ValueError(
-            "compile_kernels=True cannot take effect with recovery='in_process': kernels are "
-            "compiled for a number of ranks, and where it changes that takes longer than a "
-            "restart; leave it at 'auto' (which compiles none here) or False"
-        )
     settings = reducer.settings
     if settings.ranks_per_host is not None or settings.rank_groups is not None:
         raise ValueError(
@@ -65,6 +62,32 @@ def require_recoverable(model: DistributedDataParallel, reducer: Reducer | None)
             "and LIGHTNING_DIST_HOSTNAME sets that name"
         )
     return reducer
+
+
+def compile_ahead(reducer: Reducer, *, flat: bool) -> None:
+    """Compile the kernels for the ranks that the launcher starts, while nobody waits for this one.
+
+    With other numbers of ranks they are not compiled, and have the same bytes.
+
+    Args:
+        flat: as of :func:`regroup`.
+    """
+    settings, launch = reducer.settings, Launch.from_env()
+    of_node = launch.local_world_size or launch.world_size
+    topology, tree = topology_of(
+        replace(settings, hierarchical=False) if flat else settings,
+        hosts=[str(rank // of_node) for rank in range(launch.world_size)],
+        claims=[None] * launch.world_size,
+        rank=launch.rank,
+        needs_levels=False,
+    )
+    network, group = replace(reducer.network, topology=topology), reducer.network.data.group
+    if tree is not None:
+        leader = settings.hierarchical == "leader"
+        network = in_levels(network, tree, leader=leader, new_group=lambda ranks: group)
+    trained = [as_real(each) for each in reducer.names if each.requires_grad]
+    gradients = [(each.dtype, each.numel()) for each in trained]
+    compile_kernels(reducer, gradients, says=launch.rank == 0, ahead=network)
 
 
 def regroup(
