@@ -215,6 +215,15 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     _set_pg_timeout(timeout, group)
 
 
+# Whoever leaves all groups behind has to know them, and torch lists them to itself only.
+def all_groups() -> list[dist.ProcessGroup]:
+    """The default process group of this process, and all that were made after it."""
+    require_torch()
+    from torch.distributed.distributed_c10d import _world
+
+    return list(_world.pg_map)
+
+
 # torch numbers groups, by which members find each other, also one that could not be made.
 def forget_group_numbers() -> None:
     """Number process groups from 0 again, where there are none."""

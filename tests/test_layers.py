@@ -272,7 +272,9 @@ def test_nobody_else_is_loaded_for_lightning(torch_python: list[str]) -> None:
 
 
 def test_lightning_is_loaded_for_lightning_only(torch_python: list[str]) -> None:
-    loaded = loaded_after("from lightning_dist import compress_ddp, accelerate", torch_python)
+    loaded = loaded_after(
+        "from lightning_dist import ElasticLoop, compress_ddp, accelerate", torch_python
+    )
     assert {"accelerate", "lightning_dist.reducer.reducer"} <= loaded
     assert "lightning" not in loaded
 

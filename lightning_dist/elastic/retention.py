@@ -61,6 +61,7 @@ class Retention:
             self.checkpointer, settings, ranks=members.ranks, warn=warn, ended=self._ended
         )
         self._ledger: list[str] = []  # durable checkpoints of this run, the oldest first
+        self._optimizers: list[Optimizer] = []
 
     def move(self, members: Membership, *, run: str, restricted: bool) -> None:
         """Go on with other ranks, maybe under another leader, which opens the folder when it saves.
@@ -76,6 +77,7 @@ class Retention:
         if self.checkpointer is None:
             self.checkpointer = Checkpointer(self._settings, ranks=members.world_size)
             self.checkpointer.patience = _PATIENCE_WITH_LEADER
+            self.checkpointer.watch(self._optimizers)
         self._saves.move(members.ranks, self.checkpointer)
         self.save_for(run, restricted=restricted, resumed=None)
 
@@ -126,9 +128,10 @@ class Retention:
             self._ledger = [each.path for each in own]
 
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
-        """See :meth:`.Checkpointer.watch`."""
+        """See :meth:`.Checkpointer.watch`; also of one that this rank has once it leads."""
+        self._optimizers = list(optimizers)
         if self.checkpointer is not None:
-            self.checkpointer.watch(optimizers)
+            self.checkpointer.watch(self._optimizers)
 
     def begin(self, name: str) -> str | None:
         """Path for a save under ``name``; None: ``on_busy`` says to skip it. Collective.

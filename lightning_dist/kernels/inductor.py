@@ -17,7 +17,6 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -38,6 +37,7 @@ log = get_logger(__name__)
 
 FUSE_FROM_ELEMENTS = 1 << 22  # a smaller model saves less than the 20 s that compiling costs
 _one_at_a_time = threading.Lock()  # torch's tracer keeps its state in globals
+_fused: dict[Variant, Mapping[str, Pass]] = {}  # a second fit must not compile again
 _BLOCKS = 96  # any number that is not 0 or 1: it becomes a symbol
 
 
@@ -80,11 +80,18 @@ def fused_passes(variant: Variant) -> Mapping[str, Pass]:
     # In a thread of its own: the compiler leaves Python objects in the state that torch copies from
     # the calling thread into every collective, and a gloo group whose last collective still holds
     # one waits for ever when it is destroyed.
-    with _one_at_a_time, ThreadPoolExecutor(1) as compiler:
-        return compiler.submit(_fused_passes, variant).result()
+    with _one_at_a_time:
+        if variant not in _fused:
+            with ThreadPoolExecutor(1) as compiler:
+                _fused[variant] = compiler.submit(_fused_passes, variant).result()
+        return _fused[variant]
 
 
-@cache  # a second fit must not compile again
+def known_passes(variant: Variant) -> Mapping[str, Pass]:
+    """The same where this process has compiled them before; else none."""
+    return _fused.get(variant, {})
+
+
 def _fused_passes(variant: Variant) -> Mapping[str, Pass]:
     start = time.perf_counter()
     fused: dict[str, Pass] = {}

@@ -12,7 +12,7 @@ that every other rank can commit the step by itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakMethod
 
 import torch
@@ -93,6 +93,24 @@ def sum_of_bits(group: CodecGroup, bucket: Tensor) -> Tensor:
     return torch.stack([part.of(bucket).view(as_int).sum() for part in group.slices]).sum()
 
 
+Kept: TypeAlias = Mapping[str, Sequence[tuple[Tensor, Tensor]]]
+"""By parameter: what this rank keeps of it between steps, and a copy of that."""
+
+
+def kept_of(
+    groups: Sequence[CodecGroup], state: ReducerState, *, of: Collection[str] | None = None
+) -> Kept:
+    """Copies of the state of the parameters ``of`` these names in ``groups``; None: of all."""
+    names = [p.name for group in groups for p in group.slices if of is None or p.name in of]
+    return {name: [(held, held.clone()) for held in state.tensors(name)] for name in names}
+
+
+def put_back(kept: Kept) -> None:
+    """Let state be as it was when it was copied."""
+    for tensor, value in (pair for pairs in kept.values() for pair in pairs):
+        tensor.copy_(value)
+
+
 def decode_groups(
     groups: Sequence[CodecGroup],
     bucket: Tensor,
@@ -101,6 +119,7 @@ def decode_groups(
     scale: Tensor,
     unused: Collection[str],
     finite: bool,
+    before: Kept | None = None,
 ) -> None:
     """Decode ``groups`` into their ``bucket`` and commit state, except that of ``unused`` ones.
 
@@ -111,13 +130,14 @@ def decode_groups(
         finite: False if some gradient of the step was not finite on some rank. Then no state
             changes, and every parameter that has some gets NaN, so that none is applied: a mean
             holds what was owed, which would be sent again.
+        before: they are decoded already, and this is the state of before.
     """
     stateful = [p for g in groups for p in g.slices if g.keeps_state or p.name in g.owed]
-    kept = {part.name for part in stateful if not finite or part.name in unused}
-    before = [(held, held.clone()) for name in kept for held in state.tensors(name)]
-    decode_all([unit for group in groups for unit in group.units], scale)
-    for tensor, value in before:
-        tensor.copy_(value)
+    undone = {part.name for part in stateful if not finite or part.name in unused}
+    if before is None:
+        before = kept_of(groups, state, of=undone)
+        decode_all([unit for group in groups for unit in group.units], scale)
+    put_back({name: kept for name, kept in before.items() if name in undone})
     for part in () if finite else stateful:
         part.of(bucket).fill_(torch.nan)
     for group in groups if finite else ():

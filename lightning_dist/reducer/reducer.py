@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import zip_longest
 from threading import TIMEOUT_MAX
 from typing import Any
 from weakref import finalize
@@ -26,8 +27,11 @@ from lightning_dist.reducer.adjust import Adjustment, add_owed, clip_group
 from lightning_dist.reducer.commit import (
     Answer,
     DriftError,
+    Kept,
     agree,
     decode_groups,
+    kept_of,
+    put_back,
     sum_of_bits,
 )
 from lightning_dist.reducer.delayed import DelayedMeans
@@ -51,7 +55,7 @@ from lightning_dist.reducer.state import (
     own_keys,
 )
 from lightning_dist.reducer.stats import CommStats, run_config
-from lightning_dist.reducer.units.base import CodecGroup, staggered
+from lightning_dist.reducer.units.base import CodecGroup, decode_all, staggered
 from lightning_dist.settings import Settings
 from lightning_dist.topology import Topology
 
@@ -146,7 +150,17 @@ class Reducer:
         if self._sharded and network.intra is not None:
             assert network.intra.inter is not None, "every rank goes on with its shard"
             network = network.intra.inter
-        planner = Planner(
+        return Plans(
+            self.planner_for(network),
+            self._policy,
+            self._shapes,
+            share_memory=self.immediate,
+            padded=self._sharded,
+        )
+
+    def planner_for(self, network: Network) -> Planner:
+        """A planner of these settings and this state."""
+        return Planner(
             network,
             self.state,
             error_feedback=self.settings.error_feedback,
@@ -155,13 +169,6 @@ class Reducer:
             immediate=self.immediate,
             tables=self.settings.compile_kernels is not False,
             divide_last=self._sharded,
-        )
-        return Plans(
-            planner,
-            self._policy,
-            self._shapes,
-            share_memory=self.immediate,
-            padded=self._sharded,
         )
 
     @property
@@ -199,9 +206,10 @@ class Reducer:
     def leave_failures_to(self, recovery: Recovery) -> None:
         """From now on an exchange that fails does not raise, and ``recovery`` decides.
 
-        A tensor whose exchange has failed stays as it is. :attr:`step` tells whether a step was
-        committed, which is known as soon as the futures of its tensors are ready; if it was not,
-        all state is as before it. After a failure nothing is exchanged until :meth:`rebind`.
+        A tensor whose exchange has failed stays as it is; where the exchange is hierarchical its
+        contents are lost. :attr:`step` tells whether a step was committed, which is known as soon
+        as the futures of its tensors are ready; if it was not, all state is as before it. After a
+        failure nothing is exchanged until :meth:`rebind`.
 
         Raises:
             ValueError: a setting with which steps cannot be committed without other ranks.
@@ -216,10 +224,11 @@ class Reducer:
                 "With find_unused_parameters=True DDP itself asks other ranks in a backward pass, "
                 "which fails where one is lost; leave it out, and use every parameter"
             )
-        if self.network.intra is not None or self._sharded:
+        if self._sharded:
             raise ValueError(
-                "A step that fails can be taken again only where the exchange is flat; use "
-                "compress_ddp(..., hierarchical=False)"
+                "A step that fails can be taken again only where every rank has the whole model, "
+                "and these are shards, of which a lost rank takes its own with it; use "
+                "DistributedDataParallel"
             )
         self._failures.recovery = recovery
 
@@ -335,10 +344,22 @@ class Reducer:
         if self.immediate:
             for handle in handles[-1:]:
                 self._decode(handle)
-        answer = self._ask()
+        before: list[Kept] = []
+        try:
+            if self.recovers and self.network.intra is not None:
+                # Means come from other ranks of the host, which may be lost after the vote.
+                for handle in handles:
+                    before.append(kept_of(handle.groups, self.state))
+                    with working(self._observers, handle.key, "decode"):
+                        decode_all(handle.units(), self._scale)
+            answer = self._ask()
+        except BaseException:
+            for kept in before:
+                put_back(kept)
+            raise
         if not self.immediate:
-            for handle in handles:
-                self._decode(handle, unused=answer.unused, finite=answer.finite)
+            for handle, kept in zip_longest(handles, before):
+                self._decode(handle, unused=answer.unused, finite=answer.finite, before=kept)
         self.answer = answer
         for observer in self._observers:
             observer.finished([(handle.key, handle.groups) for handle in handles])
@@ -350,7 +371,14 @@ class Reducer:
             if not handle.done.done():
                 handle.done.set_result(handle.given)
 
-    def _decode(self, handle: Handle, *, unused: Collection[str] = (), finite: bool = True) -> None:
+    def _decode(
+        self,
+        handle: Handle,
+        *,
+        unused: Collection[str] = (),
+        finite: bool = True,
+        before: Kept | None = None,
+    ) -> None:
         with working(self._observers, handle.key, "decode"):
             decode_groups(
                 handle.groups,
@@ -359,6 +387,7 @@ class Reducer:
                 scale=self._scale,
                 unused=unused,
                 finite=finite,
+                before=before,
             )
             for group in handle.groups:
                 self._count(group, handle.flat, compare=finite)
@@ -376,6 +405,7 @@ class Reducer:
 
     def _end_step(self) -> None:
         self.step += 1
+        self.state.settle()
         self.stats.end_step()
 
     def _abandon(self) -> None:
@@ -580,13 +610,15 @@ class Reducer:
         self._load_delayed(before._delayed.state())
 
     def shared_state(self) -> dict[str, Any]:
-        """State that is equal on all ranks of a flat exchange, for a rank that joins them."""
-        return {"step": self.step, "factors": self.state.factors}
+        """State that is equal on all ranks between steps, for a rank that joins them."""
+        return {"step": self.step, "factors": self.state.all_factors}
 
     def join(self, shared: Mapping[str, Any]) -> None:
-        """Be as the rank that :meth:`shared_state` is of, and owe nothing."""
+        """Be as the rank that :meth:`shared_state` is of; owe nothing, or the mean of all."""
         self._plans.clear()
-        self.state.load({"factors": shared["factors"]}, self.network.rows)
+        if not self.state.is_mean:
+            self.state.load({}, self.network.rows)
+        self.state.load_factors(shared["factors"])
         self.step = int(shared["step"])
         self._reserve_again()
 
@@ -595,17 +627,25 @@ class Reducer:
         """Whether any codec of the settings owes something."""
         return self._keeps_state
 
-    def rebind(self, network: Network, *, executor: Executor | None = None) -> None:
+    def rebind(
+        self, network: Network, *, executor: Executor | None = None, averages: bool = False
+    ) -> None:
         """Go on in other groups, with other members or another hierarchy. Collective there.
 
         What is under way in the old ones is given up, whatever has failed is forgotten, and the
         next step is the one that comes next. State is kept; what was owed by ranks that are gone is
         lost. Where one of the two networks is hierarchical every rank goes on from the mean
-        residual. Kernels stay compiled; where the number of ranks is another some are compiled
-        anew. The old groups are not to be used again; those of an accelerator are aborted.
+        residual of those that have taken a step. Kernels stay compiled; where the number of ranks
+        is another some are compiled anew, unless somebody recovers. The old groups are not to be
+        used again; those of an accelerator are aborted.
 
         Args:
             executor: as in the constructor. Reducers that share one rebind to another one together.
+            averages: the network of another rank was hierarchical. Equal on all ranks.
+
+        Raises:
+            RuntimeError: a rank of ``network`` is lost; the state is as before, and another rebind
+                has to follow.
         """
         self._stop(patience=0.0)
         for handle in self._in_flight:
@@ -615,13 +655,18 @@ class Reducer:
         self._delayed.clear()  # not there on every rank
         self.answer = Answer()
         self.stats.drop_step()
-        old, self.network = self.network, network
+        old = self.network
         for channel in network.channels:
             channel.watch = old.data.watch or old.channels[0].watch
+        if averages or old.intra is not None or network.intra is not None:
+            # Ranks of a flat network may have been in others meanwhile: each has a row of its own.
+            row = f"rank {network.rank}" if old.intra is None else f"row {old.rows.own}"
+            self.state.average(network, row=row if self.step else None)
+        self.network = network
         self.generation += 1
-        if old.intra is not None or network.intra is not None:
-            self.state.average(network, old.rows)
         compiled, self._plans = self.planner.compiled, self._make_plans()
+        if self.recovers:  # others wait, and compiling takes longer than a restart
+            self.planner.compile_no_more()
         for codec, (dtypes, sizes) in compiled.items():
             self.planner.fuse(codec, dtypes, sizes=sizes)
         self._reserve_again()

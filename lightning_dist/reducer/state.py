@@ -94,6 +94,9 @@ class ReducerState:
         self._held: dict[tuple[str, str], _Held] = {}  # by kind and name
         self.factors: dict[str, tuple[Tensor, Tensor]] = {}
         self._loaded_factors: dict[str, tuple[Tensor, Tensor]] = {}  # not needed here so far
+        self.is_mean = False
+        """It is that of :meth:`average`, whole on every rank: no step has been committed since."""
+        self._adopted: list[_Held] = []  # since then
 
     @property
     def residuals(self) -> dict[str, Tensor]:
@@ -150,7 +153,16 @@ class ReducerState:
 
     def adopted(self, kind: str, name: str) -> None:
         """All of ``kind`` that this rank needs for ``name`` was asked for."""
-        self._held[kind, name].loaded = None
+        if self.is_mean:  # should a rank be lost in this step, others may not have come so far
+            self._adopted.append(self._held[kind, name])
+        else:
+            self._held[kind, name].loaded = None
+
+    def settle(self) -> None:
+        """A step is committed, on all ranks."""
+        adopted, self._adopted, self.is_mean = self._adopted, [], False
+        for held in adopted:
+            held.loaded = None
 
     def drop(self, kind: str, name: str) -> None:
         """Forget the state of ``kind`` for ``name``, here; for all ranks at once."""
@@ -257,6 +269,7 @@ class ReducerState:
             for kind, plural in _KINDS.items()
             for name, found in gathered.get(plural, {}).items()
         }
+        self._adopted, self.is_mean = [], False
         self.load_factors(gathered.get("factors", {}))
 
     def load_factors(self, factors: Mapping[str, Sequence[Tensor]]) -> None:
@@ -266,22 +279,37 @@ class ReducerState:
             n: (left.clone(), right.clone()) for n, (left, right) in factors.items()
         }
 
-    def average(self, network: Network, rows: Rows) -> None:
+    def average(self, network: Network, *, row: str | None) -> None:
         """Go on from the mean over the rows that the ranks of ``network`` hold. Collective.
 
         Args:
-            rows: of before, in which ranks that are gone may have had a part.
+            row: that this rank has a part of, maybe with ranks that are gone; None: of none.
+
+        Raises:
+            RuntimeError: a rank is lost, and this state is as it was.
         """
         group, device = network.data.group, network.device
-        own = {"row": rows.own}
-        of_ranks = [facts["row"] for facts in all_facts(own, group=group, device=device)]
-        first = of_ranks.index(rows.own) == group.rank()
+        self.know_all(network)
+        own = {"row": row, "mean": self.is_mean}
+        told = all_facts(own, group=group, device=device)
+        rows = [fact["row"] for fact in told]
+        if any(fact["mean"] for fact in told):  # the others have lost a rank before they had it
+            rows = ["mean" if fact["mean"] else None for fact in told]
+        row = rows[group.rank()]
+        first, count = rows.index(row) == group.rank(), len({*rows} - {None})
+        found: dict[tuple[str, str], _Held] = {}
         for kind, name, held in self._in_order():
-            mine = held.row(first=first).to(device, copy=True)
+            mine = held.row(first=first).to(device, copy=True).mul_(row is not None)
             dist.all_reduce(mine, group=group)
-            mean = mine.div_(len(set(of_ranks))).cpu()
-            self._held[kind, name] = _Held.from_row(mean)
-        self.load_factors(self._factors_of_all(network, on_all=True))
+            found[kind, name] = _Held.from_row(mine.div_(max(count, 1)).cpu())
+        factors = self._factors_of_all(network, on_all=True)
+        self._held, self._adopted, self.is_mean = found, [], True
+        self.load_factors(factors)
+
+    @property
+    def all_factors(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Those that this rank works with, and others that it has."""
+        return self._loaded_factors | self.factors
 
     @property
     def layout(self) -> Layout:
@@ -326,7 +354,7 @@ class ReducerState:
         On a host with several ranks only the owner of a matrix works with them.
         """
         group, device = network.data.group, network.device
-        held = self._loaded_factors | self.factors
+        held = self.all_factors
         own = {
             name: [[*left.shape], [*right.shape], left.dtype == torch.float64, name in self.factors]
             for name, (left, right) in held.items()

@@ -237,6 +237,21 @@ def test_a_newcomer_that_is_admitted_is_counted_in_the_same_generation(three: Jo
     assert three.store.add(Keys.waiting, 0) == three.newest.waiting == 4
 
 
+def test_nobody_pauses_for_a_newcomer_without_a_place() -> None:
+    """It waits until somebody is lost."""
+    job = Job(2, RecoverySettings(max_workers=2))
+    job.be_ready("0.0.0", "0.1.0")
+    now = job.look()
+    job.start("0.2.0")
+    job.be_ready("0.2.0")
+    assert job.look() == now
+    assert job.store.add(Keys.waiting, 0) == now.waiting
+    job.store.set(Keys.dead("0.1.0"), "SIGKILL")
+    job.look()
+    job.report("0.0.0")
+    assert job.look().members == ("0.0.0", "0.2.0")
+
+
 def test_a_second_fault_while_the_first_is_recovered(three: Job) -> None:
     three.store.set(Keys.dead("0.1.0"), "SIGKILL")
     three.report("0.0.0")

@@ -119,3 +119,24 @@ def test_a_folder_of_others_is_refused(start: Callable[..., Kept], tmp_path: Pat
     (tmp_path / "1.ckpt").unlink()
     with pytest.raises(ValueError, match=r"theirs.ckpt was not saved under .* a folder of its own"):
         start()
+
+
+def test_a_new_leader_copies_lazily_as_the_one_before(tmp_path: Path) -> None:
+    members = Membership()
+    members.ranks.leader = 1
+    retention = Retention(
+        str(tmp_path),
+        keep=2,
+        settings=CheckpointSettings(writer="thread", snapshot="overlap"),
+        members=members,
+        warn=print,
+        committed=print,
+    )
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+    retention.watch([optimizer])
+    assert retention.checkpointer is None
+    members.ranks.leader = 0
+    retention.move(members, run="run", restricted=False)
+    assert retention.checkpointer is not None
+    assert retention.checkpointer._snapshots.optimizers == [optimizer]
+    retention.close(patiently=True)

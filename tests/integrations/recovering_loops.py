@@ -3,10 +3,11 @@
     recovering_loops.py FOLDER SETTINGS
 
 SETTINGS is JSON: ``codec``, ``faults`` as ``[worker, place, step]`` or ``[worker, place, step,
-action]``, ``joins`` (wait at a step until a newcomer waits), ``spare`` (wait until that worker
+action]``, ``joins`` (from a step on, wait for newcomers), ``spare`` (wait until that worker
 does, at a step), ``waits`` (for a file, at a step), ``profile`` (a CommProfiler watches),
-``mirror`` (of residuals), ``framework``, ``overflows`` (a GradScaler scales, and a step has an inf
-until it is taken again), ``accumulate`` (of a process alone), ``epochs`` and ``hang_timeout``.
+``mirror`` (of residuals), ``ranks``, ``per_host`` (ranks of a host), ``framework``, ``overflows``
+(a GradScaler scales, and a step has an inf until it is taken again), ``accumulate`` (of a process
+alone), ``epochs`` and ``hang_timeout``.
 Every rank writes what it computes and what it has committed to
 ``FOLDER/<worker>.jsonl``.
 """
@@ -226,6 +227,9 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
     scaled: dict[str, Any] = {"scaler": scaler} if own and "overflows" in told else {}
     if own:
+        if "per_host" in told:
+            host = int(own.split(".")[1]) // told["per_host"]
+            os.environ["LIGHTNING_DIST_HOSTNAME"] = f"host{host}"
         init_process_group("gloo", recovery="in_process")
         framework, codec = told.get("framework", "ddp"), told.get("codec", "none")
         made = FRAMEWORKS[framework](module, sgd, codec, **scaled)
@@ -258,7 +262,7 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
                 begun, ids = loop.steps, [] if loop.micro_batch is None else ids
                 faults.step = begun
                 number = -1 if recovery is None else recovery.generations.now.number
-                if recovery is not None and begun == told.get("joins"):
+                if recovery is not None and begun >= told.get("joins", 1 << 20):
                     is_less = loop._run.session.members.world_size < told.get("ranks", 3)
                     end = time.monotonic() + LIMIT
                     while is_less and not recovery.generations.has_waiting:
@@ -303,6 +307,8 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
                             generation=number,
                             hash=digest(module),
                             world=world,
+                            levels=recovery is not None
+                            and recovery._reducer.network.intra is not None,
                             lr=scheduler.get_last_lr()[0],
                             passes=float(module.passes),
                             scale=scaler.get_scale(),

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(400)
 
 
 class Job:
-    """Three ranks under our launcher, and what they have written down.
+    """Three ranks, or as many as told, under our launcher, and what they have written down.
 
     beats: seconds without one after which a rank is dead; a busy machine is not a hang.
     """
@@ -34,7 +34,8 @@ class Job:
 
     def __init__(self, folder: Path, python: list[str], *, beats: str = "60", **told: Any) -> None:
         self.folder = folder
-        options = ["--monitor-interval=0.05", "--standalone", "--nproc-per-node=3"]
+        self.ranks: int = told.get("ranks", 3)
+        options = ["--monitor-interval=0.05", "--standalone", f"--nproc-per-node={self.ranks}"]
         launcher = [*python, "-m", "lightning_dist.elastic.agent", *options, "--max-restarts=3"]
         script = ["--no-python", *python, self.script, folder, json.dumps(told)]
         done = run([*launcher, *script], limit=300, LIGHTNING_DIST_BEAT_TIMEOUT=beats)
@@ -76,10 +77,11 @@ class Job:
         for line in self.of("committed"):
             hashes[line["committed"]].add(line["hash"])
             rates[line["committed"]].add(line["lr"])
-        assert sorted(hashes) == list(range(1, EPOCHS * SIZE // 12 + 1))
+        steps = EPOCHS * -(-SIZE // (4 * self.ranks))
+        assert sorted(hashes) == list(range(1, steps + 1))
         assert all(len(found) == 1 for found in (*hashes.values(), *rates.values()))
         assert len({line["hash"] for line in self.of("end")}) == 1
-        assert len(self.of("end")) == 3
+        assert len(self.of("end")) == self.ranks
 
     def metrics(self) -> dict[str, float]:
         """Of the leader, at the end."""
@@ -248,3 +250,26 @@ def test_two_ranks_at_once(
     job = Job(tmp_path, quick_python, faults=both, joins=10)
     job.require_exact()
     job.require_weights(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["none", "int8"])
+@pytest.mark.parametrize("victims", [["0.1.0"], ["0.2.0", "0.3.0"]], ids=["a rank", "a host"])
+def test_groups_of_hosts_are_rebuilt(
+    victims: list[str], codec: str, tmp_path: Path, quick_python: list[str]
+) -> None:
+    """Two hosts of two ranks, as their names say; what is left of them is one level, or two."""
+    faults = [[each, "between buckets", STEP] for each in victims]
+    told: dict[str, Any] = {"ranks": 4, "per_host": 2, "codec": codec}
+    job = Job(tmp_path, quick_python, faults=faults, joins=10, **told)
+    job.require_exact()
+    if codec == "none":
+        (tmp_path / "alone").mkdir()
+        expected = train(tmp_path / "alone", {"accumulate": 4}).state_dict()
+        job.require_weights(expected)
+    levels = {line["committed"]: line["levels"] for line in job.of("committed")}
+    worlds = {line["committed"]: line["world"] for line in job.of("committed")}
+    assert (worlds[STEP + 1], levels[STEP + 1]) == (4 - len(victims), len(victims) == 1)
+    assert all(levels[step] == (world > 2) for step, world in worlds.items())
+    assert {worlds[STEP], worlds[12]} == {4}
+    assert job.metrics()["elastic/steps_redone"] == 1

@@ -40,7 +40,7 @@ def wrapped(module: nn.Module | None = None, **ddp: Any) -> DistributedDataParal
         (wrapped, r"needs the hook of compress_ddp.*commit='deferred'"),
         (lambda: compressed(static_graph=True), "without static_graph and find_unused_parameters"),
         (lambda: compressed(find_unused_parameters=True), "without static_graph and find_unused"),
-        (lambda: compressed(kernels=True), "compile_kernels=True cannot take effect.*or False"),
+        (lambda: compressed(ranks_per_host=1), "ranks_per_host and rank_groups name ranks"),
     ],
 )
 def test_models(model: Any, says: str) -> None:
@@ -53,13 +53,18 @@ def compressed(
     module: nn.Module | None = None,
     *,
     codec: str = "int8",
-    kernels: bool = False,
+    ranks_per_host: int | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     **ddp: Any,
 ) -> DistributedDataParallel:
     model = wrapped(module, **ddp)
     model.keeps = compress_ddp(  # type: ignore[assignment]  # nobody else holds it
-        model, codec, commit="deferred", compile_kernels=kernels, grad_scaler=grad_scaler
+        model,
+        codec,
+        commit="deferred",
+        compile_kernels=False,
+        grad_scaler=grad_scaler,
+        ranks_per_host=ranks_per_host,
     )
     return model
 

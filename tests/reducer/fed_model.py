@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from feeding import FakeBucket, Shapes, Tensors, feed
 from torch import Tensor
 from worlds import Rank
 
 from lightning_dist.codecs import Codec
-from lightning_dist.exchange.channel import Channel
+from lightning_dist.exchange.channel import Channel, WaitLimit
 from lightning_dist.integrations.torch.buckets import DDPBuckets
-from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.network import Network, in_levels
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
 from lightning_dist.topology import Topology
@@ -51,8 +53,23 @@ class Model:
         return [future.wait() for future in self.begin(feed(rank, step, self._shapes, self._dtype))]
 
 
-def among(rank: Rank, members: list[int], name: str) -> Network:
-    """A flat network of ``members``; each of them asks for it."""
-    channels = [Channel(rank.group(f"{name} {which}", members)) for which in ("data", "control")]
-    topology = Topology(tuple(f"host{m}" for m in members), members.index(rank.rank))
-    return Network(channels[0], channels[1], topology, torch.device("cpu"))
+def among(rank: Rank, members: list[int], name: str, *, per_host: int = 1) -> Network:
+    """A network of ``members``; each of them asks for it.
+
+    It is hierarchical where ``per_host`` ranks of the world share a host, and there are two levels.
+    """
+    limit = WaitLimit()
+    data, control = (
+        Channel(rank.group(f"{name} {which}", members), limit=limit)
+        for which in ("data", "control")
+    )
+    hosts = tuple(f"host{m // per_host}" for m in members)
+    topology = Topology(hosts, members.index(rank.rank))
+    flat, tree = Network(data, control, topology, torch.device("cpu")), topology.by_host()
+    if not 1 < len(tree) < len(members):
+        return flat
+
+    def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+        return rank.group(f"{name} level", [members[each] for each in ranks])
+
+    return in_levels(flat, tree, leader=False, new_group=new_group)

@@ -269,7 +269,7 @@ def tried(caplog: pytest.LogCaptureFixture) -> str:
     variant = inductor.Variant(
         passes, torch.float32, rows=1, received=2, device=CPU, immediate=False
     )
-    assert inductor._fused_passes.__wrapped__(variant) == {}
+    assert inductor._fused_passes(variant) == {}
     assert inductor.compiled_sparse_passes(CPU) is None
     first, second = (record.getMessage() for record in caplog.records)
     assert first.startswith("[lightning_dist] Compiling failed, the kernels stay eager (same")
@@ -317,7 +317,7 @@ def test_passes_that_give_other_bytes_are_not_used(
     variant = inductor.Variant(
         passes, torch.float32, rows=1, received=2, device=CPU, immediate=False
     )
-    assert set(inductor._fused_passes.__wrapped__(variant)) == {"encode"}
+    assert set(inductor._fused_passes(variant)) == {"encode"}
     assert "The fused decode_and_commit pass differs from the eager one: not used" in caplog.text
     monkeypatch.setattr(native.NativeSparsePasses, "keep", lambda *given: None)
     assert inductor.compiled_sparse_passes(CPU) is None

@@ -14,10 +14,12 @@ from fed_model import SHAPES, Model, among
 from feeding import Tensors, digest, feed, held
 from layouts import PAIRS, UNEVEN
 from processes import port, run_together
+from test_lost_ranks import Told
 from torch import Tensor
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import Int8
+from lightning_dist.integrations.torch.ddp import compile_kernels
 from lightning_dist.kernels.inductor import Variant
 from lightning_dist.reducer.executor import Worker
 from lightning_dist.reducer.plan import planner
@@ -168,3 +170,31 @@ def test_kernels_stay_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
     run_threads(body, 3, is_abandoned=True)
     assert {(variant.rows, variant.received) for variant in asked} == {(3, 1), (1, 2)}
+
+
+def test_where_others_wait_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only kernels are used that were compiled ahead, for the ranks that there are usually."""
+    asked: dict[Variant, dict[str, Any]] = {}
+
+    def compiled(variant: Variant) -> dict[str, Any]:
+        return asked.setdefault(variant, {"decode_and_commit": variant.passes.decode_and_commit})
+
+    monkeypatch.setattr(planner, "fused_passes", compiled)
+    monkeypatch.setattr(planner, "known_passes", lambda variant: asked.get(variant, {}))
+
+    def body(rank: Rank) -> None:
+        model = Model(among(rank, [rank.rank], "alone"))
+        model.reducer.leave_failures_to(Told())
+        parameters = [(each.dtype, each.numel()) for each in model.parameters.values()]
+        object.__setattr__(model.reducer.settings, "compile_kernels", True)
+        compile_kernels(model.reducer, parameters, says=False, ahead=rank.network())
+        assert not model.reducer.planner.is_fused
+        for step, members in enumerate(([0, 1, 2], [0, 1], [0, 1, 2])):
+            if rank.rank in members:
+                model.reducer.rebind(among(rank, members, f"step {step}"))
+                assert model.reducer.planner.is_fused == (len(members) == 3)
+                model.step(rank.rank, step)
+        model.reducer.close()
+
+    run_threads(body, 3, is_abandoned=True)
+    assert {(variant.rows, variant.received) for variant in asked} == {(3, 1)}

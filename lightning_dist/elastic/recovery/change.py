@@ -62,6 +62,7 @@ class Pause:
         members: of the last step.
         since: when this rank first knew that it cannot go on with them; None: it can.
         is_redone: the step that was under way is taken again.
+        norm: of what this rank owed when it began; None on a newcomer.
         reasons: of the generations since then.
         norm_lost: as of a :class:`Change`.
         taken_over: lost workers whose residuals others owe now.
@@ -70,6 +71,7 @@ class Pause:
     members: Sequence[str] = ()
     since: float | None = None
     is_redone: bool = False
+    norm: float | None = None
     reasons: list[str] = field(default_factory=list)
     norm_lost: float = 0.0
     taken_over: set[str] = field(default_factory=set)

@@ -103,7 +103,7 @@ class Coordinator:
         self._places = places
         self._names: list[str] = []
         self._ready: dict[str, Report] = {}
-        self._waiting = 0  # newcomers so far; counted here only, so none is seen but not counted
+        self._waiting = 0  # newcomers for whom there was a place; counted here only
         self._had: set[str] = set()  # members of any generation
         self._dead: dict[str, str] = {}
         self._done: dict[str, str] = {}
@@ -189,7 +189,8 @@ class Coordinator:
             key = Keys.report(-1, name)
             if name not in known and self._store.check([key]):
                 self._ready[name] = decode_report(self._store.get(key))
-                self._waiting = self._store.add(Keys.waiting, 1)
+                if len(self.newest.members) < self._settings.max_workers:
+                    self._waiting = self._store.add(Keys.waiting, 1)
 
     def _is_ending(self) -> bool:
         """True once a member has failed, is dead, or pauses."""

@@ -14,7 +14,7 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -27,7 +27,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_dist.elastic.launcher.launch import Launch
-from lightning_dist.private import forget_group_numbers, set_group_timeout
+from lightning_dist.private import all_groups, forget_group_numbers, set_group_timeout
 
 _CONNECT = timedelta(seconds=10)
 """For the members of a generation to connect, and of the first collectives among them."""
@@ -55,11 +55,9 @@ class GenerationGroups:
         self._sockets: list[socket.socket] = []
         self._making: set[tuple[int, int]] | None = None  # sockets that were there before
         self._lock = threading.Lock()
-        self._made: list[dist.ProcessGroup] = []
         self._before: list[object] = []  # groups of the generation before, which may be in use
         # Not at the end of the process: a group that is deleted waits for its peers.
-        for kept in (self._made, self._before):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._before))
         self._deletes = threading.Thread()
         atexit.register(self._end)
 
@@ -74,18 +72,13 @@ class GenerationGroups:
                 the others: members are waited for in it too.
         """
         self.shut()
-        left, self._before[:] = [*self._before], [dist.group.WORLD, *self._made]
-        self._made.clear()
-        self._deletes = threading.Thread(
-            target=_give_back, args=(left,), name="recovery groups", daemon=True
-        )
+        left, self._before[:] = [*self._before], all_groups()
+        self._deletes = threading.Thread(target=left.clear, name="recovery groups", daemon=True)
         self._deletes.start()
         if dist.is_initialized():
             dist.destroy_process_group()
         forget_group_numbers()  # of one that could not be made
-        with self._lock:
-            self._making = _descriptors()
-        try:
+        with self.growing():
             dist.init_process_group(
                 "gloo",
                 store=PrefixStore(f"gen-{number}", connect()),
@@ -93,7 +86,15 @@ class GenerationGroups:
                 world_size=world_size,
                 timeout=_CONNECT,
             )
-            self._made.append(_world())
+            yield
+
+    @contextmanager
+    def growing(self) -> Iterator[None]:
+        """Groups that are made inside are of this generation. Collective."""
+        before = all_groups()
+        with self._lock:
+            self._making = _descriptors()
+        try:
             yield
         except BaseException:
             self.shut()  # others may wait for this process
@@ -102,14 +103,19 @@ class GenerationGroups:
             with self._lock:
                 self._sockets += self._new()
                 self._making = None
-        for group in self._made:
-            set_group_timeout(group, default_pg_timeout)
+        for group in all_groups():
+            if group not in before:
+                set_group_timeout(group, default_pg_timeout)
 
-    def new(self) -> dist.ProcessGroup:
-        """One more group of all members. Collective, inside :meth:`made`."""
-        group = dist.new_group(backend="gloo", timeout=_CONNECT)
-        assert isinstance(group, dist.ProcessGroup)
-        self._made.append(group)
+    def new(self, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
+        """One more group, of all members or of ``ranks`` in their order.
+
+        Collective among all members, inside :meth:`growing`; on those that are not in it what
+        torch returns there.
+        """
+        group: dist.ProcessGroup = dist.new_group(
+            ranks, backend="gloo", timeout=_CONNECT, sort_ranks=False
+        )
         return group
 
     def _new(self) -> list[socket.socket]:
@@ -132,17 +138,6 @@ class GenerationGroups:
             with suppress(OSError):  # the peer was faster
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
-
-
-def _give_back(groups: list[object]) -> None:
-    """Delete groups of before, of which exchanges that were given up are in reference cycles."""
-    groups.clear()
-
-
-def _world() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None
-    return world
 
 
 def _descriptors() -> set[tuple[int, int]]:

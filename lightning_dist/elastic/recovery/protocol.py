@@ -146,7 +146,7 @@ class Keys:
     newest = "newest"
     """The number of the newest generation; written after its record."""
     waiting = "waiting"
-    """The number of newcomers that the coordinator has seen; workers look at it between steps."""
+    """The number of newcomers for whom there was a place; workers look at it between steps."""
 
     @staticmethod
     def generation(number: int) -> str:

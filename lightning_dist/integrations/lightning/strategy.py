@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -120,14 +121,16 @@ class CompressedDDPStrategy(
         super().configure_ddp()
         model: DistributedDataParallel = self.model
         self._logged_step = 0
-        self._reducer = attach(
-            model,
-            self._settings,
-            grad_scale=loss_scale_of(getattr(self.precision_plugin, "scaler", None)),
-            continue_from=self._reducer,
-            groups=self._groups,
-            timeout=self._timeout,
-        )
+        growing = self.generations.groups.growing if self.generations else nullcontext
+        with growing():
+            self._reducer = attach(
+                model,
+                self._settings,
+                grad_scale=loss_scale_of(getattr(self.precision_plugin, "scaler", None)),
+                continue_from=self._reducer,
+                groups=self._groups,
+                timeout=self._timeout,
+            )
 
     @override
     def save_checkpoint(

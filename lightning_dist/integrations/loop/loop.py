@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
-from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from lightning_dist.checkpoint.settings import CheckpointSettings
@@ -121,7 +121,8 @@ class ElasticLoop:
             hang_timeout=hang_timeout,
             saving=checkpoint or CheckpointSettings(snapshot="blocking"),
         )
-        self._loader, self._given, self._device = loader, state, device
+        self._loader, self._given = loader, state
+        self._move = None if device is None else _mover(device)
         self._run = LoopPlacement(
             Session(self._settings),
             accumulate=gradient_accumulation_steps,
@@ -234,7 +235,7 @@ class ElasticLoop:
 
     def _batches_of_members(self) -> Iterator[Any]:
         """Until the end of the epoch, or until the members are others."""
-        run, device = self._run, self._device
+        run = self._run
         run.is_current = True
         plan = run.data.plan()
         run.generators.restore()
@@ -245,7 +246,7 @@ class ElasticLoop:
             self._is_weighted = self._has_stepped = False
             self._index = index
             with run.objects.exchanging(self._this.ends_step):
-                yield batch if device is None else move_data_to_device(batch, device)
+                yield batch if self._move is None else self._move(batch)
             self._require_told()
             run.session.lifecycle.heartbeat()
             if not run.is_current:
@@ -312,3 +313,11 @@ class ElasticLoop:
         finally:
             self._this = None
             self._run.close(error)
+
+
+def _mover(device: Any) -> Callable[[Any], Any]:
+    # Imported where it is needed: Lightning is half of what a process imports that takes the place
+    # of a lost one.
+    from lightning.fabric.utilities import move_data_to_device
+
+    return partial(move_data_to_device, device=device)

@@ -36,6 +36,7 @@ from lightning_dist.log import get_logger
 from lightning_dist.measurement.exposure import ExposureWatch
 from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.private import loss_scale_of, name_before_compile
+from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.slices import as_real
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
@@ -202,14 +203,19 @@ def attach(
 
 
 def compile_kernels(
-    reducer: Reducer, gradients: Sequence[tuple[torch.dtype, int]], *, says: bool
+    reducer: Reducer,
+    gradients: Sequence[tuple[torch.dtype, int]],
+    *,
+    says: bool,
+    ahead: Network | None = None,
 ) -> None:
     """Compile the kernels of ``reducer`` where its settings say so.
 
     Args:
         gradients: dtype and elements of each one.
+        ahead: a network that the reducer may be bound to later; None: its own.
     """
-    settings, network = reducer.settings, reducer.network
+    settings, network = reducer.settings, ahead or reducer.network
     elements = sum(numel for _, numel in gradients)
     if network.world_size == 1 or not should_fuse(
         settings.compile_kernels, numel=elements, device=network.device
@@ -218,8 +224,10 @@ def compile_kernels(
     if says:
         log.warning("Compiling the codec's kernels (about 20 s the first time)")
     dtypes, sizes = {dtype for dtype, _ in gradients}, {numel for _, numel in gradients}
+    planner = reducer.planner if ahead is None else reducer.planner_for(ahead)
     for codec in settings.codec.leaves():
-        reducer.planner.fuse(codec, dtypes, sizes=sizes)
+        planner.fuse(codec, dtypes, sizes=sizes)
+    reducer.planner.compiled.update(planner.compiled)
 
 
 def remember(module: nn.Module, reducer: Reducer) -> None:

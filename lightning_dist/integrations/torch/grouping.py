@@ -21,10 +21,15 @@ def topology_of(
     hosts: Sequence[str],
     claims: Sequence[Mapping[str, Any] | None],
     rank: int,
+    needs_levels: bool = True,
 ) -> tuple[Topology, Hosts | None]:
     """The hosts of all ranks, as declared or as they say themselves, and the groups to reduce in.
 
     None instead of groups: the exchange is flat.
+
+    Args:
+        needs_levels: False: flat too where a hierarchical exchange was asked for and there is one
+            level only, since hosts or ranks are lost.
 
     Raises:
         ValueError: groups that do not cover all ranks once; a hierarchical exchange was asked for
@@ -40,7 +45,8 @@ def topology_of(
     groups = tree or topology.by_host()
     levels = 1 < len(groups) < world_size
     if settings.hierarchical is False or not levels:
-        _require_flat(settings, topology)
+        if needs_levels:
+            _require_flat(settings, topology)
         return topology, None
     return topology, groups
 

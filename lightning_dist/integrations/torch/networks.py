@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from lightning_dist.reducer.network import Network, NewGroup, in_levels
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
 from lightning_dist.topology import Topology, this_host
-from lightning_dist.topology.groups import Hosts, levels_of
+from lightning_dist.topology.groups import Hosts, Ranks, levels_of
 from lightning_dist.topology.launcher import claim
 
 Groups = Sequence[dist.ProcessGroup]
@@ -137,15 +138,23 @@ def _made(
     like: dist.ProcessGroup, tree: Hosts, *, leader: bool, timeout: timedelta | None
 ) -> NewGroup:
     """The groups of ``tree``, all of them made by all ranks of ``like`` in one order."""
-    levels = levels_of(tree, leader=leader)
-    wanted = list(dict.fromkeys(ranks for level in levels for ranks in level.groups))
-    found = {ranks: _new_group(like, ranks, timeout=timeout) for ranks in wanted}
+    found = groups_of(tree, leader=leader, make=partial(_new_group, like, timeout=timeout))
     if like.size() < dist.get_world_size():
         # torch names such a group by how many this process has made before: ranks that have made
         # fewer would never meet the others in the next one.
-        for _ in range(sum(like.rank() in ranks for ranks in wanted), len(levels)):
+        levels = len(levels_of(tree, leader=leader))
+        for _ in range(sum(like.rank() in ranks for ranks in found), levels):
             _new_group(like, [like.rank()], timeout=timeout)
     return lambda ranks: found[tuple(ranks)]
+
+
+def groups_of(
+    hosts: Hosts, *, leader: bool, make: Callable[[Sequence[int]], dist.ProcessGroup]
+) -> dict[Ranks, dist.ProcessGroup]:
+    """The groups of ``hosts`` by their ranks, all of them made by all ranks in one order."""
+    levels = levels_of(hosts, leader=leader)
+    wanted = dict.fromkeys(ranks for level in levels for ranks in level.groups)
+    return {ranks: make(ranks) for ranks in wanted}
 
 
 def _given(levels: Groups, rank: int) -> NewGroup:

@@ -30,8 +30,8 @@ from lightning_dist.elastic.session import Placement, Session
 from lightning_dist.integrations.frameworks import tell_frameworks
 from lightning_dist.integrations.torch.ddp import describe_parameters, reducer_of
 from lightning_dist.integrations.torch.regroup import (
+    compile_ahead,
     from_rank,
-    network_of,
     regroup,
     require_recoverable,
     send_buffers,
@@ -87,14 +87,22 @@ class StepRecovery:
                 "or train in bfloat16 without one"
             )
         self._reducer.leave_failures_to(self)
+        settings = self._reducer.settings
         self._mirror: ResidualMirror | None = None
         if mirror_every is not None:
             if not self._reducer.keeps_state:
                 raise ValueError(
                     "mirror_residuals has nothing to copy: "
-                    f"codec {self._reducer.settings.codec!r} leaves no residuals; leave it out"
+                    f"codec {settings.codec!r} leaves no residuals; leave it out"
+                )
+            if settings.hierarchical not in (False, "auto") or not settings.intra.lossless:
+                raise ValueError(
+                    "mirror_residuals copies what each rank owes of the whole gradient, and with a "
+                    "hierarchical exchange a rank owes for its share only; leave one of the two out"
                 )
             self._mirror = ResidualMirror(self._reducer, every=mirror_every)
+        if settings.compile_kernels is True and self._reducer.network.world_size == 1:
+            compile_ahead(self._reducer, flat=mirror_every is not None)
         self._arrivals = 0
         generations.progress = lambda: self._arrivals + self._reducer.arrivals
         self._taken_over = ""  # the lost worker whose residuals this rank owes since this pause
@@ -240,7 +248,17 @@ class StepRecovery:
                 members, data, control = self.generations.enter(
                     generation, has_state=self._has_state, failure=self._reducer.failure
                 )
-                regroup(self._model, self._reducer, network_of(data, control))
+                if self.pause.norm is None and self._has_state:
+                    self.pause.norm = self._reducer.residual_norm()
+                regroup(
+                    self._model,
+                    self._reducer,
+                    self.generations.groups,
+                    data=data,
+                    control=control,
+                    begins=generation.source is None,
+                    flat=self._mirror is not None,
+                )
                 tell_frameworks(rank=members.rank, world_size=members.world_size)
                 if self._mirror is not None and (taken := self._mirror.regroup(generation.members)):
                     self._taken_over = taken
@@ -282,7 +300,7 @@ class StepRecovery:
     @property
     def owed(self) -> tuple[float | None, str]:
         """Norm of the residuals, None on a newcomer, and the lost worker that some are of."""
-        return (self._reducer.residual_norm() if self._has_state else None, self._taken_over)
+        return self.pause.norm, self._taken_over
 
     def tell_observers(self, reason: str) -> None:
         """Let a profile know that this generation has begun."""

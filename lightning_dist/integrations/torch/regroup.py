@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,12 +11,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dist.elastic.launcher.launch import Launch
+from lightning_dist.elastic.recovery.groups import GenerationGroups
 from lightning_dist.exchange.channel import Channel, WaitLimit
 from lightning_dist.exchange.handshake import all_facts
+from lightning_dist.integrations.torch.ddp import compile_kernels
+from lightning_dist.integrations.torch.grouping import topology_of
+from lightning_dist.integrations.torch.networks import groups_of
 from lightning_dist.private import rebuild_ddp
-from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.network import Network, in_levels
+from lightning_dist.reducer.plan.slices import as_real
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.topology import Topology, this_host
+from lightning_dist.topology import this_host
 
 _CPU = torch.device("cpu")
 
@@ -47,36 +54,85 @@ def require_recoverable(model: DistributedDataParallel, reducer: Reducer | None)
             "recovery='in_process' needs a DistributedDataParallel without static_graph and "
             "find_unused_parameters; leave them out, or use recovery='restart'"
         )
-    if reducer.settings.compile_kernels is True:
+    settings = reducer.settings
+    if settings.ranks_per_host is not None or settings.rank_groups is not None:
         raise ValueError(
-            "compile_kernels=True cannot take effect with recovery='in_process': kernels are "
-            "compiled for a number of ranks, and where it changes that takes longer than a "
-            "restart; leave it at 'auto' (which compiles none here) or False"
+            "ranks_per_host and rank_groups name ranks, whose numbers change when one is lost; "
+            "leave them out with recovery='in_process': ranks of one host name are reduced first, "
+            "and LIGHTNING_DIST_HOSTNAME sets that name"
         )
     return reducer
 
 
-def network_of(data: dist.ProcessGroup, control: dist.ProcessGroup) -> Network:
-    """A flat network of all members of a generation, in groups of its own. Collective."""
-    world = dist.group.WORLD
-    assert world is not None
-    told = all_facts({"host": this_host()}, group=control, device=_CPU)
-    topology = Topology(tuple(fact["host"] for fact in told), world.rank())
-    limit = WaitLimit()
-    flags = Channel(control, name="control", limit=limit)
-    return Network(Channel(data, limit=limit), flags, topology, _CPU)
+def compile_ahead(reducer: Reducer, *, flat: bool) -> None:
+    """Compile the kernels for the ranks that the launcher starts, while nobody waits for this one.
+
+    With other numbers of ranks they are not compiled, and have the same bytes.
+
+    Args:
+        flat: as of :func:`regroup`.
+    """
+    settings, launch = reducer.settings, Launch.from_env()
+    of_node = launch.local_world_size or launch.world_size
+    topology, tree = topology_of(
+        replace(settings, hierarchical=False) if flat else settings,
+        hosts=[str(rank // of_node) for rank in range(launch.world_size)],
+        claims=[None] * launch.world_size,
+        rank=launch.rank,
+        needs_levels=False,
+    )
+    network, group = replace(reducer.network, topology=topology), reducer.network.data.group
+    if tree is not None:
+        leader = settings.hierarchical == "leader"
+        network = in_levels(network, tree, leader=leader, new_group=lambda ranks: group)
+    trained = [as_real(each) for each in reducer.names if each.requires_grad]
+    gradients = [(each.dtype, each.numel()) for each in trained]
+    compile_kernels(reducer, gradients, says=launch.rank == 0, ahead=network)
 
 
-def regroup(model: DistributedDataParallel, reducer: Reducer, network: Network) -> None:
-    """Let ``model`` and ``reducer`` go on in the groups of another generation.
+def regroup(
+    model: DistributedDataParallel,
+    reducer: Reducer,
+    groups: GenerationGroups,
+    *,
+    data: dist.ProcessGroup,
+    control: dist.ProcessGroup,
+    begins: bool,
+    flat: bool = False,
+) -> None:
+    """Let ``model`` and ``reducer`` go on in the groups of another generation. Collective.
 
     DDP's own reducer is made anew on all ranks, as for a new model: newcomers have none whose
     buckets lie as those of the others.
+
+    Args:
+        groups: of the generation; those of hosts are made, where gradients are reduced in them.
+        begins: the training begins, so there must be the hosts that the settings need.
+        flat: leave out hosts.
     """
-    reducer.rebind(network)
-    model.forward_sync_buffers = False  # they are sent between steps, where that may fail
-    world = dist.group.WORLD
+    settings, world = reducer.settings, dist.group.WORLD
     assert world is not None
+    own = {"host": this_host(), "levels": reducer.network.intra is not None}
+    told = all_facts(own, group=control, device=_CPU)
+    topology, tree = topology_of(
+        replace(settings, hierarchical=False) if flat else settings,
+        hosts=[fact["host"] for fact in told],
+        claims=[None] * len(told),
+        rank=world.rank(),
+        needs_levels=begins,
+    )
+    limit = WaitLimit()
+    flags = Channel(control, name="control", limit=limit)
+    network = Network(Channel(data, limit=limit), flags, topology, _CPU)
+    if tree is not None:
+        leader = settings.hierarchical == "leader"
+        with groups.growing():
+            made = groups_of(tree, leader=leader, make=groups.new)
+        network = in_levels(
+            network, tree, leader=leader, new_group=lambda ranks: made[tuple(ranks)]
+        )
+    reducer.rebind(network, averages=any(fact["levels"] for fact in told))
+    model.forward_sync_buffers = False  # they are sent between steps, where that may fail
     rebuild_ddp(model, world)
 
 

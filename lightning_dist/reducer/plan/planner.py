@@ -18,7 +18,7 @@ from lightning_dist.codecs.memory import ErrorFeedback, Memory, NoMemory
 from lightning_dist.codecs.policies import raw_beside
 from lightning_dist.exchange.traffic import ring_allreduce
 from lightning_dist.exchange.wire import PayloadMemory
-from lightning_dist.kernels.inductor import Variant, fused_passes
+from lightning_dist.kernels.inductor import Variant, fused_passes, known_passes
 from lightning_dist.kernels.passes import Factors, Kernels, compute_dtype
 from lightning_dist.kernels.sparse import SparsePasses
 from lightning_dist.kernels.triton import available_on, kernels_of
@@ -72,7 +72,7 @@ class Planner:
         self.sparse_passes: SparsePasses | None = None  # compiled
         self.compiled: dict[Codec, tuple[set[torch.dtype], set[int]]] = {}
         """Dtypes and sizes of the gradients that kernels were compiled for."""
-        self._immediate = immediate
+        self._immediate, self._compiles = immediate, True
         self._to_join: list[JoinedUnit] = []  # of the tensor that is planned
         self.tables = tables and available_on(network.device)
         self._payloads = PayloadMemory(network.device) if immediate else None
@@ -146,6 +146,11 @@ class Planner:
                 shares = {share for part in parts for share in self._intra.lengths(part)}
                 wide = {share_dtype(each, dtype) for dtype in dtypes}
                 self._inter.fuse(each, wide, sizes=shares)
+
+    def compile_no_more(self) -> None:
+        """Use kernels only that this process has compiled before: all have the same bytes."""
+        for level in self._levels:
+            level._compiles = False
 
     @property
     def on_accelerator(self) -> bool:
@@ -265,7 +270,7 @@ class Planner:
             variant = Variant(
                 kernels.passes, dtype, rows, received, self.network.device, self._immediate
             )
-            kernels.use(fused_passes(variant))
+            kernels.use(fused_passes(variant) if self._compiles else known_passes(variant))
 
     def blocks(self, codec: BlockCodec, dtype: torch.dtype) -> BlockPlan:
         """Cut of a block codec for gradients of ``dtype`` of a flat exchange."""
