@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dist.exchange.channel import Watch
 from lightning_dist.integrations.torch.fsdp.attach import ShardedExchange, exchange_of
 from lightning_dist.integrations.torch.fsdp.shards import (
     CompressedShards,
@@ -125,7 +126,7 @@ class _Recorded:
         return work
 
 
-class _Quantised:
+class _Quantised(Watch):
     """A quantised collective, recorded while ``model`` trains: its codec, and the exchange.
 
     Gradients of a parameter group are a bucket.
