@@ -2,9 +2,10 @@
 
     recovering_trainers.py FOLDER SETTINGS
 
-SETTINGS is JSON, as of `recovering_loops`: ``codec``, ``faults``, ``lost``, ``joins``; and
-``accumulate``, ``clip``, ``validates``, ``syncs``, ``logs``, ``once`` (faults of the first start
-of all). Every rank writes what it computes and what it has
+SETTINGS is JSON, as of `recovering_loops`: ``codec``, ``faults``, ``lost``, ``joins``, ``mirror``;
+and ``accumulate``, ``clip``, ``validates`` (limit_val_batches), ``interval`` (val_check_interval),
+``syncs``, ``logs``, ``meets`` (a callback waits), ``best`` (an AsyncCheckpoint and a CommProfiler),
+``once`` (faults of the first start of all). Every rank writes what it computes and what it has
 committed to ``FOLDER/<worker>.jsonl``.
 """
 
@@ -20,12 +21,23 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torchmetrics
 from lightning.pytorch.loggers import CSVLogger
-from recovering_loops import BATCH, EPOCHS, LIMIT, Faults, Net, Samples, digest, watch_votes
+from recovering_loops import (
+    BATCH,
+    EPOCHS,
+    LIMIT,
+    Faults,
+    Net,
+    Samples,
+    digest,
+    profiled,
+    watch_votes,
+)
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_dist import CompressedDDPStrategy, ElasticRestart
+from lightning_dist import AsyncCheckpoint, CompressedDDPStrategy, ElasticRestart
 
 
 class Once(Faults):
@@ -54,6 +66,8 @@ class Module(pl.LightningModule):
         watch_votes(folder, self.faults, told.get("lost", []))
         self.log_file = (folder / f"{self.own}.jsonl").open("a", buffering=1)
         self.ids: list[int] = []
+        self.validated: list[int] = []
+        self.mean = torchmetrics.MeanMetric()
         self.key: tuple[int, int] = (-1, -1)
         self.net.layers[1].weight.register_hook(lambda _: self.faults.strike("between buckets"))
 
@@ -85,7 +99,7 @@ class Module(pl.LightningModule):
         if elastic.micro_batch.weight:
             self.ids += numbers.tolist()
         loss = (self.net(x) - x.flip(1)).square().mean()
-        self.log("loss", loss, on_epoch=True)
+        self.log("loss", loss, on_epoch=True, sync_dist=self.told.get("syncs", False))
         return loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -114,16 +128,53 @@ class Module(pl.LightningModule):
         self.note(logged=int(logged.cumulated_batch_size), epoch=self.trainer.current_epoch)
         self.faults.strike("end of epoch")
 
+    def on_validation_start(self) -> None:
+        self.validated = []
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.faults.strike("validation")
-        _, x = batch
+        self.faults.strike("validation" if batch_idx == 0 else "later in the validation")
+        numbers, x = batch
         loss = (self.net(x) - x.flip(1)).square().mean()
+        self.validated += numbers.tolist()
+        self.mean.update(loss, weight=len(x))
         self.log("val_loss", loss, sync_dist=self.told.get("syncs", False))
+        if self.told.get("syncs", False):
+            self.log("val_mean", self.mean)
+
+    def on_validation_epoch_end(self) -> None:
+        if self.told.get("syncs", False):
+            self.trainer.strategy.barrier()
+            self.faults.strike("after the validation")
+
+    def on_validation_end(self) -> None:
+        self.faults.strike("end of validation")
+        ranks = self.trainer.strategy.reduce(torch.ones(()), reduce_op="sum")
+        if self.trainer.sanity_checking:
+            return
+        found = self.trainer.callback_metrics
+        means = [float(found[name]) for name in ("val_loss", "val_mean") if name in found]
+        self.note(
+            validated=self.trainer.global_step,
+            ids=self.validated,
+            generation=self.generations.now.number,
+            means=means,
+            ranks=float(ranks),
+        )
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=20)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Meets(pl.Callback):
+    """Waits for all ranks after every batch."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        assert isinstance(module, Module)
+        module.faults.strike("end of batch")
+        found = trainer.strategy.broadcast(trainer.global_step)
+        assert found == trainer.global_step
 
 
 def train(folder: Path, told: dict[str, Any]) -> None:
@@ -132,6 +183,11 @@ def train(folder: Path, told: dict[str, Any]) -> None:
     faulthandler.dump_traceback_later(told.get("limit", 100), exit=True, file=trace)
     module = Module(folder, told)
     accumulate = told.get("accumulate", 1)
+    best = AsyncCheckpoint(
+        folder / "best", filename="{step}", monitor="val_loss", mode="max", save_top_k=2
+    )
+    others = [best, profiled(None, folder / "profile")] if "best" in told else []
+    others += [Meets()] if "meets" in told else []
     trainer = pl.Trainer(
         accelerator="cpu",
         strategy=CompressedDDPStrategy(
@@ -139,13 +195,15 @@ def train(folder: Path, told: dict[str, Any]) -> None:
             min_compress_numel=0,
             compile_kernels=False,
             recovery="in_process",
+            mirror_residuals=told.get("mirror", False),
             bucket_cap_mb=0.0001,
         ),
-        callbacks=[ElasticRestart(folder / "ckpt", every_n_train_steps=4, seed=5)],
+        callbacks=[ElasticRestart(folder / "ckpt", every_n_train_steps=4, seed=5), *others],
         max_epochs=told.get("epochs", EPOCHS),
         accumulate_grad_batches=accumulate,
         gradient_clip_val=told.get("clip"),
-        limit_val_batches=2 if told.get("validates") else 0,
+        limit_val_batches=told.get("validates", 0),
+        val_check_interval=told.get("interval"),
         num_sanity_val_steps=1 if told.get("validates") else 0,
         log_every_n_steps=1,
         logger=CSVLogger(folder) if told.get("logs") else False,
@@ -154,7 +212,8 @@ def train(folder: Path, told: dict[str, Any]) -> None:
     )
     loader = DataLoader(Samples(), batch_size=BATCH // accumulate, shuffle=True)
     trainer.fit(module, loader, DataLoader(Samples(), batch_size=BATCH))
-    module.note(end=trainer.global_step, hash=digest(module.net))
+    kept = {Path(path).name: float(score) for path, score in best.best_k_models.items()}
+    module.note(end=trainer.global_step, hash=digest(module.net), kept=kept)
     faulthandler.cancel_dump_traceback_later()
     torch.save(module.net.state_dict(), folder / f"weights-{own}.pt")
 
