@@ -5,8 +5,8 @@
 SETTINGS is JSON, as of `recovering_loops`: ``codec``, ``faults``, ``lost``, ``joins``, ``mirror``;
 and ``accumulate``, ``clip``, ``validates`` (limit_val_batches), ``interval`` (val_check_interval),
 ``syncs``, ``logs``, ``meets`` (a callback waits), ``best`` (an AsyncCheckpoint and a CommProfiler),
-``once`` (faults of the first start of all). Every rank writes what it computes and what it has
-committed to ``FOLDER/<worker>.jsonl``.
+``misses`` (as of `miss_end`), ``once`` (faults of the first start of all). Every rank writes what
+it computes and what it has committed to ``FOLDER/<worker>.jsonl``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch.loggers import CSVLogger
 from recovering_loops import (
@@ -30,6 +32,7 @@ from recovering_loops import (
     Faults,
     Net,
     Samples,
+    await_file,
     digest,
     profiled,
     watch_votes,
@@ -38,6 +41,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_dist import AsyncCheckpoint, CompressedDDPStrategy, ElasticRestart
+from lightning_dist.integrations.lightning.elastic.sections import Sections
 
 
 class Once(Faults):
@@ -138,11 +142,11 @@ class Module(pl.LightningModule):
         self.validated += numbers.tolist()
         self.mean.update(loss, weight=len(x))
         self.log("val_loss", loss, sync_dist=self.told.get("syncs", False))
-        if self.told.get("syncs", False):
-            self.log("val_mean", self.mean)
 
     def on_validation_epoch_end(self) -> None:
         if self.told.get("syncs", False):
+            self.log("val_mean", self.mean.compute())  # which waits for others too
+            self.mean.reset()
             self.trainer.strategy.barrier()
             self.faults.strike("after the validation")
 
@@ -167,6 +171,28 @@ class Module(pl.LightningModule):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
+def miss_end(folder: Path, module: Module, worker: str, step: int, hears: str) -> None:
+    """Let ``worker`` not hear that a validation has ended, in step ``step``; ``hears`` does."""
+    usual, barrier, heard = Sections.commit, dist.barrier, folder / "heard-the-end"
+
+    def commit(sections: Sections) -> None:
+        is_it = module.trainer.validating and module.faults.step == step
+        if is_it and module.own == worker and module.generations.now.number == 0:
+            with patch.object(dist, "barrier", missed):
+                usual(sections)
+        else:
+            usual(sections)
+            if is_it and module.own == hears:
+                heard.touch()
+
+    def missed() -> None:
+        barrier()
+        await_file(heard)
+        raise RuntimeError("[test] Connection closed by peer")
+
+    Sections.commit = commit  # type: ignore[method-assign]
+
+
 class Meets(pl.Callback):
     """Waits for all ranks after every batch."""
 
@@ -182,6 +208,8 @@ def train(folder: Path, told: dict[str, Any]) -> None:
     trace = (folder / f"{own}.trace").open("w")  # where it hangs, should it hang
     faulthandler.dump_traceback_later(told.get("limit", 100), exit=True, file=trace)
     module = Module(folder, told)
+    if "misses" in told:
+        miss_end(folder, module, *told["misses"])
     accumulate = told.get("accumulate", 1)
     best = AsyncCheckpoint(
         folder / "best", filename="{step}", monitor="val_loss", mode="max", save_top_k=2

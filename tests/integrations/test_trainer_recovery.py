@@ -199,6 +199,28 @@ def test_a_rank_is_lost_in_a_collective_of_lightning(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("interval", "step"), [(None, 4), (2, 3)])
+def test_a_rank_that_misses_the_end_of_a_validation_takes_it_from_the_others(
+    interval: int | None,
+    step: int,
+    expected: dict[str, torch.Tensor],
+    tmp_path: Path,
+    quick_python: list[str],
+) -> None:
+    """They are beyond it, between two epochs or in the next step; nobody is lost."""
+    told = {"validates": 1.0, "syncs": True, "interval": interval}
+    job = TrainerJob(tmp_path, quick_python, misses=["0.1.0", step, "0.2.0"], **told)
+    job.require_exact()
+    require_logged(job)
+    require_weights(job, expected)
+    assert max(line["generation"] for line in job.of("committed")) >= 1
+    for lines in job.lines.values():
+        validated = [line["validated"] for line in lines if "validated" in line]
+        assert validated == sorted({*validated})
+    assert "the validation is run again" not in job.output
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["later in the validation", "end of batch"])
 def test_a_rank_is_lost_between_two_steps_of_an_epoch(
     place: str, expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
