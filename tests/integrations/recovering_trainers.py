@@ -4,9 +4,10 @@
 
 SETTINGS is JSON, as of `recovering_loops`: ``codec``, ``faults``, ``lost``, ``joins``, ``mirror``;
 and ``accumulate``, ``clip``, ``validates`` (limit_val_batches), ``interval`` (val_check_interval),
-``syncs``, ``logs``, ``meets`` (a callback waits), ``best`` (an AsyncCheckpoint and a CommProfiler),
-``misses`` (as of `miss_end`), ``once`` (faults of the first start of all). Every rank writes what
-it computes and what it has committed to ``FOLDER/<worker>.jsonl``.
+``syncs``, ``logs``, ``metric`` (of training steps), ``meets`` (a callback waits), ``best`` (an
+AsyncCheckpoint and a CommProfiler), ``misses`` (as of `miss_end`), ``once`` (faults of the first
+start of all). Every rank writes what it computes and what it has committed to
+``FOLDER/<worker>.jsonl``.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Module(pl.LightningModule):
         self.log_file = (folder / f"{self.own}.jsonl").open("a", buffering=1)
         self.ids: list[int] = []
         self.validated: list[int] = []
-        self.mean = torchmetrics.MeanMetric()
+        self.mean, self.trained = torchmetrics.MeanMetric(), torchmetrics.MeanMetric()
         self.key: tuple[int, int] = (-1, -1)
         self.net.layers[1].weight.register_hook(lambda _: self.faults.strike("between buckets"))
 
@@ -104,6 +105,9 @@ class Module(pl.LightningModule):
             self.ids += numbers.tolist()
         loss = (self.net(x) - x.flip(1)).square().mean()
         self.log("loss", loss, on_epoch=True, sync_dist=self.told.get("syncs", False))
+        if "metric" in self.told:
+            self.trained.update(loss)
+            self.log("trained", self.trained, on_step=False, on_epoch=True)
         return loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -126,10 +130,16 @@ class Module(pl.LightningModule):
                 lr=self.lr_schedulers().get_last_lr()[0],
                 passes=float(self.net.passes),
             )
+            self.faults.strike("end of step")
 
     def on_train_epoch_end(self) -> None:
         logged = self.trainer.fit_loop.epoch_loop._results["training_step.loss"]
-        self.note(logged=int(logged.cumulated_batch_size), epoch=self.trainer.current_epoch)
+        trained = float(self.trained.compute()) if "metric" in self.told else 0.0
+        self.note(
+            logged=int(logged.cumulated_batch_size),
+            epoch=self.trainer.current_epoch,
+            trained=trained,
+        )
         self.faults.strike("end of epoch")
 
     def on_validation_start(self) -> None:

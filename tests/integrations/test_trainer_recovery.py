@@ -118,6 +118,21 @@ def test_a_rank_is_lost_at_the_end_of_an_epoch(
 
 
 @pytest.mark.slow
+def test_a_metric_of_an_epoch_is_computed_without_the_rank_that_is_lost_after_its_last_step(
+    expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
+) -> None:
+    faults = [["0.1.0", "end of step", 4]]
+    job = TrainerJob(tmp_path, quick_python, faults=faults, joins=12, metric=True)
+    job.require_exact()
+    require_logged(job)
+    require_weights(job, expected)
+    assert "exit code 75" not in job.output
+    trained = [line["trained"] for line in job.of("logged") if line["epoch"] == 0]
+    assert len(trained) == 2
+    assert len({*trained}) == 1
+
+
+@pytest.mark.slow
 def test_two_ranks_at_once(
     expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
 ) -> None:

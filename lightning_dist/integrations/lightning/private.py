@@ -65,12 +65,12 @@ NAMES: Table = {
     ),
     f"{_PYTORCH}.loops.fetchers:_DataFetcher": "fetched",
     f"{_CONNECTORS}.logger_connector.result:_ResultMetric": (
-        "cumulated_batch_size is_tensor value"
+        "cumulated_batch_size is_tensor meta value"
     ),
     f"{_PYTORCH}.loops.optimization.automatic:_AutomaticOptimization": "_make_closure",
     f"{_PYTORCH}.loops.optimization.automatic:Closure": "_step_fn _zero_grad_fn",
     f"{_PYTORCH}.trainer.connectors.logger_connector.logger_connector:_LoggerConnector": (
-        "on_batch_start reset_results"
+        "epoch_end_reached on_batch_start reset_results"
     ),
     f"{_PYTORCH}.loggers:CSVLogger": "_experiment _version",
     f"{_PYTORCH}.loggers:TensorBoardLogger": "_version",
@@ -302,6 +302,26 @@ def guard_validation(
         end(*args, **kwargs)
 
     loop.run, loop._on_evaluation_end = lambda: validate(usual), commit_and_end
+
+
+# Metrics of torchmetrics exchange when they are first computed, wherever that is.
+def compute_at_epoch_end(trainer: pl.Trainer, meet: Callable[[Callable[[], None]], None]) -> None:
+    """Let ``meet`` compute the metrics of an epoch's steps before the hooks at its end."""
+    connector: Any = trainer._logger_connector
+    usual = connector.epoch_end_reached
+
+    def compute() -> None:
+        results: Any = trainer.fit_loop.epoch_loop._results
+        for each in results.values():
+            if not each.is_tensor and each.meta.on_epoch:
+                each.value.compute()  # and keep what comes of it
+
+    def reached() -> None:
+        usual()
+        if trainer.training:
+            meet(compute)
+
+    connector.epoch_end_reached = reached
 
 
 def hold_validation(trainer: pl.Trainer) -> Callable[[], None]:

@@ -57,6 +57,7 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
         )
         self.sections = Sections(self, recovery)
         private.guard_validation(trainer, self._validate, self.sections.commit)
+        private.compute_at_epoch_end(trainer, strategy.meet)
         self._session.lifecycle.waits_for_another = strategy.generations.waits_for_another
         if strategy.joins:
             self._join(recovery)
