@@ -182,11 +182,11 @@ class Module(pl.LightningModule):
 
 
 def miss_end(folder: Path, module: Module, worker: str, step: int, hears: str) -> None:
-    """Let ``worker`` not hear that a validation has ended, in step ``step``; ``hears`` does."""
+    """Let ``worker`` not hear that the first section after a step has ended; ``hears`` does."""
     usual, barrier, heard = Sections.commit, dist.barrier, folder / "heard-the-end"
 
     def commit(sections: Sections) -> None:
-        is_it = module.trainer.validating and module.faults.step == step
+        is_it = module.faults.step == step and not heard.exists()
         if is_it and module.own == worker and module.generations.now.number == 0:
             with patch.object(dist, "barrier", missed):
                 usual(sections)

@@ -214,16 +214,23 @@ def test_a_rank_is_lost_in_a_collective_of_lightning(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("interval", "step"), [(None, 4), (2, 3)])
-def test_a_rank_that_misses_the_end_of_a_validation_takes_it_from_the_others(
-    interval: int | None,
+@pytest.mark.parametrize(
+    ("told", "step"),
+    [
+        ({"validates": 1.0, "syncs": True}, 4),
+        ({"validates": 1.0, "syncs": True, "interval": 2}, 3),
+        ({"meets": True}, 3),
+    ],
+    ids=["end of epoch", "validation in an epoch", "callback"],
+)
+def test_a_rank_that_misses_the_end_of_a_section_takes_it_from_the_others(
+    told: dict[str, Any],
     step: int,
     expected: dict[str, torch.Tensor],
     tmp_path: Path,
     quick_python: list[str],
 ) -> None:
     """They are beyond it, between two epochs or in the next step; nobody is lost."""
-    told = {"validates": 1.0, "syncs": True, "interval": interval}
     job = TrainerJob(tmp_path, quick_python, misses=["0.1.0", step, "0.2.0"], **told)
     job.require_exact()
     require_logged(job)
