@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.codecs import Codec
-from lightning_dist.elastic.settings import RecoveryMode, require_recovery
+from lightning_dist.elastic.settings import RecoveryMode, require_mirror, require_recovery
 from lightning_dist.integrations.refusals import (
     refuse_codec_options,
     refuse_ddp_arguments,
@@ -39,6 +39,7 @@ class CompressionArguments:
         commit: Literal["auto", "immediate", "deferred"] = "auto",
         delay: int = 0,
         recovery: RecoveryMode = "restart",
+        mirror_residuals: bool | int = False,
         **kwargs: Any,
     ) -> None:
         """Check the arguments; nothing here may depend on rank or device.
@@ -76,6 +77,8 @@ class CompressionArguments:
                 step again without it, in their processes, and the one that the launcher starts in
                 its place joins them between two steps; ``commit`` is ``"deferred"`` and the
                 exchange flat. On CPUs. ``"restart"``: all ranks are started again.
+            mirror_residuals: with ``recovery="in_process"``, keep a copy of the residuals of each
+                rank on the next one; as of :class:`~lightning_dist.ElasticLoop`.
             **kwargs: everything ``DDPStrategy`` takes, and so ``DistributedDataParallel``'s
                 arguments.
 
@@ -88,6 +91,7 @@ class CompressionArguments:
         refuse_pytorch_lightning(**kwargs)
         require_recovery(recovery)
         self.recovery: RecoveryMode = recovery
+        self.mirror_every = require_mirror(mirror_residuals, recovery=recovery)
         if recovery == "in_process":
             if not self._can_recover:
                 raise ValueError(

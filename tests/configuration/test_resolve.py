@@ -202,7 +202,7 @@ def test_what_differs_from_the_defaults_is_told_with_its_source(home: dict[str, 
     [
         (lightning_dist.compress_ddp, {"model", "grad_scaler", "groups"}),
         (Settings.check, set()),
-        (CompressionArguments.__init__, {"self", "recovery", "kwargs"}),
+        (CompressionArguments.__init__, {"self", "recovery", "mirror_residuals", "kwargs"}),
     ],
     ids=["compress_ddp", "Settings", "the strategies"],
 )

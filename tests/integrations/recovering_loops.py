@@ -206,7 +206,7 @@ def of_accelerate(module: nn.Module, optimizer: Any, codec: str) -> Made:
 FRAMEWORKS = {"ddp": plain, "fabric": of_fabric, "accelerate": of_accelerate}
 
 
-def profiled(model: nn.Module, folder: Path) -> CommProfiler:
+def profiled(model: nn.Module | None, folder: Path) -> CommProfiler:
     return CommProfiler(model, dirpath=folder, max_overhead=1.0, predict=False, trace=False)
 
 

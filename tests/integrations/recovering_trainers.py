@@ -2,10 +2,12 @@
 
     recovering_trainers.py FOLDER SETTINGS
 
-SETTINGS is JSON, as of `recovering_loops`: ``codec``, ``faults``, ``lost``, ``joins``; and
-``accumulate``, ``clip``, ``validates``, ``syncs``, ``logs``, ``once`` (faults of the first start
-of all). Every rank writes what it computes and what it has
-committed to ``FOLDER/<worker>.jsonl``.
+SETTINGS is JSON, as of `recovering_loops`: ``codec``, ``faults``, ``lost``, ``joins``, ``mirror``;
+and ``accumulate``, ``clip``, ``validates`` (limit_val_batches), ``interval`` (val_check_interval),
+``syncs``, ``logs``, ``metric`` (of training steps), ``meets`` (a callback waits), ``best`` (an
+AsyncCheckpoint and a CommProfiler), ``misses`` (as of `miss_end`), ``once`` (faults of the first
+start of all). Every rank writes what it computes and what it has committed to
+``FOLDER/<worker>.jsonl``.
 """
 
 from __future__ import annotations
@@ -17,15 +19,30 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
+import torchmetrics
 from lightning.pytorch.loggers import CSVLogger
-from recovering_loops import BATCH, EPOCHS, LIMIT, Faults, Net, Samples, digest, watch_votes
+from recovering_loops import (
+    BATCH,
+    EPOCHS,
+    LIMIT,
+    Faults,
+    Net,
+    Samples,
+    await_file,
+    digest,
+    profiled,
+    watch_votes,
+)
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_dist import CompressedDDPStrategy, ElasticRestart
+from lightning_dist import AsyncCheckpoint, CompressedDDPStrategy, ElasticRestart
+from lightning_dist.integrations.lightning.elastic.sections import Sections
 
 
 class Once(Faults):
@@ -54,6 +71,8 @@ class Module(pl.LightningModule):
         watch_votes(folder, self.faults, told.get("lost", []))
         self.log_file = (folder / f"{self.own}.jsonl").open("a", buffering=1)
         self.ids: list[int] = []
+        self.validated: list[int] = []
+        self.mean, self.trained = torchmetrics.MeanMetric(), torchmetrics.MeanMetric()
         self.key: tuple[int, int] = (-1, -1)
         self.net.layers[1].weight.register_hook(lambda _: self.faults.strike("between buckets"))
 
@@ -85,7 +104,10 @@ class Module(pl.LightningModule):
         if elastic.micro_batch.weight:
             self.ids += numbers.tolist()
         loss = (self.net(x) - x.flip(1)).square().mean()
-        self.log("loss", loss, on_epoch=True)
+        self.log("loss", loss, on_epoch=True, sync_dist=self.told.get("syncs", False))
+        if "metric" in self.told:
+            self.trained.update(loss)
+            self.log("trained", self.trained, on_step=False, on_epoch=True)
         return loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -108,17 +130,50 @@ class Module(pl.LightningModule):
                 lr=self.lr_schedulers().get_last_lr()[0],
                 passes=float(self.net.passes),
             )
+            self.faults.strike("end of step")
 
     def on_train_epoch_end(self) -> None:
         logged = self.trainer.fit_loop.epoch_loop._results["training_step.loss"]
-        self.note(logged=int(logged.cumulated_batch_size), epoch=self.trainer.current_epoch)
+        trained = float(self.trained.compute()) if "metric" in self.told else 0.0
+        self.note(
+            logged=int(logged.cumulated_batch_size),
+            epoch=self.trainer.current_epoch,
+            trained=trained,
+        )
         self.faults.strike("end of epoch")
 
+    def on_validation_start(self) -> None:
+        self.validated = []
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.faults.strike("validation")
-        _, x = batch
+        self.faults.strike("validation" if batch_idx == 0 else "later in the validation")
+        numbers, x = batch
         loss = (self.net(x) - x.flip(1)).square().mean()
+        self.validated += numbers.tolist()
+        self.mean.update(loss, weight=len(x))
         self.log("val_loss", loss, sync_dist=self.told.get("syncs", False))
+
+    def on_validation_epoch_end(self) -> None:
+        if self.told.get("syncs", False):
+            self.log("val_mean", self.mean.compute())  # which waits for others too
+            self.mean.reset()
+            self.trainer.strategy.barrier()
+            self.faults.strike("after the validation")
+
+    def on_validation_end(self) -> None:
+        self.faults.strike("end of validation")
+        ranks = self.trainer.strategy.reduce(torch.ones(()), reduce_op="sum")
+        if self.trainer.sanity_checking:
+            return
+        found = self.trainer.callback_metrics
+        means = [float(found[name]) for name in ("val_loss", "val_mean") if name in found]
+        self.note(
+            validated=self.trainer.global_step,
+            ids=self.validated,
+            generation=self.generations.now.number,
+            means=means,
+            ranks=float(ranks),
+        )
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
@@ -126,12 +181,51 @@ class Module(pl.LightningModule):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
+def miss_end(folder: Path, module: Module, worker: str, step: int, hears: str) -> None:
+    """Let ``worker`` not hear that the first section after a step has ended; ``hears`` does."""
+    usual, barrier, heard = Sections.commit, dist.barrier, folder / "heard-the-end"
+
+    def commit(sections: Sections) -> None:
+        is_it = module.faults.step == step and not heard.exists()
+        if is_it and module.own == worker and module.generations.now.number == 0:
+            with patch.object(dist, "barrier", missed):
+                usual(sections)
+        else:
+            usual(sections)
+            if is_it and module.own == hears:
+                heard.touch()
+
+    def missed() -> None:
+        barrier()
+        await_file(heard)
+        raise RuntimeError("[test] Connection closed by peer")
+
+    Sections.commit = commit  # type: ignore[method-assign]
+
+
+class Meets(pl.Callback):
+    """Waits for all ranks after every batch."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        assert isinstance(module, Module)
+        module.faults.strike("end of batch")
+        found = trainer.strategy.broadcast(trainer.global_step)
+        assert found == trainer.global_step
+
+
 def train(folder: Path, told: dict[str, Any]) -> None:
     own = os.environ["LIGHTNING_DIST_WORKER"]
     trace = (folder / f"{own}.trace").open("w")  # where it hangs, should it hang
     faulthandler.dump_traceback_later(told.get("limit", 100), exit=True, file=trace)
     module = Module(folder, told)
+    if "misses" in told:
+        miss_end(folder, module, *told["misses"])
     accumulate = told.get("accumulate", 1)
+    best = AsyncCheckpoint(
+        folder / "best", filename="{step}", monitor="val_loss", mode="max", save_top_k=2
+    )
+    others = [best, profiled(None, folder / "profile")] if "best" in told else []
+    others += [Meets()] if "meets" in told else []
     trainer = pl.Trainer(
         accelerator="cpu",
         strategy=CompressedDDPStrategy(
@@ -139,13 +233,15 @@ def train(folder: Path, told: dict[str, Any]) -> None:
             min_compress_numel=0,
             compile_kernels=False,
             recovery="in_process",
+            mirror_residuals=told.get("mirror", False),
             bucket_cap_mb=0.0001,
         ),
-        callbacks=[ElasticRestart(folder / "ckpt", every_n_train_steps=4, seed=5)],
+        callbacks=[ElasticRestart(folder / "ckpt", every_n_train_steps=4, seed=5), *others],
         max_epochs=told.get("epochs", EPOCHS),
         accumulate_grad_batches=accumulate,
         gradient_clip_val=told.get("clip"),
-        limit_val_batches=2 if told.get("validates") else 0,
+        limit_val_batches=told.get("validates", 0),
+        val_check_interval=told.get("interval"),
         num_sanity_val_steps=1 if told.get("validates") else 0,
         log_every_n_steps=1,
         logger=CSVLogger(folder) if told.get("logs") else False,
@@ -154,7 +250,8 @@ def train(folder: Path, told: dict[str, Any]) -> None:
     )
     loader = DataLoader(Samples(), batch_size=BATCH // accumulate, shuffle=True)
     trainer.fit(module, loader, DataLoader(Samples(), batch_size=BATCH))
-    module.note(end=trainer.global_step, hash=digest(module.net))
+    kept = {Path(path).name: float(score) for path, score in best.best_k_models.items()}
+    module.note(end=trainer.global_step, hash=digest(module.net), kept=kept)
     faulthandler.cancel_dump_traceback_later()
     torch.save(module.net.state_dict(), folder / f"weights-{own}.pt")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 
 import lightning_dist
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
+from lightning_dist.profiling.run import read_run
 
 QUICK = ("0.0.0", "between buckets")
 
@@ -104,7 +106,7 @@ def test_a_rank_is_lost_at_the_end_of_an_epoch(
 ) -> None:
     """Its last step is taken again, or the first one of the next; validations go on."""
     faults = [["0.0.0", place, 4]]
-    told = {"faults": faults, "joins": 12, "validates": True, "logs": True}
+    told = {"faults": faults, "joins": 12, "validates": 2, "logs": True}
     job = TrainerJob(tmp_path, quick_python, **told)
     job.require_exact()
     require_logged(job)
@@ -113,6 +115,21 @@ def test_a_rank_is_lost_at_the_end_of_an_epoch(
     rows = list(csv.DictReader(written.splitlines()))
     assert {int(row["step"]) for row in rows if row["loss_step"]} >= set(range(5, 15))
     assert "2.0" in {row["elastic/world_size"] for row in rows}
+
+
+@pytest.mark.slow
+def test_a_metric_of_an_epoch_is_computed_without_the_rank_that_is_lost_after_its_last_step(
+    expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
+) -> None:
+    faults = [["0.1.0", "end of step", 4]]
+    job = TrainerJob(tmp_path, quick_python, faults=faults, joins=12, metric=True)
+    job.require_exact()
+    require_logged(job)
+    require_weights(job, expected)
+    assert "exit code 75" not in job.output
+    trained = [line["trained"] for line in job.of("logged") if line["epoch"] == 0]
+    assert len(trained) == 2
+    assert len({*trained}) == 1
 
 
 @pytest.mark.slow
@@ -144,17 +161,140 @@ def test_compressed_ranks_stay_equal_and_whoever_misses_the_answer_commits(
     assert {line["generation"] for line in taken} == {0}
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> TrainerJob:
+    """All samples are validated after each epoch, on three ranks without a fault."""
+    folder = tmp_path_factory.mktemp("whole")
+    return TrainerJob(folder, quick_python, validates=1.0, syncs=True)
+
+
+def require_validated(job: Job, whole: Job, *, ids: bool) -> None:
+    """Metrics are those without a fault on all ranks, and of each sample once."""
+    means = {line["validated"]: line["means"] for line in whole.of("validated")}
+    for step, expected in means.items():
+        told = [line for line in job.of("validated") if line["validated"] == step]
+        assert len(told) >= 2
+        for line in told:
+            assert line["means"] == pytest.approx(expected, rel=1e-5)
+        if ids:
+            assert sorted(n for line in told for n in line["ids"]) == list(range(SIZE))
+            assert {line["ranks"] for line in told} == {len(told)}
+
+
 @pytest.mark.slow
-def test_a_rank_that_is_lost_in_a_collective_of_lightning_restarts_all(
-    expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
+@pytest.mark.parametrize(
+    ("victim", "place", "says"),
+    [
+        ("0.1.0", "validation", True),
+        ("0.0.0", "later in the validation", True),
+        ("0.2.0", "after the validation", True),
+        ("0.0.0", "end of validation", False),
+        ("0.1.0", "end of epoch", False),
+    ],
+)
+def test_a_rank_is_lost_in_a_collective_of_lightning(
+    victim: str,
+    place: str,
+    says: bool,
+    expected: dict[str, torch.Tensor],
+    whole: TrainerJob,
+    tmp_path: Path,
+    quick_python: list[str],
 ) -> None:
-    """From the last checkpoint, and the reason is said."""
-    once = [["0.1.0", "validation", 4]]
-    job = TrainerJob(tmp_path, quick_python, once=once, validates=True, syncs=True)
-    assert "lost outside of a training step" in job.output
-    assert "exit code 75" in job.output
+    """The others validate all samples again, or go on where all have done so."""
+    told = {"faults": [[victim, place, 4]], "joins": 12, "validates": 1.0, "syncs": True}
+    job = TrainerJob(tmp_path, quick_python, **told)
+    job.require_exact()
+    require_logged(job)
     require_weights(job, expected)
-    assert len(job.of("end")) == 3
+    require_validated(job, whole, ids=place != "end of validation")
+    assert f"worker {victim} is gone" in job.output
+    assert ("the validation is run again" in job.output) == says
+    assert "exit code 75" not in job.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("told", "step"),
+    [
+        ({"validates": 1.0, "syncs": True}, 4),
+        ({"validates": 1.0, "syncs": True, "interval": 2}, 3),
+        ({"meets": True}, 3),
+    ],
+    ids=["end of epoch", "validation in an epoch", "callback"],
+)
+def test_a_rank_that_misses_the_end_of_a_section_takes_it_from_the_others(
+    told: dict[str, Any],
+    step: int,
+    expected: dict[str, torch.Tensor],
+    tmp_path: Path,
+    quick_python: list[str],
+) -> None:
+    """They are beyond it, between two epochs or in the next step; nobody is lost."""
+    job = TrainerJob(tmp_path, quick_python, misses=["0.1.0", step, "0.2.0"], **told)
+    job.require_exact()
+    require_logged(job)
+    require_weights(job, expected)
+    assert max(line["generation"] for line in job.of("committed")) >= 1
+    for lines in job.lines.values():
+        validated = [line["validated"] for line in lines if "validated" in line]
+        assert validated == sorted({*validated})
+    assert "the validation is run again" not in job.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["later in the validation", "end of batch"])
+def test_a_rank_is_lost_between_two_steps_of_an_epoch(
+    place: str, expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
+) -> None:
+    """In a validation, or in a callback that comes before the step is settled."""
+    for folder in ("none", "one"):
+        (tmp_path / folder).mkdir()
+    told = {"validates": 1.0, "syncs": True, "interval": 2, "meets": True}
+    whole = TrainerJob(tmp_path / "none", quick_python, **told)
+    job = TrainerJob(tmp_path / "one", quick_python, faults=[["0.1.0", place, 3]], joins=12, **told)
+    job.require_exact()
+    require_logged(job)
+    require_weights(job, expected)
+    require_validated(job, whole, ids=True)
+    assert {line["validated"] for line in job.of("validated")} == {2, 4, 7, 9, 12, 14}
+    assert "exit code 75" not in job.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["later in the validation", "end of validation", "forward"])
+def test_checkpoints_of_the_best_and_the_profile_go_on_without_the_rank_that_made_them(
+    place: str, whole: TrainerJob, tmp_path: Path, quick_python: list[str]
+) -> None:
+    """All ranks know the same best, whose files are whole; the profile marks the changes."""
+    told = {"faults": [["0.0.0", place, 4]], "joins": 7, "validates": 1.0, "syncs": True}
+    job = TrainerJob(tmp_path, quick_python, **told, best=True)
+    job.require_exact()
+    require_validated(job, whole, ids=place != "end of validation")
+    assert "exit code 75" not in job.output
+    scores = {line["validated"]: line["means"][0] for line in whole.of("validated")}
+    best = sorted(scores, key=scores.__getitem__)[-2:]
+    kept = {f"step={step}.ckpt": pytest.approx(scores[step], rel=1e-5) for step in best}
+    assert all(line["kept"] == kept for line in job.of("end"))
+    assert {path.name for path in (tmp_path / "best").glob("*.ckpt")} == set(kept)
+    for step in best:
+        loaded = torch.load(tmp_path / "best" / f"step={step}.ckpt", weights_only=False)
+        assert loaded["global_step"] == step
+    run = read_run(tmp_path / "profile" / "run-0")
+    assert [each.number for each in run.generations] == [1, 2]
+    assert "0.0.0 is gone" in run.generations[0].reason
+    assert "0.0.1 has joined" in run.generations[1].reason
+    summary = json.loads((tmp_path / "profile/run-0/summary.json").read_text())
+    assert summary["steps"] >= 4
+
+
+@pytest.mark.slow
+def test_residuals_of_a_lost_rank_are_taken_over(tmp_path: Path, quick_python: list[str]) -> None:
+    fault = ["0.1.0", "between buckets", STEP]
+    job = TrainerJob(tmp_path, quick_python, codec="int8", mirror=True, faults=[fault], joins=10)
+    job.require_exact()
+    (told,) = [line for line in job.output.splitlines() if "worker 0.1.0 is gone" in line]
+    assert "residuals of 0.1.0 taken over" in told
 
 
 class Small(pl.LightningModule):
@@ -206,7 +346,7 @@ def test_it_needs_elastic_restart() -> None:
     [
         (Small("manual"), [], "single", "automatic_optimization=False"),
         (Small("LBFGS"), [], "single", "LBFGS"),
-        (Small(), ["AsyncCheckpoint"], "single", "AsyncCheckpoint, which keeps process groups"),
+        (Small(), ["AsyncCheckpoint"], "single", "a checkpoint with format='sharded'"),
         (Small(), [], "sharded", "format='single'"),
     ],
 )
@@ -215,7 +355,7 @@ def test_what_it_cannot_take_again_is_refused(
 ) -> None:
     """Where no launcher is that replaces ranks too."""
     elastic = lightning_dist.ElasticRestart(tmp_path / "ckpt", format=format)
-    others = [getattr(lightning_dist, name)(dirpath=tmp_path / "best") for name in callbacks]
+    others = [getattr(lightning_dist, name)(tmp_path, format="sharded") for name in callbacks]
     with pytest.raises(ValueError, match=message):
         fit(module, elastic, *others)
 

@@ -7,9 +7,10 @@ else of the package goes through the functions. How names are verified is in
 
 from __future__ import annotations
 
+import copy
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +22,7 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from torch import nn
+from torchmetrics import Metric
 
 from lightning_dist.private import Table, require_names
 
@@ -58,17 +60,17 @@ NAMES: Table = {
         "automatic_optimization batch_progress scheduler_progress val_loop"
     ),
     f"{_PYTORCH}.loops.evaluation_loop:_EvaluationLoop": (
-        "_combined_loader _data_source _loaded_from_state_dict _restarting "
+        "_combined_loader _data_source _loaded_from_state_dict _on_evaluation_end _restarting "
         "_resuming_from_checkpoint batch_progress"
     ),
     f"{_PYTORCH}.loops.fetchers:_DataFetcher": "fetched",
     f"{_CONNECTORS}.logger_connector.result:_ResultMetric": (
-        "cumulated_batch_size is_tensor value"
+        "cumulated_batch_size is_tensor meta value"
     ),
     f"{_PYTORCH}.loops.optimization.automatic:_AutomaticOptimization": "_make_closure",
     f"{_PYTORCH}.loops.optimization.automatic:Closure": "_step_fn _zero_grad_fn",
     f"{_PYTORCH}.trainer.connectors.logger_connector.logger_connector:_LoggerConnector": (
-        "on_batch_start"
+        "epoch_end_reached on_batch_start reset_results"
     ),
     f"{_PYTORCH}.loggers:CSVLogger": "_experiment _version",
     f"{_PYTORCH}.loggers:TensorBoardLogger": "_version",
@@ -80,10 +82,11 @@ NAMES: Table = {
     f"{_PYTORCH}.strategies:ModelParallelStrategy": (
         "_device_mesh _get_process_group_backend _setup_distributed _timeout"
     ),
-    f"{_PYTORCH}:LightningModule": "_device_mesh",
+    f"{_PYTORCH}:LightningModule": "_current_fx_name _device_mesh",
     f"{_PYTORCH}.strategies.launchers:_MultiProcessingLauncher": (
         "get_extra_results update_main_process_results"
     ),
+    "torchmetrics:Metric": "_computed _update_count",
     "lightning.fabric.strategies.ddp:DDPStrategy": (
         "_backward_sync_control _configure_launcher _ddp_kwargs _get_process_group_backend "
         "_setup_distributed _timeout setup_module"
@@ -143,6 +146,17 @@ def newest_saved(callback: ModelCheckpoint) -> str:
     """The path of the checkpoint that a callback has asked for last."""
     path: str = callback._last_checkpoint_saved
     return path
+
+
+# The states of callbacks leave it out, and ranks that differ in it do not save together.
+def saved(callback: ModelCheckpoint) -> tuple[Any, ...]:
+    """Folder, step and path of the last save of a callback, for another rank."""
+    return callback.dirpath, callback._last_global_step_saved, callback._last_checkpoint_saved
+
+
+def set_saved(callback: ModelCheckpoint, told: tuple[Any, ...]) -> None:
+    """Take over what :func:`saved` has returned on another rank."""
+    callback.dirpath, callback._last_global_step_saved, callback._last_checkpoint_saved = told
 
 
 # Ours, which overrides it, is static as well.
@@ -268,6 +282,78 @@ def leave_out_sigterm_broadcast(trainer: pl.Trainer) -> None:
     loop._broadcast_sigterm_tensor = lambda: None
 
 
+# No hook stands between the last collective of a validation's metrics and what callbacks do then.
+def guard_validation(
+    trainer: pl.Trainer,
+    validate: Callable[[Callable[[], Any]], Any],
+    commit: Callable[[], None],
+) -> None:
+    """Let a fit validate by ``validate``, which is given what the loop does.
+
+    Args:
+        commit: called when the metrics are there, before the hooks at the end.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop.val_loop
+    usual, end = loop.run, loop._on_evaluation_end
+
+    def commit_and_end(*args: Any, **kwargs: Any) -> None:
+        commit()
+        end(*args, **kwargs)
+
+    loop.run, loop._on_evaluation_end = lambda: validate(usual), commit_and_end
+
+
+# Metrics of torchmetrics exchange when they are first computed, wherever that is.
+def compute_at_epoch_end(trainer: pl.Trainer, meet: Callable[[Callable[[], None]], None]) -> None:
+    """Let ``meet`` compute the metrics of an epoch's steps before the hooks at its end."""
+    connector: Any = trainer._logger_connector
+    usual = connector.epoch_end_reached
+
+    def compute() -> None:
+        results: Any = trainer.fit_loop.epoch_loop._results
+        for each in results.values():
+            if not each.is_tensor and each.meta.on_epoch:
+                each.value.compute()  # and keep what comes of it
+
+    def reached() -> None:
+        usual()
+        if trainer.training:
+            meet(compute)
+
+    connector.epoch_end_reached = reached
+
+
+def hold_validation(trainer: pl.Trainer) -> Callable[[], None]:
+    """Remember what a validation changes before its end; returns what puts it back."""
+    loop, module = trainer.fit_loop.epoch_loop.val_loop, trainer.lightning_module
+    progress, hook = loop.batch_progress.state_dict(), module._current_fx_name
+    modes = [(each, each.training) for each in module.modules()]
+    metrics = [
+        (each, {**copy.deepcopy(each.metric_state), **{name: vars(each)[name] for name in _CACHED}})
+        for each in module.modules()
+        if isinstance(each, Metric)
+    ]
+
+    def begin_again() -> None:
+        loop.teardown()
+        loop.batch_progress.load_state_dict(progress)
+        end_restart(loop)
+        trainer._logger_connector.reset_results()
+        module._current_fx_name = hook
+        for each, mode in modes:
+            each.training = mode
+        for metric, state in metrics:
+            vars(metric).update(copy.deepcopy(state))
+
+    return begin_again
+
+
+def has_batch(trainer: pl.Trainer) -> bool:
+    """Whether a batch was taken from the train dataloader that is not processed yet."""
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return bool(batches.ready > batches.processed)
+
+
 # Loaders are made once, and the state of a loop is taken into account once.
 def begin_fit_again(trainer: pl.Trainer) -> None:
     """Let a fit that has not taken a batch begin where its loops have been placed."""
@@ -314,6 +400,9 @@ def give_batch(closure: Any, trainer: pl.Trainer, batch: Any, index: int) -> Non
     made = loop.automatic_optimization._make_closure(arguments, trainer.optimizers[0], index)
     closure._step_fn, closure._zero_grad_fn = made._step_fn, made._zero_grad_fn
 
+
+_CACHED = ("_computed", "_update_count")
+"""What a metric has beside its states."""
 
 # What `self.log` adds up over an epoch is nobody else's. Each value is a tensor of its own.
 _ADDED_UP = ("value", "cumulated_batch_size")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -20,6 +21,11 @@ from lightning_dist.integrations.lightning.launcher import MembersEnvironment
 _T = TypeVar("_T")
 
 
+def meet(strategy: Any, body: Callable[[], _T]) -> _T:
+    """Result of a collective ``body``; see :meth:`RecoversInProcess.meet`."""
+    return strategy.meet(body) if isinstance(strategy, RecoversInProcess) else body()
+
+
 class RecoversInProcess:
     """Mixin before a ``DDPStrategy`` of Lightning's, which takes part in generations of workers.
 
@@ -30,12 +36,16 @@ class RecoversInProcess:
 
     recovery: RecoveryMode = "restart"
     """What the user wants."""
+    mirror_every: int | None = None
+    """As of :class:`.StepRecovery`."""
     generations: Generations | None = None
     """None where lost ranks mean a restart of all."""
     members: Membership | None = None
     """Of the first generation; None in a worker that has come later."""
     complete_step: Callable[[Callable[[], Any]], Any] | None = None
     """Computes a closure of an optimizer until its gradients were exchanged."""
+    together: Callable[..., Any] | None = None
+    """Computes a collective until all ranks have its result; see :meth:`.Sections.run`."""
     _groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
     _is_apart = False
     _leader = 0
@@ -94,6 +104,17 @@ class RecoversInProcess:
         """This worker is one of all from now on."""
         self._is_apart = False
 
+    def meet(self, body: Callable[[], _T], *, instead: Callable[[], _T] | None = None) -> _T:
+        """Result of a collective ``body``, among those who are left where a rank is lost.
+
+        Args:
+            instead: result in a step that is taken again anyway.
+        """
+        if self.together is None:
+            return body()
+        found: _T = self.together(body, instead=instead)
+        return found
+
     # What Lightning asks of all ranks, by the rank that it knows.
 
     @property
@@ -106,25 +127,40 @@ class RecoversInProcess:
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if not self._is_apart:
-            super().barrier(*args, **kwargs)  # type: ignore[misc]
+            usual = super().barrier  # type: ignore[misc]
+            self.meet(lambda: usual(*args, **kwargs), instead=lambda: None)
 
     def broadcast(self, obj: _T, src: int = 0) -> _T:
         if self._is_apart:
             return obj
-        if self.generations is not None:
-            src = (src + self._leader) % dist.get_world_size()
-        found: _T = super().broadcast(obj, src)  # type: ignore[misc]
-        return found
+        usual = super().broadcast  # type: ignore[misc]
+
+        def broadcast() -> _T:
+            if self.generations is None:
+                return usual(obj, src)  # type: ignore[no-any-return]
+            return usual(obj, (src + self._leader) % dist.get_world_size())  # type: ignore[no-any-return]
+
+        return self.meet(broadcast, instead=lambda: obj)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if self._is_apart:
             return tensor
-        return super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
+        usual = super().reduce  # type: ignore[misc]
+        if self.together is None or group is not None or not isinstance(tensor, Tensor):
+            return usual(tensor, group, reduce_op)
+        # In place: a try that has failed must leave nothing.
+        return self.meet(lambda: usual(tensor.clone(), None, reduce_op), instead=lambda: tensor)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if self._is_apart:
             return tensor.unsqueeze(0)
-        found: Tensor = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
+        usual = super().all_gather  # type: ignore[misc]
+        if group is not None:
+            return usual(tensor, group, sync_grads)  # type: ignore[no-any-return]
+        found: Tensor = self.meet(
+            lambda: usual(tensor, None, sync_grads),
+            instead=lambda: torch.stack([tensor] * dist.get_world_size()),
+        )
         return found
 
     def optimizer_step(
@@ -147,7 +183,8 @@ class RecoversInProcess:
         if generations.is_broken or is_of_a_peer(exception):
             generations.break_off(str(exception))
             generations.end(
-                "a rank was lost outside a training step, where the others cannot continue "
-                f"without it: {str(exception)[:200]}",
+                "a rank is lost outside of training steps and validations, in a collective that is "
+                "not the strategy's and cannot be done again; use those of trainer.strategy, and "
+                f"validate between two optimizer steps: {str(exception)[:200]}",
                 code=EXIT_RESTART,
             )

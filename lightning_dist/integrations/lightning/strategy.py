@@ -149,7 +149,7 @@ class CompressedDDPStrategy(
 
     def _state_for(self, io: CheckpointIO, reducer: Reducer) -> dict[str, Any] | None:
         if not isinstance(io, CheckpointerIO) or not io.sharded:
-            return reducer.state_dict(to=self._leader)
+            return self.meet(lambda: reducer.state_dict(to=self._leader))
         from lightning_dist.checkpoint.snapshot.plan import Striped
 
         state, stripes = reducer.striped_state_dict()

@@ -211,9 +211,24 @@ class CommProfiler(pl.Callback):
         if self._upload == "all" and not any(isinstance(x, WandbLogger) for x in trainer.loggers):
             raise ValueError(_NO_WANDB)
         self._live = LiveProfile()
-        self._open(model, Path(trainer.default_root_dir) / "comm_profile", trainer.global_step)
+        if getattr(trainer.strategy, "generations", None) is None:
+            self._open(model, _parent(trainer), trainer.global_step)
 
-    def _open(self, model: DistributedDataParallel, parent: Path, first: int = 0) -> None:
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        if self._live is not None and self._run is None:  # this rank has met the others meanwhile
+            model: Any = trainer.strategy.model
+            strategy: Any = trainer.strategy
+            self._open(
+                model,
+                _parent(trainer),
+                leads=lambda: trainer.is_global_zero,
+                meet=strategy.meet,
+            )
+
+    def _open(
+        self, model: DistributedDataParallel, parent: Path, first: int = 0, **how: Any
+    ) -> None:
         self.summary = None
         self.errors.clear()
         self._alarm = ResidualAlarm()
@@ -296,6 +311,10 @@ def _why_nothing(trainer: pl.Trainer) -> str:
         if trainer.world_size == 1:
             because = f"{_ONE_PROCESS}; start several, with {wanted}"
     return because and f"CommProfiler records nothing: {because}"
+
+
+def _parent(trainer: pl.Trainer) -> Path:
+    return Path(trainer.default_root_dir) / "comm_profile"
 
 
 def _unwrapped(model: nn.Module) -> DistributedDataParallel:

@@ -82,6 +82,8 @@ class ProfileRun:
         torch_profiler: steps, or a signal after which steps are traced by ``torch.profiler``.
         on_problem: called with what goes wrong on this rank, which others may not know of.
         predict: measure what codecs cost when the training is over, on rank 0.
+        leads: whether this rank makes the report, where ranks recover within their processes.
+        meet: calls a collective, again where a rank is lost in it.
     """
 
     def __init__(
@@ -97,7 +99,10 @@ class ProfileRun:
         on_error: Callable[[ErrorRecord], None] = lambda error: None,
         on_problem: Callable[[str], None] = lambda problem: None,
         predict: bool = True,
+        leads: Callable[[], bool] = lambda: dist.get_rank() == 0,
+        meet: Callable[[Callable[[], None]], None] = lambda body: body(),
     ) -> None:
+        self._leads, self._meet_again = leads, meet
         self._predicts, self._device = predict, model.device
         self._has_finished = False
         self.reasons: list[str] = []
@@ -221,7 +226,7 @@ class ProfileRun:
     @property
     def reports(self) -> bool:
         """Whether this rank makes the report."""
-        return (self.metadata.rank if self._environment is None else dist.get_rank()) == 0
+        return self.metadata.rank == 0 if self._environment is None else self._leads()
 
     @property
     def is_closed(self) -> bool:
@@ -265,9 +270,8 @@ class ProfileRun:
         if self._reducer is not None:
             self._reducer.detach(self._session.recorder)
         if together and self._group is None:
-            self._group = dist.group.WORLD  # of this generation: where a rank is lost, it is shut
-            together = self._meets(self._compare_clocks, "clocks were not compared", problems)
-            self._group = None
+            compare = partial(self._meet_again, self._compare_clocks)
+            together = self._meets(compare, "clocks were not compared", problems)
         elif together:
             # Not before: ranks may come to the begin of a profile minutes apart.
             assert self._group is not None
@@ -300,8 +304,9 @@ class ProfileRun:
         )
 
     def _compare_clocks(self) -> None:
-        assert self._group is not None
-        self._session.note(read_offset(self._group))
+        group = self._group or dist.group.WORLD  # of this generation
+        assert group is not None
+        self._session.note(read_offset(group))
 
     def _meets(self, meet: Callable[[], object], loss: str, problems: list[str]) -> bool:
         """Whether all ranks have come to ``meet``; what is lost otherwise goes to ``problems``."""

@@ -203,19 +203,27 @@ class StepRecovery:
         self._counters = None
 
     @property
-    def must_change(self) -> bool:
-        """Whether this generation is at its end here."""
+    def is_broken(self) -> bool:
+        """Whether this generation is known to be at its end, because a rank is lost."""
         return (
             self._next is not None
             or self._store_lost is not None
             or self.generations.is_broken
             or self._reducer.failure is not None
-            or self._reducer.answer.pauses
         )
+
+    @property
+    def must_change(self) -> bool:
+        """Whether this generation is at its end here."""
+        return self.is_broken or self._reducer.answer.pauses
+
+    def arrive(self) -> None:
+        """This rank waits for others now."""
+        self._arrivals += 1
 
     def level(self) -> None:
         """What DDP would do in the next forward pass by collectives, which could fail there."""
-        self._arrivals += 1
+        self.arrive()
         order_buckets(self._model)
         if self._buffers_are_sent:
             send_buffers(self._model)
@@ -296,6 +304,8 @@ class StepRecovery:
         self._has_state = True
         if not self.pause.reasons:  # all begin
             self.pause = Pause(self.generations.now.members)
+            if self._mirror is not None:  # where the caller has made the first generation
+                self._mirror.regroup(self.generations.now.members)
 
     @property
     def owed(self) -> tuple[float | None, str]:
@@ -393,13 +403,17 @@ class RecoverablePlacement(Placement):
                 break
             except RuntimeError as error:
                 recovery.generations.lost(error)
+        self.tell_change(recovery)
+        self.begin_step(recovery)
+
+    def tell_change(self, recovery: StepRecovery) -> None:
+        """Tell of the generations since the last call, if there were any."""
         if recovery.pause.reasons:
             generation = recovery.generations.now
             change = recovery.pause.change(generation, step=self.steps)
             recovery.pause = Pause(generation.members)
             recovery.tell_observers(change.reason)
             self.session.change(change)
-        self.begin_step(recovery)
 
     def begin_step(self, recovery: StepRecovery) -> None:
         """Remember what a step changes before it is committed."""

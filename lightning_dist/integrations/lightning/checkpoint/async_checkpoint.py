@@ -148,9 +148,15 @@ class AsyncCheckpoint(CheckpointNames):
             session = CheckpointSession(
                 self.settings, callback=self, trainer=trainer, sharded=sharded, group=self._group
             )
-            session.open(checkpoint_folder(self, trainer))
+            if not getattr(trainer.strategy, "joins", False):
+                session.open(checkpoint_folder(self, trainer))
             self._session = session
             self._last.release()  # the session keeps the folder
+
+    def move(self, leader: int) -> None:
+        """Go on with the present ranks, of which ``leader`` writes."""
+        if self._session is not None:
+            self._session.move(leader)
 
     def _require_alike(self, trainer: pl.Trainer) -> None:
         ours = [c for c in callbacks_of(trainer) if isinstance(c, AsyncCheckpoint)]

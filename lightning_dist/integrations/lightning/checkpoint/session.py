@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
@@ -23,12 +24,15 @@ from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.ranks import Facts, Ranks
 from lightning_dist.checkpoint.saves import Saves, committed_line
 from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.elastic.retention import PATIENCE_WITH_LEADER
 from lightning_dist.integrations.lightning.checkpoint.bookkeeping import (
     Displaced,
     Scores,
     forget,
 )
 from lightning_dist.integrations.lightning.checkpoint.session_io import save_into
+from lightning_dist.integrations.lightning.private import checkpoint_folder
+from lightning_dist.integrations.lightning.recovering import meet
 from lightning_dist.log import prefixed
 
 
@@ -63,8 +67,7 @@ class CheckpointSession:
         self._checkpointer: Checkpointer | None = None
         if trainer.is_global_zero or sharded:
             self._checkpointer = Checkpointer(settings, group=group, ranks=trainer.world_size)
-        world = dist.group.WORLD if trainer.world_size > 1 else None
-        self._ranks = Ranks(world, device=trainer.strategy.root_device)
+        self._ranks = _TrainerRanks(trainer)
         self.saves = Saves(
             self._checkpointer, settings, ranks=self._ranks, warn=rank_zero_warn, ended=self._ended
         )
@@ -88,6 +91,15 @@ class CheckpointSession:
             if self._checkpointer is not None:
                 self._checkpointer.close()
             raise
+
+    def move(self, leader: int) -> None:
+        """Go on with the present ranks, of which ``leader`` writes, into the same folder."""
+        self._ranks.move(leader)
+        if self._ranks.is_leader and self._checkpointer is None:
+            self._checkpointer = Checkpointer(self._settings, ranks=self._ranks.count)
+            self._checkpointer.patience = PATIENCE_WITH_LEADER
+            self._watched = []
+        self.saves.move(self._ranks, self._checkpointer)
 
     def watch_optimizers(self) -> None:
         """Know the optimizers; other ones if a module has put others in their place."""
@@ -113,14 +125,21 @@ class CheckpointSession:
             at_once: all of it, for something may change the weights before the next step.
         """
         began = time.perf_counter()
-        self.watch_optimizers()
-        save_into(
-            self._checkpointer,
-            self._trainer,
-            path,
-            sharded=self._sharded,
-            weights_only=weights_only,
-        )
+
+        def save() -> None:  # by another rank, where the one that writes is lost
+            self.saves.open(
+                checkpoint_folder(self._callback, self._trainer), together=self._sharded
+            )
+            self.watch_optimizers()
+            save_into(
+                self._checkpointer,
+                self._trainer,
+                path,
+                sharded=self._sharded,
+                weights_only=weights_only,
+            )
+
+        meet(self._trainer.strategy, save)
         self._has_saved = True
         if self._checkpointer is not None and at_once:
             self._checkpointer.wait_for_copy()
@@ -191,17 +210,18 @@ class CheckpointSession:
         self._committed = []
         news = {"committed": committed, "last": last.target if last else ""}
         failures, by_rank = self.saves.agree(news)
-        for target in by_rank[0]["committed"]:
+        leader = self._ranks.leader
+        for target in by_rank[leader]["committed"]:
             self.displaced.commit(target)
         if failures:
             targets = [each.target for each in failures]
             back = self._back(targets)
-            # Rank 0 knows the files, every rank the scores.
-            files = self._ranks.all(
+            # The leader knows the files, every rank the scores.
+            files = self._ranks.of_leader(
                 {"back": [*filter(_exists, back)], "gone": self._last_is_gone()}
-            )[0]
+            )
             back = {path: back[path] for path in files["back"]}
-            self._forget(targets, kept=by_rank[0]["last"], back=back)
+            self._forget(targets, kept=by_rank[leader]["last"], back=back)
             if files["gone"]:
                 self._callback.last_model_path = ""
         self.saves.report(failures)
@@ -277,6 +297,25 @@ class CheckpointSession:
         for logger in self._trainer.loggers:
             logger.log_metrics(self.saves.metrics.by_name(), step=step)
             logger.after_save_checkpoint(callback)
+
+
+class _TrainerRanks(Ranks):
+    """All ranks of a trainer, which may be others where some are lost."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self.move(0)
+
+    def move(self, leader: int) -> None:
+        """Be the ranks of the present default group."""
+        world = dist.group.WORLD if self._trainer.world_size > 1 else None
+        super().__init__(world, device=self._trainer.strategy.root_device)
+        self.leader = leader
+
+    @override
+    def all(self, facts: Facts, *, error: Exception | None = None) -> list[Facts]:
+        usual = super().all
+        return meet(self._trainer.strategy, lambda: usual(facts, error=error))
 
 
 def _exists(path: str) -> bool:

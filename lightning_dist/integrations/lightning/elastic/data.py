@@ -6,11 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-)
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
@@ -23,9 +18,6 @@ from lightning_dist.elastic.data.sharding import (
     StatefulLoader,
 )
 from lightning_dist.integrations.lightning import private
-
-FINDERS = (BatchSizeFinder, LearningRateFinder)
-"""Callbacks that train a little and restore what they found: as such, or for a ``Tuner``."""
 
 
 class TrainerDeal(Deal):
@@ -192,63 +184,3 @@ def _translated(passes: int, *, first: Layout, now: Layout, what: str) -> int:
             f"{first.accumulate}"
         )
     return steps * now.accumulate
-
-
-def require_plain_trainer(trainer: pl.Trainer) -> None:
-    """Raise a ValueError for settings that ElasticRestart could not keep over a restart."""
-    if trainer.overfit_batches > 0:  # type: ignore[attr-defined]
-        raise ValueError(
-            "ElasticRestart uses every sample once per epoch, so overfit_batches could not take "
-            "effect; set overfit_batches=0, or leave ElasticRestart out"
-        )
-    strategy: Any = trainer.strategy
-    dealt = getattr(strategy, "distributed_sampler_kwargs", {}).get("num_replicas")
-    if dealt not in (None, trainer.world_size):
-        raise ValueError(
-            f"ElasticRestart gives different data to every rank, and of {trainer.world_size} "
-            f"ranks only {dealt} can have that: tensor-parallel ranks share theirs; set "
-            "tensor_parallel_size=1, or use AsyncCheckpoint(format='sharded') and ckpt_path='last'"
-        )
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, GradientAccumulationScheduler):
-            raise ValueError(
-                "ElasticRestart decides how many micro-batches a step takes, so a "
-                "GradientAccumulationScheduler could not take effect; set accumulate_grad_batches="
-            )
-        if isinstance(callback, FINDERS):
-            name = type(callback).__name__
-            raise ValueError(
-                f"ElasticRestart resumes from a checkpoint at every start, and {name} would search "
-                "again there and restore a checkpoint of its own over it; search before fit(), "
-                "with a Tuner(trainer), and leave the callback out"
-            )
-
-
-def require_recoverable_fit(trainer: pl.Trainer, data: TrainerDeal) -> None:
-    """Raise a ValueError for a fit whose steps cannot be taken again where a rank is lost."""
-    optimizers: Any = trainer.optimizers
-    kinds = [type(each).__name__ for each in optimizers]
-    wrong = {
-        f"{len(kinds)} optimizers": len(kinds) != 1,
-        "automatic_optimization=False": not trainer.lightning_module.automatic_optimization,
-        "a GradScaler under a Trainer": getattr(trainer.precision_plugin, "scaler", None)
-        is not None,
-        "LBFGS, which computes gradients several times in a step": "LBFGS" in kinds,
-        "a train dataloader whose samples cannot be dealt to other ranks": not data.is_dealt,
-    }
-    with_groups = {"AsyncCheckpoint", "CommProfiler"}
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        found = with_groups.intersection(kind.__name__ for kind in type(callback).__mro__)
-        wrong |= {f"{name}, which keeps process groups of the first ranks": True for name in found}
-    for what, is_wrong in wrong.items():
-        if is_wrong:
-            raise ValueError(
-                f"recovery='in_process' does not support {what}; use recovery='restart'"
-            )
-
-
-def is_trial(trainer: pl.Trainer) -> bool:
-    """Whether this fit is not of the run: ``fast_dev_run``, or the search of a ``Tuner``."""
-    inner: Any = trainer
-    searches = (each for each in inner.callbacks if isinstance(each, FINDERS))
-    return bool(inner.fast_dev_run) or any(map(private.is_searching, searches))

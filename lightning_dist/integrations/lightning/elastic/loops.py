@@ -70,21 +70,13 @@ def place_within_epoch(
     return due and not validated
 
 
-def place_at_step(trainer: pl.Trainer, passes: int, *, within: bool) -> None:
-    """Let the epoch loop count as if its steps so far had taken ``passes`` batches.
-
-    Args:
-        within: the next one is being computed; otherwise the hooks at the end of the last one run.
-    """
+def place_at_step(trainer: pl.Trainer, passes: int) -> None:
+    """Let the epoch loop count as if its steps so far had taken ``passes`` batches."""
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
-    before = progress.current.processed
+    more = passes - progress.current.processed
     for each in (progress.current, progress.total):
-        done = each.processed + passes - before
-        _set(each, done)
-        if within:
-            each.ready = each.started = done + 1
-        else:
-            each.completed = done - 1
+        each.ready, each.started = each.ready + more, each.started + more
+        each.processed, each.completed = each.processed + more, each.completed + more
 
 
 def _set_all(progress: Any, count: int) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -20,30 +18,24 @@ from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.checkpoint.saves import committed_line
 from lightning_dist.elastic.data.plan import MicroBatch, Position
 from lightning_dist.elastic.membership import Membership
-from lightning_dist.elastic.process.lifecycle import EXIT_RESTART
-from lightning_dist.elastic.progress import KEY, ElasticState, Generators
-from lightning_dist.elastic.session import Session
+from lightning_dist.elastic.progress import KEY, Generators
+from lightning_dist.elastic.session import Placement, Session
 from lightning_dist.integrations.lightning import private
 from lightning_dist.integrations.lightning.checkpoint.session_io import save_into
 from lightning_dist.integrations.lightning.checkpoint.supported import weights_may_change
 from lightning_dist.integrations.lightning.elastic.connectors import (
     Preempted,
-    RestartConnector,
-    identify,
     requeue,
 )
 from lightning_dist.integrations.lightning.elastic.data import TrainerDeal
 from lightning_dist.integrations.lightning.elastic.loops import (
     place_at_epoch_begin,
-    place_at_step,
     place_within_epoch,
 )
-from lightning_dist.integrations.lightning.recovering import RecoversInProcess
-from lightning_dist.integrations.torch.recovery import RecoverablePlacement, StepRecovery
 from lightning_dist.log import prefixed
 
 
-class TrainerPlacement(RecoverablePlacement):
+class TrainerPlacement(Placement):
     """Operations of a fit for its session, and its position in the data.
 
     Args:
@@ -63,9 +55,6 @@ class TrainerPlacement(RecoverablePlacement):
         self._before_epoch = self._in_epoch = 0  # samples
         self._validated_step = -1
         self._rng_of_step: dict[str, Any] | None = None
-        self._begins_epoch = self._computes = self._hands_over = False
-        self._joined: Membership | None = None
-        self._logged: Sequence[Any] = ()
         self.validates_first = False
         """Whether the loop begins with a validation that a fault has cut short."""
         self.micro_batch: MicroBatch | None = None
@@ -130,6 +119,11 @@ class TrainerPlacement(RecoverablePlacement):
         for logger in self._trainer.loggers:
             logger.log_metrics(values, step=max(self._trainer.global_step - 1, 0))
 
+    @property
+    def members(self) -> Membership:
+        """All ranks."""
+        return self._session.members
+
     def take_up(self, data: TrainerDeal) -> None:
         """Know where to go on: the session has been loaded."""
         state = self._session.resumed
@@ -187,8 +181,9 @@ class TrainerPlacement(RecoverablePlacement):
         """What was due at this step is over."""
         self._validated_step = self._trainer.global_step
         self._rng_of_step = None
-        if self.recovery is not None:
-            self.begin_step(self.recovery)
+
+    def end_step(self) -> None:
+        """The optimizer has stepped."""
 
     @property
     def _is_stopped(self) -> bool:
@@ -285,10 +280,6 @@ class TrainerPlacement(RecoverablePlacement):
         if not self.data.is_known:
             return
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
-        if self._hands_over:
-            checkpoint[KEY] = self.here().as_dict()
-            return
-        logged = trainer.callback_metrics
         checkpoint[KEY] = self._session.describe(
             self.data.layouts,
             position,
@@ -296,122 +287,16 @@ class TrainerPlacement(RecoverablePlacement):
             steps=trainer.global_step,
             rng=self._rng_of_step or self.generators.capture(),
             loader=self._loader_state(),
-            metrics={name: float(each) for name, each in logged.items() if each.numel() == 1},
+            metrics=self._logged_metrics,
             size=self.data.size,
             validated=self._is_validated,
             stopped=self._is_stopped,
         )
 
-    # Recovery within the process.
-
-    def recover(self) -> None:
-        """From now on lost ranks are recovered from; who has come later meets the others."""
-        strategy, trainer = self._strategy, self._trainer
-        assert strategy.generations is not None
-        private.leave_out_sigterm_broadcast(trainer)
-        self.recovery = recovery = StepRecovery(
-            strategy.generations,
-            strategy.model,
-            optimizers=trainer.optimizers,
-            counters={},
-            steps=lambda: trainer.global_step,
-            with_closures=True,
-        )
-        self._session.lifecycle.waits_for_another = strategy.generations.waits_for_another
-        if strategy.joins:
-            self._join(recovery)
-        else:
-            recovery.has_state()
-        strategy.complete_step = self._complete_step
-
-    def _join(self, recovery: StepRecovery) -> None:
-        generation, members = recovery.begin()
-        while True:
-            try:
-                self.enter(generation, members)
-                break
-            except RuntimeError as error:
-                recovery.generations.lost(error)
-                if not self._strategy.joins:  # it has gone wrong after the state came
-                    break
-                generation, members = recovery.change()
-        recovery.has_state()
-        self.settle()
-
     @property
-    def members(self) -> Membership:
-        """All ranks."""
-        return self._joined or self._session.members
-
-    @property
-    def _strategy(self) -> RecoversInProcess:
-        strategy = self._trainer.strategy
-        assert isinstance(strategy, RecoversInProcess)
-        return strategy
-
-    def end_step(self) -> None:
-        """The optimizer has stepped."""
-        recovery = self.recovery
-        if recovery is None:
-            return
-        if recovery.is_given_up:
-            recovery.generations.end(
-                "gradients were exchanged outside of the closure of optimizer.step(), which cannot "
-                "be computed again where a rank is lost",
-                code=EXIT_RESTART,
-            )
-        recovery.generations.took_step()
-
-    def complete(self) -> None:
-        """The training has ended as it should. Collective."""
-        recovery = self.recovery
-        while True:
-            try:
-                self._session.complete(saves=self.has_begun or recovery is not None)
-                return
-            except RuntimeError as error:
-                if recovery is None:
-                    raise
-                recovery.generations.lost(error)
-                self._begins_epoch = self._has_ended
-                self.settle()
-
-    def end(self) -> None:
-        """The end of this process's part in the fit."""
-        self.data.close()
-        strategy = self._trainer.strategy
-        if self.recovery is not None:
-            self.recovery.close()
-            assert isinstance(strategy, RecoversInProcess)
-            strategy.complete_step = None
-
-    @override
-    def settle(self) -> None:
-        before = self._session.members
-        super().settle()
-        if self._session.members is not before:
-            self.log_costs()
-
-    def settle_epoch(self) -> None:
-        """:meth:`settle` between two epochs."""
-        self._begins_epoch = True
-        self.settle()
-        self._begins_epoch = False
-
-    @override
-    def close_step(self) -> None:
-        position, settings = self.position, self._session.settings
-        if position.samples:
-            if position.samples >= self.data.plan().used:
-                return
-            is_due = settings.is_due_after_step(self.steps)
-        elif position.epoch:
-            is_due = settings.is_due_after_epoch(position.epoch - 1, steps=self.steps)
-        else:
-            return
-        if is_due:
-            self._session.save()
-        self.stop_if_told()
+    def _logged_metrics(self) -> dict[str, float]:
+        logged = self._trainer.callback_metrics
+        return {name: float(each) for name, each in logged.items() if each.numel() == 1}
 
     def stop_if_told(self) -> None:
         """Where any rank is to end: one checkpoint of all, and the end of this process."""
@@ -419,114 +304,10 @@ class TrainerPlacement(RecoverablePlacement):
         if code is not None:
             raise Preempted(code)
 
-    @override
-    def here(self) -> ElasticState:
-        first, now = self.data.layouts
-        logged = self._trainer.callback_metrics
-        return ElasticState(
-            run_id=self._session.history.run_id,
-            seed=self._session.history.seed,
-            first=first,
-            layout=now,
-            position=self.position,
-            total_samples=self.total_samples,
-            total_steps=self.steps,
-            size=self.data.size,
-            validated=self._is_validated,
-            metrics=[{name: float(each) for name, each in logged.items() if each.numel() == 1}],
-            stopped=self._is_stopped,
-        )
+    def complete(self) -> None:
+        """The training has ended as it should. Collective."""
+        self._session.complete(saves=self.has_begun)
 
-    @override
-    def handed_over(self) -> dict[str, Any]:
-        self._hands_over = True
-        try:
-            return private.dump_checkpoint(self._trainer, weights_only=False)
-        finally:
-            self._hands_over = False
-
-    @override
-    def take_over(self, handed: Any, state: ElasticState, members: Membership) -> None:
-        trainer, strategy = self._trainer, self._strategy
-        connector = private.checkpoint_connector(trainer)
-        assert isinstance(connector, RestartConnector)
-        strategy.become(members)
+    def end(self) -> None:
+        """The end of this process's part in the fit."""
         self.data.close()
-        private.forget_train_loader(trainer)
-        self._joined = members
-        with strategy.apart():
-            connector.take_over(handed)
-            private.begin_fit_again(trainer)
-
-    @override
-    def go_on(self, state: ElasticState, *, is_new: bool) -> None:
-        trainer, members = self._trainer, self._session.members
-        self._strategy.become(members)
-        self._joined, self._watched = None, []
-        private.forget_validation_loader(trainer)
-        generations = self._strategy.generations
-        assert generations is not None
-        if members.ranks.is_leader:
-            run = self._session.history.run_id
-            identify(trainer, run_id=run, takes_over=generations.name)
-        if is_new:
-            self._strategy.meets()
-            return
-        self.data.deal_again(state.position, rank=members.rank, world_size=members.world_size)
-        if not self._begins_epoch:
-            passes = self.data.plan().first_micro_batch
-            place_at_step(trainer, passes, within=self._computes)
-            private.iterate_again(trainer, passes=passes)
-
-    @override
-    def rates(self) -> tuple[Sequence[Optimizer], Sequence[Any]]:
-        schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
-        return self._trainer.optimizers, schedulers
-
-    @override
-    def begin_step(self, recovery: StepRecovery) -> None:
-        super().begin_step(recovery)
-        self._logged = private.logged_values(self._trainer)
-
-    @override
-    def take_again(self) -> None:
-        private.restore_logged(self._trainer, self._logged)
-        super().take_again()
-
-    def _complete_step(self, closure: Callable[[], Any]) -> Any:
-        """Compute ``closure``; again, with what the present ranks are dealt, where one is lost."""
-        recovery = self.recovery
-        assert recovery is not None
-        compute = closure
-        self._computes = True
-        try:
-            while True:
-                try:
-                    result = compute()
-                    if not recovery.is_given_up:
-                        return result
-                except RuntimeError as error:
-                    if recovery.is_committed:
-                        raise
-                    recovery.generations.lost(error)
-                self.take_again()
-                compute = partial(self._compute_again, closure)
-        finally:
-            self._computes = False
-
-    def _compute_again(self, closure: Callable[[], Any]) -> Any:
-        trainer = self._trainer
-        batches = self._loop.epoch_loop.batch_progress
-        while True:
-            batch, index = private.next_batch(trainer), batches.current.processed
-            self.begin_micro_batch(index)
-            private.give_batch(closure, trainer, batch, index)
-            self._session.lifecycle.heartbeat()
-            assert self.micro_batch is not None
-            if self.micro_batch.ends_step:
-                return closure()
-            with trainer.strategy.block_backward_sync():  # type: ignore[attr-defined]
-                closure()
-            for each in (batches.current, batches.total):
-                each.processed = each.completed = each.processed + 1
-                each.ready = each.started = each.processed + 1

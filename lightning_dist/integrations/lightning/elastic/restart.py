@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from inspect import signature
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint
 from typing_extensions import override
 
 from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.checkpoint.metrics import Metrics
-from lightning_dist.checkpoint.restricted import require_loadable
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.elastic.data.plan import BatchPolicy, MicroBatch
 from lightning_dist.elastic.membership import Membership
@@ -38,13 +36,17 @@ from lightning_dist.integrations.lightning.elastic.connectors import (
     place_sources,
     restore_usual,
 )
-from lightning_dist.integrations.lightning.elastic.data import (
-    TrainerDeal,
+from lightning_dist.integrations.lightning.elastic.data import TrainerDeal
+from lightning_dist.integrations.lightning.elastic.placement import TrainerPlacement
+from lightning_dist.integrations.lightning.elastic.recovery import RecoveringPlacement
+from lightning_dist.integrations.lightning.elastic.refusals import (
     is_trial,
+    refuse_choices,
+    require_loadable_hparams,
+    require_own_folder,
     require_plain_trainer,
     require_recoverable_fit,
 )
-from lightning_dist.integrations.lightning.elastic.placement import TrainerPlacement
 from lightning_dist.integrations.lightning.launcher import FollowsLauncher, follow_launcher
 from lightning_dist.integrations.refusals import refuse_pytorch_lightning, refuse_unknown
 
@@ -115,7 +117,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         format: Literal["single", "sharded"] = "single",
         **saving: Any,
     ) -> None:
-        _refuse_choices(saving)
+        refuse_choices(saving)
         refuse_unknown(saving, of=type(self), handed_to=CheckpointSettings.__init__)
         if format not in ("single", "sharded"):
             raise ValueError(f"format is one of 'single', 'sharded'; got {format!r}")
@@ -178,12 +180,13 @@ class ElasticRestart(BeforeSetup, Checkpoint):
             )
         require_effective(self._settings.saving, trainer)
         require_plain_trainer(trainer)
-        self._require_own_folder(trainer)
+        require_own_folder(trainer, self._settings.folder)
         self._stand_last(trainer)
         if not isinstance(trainer.strategy, FollowsLauncher):
             follow_launcher(trainer.strategy)  # for the samplers of validation
         self._at, self._has_begun = None, False
-        placement = TrainerPlacement(trainer, self._session)
+        kind = RecoveringPlacement if _recovers(trainer) else TrainerPlacement
+        placement = kind(trainer, self._session)
         self._joins = _meet(trainer, self._session)
         self._found = io.verified = None if self._joins else self._session.open(placement)
         connector = RestartConnector(
@@ -198,17 +201,6 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         listening = NoticeConnector(signals, lambda: self._listen(trainer))
         private.set_signal_connector(trainer, listening)
         warnings.filterwarnings("ignore", message=_UNRESUMABLE)  # our loaders are
-
-    def _require_own_folder(self, trainer: pl.Trainer) -> None:
-        own = self._settings.folder
-        for other in trainer.checkpoint_callbacks:
-            if isinstance(other, ModelCheckpoint) and (
-                private.checkpoint_folder(other, trainer) == own
-            ):
-                raise ValueError(
-                    f"{type(other).__name__} saves into {own} too, and a start would resume from "
-                    "its checkpoints; give it a folder of its own with dirpath="
-                )
 
     def _stand_last(self, trainer: pl.Trainer) -> None:
         """Let another callback be ``trainer.checkpoint_callback``, which knows what is best."""
@@ -243,7 +235,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         """Know where to go on, before anything is restored."""
         self._is_restricted = weights_only
         if weights_only:
-            _require_loadable_hparams(trainer)
+            require_loadable_hparams(trainer)
         path = str(trainer.ckpt_path)
         state: ElasticState | None = None
         if KEY in checkpoint:
@@ -275,7 +267,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
             return
         if _wants_recovery(trainer):
             require_recoverable_fit(trainer, self._at.data)
-        if _recovers(trainer):
+        if isinstance(self._at, RecoveringPlacement):
             self._at.recover()
         self._at.watch_optimizers()
         if self._joins:
@@ -313,7 +305,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         if self._at is None:
             return
         due, self._epoch_is_due = self._epoch_is_due, False
-        if self._at.recovery is not None:
+        if isinstance(self._at, RecoveringPlacement):
             if self._at.has_begun:
                 self._at.settle_epoch()
         else:
@@ -354,7 +346,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         # What ends an epoch comes after this hook; a checkpoint waits for it.
         if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             return
-        if self._at.recovery is not None:
+        if isinstance(self._at, RecoveringPlacement):
             self._at.settle()
             return
         if self._settings.is_due_after_step(trainer.global_step):
@@ -375,7 +367,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         if trainer.sanity_checking or self._at is None:
             return
         self._at.generators.restore()
-        if self._at.recovery is not None:  # ranks may be at different batches of it
+        if isinstance(self._at, RecoveringPlacement):  # ranks may be at different batches of it
             return
         batches = sum(trainer.num_val_batches)
         number = int(batches) if batches != float("inf") else -1
@@ -457,24 +449,3 @@ def _meet(trainer: pl.Trainer, session: Session) -> bool:
         return True
     session.meet(strategy.members)
     return False
-
-
-def _refuse_choices(arguments: dict[str, Any]) -> None:
-    """Raise ValueError for arguments of a ModelCheckpoint."""
-    if taken := sorted(arguments.keys() & signature(ModelCheckpoint).parameters.keys()):
-        raise ValueError(
-            "ElasticRestart keeps the newest checkpoints (max_to_keep=), so "
-            f"{', '.join(taken)} could not take effect; use an AsyncCheckpoint beside it, with a "
-            "folder of its own, for the best"
-        )
-
-
-def _require_loadable_hparams(trainer: pl.Trainer) -> None:
-    """Raise ValueError for what ``save_hyperparameters`` keeps and no start could load."""
-    inner: Any = trainer
-    for each in (trainer.lightning_module, inner.datamodule):
-        hparams = getattr(each, "hparams", None)
-        if hparams:
-            name = f"{type(each).__name__}.hparams"
-            plain = dict(hparams) if isinstance(hparams, dict) else hparams
-            require_loadable(plain, name=name)

@@ -1,0 +1,330 @@
+"""A fit whose ranks may be lost: the others go on, and newcomers take over where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_dist.elastic import rng
+from lightning_dist.elastic.membership import Membership
+from lightning_dist.elastic.process.lifecycle import EXIT_RESTART
+from lightning_dist.elastic.progress import KEY, ElasticState
+from lightning_dist.elastic.recovery.protocol import Generation
+from lightning_dist.elastic.session import Session
+from lightning_dist.integrations.lightning import private
+from lightning_dist.integrations.lightning.checkpoint.async_checkpoint import AsyncCheckpoint
+from lightning_dist.integrations.lightning.elastic.connectors import RestartConnector, identify
+from lightning_dist.integrations.lightning.elastic.data import TrainerDeal
+from lightning_dist.integrations.lightning.elastic.loops import place_at_step
+from lightning_dist.integrations.lightning.elastic.placement import TrainerPlacement
+from lightning_dist.integrations.lightning.elastic.sections import Sections
+from lightning_dist.integrations.lightning.recovering import RecoversInProcess
+from lightning_dist.integrations.torch.recovery import RecoverablePlacement, StepRecovery
+
+
+class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
+    """A :class:`TrainerPlacement` of ``recovery="in_process"``, from ``on_train_start`` on."""
+
+    data: TrainerDeal
+    sections: Sections
+
+    def __init__(self, trainer: pl.Trainer, session: Session) -> None:
+        super().__init__(trainer, session)
+        self._begins_epoch = self._hands_over = False
+        self._has_settled, self._has_to_settle = True, False  # since the last step; before the end
+        self._joined: Membership | None = None
+        self._logged: Sequence[Any] = ()
+
+    def recover(self) -> None:
+        """From now on lost ranks are recovered from; who has come later meets the others."""
+        strategy, trainer = self._strategy, self._trainer
+        assert strategy.generations is not None
+        private.leave_out_sigterm_broadcast(trainer)
+        self.recovery = recovery = StepRecovery(
+            strategy.generations,
+            strategy.model,
+            optimizers=trainer.optimizers,
+            counters={},
+            steps=lambda: trainer.global_step,
+            with_closures=True,
+            mirror_every=strategy.mirror_every,
+        )
+        self.sections = Sections(self, recovery)
+        private.guard_validation(trainer, self._validate, self.sections.commit)
+        private.compute_at_epoch_end(trainer, strategy.meet)
+        self._session.lifecycle.waits_for_another = strategy.generations.waits_for_another
+        if strategy.joins:
+            self._join(recovery)
+        else:
+            recovery.has_state()
+        strategy.complete_step = self._complete_step
+        strategy.together = self.sections.run
+
+    def _join(self, recovery: StepRecovery) -> None:
+        generation, members = recovery.begin()
+        while True:
+            try:
+                self.enter(generation, members)
+                break
+            except RuntimeError as error:
+                recovery.generations.lost(error)
+                if not self._strategy.joins:  # it has gone wrong after the state came
+                    break
+                generation, members = recovery.change()
+        recovery.has_state()
+        self.settle()
+
+    @property
+    @override
+    def members(self) -> Membership:
+        return self._joined or super().members
+
+    @property
+    def _recovery(self) -> StepRecovery:
+        assert self.recovery is not None
+        return self.recovery
+
+    @property
+    def _strategy(self) -> RecoversInProcess:
+        strategy = self._trainer.strategy
+        assert isinstance(strategy, RecoversInProcess)
+        return strategy
+
+    @override
+    def end_step(self) -> None:
+        recovery = self._recovery
+        if recovery.is_given_up:
+            recovery.generations.end(
+                "gradients were exchanged outside of the closure of optimizer.step(), which cannot "
+                "be computed again where a rank is lost",
+                code=EXIT_RESTART,
+            )
+        recovery.generations.took_step()
+
+    @override
+    def end_validation(self) -> None:
+        super().end_validation()
+        self.begin_step(self._recovery)
+
+    @override
+    def complete(self) -> None:
+        if self._has_to_settle:
+            self._settle_at_end()
+        while True:
+            try:
+                with self.sections.at("end"):
+                    self._session.complete()
+                break
+            except RuntimeError as error:
+                self._recovery.generations.lost(error)
+                self._settle_at_end()
+        self._strategy.together = None
+
+    def _settle_at_end(self) -> None:
+        self._begins_epoch = self._has_ended
+        self.settle()
+
+    @override
+    def end(self) -> None:
+        super().end()
+        if self.recovery is not None:  # it has begun
+            self.recovery.close()
+            self._strategy.complete_step = self._strategy.together = None
+
+    # Between two steps.
+
+    @override
+    def settle(self) -> None:
+        before = self._session.members
+        with self.sections.at("settle"):
+            super().settle()
+        self._has_settled, self._has_to_settle = True, False
+        if self._session.members is not before:
+            self.log_costs()
+
+    def settle_epoch(self) -> None:
+        """:meth:`settle` between two epochs."""
+        self._begins_epoch = True
+        self.settle()
+        self._begins_epoch = False
+
+    @override
+    def close_step(self) -> None:
+        position, settings = self.position, self._session.settings
+        if position.samples:
+            if position.samples >= self.data.plan().used:
+                return
+            is_due = settings.is_due_after_step(self.steps)
+        elif position.epoch:
+            is_due = settings.is_due_after_epoch(position.epoch - 1, steps=self.steps)
+        else:
+            return
+        if is_due:
+            self._session.save()
+        self.stop_if_told()
+
+    def after_entering(self) -> None:
+        """A generation was entered in a section: settle, unless all do it after the section."""
+        if self._has_settled:
+            self.settle()
+            return
+        self._has_to_settle = True
+        self.tell_change(self._recovery)
+        self.log_costs()
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a batch was taken for a step that is not over."""
+        return private.has_batch(self._trainer) or private.is_accumulating(self._trainer)
+
+    def _validate(self, run: Callable[[], Any]) -> Any:
+        begin_again, put_generators_back = private.hold_validation(self._trainer), rng.hold()
+
+        def undo() -> None:
+            begin_again()
+            put_generators_back()
+            self._recovery.pause.reasons.append("the validation is run again")
+
+        return self.sections.run(run, undo=undo)
+
+    @override
+    def add_to(self, checkpoint: dict[str, Any]) -> None:
+        if not self._hands_over:
+            self._strategy.meet(partial(super().add_to, checkpoint))
+            return
+        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
+        checkpoint[KEY] = self.here().as_dict()
+
+    # Generations.
+
+    @override
+    def enter(self, generation: Generation, members: Membership) -> None:
+        places = members.ranks.gather(self.sections.place)
+        self.sections.align(places, has_newcomers=bool(generation.newcomers))
+        super().enter(generation, members)
+
+    @override
+    def here(self) -> ElasticState:
+        first, now = self.data.layouts
+        return ElasticState(
+            run_id=self._session.history.run_id,
+            seed=self._session.history.seed,
+            first=first,
+            layout=now,
+            position=self.position,
+            total_samples=self.total_samples,
+            total_steps=self.steps,
+            size=self.data.size,
+            validated=self._is_validated,
+            metrics=[self._logged_metrics],
+            stopped=self._is_stopped,
+        )
+
+    @override
+    def handed_over(self) -> dict[str, Any]:
+        self._hands_over = True
+        try:
+            checkpoint = private.dump_checkpoint(self._trainer, weights_only=False)
+        finally:
+            self._hands_over = False
+        return {"checkpoint": checkpoint, "saved": [*map(private.saved, self._saving)]}
+
+    @property
+    def _saving(self) -> list[ModelCheckpoint]:
+        found = self._trainer.checkpoint_callbacks
+        return [each for each in found if isinstance(each, ModelCheckpoint)]
+
+    @override
+    def take_over(self, handed: Any, state: ElasticState, members: Membership) -> None:
+        trainer, strategy = self._trainer, self._strategy
+        connector = private.checkpoint_connector(trainer)
+        assert isinstance(connector, RestartConnector)
+        strategy.become(members)
+        self.data.close()
+        private.forget_train_loader(trainer)
+        self._joined = members
+        for callback, saved in zip(self._saving, handed["saved"], strict=True):
+            private.set_saved(callback, saved)
+        with strategy.apart():
+            connector.take_over(handed["checkpoint"])
+            private.begin_fit_again(trainer)
+
+    @override
+    def go_on(self, state: ElasticState, *, is_new: bool) -> None:
+        trainer, members = self._trainer, self._session.members
+        self._strategy.become(members)
+        self._joined, self._watched = None, []
+        private.forget_validation_loader(trainer)
+        for callback in self._saving:
+            if isinstance(callback, AsyncCheckpoint):
+                callback.move(members.ranks.leader)
+        generations = self._strategy.generations
+        assert generations is not None
+        if members.ranks.is_leader:
+            run = self._session.history.run_id
+            identify(trainer, run_id=run, takes_over=generations.name)
+        if is_new:
+            self._strategy.meets()
+            return
+        self.data.deal_again(state.position, rank=members.rank, world_size=members.world_size)
+        if not self._begins_epoch and not self._has_ended:
+            passes = self.data.plan().first_micro_batch
+            place_at_step(trainer, passes)
+            private.iterate_again(trainer, passes=passes)
+
+    @override
+    def rates(self) -> tuple[Sequence[Optimizer], Sequence[Any]]:
+        schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
+        return self._trainer.optimizers, schedulers
+
+    # Steps.
+
+    @override
+    def begin_step(self, recovery: StepRecovery) -> None:
+        super().begin_step(recovery)
+        self._logged = private.logged_values(self._trainer)
+
+    @override
+    def take_again(self) -> None:
+        private.restore_logged(self._trainer, self._logged)
+        super().take_again()
+
+    def _complete_step(self, closure: Callable[[], Any]) -> Any:
+        """Compute ``closure``; again, with what the present ranks are dealt, where one is lost."""
+        recovery, compute = self._recovery, closure
+        with self.sections.at("step"):
+            while True:
+                try:
+                    result = compute()
+                    if not recovery.is_given_up:
+                        self._has_settled = False
+                        return result
+                except RuntimeError as error:
+                    if recovery.is_committed:
+                        raise
+                    recovery.generations.lost(error)
+                self.take_again()
+                compute = partial(self._compute_again, closure)
+
+    def _compute_again(self, closure: Callable[[], Any]) -> Any:
+        trainer = self._trainer
+        batches = self._loop.epoch_loop.batch_progress
+        while True:
+            batch, index = private.next_batch(trainer), batches.current.processed
+            self.begin_micro_batch(index)
+            private.give_batch(closure, trainer, batch, index)
+            self._session.lifecycle.heartbeat()
+            assert self.micro_batch is not None
+            if self.micro_batch.ends_step:
+                return closure()
+            with trainer.strategy.block_backward_sync():  # type: ignore[attr-defined]
+                closure()
+            for each in (batches.current, batches.total):
+                each.processed = each.completed = each.processed + 1
+                each.ready = each.started = each.processed + 1
