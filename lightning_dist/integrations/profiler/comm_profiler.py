@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from lightning_dist.integrations.lightning.private import without_fabric
 from lightning_dist.integrations.profiler.live import LiveProfile, Upload, log_summary
+from lightning_dist.integrations.profiler.local import LocalModel
 from lightning_dist.integrations.profiler.run import ProfileRun
 from lightning_dist.integrations.profiler.sharded import ShardedModel, as_ddp
 from lightning_dist.integrations.profiler.sigterm import CODE, Sigterm, sigterm_raises
@@ -218,7 +219,9 @@ class CommProfiler(pl.Callback):
         self.errors.clear()
         self._alarm = ResidualAlarm()
         # Predictions are of steps of DDP.
-        how: dict[str, Any] = {"predict": False} if isinstance(model, ShardedModel) else {}
+        how: dict[str, Any] = (
+            {"predict": False} if isinstance(model, ShardedModel | LocalModel) else {}
+        )
         self._run = self._start(
             model,
             **how,

@@ -13,13 +13,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dist.integrations.profiler.local import LocalModel
 from lightning_dist.integrations.torch.fsdp.replicas import ShardedGradients, exchange_of
 from lightning_dist.integrations.torch.fsdp.shards import replaced_collectives
+from lightning_dist.integrations.torch.local.updates import updates_of
 from lightning_dist.profiling.capture.recorder import Recorder
 
 
 def as_ddp(model: nn.Module) -> DistributedDataParallel | None:
-    """What is profiled of ``model``: DDP itself, or shards that are compressed; None of others."""
+    """What is profiled: DDP, shards that are compressed, or local updates; None of others."""
+    updates = updates_of(getattr(model, "module", model))
+    if updates is not None:
+        return cast(DistributedDataParallel, LocalModel(updates))
     if isinstance(model, DistributedDataParallel):
         return model
     found = exchange_of(model)
