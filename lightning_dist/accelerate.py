@@ -11,6 +11,9 @@ from lightning_dist.integrations.accelerate.compression import Compression as Co
 from lightning_dist.integrations.accelerate.fsdp import (
     CompressedFSDPPlugin as CompressedFSDPPlugin,
 )
+from lightning_dist.integrations.accelerate.local_updates import (
+    LocalUpdatesPlugin as LocalUpdatesPlugin,
+)
 from lightning_dist.integrations.accelerate.local_updates import local_updates as local_updates
 from lightning_dist.integrations.accelerate.plugin import (
     CompressedDDPPlugin as CompressedDDPPlugin,
@@ -22,5 +25,6 @@ __all__ = [
     "CompressedDDPPlugin",
     "CompressedFSDPPlugin",
     "Compression",
+    "LocalUpdatesPlugin",
     "local_updates",
 ]

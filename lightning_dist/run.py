@@ -4,8 +4,9 @@
     torchrun [OPTIONS] -m lightning_dist.run -m package.train --lr 0.1
 
 Every Accelerator that the script makes gets a CompressedDDPPlugin(), or with FSDP2 a
-CompressedFSDPPlugin(), with the settings from variables LIGHTNING_DIST_* and files
-(docs/command-line.md), unless the script has attached one itself. Exit code 2: the words or the
+CompressedFSDPPlugin(), or where the settings name a method a LocalUpdatesPlugin(), with the
+settings from variables LIGHTNING_DIST_* and files (docs/command-line.md), unless the script has
+attached one itself. Exit code 2: the words or the
 settings are wrong; otherwise it is the script's.
 """
 
@@ -64,16 +65,19 @@ def main() -> None:
     try:
         script = Script.parse(words)
         # Torch and Accelerate, which --help and a wrong word need not wait for.
-        from lightning_dist.accelerate import CompressedDDPPlugin, CompressedFSDPPlugin
+        from lightning_dist import accelerate as ours
+        from lightning_dist.configuration import resolve
         from lightning_dist.integrations.accelerate.patch import attached_everywhere
 
-        plugin = CompressedDDPPlugin()
+        is_local = resolve().value("method") is not None
+        plugin = ours.LocalUpdatesPlugin if is_local else ours.CompressedDDPPlugin
+        plugin()  # settings that cannot be are said now
     except (OSError, ValueError) as error:
         print(f"lightning_dist.run: {error}", file=sys.stderr)
         raise SystemExit(BAD_INPUT) from None
 
     def attach(accelerator: Any) -> Any:
-        return (CompressedFSDPPlugin() if accelerator.is_fsdp2 else plugin).attach(accelerator)
+        return (ours.CompressedFSDPPlugin if accelerator.is_fsdp2 else plugin)().attach(accelerator)
 
     with attached_everywhere(attach) as seen:
         script.run()

@@ -16,11 +16,23 @@ from lightning_dist.cli.codecs import codec_names
 from lightning_dist.cli.errors import reported
 from lightning_dist.configuration import OPTIONS, Resolved, read, resolve, write
 from lightning_dist.configuration.files import accelerate_default, check, parse, sidecar_of
-from lightning_dist.configuration.options import OF_SHARDS, require_fit, require_of_shards
+from lightning_dist.configuration.options import (
+    OF_DDP,
+    OF_LOCAL,
+    OF_SHARDS,
+    require_fit,
+    require_of_shards,
+    require_only,
+)
 from lightning_dist.console import print_table
 
 _QUESTIONS = {
-    "codec": "The codec of gradients, with options; `lightning-dist codecs` lists them",
+    "method": "Exchange every few steps (local updates)? diloco, streaming, ...; null: every step",
+    "sync_every": "Local steps between two exchanges of a parameter; null: by method",
+    "fragments": "Parts of the model that are exchanged in turn; null: by method",
+    "overlap_steps": "Steps that an exchange has before its mean is used; null: by method",
+    "ddp_steps": "Steps of plain DDP before the first local one; null: none",
+    "codec": "The codec of what is sent, with options; `lightning-dist codecs` lists them",
     "error_feedback": "Error feedback: send later what the codec loses? true, false or auto",
     "hierarchical": "Reduce inside every host first? true, false, auto or leader",
     "ranks_per_host": "Consecutive ranks of a host; null: by host name",
@@ -93,10 +105,7 @@ def config(
             )
         known = read(sidecar) if sidecar.is_file() else {}
         answers = theirs.ask()
-        shards = theirs.fsdp_version(answers) == 2
-        kept = {name: value for name, value in known.items() if not shards or name in OF_SHARDS}
-        asked = OF_SHARDS if shards else _QUESTIONS
-        options = {**kept, **{name: _answer(name, kept) for name in asked}}
+        options = _ask(known, shards=theirs.fsdp_version(answers) == 2)
         require_possible(options)
         theirs.save(answers, path)
         write(sidecar, options)
@@ -146,9 +155,11 @@ def _write(
         for note in theirs.change(config, others):
             typer.echo(f"lightning-dist: {note}", err=True)
     if anew:
-        options = {name: option.default for name, option in OPTIONS.items()}
+        options = {name: OPTIONS[name].default for name in OF_DDP}
     else:
         options = read(sidecar) if sidecar.is_file() else {}
+    if ours.get("method") and "codec" not in ours:
+        options["codec"] = _codec_of(ours["method"])
     options.update(ours)
     require_possible(options)
     if config is not None:
@@ -160,6 +171,25 @@ def _write(
         write(sidecar, options)
         written.append(sidecar)
     return written
+
+
+def _ask(known: Mapping[str, Any], *, shards: bool) -> dict[str, Any]:
+    """Answers to our questions about what takes effect, and what the file had of the same."""
+    options: dict[str, Any] = {}
+    if not shards and (method := _answer("method", known)):
+        options["method"] = method
+        if method != known.get("method"):
+            known = {**known, "codec": _codec_of(method)}
+    names = OF_SHARDS if shards else OF_LOCAL if options else OF_DDP
+    kept = {name: value for name, value in known.items() if name in names}
+    asked = [name for name in _QUESTIONS if name in names and name not in options]
+    return {**kept, **options, **{name: _answer(name, kept) for name in asked}}
+
+
+def _codec_of(method: Any) -> str:
+    from lightning_dist.integrations.torch.local.settings import default_codec  # torch
+
+    return default_codec(method)
 
 
 def _answer(name: str, known: Mapping[str, Any]) -> Any:
@@ -191,11 +221,16 @@ def require_possible(options: Mapping[str, Any]) -> None:
     Raises:
         ValueError: with the rule, the value and what to do.
     """
-    from lightning_dist.settings import Settings  # torch
+    from lightning_dist.integrations.torch.local.updates import checked  # torch
+    from lightning_dist.settings import Settings
 
     if "codec" in options:
         _require_codec(options["codec"])
-    Settings.check(**options)
+    if options.get("method") is None:
+        Settings.check(**require_only(options, OF_DDP, under="without a method"))
+    else:
+        local = require_only(options, OF_LOCAL, under="with local updates")
+        checked(**{name: value for name, value in local.items() if value is not None})
 
 
 def _show(resolved: Resolved, *, config: Path, as_json: bool) -> None:

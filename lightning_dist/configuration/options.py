@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+METHODS = ("local_sgd", "post_local_sgd", "diloco", "streaming", "sparseloco")
+"""Of local updates; here without torch."""
+_OF_METHOD = "(as the method says)"
 
 
 @dataclass(frozen=True)
 class Option:
-    """One setting of ``compress_ddp``, by the same name.
+    """One setting of ``compress_ddp`` or ``local_updates``, by the same name.
 
     Args:
         takes: what a value must be, for messages and documents.
@@ -52,6 +56,14 @@ def _is_groups(value: object) -> bool:
     return all(map(_is_count, value)) or all(map(_is_groups, value))
 
 
+def _is_count_or_null(value: object) -> bool:
+    return value is None or _is_count(value)
+
+
+def _is_rate_or_null(value: object) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
 OPTIONS: dict[str, Option] = {
     option.name: option
     for option in (
@@ -79,17 +91,58 @@ OPTIONS: dict[str, Option] = {
             "min_compress_numel",
             None,
             "0 or more elements, or null (as the codec says)",
-            lambda value: value is None or _is_count(value),
+            _is_count_or_null,
         ),
         Option("start_step", 0, "0 or more synchronised steps", _is_count),
         Option("compile_kernels", "auto", "true, false or auto", _switch("auto")),
         Option("commit", "auto", "auto, immediate or deferred", _is_commit),
         Option("delay", 0, "0 or 1", lambda value: type(value) is int and value in (0, 1)),
+        Option(
+            "method",
+            None,
+            f"{', '.join(METHODS)}, or null (no local updates)",
+            lambda value: value is None or value in METHODS,
+        ),
+        *(
+            Option(name, None, f"0 or more steps, or null {_OF_METHOD}", _is_count_or_null)
+            for name in ("sync_every", "overlap_steps", "ddp_steps")
+        ),
+        Option(
+            "fragments",
+            None,
+            f"1 or more parts, or null {_OF_METHOD}",
+            lambda value: value is None or _is_count(value, least=1),
+        ),
+        *(
+            Option(name, None, f"a number, or null {_OF_METHOD}", _is_rate_or_null)
+            for name in ("outer_lr", "outer_momentum", "mixing")
+        ),
+        Option(
+            "weigh_by",
+            None,
+            "workers or samples, or null (workers)",
+            lambda value: value in (None, "workers", "samples"),
+        ),
+        Option("offload", None, "true, false or null (false)", lambda v: v in (None, True, False)),
     )
 }
-"""In the order of the questions of ``lightning-dist config``."""
 
 
+OF_DDP = (
+    "codec",
+    "error_feedback",
+    "hierarchical",
+    "ranks_per_host",
+    "rank_groups",
+    "min_compress_numel",
+    "start_step",
+    "compile_kernels",
+    "commit",
+    "delay",
+)
+"""Options of ``compress_ddp``."""
+OF_LOCAL = (*(name for name in OPTIONS if name not in OF_DDP), *OF_DDP[:6])
+"""Options of ``local_updates``."""
 OF_SHARDS = (
     "codec",
     "error_feedback",
@@ -98,18 +151,24 @@ OF_SHARDS = (
     "compile_kernels",
     "commit",
 )
-"""Options of ``compress_fsdp``; the others are of DDP."""
+"""Options of ``compress_fsdp``."""
 
 
 def require_of_shards(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of ``compress_fsdp`` among these; raises ValueError for others in force."""
+    return require_only(options, OF_SHARDS, under="under FSDP2")
+
+
+def require_only(options: Mapping[str, Any], names: Sequence[str], *, under: str) -> dict[str, Any]:
+    """The options of these names; raises ValueError for others in force, ``under`` what."""
     for name, value in options.items():
-        if name not in OF_SHARDS and value != OPTIONS[name].default:
+        if name not in names and value != OPTIONS[name].default:
             raise ValueError(
-                f"{name} is a setting of DDP and cannot take effect under FSDP2, got {value!r}; "
-                f"remove it, or set it to {OPTIONS[name].default!r}"
+                f"{name} is a setting of {'DDP' if name in OF_DDP else 'local updates'} and cannot "
+                f"take effect {under}, got {value!r}; remove it, or set it to "
+                f"{OPTIONS[name].default!r}"
             )
-    return {name: value for name, value in options.items() if name in OF_SHARDS}
+    return {name: value for name, value in options.items() if name in names}
 
 
 def require_known(name: str, *, where: str) -> Option:

@@ -20,12 +20,13 @@ from click.testing import Result
 
 from lightning_dist.cli import config_accelerate
 from lightning_dist.configuration import OPTIONS, read
+from lightning_dist.configuration.options import OF_DDP
 
 config_command = import_module("lightning_dist.cli.config")
 
 HIDDEN = "\x1b[?25l"
 """What Accelerate's menus end with: the cursor is hidden, an arrow shows the choice."""
-DEFAULTS = {name: option.default for name, option in OPTIONS.items()}
+DEFAULTS = {name: OPTIONS[name].default for name in OF_DDP}
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +89,15 @@ def test_set_without_files_writes_what_was_set_and_what_accelerate_needs(tmp_pat
     assert "distributed_type" in yaml.safe_load(theirs.read_text())
 
 
+def test_local_updates_have_the_codec_of_their_method(tmp_path: Path) -> None:
+    theirs, ours = files(tmp_path)
+    done("--defaults", "--set", "method=sparseloco", "--config_file", theirs)
+    sparse = "topk:ratio=0.015625,values=int2,decay=0.95"
+    assert read(ours) == {**DEFAULTS, "codec": sparse, "method": "sparseloco"}
+    done("--set", "method=diloco", "--set", "sync_every=16", "--config_file", theirs)
+    assert read(ours) == {**DEFAULTS, "method": "diloco", "sync_every": 16}
+
+
 def test_several_processes_are_no_single_one(tmp_path: Path) -> None:
     theirs, _ = files(tmp_path)
     words = ("--set", "accelerate.num_processes=2", "--set", "accelerate.use_cpu=true")
@@ -136,6 +146,10 @@ def test_show_says_where_everything_comes_from(
         ("--set codec=int8 --set codec=int4", "--set codec is given twice"),
         ("--set codec=qsgd --set error_feedback=true", "Error feedback diverges"),
         ("--set start_step=-1", "start_step must be 0 or more"),
+        ("--set method=dilocco", "method must be local_sgd, post_local_sgd, diloco"),
+        ("--set sync_every=8", "a setting of local updates and cannot take effect without a"),
+        ("--set method=diloco --set start_step=5", "cannot take effect with local updates, got 5"),
+        ("--set method=diloco --set overlap_steps=40", "less than sync_every / fragments"),
         ("--set accelerate.num_proceses=2", "did you mean 'num_processes'?"),
         ("--set accelerate.num_processes=two", "accelerate.num_processes must be int, got 'two'"),
         ("--set accelerate.num_processes=true", "must be int, got True"),
@@ -180,6 +194,23 @@ def test_under_fsdp2_only_what_takes_effect_is_asked(
     expected = {"codec": "int4", "error_feedback": "auto", "min_compress_numel": 1000}
     assert read(ours) == {**expected, "start_step": 0, "compile_kernels": "auto", "commit": "auto"}
     assert yaml.safe_load(theirs.read_text())["fsdp_config"] == {"fsdp_version": 2}
+
+
+def test_with_a_method_the_questions_are_those_of_local_updates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, ours = files(tmp_path)
+    ours.write_text("codec: sign\nstart_step: 7\nmixing: 0.25\n")
+    monkeypatch.setattr(config_accelerate, "ask", config_accelerate.defaults)
+    terminal = SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr(config_command, "sys", terminal)
+    words = "dilocco\ndiloco\n16\n\n\n\n\n\n\n\n\n"
+    result = program("config", "--config_file", theirs, input=words)
+    assert result.exit_code == 0, result.output
+    assert "method must be local_sgd" in result.output
+    found = {name: value for name, value in read(ours).items() if value is not None}
+    local = {"method": "diloco", "sync_every": 16, "mixing": 0.25}
+    assert found == {**local, "codec": "int8", "error_feedback": "auto", "hierarchical": "auto"}
 
 
 def test_under_fsdp2_settings_of_ddp_are_refused(tmp_path: Path) -> None:

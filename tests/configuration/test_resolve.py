@@ -7,14 +7,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 import lightning_dist
 from lightning_dist.configuration import CODE, LEFT_OUT, OPTIONS, SIDECAR, Resolved, resolve
 from lightning_dist.configuration.files import accelerate_default
+from lightning_dist.configuration.options import METHODS, OF_DDP, OF_LOCAL, require_only
 from lightning_dist.integrations.arguments import CompressionArguments
+from lightning_dist.integrations.torch.local.settings import Method
 from lightning_dist.settings import Settings
 
 FOLDER = Path(lightning_dist.__file__).parent / "configuration"
@@ -209,8 +211,23 @@ def test_what_differs_from_the_defaults_is_told_with_its_source(home: dict[str, 
 def test_every_signature_has_these_options_and_defaults(function: Any, others: set[str]) -> None:
     parameters = inspect.signature(function).parameters
     assert {name: p.default for name, p in parameters.items() if name not in others} == {
-        name: option.default for name, option in OPTIONS.items()
+        name: OPTIONS[name].default for name in OF_DDP
     }
+
+
+def test_local_updates_have_their_options() -> None:
+    assert get_args(Method) == METHODS
+    known = inspect.signature(lightning_dist.local_updates).parameters
+    others = {"model", "optimizer", "outer_optimizer", "groups"}
+    assert set(known) - others == set(OF_LOCAL)
+
+
+def test_options_that_the_training_has_not_are_refused() -> None:
+    with pytest.raises(ValueError, match="setting of local updates and cannot take effect here"):
+        require_only({"codec": "int4", "sync_every": 8}, OF_DDP, under="here")
+    with pytest.raises(ValueError, match=r"got 3; take it away, or set it to 0"):
+        require_only({"start_step": 3}, OF_LOCAL, under="here")
+    assert require_only({"codec": "int4", "delay": 0}, OF_LOCAL, under="") == {"codec": "int4"}
 
 
 @pytest.mark.parametrize(

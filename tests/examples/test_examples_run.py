@@ -42,6 +42,17 @@ def test_fabric_in_local_steps_goes_on_from_its_checkpoint(tmp_path: Path) -> No
         assert f"MB sent in {exchanges} exchanges" in done.output  # after 4 and 6; 8, 12 and 12
 
 
+def test_a_loop_in_local_steps_goes_on_from_its_checkpoint(
+    tmp_path: Path, quick_python: list[str]
+) -> None:
+    options = {"ranks": 2, "limit": LIMIT, "python": quick_python}
+    for said, exchanges in (("steps 0 to 6, ", 2), ("steps 6 to 12, ", 3)):
+        arguments = ["--folder", str(tmp_path), "--steps", "6"]
+        done = torchrun(EXAMPLES / "loop_local_steps.py", *arguments, **options).require_success()
+        assert said in done.output
+        assert f"MB sent in {exchanges} exchanges" in done.output  # after 4 and 6; 8, 12 and 12
+
+
 def test_plain_ddp_goes_on_from_its_checkpoint(tmp_path: Path, quick_python: list[str]) -> None:
     arguments = ["--folder", str(tmp_path), "--steps", "5", "--codec", "int4"]
     options = {"ranks": 2, "limit": LIMIT, "python": quick_python}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from worlds import Rank, run_threads
 
 from lightning_dist import local_updates
+from lightning_dist.integrations.torch.local.fragments import Fragment
 from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates
 
 WIDTH = 24
@@ -86,6 +87,9 @@ class Worker:
                 self.updates.step()
             else:
                 self.updates.step(self.samples(self.rank.rank, self.updates.attempted + 1))
+
+    def parts(self) -> list[Fragment]:
+        return self.updates._fragments
 
     def weights(self) -> list[Tensor]:
         return [p.detach().clone() for p in self.model.parameters()]

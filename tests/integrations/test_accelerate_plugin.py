@@ -255,8 +255,20 @@ def test_local_updates_are_those_of_a_loop_and_resume_bit_exact(pair: Results) -
     assert ranks[0]["whole"][0] != ranks[1]["whole"][0]
 
 
+def test_a_plugin_takes_local_steps_in_a_loop_that_knows_nothing_of_them(pair: Results) -> None:
+    ranks = pair("accelerate_local_plugin")
+    for facts, expected in zip(ranks, pair("accelerate_local"), strict=True):
+        assert facts["own"] == expected["whole"]
+        assert facts["attempted"] == len(facts["own"]) == 8
+        require_equal(facts["end"], expected["end"])
+        assert facts["anchor"]
+        assert "by a LocalUpdatesPlugin" in facts["twice"]
+
+
 def test_local_updates_refuse_what_cannot_work(pair: Results) -> None:
     for facts in pair("accelerate_local_refused"):
         assert "compressed in every step by a CompressedDDPPlugin" in facts["plugin"]
         assert "did you mean 'sync_every'?" in facts["unknown"]
         assert "launch several processes" in facts["bare"]
+        assert "delay is a setting of DDP and cannot take effect with" in facts["outside"]
+        assert "attach it right after" in facts["late"]

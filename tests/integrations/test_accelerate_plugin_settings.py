@@ -19,6 +19,7 @@ from scenarios.accelerating import forget_accelerators
 from lightning_dist import CompressedDDPStrategy
 from lightning_dist.accelerate import Accelerator, CompressedDDPPlugin
 from lightning_dist.configuration import OPTIONS
+from lightning_dist.configuration.options import OF_DDP
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
 from lightning_dist.settings import Settings
 
@@ -43,10 +44,10 @@ def said(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
 
 def test_nothing_is_set() -> None:
     plugin = CompressedDDPPlugin()
-    assert {name: getattr(plugin, name) for name in OPTIONS} == {
-        name: option.default for name, option in OPTIONS.items()
+    assert {name: getattr(plugin, name) for name in OF_DDP} == {
+        name: OPTIONS[name].default for name in OF_DDP
     }
-    assert [field.name for field in dataclasses.fields(plugin) if field.init] == list(OPTIONS)
+    assert tuple(field.name for field in dataclasses.fields(plugin) if field.init) == OF_DDP
 
 
 def test_what_the_code_leaves_out_is_from_outside(

@@ -25,7 +25,7 @@ from lightning_dist.profiling.whatif.costs import read_costs
 CASES = (
     *(f"lightning {name}" for name in ("compressed_ddp", "ddp", "manual ddp", "manual int8")),
     *(f"lightning {name}" for name in ("predicted", "failing", "told to end")),
-    *("fabric", "accelerate"),
+    *("fabric", "accelerate", "local updates", "lightning local"),
 )
 
 
@@ -80,6 +80,18 @@ def test_what_would_help_is_not_measured_for(
 ) -> None:
     case, _, inside = name.partition("/")
     require_no_prediction(folders[case] / inside, reason)
+
+
+def test_local_updates_have_the_time_of_every_attempted_step(folders: dict[str, Path]) -> None:
+    profiled, summary = profile(folders["local updates"])
+    for rank in profiled.ranks.values():
+        times = [step.duration / MS for step in rank.steps.values()]
+        assert len(times) == 12
+        assert all(time >= 50 for time in times[3::4])  # as long as exchanges are planted to be
+    assert "with local updates an exchange is of many steps" in str(summary["unavailable"])
+    assert profiled.ranks[0].metadata.codec.startswith("Int8")
+    profiled, _ = profile(folders["lightning local"] / "comm_profile")
+    assert [len(rank.steps) for rank in profiled.ranks.values()] == [24, 24]
 
 
 @pytest.mark.parametrize("strategy", ["compressed_ddp", "ddp"])

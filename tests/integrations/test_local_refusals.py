@@ -10,6 +10,7 @@ from local_worlds import World, plain, run
 from torch import nn
 
 from lightning_dist import OneBitAdam
+from lightning_dist.integrations.torch.local.settings import LocalUpdateSettings
 
 
 def test_samples_are_given_where_they_count() -> None:
@@ -59,6 +60,41 @@ def test_optimizers_and_models_that_exchange_themselves_are_refused() -> None:
             world.worker(nn.Sequential(world.rank.ddp(plain())))
 
     run(train, 2)
+
+
+def test_a_count_in_the_middle_of_accumulation_is_refused() -> None:
+    def train(world: World) -> None:
+        worker = world.worker(plain())
+        gradients = [torch.full_like(p, float("inf")) for p in worker.model.parameters()]
+        for parameter, gradient in zip(worker.model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        worker.updates.step()  # as after a step that a GradScaler has skipped
+        worker.optimizer.zero_grad(set_to_none=False)
+        worker.updates.step()  # a worker without a batch
+        worker.model(next(worker.data)).square().mean().backward()
+        with pytest.raises(ValueError, match="in the middle of gradient accumulation"):
+            worker.updates.step()
+        worker.optimizer.step()
+        worker.updates.step()
+        assert worker.updates.attempted == 3
+
+    run(train, 1)
+
+
+def test_few_outer_steps_are_said_with_their_number(caplog: pytest.LogCaptureFixture) -> None:
+    sparse = LocalUpdateSettings.check("sparseloco")
+    assert sparse.few(63 * 30 + 29).startswith("63 outer steps in 1919 local ones")
+    assert not sparse.few(64 * 30)
+    assert not LocalUpdateSettings.check("local_sgd").few(8)
+
+    def train(world: World) -> None:
+        worker = world.worker(plain(), sync_every=2)
+        worker.train(5)
+        worker.updates.finish()
+
+    run(train, 1)
+    (line,) = [each.getMessage() for each in caplog.records if "outer steps" in each.getMessage()]
+    assert line.startswith("2 outer steps in 5 local ones, and diloco needs 20 or more")
 
 
 def test_ranks_that_want_different_things_are_told() -> None:

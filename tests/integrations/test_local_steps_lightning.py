@@ -58,6 +58,15 @@ def test_validation_uses_the_anchor_or_the_workers_own_weights(two: Results) -> 
         require_equal(facts["anchor"]["parameters"], facts["worker"]["parameters"])
 
 
+def test_averaged_weights_are_of_each_worker_and_their_mean_at_the_end(two: Results) -> None:
+    first, second = two("local_steps_with_averaged_weights")
+    require_equal(first["parameters"], second["parameters"])
+    for name, value in first["parameters"].items():
+        mean = (first["average"][name] + second["average"][name]) / 2
+        torch.testing.assert_close(value, mean)
+    assert first["own"] != second["own"]
+
+
 def test_fabric_resumes_bit_exact_with_the_anchor_as_weights(two: Results) -> None:
     ranks = two("local_steps_fabric")
     for facts in ranks:
@@ -89,6 +98,8 @@ def test_by_name_with_statistics_and_metrics(two: Results) -> None:
         ("rates", "set them there"),
         ("one level", "needs several hosts"),
         ("no outer step", "must have an outer step"),
+        ("zero", "exchanges between ranks in every step"),
+        ("sharded", "use lightning_dist.compress_fsdp, or DistributedDataParallel inside the"),
     ],
 )
 def test_what_cannot_work_is_refused(two: Results, case: str, says: str) -> None:

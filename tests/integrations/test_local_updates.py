@@ -10,6 +10,7 @@ from local_worlds import Net, Twin, World, adam, batches, plain, run, sgd, unequ
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dist import local_updates
 from lightning_dist.codecs import CODECS, TopK, resolve_codec
 
 
@@ -218,6 +219,64 @@ def test_a_step_that_a_worker_leaves_out_counts() -> None:
     assert all(map(torch.equal, first, second))
 
 
+def test_a_step_that_a_grad_scaler_skips_counts() -> None:
+    def train(world: World) -> tuple[list[Tensor], float]:
+        worker = world.worker(plain(dtype=torch.float32), sgd, sync_every=2, codec="none")
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(4):
+            worker.optimizer.zero_grad()
+            loss = worker.model(next(worker.data)).square().mean()
+            overflows = step == 0 and world.rank.rank == 0
+            scaler.scale(loss * (float("inf") if overflows else 1.0)).backward()
+            scaler.step(worker.optimizer)
+            scaler.update()
+            worker.updates.step()
+        return worker.anchors(), scaler.get_scale()
+
+    (first, skipped), (second, scale) = run(train, 2)
+    assert (skipped, scale) == (2.0, 4.0)
+    assert all(map(torch.equal, first, second))
+    assert all(each.isfinite().all() for each in first)
+
+
+def test_several_optimizers_make_one_step() -> None:
+    def train(world: World, *, several: bool) -> list[Tensor]:
+        model = plain()
+        first, *rest = model.children()
+        worker = world.worker(model, sync_every=2, codec="none")
+        if several:
+            halves = [adam(first.parameters()), adam(nn.ModuleList(rest).parameters())]
+            settings = {"groups": world.rank.groups(), "min_compress_numel": 0}
+            worker.updates.close()
+            worker.updates = local_updates(model, halves, sync_every=2, codec="none", **settings)
+            world.stack.callback(worker.updates.close)
+            worker.optimizer = halves[0]
+            halves[0].register_step_post_hook(lambda *_: halves[1].step())
+            halves[0].register_step_post_hook(lambda *_: halves[1].zero_grad())
+        worker.train(5)
+        assert worker.updates.attempted == 5
+        return worker.weights()
+
+    one = run(lambda world: train(world, several=False), 2)
+    for found, expected in zip(run(lambda world: train(world, several=True), 2), one, strict=True):
+        assert all(map(torch.equal, found, expected))
+
+
+def test_fragments_are_whole_parameters_for_powersgd() -> None:
+    def train(world: World) -> list[Tensor]:
+        settings = {"sync_every": 4, "fragments": 2, "codec": "powersgd:rank=2"}
+        worker = world.worker(plain(dtype=torch.float32), **settings)
+        worker.train(9)
+        cut = [[part.whole == part.numel for part in each.slices] for each in worker.parts()]
+        assert len(cut) == 2
+        assert all(map(all, cut))
+        return worker.anchors()
+
+    first, second = run(train, 2)
+    assert all(map(torch.equal, first, second))
+    assert not torch.equal(first[0], plain(dtype=torch.float32)[0].weight)
+
+
 def test_models_with_tied_and_frozen_parts_and_statistics() -> None:
     def train(world: World) -> dict[str, Tensor]:
         worker = world.worker(Net(), sync_every=3, codec="none", mixing=0.0)
@@ -338,11 +397,12 @@ def test_sparseloco_is_the_rule() -> None:
                 parameter -= 0.5 * parameter.grad
 
     def train(world: World) -> tuple[Tensor, dict[str, Any]]:
-        worker = world.worker(start(), sgd, method="sparseloco", sync_every=2)
+        worker = world.worker(
+            start(), lambda each: torch.optim.SGD(each, lr=0.5), method="sparseloco", sync_every=2
+        )
         generator = torch.Generator().manual_seed(world.rank.rank)
-        for _ in range(2 * windows):
-            learn(worker.model, generator)
-            worker.updates.step()
+        worker.data = (torch.randn(8, width, generator=generator) for _ in range(2 * windows))
+        worker.train(2 * windows)
         return worker.weights()[0], dict(worker.updates.comm_stats())
 
     anchor = start().weight.detach().clone()

@@ -57,6 +57,7 @@ def test_a_module_and_its_arguments(quick_python: list[str]) -> None:
         (["--lr", "1"], {}, "No script"),
         (["-m"], {}, "No script"),
         (["missing.py"], {}, "There is no script missing.py"),
+        ([SCRIPT], {"LIGHTNING_DIST_METHOD": "dilocco"}, "method must be local_sgd"),
         ([SCRIPT], {"LIGHTNING_DIST_CODCE": "int8"}, "did you mean 'LIGHTNING_DIST_CODEC'?"),
     ],
 )
@@ -77,6 +78,18 @@ def test_settings_that_cannot_be_say_where_they_come_from(quick_python: list[str
     (line,) = [line for line in done.output.splitlines() if "lightning_dist.run: " in line]
     assert "got 'int9'" in line
     assert line.endswith("(set outside of the code: codec from LIGHTNING_DIST_CODEC)")
+
+
+def test_with_a_method_every_rank_takes_local_steps(
+    monkeypatch: pytest.MonkeyPatch, quick_python: list[str]
+) -> None:
+    monkeypatch.setenv("LIGHTNING_DIST_METHOD", "local_sgd")
+    options = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+    options += ["--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    launch = [*quick_python, "-m", "accelerate.commands.launch", *options, "--no_python"]
+    done = run([*launch, *quick_python, "-m", "lightning_dist.run", SCRIPT], limit=100)
+    said = re.findall(r"SAID(\{.*?\})", done.require_success().output)
+    assert [json.loads(each)["attempted"] for each in said] == [2, 2]
 
 
 @pytest.fixture

@@ -23,8 +23,9 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
     from lightning_dist.integrations.torch.ddp import reducer_of  # only to look
+    from lightning_dist.integrations.torch.local.updates import updates_of
 
-    reducer = reducer_of(model.module)
+    reducer, updates = reducer_of(model.module), updates_of(model.module)
     said = {
         "name": __name__,
         "arguments": sys.argv[1:],
@@ -32,6 +33,8 @@ def main() -> None:
         "codec": None if reducer is None else repr(reducer.settings.codec),
         "steps": None if reducer is None else reducer.step,
     }
+    if updates is not None:
+        said["attempted"] = updates.attempted
     print("SAID" + json.dumps(said), flush=True)
 
 

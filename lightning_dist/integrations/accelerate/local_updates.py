@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dist.integrations.accelerate.attach import kind_of
-from lightning_dist.integrations.accelerate.private import prepared_models
+from lightning_dist.configuration import Resolved, resolve
+from lightning_dist.configuration.options import OF_LOCAL, require_only
+from lightning_dist.integrations.accelerate.attach import kind_of, tell
+from lightning_dist.integrations.accelerate.private import prepared_models, prepared_optimizers
 from lightning_dist.integrations.torch.ddp import reducer_of
 from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates, OuterOptimizer
+from lightning_dist.integrations.torch.local.settings import LocalUpdateSettings
 from lightning_dist.integrations.torch.local.state import WorkerStates
 from lightning_dist.integrations.torch.local.updates import attach, checked
+from lightning_dist.private import before_compile
+from lightning_dist.settings import Settings
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -44,6 +50,9 @@ def local_updates(
                     updates.step()
         updates.finish()
 
+    Settings that are left out come from variables ``LIGHTNING_DIST_*`` and the files of
+    ``lightning-dist config``, as for :class:`CompressedDDPPlugin`; otherwise from the method.
+
     Args:
         model: prepared; one.
         optimizer: prepared, or several.
@@ -54,21 +63,26 @@ def local_updates(
         ValueError: the model is not in DDP, or has compressed gradients already; or see
             :func:`lightning_dist.local_updates`.
     """
-    if not isinstance(model, DistributedDataParallel):
+    _require_local(accelerator, model)
+    if takes_local_steps(accelerator):
         raise ValueError(
-            "Local updates need a model that accelerator.prepare has wrapped in "
-            f"DistributedDataParallel, got {type(model).__name__} of an Accelerator with "
-            f"{kind_of(accelerator)}; launch several processes with --multi_gpu (distributed_type: "
-            "MULTI_GPU), and prepare the model first"
+            "The model is trained in local steps by a LocalUpdatesPlugin, which `lightning-dist "
+            "config` may have asked for with method=; leave the call out, or the plugin"
         )
-    if reducer_of(model.module) is not None:
-        raise ValueError(
-            "The gradients of this model are compressed in every step by a CompressedDDPPlugin; "
-            "leave the plugin out"
-        )
+    return _attach(accelerator, model, optimizer, outer_optimizer, settings)
+
+
+def _attach(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Any,
+    outer_optimizer: OuterOptimizer | None,
+    settings: dict[str, Any],
+) -> LocalUpdates:
     given = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
     optimizers = [getattr(each, "optimizer", each) for each in given]
-    schedule, compression = checked(outer_optimizer=outer_optimizer, **settings)
+    resolved, schedule, compression = _resolved(settings, outer_optimizer)
+    tell(accelerator, resolved)
     updates = attach(
         model,
         optimizers,
@@ -86,3 +100,128 @@ def local_updates(
     accelerator.register_save_state_pre_hook(save_anchor)
     accelerator.register_for_checkpointing(WorkerStates(updates, optimizers))
     return updates
+
+
+def _require_local(accelerator: Accelerator, model: nn.Module) -> None:
+    if not isinstance(model, DistributedDataParallel):
+        raise ValueError(
+            "Local updates need a model that accelerator.prepare has wrapped in "
+            f"DistributedDataParallel, got {type(model).__name__} of an Accelerator with "
+            f"{kind_of(accelerator)}; launch several processes with --multi_gpu (distributed_type: "
+            "MULTI_GPU), and prepare the model first"
+        )
+    if reducer_of(model.module) is not None:
+        raise ValueError(
+            "The gradients of this model are compressed in every step by a CompressedDDPPlugin; "
+            "leave the plugin out"
+        )
+
+
+def takes_local_steps(accelerator: Accelerator) -> bool:
+    """Whether a LocalUpdatesPlugin is attached."""
+    owner = getattr(getattr(accelerator.prepare, "func", None), "__self__", None)
+    return isinstance(owner, LocalUpdatesPlugin)
+
+
+class LocalUpdatesPlugin:
+    """:func:`local_updates` of the model that Accelerate prepares, without a call in the loop.
+
+    Every step of the first prepared optimizer that is not inside an accumulation counts. One model,
+    with its optimizers. ``accelerator.get_state_dict`` and ``save_model`` give the anchor, and
+    ``accelerator.end_training`` ends with the mean of all workers.
+
+    Args:
+        outer_optimizer: as of :func:`lightning_dist.local_updates`.
+        **settings: the others of the same, but ``groups``; those that are left out come from
+            variables and files, as for :class:`CompressedDDPPlugin`.
+
+    Raises:
+        ValueError: a setting that does not exist, is out of range or cannot take effect.
+    """
+
+    updates: LocalUpdates | None = None
+    """The outer steps; None before ``prepare``."""
+
+    def __init__(self, *, outer_optimizer: OuterOptimizer | None = None, **settings: Any) -> None:
+        _, schedule, _ = _resolved(settings, outer_optimizer)
+        if schedule.weigh_by == "samples":
+            raise ValueError(
+                "weigh_by='samples' needs to know the samples of every step; call "
+                "lightning_dist.accelerate.local_updates and updates.step(samples=) in the loop"
+            )
+        self._outer_optimizer, self._settings = outer_optimizer, settings
+        self._model: nn.Module | None = None  # prepared
+
+    def attach(self, accelerator: Accelerator) -> LocalUpdatesPlugin:
+        """Train what ``accelerator`` prepares from now on in local steps.
+
+        Raises:
+            ValueError: a model is prepared already.
+        """
+        if prepared_models(accelerator):
+            raise ValueError(
+                "a LocalUpdatesPlugin must be attached before accelerator.prepare; attach it right "
+                "after Accelerator(...)"
+            )
+        self._accelerator = accelerator
+        # Accelerate has no hook for any of them.
+        accelerator.prepare_model = partial(self._prepare_model, accelerator.prepare_model)
+        accelerator.prepare = partial(self._prepare, accelerator.prepare)
+        accelerator.get_state_dict = partial(self._state_dict, accelerator.get_state_dict)
+        accelerator.end_training = partial(self._end, accelerator.end_training)
+        return self
+
+    def _prepare(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        prepared = prepare(*args, **kwargs)
+        optimizers = prepared_optimizers(self._accelerator)
+        if self.updates is None and self._model is not None and optimizers:
+            self.updates = _attach(
+                self._accelerator, self._model, optimizers, self._outer_optimizer, self._settings
+            )
+            optimizers[0].step = self._counted(optimizers[0].step)
+        return prepared
+
+    def _prepare_model(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("evaluation_mode"):
+            return prepare(*args, **kwargs)
+        if self._model is not None:
+            raise ValueError(
+                "a LocalUpdatesPlugin trains one model, got a second one; call "
+                "lightning_dist.accelerate.local_updates for each in the loop"
+            )
+        prepared = prepare(*args, **kwargs)
+        self._model = before_compile(prepared)
+        _require_local(self._accelerator, self._model)
+        return prepared
+
+    def _counted(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(step)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            found = step(*args, **kwargs)
+            if self._accelerator.sync_gradients and self.updates is not None:
+                self.updates.step()
+            return found
+
+        return counted
+
+    def _state_dict(self, stock: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.updates is not None and self.updates.is_of(model):
+            return self.updates.anchor_state_dict()
+        return stock(model, *args, **kwargs)
+
+    def _end(self, stock: Callable[[], None]) -> None:
+        if self.updates is not None:
+            self.updates.finish()
+            self.updates.close()
+        stock()
+
+
+def _resolved(
+    given: dict[str, Any], outer_optimizer: OuterOptimizer | None
+) -> tuple[Resolved, LocalUpdateSettings, Settings]:
+    """Settings of the code and from outside of it, checked."""
+    resolved = resolve({name: value for name, value in given.items() if name in OF_LOCAL})
+    with resolved.named_in_errors():
+        options = require_only(resolved.options, OF_LOCAL, under="with local updates")
+        found = {name: value for name, value in options.items() if value is not None}
+        return resolved, *checked(outer_optimizer=outer_optimizer, **{**given, **found})

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_dist.integrations.accelerate.attach import handler_of
 from lightning_dist.integrations.accelerate.fsdp import is_attached
+from lightning_dist.integrations.accelerate.local_updates import takes_local_steps
 
 _ENTRIES = ("prepare", "prepare_model")
 
@@ -35,7 +36,8 @@ def attached_everywhere(attach: Callable[[Accelerator], Any]) -> Iterator[list[A
         if any(accelerator is each for each in seen):
             return False
         seen.append(accelerator)
-        if handler_of(accelerator) is not None or is_attached(accelerator):
+        attached = handler_of(accelerator), is_attached(accelerator), takes_local_steps(accelerator)
+        if any(attached):
             return False  # what the script says of its own plugin counts
         attach(accelerator)
         return True

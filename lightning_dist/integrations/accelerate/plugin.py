@@ -9,8 +9,8 @@ from typing import Any, Literal, Self
 from accelerate import Accelerator
 
 from lightning_dist.codecs import Codec
-from lightning_dist.configuration import LEFT_OUT, OPTIONS, Resolved, resolve
-from lightning_dist.configuration.options import require_known
+from lightning_dist.configuration import LEFT_OUT, Resolved, resolve
+from lightning_dist.configuration.options import OF_DDP, require_known, require_only
 from lightning_dist.integrations.accelerate.attach import require_attachable, tell
 from lightning_dist.integrations.accelerate.compression import Compression
 from lightning_dist.integrations.refusals import refuse_codec_options
@@ -56,11 +56,14 @@ class CompressedDDPPlugin:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        resolved = resolve({name: getattr(self, name) for name in OPTIONS})
+        resolved = resolve({name: getattr(self, name) for name in OF_DDP})
         object.__setattr__(self, "_resolved", resolved)
-        for name in OPTIONS:
+        for name in OF_DDP:
             object.__setattr__(self, name, resolved.value(name))
         with resolved.named_in_errors():
+            require_only(
+                resolved.options, OF_DDP, under="in a CompressedDDPPlugin (use LocalUpdatesPlugin)"
+            )
             self._settings()
 
     def attach(self, accelerator: Accelerator) -> Compression:
@@ -81,4 +84,4 @@ class CompressedDDPPlugin:
         return compression
 
     def _settings(self) -> Settings:
-        return Settings.check(**{name: getattr(self, name) for name in OPTIONS})
+        return Settings.check(**{name: getattr(self, name) for name in OF_DDP})

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-_FEW = 20
-"""Outer steps below which outer momentum has not come to its rate."""
-
 
 class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
     """Optimizer steps of every rank alone, and outer steps on the compressed mean of what changed.
@@ -109,14 +106,9 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
                 f"A training of {steps:g} steps must have an outer step, got sync_every="
                 f"{schedule.sync_every} and ddp_steps={schedule.ddp_steps}; set them lower"
             )
-        if outer < _FEW and schedule.outer_momentum and self.global_rank == 0:
-            log.warning(
-                "%d outer steps in a training of %d: outer momentum takes about %d to reach its "
-                "rate. Lower sync_every, or set outer_momentum=0 and outer_lr=1",
-                outer,
-                steps,
-                _FEW,
-            )
+        few = schedule.few(steps - schedule.ddp_steps)
+        if few and self.global_rank == 0:
+            log.warning("%s", few)
 
     @override
     def optimizer_step(

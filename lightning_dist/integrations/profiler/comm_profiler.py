@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from lightning_dist.integrations.lightning.private import without_fabric
 from lightning_dist.integrations.profiler.live import LiveProfile, Upload, log_summary
+from lightning_dist.integrations.profiler.local import LocalModel
 from lightning_dist.integrations.profiler.run import ProfileRun
 from lightning_dist.integrations.profiler.sharded import as_ddp
 from lightning_dist.integrations.profiler.sigterm import CODE, Sigterm, sigterm_raises
@@ -232,11 +233,14 @@ class CommProfiler(pl.Callback):
         self.summary = None
         self.errors.clear()
         self._alarm = ResidualAlarm()
+        # Predictions are of steps of DDP.
+        how |= {"predict": False} if isinstance(model, LocalModel) else {}
         self._run = self._start(
             model,
             parent=self._dirpath or parent,
             first=first,
             on_step=(lambda step: None) if self._live is None else self._live.add,
+            **how,
         )
         for reason in self._run.reasons:
             rank_zero_warn(f"CommProfiler: {reason}")

@@ -19,6 +19,7 @@ from lightning_dist.accelerator import is_accelerator
 from lightning_dist.elastic.recovery.groups import is_alone
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
 from lightning_dist.exchange.handshake import all_facts
+from lightning_dist.integrations.profiler.local import LocalModel, LocalWatching
 from lightning_dist.integrations.profiler.metadata import (
     rank_metadata,
     run_metadata,
@@ -107,7 +108,9 @@ class ProfileRun:
         self._has_finished = False
         self.reasons: list[str] = []
         """Unmeasured values, and the reasons."""
-        self._reducer = reducer_of(model.module)
+        self._reducer = (
+            model.updates.reducer if isinstance(model, LocalModel) else reducer_of(model.module)
+        )
         if _is_profiled(model, self._reducer):
             raise ValueError(
                 "This model is profiled already, and one CommProfiler at a time can see its "
@@ -180,7 +183,10 @@ class ProfileRun:
             self.reasons.append(f"buckets: n/a, {self.metadata.unseen}")
         elif not isinstance(model, ShardedModel):
             self._watch_allreduce(model)
-        self._watching: Watching | None = Watching(model, self._session.timer)
+        timer = self._session.timer
+        self._watching: Watching | LocalWatching | None = (
+            LocalWatching(model, timer) if isinstance(model, LocalModel) else Watching(model, timer)
+        )
         self._collectives = ExitStack()
         if isinstance(model, ShardedModel):
             self._collectives = model.watch_collectives(self._session.recorder)

@@ -14,19 +14,24 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.exchange.channel import Watch
+from lightning_dist.integrations.profiler.local import LocalModel
 from lightning_dist.integrations.torch.fsdp.attach import ShardedExchange, exchange_of
 from lightning_dist.integrations.torch.fsdp.shards import (
     CompressedShards,
     QuantisedCollective,
     replaced_collectives,
 )
+from lightning_dist.integrations.torch.local.updates import updates_of
 from lightning_dist.private import collectives_of, parameter_groups_of, reduces_gradients
 from lightning_dist.profiling.capture.events import OF_NO_BUCKET
 from lightning_dist.profiling.capture.recorder import Recorder
 
 
 def as_ddp(model: nn.Module) -> DistributedDataParallel | None:
-    """The profiled part of ``model``: DDP itself, or shards that are compressed; None of others."""
+    """The profiled part of ``model``: DDP, compressed shards, or local updates; None of others."""
+    updates = updates_of(getattr(model, "module", model))
+    if updates is not None:
+        return cast(DistributedDataParallel, LocalModel(updates))
     if isinstance(model, DistributedDataParallel):
         return model
     found = exchange_of(model)

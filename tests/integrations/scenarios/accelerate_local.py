@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import lightning_dist
-from lightning_dist.accelerate import CompressedDDPPlugin, local_updates
+from lightning_dist.accelerate import CompressedDDPPlugin, LocalUpdatesPlugin, local_updates
 from scenarios.accelerate_runs import Run
+from scenarios.accelerating import forget_accelerators
 from scenarios.catalogue import Facts, folder, rank, scenario, world_size
 from scenarios.fitting import digest, parameters
 from scenarios.models import Regression, loader
@@ -81,19 +84,51 @@ def accelerate_local() -> Facts:
 
 
 @scenario
+def accelerate_local_plugin() -> Facts:
+    """A loop that knows nothing of local updates; their method is a variable."""
+    environ = {"LIGHTNING_DIST_METHOD": "diloco", "LIGHTNING_DIST_MIXING": "0.25"}
+    with patch.dict(os.environ, environ):
+        plugin = LocalUpdatesPlugin(
+            **{k: SCHEDULE[k] for k in SCHEDULE if k not in ("method", "mixing")}
+        )
+        settings = {"gradient_accumulation_steps": 2, "optimizer": torch.optim.AdamW}
+        forget_accelerators()
+        with Run(None, attach=plugin.attach, **settings) as run:
+            run.train(16)
+            anchor = run.accelerator.get_state_dict(run.models[0])
+            found = {"own": run.digests, "attempted": plugin.updates.attempted}
+            equal = {
+                k: torch.equal(v, anchor[k]) for k, v in plugin.updates.anchor_state_dict().items()
+            }
+            try:
+                local_updates(run.accelerator, run.models[0], run.optimizers[0])
+            except ValueError as error:
+                found["twice"] = str(error)
+            plugin._end(lambda: None)  # of end_training; others follow in this process
+            return {**found, "anchor": all(equal.values()), "end": parameters(run.models[0].module)}
+
+
+@scenario
 def accelerate_local_refused() -> Facts:
     found = {}
     plugin = CompressedDDPPlugin("int8", min_compress_numel=0)
     for name, given, settings in (
         ("plugin", plugin, {}),
         ("unknown", None, {"sync_evry": 3}),
+        ("outside", None, {"method": "diloco"}),
     ):
         with Run(given) as run:
+            outside = {"LIGHTNING_DIST_DELAY": "1"} if name == "outside" else {}
             try:
-                local_updates(run.accelerator, run.models[0], run.optimizers[0], **settings)
+                with patch.dict(os.environ, outside):
+                    local_updates(run.accelerator, run.models[0], run.optimizers[0], **settings)
             except ValueError as error:
                 found[name] = str(error)
     with Run(None) as run:
+        try:
+            LocalUpdatesPlugin().attach(run.accelerator)
+        except ValueError as error:
+            found["late"] = str(error)
         try:
             local_updates(run.accelerator, run.models[0].module, run.optimizers[0])
         except ValueError as error:

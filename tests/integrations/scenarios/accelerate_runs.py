@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import accelerate
@@ -24,6 +24,7 @@ class Run:
     Args:
         plugin: None for plain DDP.
         by_hand: attach it to Accelerate's own Accelerator.
+        attach: called with that Accelerator before it prepares anything.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Run:
         plugin: CompressedDDPPlugin | None = TOPK,
         *,
         by_hand: bool = True,
+        attach: Callable[[Any], object] = lambda accelerator: None,
         handlers: Sequence[Any] = (),
         scaler: Any = None,
         models: int = 1,
@@ -45,6 +47,7 @@ class Run:
         else:
             self.accelerator = Accelerator(kwargs_handlers=[*handlers, plugin], **given)
             self.compression = self.accelerator.compression
+        attach(self.accelerator)
         if scaler is not None:
             self.accelerator.scaler = scaler  # Accelerate makes one on GPUs only
         plain = [Regression(hidden=256).net for _ in range(models)]

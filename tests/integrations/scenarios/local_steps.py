@@ -11,8 +11,12 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim import SGD
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from lightning_dist import (
@@ -75,12 +79,12 @@ def fit(
 
 @scenario
 def local_steps_as_in_a_loop() -> Facts:
-    _, facts = fit(strategy(codec="int8"))
+    _, facts = fit(strategy(codec="int8"), gradient_clip_val=0.1)
     torch.manual_seed(1)
     model = Regression(optimizer="adam")
     optimizer = model.configure_optimizers()
     updates = local_updates(model, optimizer, min_compress_numel=0, codec="int8", **SCHEDULE)
-    own: list[str] = []
+    own, norms = list[str](), list[float]()
     dataset = model.train_dataloader().dataset
     sampler = DistributedSampler(dataset)  # as Lightning makes it
     for epoch in range(2):
@@ -88,9 +92,11 @@ def local_steps_as_in_a_loop() -> Facts:
         for batch in DataLoader(dataset, batch_size=8, sampler=sampler):
             optimizer.zero_grad()
             model.loss(batch).backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
             optimizer.step()
             updates.step()
             own.append(digest(model))
+    assert max(norms) > 0.1  # each worker clips its own gradient
     updates.finish()
     updates.close()
     return {"trainer": facts, "loop": {"parameters": parameters(model), "own": own}}
@@ -257,6 +263,14 @@ def local_steps_evaluate() -> Facts:
     return found
 
 
+@scenario
+def local_steps_with_averaged_weights() -> Facts:
+    """Each worker averages its own weights; at the end all have the mean of these."""
+    averages = WeightAveraging()
+    _, facts = fit(strategy(codec="none", overlap_steps=0, mixing=0.0), callbacks=[averages])
+    return {**facts, "average": parameters(averages._average_model.module)}
+
+
 def fabric(of: Any, *, path: Any = None, skipped: int = 0) -> Run:
     run = Run(of, momentum=0.5)
     if path is not None:
@@ -327,6 +341,8 @@ def local_steps_by_name() -> Facts:
 @scenario
 def local_steps_refused() -> Facts:
     found = {}
+    model, shards = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    fully_shard(shards, mesh=init_device_mesh("cpu", (world_size(),)))
     for name, make in {
         "start_step": lambda: strategy(start_step=3),
         "replicas": lambda: strategy(replicas="node"),
@@ -334,6 +350,8 @@ def local_steps_refused() -> Facts:
         "rates": lambda: strategy(outer_lr=0.5, outer_optimizer=torch.optim.SGD),
         "one level": lambda: fit(strategy(replicas="host")),
         "no outer step": lambda: fit(strategy(sync_every=100)),
+        "zero": lambda: local_updates(model, ZeroRedundancyOptimizer(model.parameters(), SGD)),
+        "sharded": lambda: local_updates(shards, SGD(shards.parameters())),
     }.items():
         try:
             make()

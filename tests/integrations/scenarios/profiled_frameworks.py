@@ -157,6 +157,33 @@ def accelerate(folder: Path) -> None:
     tell(folder)
 
 
+def local_updates(folder: Path) -> None:
+    """Local steps of four in an Accelerator's loop, slow ones where they exchange."""
+    from accelerate import Accelerator
+
+    from lightning_dist.accelerate import local_updates
+
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(
+        module := network(), torch.optim.SGD(module.parameters(), lr=0.01)
+    )
+    updates = local_updates(accelerator, model, optimizer, sync_every=4)
+    updates.after_step.append(lambda: busy(0.0 if updates.attempted % 4 else 0.05))
+    with quiet_profiler(model, dirpath=folder):
+        for _ in range(STEPS):
+            accelerator.backward(model(torch.ones(4, 256)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            updates.step()
+    updates.close()
+    tell(folder)
+
+
+def lightning_local(folder: Path) -> None:
+    fit(folder, CommProfiler(html=False), strategy="compressed_local_sgd")
+    tell(folder)
+
+
 CASES: dict[str, Callable[[Path], None]] = {
     "lightning compressed_ddp": lambda folder: lightning(folder, strategy="compressed_ddp"),
     "lightning ddp": lambda folder: lightning(folder, strategy="ddp"),
@@ -169,6 +196,8 @@ CASES: dict[str, Callable[[Path], None]] = {
     "lightning predicted": lightning_predicted,
     "lightning failing": lightning_failing,
     "lightning told to end": lightning_told_to_end,
+    "lightning local": lightning_local,
+    "local updates": local_updates,
     "fabric": fabric,
     "accelerate": accelerate,
 }

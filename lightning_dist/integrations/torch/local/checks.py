@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import torch
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
@@ -42,7 +43,7 @@ def require_workers(
     if any(isinstance(each, DTensor) for each in module.parameters()):
         raise ValueError(
             "Local updates need whole parameters on every rank, got a model that is sharded; use "
-            "lightning_dist.compress_fsdp"
+            "lightning_dist.compress_fsdp, or DistributedDataParallel inside the hosts"
         )
     if any(isinstance(each, DistributedDataParallel) for each in module.modules()):
         raise ValueError(
@@ -60,4 +61,19 @@ def require_workers(
             "The model is a DistributedDataParallel over all ranks, which averages gradients in "
             "every step; give the module itself, or one over the ranks of a worker "
             "(process_group=), or set ddp_steps"
+        )
+
+
+def require_stepped(parameters: Iterable[nn.Parameter]) -> None:
+    """Raise ValueError where finite gradients wait for the first step of an optimizer.
+
+    A GradScaler skips a step whose gradients are not finite, and a worker without a batch has none.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    total = sum(float(torch.linalg.vector_norm(each)) for each in gradients)
+    if 0 < total < float("inf"):
+        raise ValueError(
+            "updates.step() counts steps of the optimizer, and gradients are there that it has not "
+            "used, as in the middle of gradient accumulation; call it once after every "
+            "optimizer.step(), and give local_updates the optimizer that steps"
         )

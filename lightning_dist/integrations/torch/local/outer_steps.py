@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dist.integrations.torch.checks import require_effect
+from lightning_dist.integrations.torch.local.checks import require_stepped
 from lightning_dist.integrations.torch.local.fragments import Fragment, cut
 from lightning_dist.integrations.torch.local.pseudo_gradients import Exchange, PseudoGradients
 from lightning_dist.integrations.torch.local.settings import LocalUpdateSettings
@@ -20,6 +22,8 @@ from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.slices import as_real
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
+
+log = logging.getLogger(__name__)
 
 STATE_VERSION = 1
 OuterOptimizer = Callable[[Sequence[Tensor]], Optimizer]
@@ -33,12 +37,13 @@ class LocalUpdates:
         module: nn.Module,
         schedule: LocalUpdateSettings,
         *,
+        optimizers: Sequence[Optimizer],
         settings: Settings,
         network: Network,
         outer_optimizer: OuterOptimizer | None = None,
         synced: DistributedDataParallel | None = None,
     ) -> None:
-        self.schedule, self._module, self._synced = schedule, module, synced
+        self.schedule, self.module, self._synced = schedule, module, synced
         named = {name_before_compile(name): p for name, p in module.named_parameters()}
         self._trained = {name: p for name, p in named.items() if p.requires_grad}
         self.reducer = Reducer(
@@ -63,6 +68,10 @@ class LocalUpdates:
         self._gradients = PseudoGradients(self._fragments, self.reducer, weigh_by=schedule.weigh_by)
         self.attempted = 0
         """Optimizer steps that were attempted so far."""
+        self.after_step: list[Callable[[], None]] = []
+        """Called at the end of every :meth:`step`."""
+        self._has_stepped = False
+        self._hooks = [each.register_step_post_hook(self._optimizer_stepped) for each in optimizers]
         self._set_aside: dict[str, Tensor] | None = None  # own weights, while the anchor's are used
 
     def step(self, samples: float | None = None) -> bool:
@@ -79,8 +88,13 @@ class LocalUpdates:
             Whether the anchor has moved.
 
         Raises:
-            ValueError: samples are needed and not given, or the other way round.
+            ValueError: samples are needed and not given, or the other way round; or gradients are
+                there and no optimizer has stepped, as in the middle of accumulation.
         """
+        if not self._has_stepped:
+            require_stepped(self._trained.values())
+        while self._has_stepped and self._hooks:
+            self._hooks.pop().remove()
         if (samples is None) == (self.schedule.weigh_by == "samples"):
             raise ValueError(
                 f"step(samples=) is for weigh_by='samples' and needed there, got {samples!r} with "
@@ -88,6 +102,12 @@ class LocalUpdates:
             )
         self._gradients.samples.seen += samples or 0.0
         self.attempted += 1
+        moved = self._exchange()
+        for call in self.after_step:
+            call()
+        return moved
+
+    def _exchange(self) -> bool:
         local = self.attempted - self.schedule.ddp_steps
         if local < 0:
             return False
@@ -117,8 +137,11 @@ class LocalUpdates:
 
         Without momentum: it would go on although the learning rate has come to its end.
         """
-        if self.attempted < self.schedule.ddp_steps:
+        local = self.attempted - self.schedule.ddp_steps
+        if local < 0:
             return
+        if self.reducer.network.rank == 0 and (few := self.schedule.few(local)):
+            log.warning("%s", few)
         if self._gradients.under_way is not None:
             self._apply()
         for index, fragment in enumerate(self._fragments):
@@ -150,14 +173,14 @@ class LocalUpdates:
 
     def buffers(self) -> dict[str, Tensor]:
         """This worker's own buffers by name."""
-        return {name_before_compile(n): each for n, each in self._module.named_buffers()}
+        return {name_before_compile(n): each for n, each in self.module.named_buffers()}
 
     def anchor_state_dict(self) -> dict[str, Any]:
         """The model's ``state_dict`` with the anchor in the place of trained parameters."""
         names = {id(parameter): name for name, parameter in self._trained.items()}
         anchors = self._anchors()
         found = {}
-        for key, value in self._module.state_dict(keep_vars=True).items():
+        for key, value in self.module.state_dict(keep_vars=True).items():
             name = names.get(id(value))
             if name is None:
                 found[key] = value.detach() if isinstance(value, Tensor) else value
@@ -253,7 +276,10 @@ class LocalUpdates:
 
     def is_of(self, module: nn.Module) -> bool:
         """Whether it is the model that is trained, in DDP or not."""
-        return getattr(module, "module", module) is self._module or module is self._module
+        return getattr(module, "module", module) is self.module or module is self.module
+
+    def _optimizer_stepped(self, *_: Any) -> None:
+        self._has_stepped = True
 
     def _begin(self) -> None:
         """The last step of plain DDP is over: the anchor is what all ranks have now."""
@@ -270,7 +296,7 @@ class LocalUpdates:
     @torch.no_grad()
     def _average_buffers(self) -> None:
         """Running statistics of the workers whose own are finite; integers stay the worker's."""
-        buffers = [b for b in self._module.buffers() if b.is_floating_point() and b.numel()]
+        buffers = [b for b in self.module.buffers() if b.is_floating_point() and b.numel()]
         if not buffers:
             return
         ones = self._gradients.flat.new_ones(1)

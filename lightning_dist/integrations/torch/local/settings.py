@@ -92,6 +92,20 @@ class LocalUpdateSettings:
             raise ValueError(f"offload must be True or False, got {settings.offload!r}")
         return settings
 
+    def few(self, steps: float) -> str:
+        """Why the outer steps of so many local ones are too few; empty if they are enough."""
+        outer = int(steps) // self.sync_every
+        for need, least, why in (
+            (self.method == "sparseloco", 64, "it sends a 64th of what has changed at a time"),
+            (self.outer_momentum > 0, 20, "outer momentum takes as many to come to its rate"),
+        ):
+            if need and outer < least:
+                return (
+                    f"{outer} outer steps in {steps:g} local ones, and {self.method} needs {least} "
+                    f"or more: {why}. Lower sync_every={self.sync_every}, or use 'local_sgd'"
+                )
+        return ""
+
     @property
     def interval(self) -> int:
         """Attempted steps between two outer steps of any fragments."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from inspect import signature
 from typing import Any, Literal
+from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 from torch import nn
@@ -26,6 +27,8 @@ from lightning_dist.integrations.torch.local.settings import (
 )
 from lightning_dist.integrations.torch.networks import Groups, network_over
 from lightning_dist.settings import Settings
+
+_attached: WeakKeyDictionary[nn.Module, ref[LocalUpdates]] = WeakKeyDictionary()
 
 
 def local_updates(
@@ -191,11 +194,21 @@ def attach(
         },
         groups=groups,
     )
-    return LocalUpdates(
+    updates = LocalUpdates(
         module,
         schedule,
+        optimizers=optimizers,
         settings=settings,
         network=network,
         outer_optimizer=outer_optimizer,
         synced=synced if schedule.ddp_steps else None,
     )
+    _attached[module] = ref(updates)
+    return updates
+
+
+def updates_of(module: nn.Module) -> LocalUpdates | None:
+    """The last updates that were attached to ``module``; None if there are none, or closed ones."""
+    attached = _attached.get(module)
+    updates = None if attached is None else attached()
+    return None if updates is None or updates.reducer.closed else updates
