@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from itertools import chain
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -126,8 +127,11 @@ def test_workers_that_stay_follow_the_epoch(make: Make, expected: Expected) -> N
 
 @KINDS
 def test_workers_that_are_started_afresh(make: Make, expected: Expected) -> None:
+    """They are given everything by pickle, as by ``spawn``, and torch is imported once."""
+    afresh = get_context("forkserver")
+    afresh.set_forkserver_preload(["torch"])
     one = Rank(LAYOUT, 1, SIZE)
-    loader = one.shard(make(num_workers=1, multiprocessing_context="spawn"))
+    loader = one.shard(make(num_workers=1, multiprocessing_context=afresh))
     one.go_to(1)
     one.resume(samples=10, steps=1)
     assert list(loader) == expected(one)
