@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import typer
-from lightning_dist.cli.launch_plan import FLAGS
 from processes import torchrun
 from torch.distributed.run import get_args_parser
 from typer.main import get_command
@@ -21,6 +20,7 @@ import lightning_dist
 from benchmarks import docs_tables
 from lightning_dist import CODECS
 from lightning_dist.cli import app
+from lightning_dist.cli.launch import DRY
 from lightning_dist.codecs.options import parse_codec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -134,7 +134,7 @@ def check_command(words: list[str]) -> None:
         parsed = get_args_parser().parse_args(words[1:])
         check_command([parsed.training_script, *parsed.training_script_args])
     elif words[:2] == ["lightning-dist", "launch"]:
-        options = [word for word in words[2:] if word not in FLAGS]
+        options = [word for word in words[2:] if word != DRY]
         if "--config_file" not in " ".join(options):
             get_args_parser().parse_args(options)
     elif words[0] == "lightning-dist":

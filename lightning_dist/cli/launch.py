@@ -145,7 +145,7 @@ def _parsed(words: Sequence[str], environ: Mapping[str, str]) -> Any:
 
     def fail(message: str) -> NoReturn:
         if "training_script" in message:
-            message = f"no script: lightning-dist launch {USAGE}"
+            message = f"No script: lightning-dist launch {USAGE}"
         raise ValueError(message)
 
     parser.allow_abbrev = False  # --dry would be known here, and then reach the launcher
@@ -153,7 +153,7 @@ def _parsed(words: Sequence[str], environ: Mapping[str, str]) -> Any:
     parser.add_argument(DRY, action="store_true")
     given = parser.parse_args(list(words))
     if not (given.module or given.no_python or Path(given.training_script).is_file()):
-        raise ValueError(f"there is no script {given.training_script}")
+        raise ValueError(f"There is no script {given.training_script}")
     return given
 
 
@@ -197,7 +197,7 @@ def _backend(given: Any, fewest: int, most: int) -> str:
     if static:
         if fewest < most:
             raise ValueError(
-                f"a static rendezvous (--master-port) cannot have --nnodes={given.nnodes}: "
+                f"A static rendezvous (--master-port) cannot have --nnodes={given.nnodes}: "
                 "use --rdzv-endpoint=HOST:PORT, the same on every node"
             )
         return "static"

@@ -20,7 +20,7 @@ from lightning_dist.elastic.membership import Membership
 
 _PATIENCE = 5.0
 """Seconds that a failed process waits for its checkpoints: the next one waits for their writer."""
-PATIENCE_WITH_LEADER = 60.0
+_PATIENCE_WITH_LEADER = 60.0
 """Seconds for the leader before this one to end: one that is cut off learns late that it is out."""
 
 
@@ -76,7 +76,7 @@ class Retention:
             return
         if self.checkpointer is None:
             self.checkpointer = Checkpointer(self._settings, ranks=members.world_size)
-            self.checkpointer.patience = PATIENCE_WITH_LEADER
+            self.checkpointer.patience = _PATIENCE_WITH_LEADER
             self.checkpointer.watch(self._optimizers)
         self._saves.move(members.ranks, self.checkpointer)
         self.save_for(run, restricted=restricted, resumed=None)

@@ -225,7 +225,7 @@ def test_local_updates_have_their_options() -> None:
 def test_options_that_the_training_has_not_are_refused() -> None:
     with pytest.raises(ValueError, match="setting of local updates and cannot take effect here"):
         require_only({"codec": "int4", "sync_every": 8}, OF_DDP, under="here")
-    with pytest.raises(ValueError, match=r"got 3; take it away, or set it to 0"):
+    with pytest.raises(ValueError, match=r"got 3; remove it, or set it to 0"):
         require_only({"start_step": 3}, OF_LOCAL, under="here")
     assert require_only({"codec": "int4", "delay": 0}, OF_LOCAL, under="") == {"codec": "int4"}
 

@@ -283,3 +283,20 @@ def test_records_are_the_same_after_a_way_through_the_store() -> None:
     report = Report("0.0.0", 3, 5, holds=True, reason="Verbindung getrennt …")
     assert decode_report(encode(report)) == report
     assert Worker.parse("1.10.2") > Worker.parse("1.9.3")
+
+
+def test_newcomers_wait_where_a_member_is_between_steps_and_cannot_be_joined() -> None:
+    closed = Report(name(0), 3, STEP, failed=True, is_closed=True)
+    facts = Facts(
+        generation(2),
+        reports={name(0): closed},
+        ready={name(2): Report(name(2))},
+        dead={name(1): "SIGKILL"},
+    )
+    found = facts.next
+    assert found is not None
+    assert list(found.members) == [name(0)]
+    assert found.waiting == -1  # so that it pauses for the newcomer between two steps
+    joined = replace(facts, reports={name(0): replace(closed, is_closed=False)}).next
+    assert joined is not None
+    assert (len(joined.members), joined.waiting) == (2, 0)

@@ -83,16 +83,17 @@ def test_a_killed_rank_costs_no_sample_and_changes_no_weight(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("place", ["forward", "between buckets"])
 def test_accumulated_and_clipped_gradients(
-    expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
+    place: str, expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
 ) -> None:
-    """Two micro-batches in a step of three ranks, three in one of two."""
+    """Two micro-batches in a step of three ranks, three in one of two; each reduces its loss."""
     for folder in ("none", "one"):
         (tmp_path / folder).mkdir()
-    whole = TrainerJob(tmp_path / "none", quick_python, accumulate=2, clip=0.1)
-    faults = [["0.1.0", "between buckets", STEP]]
-    told = {"faults": faults, "joins": 10, "accumulate": 2, "clip": 0.1}
-    job = TrainerJob(tmp_path / "one", quick_python, **told)
+    told = {"accumulate": 2, "clip": 0.1, "syncs": True}
+    whole = TrainerJob(tmp_path / "none", quick_python, **told)
+    faults = [["0.1.0", place, STEP]]
+    job = TrainerJob(tmp_path / "one", quick_python, faults=faults, joins=10, **told)
     job.require_exact()
     require_logged(job)
     require_weights(job, whole.weights())

@@ -150,7 +150,7 @@ class Coordinator:
             max_workers=self._settings.max_workers,
         )
         if made is not None:
-            self._publish(replace(made, waiting=self._waiting))
+            self._publish(replace(made, waiting=self._waiting + made.waiting))
         return BUSY_SECONDS if self._ends else QUIET_SECONDS
 
     def end(self, reason: str) -> None:

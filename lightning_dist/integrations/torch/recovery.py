@@ -238,18 +238,24 @@ class StepRecovery:
         """Wait for the first generation with this worker, and enter it."""
         return self._enter_one_from(self.generations.announce(self._fingerprint))
 
-    def change(self) -> tuple[Generation, Membership]:
-        """End this generation here, and enter the next one."""
+    def change(self, *, is_closed: bool = False) -> tuple[Generation, Membership]:
+        """End this generation here, and enter the next one.
+
+        Args:
+            is_closed: newcomers cannot join here.
+        """
         if self._store_lost is not None:
             self.generations.end(str(self._store_lost), code=EXIT_RESTART)
         self.pause.begin()
         generation, self._next = self._next, None
         if generation is None:
             failed = self.generations.is_broken or self._reducer.failure is not None
-            generation = self.generations.after(self._report(failed=failed))
-        return self._enter_one_from(generation)
+            generation = self.generations.after(self._report(failed=failed, is_closed=is_closed))
+        return self._enter_one_from(generation, is_closed=is_closed)
 
-    def _enter_one_from(self, generation: Generation) -> tuple[Generation, Membership]:
+    def _enter_one_from(
+        self, generation: Generation, *, is_closed: bool = False
+    ) -> tuple[Generation, Membership]:
         while True:
             try:
                 self._arrivals = -self._reducer.arrivals
@@ -273,7 +279,7 @@ class StepRecovery:
                 return generation, members
             except RuntimeError as error:  # another worker is lost meanwhile
                 self.generations.lost(error)
-                generation = self.generations.after(self._report(failed=True))
+                generation = self.generations.after(self._report(failed=True, is_closed=is_closed))
 
     def handed_over(self, generation: Generation, give: Callable[[], Any]) -> Any:
         """What ``give`` returns on the source of a generation. Collective.
@@ -316,7 +322,7 @@ class StepRecovery:
         """Let a profile know that this generation has begun."""
         self._reducer.tell_regrouped(self.generations.now.number, reason=reason)
 
-    def _report(self, *, failed: bool, holds: bool = False) -> Report:
+    def _report(self, *, failed: bool, holds: bool = False, is_closed: bool = False) -> Report:
         failure = self._reducer.failure
         return Report(
             self.generations.name,
@@ -327,6 +333,7 @@ class StepRecovery:
             failed=failed,
             reason="" if failure is None else str(failure)[:300],
             fingerprint=self._fingerprint,
+            is_closed=is_closed,
         )
 
     @property

@@ -228,7 +228,7 @@ def scenarios_of(
     ]
     reasons = dict.fromkeys(each.unsupported for each in found)
     if "" not in reasons:  # none, too: ddp in another form
-        no_ddp = "DDP does not shard" if run.form == FSDP else "DDP itself knows no hosts"
+        no_ddp = "DDP does not shard" if run.form == FSDP else "DDP itself is not hierarchical"
         because = "; ".join(reasons) or no_ddp
         raise ValueError(f"Nothing of this can be predicted: {because}")
     # Elsewhere it is what the others are compared with.

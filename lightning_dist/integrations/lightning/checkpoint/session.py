@@ -24,7 +24,6 @@ from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.ranks import Facts, Ranks
 from lightning_dist.checkpoint.saves import Saves, committed_line
 from lightning_dist.checkpoint.settings import CheckpointSettings
-from lightning_dist.elastic.retention import PATIENCE_WITH_LEADER
 from lightning_dist.integrations.lightning.checkpoint.bookkeeping import (
     Displaced,
     Scores,
@@ -34,6 +33,9 @@ from lightning_dist.integrations.lightning.checkpoint.session_io import save_int
 from lightning_dist.integrations.lightning.private import checkpoint_folder
 from lightning_dist.integrations.lightning.recovering import meet
 from lightning_dist.log import prefixed
+
+_PATIENCE_WITH_LEADER = 60.0
+"""Seconds for the writer of a rank that is lost to end."""
 
 
 class CheckpointSession:
@@ -97,7 +99,7 @@ class CheckpointSession:
         self._ranks.move(leader)
         if self._ranks.is_leader and self._checkpointer is None:
             self._checkpointer = Checkpointer(self._settings, ranks=self._ranks.count)
-            self._checkpointer.patience = PATIENCE_WITH_LEADER
+            self._checkpointer.patience = _PATIENCE_WITH_LEADER
             self._watched = []
         self.saves.move(self._ranks, self._checkpointer)
 

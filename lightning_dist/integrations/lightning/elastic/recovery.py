@@ -205,8 +205,7 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
 
     @override
     def enter(self, generation: Generation, members: Membership) -> None:
-        places = members.ranks.gather(self.sections.place)
-        self.sections.align(places, has_newcomers=bool(generation.newcomers))
+        self.sections.passed = max(members.ranks.gather(self.sections.passed))
         super().enter(generation, members)
 
     @override

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 
 from lightning_dist.elastic.membership import Membership
-from lightning_dist.elastic.process.lifecycle import EXIT_RESTART
 from lightning_dist.elastic.recovery.protocol import Generation
 from lightning_dist.integrations.torch.recovery import StepRecovery
 
 T = TypeVar("T")
-
-
-class Place(NamedTuple):
-    """Where a rank is when it enters a generation."""
-
-    is_section: bool
-    passed: int
-    """Sections that all ranks have completed, as far as this one knows."""
 
 
 class Between(Protocol):
@@ -48,18 +39,14 @@ class Sections:
     A validation is one, and so is each collective of the strategy outside of it. A section ends
     with a barrier. If a rank is lost before it, the others enter the next generation and begin the
     section again. If it is lost in the barrier, some ranks may be beyond it. They tell so in the
-    next generation: then all have completed the section, and nobody repeats it.
+    next generation: then all have completed the section, and nobody repeats it. Newcomers wait.
     """
 
     def __init__(self, placement: Between, recovery: StepRecovery) -> None:
         self._placement, self._recovery = placement, recovery
         self._where = ""
-        self._passed = 0
-
-    @property
-    def place(self) -> Place:
-        """Of this rank."""
-        return Place(self._where == "section", self._passed)
+        self.passed = 0
+        """Sections that all ranks have completed, as far as this one knows. Newcomers learn it."""
 
     @contextmanager
     def at(self, where: str) -> Iterator[None]:
@@ -111,25 +98,15 @@ class Sections:
         try:
             self._recovery.arrive()
             dist.barrier()
-            self._passed += 1
+            self.passed += 1
             self._where = ""
         except RuntimeError as error:
-            before = self._passed
+            before = self.passed
             self._enter_next(error)
-            if self._passed == before:
+            if self.passed == before:
                 raise _AgainError from error
             self._after_entering()
             self._where = ""
-
-    def align(self, places: Sequence[Place], *, has_newcomers: bool) -> None:
-        """Take note of where all members of a generation are."""
-        if has_newcomers and any(each.is_section for each in places):
-            self._recovery.generations.end(
-                "a rank is lost in a collective outside of a training step while another one "
-                "joins; all are restarted from the newest checkpoint",
-                code=EXIT_RESTART,
-            )
-        self._passed = max(each.passed for each in places)
 
     def _in_step(self, body: Callable[[], T], instead: Callable[[], T] | None) -> T:
         if instead is None or self._recovery.is_committed:
@@ -147,7 +124,7 @@ class Sections:
             try:
                 if error is not None:
                     self._recovery.generations.lost(error)
-                self._placement.enter(*self._recovery.change())
+                self._placement.enter(*self._recovery.change(is_closed=True))
                 return
             except RuntimeError as raised:
                 if raised is error:  # nobody is lost
