@@ -333,7 +333,7 @@ def profile(mesh: DeviceMesh) -> dict[str, Any]:
         "all hold up": all(span.blocks for span in run.ranks[0].steps[3].spans),
         "bytes": [traffic.intra_bytes, traffic.inter_bytes] == means,
         "bytes uncompressed": traffic.raw_bytes == said["last_step"]["raw_bytes"],
-        "buckets": [each.codec for each in summary.buckets] == ["qsgd+none", "qsgd"],
+        "buckets": ["qsgd" in each.codec for each in summary.buckets] == [True, True],
         "exposed": 0 < summary.exposed_fsdp_ms <= summary.exposed_ms,
         "parts": min(parts["exposed_codec"], parts["exposed_transfer"]) > 0,
         "all of it": math.isclose(sum(parts.values()), summary.detailed_step_ms),

@@ -111,12 +111,12 @@ def test_what_cannot_be_predicted_says_why() -> None:
     observed = observe(sharded())
     run = observed.scenario
     for forms, codecs, reason in (
-        (["flat"], [], "the form of a sharded model is fsdp"),
+        (["flat"], [], "form must be 'fsdp' for a profile of FSDP2"),
         ([], ["ddp"], "DDP does not shard"),
     ):
         with pytest.raises(ValueError, match=reason):
             scenarios_of(run, run, forms=forms, codecs=codecs)
-    with pytest.raises(ValueError, match="the form of a sharded model is fsdp"):
+    with pytest.raises(ValueError, match="and not for one of DDP"):
         scenarios_of(replace(run, form="flat"), run, forms=["fsdp"])
     with pytest.raises(ValueError, match="inside_gbps is of an exchange of DDP"):
         elsewhere(run, inside_gbps=1.0)

@@ -216,8 +216,8 @@ def scenarios_of(
     """
     if wrong := [form for form in forms if (form == FSDP) != (run.form == FSDP)]:
         raise ValueError(
-            f"the form of a sharded model is {FSDP}, and that of others is not, got {wrong[0]!r} "
-            f"for a run that is {run.form}; leave --form out"
+            f"form must be {FSDP!r} for a profile of FSDP2, and not for one of DDP, got "
+            f"{wrong[0]!r}; leave --form out"
         )
     of_run = (FSDP,) if run.form == FSDP else FORMS if max(there.counts) > 1 else (FLAT,)
     found = [
