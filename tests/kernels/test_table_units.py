@@ -79,7 +79,7 @@ def train(rank: Rank, codec: str, spoiled: bool, sampled: bool, settings: dict[s
                 given["odd"][3] = torch.inf
             ran.gradients.append(backward(model, given))
             ran.residuals.append(residuals(reducer))
-        ran.samples = samples.steps
+        ran.samples = samples.steps[:-1]  # the next one has not begun
         groups = reducer._plans.groups()
         ran.units = {type(unit) for group in groups for unit in group.units}
     return ran
