@@ -53,6 +53,7 @@ SECTIONS: dict[str, tuple[str | tuple[str, ...], Callable[..., str | None]]] = {
     "convergence-digits": ("convergence", partial(convergence, task="digits")),
     "convergence-local": ("convergence_local", partial(convergence, task="gpt")),
     "convergence-local-tuned": ("convergence_local_tuned", partial(convergence, task="gpt")),
+    "convergence-local-overlap": ("convergence_local_overlap", partial(convergence, task="gpt")),
     "convergence-fsdp": ("convergence_fsdp", partial(convergence, task="gpt")),
     "checkpoint": ("checkpoint", checkpoint.checkpoint),
     "crash-campaign": ("crash_campaign", checkpoint.CRASH_CAMPAIGN),

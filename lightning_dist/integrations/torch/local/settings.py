@@ -26,7 +26,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _CODECS = {"sparseloco": "topk:ratio=0.015625,values=int2,decay=0.95"}
 
 
-def default_codec(method: Method) -> str:
+def default_codec(method: str) -> str:
     """The codec of the pseudo-gradient where the user names none."""
     return _CODECS.get(method, "int8")
 
