@@ -73,15 +73,13 @@ def torchrun(
     ranks: int,
     limit: float,
     python: Sequence[str] | None = None,
-    by: str = "torch.distributed.run",
 ) -> Finished:
     """``torchrun --nproc-per-node=ranks script arguments``.
 
-    by: the module of the launcher.
     python: words that start it and the ranks, such as those of `forks.fork_server`; None: Python.
     """
     options = [f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1", f"--master-port={port()}"]
-    launcher = [*(python or [sys.executable]), "-m", by, *options]
+    launcher = [*(python or [sys.executable]), "-m", "torch.distributed.run", *options]
     starts = ["--no-python", *python] if python else []
     return run([*launcher, *starts, script, *arguments], limit=limit)
 

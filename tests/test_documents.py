@@ -77,6 +77,10 @@ NOT_RUN = {
     "accelerate 2": "transformers is not among the packages of the tests",
     "elastic-ray 0": "Ray is not either",
     "fsdp2 3": "Accelerate has no FSDP on a CPU",
+    **dict.fromkeys(
+        (f"recovery {number}" for number in range(4)),
+        "a coordinator is needed: test_loop_recovery and test_trainer_recovery run such scripts",
+    ),
 }
 """Blocks that cannot run here. CUDA is replaced by the CPU. Job files of SLURM and Kubernetes run
 with stand-ins in tests/examples. Commands are not run; the options of ours and of torchrun are
@@ -100,16 +104,11 @@ def runs_of(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", [each for each in PAGES if runs_of(each)], ids=lambda p: p.stem)
 def test_blocks_run_on_two_ranks(page: Path, tmp_path: Path, quick_python: list[str]) -> None:
     """As they stand there, with stand-ins for the user's model and data, and a CPU for CUDA."""
-    launcher = (
-        "lightning_dist.elastic.agent" if page.stem == "recovery" else "torch.distributed.run"
-    )
     runs = runs_of(page)
-    for words in [[each] for each in runs] if page.stem == "recovery" else [runs]:
-        arguments = (page, tmp_path / "-".join(words), *words)
-        done = torchrun(RUN_PAGE, *arguments, ranks=2, limit=300, python=quick_python, by=launcher)
-        for number in words:
-            ended = done.output.count(f"block {number} has run")
-            assert ended == 2, f"{page.name}, block {number}:\n{done.output[-4000:]}"
+    done = torchrun(RUN_PAGE, page, tmp_path, *runs, ranks=2, limit=300, python=quick_python)
+    for number in runs:
+        ended = done.output.count(f"block {number} has run")
+        assert ended == 2, f"{page.name}, block {number}:\n{done.output[-4000:]}"
 
 
 def test_all_that_is_not_run_exists() -> None:

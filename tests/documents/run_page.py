@@ -70,6 +70,7 @@ BEFORE = {
     "local-steps 1": GROUP + LOCAL,
     "profiling 1": DDP + "def train():\n    loss_of(model(data[:2][0])).backward()\n",
     "quick-start 3": GROUP,
+    "two-machines 0": "os.environ['LOCAL_RANK'] = '0'  # the first of its machine\n",
     "wandb 0": WANDB,
     "wandb 1": ACCELERATE + "step = 1\n",
     "write-your-own-codec 0+1+2": GROUP + "from lightning import Trainer\n",
