@@ -70,7 +70,7 @@ NAMES: Table = {
     f"{_PYTORCH}.loops.optimization.automatic:_AutomaticOptimization": "_make_closure",
     f"{_PYTORCH}.loops.optimization.automatic:Closure": "_step_fn _zero_grad_fn",
     f"{_PYTORCH}.trainer.connectors.logger_connector.logger_connector:_LoggerConnector": (
-        "epoch_end_reached on_batch_start reset_results"
+        "_callback_metrics epoch_end_reached on_batch_start reset_results"
     ),
     f"{_PYTORCH}.loggers:CSVLogger": "_experiment _version",
     f"{_PYTORCH}.loggers:TensorBoardLogger": "_version",
@@ -403,6 +403,14 @@ def give_batch(closure: Any, trainer: pl.Trainer, batch: Any, index: int) -> Non
 
 _CACHED = ("_computed", "_update_count")
 """What a metric has beside its states."""
+
+
+# `trainer.callback_metrics` computes those of an epoch, by collectives.
+def known_metrics(trainer: pl.Trainer) -> dict[str, float]:
+    """Scalars of ``trainer.callback_metrics`` as they were computed last."""
+    known: Any = trainer._logger_connector._callback_metrics
+    return {name: float(each) for name, each in known.items() if each.numel() == 1}
+
 
 # What `self.log` adds up over an epoch is nobody else's. Each value is a tensor of its own.
 _ADDED_UP = ("value", "cumulated_batch_size")

@@ -221,7 +221,7 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
             total_steps=self.steps,
             size=self.data.size,
             validated=self._is_validated,
-            metrics=[self._logged_metrics],
+            metrics=[private.known_metrics(self._trainer)],
             stopped=self._is_stopped,
         )
 
