@@ -20,7 +20,7 @@ import lightning_dist
 from benchmarks import docs_tables
 from lightning_dist import CODECS
 from lightning_dist.cli import app
-from lightning_dist.cli.launch import DRY
+from lightning_dist.cli.launch_plan import FLAGS
 from lightning_dist.codecs.options import parse_codec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -133,7 +133,7 @@ def check_command(words: list[str]) -> None:
         parsed = get_args_parser().parse_args(words[1:])
         check_command([parsed.training_script, *parsed.training_script_args])
     elif words[:2] == ["lightning-dist", "launch"]:
-        options = [word for word in words[2:] if word != DRY]
+        options = [word for word in words[2:] if word not in FLAGS]
         if "--config_file" not in " ".join(options):
             get_args_parser().parse_args(options)
     elif words[0] == "lightning-dist":

@@ -14,7 +14,7 @@ import typer
 from lightning_dist.cli import config_accelerate as theirs
 from lightning_dist.cli.codecs import codec_names
 from lightning_dist.cli.errors import reported
-from lightning_dist.configuration import OPTIONS, Resolved, read, resolve, write
+from lightning_dist.configuration import CONFIG, OPTIONS, Resolved, read, resolve, write
 from lightning_dist.configuration.files import accelerate_default, check, parse, sidecar_of
 from lightning_dist.configuration.options import (
     OF_DDP,
@@ -74,9 +74,8 @@ def config(
 ) -> None:
     """Create the configuration files of Accelerate and lightning_dist.
 
-    Accelerate's file is the one that `accelerate config` writes, for `accelerate launch`. The
-    training reads lightning_dist.yaml beside it itself; elsewhere than at Accelerate's default
-    place, set LIGHTNING_DIST_CONFIG to its path.
+    Accelerate's file is the one that `accelerate config` writes. `lightning-dist launch` uses both;
+    under `accelerate launch` the training reads lightning_dist.yaml itself.
 
     \b
     With questions, on a terminal:
@@ -91,7 +90,7 @@ def config(
     if shown:
         if defaults or changes:
             raise ValueError("--show writes nothing: leave out --defaults and --set")
-        _show(resolve(), config=path, as_json=as_json)
+        _show(resolve(environ=_as_launched(file)), config=path, as_json=as_json)
         return
     ours, others = _split(changes or [])
     theirs.require_accelerate()
@@ -124,6 +123,13 @@ def _completed(incomplete: str) -> list[str]:
     if not equals:
         return [f"{option}=" for option in OPTIONS if option.startswith(key)]
     return [f"codec={name}" for name in codec_names(value)] if key == "codec" else []
+
+
+def _as_launched(file: Path | None) -> Mapping[str, str]:
+    """The variables that a training would have that was launched with this file."""
+    if file is None or os.environ.get(CONFIG) or not sidecar_of(file.expanduser()).is_file():
+        return os.environ
+    return {**os.environ, CONFIG: str(sidecar_of(file.expanduser()).absolute())}
 
 
 def _split(changes: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:

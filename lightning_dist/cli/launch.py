@@ -1,19 +1,22 @@
-"""``lightning-dist launch``: torchrun, set so that jobs survive failures."""
+"""``lightning-dist launch``: torchrun or ``accelerate launch``, set so that jobs run well."""
 
 from __future__ import annotations
 
-import argparse
+import ast
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal
 
 import typer
 
+from lightning_dist.cli import launch_accelerate, launch_plan
 from lightning_dist.cli.errors import reported
+from lightning_dist.cli.launch_plan import Plan, is_missing
+from lightning_dist.configuration.files import accelerate_default, sidecar_of
 
 USAGE = "[OPTIONS] script.py [ARGUMENTS]"
 PASS_ON = {
@@ -21,25 +24,21 @@ PASS_ON = {
     "allow_extra_args": True,
     "allow_interspersed_args": False,  # --help after the script is for the script
 }
-DRY = "--dry-run"
-"""Ours; it does not reach torchrun."""
-SHARING = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-RESTARTS = 3
-LAST_CALL = {"last_call_timeout": "5"}
-KEEP_ALIVE = {"keep_alive_interval": "2", "keep_alive_max_attempt": "5"}
-"""A node that died is dropped after their product, in seconds."""
-JOIN_TIMEOUT = "600"
-"""Seconds for which torchrun waits for the fewest nodes, if nobody says otherwise."""
-_ANY = 1 << 20
-"""Ranks of a node for which torchrun counts the devices."""
+
+_ACCELERATE = ("accelerate", "lightning_dist.accelerate", "lightning_dist.transformers")
+_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
+_RUN = "lightning_dist.run"
 
 
 @reported
 def launch(context: typer.Context) -> None:
-    """Run a script with torchrun, set up for restarts.
+    """Run a script with torchrun or accelerate launch.
 
-    Nodes may join and leave. All options of torchrun work, and win over what is added here, which
-    stderr lists. For Lightning, Fabric, Accelerate and plain PyTorch.
+    torchrun is set up for restarts and for nodes that join and leave. accelerate launch is used
+    with `--config_file`; also if `lightning-dist config` has written its file, accelerate launch
+    has all the options given, and the script imports Accelerate and not Lightning. It passes the
+    settings of lightning_dist on, and starts several CPU processes as one training. All options of
+    both work, and win over what is added here. stderr says which of the two runs, and with what.
 
     \b
       --nnodes MIN:MAX     number of nodes; default 1
@@ -47,6 +46,8 @@ def launch(context: typer.Context) -> None:
       --max-restarts N     failures, and workers replaced, that the job survives;
                            planned stops do not count; default 3
       --rdzv-endpoint H:P  rendezvous address; required for several nodes
+      --config_file FILE   run accelerate launch with this file
+      --torchrun           run torchrun even if accelerate is configured
       --dry-run            print the command, do not run it
 
     With recovery within the process workers are replaced one by one, and nodes join and leave
@@ -59,11 +60,13 @@ def launch(context: typer.Context) -> None:
     One to four nodes, the same command on each of them:
       lightning-dist launch --nnodes 1:4 --rdzv-endpoint node0:29400 \\
         --nproc-per-node 8 train.py
-    A module; and a script of Accelerate's without any change of it:
+    A module instead of a script:
       lightning-dist launch --nproc-per-node 2 -m package.train
-      lightning-dist launch --nproc-per-node 2 -m lightning_dist.run train.py
+    With Accelerate's configuration; and without any change of the script:
+      lightning-dist launch --config_file two.yaml train.py
+      lightning-dist launch --config_file two.yaml -m lightning_dist.run train.py
     """
-    made = _plan(context.args, os.environ)
+    made = _choose(context.args, os.environ)
     for note in made.notes:
         typer.echo(f"lightning-dist: {note}", err=True)
     if made.is_dry:
@@ -75,156 +78,102 @@ def launch(context: typer.Context) -> None:
     os.execve(sys.executable, [sys.executable, *made.arguments], {**os.environ, **made.environment})
 
 
-@dataclass
-class _Plan:
-    """Arguments of the Python that runs torchrun, additions to its variables, and why."""
-
-    arguments: list[str]
-    environment: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    is_dry: bool = False
-
-
-def _plan(words: Sequence[str], environ: Mapping[str, str]) -> _Plan:
-    """Command for the command line ``words``.
+def _choose(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
+    """The plan of the launcher that these words are for; its first note says which and why.
 
     Raises:
-        ValueError: there is no script, or the options cannot work.
+        ValueError: the words are for neither, or for both and the script does not say for which.
     """
-    given = _parsed(words, environ)
-    fewest, most = _nodes(given.nnodes)
-    _require_ranks(given.nproc_per_node)
-    _require_recovery(given.nproc_per_node, (fewest, most), environ)
-    made = _Plan([], is_dry=given.dry_run)
-    added: list[str] = []
+    default = accelerate_default(environ)
+    is_configured = default.is_file() and sidecar_of(default).is_file()
+    names_file = any(word.startswith(("--config_file", "--config-file")) for word in words)
+    unconfigured = "no --config_file and no file of lightning-dist config"
 
-    def add(option: str, why: str) -> None:
-        added.append(option)
-        made.notes.append(f"{option} ({why})")
+    def torchrun(why: str) -> Plan:
+        made = launch_plan.plan(words, environ)
+        made.notes.insert(0, f"torchrun ({why})")
+        return made
 
-    if given.max_restarts is None:
-        add(f"--max-restarts={RESTARTS}", "survives this many failures")
-    elif given.max_restarts < 0:
-        raise ValueError(f"--max-restarts must be 0 or more, it is {given.max_restarts}")
-    backend = _backend(given, fewest, most)
-    if backend == "standalone" and not given.standalone:
-        add("--standalone", "one node: rendezvous on a free port")
-    elif backend == "c10d" and given.rdzv_backend is None:
-        add("--rdzv-backend=c10d", "the rendezvous that lets nodes join and leave")
-    if backend == "c10d" and most > 1:
-        theirs = _settings(given.rdzv_conf or "")
-        ours = {**(LAST_CALL if fewest < most else {}), **KEEP_ALIVE}
-        settings = ",".join(f"{key}={value}" for key, value in {**ours, **theirs}.items())
-        if ours.keys() - theirs.keys():
-            add(f"--rdzv-conf={settings}", "do not wait long for nodes that may not come")
-        if fewest > 1:
-            patience = theirs.get("join_timeout", JOIN_TIMEOUT)
-            made.notes.append(
-                f"RendezvousTimeoutError means that fewer than {fewest} nodes came in {patience} s "
-                "(join_timeout in --rdzv-conf)"
-            )
-    if SHARING not in environ and backend != "static":
-        made.environment[SHARING] = "1"
-        made.notes.append(f"{SHARING}=1 (a store for every start, and nodes can join)")
-    elif fewest < most and environ.get(SHARING) != "1":
-        made.notes.append(f"{SHARING} is {environ.get(SHARING)!r}: nodes will not be able to join")
-    options, after = _cut(words, given)
-    # Behind -- torchrun takes nothing for an option of its own, such as --n for --nnodes.
-    made.arguments += ["-m", "lightning_dist.elastic.agent", *options, *added, "--", *after]
-    return made
+    def accelerate(given: Any, file: Path, why: str) -> Plan:
+        made = launch_accelerate.plan(words, environ, given=given, file=file)
+        made.notes.insert(0, f"accelerate launch ({why})")
+        return made
 
-
-def _parsed(words: Sequence[str], environ: Mapping[str, str]) -> Any:
-    """Arguments in the words, by torchrun's parser; raises ValueError for what it refuses."""
-    from lightning_dist.private import torchrun_parser
-
-    parser: argparse.ArgumentParser = torchrun_parser()
-    for name in ("max_restarts", "rdzv_backend", "rdzv_endpoint", "rdzv_conf", "master_port"):
-        if f"PET_{name.upper()}" not in environ:
-            parser.set_defaults(**{name: None})
-
-    def fail(message: str) -> NoReturn:
-        if "training_script" in message:
-            message = f"No script: lightning-dist launch {USAGE}"
-        raise ValueError(message)
-
-    parser.allow_abbrev = False  # --dry would be known here, and then reach the launcher
-    parser.error = fail  # type: ignore[method-assign]
-    parser.add_argument(DRY, action="store_true")
-    given = parser.parse_args(list(words))
-    if not (given.module or given.no_python or Path(given.training_script).is_file()):
-        raise ValueError(f"There is no script {given.training_script}")
-    return given
-
-
-def _nodes(text: str) -> tuple[int, int]:
-    first, _, last = text.partition(":")
+    plain: Any = None  # what torchrun makes of the words, to which --config_file is the script's
+    with suppress(ValueError):
+        plain = launch_plan.parse(words, environ)
+    if plain is not None and plain.torchrun:
+        return torchrun("--torchrun")
+    if not is_configured and not names_file:
+        return torchrun(unconfigured)
     try:
-        fewest, most = int(first), int(last or first)
-    except ValueError:
-        fewest, most = 0, 0
-    if not 1 <= fewest <= most:
-        raise ValueError(f"--nnodes must be N or MIN:MAX with 1 <= MIN <= MAX, it is {text}")
-    return fewest, most
-
-
-def _require_ranks(text: str) -> None:
-    if not (text.isalpha() or (text.isdecimal() and int(text) > 0)):
-        raise ValueError(
-            f"--nproc-per-node must be a number above 0, or auto, cpu or gpu, it is {text}"
-        )
-
-
-def _require_recovery(ranks: str, nodes: tuple[int, int], environ: Mapping[str, str]) -> None:
-    """Refuse variables of recovery here, and not on every node."""
-    from lightning_dist.elastic.recovery.coordinator import RecoverySettings
-
-    most = int(ranks) if ranks.isdecimal() else _ANY
-    RecoverySettings.from_env(nodes=nodes, ranks=most, environ=environ)
-
-
-def _backend(given: Any, fewest: int, most: int) -> str:
-    """``"standalone"``, or the rendezvous backend that torchrun will use."""
-    static = given.rdzv_backend == "static" or (
-        given.rdzv_backend is None
-        and not given.rdzv_endpoint
-        and (given.master_port is not None or given.master_addr != "127.0.0.1")
-    )
-    if given.standalone:
-        if most > 1:
-            raise ValueError(f"--standalone is for one node, and --nnodes is {given.nnodes}")
-        return "standalone"
-    if static:
-        if fewest < most:
+        given = launch_accelerate.parse(words)
+    except (ValueError, ImportError) as problem:
+        if names_file and plain is None:
+            raise
+        if not is_configured:
+            return torchrun(unconfigured)
+        return torchrun(f"not accelerate launch with {default}: {problem}")
+    if given.config_file is not None:
+        if given.torchrun:
             raise ValueError(
-                f"A static rendezvous (--master-port) cannot have --nnodes={given.nnodes}: "
-                "use --rdzv-endpoint=HOST:PORT, the same on every node"
+                "--config_file selects accelerate launch and --torchrun torchrun; "
+                "remove one of them"
             )
-        return "static"
-    if given.rdzv_endpoint:
-        return str(given.rdzv_backend or "c10d")
-    if most > 1:
-        raise ValueError(
-            f"--nnodes={given.nnodes} needs --rdzv-endpoint=HOST:PORT, the same on every node"
-        )
-    return str(given.rdzv_backend or "standalone")
+        return accelerate(given, Path(given.config_file), f"--config_file={given.config_file}")
+    if not is_configured:
+        return torchrun(unconfigured)
+    if plain is not None and not is_missing(plain):
+        framework, reason = needs(plain, Path.cwd())
+        if framework == "lightning":
+            return torchrun(f"{reason}; --config_file={default} for accelerate launch")
+        if not framework:
+            raise ValueError(
+                f"{reason}, and {default} exists: select a launcher with --torchrun, or "
+                f"--config_file={default}"
+            )
+    return accelerate(given, default, f"{default}; --torchrun for the other")
 
 
-def _settings(text: str) -> dict[str, str]:
-    settings = {}
-    for pair in filter(None, map(str.strip, text.split(","))):
-        key, _, value = pair.partition("=")
-        if not (key and value):
-            raise ValueError(f"--rdzv-conf must be KEY=VALUE,KEY=VALUE,..., it is {text}")
-        settings[key.strip()] = value.strip()
-    return settings
+def needs(given: Any, folder: Path) -> tuple[Literal["accelerate", "lightning", ""], str]:
+    """The framework whose launcher the script needs by its imports, and why; "": it is not clear.
+
+    Args:
+        given: what a launcher's parser makes of the command line.
+        folder: in which modules of ``-m`` are looked for.
+    """
+    name = given.training_script
+    if given.module and name == _RUN:
+        return "accelerate", f"{_RUN} is for scripts of Accelerate's"
+    place = folder.joinpath(*name.split("."))
+    places = (place.with_name(f"{place.name}.py"), place / "__main__.py", Path(name))
+    path = next((each for each in places if each.is_file()), None)
+    if given.no_python or path is None:
+        return "", f"{name} cannot be read"
+    found = set(_imports(path))
+    accelerate, lightning = (_first(found, packages) for packages in (_ACCELERATE, _LIGHTNING))
+    if accelerate and lightning:
+        return "", f"{name} imports {accelerate} and {lightning}"
+    if lightning:
+        return "lightning", f"{name} imports {lightning}"
+    accelerate = accelerate or _first(found, ("transformers",))  # whose Trainer is Accelerate's
+    if accelerate:
+        return "accelerate", f"{name} imports {accelerate}"
+    return "", f"{name} imports neither accelerate nor lightning"
 
 
-def _cut(words: Sequence[str], given: Any) -> tuple[list[str], list[str]]:
-    """The options before the script without ours, and the script with what follows it."""
-    script = len(words) - 1 - len(given.training_script_args)
-    if words[script] != given.training_script:  # argparse drops a -- after it
-        script -= 1
-    options = [word for word in words[:script] if word not in (DRY, "--")]
-    after = words[script + 1 :] if words[script] == "--" else words[script:]
-    return options, list(after)
+def _first(found: set[str], packages: tuple[str, ...]) -> str:
+    return next((p for p in packages if any(f"{f}.".startswith(f"{p}.") for f in found)), "")
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """Full names of what is imported in a file, which is read, not run."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)

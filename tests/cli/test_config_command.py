@@ -126,11 +126,9 @@ def test_show_says_where_everything_comes_from(
     variable = {"value": False, "from": "LIGHTNING_DIST_ERROR_FEEDBACK"}
     assert here["options"]["error_feedback"] == variable
     assert here["accelerate"] == str(folder / "default_config.yaml")
-    monkeypatch.setenv("LIGHTNING_DIST_CONFIG", str(ours))
-    launched = json.loads(done("--show", "--json"))
+    launched = json.loads(done("--show", "--json", "--config_file", theirs))
     assert launched["options"]["codec"] == {"value": "sign", "from": str(ours)}
     assert launched["options"]["start_step"] == {"value": 7, "from": beside}
-    monkeypatch.delenv("LIGHTNING_DIST_CONFIG")
     table = done("--show").splitlines()
     assert table[1].split() == ["codec", "int4", beside]
     assert len(table) == 2 + len(OPTIONS)

@@ -24,6 +24,7 @@ COMMANDS: Table = {
     "accelerate.commands.config.config": "get_user_input",
     "accelerate.commands.config.config_args": "load_config_from_file",
     "accelerate.commands.config.default": "write_basic_config",
+    "accelerate.commands.launch": "launch_command_parser",
 }
 """Names of the command line, which a training does not import."""
 TRAINER: Table = {
@@ -76,7 +77,7 @@ def group_timeout(accelerator: Accelerator) -> Any:
     return None if init is None else init.timeout
 
 
-# `accelerate config` has no API.
+# `accelerate config` and `accelerate launch` have no API.
 def ask_for_configuration() -> Any:
     """Accelerate's questions, on this terminal. Its configuration."""
     require_names("accelerate", COMMANDS)
@@ -99,6 +100,14 @@ def write_default_configuration(path: str) -> Any:
     from accelerate.commands.config.default import write_basic_config
 
     return write_basic_config(save_location=path)
+
+
+def launch_parser() -> Any:
+    """The parser of ``accelerate launch``."""
+    require_names("accelerate", COMMANDS)
+    from accelerate.commands.launch import launch_command_parser
+
+    return launch_command_parser()
 
 
 # Unlike torch.load it allows arrays of NumPy with weights_only.

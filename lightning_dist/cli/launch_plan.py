@@ -1,0 +1,196 @@
+"""The command that ``lightning-dist launch`` runs, with the options it adds for torchrun."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+USAGE = "lightning-dist launch [OPTIONS] script.py [ARGUMENTS]"
+FLAGS = ("--dry-run", "--torchrun")
+"""Ours; they do not reach the launcher."""
+SHARING = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+RESTARTS = 3
+LAST_CALL = {"last_call_timeout": "5"}
+KEEP_ALIVE = {"keep_alive_interval": "2", "keep_alive_max_attempt": "5"}
+"""A node that died is dropped after their product, in seconds."""
+JOIN_TIMEOUT = "600"
+"""Seconds for which torchrun waits for the fewest nodes, if nobody says otherwise."""
+_ANY = 1 << 20
+"""Ranks of a node for which torchrun counts the devices."""
+
+
+@dataclass
+class Plan:
+    """Arguments of the Python that runs torchrun, additions to its variables, and why."""
+
+    arguments: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    is_dry: bool = False
+
+
+def plan(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
+    """Command for the command line ``words``.
+
+    Raises:
+        ValueError: there is no script, or the options cannot work.
+    """
+    given = parse(words, environ)
+    require_script(given)
+    fewest, most = _nodes(given.nnodes)
+    _require_ranks(given.nproc_per_node)
+    _require_recovery(given.nproc_per_node, (fewest, most), environ)
+    made = Plan([], is_dry=given.dry_run)
+    added: list[str] = []
+
+    def add(option: str, why: str) -> None:
+        added.append(option)
+        made.notes.append(f"{option} ({why})")
+
+    if given.max_restarts is None:
+        add(f"--max-restarts={RESTARTS}", "survives this many failures")
+    elif given.max_restarts < 0:
+        raise ValueError(f"--max-restarts must be 0 or more, it is {given.max_restarts}")
+    backend = _backend(given, fewest, most)
+    if backend == "standalone" and not given.standalone:
+        add("--standalone", "one node: rendezvous on a free port")
+    elif backend == "c10d" and given.rdzv_backend is None:
+        add("--rdzv-backend=c10d", "the rendezvous that lets nodes join and leave")
+    if backend == "c10d" and most > 1:
+        theirs = _settings(given.rdzv_conf or "")
+        ours = {**(LAST_CALL if fewest < most else {}), **KEEP_ALIVE}
+        settings = ",".join(f"{key}={value}" for key, value in {**ours, **theirs}.items())
+        if ours.keys() - theirs.keys():
+            add(f"--rdzv-conf={settings}", "bounds the wait for nodes that may not come")
+        if fewest > 1:
+            patience = theirs.get("join_timeout", JOIN_TIMEOUT)
+            made.notes.append(
+                f"RendezvousTimeoutError means that fewer than {fewest} nodes came in {patience} s "
+                "(join_timeout in --rdzv-conf)"
+            )
+    if SHARING not in environ and backend != "static":
+        made.environment[SHARING] = "1"
+        made.notes.append(f"{SHARING}=1 (a store for every start, and nodes can join)")
+    elif fewest < most and environ.get(SHARING) != "1":
+        made.notes.append(f"{SHARING} is {environ.get(SHARING)!r}: nodes will not be able to join")
+    options, after = cut(words, given)
+    # Behind -- torchrun takes nothing for an option of its own, such as --n for --nnodes.
+    made.arguments += ["-m", "lightning_dist.elastic.agent", *options, *added, "--", *after]
+    return made
+
+
+def parse(words: Sequence[str], environ: Mapping[str, str]) -> Any:
+    """Arguments of torchrun in the words; raises ValueError for what it does not take."""
+    from lightning_dist.private import torchrun_parser
+
+    parser: argparse.ArgumentParser = torchrun_parser()
+    for name in ("max_restarts", "rdzv_backend", "rdzv_endpoint", "rdzv_conf", "master_port"):
+        if f"PET_{name.upper()}" not in environ:
+            parser.set_defaults(**{name: None})
+    return parsed(parser, words)
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    first, _, last = text.partition(":")
+    try:
+        fewest, most = int(first), int(last or first)
+    except ValueError:
+        fewest, most = 0, 0
+    if not 1 <= fewest <= most:
+        raise ValueError(f"--nnodes must be N or MIN:MAX with 1 <= MIN <= MAX, it is {text}")
+    return fewest, most
+
+
+def _require_ranks(text: str) -> None:
+    if not (text.isalpha() or (text.isdecimal() and int(text) > 0)):
+        raise ValueError(
+            f"--nproc-per-node must be a number above 0, or auto, cpu or gpu, it is {text}"
+        )
+
+
+def _require_recovery(ranks: str, nodes: tuple[int, int], environ: Mapping[str, str]) -> None:
+    """Refuse variables of recovery here, and not on every node."""
+    from lightning_dist.elastic.recovery.coordinator import RecoverySettings
+
+    most = int(ranks) if ranks.isdecimal() else _ANY
+    RecoverySettings.from_env(nodes=nodes, ranks=most, environ=environ)
+
+
+def _backend(given: Any, fewest: int, most: int) -> str:
+    """``"standalone"``, or the rendezvous backend that torchrun will use."""
+    static = given.rdzv_backend == "static" or (
+        given.rdzv_backend is None
+        and not given.rdzv_endpoint
+        and (given.master_port is not None or given.master_addr != "127.0.0.1")
+    )
+    if given.standalone:
+        if most > 1:
+            raise ValueError(f"--standalone is for one node, and --nnodes is {given.nnodes}")
+        return "standalone"
+    if static:
+        if fewest < most:
+            raise ValueError(
+                f"A static rendezvous (--master-port) cannot have --nnodes={given.nnodes}: "
+                "use --rdzv-endpoint=HOST:PORT, the same on every node"
+            )
+        return "static"
+    if given.rdzv_endpoint:
+        return str(given.rdzv_backend or "c10d")
+    if most > 1:
+        raise ValueError(
+            f"--nnodes={given.nnodes} needs --rdzv-endpoint=HOST:PORT, the same on every node"
+        )
+    return str(given.rdzv_backend or "standalone")
+
+
+def _settings(text: str) -> dict[str, str]:
+    settings = {}
+    for pair in filter(None, map(str.strip, text.split(","))):
+        key, _, value = pair.partition("=")
+        if not (key and value):
+            raise ValueError(f"--rdzv-conf must be KEY=VALUE,KEY=VALUE,..., it is {text}")
+        settings[key.strip()] = value.strip()
+    return settings
+
+
+def parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> Any:
+    """Arguments in the words, by the parser of a launcher and our flags.
+
+    Raises:
+        ValueError: what it would have ended the program for.
+    """
+
+    def fail(message: str) -> NoReturn:
+        if "training_script" in message:
+            message = f"No script: {USAGE}"
+        raise ValueError(message)
+
+    parser.allow_abbrev = False  # --dry would be known here, and then reach the launcher
+    parser.error = fail  # type: ignore[method-assign]
+    for flag in FLAGS:
+        parser.add_argument(flag, action="store_true")
+    return parser.parse_args(list(words))
+
+
+def require_script(given: Any) -> None:
+    """Refuse a script that is not there."""
+    if is_missing(given):
+        raise ValueError(f"There is no script {given.training_script}")
+
+
+def is_missing(given: Any) -> bool:
+    """True if a script is named that is not there."""
+    return not (given.module or given.no_python or Path(given.training_script).is_file())
+
+
+def cut(words: Sequence[str], given: Any) -> tuple[list[str], list[str]]:
+    """The options before the script without ours, and the script with what follows it."""
+    script = len(words) - 1 - len(given.training_script_args)
+    if words[script] != given.training_script:  # argparse drops a -- after it
+        script -= 1
+    options = [word for word in words[:script] if word not in (*FLAGS, "--")]
+    after = words[script + 1 :] if words[script] == "--" else words[script:]
+    return options, list(after)
