@@ -257,7 +257,7 @@ class CheckpointSession:
         """Wait until everything is written, linked and removed, and learn what became of it."""
         if self._checkpointer is not None:
             if self._checkpointer.busy:
-                rank_zero_info("waiting until the last checkpoint is written")
+                rank_zero_info(prefixed("Waiting until the last checkpoint is written"))
             self._checkpointer.wait(timeout)
             self.saves.poll()
 

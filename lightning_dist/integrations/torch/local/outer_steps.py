@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,13 +16,14 @@ from lightning_dist.integrations.torch.local.checks import require_stepped
 from lightning_dist.integrations.torch.local.fragments import Fragment, cut
 from lightning_dist.integrations.torch.local.pseudo_gradients import Exchange, PseudoGradients
 from lightning_dist.integrations.torch.local.settings import LocalUpdateSettings
+from lightning_dist.log import get_logger
 from lightning_dist.private import name_before_compile
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.slices import as_real
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 STATE_VERSION = 1
 OuterOptimizer = Callable[[Sequence[Tensor]], Optimizer]
