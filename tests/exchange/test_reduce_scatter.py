@@ -14,7 +14,7 @@ from lightning_dist.codecs.base import Payload, Plane
 from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.rounds import Section, TwoShot
 from lightning_dist.exchange.traffic import Sent, broadcasts, ring_all_gather, scatter
-from lightning_dist.exchange.wire import row_bytes
+from lightning_dist.exchange.wire import row_bytes, views
 
 FLOAT = (Plane(torch.float32, 3),)
 SCALED = (Plane(torch.bfloat16, 1), Plane(torch.uint8, 5))  # planes that need padding
@@ -67,7 +67,15 @@ def make(
         device=torch.device("cpu"),
         allocate=lambda size: next(ready)[:size],
     )
-    return Shares(exchange, exchange.shares(planes, blocks, before=[0] * len(blocks)))
+    payloads = [
+        views(part.unsqueeze(0), planes, count)
+        for part, count in zip(exchange.parts, blocks, strict=True)
+    ]
+    received = [
+        views(row, planes, blocks[rank.rank]) for row in exchange.received_bytes.unsqueeze(1)
+    ]
+    sent = exchange.sent_for([row_bytes(planes, count) for count in blocks])
+    return Shares(exchange, Section((), payloads, sent, received, payloads[rank.rank]))
 
 
 def begin(shares: Shares, rank: Rank, planes: Sequence[Plane], *, salt: int = 0) -> None:

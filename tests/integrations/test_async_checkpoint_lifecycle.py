@@ -76,9 +76,9 @@ def test_a_line_for_every_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFi
     callback = AsyncCheckpoint(tmp_path)
     with caplog.at_level("INFO"):
         fit(callback, max_epochs=1)
-    lines = [text for text in caplog.messages if "checkpoint epoch" in text]
+    lines = [text for text in caplog.messages if "Checkpoint epoch" in text]
     assert len(lines) == 1
-    assert lines[0].startswith("[lightning_dist] checkpoint epoch=0-step=3.ckpt of step 3 is ")
+    assert lines[0].startswith("[lightning_dist] Checkpoint epoch=0-step=3.ckpt of step 3 is ")
     assert " kB in " in lines[0]
     assert "training was blocked for" in lines[0]
 

@@ -20,7 +20,7 @@ BAD: list[tuple[Mapping[str, Any], str]] = [
     ({"error_feedback": "yes"}, "error_feedback must be True, False or 'auto', got 'yes'"),
     ({"hierarchical": 2}, "hierarchical must be 'auto', True, False or 'leader', got 2"),
     ({"ranks_per_host": 0}, "ranks_per_host must be 1 or more ranks, got 0"),
-    ({"rank_groups": [0, 1]}, r"rank_groups must be groups of ranks, .* got \[0, 1\]"),
+    ({"rank_groups": [0, 1]}, r"rank_groups must be groups of ranks .* got \[0, 1\]"),
     ({"min_compress_numel": -1}, "min_compress_numel must be 0 .* got -1"),
     ({"start_step": -5}, "start_step must be 0 or more synchronised steps, got -5"),
     ({"compile_kernels": "always"}, "compile_kernels must be .* got 'always'"),

@@ -114,7 +114,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"codec": "powersgd:rank=x"},
         "Option rank of codec 'powersgd' must be a whole number, got 'x'",
     ),
-    ({"codec": "powersgd:two_phase=1"}, "option two_phase .* must be true or false, got '1'"),
+    ({"codec": "powersgd:two_phase=1"}, "Option two_phase .* must be true or false, got '1'"),
     ({"codec": "topk:ratio=2"}, "topk: ratio must be a number above 0 and up to 1, got 2.0"),
     (
         {"codec": "topk:values=fp64"},

@@ -60,7 +60,7 @@ def test_what_would_help_is_measured_when_it_is_over(folders: dict[str, Path]) -
     assert "not compiled, on " in kept.by_name["int8"].source
     assert "after this run" in kept.by_name["int8"].source
     assert re.search(
-        r" (Predicted with .*: \d.*x|No other setting is predicted to be faster .* tell)\.$",
+        r" (Predicted with .*: \d.*x|No other setting is predicted to be faster .* of the model)\.$",
         summary["headline"],
     )
     output = (folder / "output-0.txt").read_text()
@@ -86,7 +86,7 @@ def test_local_updates_have_the_time_of_every_attempted_step(folders: dict[str, 
     profiled, summary = profile(folders["local updates"])
     output = (folders["local updates"] / "output-0.txt").read_text()
     assert "with local updates an exchange is of many steps; step times are taken" in output
-    assert summary["unavailable"]["breakdown_ms"] == "no step is recorded in detail on all ranks"
+    assert summary["unavailable"]["breakdown_ms"] == "no step was recorded in detail on all ranks"
     for rank in profiled.ranks.values():
         times = [step.duration / MS for step in rank.steps.values()]
         assert len(times) == 12

@@ -19,7 +19,7 @@ from torch import nn
 from lightning_dist import ElasticLoop
 from lightning_dist.accelerate import AsyncStateCheckpointer
 from lightning_dist.checkpoint.settings import CheckpointSettings
-from lightning_dist.integrations.accelerate.async_state import refusals
+from lightning_dist.integrations.accelerate.async_state import folders
 from lightning_dist.integrations.loop.placement import Stopped
 
 
@@ -275,7 +275,7 @@ def test_copies_of_residuals_that_nobody_could_use(
 def test_an_async_state_checkpointer_of_ranks_that_come_and_go_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(refusals, "is_alone", lambda: True)
+    monkeypatch.setattr(folders, "is_alone", lambda: True)
     with pytest.raises(ValueError, match="leave it out: ElasticLoop saves"):
         AsyncStateCheckpointer(None)  # type: ignore[arg-type]  # it is not looked at
 

@@ -73,7 +73,7 @@ def test_files_that_cannot_be_read_or_written_cost_no_others(tmp_path: Path) -> 
         (folders[rank] / f"rank{rank}.jsonl").write_bytes(content(rank, 4))
     (folders[0] / "rank1.jsonl").mkdir(parents=True)
     assert gathered(folders) == [
-        ["records of rank 1 are not written: Is a directory"],
+        ["records of rank 1 were not written: Is a directory"],
         [],
         [f"{folders[2] / 'rank2.jsonl'} cannot be read: No such file or directory"],
         [],

@@ -30,8 +30,8 @@ from lightning_dist.profiling.run import Run
         ),
         (
             Planted(buckets=0),
-            "The step takes 27.0 ms; its parts are unavailable: no gradient bucket was observed, "
-            "nor an exchange.",
+            "The step takes 27.0 ms; its parts are unavailable: no gradient bucket and no "
+            "exchange was observed.",
         ),
         (
             Planted(steps=0),

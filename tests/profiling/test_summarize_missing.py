@@ -103,7 +103,7 @@ def test_no_steps_and_the_reason() -> None:
     killed = replaced(replaced(run, 0, end=None), 1, end=None)
     unavailable = [summarize(each).unavailable["steps"] for each in (run, failed, killed)]
     assert "no optimizer has stepped with parameters of the model" in unavailable[0]
-    assert unavailable[1].endswith("a step: the training ended before its first step was over")
+    assert unavailable[1].endswith("any rank: the training ended before its first step was over")
     assert "was killed in its first second, or has not made a step yet" in unavailable[2]
     apart = Planted(steps=4).run()
     halves = [{s: e for s, e in of.steps.items() if s // 2 == r} for r, of in apart.ranks.items()]

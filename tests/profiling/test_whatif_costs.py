@@ -68,7 +68,7 @@ def test_what_is_kept_is_what_is_read_without_fields_of_a_later_version(tmp_path
 
 
 def test_a_file_that_cannot_be_used_says_why(tmp_path: Path) -> None:
-    assert "was not measured" in read_costs(tmp_path).reason
+    assert "were not measured" in read_costs(tmp_path).reason
     kept = {"schema": 2, "reason": "", "costs": {"int8": vars(COST)}}
     bad = [{"encode": nan}, {"encode": -1}, {"wire": 0}, {"encode": "fast"}, {"name": ["int8"]}]
     bad += [{"exchange": "pigeon"}]

@@ -100,7 +100,7 @@ def test_a_reducer_that_waits_for_a_silent_rank_is_closed_in_half_a_second(
         assert patience == [0.5]
         assert time.monotonic() - start < SOON
         assert not model.reducer.in_step
-        failed(futures, "gave up")
+        failed(futures, "Gave up")
 
     run_threads(body, 2)
 

@@ -59,7 +59,7 @@ class ShardSettings:
                     f"{what}; give one codec, or by_name or by_size of several"
                 )
         for leaf in of_parameters.leaves():
-            if leaf.inside_host() is None:
+            if leaf.of_parameters() is None:
                 raise ValueError(
                     "Parameters are gathered whole, and nothing of them is kept: their codec must "
                     f"be one such as 'int8', 'fp8', 'bf16' or 'none', got {leaf}"
