@@ -60,7 +60,7 @@ def test_what_would_help_is_measured_when_it_is_over(folders: dict[str, Path]) -
     assert "not compiled, on " in kept.by_name["int8"].source
     assert "after this run" in kept.by_name["int8"].source
     assert re.search(
-        r" (Predicted with .*: \d.*x|No other setting is predicted to be faster .* of the model)\.$",
+        r" (Predicted with .*: \d.*x|No other setting is predicted .* of the model)\.$",
         summary["headline"],
     )
     output = (folder / "output-0.txt").read_text()
