@@ -77,9 +77,7 @@ def test_the_verdict_names_what_differs_most() -> None:
     assert said(BASE, replace(BASE, data=1)) == (
         "Step time: no difference beyond the spread of the steps; but between steps -1 ms."
     )
-    assert said(BASE, replace(BASE, sent=250_000)).endswith(
-        "beyond the spread of the steps; but sent -3 MB."
-    )
+    assert said(BASE, replace(BASE, sent=250_000)).endswith("spread of the steps; but sent -3 MB.")
 
 
 def test_few_steps_have_no_spread() -> None:
@@ -154,6 +152,4 @@ def test_waiting_that_nobody_knows_is_not_zero() -> None:
 
 
 def test_no_steps() -> None:
-    assert said(BASE, Planted(steps=0)).startswith(
-        "The steps cannot be compared: B: no step was recorded"
-    )
+    assert said(BASE, Planted(steps=0)).startswith("The steps cannot be compared: B: no step")
