@@ -460,7 +460,7 @@ class Reducer:
             if self.adjustment is not None and self.adjustment.active:
                 self.adjustment(group.slices, handle.flat, self._scale)
             if not self._waits and "residual" not in self.planner.kinds(group.codec):
-                of = self.state, self.network, self._scale
+                of = self.state, self.planner.network, self._scale
                 add_owed(group, handle.flat, *of, sharded=self._sharded)
 
     @property
