@@ -94,7 +94,8 @@ def test_few_outer_steps_are_said_with_their_number(caplog: pytest.LogCaptureFix
 
     run(train, 1)
     (line,) = [each.getMessage() for each in caplog.records if "outer steps" in each.getMessage()]
-    assert line.startswith("2 outer steps in 5 local ones, and diloco needs 20 or more")
+    says = "2 outer steps in 5 local ones, and diloco needs 20 or more"
+    assert line.startswith(f"[lightning_dist] {says}")
 
 
 def test_ranks_that_want_different_things_are_told() -> None:
