@@ -105,9 +105,8 @@ def runs_of(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", [each for each in PAGES if runs_of(each)], ids=lambda p: p.stem)
 def test_blocks_run_on_two_ranks(page: Path, tmp_path: Path) -> None:
     """As they stand there, with stand-ins for the user's model and data, and a CPU for CUDA."""
-    runs = runs_of(page)
-    done = torchrun(RUN_PAGE, page, tmp_path, *runs, ranks=2, limit=110)
-    for number in runs:
+    for number in runs_of(page):  # a process has one world: a second one may wait for ever
+        done = torchrun(RUN_PAGE, page, tmp_path, number, ranks=2, limit=60)
         ended = done.output.count(f"block {number} has run")
         assert ended == 2, f"{page.name}, block {number}:\n{done.output[-4000:]}"
 
