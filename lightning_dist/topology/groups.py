@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, TypeAlias
 
 Ranks: TypeAlias = tuple[int, ...]
@@ -21,7 +22,7 @@ class Level:
 
     groups: Hosts
     owners: int
-    weight: float  # of every rank's value: the mean over all groups is the mean over all ranks
+    weight: Fraction  # of every rank's value, so that the mean over groups is that over ranks
 
     def group_of(self, rank: int) -> Ranks | None:
         """The group that ``rank`` is in; None where it did not go on."""
@@ -32,9 +33,9 @@ def levels_of(hosts: Hosts, *, leader: bool) -> tuple[Level, Level]:
     """The levels inside and between ``hosts``; ``leader``: one rank goes on where all could."""
     sizes = {len(ranks) for ranks in hosts}
     owners = 1 if leader or len(sizes) > 1 else min(sizes)
-    inside = Level(hosts, owners, len(hosts) / sum(map(len, hosts)))
+    inside = Level(hosts, owners, Fraction(len(hosts), sum(map(len, hosts))))
     between = tuple(zip(*(ranks[:owners] for ranks in hosts), strict=True))
-    return inside, Level(between, 0, 1 / len(hosts))
+    return inside, Level(between, 0, Fraction(1, len(hosts)))
 
 
 def hosts_of(groups: Sequence[Any]) -> Hosts:

@@ -101,18 +101,20 @@ class HierarchicalUnit(JoinedUnit):
     @override
     def receive(self) -> None:
         self.exchange.wait()
-        rows, share, factor = self._received, self._share, self._plan.intra.level.weight
+        rows, share, weight = self._received, self._share, self._plan.intra.level.weight
         wide = compute_dtype(share.dtype)
         total = share if share.dtype == wide else torch.empty_like(share, dtype=wide)
         if self._plan.whole_buckets:  # one launch for any number of ranks
-            torch.mean(rows, 0, dtype=wide, out=total)
-            factor *= len(rows)
+            torch.sum(rows, 0, dtype=wide, out=total)
         else:  # in rank order, wherever an element is in the share
             total.copy_(rows[0])
             for row in rows[1:]:
                 total.add_(row)
-        if factor != 1:
-            total.div_(1 / factor)  # rounded once where a host has as many ranks as another
+        # By whole numbers: a product with a rounded fraction would round twice.
+        if weight.denominator != 1:
+            total.div_(weight.denominator)
+        if weight.numerator != 1:
+            total.mul_(weight.numerator)
         if total is not share:
             share.copy_(total)
 
