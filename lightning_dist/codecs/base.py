@@ -150,7 +150,7 @@ class Codec(ABC):
     def approximate(
         self, x: Tensor, *, scale: Tensor, step: int, factors: Sequence[Tensor] = ()
     ) -> Tensor | None:
-        """What a payload of ``x`` says of it, to sample the error; None: not known.
+        """``x`` as its payload decodes it, to sample the error; None: not known.
 
         ``x (B, block)`` holds blocks, or is a whole tensor if :attr:`block` is 0.
 

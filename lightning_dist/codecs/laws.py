@@ -75,7 +75,7 @@ def _decodes_alike(codec: BlockCodec, x: Tensor) -> None:
 
 
 def _sees_bad_values(codec: BlockCodec, x: Tensor, place: int, bad: float) -> None:
-    """What the codec can represent decodes to finite values and is reported as finite.
+    """Representable values decode to finite ones and are reported as finite.
 
     With one NaN or inf anywhere its decoded block is not finite, and finite() says so.
     """

@@ -68,7 +68,7 @@ class RunHistory:
         self.run_id, self.seed = run_id, seed
 
     def _said(self, seed: int | None) -> dict[str, Any]:
-        """What the leader knows, for all."""
+        """Leader's knowledge, for all."""
         start = self._last_start()
         self._before = self._journal.last_progress()
         return {

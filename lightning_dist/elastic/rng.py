@@ -60,7 +60,7 @@ def restore(state: dict[str, Any], device: torch.device | None = None) -> None:
 
 
 def hold() -> Callable[[], None]:
-    """What puts generators on the CPU back to where they are now; cheaper than :func:`capture`."""
+    """Function that resets CPU generators to their state now; cheaper than :func:`capture`."""
     of_python, of_torch = random.getstate(), torch.random.get_rng_state()
     of_numpy = None if np is None else np.random.get_state()
 

@@ -51,7 +51,7 @@ class CommReport:
 
     @property
     def _reports(self) -> Sequence[Reports]:
-        """What compresses each model; the ``reducers``, unless there are others."""
+        """Compressors of the models; the ``reducers``, unless there are others."""
         return self.reducers
 
     @property

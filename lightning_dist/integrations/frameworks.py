@@ -1,4 +1,4 @@
-"""What Lightning and Accelerate keep of ranks, after these have changed."""
+"""Ranks as Lightning and Accelerate keep them, after a change."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class SparsePasses:
         return (where + offset).to(torch.int32), values
 
     def keep(self, compensated: Tensor, residual: Tensor | None, scale: Tensor) -> None:
-        """What is left of ``compensated`` becomes the residual where it is finite, and it zero."""
+        """The rest of ``compensated`` becomes the residual where it is finite, and it zero."""
         if residual is not None:
             left = compensated / scale
             residual.copy_(torch.where(left.isfinite(), left, residual))

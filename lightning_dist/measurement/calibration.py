@@ -17,7 +17,7 @@ from lightning_dist.measurement.device_clock import DeviceClock, HostClock, Stre
 from lightning_dist.measurement.microbenchmark import WIDTH, Passes, make_passes
 
 NOT_COMPILED = "not compiled"
-"""How ``CodecCost.source`` begins where no kernel is."""
+"""Start of ``CodecCost.source`` without a kernel."""
 
 _UNITS = 12
 _UNITS_OF_ACCELERATORS = 32

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 CANDIDATES = ("none", "fp16", "int8", "int4", "sign", "topk", "powersgd")
-"""What is asked about where nobody says what."""
+"""Default codecs of predictions."""
 
 
 @dataclass(frozen=True)

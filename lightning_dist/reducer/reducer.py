@@ -114,7 +114,7 @@ class Reducer:
         self.step = 0  # synchronised steps so far
         self.generation = 0  # networks before this one
         self.arrivals = 0
-        """How often this rank has come to where it needs the others."""
+        """Number of times that this rank has needed the others."""
         self.closed = False
         self.answer = Answer()
         """Agreement of the ranks on the last committed step."""

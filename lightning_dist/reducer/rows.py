@@ -31,7 +31,7 @@ Cut = Mapping[BlockCodec, Sequence[tuple[int, int]]]
 
 @dataclass(frozen=True)
 class _Part:
-    """What one codec has of every row: ``blocks`` of it, behind ``before`` bytes of the payload."""
+    """One codec's part of every row: ``blocks`` of it, behind ``before`` bytes of the payload."""
 
     kernels: Kernels
     slices: Sequence[tuple[int, int]]
@@ -62,7 +62,7 @@ class _Part:
 
 
 class Rows:
-    """How rows of ``numel`` elements of ``dtype`` become bytes.
+    """Byte layout of rows of ``numel`` elements of ``dtype``.
 
     Args:
         weight: of every payload in a sum of several.

@@ -118,7 +118,7 @@ def newest_valid(folder: str, *, check: bool = True) -> Description | None:
 
 
 def _newest(folder: str, *, check: bool) -> tuple[Description | None, list[str]]:
-    """What :func:`newest_valid` returns of the checkpoints of now, and what it passes over."""
+    """Result of :func:`newest_valid` for the checkpoints of now, and what it skips."""
     everything = checkpoints(folder)
     # Those of unknown age may have been the newest.
     problems = [found.problem for found in everything if found.description is None]

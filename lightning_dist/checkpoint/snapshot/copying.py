@@ -111,7 +111,7 @@ def _samples_of(run: Run) -> bytes:
 
 
 def _samples(address: int, nbytes: int) -> bytes:
-    """What is at some places of host memory; of short memory all."""
+    """Bytes at some places of host memory; of short memory all."""
     # A third of the time of ctypes.string_at for each place.
     memory = memoryview((ctypes.c_char * nbytes).from_address(address))
     step = max(_SAMPLE_BYTES, nbytes // _SAMPLES)

@@ -212,7 +212,7 @@ def next_generation(
     min_workers: int,
     max_workers: int,
 ) -> Generation | None:
-    """What follows ``now``; None: it goes on, or not all of its members have come yet.
+    """Successor of ``now``; None: it goes on, or not all its members have come yet.
 
     Args:
         reports: of members of ``now``, at its end.

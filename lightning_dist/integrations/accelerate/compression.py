@@ -47,7 +47,7 @@ class Compression(CommReport):
             private.set_ddp_handler(self._accelerator, CompressionHandler(found, self.compress))
 
     def compress(self, model: DistributedDataParallel) -> Reducer:
-        """What the handler does when Accelerate has wrapped a model. Collective."""
+        """Compress a model that Accelerate has just wrapped. Collective."""
         before = reducer_of(model.module)
         if before is not None:  # of a training that is over: Accelerate has wrapped it anew
             before.close()

@@ -60,7 +60,7 @@ class CompressedModelParallelStrategy(
         return super().setup_optimizer(optimizer)
 
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
-        """What ``fabric.no_backward_sync`` enters."""
+        """Context of ``fabric.no_backward_sync``."""
         found = (each for each in self._exchanges if each.model is module and enabled)
         return next((each.no_sync() for each in found), nullcontext())
 

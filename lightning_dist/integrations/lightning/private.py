@@ -402,7 +402,7 @@ def give_batch(closure: Any, trainer: pl.Trainer, batch: Any, index: int) -> Non
 
 
 _CACHED = ("_computed", "_update_count")
-"""What a metric has beside its states."""
+"""A metric's values beside its states."""
 
 
 # `trainer.callback_metrics` computes those of an epoch, by collectives.

@@ -35,7 +35,7 @@ class RecoversInProcess:
     """
 
     recovery: RecoveryMode = "restart"
-    """What the user wants."""
+    """The user's setting."""
     mirror_every: int | None = None
     """As of :class:`.StepRecovery`."""
     generations: Generations | None = None

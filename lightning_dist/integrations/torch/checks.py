@@ -178,7 +178,7 @@ def require_begun(reducer: Reducer, optimizers: Sequence[object], *, steps: floa
 
 
 def _unmatched(codec: Codec, names: Sequence[str]) -> Iterator[str]:
-    """What is wrong with a pattern of the user's that is found in no name, frozen ones too."""
+    """Errors in patterns of the user's that are found in no name, frozen ones too."""
     for pattern in patterns_of(codec):
         if pattern != NORMS_BIASES_EMBEDDINGS and not any(re.search(pattern, n) for n in names):
             text = re.sub(r"[^\w.]", "", pattern.replace("\\.", ".")) or pattern

@@ -222,7 +222,7 @@ class StepRecovery:
         self._arrivals += 1
 
     def level(self) -> None:
-        """What DDP would do in the next forward pass by collectives, which could fail there."""
+        """Do the collectives of DDP's next forward pass, which could fail there."""
         self.arrive()
         order_buckets(self._model)
         if self._buffers_are_sent:
@@ -282,7 +282,7 @@ class StepRecovery:
                 generation = self.generations.after(self._report(failed=True, is_closed=is_closed))
 
     def handed_over(self, generation: Generation, give: Callable[[], Any]) -> Any:
-        """What ``give`` returns on the source of a generation. Collective.
+        """Value of ``give`` on the source of a generation. Collective.
 
         Returns None where this worker needs nothing.
         """

@@ -202,7 +202,7 @@ def _gradient(flat: Tensor) -> Tensor:
 
 
 def _count(payloads: Tensor, size: int) -> int:
-    """How many payloads of ``size`` bytes."""
+    """Count of payloads of ``size`` bytes."""
     if not size:
         return 1
     assert payloads.numel() % size == 0, "payloads of another table"

@@ -21,7 +21,7 @@ from lightning_dist.reducer.observer import Observer, Phase, Samples
 from lightning_dist.reducer.units.base import CodecGroup
 
 _UNSEEN = 3.0
-"""What recording adds to a step, over what can be counted of it: threads change places, caches are
+"""Cost of recording for a step, over what can be counted of it: threads change places, caches are
 cold. Measured with 40 buckets on two busy cores: 2.2 to 3.4 times (benchmarks/profiler)."""
 _TIMEOUT = 0.1
 """Seconds. Where a step is over, so are its collectives; the thread may not have seen the last."""
@@ -96,7 +96,7 @@ class Recorder(Observer):
         return self._work_ends
 
     def is_for(self, bucket: int) -> None:
-        """What is launched from now on is for this bucket."""
+        """Launches from now on are for this bucket."""
         self._bucket = bucket
 
     def _work_ends(self) -> None:

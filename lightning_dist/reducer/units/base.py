@@ -90,7 +90,7 @@ class JoinedUnit(CommUnit):
     """
 
     row_bytes: Sequence[int]
-    """What it needs of every row."""
+    """Bytes needed of every row."""
 
     @abstractmethod
     def make_exchange(self, row_bytes: Sequence[int]) -> RowExchange:

@@ -142,7 +142,7 @@ class TableUnit(JoinedUnit):
             self.exchange.start_second()
 
     def _reduce(self, exchange: TwoShot) -> None:
-        """What was received -> the mean that is sent."""
+        """Received payloads -> the mean to send."""
         self._kernels.reduce(
             exchange.received_bytes,
             exchange.mean_bytes,

@@ -240,7 +240,7 @@ class CheckpointSession:
             forget(self._callback, target, kept=kept, back=back if target == targets[-1] else None)
 
     def _back(self, targets: list[str]) -> dict[str, Tensor]:
-        """What is among the best again since ``targets`` failed, where it is still there."""
+        """Files among the best again since ``targets`` failed, if they still exist."""
         back = self.displaced.fail_all(targets)
         for path in back:
             self.keep(path)

@@ -178,7 +178,7 @@ class TrainerPlacement(Placement):
         self._rng_of_step = self.generators.capture() if due else None
 
     def end_validation(self) -> None:
-        """What was due at this step is over."""
+        """Work due at this step is over."""
         self._validated_step = self._trainer.global_step
         self._rng_of_step = None
 
@@ -264,7 +264,7 @@ class TrainerPlacement(Placement):
         return loader.state_after(done - beyond - self._before_iteration)
 
     def restore_metrics(self) -> None:
-        """What had been logged at the checkpoint: schedulers and callbacks may wait for it."""
+        """Metrics logged before the checkpoint: schedulers and callbacks may need them."""
         saved = [] if self._session.resumed is None else self._session.resumed.metrics
         if saved:
             own = saved[self._trainer.global_rank % len(saved)]

@@ -1,4 +1,4 @@
-"""What a fit under ElasticRestart cannot have, said before it begins."""
+"""Settings that ElasticRestart refuses, before a fit begins."""
 
 from __future__ import annotations
 
