@@ -143,6 +143,25 @@ def quick_python(pytestconfig: pytest.Config) -> list[str]:
     return pytestconfig.stash[_FORK_SERVERS]["quick"]
 
 
+@pytest.fixture
+def quick_executable(
+    quick_python: list[str], tmp_path_factory: pytest.TempPathFactory, monkeypatch: Any
+) -> str:
+    """Stands for ``sys.executable``: a script that does what it is told in a fork.
+
+    While a test has it, forks start Python with it too. Where Python's own options are given, as
+    for the writer of checkpoints, it is Python.
+    """
+    script = tmp_path_factory.mktemp("executable") / "python"
+    script.write_text(
+        f'#!/bin/sh\ncase "$1" in -[!ucm]*) exec {sys.executable} "$@";; esac\n'
+        f'exec {shlex.join(quick_python)} "$@"\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PYTHON_EXEC", str(script))  # torchrun's variable
+    return str(script)
+
+
 @pytest.fixture(scope="session")
 def torch_python(pytestconfig: pytest.Config) -> list[str]:
     """The same of a process that has not imported this package, Lightning or Accelerate."""

@@ -2,7 +2,7 @@
 ``python WORDS...`` does, in a fork of ``fork_server.py``, and ends as that ended. Ranks take turns
 at the sockets.
 
-Whoever kills this process ends that fork too.
+Signals that a program may handle are passed on to that fork; whoever kills this process ends it.
 """
 
 import json
@@ -10,6 +10,9 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
+
+PASSED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(paths: list[str], words: list[str]) -> None:
@@ -18,16 +21,29 @@ def main(paths: list[str], words: list[str]) -> None:
     server.connect(path)
     names = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in ("net", "mnt")]
     request = {"words": words, "environment": dict(os.environ), "folder": os.getcwd()}
+    request["client"] = os.getpid()
     socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2, *names])
-    answer = server.recv(100)
-    if not answer:
-        sys.exit("the fork server is gone; its own errors are in the output of the tests")
-    code = int(answer)
+    fork = answer(server)
+    for number in PASSED_ON:
+        signal.signal(number, lambda number, _: pass_on(fork, number))
+    code = answer(server)
     if code < 0:
         if -code not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def pass_on(fork: int, number: int) -> None:
+    with suppress(ProcessLookupError):  # it has just ended
+        os.kill(fork, number)
+
+
+def answer(server: socket.socket) -> int:
+    told = server.recv(100)
+    if not told:
+        sys.exit("the fork server is gone; its own errors are in the output of the tests")
+    return int(told)
 
 
 if __name__ == "__main__":

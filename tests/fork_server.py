@@ -3,9 +3,10 @@
     python fork_server.py DESCRIPTOR MODULE...
 
 The descriptor is a socket that listens. A fork does what ``fork_client.py`` was told, as that
-process would: with its words, variables, folder, open files and namespaces, and it ends as a script
-does, but for modules that are taken apart only if TAKEN_APART is set: that takes longer than most
-scripts. Its modules and its hash seed are those of this process. At the end of its input this ends.
+process would: with its words, variables, folder, parent, open files and namespaces. It ends as a
+script does, but for modules that are taken apart only if TAKEN_APART is set: that takes longer than
+most scripts. Its modules and its hash seed are those of this process. At the end of its input this
+ends.
 """
 
 from __future__ import annotations
@@ -43,12 +44,14 @@ class Request:
     Args:
         words: what follows ``python`` in its command line: a script, ``-m module`` or ``-c code``,
             and arguments.
+        client: its process, whose parent is that of the fork too.
         files: descriptors here of its `FILES`.
     """
 
     words: list[str]
     environment: dict[str, str]
     folder: str
+    client: int
     files: tuple[int, ...]
 
 
@@ -107,6 +110,8 @@ def serve(listener: socket.socket) -> Request | None:
             return request
         for file in files:
             os.close(file)
+        with suppress(OSError):
+            client.send(str(pid).encode())
         forks.append(Fork(pid, os.pidfd_open(pid), client))
 
 
@@ -121,8 +126,10 @@ def do(request: Request) -> None:
     os.chdir(request.folder)
     os.environ.clear()
     os.environ.update(request.environment)
+    sys.executable = os.environ.get("PYTHON_EXEC", sys.executable)  # as torchrun
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [path for path in paths if path and path not in sys.path]
+    _have_the_parent_of(request.client)
     _forget_what_was_drawn_or_read()
     _run(request.words)
 
@@ -132,6 +139,21 @@ def _enter(own: str, other: int) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(other, 0):
             raise OSError(ctypes.get_errno(), f"cannot enter the namespace {own} of the client")
+
+
+def _have_the_parent_of(client: int) -> None:
+    own, real = os.getpid(), os.getppid
+
+    def getppid() -> int:
+        if os.getpid() != own:
+            return real()  # of a worker of a DataLoader
+        try:
+            with open(f"/proc/{client}/stat") as stat:
+                return int(stat.read().rpartition(")")[2].split()[1])
+        except OSError:
+            return 1
+
+    os.getppid = getppid
 
 
 def _forget_what_was_drawn_or_read() -> None:

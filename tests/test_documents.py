@@ -77,7 +77,6 @@ NOT_RUN = {
     "accelerate 2": "transformers is not among the packages of the tests",
     "elastic-ray 0": "Ray is not either",
     "fsdp2 3": "Accelerate has no FSDP on a CPU",
-    "local-steps 1": "DDP waits in a second world of a process; test_accelerate_plugin has it",
     **dict.fromkeys(
         (f"recovery {number}" for number in range(4)),
         "a coordinator is needed: test_loop_recovery and test_trainer_recovery run such scripts",
@@ -103,10 +102,10 @@ def runs_of(page: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [each for each in PAGES if runs_of(each)], ids=lambda p: p.stem)
-def test_blocks_run_on_two_ranks(page: Path, tmp_path: Path) -> None:
+def test_blocks_run_on_two_ranks(page: Path, tmp_path: Path, quick_python: list[str]) -> None:
     """As they stand there, with stand-ins for the user's model and data, and a CPU for CUDA."""
     for number in runs_of(page):  # a process has one world: a second one may wait for ever
-        done = torchrun(RUN_PAGE, page, tmp_path, number, ranks=2, limit=60)
+        done = torchrun(RUN_PAGE, page, tmp_path, number, ranks=2, limit=60, python=quick_python)
         ended = done.output.count(f"block {number} has run")
         assert ended == 2, f"{page.name}, block {number}:\n{done.output[-4000:]}"
 

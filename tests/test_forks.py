@@ -84,6 +84,39 @@ def test_who_kills_the_client_ends_the_fork(quick_python: list[str]) -> None:
         os.close(fork)
 
 
+def test_signals_are_passed_on(quick_python: list[str]) -> None:
+    code = (
+        "import os, signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(5));"
+        "os.write(1, b'waits\\n'); signal.pause()"
+    )
+    with subprocess.Popen([*quick_python, "-c", code], stdout=subprocess.PIPE) as client:
+        assert client.stdout is not None
+        client.stdout.readline()
+        client.terminate()
+        assert client.wait(30) == 5
+
+
+def test_its_parent_is_that_of_the_client(quick_python: list[str]) -> None:
+    code = (
+        "import os; own = os.getpid(); print(os.getppid(), flush=True)\n"
+        "if os.fork(): os.wait()\n"
+        "else: print(os.getppid() == own, flush=True)"
+    )
+    with subprocess.Popen([*quick_python, "-c", code], stdout=subprocess.PIPE) as client:
+        assert client.stdout is not None
+        assert client.stdout.read().decode().split() == [str(os.getpid()), "True"]
+
+
+def test_what_it_starts_is_a_fork_too(quick_executable: str) -> None:
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', CODE])".replace(
+        "CODE", repr("import sys; print(len(sys.modules), sys.executable)")
+    )
+    for words in (["-c", code], ["-P", "-c", code]):
+        done = run([quick_executable, *words], limit=60)
+        many, executable = done.require_success().output.split()
+        assert (int(many) > 2000, executable == quick_executable) == (words == ["-c", code],) * 2
+
+
 def test_forks_draw_random_numbers_of_their_own(quick_python: list[str]) -> None:
     code = "import random, numpy; print(random.random(), numpy.random.rand())"
     one, other = (run([*quick_python, "-c", code], limit=60).require_success() for _ in range(2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,12 +33,3 @@ def mixed(tmp_path: Path) -> Path:
     os.truncate(cut, cut.stat().st_size - 100)
     (folder / "events.out").write_text("not a checkpoint")
     return folder
-
-
-@pytest.fixture
-def quick_executable(tmp_path: Path, quick_python: list[str]) -> str:
-    """Stands for ``sys.executable`` in what starts Python: a script that does it as a fork."""
-    script = tmp_path / "python"
-    script.write_text(f'#!/bin/sh\nexec {shlex.join(quick_python)} "$@"\n')
-    script.chmod(0o755)
-    return str(script)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,11 +19,11 @@ DONE = "*step=12.ckpt"
 
 
 @pytest.fixture
-def programs(tmp_path: Path) -> Path:
+def programs(tmp_path: Path, quick_executable: str) -> Path:
     """A folder for ``PATH`` with ``lightning-dist`` and ``torchrun`` of this Python."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    python = shlex.quote(sys.executable)
+    python = shlex.quote(quick_executable)
     ours = "from lightning_dist.cli import main; main()"
     program(folder / "lightning-dist", f"exec {python} -c '{ours}' \"$@\"")
     program(folder / "torchrun", f'exec {python} -m torch.distributed.run "$@"')

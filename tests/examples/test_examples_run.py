@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,18 +15,18 @@ LIMIT = 110.0
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT * 2 + 20)]
 
 
-def start(folder: Path, script: str, *arguments: str, **environment: str) -> Finished:
+def start(python: str, folder: Path, script: str, *arguments: str) -> Finished:
     """``python examples/script arguments`` in ``folder``."""
-    words = shlex.join([sys.executable, str(EXAMPLES / script), *arguments])
+    words = shlex.join([python, str(EXAMPLES / script), *arguments])
     command = ["sh", "-c", f"cd {shlex.quote(str(folder))} && exec {words}"]
-    return run(command, limit=LIMIT, **environment).require_success()
+    return run(command, limit=LIMIT).require_success()
 
 
-def test_fabric_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    first = start(tmp_path, "fabric_train.py", "--steps", "10")
+def test_fabric_goes_on_from_its_checkpoint(tmp_path: Path, quick_executable: str) -> None:
+    first = start(quick_executable, tmp_path, "fabric_train.py", "--steps", "10")
     assert "steps 0 to 10, " in first.output
     assert "3.9 times fewer bytes" in first.output
-    second = start(tmp_path, "fabric_train.py", "--steps", "10")
+    second = start(quick_executable, tmp_path, "fabric_train.py", "--steps", "10")
     assert "steps 10 to 20, " in second.output
     logs = sorted(tmp_path.glob("fabric_out/**/metrics.csv"))
     rows = [row for log in logs for row in read(log)]
@@ -35,9 +34,11 @@ def test_fabric_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     assert all(3.5 < float(row["comm/compression_ratio"]) < 4 for row in rows)
 
 
-def test_fabric_in_local_steps_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_fabric_in_local_steps_goes_on_from_its_checkpoint(
+    tmp_path: Path, quick_executable: str
+) -> None:
     for said, exchanges in (("steps 0 to 6, ", 2), ("steps 6 to 12, ", 3)):
-        done = start(tmp_path, "fabric_local_steps.py", "--steps", "6")
+        done = start(quick_executable, tmp_path, "fabric_local_steps.py", "--steps", "6")
         assert said in done.output
         assert f"MB sent in {exchanges} exchanges" in done.output  # after 4 and 6; 8, 12 and 12
 
@@ -62,11 +63,22 @@ def test_plain_ddp_goes_on_from_its_checkpoint(tmp_path: Path, quick_python: lis
     assert (tmp_path / "last.pt").exists()
 
 
-def test_lightning_cli_reads_strategy_profiler_and_checkpoints(tmp_path: Path) -> None:
+def test_lightning_cli_reads_strategy_profiler_and_checkpoints(
+    tmp_path: Path, quick_executable: str
+) -> None:
     config = str(EXAMPLES / "lightning_cli" / "config.yaml")
     less = ["--trainer.limit_train_batches=12", "--trainer.limit_val_batches=1"]
     checkpoints = ["--trainer.callbacks.every_n_train_steps=6"]
-    start(tmp_path, "lightning_cli/train.py", "fit", "--config", config, *less, *checkpoints)
+    start(
+        quick_executable,
+        tmp_path,
+        "lightning_cli/train.py",
+        "fit",
+        "--config",
+        config,
+        *less,
+        *checkpoints,
+    )
     assert list(tmp_path.glob("cli_out/checkpoints/*.ckpt"))
     assert (tmp_path / "cli_out/profile/run-0/report.html").exists()
     (log,) = tmp_path.glob("cli_out/**/metrics.csv")
@@ -85,8 +97,8 @@ def test_hydra_builds_the_strategy(argument: str, said: str, quick_python: list[
     assert said in done.require_success().output
 
 
-def test_the_lightning_script(tmp_path: Path) -> None:
-    done = start(tmp_path, "lightning_train.py", "--steps", "6")
+def test_the_lightning_script(tmp_path: Path, quick_executable: str) -> None:
+    done = start(quick_executable, tmp_path, "lightning_train.py", "--steps", "6")
     assert "`Trainer.fit` stopped" in done.output
 
 

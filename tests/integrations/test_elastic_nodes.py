@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,17 +12,22 @@ from processes import port, run_together
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).with_name("scenarios") / "elastic_nodes.py"
-PROGRAM = [sys.executable, "-c", "from lightning_dist.cli import main; main()", "launch"]
 LIMIT = 110.0
 QUICK = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
+@pytest.fixture
+def program(quick_executable: str) -> list[str]:
+    """Words of ``lightning-dist launch``."""
+    return [quick_executable, "-c", "from lightning_dist.cli import main; main()", "launch"]
+
+
 @pytest.mark.timeout(LIMIT + 20)
-def test_a_node_comes_and_goes(tmp_path: Path) -> None:
+def test_a_node_comes_and_goes(tmp_path: Path, program: list[str]) -> None:
     pipe = tmp_path / "alone"
     os.mkfifo(pipe)
     command = [
-        *(*PROGRAM, "--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{port()}"),
+        *(*program, "--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{port()}"),
         *("--rdzv-conf", QUICK),
         *(str(SCRIPT), str(tmp_path)),
     ]
@@ -36,11 +40,11 @@ def test_a_node_comes_and_goes(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(LIMIT + 20)
-def test_fewer_nodes_than_the_minimum_end_the_job(tmp_path: Path) -> None:
+def test_fewer_nodes_than_the_minimum_end_the_job(tmp_path: Path, program: list[str]) -> None:
     endpoint = f"127.0.0.1:{port()}"
     first, second = (
         [
-            *(*PROGRAM, "--nnodes", "2:3", "--rdzv-endpoint", endpoint),
+            *(*program, "--nnodes", "2:3", "--rdzv-endpoint", endpoint),
             *("--rdzv-conf", f"{QUICK},join_timeout=15,is_host={is_host}"),
             *(str(SCRIPT), str(tmp_path)),
         ]
@@ -54,18 +58,20 @@ def test_fewer_nodes_than_the_minimum_end_the_job(tmp_path: Path) -> None:
     assert not (tmp_path / "ended").exists()
 
 
-def test_a_launcher_that_is_told_to_end_leaves_a_checkpoint(tmp_path: Path) -> None:
+def test_a_launcher_that_is_told_to_end_leaves_a_checkpoint(
+    tmp_path: Path, program: list[str]
+) -> None:
     script = SCRIPT.with_name("elastic_told.py")
-    command = [*PROGRAM, "--nproc-per-node", "2", str(script), str(tmp_path)]
+    command = [*program, "--nproc-per-node", "2", str(script), str(tmp_path)]
     (done,) = run_together([command], [{}], limit=LIMIT)
     assert "checkpoint committed" in done.output
     assert list(tmp_path.glob("*.ckpt"))
 
 
-def test_the_example_runs_under_the_launcher(tmp_path: Path) -> None:
+def test_the_example_runs_under_the_launcher(tmp_path: Path, program: list[str]) -> None:
     example = Path(__file__).parents[2] / "examples" / "elastic_train.py"
     arguments = ["--folder", str(tmp_path / "out"), "--steps", "12"]
-    command = [*PROGRAM, "--nproc-per-node", "2", str(example), *arguments]
+    command = [*program, "--nproc-per-node", "2", str(example), *arguments]
     (done,) = run_together([command], [{}], limit=LIMIT)
     done.require_success()
     assert "elastic: world 2, fresh start; global batch 16: 1 micro-batch on 2 ranks" in done.output
@@ -73,13 +79,15 @@ def test_the_example_runs_under_the_launcher(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(260)
-def test_planned_stops_do_not_use_up_the_restarts_for_failures(tmp_path: Path) -> None:
+def test_planned_stops_do_not_use_up_the_restarts_for_failures(
+    tmp_path: Path, program: list[str]
+) -> None:
     """Two nodes are told to end, one after the other, and the node that stays may fail once."""
     stops, endpoint = 2, f"127.0.0.1:{port()}"
     for number in range(stops):
         os.mkfifo(tmp_path / f"alone-{number}")
     command = [
-        *(*PROGRAM, "--nnodes", "1:2", "--max-restarts", "1", "--rdzv-endpoint", endpoint),
+        *(*program, "--nnodes", "1:2", "--max-restarts", "1", "--rdzv-endpoint", endpoint),
         *("--rdzv-conf", QUICK),
         *(str(SCRIPT.with_name("elastic_preempted.py")), str(tmp_path), str(stops)),
     ]
