@@ -10,9 +10,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 LOWEST := .venv/lowest
-# One more than cores: a fast test waits for its processes for a quarter of the time.
+# One more than cores: a test waits for its processes for a quarter of the time.
 WORKERS ?= 3
-SLOW_WORKERS ?= 2
 SITE ?= site
 
 # Rewriting the assertions of all tests takes longer than many of them: keep what was compiled.
@@ -32,7 +31,7 @@ test: install
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-slow: install
-	$(BIN)/python -m pytest -n $(SLOW_WORKERS) --dist loadfile --no-loadscope-reorder -m slow
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m slow
 
 test-all: test test-slow
 

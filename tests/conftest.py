@@ -39,6 +39,11 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A file that takes minutes comes first: as the last one, one worker would run it alone."""
+    items.sort(key=lambda item: "simulated_device" not in item.nodeid)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With ``--dist loadfile`` one worker runs all of a file, and all that use the same launch.

@@ -72,9 +72,7 @@ def test_workers_without_a_launcher_end_and_say_why(
         )
     try:
         end = time.monotonic() + 100
-        while (
-            len([path for path in tmp_path.glob("*.jsonl") if "committed" in path.read_text()]) < 3
-        ):
+        while not three_train(tmp_path):
             assert time.monotonic() < end, log.read_text()
             time.sleep(0.05)
         workers = psutil.Process(launcher.pid).children()
@@ -113,10 +111,15 @@ def test_the_same_bits_where_another_takes_the_place_within_the_step(
         torch.testing.assert_close(weight, expected.weights()[name], rtol=1e-12, atol=1e-15)
 
 
+def three_train(folder: Path) -> bool:
+    """Whether as many workers have committed a step."""
+    return sum("committed" in path.read_text() for path in folder.glob("*.jsonl")) >= 3
+
+
 def _run_spare(folder: Path, python: list[str]) -> None:
     """A worker that no launcher has started: it waits, since all places are taken."""
     end = time.monotonic() + 100
-    while not (folder / "store").exists():
+    while not three_train(folder):  # before that it could come for one of their places
         assert time.monotonic() < end
         time.sleep(0.02)
     address = (folder / "store").read_text()

@@ -187,7 +187,7 @@ def test_an_overflow_under_a_scaler_is_that_of_the_cpu(codec: str) -> None:
 
 def counted(codec: str, commit: Literal["auto", "deferred"] = "auto") -> dict[str, Any]:
     """Of the last step of rank 0, in which nothing is made for the first time."""
-    (_, of_steps), *_ = run_on_devices(lambda rank: train(rank, codec, commit=commit), 3)
+    (_, of_steps), *_ = run_on_devices(lambda rank: train(rank, codec, count=3, commit=commit), 3)
     return of_steps[-1]
 
 
