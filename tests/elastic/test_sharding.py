@@ -262,7 +262,7 @@ def steps_of(loader: Iterator[list[int]], plan: EpochPlan) -> Iterator[list[int]
 
 
 @KINDS
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3)])
 def test_the_rest_of_an_epoch_is_dealt_to_other_ranks(
     make: Make, expected: Expected, workers: int, before: int, after: int

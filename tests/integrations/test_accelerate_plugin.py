@@ -182,6 +182,7 @@ def test_configuration_is_that_of_the_other_frameworks(pair: Results) -> None:
     assert set(after) == {f"lightning_dist/{name}" for name in flat} | {"lr"}
 
 
+@pytest.mark.slow
 def test_wandb_through_accelerate(pair: Results) -> None:
     pytest.importorskip("wandb")
     first, second = pair("plugin_in_wandb")

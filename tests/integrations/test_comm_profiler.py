@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 
 import pytest
@@ -48,19 +49,17 @@ def test_planted_skew_is_waiting_for_that_rank(codec: str, folders: dict[str, Pa
 
 
 def test_planted_codec_time_is_codec_time(folders: dict[str, Path]) -> None:
-    known = sum(each["encode_ms"] for each in truth(folders["codec time"])) / 2
+    known = [each["encode_ns"] for each in truth(folders["codec time"])]
+    assert all(min(of_rank) > 10 * MS for of_rank in known)
     profiled, _ = profile(folders["codec time"])
-    spans = [
-        span
-        for of_rank in profiled.ranks.values()
-        for step in of_rank.steps.values()
-        for span in step.spans
-        if span.phase == "encode"
-    ]
-    steps = sum(len(of_rank.steps) for of_rank in profiled.ranks.values())
-    measured = sum(span.end - span.begin for span in spans) / steps / MS
-    assert measured == pytest.approx(known, abs=2)
-    assert known > 10
+    errors = []
+    for rank, of_rank in profiled.ranks.items():
+        for index, (_, step) in enumerate(sorted(of_rank.steps.items())):
+            spans = [span for span in step.spans if span.phase == "encode"]
+            errors.append(sum(span.end - span.begin for span in spans) - known[rank][index])
+    # What is measured encloses what is known; a busy machine may stop a rank in between.
+    assert min(errors) >= 0
+    assert statistics.median(errors) / MS < 2
 
 
 @pytest.mark.parametrize("name", ["skew ddp", "skew int8", "codec time", "accumulation"])

@@ -22,6 +22,7 @@ from wandb_runs import history, records
 from lightning_dist.profiling.analysis.breakdown import analyse
 from lightning_dist.profiling.whatif.costs import read_costs
 
+pytestmark = pytest.mark.slow
 CASES = (
     *(f"lightning {name}" for name in ("compressed_ddp", "ddp", "manual ddp", "manual int8")),
     *(f"lightning {name}" for name in ("predicted", "failing", "told to end")),

@@ -40,7 +40,10 @@ def faults_around_an_epoch(steps: int, validation: int | None) -> list[tuple[str
     return sorted(faults, key=lambda fault: fault[1])
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name == "sharded" else ()) for name in SETTINGS],
+)
 def test_later_processes_go_on_to_the_same_end(name: str, tmp_path: Path) -> None:
     settings, steps, validation = SETTINGS[name]
     settings = {"max_epochs": 2, **settings}

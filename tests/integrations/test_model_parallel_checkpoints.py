@@ -17,7 +17,7 @@ from lightning_dist.checkpoint.reading import consolidate
 
 RANKS = Path(__file__).with_name("model_parallel_checkpoints.py")
 LIMIT = 240.0
-pytestmark = pytest.mark.timeout(2 * LIMIT + 30)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * LIMIT + 30)]
 NAME = "epoch=0.ckpt"
 
 
@@ -117,7 +117,6 @@ def test_another_mesh_loads_it(saved: Path, single: Path) -> None:
     require_loaded(facts(saved, "load"), single, replicas=4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "replicas"), [(4, 1), (4, 2), (2, 1), (2, 2)], ids=lambda number: f"{number}"
 )
@@ -162,7 +161,6 @@ def test_what_is_refused(saved: Path, case: str, says: str) -> None:
         assert says in each[case], each
 
 
-@pytest.mark.slow
 def test_a_restarted_run_is_that_without_a_fault(rest: Path) -> None:
     """Failed at six hooks: samples, weights, momenta and residuals to the bit."""
     for each in facts(rest, "restarts"):
@@ -178,7 +176,6 @@ def test_a_restarted_run_is_that_without_a_fault(rest: Path) -> None:
     require_same_samples(rest / "restarted", rest / "straight", worlds=[4] * 9)
 
 
-@pytest.mark.slow
 def test_other_meshes_go_on(rest: Path) -> None:
     """Two replicas of two shards, then one of two, then two of one: rounded otherwise at most."""
     (straight, *_), (changed, *_) = facts(rest, "meshes"), facts(rest, "meshes", ranks=2)
@@ -195,7 +192,6 @@ def require_same_samples(folder: Path, straight: Path, *, worlds: list[int]) -> 
     assert all(len(step.hashes) == 1 for step in found.values()), "equal on all ranks"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["tied", "tensor_parallel", "others"])
 def test_it_holds(tmp_path: Path, quick_python: list[str], scenario: str) -> None:
     launch(tmp_path, quick_python, [scenario], ranks=4)
