@@ -86,15 +86,23 @@ def torchrun(
 
 _PORTS = range(10_000, 29_000)
 _tried = itertools.count(os.getpid() * 97)  # processes side by side begin apart
+_reserved: list[socket.socket] = []
 
 
 def port() -> int:
-    """A free port, below those that the kernel gives to whoever connects: none of them gets it."""
+    """A free port that no other process of the tests is given while this one lives.
+
+    Below those that the kernel gives to whoever connects.
+    """
     for number in _tried:
         found = _PORTS[number % len(_PORTS)]
+        reservation = socket.socket(socket.AF_UNIX)
         with socket.socket() as free, suppress(OSError):
-            free.bind(("127.0.0.1", found))
+            reservation.bind(f"\0lightning_dist-tests-{found}")  # an abstract name: no file
+            free.bind(("", found))
+            _reserved.append(reservation)
             return found
+        reservation.close()
     raise AssertionError("it counts for ever")
 
 
