@@ -261,8 +261,7 @@ def test_groups_of_hosts_are_rebuilt(
     """Two hosts of two ranks, as their names say; what is left of them is one level, or two."""
     faults = [[each, "between buckets", STEP] for each in victims]
     told: dict[str, Any] = {"ranks": 4, "per_host": 2, "codec": codec}
-    # Of 12 steps: two that come one after the other join in the 9th and the 10th.
-    job = Job(tmp_path, quick_python, faults=faults, joins=8, **told)
+    job = Job(tmp_path, quick_python, faults=faults, joins=10, **told)
     job.require_exact()
     if codec == "none":
         (tmp_path / "alone").mkdir()

@@ -56,9 +56,9 @@ class Generations:
         return self._member.is_broken
 
     @property
-    def has_waiting(self) -> bool:
-        """Whether newcomers wait, so that all should pause."""
-        return self._member.has_waiting
+    def waiting(self) -> int:
+        """Newcomers that the next generation admits, so that all should pause."""
+        return self._member.waiting
 
     def waits_for_another(self) -> bool:
         """Whether another member has not come as far as this one. From any thread."""

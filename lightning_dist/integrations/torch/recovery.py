@@ -122,7 +122,7 @@ class StepRecovery:
 
     def pauses(self) -> bool:
         """Newcomers wait."""
-        return self.generations.has_waiting
+        return self.generations.waiting > 0
 
     def failed(self, error: RuntimeError) -> None:
         """The exchange of this generation has failed."""
