@@ -239,6 +239,13 @@ def profiled(model: nn.Module | None, folder: Path) -> CommProfiler:
     return CommProfiler(model, dirpath=folder, max_overhead=1.0, predict=False, trace=False)
 
 
+def name_host(worker: str, told: dict[str, Any]) -> None:
+    """Let workers of one machine be on several hosts, ``per_host`` on each."""
+    if "per_host" in told:
+        host = int(worker.split(".")[1]) // told["per_host"]
+        os.environ["LIGHTNING_DIST_HOSTNAME"] = f"host{host}"
+
+
 def train(folder: Path, told: dict[str, Any]) -> nn.Module:
     own = os.environ.get("LIGHTNING_DIST_WORKER", "")
     if own:
@@ -256,9 +263,7 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
     scaled: dict[str, Any] = {"scaler": scaler} if own and "overflows" in told else {}
     if own:
-        if "per_host" in told:
-            host = int(own.split(".")[1]) // told["per_host"]
-            os.environ["LIGHTNING_DIST_HOSTNAME"] = f"host{host}"
+        name_host(own, told)
         init_process_group("gloo", recovery="in_process")
         framework, codec = told.get("framework", "ddp"), told.get("codec", "none")
         made = FRAMEWORKS[framework](module, sgd, codec, **scaled)

@@ -2,11 +2,11 @@
 
     recovering_trainers.py FOLDER SETTINGS
 
-SETTINGS is JSON, as of `recovering_loops`: ``codec``, ``faults``, ``lost``, ``joins``, ``mirror``;
-and ``accumulate``, ``clip``, ``validates`` (limit_val_batches), ``interval`` (val_check_interval),
-``syncs``, ``logs``, ``metric`` (of training steps), ``meets`` (a callback waits), ``best`` (an
-AsyncCheckpoint and a CommProfiler) and ``misses`` (as of `miss_end`). Every rank writes what it
-computes and what it has committed to ``FOLDER/<worker>.jsonl``.
+SETTINGS is JSON, as of `recovering_loops`: ``codec``, ``faults``, ``lost``, ``joins``, ``mirror``,
+``ranks`` and ``per_host``; and ``accumulate``, ``clip``, ``validates`` (limit_val_batches),
+``interval`` (val_check_interval), ``syncs``, ``logs``, ``metric`` (of training steps), ``meets`` (a
+callback waits), ``best`` (an AsyncCheckpoint and a CommProfiler) and ``misses`` (as of `miss_end`).
+Every rank writes what it computes and what it has committed to ``FOLDER/<worker>.jsonl``.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from recovering_loops import (
     await_file,
     await_newcomers,
     digest,
+    name_host,
     profiled,
     watch_votes,
 )
@@ -58,7 +59,7 @@ class Module(pl.LightningModule):
         self.validated: list[int] = []
         self.mean, self.trained = torchmetrics.MeanMetric(), torchmetrics.MeanMetric()
         self.key: tuple[int, int] = (-1, -1)
-        self.world = 0
+        self.world, self.levels, self.residual = 0, False, 0.0
         self.net.layers[1].weight.register_hook(lambda _: self.faults.strike("between buckets"))
 
     def note(self, **facts: Any) -> None:
@@ -78,7 +79,10 @@ class Module(pl.LightningModule):
         key = self.generations.now.number, self.trainer.global_step
         if key != self.key:
             self.key, self.ids = key, []
-            self.world = self.trainer.world_size  # a callback may enter the next generation
+            # A callback may enter the next generation after the step.
+            reducer = self.trainer.strategy._reducer
+            self.world, self.levels = self.trainer.world_size, reducer.network.intra is not None
+            self.residual = float(reducer.state.packed().norm())
         self.faults.begin(self.trainer.global_step, world=self.world)
         self.faults.strike("forward")
         elastic = self.trainer.checkpoint_callbacks[-1]
@@ -110,6 +114,8 @@ class Module(pl.LightningModule):
                 generation=self.key[0],
                 hash=digest(self.net),
                 world=self.world,
+                levels=self.levels,
+                residual=self.residual,
                 lr=self.lr_schedulers().get_last_lr()[0],
                 passes=float(self.net.passes),
             )
@@ -200,6 +206,7 @@ def train(folder: Path, told: dict[str, Any]) -> None:
     own = os.environ["LIGHTNING_DIST_WORKER"]
     trace = (folder / f"{own}.trace").open("w")  # where it hangs, should it hang
     faulthandler.dump_traceback_later(told.get("limit", 100), exit=True, file=trace)
+    name_host(own, told)
     module = Module(folder, told)
     if "misses" in told:
         miss_end(folder, module, *told["misses"])

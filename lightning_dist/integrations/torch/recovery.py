@@ -39,7 +39,7 @@ from lightning_dist.integrations.torch.regroup import (
 from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.private import order_buckets
 from lightning_dist.reducer.commit import untraced
-from lightning_dist.reducer.mirror import ResidualMirror
+from lightning_dist.reducer.mirror import ResidualMirror, require_flat
 
 
 class StepRecovery:
@@ -95,11 +95,7 @@ class StepRecovery:
                     "mirror_residuals has nothing to copy: "
                     f"codec {settings.codec!r} leaves no residuals; leave it out"
                 )
-            if settings.hierarchical not in (False, "auto") or not settings.intra.lossless:
-                raise ValueError(
-                    "mirror_residuals copies what each rank owes of the whole gradient, and with a "
-                    "hierarchical exchange a rank owes for its share only; leave one of the two out"
-                )
+            require_flat(settings)
             self._mirror = ResidualMirror(self._reducer, every=mirror_every)
         if settings.compile_kernels is True and self._reducer.network.world_size == 1:
             compile_ahead(self._reducer, flat=mirror_every is not None)
