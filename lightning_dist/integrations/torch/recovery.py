@@ -34,10 +34,9 @@ from lightning_dist.integrations.torch.regroup import (
     from_rank,
     regroup,
     require_recoverable,
-    send_buffers,
 )
 from lightning_dist.onebit_adam import OneBitAdam
-from lightning_dist.private import order_buckets
+from lightning_dist.private import order_buckets, send_buffers
 from lightning_dist.reducer.commit import untraced
 from lightning_dist.reducer.mirror import ResidualMirror, require_flat
 

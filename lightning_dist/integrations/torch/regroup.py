@@ -151,9 +151,3 @@ def from_rank(state: Any, *, rank: int) -> Any:
     if world.rank() == rank:
         return state
     return torch.load(io.BytesIO(received.numpy().tobytes()), weights_only=False)
-
-
-def send_buffers(model: DistributedDataParallel) -> None:
-    """Buffers of rank 0 -> all, as DDP does before a forward pass. Collective."""
-    for buffer in model.module.buffers():
-        dist.broadcast(buffer, group_src=0)
