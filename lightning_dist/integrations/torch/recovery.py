@@ -309,9 +309,9 @@ class StepRecovery:
                 self._mirror.regroup(self.generations.now.members)
 
     @property
-    def owed(self) -> tuple[float | None, str]:
-        """Norm of the residuals, None on a newcomer, and the lost worker that some are of."""
-        return self.pause.norm, self._taken_over
+    def told(self) -> tuple[float | None, str, bool]:
+        """Facts of this rank, as :meth:`.Pause.enter` takes them of all."""
+        return self.pause.norm, self._taken_over, self.pause.is_redone
 
     def tell_observers(self, reason: str) -> None:
         """Let a profile know that this generation has begun."""
@@ -437,7 +437,7 @@ class RecoverablePlacement(Placement):
         factor = lr_factor(self.session.settings.batch_policy, before=before, now=now)
         optimizers, schedulers = self.rates()
         scale_learning_rates(optimizers, schedulers, factor=factor)
-        recovery.pause.enter(generation, members.ranks.gather(recovery.owed))
+        recovery.pause.enter(generation, members.ranks.gather(recovery.told))
         if told is not None:
             recovery.has_state()
 
