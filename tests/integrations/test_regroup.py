@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.elastic.recovery.groups import init_alone
+from lightning_dist.integrations.torch.regroup import from_rank
 from lightning_dist.private import send_buffers
 
 
@@ -19,6 +20,12 @@ def alone() -> Iterator[None]:
     init_alone()
     yield
     dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_rank_that_needs_no_state_does_not_receive_it() -> None:
+    """There are no such ranks, and none is asked."""
+    assert from_rank(None, rank=1, to=[2, 3]) is None
 
 
 @pytest.mark.usefixtures("alone")

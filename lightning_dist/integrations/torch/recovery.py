@@ -277,20 +277,21 @@ class StepRecovery:
                 generation = self.generations.after(self._report(failed=True, is_closed=is_closed))
 
     def handed_over(self, generation: Generation, give: Callable[[], Any]) -> Any:
-        """Value of ``give`` on the source of a generation. Collective.
-
-        Returns None where this worker needs nothing.
-        """
+        """Value of ``give`` on the source of a generation, None where it is known. Collective."""
         if generation.source is None:  # all begin, from the weights of rank 0 as under DDP
             module = self._model.module
             module.load_state_dict(from_rank(module.state_dict(), rank=0))
             return None
         if not generation.heals:
             return None
-        source, name = generation.source, self.generations.name
-        given = give() if name == source else None
-        state = from_rank(given, rank=generation.members.index(source))
-        return state if name in generation.heals else None
+        rank_of = generation.members.index
+        is_source = self.generations.name == generation.source
+        state = from_rank(
+            give() if is_source else None,
+            rank=rank_of(generation.source),
+            to=[*map(rank_of, generation.heals)],
+        )
+        return None if is_source else state
 
     def shared_state(self) -> dict[str, Any]:
         """Of the reducer, for newcomers."""

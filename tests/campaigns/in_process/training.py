@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +128,10 @@ class Strikes:
 
         receive: Callable[..., Any] = recovery.from_rank
 
-        def receiving(state: Any, *, rank: int) -> Any:
-            if state is None and torch.distributed.get_rank() != rank:
+        def receiving(state: Any, *, rank: int, to: Sequence[int] | None = None) -> Any:
+            if to is not None and torch.distributed.get_rank() in to:
                 self.met("healed")
-            return receive(state, rank=rank)
+            return receive(state, rank=rank, to=to)
 
         recovery.from_rank = receiving
 
