@@ -88,17 +88,20 @@ class Faults:
         }
         self.step = -1
 
-    def begin(self, step: int, *, world: int) -> None:
-        """``step`` has begun here; a rank that is lost in its forward pass waits for the others.
+    def begin(self, step: int, *, world: int, is_broken: Callable[[], bool]) -> None:
+        """``step`` has begun here; a rank that is lost in it waits until all have begun it.
 
-        Otherwise they could learn of its loss before they have begun the step.
+        Otherwise they could learn of its loss between two steps.
         """
         self.step = step
         begun = self._folder / f"begun-{step}"
         begun.mkdir(exist_ok=True)
         (begun / self._own).touch()
-        if ("forward", step) in self._told:
-            await_true(lambda: len(os.listdir(begun)) >= world, f"{world} ranks have begun {step}")
+        if any(at == step for _, at in self._told):
+            await_true(
+                lambda: len(os.listdir(begun)) >= world or is_broken(),
+                f"{world} ranks have begun step {step}",
+            )
 
     def strike(self, place: str) -> None:
         action = self._told.get((place, self.step))
@@ -305,7 +308,11 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
                         await_newcomers(
                             recovery.generations, missing=missing, heartbeat=loop.heartbeat
                         )
-                faults.begin(begun, world=world)
+                faults.begin(
+                    begun,
+                    world=world,
+                    is_broken=lambda: recovery is not None and recovery.is_broken,
+                )
                 if begun in (2, 12) and own:
                     made.gather()
                 file, at = told.get("waits", ("", -1))

@@ -83,7 +83,11 @@ class Module(pl.LightningModule):
             reducer = self.trainer.strategy._reducer
             self.world, self.levels = self.trainer.world_size, reducer.network.intra is not None
             self.residual = float(reducer.state.packed().norm())
-        self.faults.begin(self.trainer.global_step, world=self.world)
+        self.faults.begin(
+            self.trainer.global_step,
+            world=self.world,
+            is_broken=lambda: self.generations.is_broken,
+        )
         self.faults.strike("forward")
         elastic = self.trainer.checkpoint_callbacks[-1]
         assert isinstance(elastic, ElasticRestart)
