@@ -160,6 +160,38 @@ def test_a_killed_rank_costs_no_sample_and_changes_no_weight(
     assert all(f"step {step} is repeated" in job.output for step in redone)
 
 
+TERMINATED = {
+    "one": [["0.1.0", "forward", STEP, "terminate"]],
+    "all": [[f"0.{rank}.0", "forward", STEP, "terminate"] for rank in range(3)],
+    "one in a pause": [
+        ["0.0.0", "between buckets", STEP],
+        ["0.1.0", "groups", STEP, "terminate"],
+    ],
+}
+
+
+def require_saved_on_sigterm(
+    kind: type[Job], who: str, folder: Path, python: list[str], expected: dict[str, torch.Tensor]
+) -> None:
+    """All ranks stop at a checkpoint; a launcher whose ranks were not all terminated goes on."""
+    job = kind(folder, python, faults=TERMINATED[who])
+    ends = [line for each in folder.glob("ckpt/**/rank-*.jsonl") for line in each.open()]
+    assert any("SIGTERM" in line for line in ends)
+    if who == "all":
+        assert not job.of("end")
+        job = kind(folder, python)
+    job.require_exact()
+    job.require_weights(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", TERMINATED)
+def test_sigterm_leads_to_a_checkpoint(
+    who: str, expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
+) -> None:
+    require_saved_on_sigterm(Job, who, tmp_path, quick_python, expected)
+
+
 @pytest.fixture(scope="module")
 def compressed(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Job:
     """Rank 0 dies after a vote whose answer rank 1 has not heard, and rank 2 has."""
