@@ -46,8 +46,9 @@ $(LOWEST)/installed: .venv/installed constraints-lowest.txt
 test-lowest: $(LOWEST)/installed
 	$(LOWEST)/bin/python -m pytest $(addprefix tests/integrations/test_,private_names.py lightning_versions.py \
 	  async_checkpoint_files.py async_checkpoint_resume.py elastic_resume.py accelerate_state.py \
-	  wrong_strategy.py) \
-	  $(addprefix tests/,cli/test_profile_command.py profiling/test_page.py profiling/test_terminal.py)
+	  wrong_strategy.py trainer_mixin.py) \
+	  $(addprefix tests/,cli/test_profile_command.py profiling/test_page.py profiling/test_terminal.py) \
+	  tests/integrations/test_accelerate_programs.py::test_the_trainer_example_resumes_bit_for_bit
 
 demo: install
 	$(BIN)/python examples/demo.py

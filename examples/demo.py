@@ -19,6 +19,11 @@ from byte_gpt.report import counted_line, results_table, save_picture
 from rich.console import Console
 
 BASELINE = "ddp"
+NEXT = """\
+Next:
+  is your network the bottleneck?   docs/choosing-a-codec.md
+  profile a training                lightning-dist launch --nproc-per-node 2 examples/profile_ddp.py
+  your own training                 docs/quick-start.md: one argument of Trainer, Fabric or DDP"""
 RUN_TIMEOUT_S = 300
 STEPS = 100
 # Frames of a traceback, warnings, rulers and wandb's farewell do not say why a run failed.
@@ -102,11 +107,11 @@ def main() -> int:
 
         run(arguments.strategy, steps=arguments.steps, out=out)
         return 0
-    # To be told to stop is to be interrupted: the ranks must not outlive the demo.
+    # SIGTERM is handled as Ctrl-C: the ranks must not outlive the demo.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     console = Console()
     results = []
-    # The chosen one runs first, so that a mistake in its name is told at once.
+    # The chosen one runs first, so that a mistake in its name shows at once.
     for strategy in dict.fromkeys([arguments.strategy, BASELINE]):
         console.print(f'Training with strategy="{strategy}", {arguments.steps} steps ...')
         try:
@@ -127,6 +132,7 @@ def main() -> int:
     save_picture(results, path=out / "loss.png")
     saved = ", ".join(str(out / name) for name in ("loss.png", "result.json", "wandb"))
     console.print(f"Saved {saved} (offline runs)", highlight=False, soft_wrap=True)
+    console.print(NEXT, highlight=False, soft_wrap=True)
     return 0
 
 

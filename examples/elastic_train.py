@@ -1,9 +1,9 @@
-"""A training that survives its ranks; kill one and see.
+"""A training that resumes after a rank is killed.
 
     lightning-dist launch --nproc-per-node 2 examples/elastic_train.py
-    pkill -KILL -f "bin/python.* examples/elastic_train.py" -o      # in another terminal
 
-Start it again with another --nproc-per-node: it goes on with the same global batches.
+Kill one of its two ranks (``kill -KILL PID``): the launcher starts both again, and training resumes
+from the newest checkpoint. With another --nproc-per-node it resumes with the same global batches.
 """
 
 import argparse

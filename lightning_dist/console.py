@@ -15,7 +15,11 @@ _WIDE = 10_000
 
 def stdout_console() -> Console:
     """Standard output, as wide as its terminal; without one, a line of a table stays a line."""
-    return Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False)
+    return Console(
+        width=None if sys.stdout.isatty() else _WIDE,
+        highlight=False,
+        color_system=None if os.environ.get("NO_COLOR") else "auto",  # None: no bold text either
+    )
 
 
 def print_table(
@@ -47,6 +51,6 @@ def print_table(
 
 
 def is_plain() -> bool:
-    """Whether text is to be without colours and boxes: nobody looks, or somebody has asked."""
+    """Whether text has neither colours nor boxes: there is no terminal, or NO_COLOR is set."""
     is_seen = sys.stdout.isatty() and sys.stderr.isatty()
     return bool(os.environ.get("NO_COLOR")) or not is_seen

@@ -23,15 +23,15 @@ def megabytes(count: float | None) -> str:
 
 
 def results_table(results: Sequence[Result]) -> Table:
-    """One row per run; the first run is what the others are compared with."""
+    """Table with one row per run, compared with the first."""
     first = results[0]
     table = Table(
         title=f"Byte-level GPT, {first['parameters'] / 1e6:.1f} M parameters, "
         f"{first['ranks']} CPU processes, {first['steps']} steps\n"
         "bytes: TX counter of the loopback interface around fit, both directions,\n"
-        "with whatever else this machine sent to itself meanwhile",
-        caption="Loopback is no slow network: compressing can only cost time here.\n"
-        "What it saves on a slow link is measured by benchmarks/step_time.",
+        "including other loopback traffic",
+        caption="Loopback is not a slow network: compression can only cost time here.\n"
+        "benchmarks/step_time measures what it saves on a slow link.",
     )
     table.add_column("strategy", no_wrap=True)
     for heading in ("first loss", "val loss", "on the wire", "ratio", "training"):
@@ -50,7 +50,7 @@ def results_table(results: Sequence[Result]) -> Table:
 
 
 def counted_line(result: Result) -> str | None:
-    """What the strategy counted itself, to hold against the interface's counter."""
+    """Bytes counted by the strategy, beside those of the interface's counter."""
     counted = result["counted_by_strategy"]
     if counted is None:
         return None

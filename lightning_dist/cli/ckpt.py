@@ -117,10 +117,10 @@ def prune(
 ) -> None:
     """Keep the newest checkpoints of a folder, remove older ones.
 
-    The ones to keep are read to the last byte first; damaged ones do not count and stay. What is
-    named last*, latest* or best*, what such a name is linked to, and what lightning_dist did not
-    write are never removed. Refuses while a trainer writes to the folder; object stores cannot
-    tell.
+    Kept checkpoints are verified first. Damaged ones are neither counted nor removed. Files named
+    last*, latest* or best*, their link targets, and files that lightning_dist did not write are
+    never removed. A folder that a trainer writes to is refused, except in an object store, which
+    has no locks.
 
     \b
     Preview, then without confirmation:
@@ -166,12 +166,17 @@ def _print_plan(planned: Plan, found: list[Found]) -> None:
 def _remove(planned: Plan, *, locked: bool, asks: bool, says: bool) -> None:
     if asks:
         hint = "" if locked else " (no locks here: make sure that no trainer writes to this folder)"
-        typer.confirm(f"Remove {len(planned.removed)} checkpoints{hint}?", abort=True)
+        typer.confirm(f"Remove {_counted(planned)}{hint}?", abort=True)
     for path, _ in planned.removed:
         storage, inside = storage_of(path)
         storage.remove(inside)
     if says:
-        typer.echo(f"removed {len(planned.removed)} checkpoints")
+        typer.echo(f"removed {_counted(planned)}")
+
+
+def _counted(planned: Plan) -> str:
+    count = len(planned.removed)
+    return f"{count} checkpoint" + "s" * (count != 1)
 
 
 @app.command()

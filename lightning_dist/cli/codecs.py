@@ -1,4 +1,4 @@
-"""``lightning-dist codecs``: what ``codec=`` may be."""
+"""``lightning-dist codecs``: the table of codecs, and shell completion of their names."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def codecs(
     columns = ("codec", "options", "bytes", "residual", "for")
     print_table(columns, map(_cells, rows), right=("bytes",), fold=("options", "for"))
     typer.echo(
-        f"bytes: of a payload of a {_WIDTH} x {_WIDTH} matrix, per float32 element, which has 4; "
-        "n/a where gradients decide. "
-        "residual: yes if the codec keeps one, 4 bytes per element, unless error_feedback says no"
+        f"\nbytes: sent per float32 element (4 bytes) of a {_WIDTH} x {_WIDTH} matrix;\n"
+        "n/a if they depend on the gradients.\n"
+        "residual: kept with error feedback, 4 bytes per element."
     )
 
 
@@ -75,7 +75,13 @@ def _plain(value: Any) -> str:
 
 
 def codec_names(incomplete: str) -> list[str]:
-    """Shell completion: codecs that start with ``incomplete``, those of installed packages too."""
+    """Shell completion of a codec name, or after ``name:`` of its options."""
     from lightning_dist.codecs import CODECS  # torch
 
-    return [name for name in CODECS if name.startswith(incomplete)]
+    name, colon, options = incomplete.partition(":")
+    if not colon:
+        return [name for name in CODECS if name.startswith(incomplete)]
+    given, _, last = options.rpartition(",")
+    known = [f"{each.name}=" for each in fields(CODECS[name])] if name in CODECS else []
+    before = f"{name}:{given}," if given else f"{name}:"
+    return [before + each for each in known if each.startswith(last) and each not in given]

@@ -17,6 +17,7 @@ from lightning_dist.cli.errors import reported
 from lightning_dist.configuration import CONFIG, OPTIONS, Resolved, read, resolve, write
 from lightning_dist.configuration.files import accelerate_default, check, parse, sidecar_of
 from lightning_dist.configuration.options import (
+    METHODS,
     OF_DDP,
     OF_LOCAL,
     OF_SHARDS,
@@ -25,6 +26,9 @@ from lightning_dist.configuration.options import (
     require_only,
 )
 from lightning_dist.console import print_table
+
+_WORDS = ("true", "false", "auto", "leader", "immediate", "deferred", "null", *METHODS)
+"""Values that shells complete, of the settings that take them."""
 
 _QUESTIONS = {
     "method": "Exchange every few steps (local updates)? diloco, streaming, ...; null: every step",
@@ -118,11 +122,15 @@ def config(
 
 
 def _completed(incomplete: str) -> list[str]:
-    """Completions of ``KEY=VALUE``: keys, and codec names as values of ``codec``."""
+    """Completions of ``KEY=VALUE``: keys, codecs with their options, and words as other values."""
     key, equals, value = incomplete.partition("=")
     if not equals:
         return [f"{option}=" for option in OPTIONS if option.startswith(key)]
-    return [f"codec={name}" for name in codec_names(value)] if key == "codec" else []
+    if key == "codec":
+        return [f"codec={name}" for name in codec_names(value)]
+    option = OPTIONS.get(key)
+    words = [word for word in _WORDS if option is not None and option.fits(parse(word))]
+    return [f"{key}={word}" for word in words if word.startswith(value)]
 
 
 def _as_launched(file: Path | None) -> Mapping[str, str]:

@@ -38,7 +38,8 @@ def launch(context: typer.Context) -> None:
     with `--config_file`; also if `lightning-dist config` has written its file, accelerate launch
     has all the options given, and the script imports Accelerate and not Lightning. It passes the
     settings of lightning_dist on, and starts several CPU processes as one training. All options of
-    both work, and win over what is added here. stderr says which of the two runs, and with what.
+    both are accepted, and override the defaults set here. The selected launcher and its settings
+    are printed to stderr.
 
     \b
       --nnodes MIN:MAX     number of nodes; default 1

@@ -36,7 +36,7 @@ def test_prune_asks(tmp_path: Path) -> None:
     for answer in ("n\n", ""):
         result = ckpt("prune", tmp_path, "--keep", "1", stdin=answer)
         assert result.exit_code == 1
-        assert "Remove 1 checkpoints?" in result.stdout
+        assert "Remove 1 checkpoint?" in result.stdout
         assert names(tmp_path) == {"1.ckpt", "2.ckpt"}
     assert ckpt("prune", tmp_path, "--keep", "1", stdin="y\n").exit_code == 0
     assert names(tmp_path) == {"2.ckpt"}

@@ -58,7 +58,7 @@ def test_prune_owns_the_folder_while_it_asks(tmp_path: Path) -> None:
         assert asking.stdin is not None
         assert asking.stdout is not None
         said = b""
-        while b"Remove 1 checkpoints?" not in said:
+        while b"Remove 1 checkpoint?" not in said:
             part = asking.stdout.read(1)
             assert part, said
             said += part
@@ -109,6 +109,10 @@ def test_version() -> None:
     assert found["lightning"] == lightning.__version__
 
 
+TOPK = [f"codec=topk:{name}=" for name in ("ratio", "block_size", "values", "decay")]
+HIERARCHICAL = "\n".join(f"hierarchical={word}" for word in ("true", "false", "auto", "leader"))
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -116,7 +120,11 @@ def test_version() -> None:
         ("lightning-dist profile whatif --codec d", "ddp\ndgc"),
         ("lightning-dist config --set st", "start_step="),
         ("lightning-dist config --set codec=to", "codec=topk"),
-        ("lightning-dist config --set commit=d", ""),
+        ("lightning-dist config --set codec=topk:", "\n".join(TOPK)),
+        ("lightning-dist config --set codec=topk:ratio=0.1,v", "codec=topk:ratio=0.1,values="),
+        ("lightning-dist config --set commit=d", "commit=deferred"),
+        ("lightning-dist config --set hierarchical=", HIERARCHICAL),
+        ("lightning-dist config --set method=s", "method=streaming\nmethod=sparseloco"),
     ],
 )
 def test_completion(line: str, expected: str) -> None:

@@ -103,7 +103,7 @@ def test_completion(shell: str) -> None:
     assert "doctor" not in found
 
 
-COLORS = ("\x1b[3", "\x1b[9")
+COLORS = ("\x1b[1m", "\x1b[1;", "\x1b[3", "\x1b[9")
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +115,11 @@ def test_terminals_have_colors_and_boxes(tmp_path: Path, command: list[str]) -> 
     """In a file, a log or a pager, and where no decoration is wanted, text is plain."""
     save_file(tmp_path / "1.ckpt")
     verify = [*command, "ckpt", "verify", tmp_path / "1.ckpt"]
-    colored, plain = on_terminal(verify).terminal, on_terminal(verify, NO_COLOR="1").terminal
-    assert any(code in colored for code in COLORS)
-    assert not any(code in plain for code in COLORS), plain
+    for arguments in ([*command, "codecs"], verify):
+        colored = on_terminal(arguments).terminal
+        plain = on_terminal(arguments, NO_COLOR="1").terminal
+        assert any(code in colored for code in COLORS)
+        assert not any(code in plain for code in COLORS), plain
     assert "ok " in plain
     show = [*command, "ckpt", "prune", "--help"]
     for text in (on_terminal(show).terminal, on_terminal(show, piped=True).pipe):

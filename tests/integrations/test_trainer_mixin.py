@@ -57,7 +57,7 @@ def test_the_hook_stays_and_so_do_the_trainers_arguments(
     trainer._wrap_model(trainer.model)
     handler = handler_of(trainer.accelerator)
     assert handler is not None
-    assert handler.compression is trainer.compression
+    assert handler._compress == trainer.compression.compress
     assert handler.to_kwargs()["bucket_cap_mb"] == bucket
 
 
