@@ -44,6 +44,7 @@ REGROUPED: Table = {
         "_has_rebuilt_buckets _comm_hooks"
     ),
     "torch.distributed:Reducer": "_remove_autograd_hooks _rebuild_buckets",
+    "torch.distributed": "_broadcast_coalesced",
 }
 """Names of DDP for which its group is exchanged."""
 AGENT: Table = {
@@ -204,6 +205,22 @@ def order_buckets(model: DistributedDataParallel) -> None:
     require_names("torch", REGROUPED)
     if not model._has_rebuilt_buckets and model.reducer._rebuild_buckets():
         model._has_rebuilt_buckets = True
+
+
+# DDP sends buffers within its forward pass only.
+def send_buffers(model: DistributedDataParallel) -> None:
+    """Buffers of rank 0 -> all, as DDP does before a forward pass. Collective."""
+    require_names("torch", REGROUPED)
+    import torch.distributed as dist
+
+    ignored = model.parameters_to_ignore
+    named = model.module.named_buffers()
+    buffers = [buffer for name, buffer in named if name not in ignored]
+    if buffers:
+        size = model.broadcast_bucket_size
+        dist._broadcast_coalesced(  # type: ignore[attr-defined]  # torch re-exports it silently
+            model.process_group, buffers, size, 0
+        )
 
 
 # A group's timeout can be set when it is made, and not for its end alone.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch.nn.parallel import DistributedDataParallel
@@ -14,6 +15,7 @@ from lightning_dist.integrations.refusals import (
     refuse_pytorch_lightning,
     refuse_unknown,
 )
+from lightning_dist.reducer.mirror import require_flat
 from lightning_dist.settings import Settings
 
 CHECKPOINT_KEY = "lightning_dist"
@@ -75,10 +77,11 @@ class CompressionArguments:
             recovery: ``"in_process"``, for a Trainer with ``ElasticRestart`` under
                 ``lightning-dist launch``: where a rank is lost, the others take the interrupted
                 step again without it, in their processes, and the one that the launcher starts in
-                its place joins them between two steps; ``commit`` is ``"deferred"`` and the
-                exchange flat. On CPUs. ``"restart"``: all ranks are started again.
+                its place joins them between two steps; ``commit`` is ``"deferred"``. On CPUs.
+                ``"restart"``: all ranks are started again.
             mirror_residuals: with ``recovery="in_process"``, keep a copy of the residuals of each
-                rank on the next one; as of :class:`~lightning_dist.ElasticLoop`.
+                rank on the next one; as of :class:`~lightning_dist.ElasticLoop`. The exchange is
+                then flat.
             **kwargs: everything ``DDPStrategy`` takes, and so ``DistributedDataParallel``'s
                 arguments.
 
@@ -99,8 +102,8 @@ class CompressionArguments:
                     "the Trainer's CompressedDDPStrategy, ElasticLoop(recovery='in_process'), or "
                     "recovery='restart'"
                 )
-            require_held_back(commit=commit, delay=delay, hierarchical=hierarchical)
-            commit, hierarchical = "deferred", False
+            require_held_back(commit=commit, delay=delay)
+            commit = "deferred"
         self._settings = Settings.check(
             codec,
             error_feedback=error_feedback,
@@ -113,15 +116,17 @@ class CompressionArguments:
             commit=commit,
             delay=delay,
         )
+        if self.mirror_every is not None:
+            require_flat(self._settings)
+            self._settings = replace(self._settings, hierarchical=False)
         super().__init__(**kwargs)
 
 
-def require_held_back(*, commit: str, delay: int, hierarchical: bool | str) -> None:
+def require_held_back(*, commit: str, delay: int) -> None:
     """Raise ValueError for arguments with which a step cannot be taken again without a rank."""
     wrong = {
         "commit='immediate'": (commit == "immediate", "leave it at 'auto'"),
         f"delay={delay}": (delay != 0, "leave it out"),
-        f"hierarchical={hierarchical!r}": (hierarchical not in ("auto", False), "leave it out"),
     }
     for name, (is_wrong, remedy) in wrong.items():
         if is_wrong:

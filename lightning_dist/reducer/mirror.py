@@ -15,6 +15,17 @@ from torch import Tensor
 
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.state import Layout
+from lightning_dist.settings import Settings
+
+
+def require_flat(settings: Settings) -> None:
+    """Raise ValueError for settings that ask for a hierarchical exchange."""
+    if settings.hierarchical not in (False, "auto") or not settings.intra.lossless:
+        raise ValueError(
+            "mirror_residuals copies the residual of each rank, and in a hierarchical exchange a "
+            "rank has the residual of its share only; leave out mirror_residuals, or leave out "
+            f"hierarchical={settings.hierarchical!r} and give one codec"
+        )
 
 
 class ResidualMirror:

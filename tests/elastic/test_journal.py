@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dist.elastic.journal import CHANGE, Journal, Progress, Summary, summarize
-from lightning_dist.elastic.recovery.change import Change, norm_of_lost
+from lightning_dist.elastic.recovery.change import Change, Pause, norm_of_lost
+from lightning_dist.elastic.recovery.protocol import Generation
 
 
 class Clock:
@@ -70,6 +71,14 @@ def test_a_change_is_one_line() -> None:
         "elastic: 2 ranks after step 7, within the process (generation 1): worker 0.1.0 is gone: "
         "SIGKILL; step 8 is repeated; residuals of norm 0.5 lost; paused 0.25 s"
     )
+
+
+def test_a_step_that_any_rank_has_begun_is_repeated() -> None:
+    """The leader may still be between two steps, and a newcomer has begun none."""
+    pause = Pause(members=("0.0.0", "0.1.0", "0.2.0"))
+    generation = Generation(1, members=("0.0.0", "0.1.1", "0.2.0"))
+    pause.enter(generation, [(1.0, "", False), (None, "", False), (1.0, "", True)])
+    assert pause.change(generation, step=6).is_redone
 
 
 def test_the_norm_of_lost_residuals_is_that_of_as_many_others() -> None:

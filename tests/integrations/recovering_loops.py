@@ -3,13 +3,12 @@
     recovering_loops.py FOLDER SETTINGS
 
 SETTINGS is JSON: ``codec``, ``faults`` as ``[worker, place, step]`` or ``[worker, place, step,
-action]``, ``joins`` (from a step on, wait for newcomers), ``spare`` (wait until that worker
-does, at a step), ``waits`` (for a file, at a step), ``profile`` (a CommProfiler watches),
-``mirror`` (of residuals), ``ranks``, ``per_host`` (ranks of a host), ``framework``, ``overflows``
-(a GradScaler scales, and a step has an inf until it is taken again), ``accumulate`` (of a process
-alone), ``epochs`` and ``hang_timeout``.
-Every rank writes what it computes and what it has committed to
-``FOLDER/<worker>.jsonl``.
+action]``, ``joins`` (from a step on, wait for all newcomers that replace lost ranks), ``spare``
+(wait until that worker does, at a step), ``waits`` (for a file, at a step), ``profile`` (a
+CommProfiler watches), ``mirror`` (of residuals), ``ranks``, ``per_host`` (ranks of a host),
+``framework``, ``overflows`` (a GradScaler scales, and a step has an inf until it is taken again),
+``accumulate`` (of a process alone), ``epochs`` and ``hang_timeout``. Every rank writes what it
+computes and what it has committed to ``FOLDER/<worker>.jsonl``.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dist import CommProfiler, ElasticLoop, compress_ddp, init_process_group
+from lightning_dist.elastic.recovery.generations import Generations
 from lightning_dist.elastic.recovery.protocol import Keys
 from lightning_dist.exchange.channel import Channel
 
@@ -78,7 +78,8 @@ def digest(module: nn.Module) -> str:
 class Faults:
     """Kills, stops or hangs this process where it is told to."""
 
-    def __init__(self, told: list[list[Any]]) -> None:
+    def __init__(self, folder: Path, told: list[list[Any]]) -> None:
+        self._folder = folder
         self._own = os.environ.get("LIGHTNING_DIST_WORKER", "")
         self._told = {
             (place, step): action[0] if action else "kill"
@@ -86,6 +87,18 @@ class Faults:
             if worker == self._own
         }
         self.step = -1
+
+    def begin(self, step: int, *, world: int) -> None:
+        """``step`` has begun here; a rank that is lost in its forward pass waits for the others.
+
+        Otherwise they could learn of its loss before they have begun the step.
+        """
+        self.step = step
+        begun = self._folder / f"begun-{step}"
+        begun.mkdir(exist_ok=True)
+        (begun / self._own).touch()
+        if ("forward", step) in self._told:
+            await_true(lambda: len(os.listdir(begun)) >= world, f"{world} ranks have begun {step}")
 
     def strike(self, place: str) -> None:
         action = self._told.get((place, self.step))
@@ -95,11 +108,27 @@ class Faults:
             os.kill(os.getpid(), signal.SIGSTOP if action == "stop" else signal.SIGKILL)
 
 
-def await_file(path: Path) -> None:
+def await_true(is_true: Callable[[], bool], what: str) -> None:
     end = time.monotonic() + LIMIT
-    while not path.exists():
-        assert time.monotonic() < end, f"{path} has not come"
+    while not is_true():
+        assert time.monotonic() < end, f"not true after {LIMIT:g} s: {what}"
         time.sleep(0.005)
+
+
+def await_file(path: Path) -> None:
+    await_true(path.exists, f"{path} exists")
+
+
+def await_newcomers(
+    generations: Generations, *, missing: int, heartbeat: Callable[[], None] = lambda: None
+) -> None:
+    """Wait until the next generation admits as many as are missing."""
+
+    def are_here() -> bool:
+        heartbeat()
+        return generations.waiting >= missing
+
+    await_true(are_here, f"{missing} newcomers wait")
 
 
 def watch_votes(folder: Path, faults: Faults, lost: list[Any]) -> None:
@@ -210,6 +239,13 @@ def profiled(model: nn.Module | None, folder: Path) -> CommProfiler:
     return CommProfiler(model, dirpath=folder, max_overhead=1.0, predict=False, trace=False)
 
 
+def name_host(worker: str, told: dict[str, Any]) -> None:
+    """Let workers of one machine be on several hosts, ``per_host`` on each."""
+    if "per_host" in told:
+        host = int(worker.split(".")[1]) // told["per_host"]
+        os.environ["LIGHTNING_DIST_HOSTNAME"] = f"host{host}"
+
+
 def train(folder: Path, told: dict[str, Any]) -> nn.Module:
     own = os.environ.get("LIGHTNING_DIST_WORKER", "")
     if own:
@@ -217,7 +253,7 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
         # Where it hangs, should it hang.
         trace = (folder / f"{own}.trace").open("w")
         faulthandler.dump_traceback_later(told.get("limit", 100), exit=True, file=trace)
-    faults = Faults(told.get("faults", []))
+    faults = Faults(folder, told.get("faults", []))
     watch_votes(folder, faults, told.get("lost", []))
     module = Net()
     module.layers[1].weight.register_hook(lambda _: faults.strike("between buckets"))
@@ -227,9 +263,7 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
     scaled: dict[str, Any] = {"scaler": scaler} if own and "overflows" in told else {}
     if own:
-        if "per_host" in told:
-            host = int(own.split(".")[1]) // told["per_host"]
-            os.environ["LIGHTNING_DIST_HOSTNAME"] = f"host{host}"
+        name_host(own, told)
         init_process_group("gloo", recovery="in_process")
         framework, codec = told.get("framework", "ddp"), told.get("codec", "none")
         made = FRAMEWORKS[framework](module, sgd, codec, **scaled)
@@ -260,15 +294,18 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
         for epoch in loop.epochs(told.get("epochs", EPOCHS)):
             for numbers, x in loop.batches():
                 begun, ids = loop.steps, [] if loop.micro_batch is None else ids
-                faults.step = begun
-                number = -1 if recovery is None else recovery.generations.now.number
-                if recovery is not None and begun >= told.get("joins", 1 << 20):
-                    is_less = loop._run.session.members.world_size < told.get("ranks", 3)
-                    end = time.monotonic() + LIMIT
-                    while is_less and not recovery.generations.has_waiting:
-                        assert time.monotonic() < end, "nobody has come"
-                        loop.heartbeat()
-                        time.sleep(0.01)
+                # step_done() may already enter the next generation.
+                number, world, levels = -1, 1, False
+                if recovery is not None:
+                    number = recovery.generations.now.number
+                    world = loop._run.session.members.world_size
+                    levels = recovery._reducer.network.intra is not None
+                    if begun >= told.get("joins", 1 << 20):
+                        missing = told.get("ranks", 3) - world
+                        await_newcomers(
+                            recovery.generations, missing=missing, heartbeat=loop.heartbeat
+                        )
+                faults.begin(begun, world=world)
                 if begun in (2, 12) and own:
                     made.gather()
                 file, at = told.get("waits", ("", -1))
@@ -301,14 +338,12 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
                     loop.step_done()
                     ids = []
                     if loop.steps > begun:
-                        world = 1 if recovery is None else loop._run.session.members.world_size
                         note(
                             committed=loop.steps,
                             generation=number,
                             hash=digest(module),
                             world=world,
-                            levels=recovery is not None
-                            and recovery._reducer.network.intra is not None,
+                            levels=levels,
                             lr=scheduler.get_last_lr()[0],
                             passes=float(module.passes),
                             scale=scaler.get_scale(),

@@ -2,12 +2,11 @@
 
     recovering_trainers.py FOLDER SETTINGS
 
-SETTINGS is JSON, as of `recovering_loops`: ``codec``, ``faults``, ``lost``, ``joins``, ``mirror``;
-and ``accumulate``, ``clip``, ``validates`` (limit_val_batches), ``interval`` (val_check_interval),
-``syncs``, ``logs``, ``metric`` (of training steps), ``meets`` (a callback waits), ``best`` (an
-AsyncCheckpoint and a CommProfiler), ``misses`` (as of `miss_end`), ``once`` (faults of the first
-start of all). Every rank writes what it computes and what it has committed to
-``FOLDER/<worker>.jsonl``.
+SETTINGS is JSON, as of `recovering_loops`: ``codec``, ``faults``, ``lost``, ``joins``, ``mirror``,
+``ranks`` and ``per_host``; and ``accumulate``, ``clip``, ``validates`` (limit_val_batches),
+``interval`` (val_check_interval), ``syncs``, ``logs``, ``metric`` (of training steps), ``meets`` (a
+callback waits), ``best`` (an AsyncCheckpoint and a CommProfiler) and ``misses`` (as of `miss_end`).
+Every rank writes what it computes and what it has committed to ``FOLDER/<worker>.jsonl``.
 """
 
 from __future__ import annotations
@@ -29,12 +28,13 @@ from lightning.pytorch.loggers import CSVLogger
 from recovering_loops import (
     BATCH,
     EPOCHS,
-    LIMIT,
     Faults,
     Net,
     Samples,
     await_file,
+    await_newcomers,
     digest,
+    name_host,
     profiled,
     watch_votes,
 )
@@ -45,28 +45,13 @@ from lightning_dist import AsyncCheckpoint, CompressedDDPStrategy, ElasticRestar
 from lightning_dist.integrations.lightning.elastic.sections import Sections
 
 
-class Once(Faults):
-    """Not again in a start that follows."""
-
-    def __init__(self, folder: Path, told: list[list[Any]]) -> None:
-        self._mark = folder / "struck"
-        super().__init__([] if self._mark.exists() else told)
-
-    def strike(self, place: str) -> None:
-        if (place, self.step) in self._told:
-            self._mark.touch()
-        super().strike(place)
-
-
 class Module(pl.LightningModule):
     """Tells what it computes, and dies where it is told to."""
 
     def __init__(self, folder: Path, told: dict[str, Any]) -> None:
         super().__init__()
         self.net, self.told = Net(), told
-        self.faults = (
-            Once(folder, told["once"]) if "once" in told else Faults(told.get("faults", []))
-        )
+        self.faults = Faults(folder, told.get("faults", []))
         self.own = os.environ["LIGHTNING_DIST_WORKER"]
         watch_votes(folder, self.faults, told.get("lost", []))
         self.log_file = (folder / f"{self.own}.jsonl").open("a", buffering=1)
@@ -74,6 +59,7 @@ class Module(pl.LightningModule):
         self.validated: list[int] = []
         self.mean, self.trained = torchmetrics.MeanMetric(), torchmetrics.MeanMetric()
         self.key: tuple[int, int] = (-1, -1)
+        self.world, self.levels, self.residual = 0, False, 0.0
         self.net.layers[1].weight.register_hook(lambda _: self.faults.strike("between buckets"))
 
     def note(self, **facts: Any) -> None:
@@ -84,19 +70,20 @@ class Module(pl.LightningModule):
         return self.trainer.strategy.generations
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        is_less = self.trainer.world_size < self.told.get("ranks", 3)
-        if self.trainer.global_step == self.told.get("joins") and is_less:
-            end = time.monotonic() + LIMIT
-            while not self.generations.has_waiting:
-                assert time.monotonic() < end, "nobody has come"
-                time.sleep(0.01)
+        if self.trainer.global_step >= self.told.get("joins", 1 << 20):
+            missing = self.told.get("ranks", 3) - self.trainer.world_size
+            await_newcomers(self.generations, missing=missing)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         numbers, x = batch
         key = self.generations.now.number, self.trainer.global_step
         if key != self.key:
             self.key, self.ids = key, []
-        self.faults.step = self.trainer.global_step
+            # A callback may enter the next generation after the step.
+            reducer = self.trainer.strategy._reducer
+            self.world, self.levels = self.trainer.world_size, reducer.network.intra is not None
+            self.residual = float(reducer.state.packed().norm())
+        self.faults.begin(self.trainer.global_step, world=self.world)
         self.faults.strike("forward")
         elastic = self.trainer.checkpoint_callbacks[-1]
         assert isinstance(elastic, ElasticRestart)
@@ -126,7 +113,9 @@ class Module(pl.LightningModule):
                 committed=self.trainer.global_step,
                 generation=self.key[0],
                 hash=digest(self.net),
-                world=self.trainer.world_size,
+                world=self.world,
+                levels=self.levels,
+                residual=self.residual,
                 lr=self.lr_schedulers().get_last_lr()[0],
                 passes=float(self.net.passes),
             )
@@ -217,6 +206,7 @@ def train(folder: Path, told: dict[str, Any]) -> None:
     own = os.environ["LIGHTNING_DIST_WORKER"]
     trace = (folder / f"{own}.trace").open("w")  # where it hangs, should it hang
     faulthandler.dump_traceback_later(told.get("limit", 100), exit=True, file=trace)
+    name_host(own, told)
     module = Module(folder, told)
     if "misses" in told:
         miss_end(folder, module, *told["misses"])

@@ -83,6 +83,15 @@ class Job:
         assert len({line["hash"] for line in self.of("end")}) == 1
         assert len(self.of("end")) == self.ranks
 
+    def require_levels(self, *, lost: int) -> None:
+        """Of two hosts of two ranks, ``lost`` of which come again."""
+        self.require_exact()
+        levels = {line["committed"]: line["levels"] for line in self.of("committed")}
+        worlds = {line["committed"]: line["world"] for line in self.of("committed")}
+        assert (worlds[STEP + 1], levels[STEP + 1]) == (4 - lost, lost == 1)
+        assert all(levels[step] == (world > 2) for step, world in worlds.items())
+        assert {worlds[STEP], worlds[12]} == {4}
+
     def metrics(self) -> dict[str, float]:
         """Of the leader, at the end."""
         (found,) = [line["metrics"] for line in self.of("end") if line["metrics"]]
@@ -261,16 +270,10 @@ def test_groups_of_hosts_are_rebuilt(
     """Two hosts of two ranks, as their names say; what is left of them is one level, or two."""
     faults = [[each, "between buckets", STEP] for each in victims]
     told: dict[str, Any] = {"ranks": 4, "per_host": 2, "codec": codec}
-    # Of 12 steps: two that come one after the other join in the 9th and the 10th.
-    job = Job(tmp_path, quick_python, faults=faults, joins=8, **told)
-    job.require_exact()
+    job = Job(tmp_path, quick_python, faults=faults, joins=10, **told)
+    job.require_levels(lost=len(victims))
     if codec == "none":
         (tmp_path / "alone").mkdir()
         expected = train(tmp_path / "alone", {"accumulate": 4}).state_dict()
         job.require_weights(expected)
-    levels = {line["committed"]: line["levels"] for line in job.of("committed")}
-    worlds = {line["committed"]: line["world"] for line in job.of("committed")}
-    assert (worlds[STEP + 1], levels[STEP + 1]) == (4 - len(victims), len(victims) == 1)
-    assert all(levels[step] == (world > 2) for step, world in worlds.items())
-    assert {worlds[STEP], worlds[12]} == {4}
     assert job.metrics()["elastic/steps_redone"] == 1

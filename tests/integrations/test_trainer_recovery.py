@@ -298,6 +298,30 @@ def test_residuals_of_a_lost_rank_are_taken_over(tmp_path: Path, quick_python: l
     assert "residuals of 0.1.0 taken over" in told
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("codec", "victims"),
+    [("none", ["0.2.0", "0.3.0"]), ("int8", ["0.1.0"])],
+    ids=["a host", "a rank"],
+)
+def test_groups_of_hosts_are_rebuilt(
+    codec: str, victims: list[str], tmp_path: Path, quick_python: list[str]
+) -> None:
+    """All ranks, newcomers too, go on from the mean residual."""
+    faults = [[each, "between buckets", STEP] for each in victims]
+    told: dict[str, Any] = {"ranks": 4, "per_host": 2, "codec": codec}
+    job = TrainerJob(tmp_path, quick_python, faults=faults, joins=10, **told)
+    job.require_levels(lost=len(victims))
+    if codec == "none":
+        (tmp_path / "alone").mkdir()
+        require_weights(job, train(tmp_path / "alone", {"accumulate": 4}).state_dict())
+        return
+    last = [line for line in job.of("committed") if line["committed"] == 12]
+    assert len({line["generation"] for line in last}) == 1
+    assert [line["residual"] for line in last] == [last[0]["residual"]] * 4
+    assert last[0]["residual"] > 0
+
+
 class Small(pl.LightningModule):
     """A module with as many parts as a refusal is about."""
 
@@ -361,13 +385,21 @@ def test_what_it_cannot_take_again_is_refused(
         fit(module, elastic, *others)
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"commit": "immediate"}, {"delay": 1}, {"hierarchical": True}]
-)
+@pytest.mark.parametrize("arguments", [{"commit": "immediate"}, {"delay": 1}])
 def test_arguments_that_commit_at_once_are_refused(arguments: dict[str, Any]) -> None:
     (name,) = arguments
     with pytest.raises(ValueError, match=f"takes a step again that fails.*{name}"):
         lightning_dist.CompressedDDPStrategy(recovery="in_process", **arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"hierarchical": True}, {"codec": {"intra": "bf16", "inter": "int8"}}]
+)
+def test_a_hierarchical_exchange_has_no_copies_of_residuals(arguments: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"recovery": "in_process", **arguments}
+    with pytest.raises(ValueError, match="mirror_residuals copies the residual of each rank"):
+        lightning_dist.CompressedDDPStrategy(mirror_residuals=True, **given)
+    lightning_dist.CompressedDDPStrategy(**given)
 
 
 @pytest.mark.parametrize("kind", [FabricStrategy, lightning_dist.LocalUpdateStrategy])

@@ -61,7 +61,7 @@ class Pause:
     Attributes:
         members: of the last step.
         since: when this rank first knew that it cannot go on with them; None: it can.
-        is_redone: the step that was under way is taken again.
+        is_redone: a rank has begun the next step, which is taken again.
         norm: of what this rank owed when it began; None on a newcomer.
         reasons: of the generations since then.
         norm_lost: as of a :class:`Change`.
@@ -81,17 +81,19 @@ class Pause:
         if self.since is None:
             self.since = time.monotonic()
 
-    def enter(self, generation: Generation, owed: Sequence[tuple[float | None, str]]) -> None:
+    def enter(self, generation: Generation, told: Sequence[tuple[float | None, str, bool]]) -> None:
         """All of a generation are there, which may not be the last one of this pause.
 
         Args:
-            owed: of each member, the norm of its residuals, None of one that is new; and the lost
-                worker whose residuals it has taken over.
+            told: of each member, the norm of its residuals, None of one that is new; the lost
+                worker whose residuals it has taken over; and its :attr:`is_redone`.
         """
+        norms, names, redone = zip(*told, strict=True)
         self.reasons.append(generation.reason)
-        self.taken_over.update(name for _, name in owed if name)
+        self.taken_over.update(filter(None, names))
+        self.is_redone = any(redone)
         lost = set(self.members) - set(generation.members) - self.taken_over
-        self.norm_lost = norm_of_lost([norm for norm, _ in owed], lost=len(lost))
+        self.norm_lost = norm_of_lost(norms, lost=len(lost))
 
     def change(self, generation: Generation, *, step: int) -> Change:
         """The change, once all ranks continue."""

@@ -17,7 +17,7 @@ from lightning_dist.log import get_logger
 log = get_logger(__name__)
 
 _TRIES = 5
-"""Generations without a step and without a worker less, after which an error is the user's."""
+"""Generations of the same members without a step, after which an error is the user's."""
 
 
 class Ended(SystemExit):
@@ -38,7 +38,7 @@ class Generations:
         """Number of waits of this worker for others, in this generation."""
         self.groups = GenerationGroups()
         self._member = Member(environment, on_broken=self._break, progress=lambda: self.progress())
-        self._tries = 0
+        self._tries = self._size = 0
 
     @property
     def name(self) -> str:
@@ -56,9 +56,9 @@ class Generations:
         return self._member.is_broken
 
     @property
-    def has_waiting(self) -> bool:
-        """Whether newcomers wait, so that all should pause."""
-        return self._member.has_waiting
+    def waiting(self) -> int:
+        """Newcomers that the next generation admits, so that all should pause."""
+        return self._member.waiting
 
     def waits_for_another(self) -> bool:
         """Whether another member has not come as far as this one. From any thread."""
@@ -120,13 +120,14 @@ class Generations:
             RuntimeError: a member is lost meanwhile.
         """
         self._require_place(generation, has_state=has_state)
-        if not generation.newcomers and self._tries > _TRIES:
+        rank, size = generation.members.index(self.name), len(generation.members)
+        self._tries = 0 if generation.newcomers or size < self._size else self._tries + 1
+        self._size = size
+        if self._tries > _TRIES:
             raise RuntimeError(
                 f"{_TRIES} generations of the same step have failed: {generation.reason}"
             ) from failure
-        self._tries = 0 if generation.newcomers else self._tries + 1
         self._member.meet()
-        rank, size = generation.members.index(self.name), len(generation.members)
         connect, number = self._member.connect, generation.number
         with self.groups.made(connect, number=number, rank=rank, world_size=size):
             data, control = self.groups.new(), self.groups.new()

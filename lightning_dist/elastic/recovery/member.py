@@ -118,9 +118,9 @@ class Member:
         return bool(self._reason)
 
     @property
-    def has_waiting(self) -> bool:
-        """Whether newcomers wait, so that all should pause."""
-        return self._waiting > self.generation.waiting
+    def waiting(self) -> int:
+        """Newcomers that the next generation admits, so that all should pause."""
+        return max(0, self._waiting - self.generation.waiting)
 
     def finds_others(self) -> bool:
         """Whether there is a generation already, so that this worker joins others.

@@ -160,7 +160,7 @@ class CompressedDDPStrategy(
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         # The first moment of a restore at which DDP, and so the reducer, is there.
         super().load_optimizer_state_dict(checkpoint)
-        if self._reducer is not None:
+        if self._reducer is not None and not self.joins:  # a newcomer has what regrouping gave it
             self._reducer.load_state_dict(checkpoint.get(CHECKPOINT_KEY))
 
     @override

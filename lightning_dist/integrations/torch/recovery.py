@@ -34,12 +34,11 @@ from lightning_dist.integrations.torch.regroup import (
     from_rank,
     regroup,
     require_recoverable,
-    send_buffers,
 )
 from lightning_dist.onebit_adam import OneBitAdam
-from lightning_dist.private import order_buckets
+from lightning_dist.private import order_buckets, send_buffers
 from lightning_dist.reducer.commit import untraced
-from lightning_dist.reducer.mirror import ResidualMirror
+from lightning_dist.reducer.mirror import ResidualMirror, require_flat
 
 
 class StepRecovery:
@@ -95,11 +94,7 @@ class StepRecovery:
                     "mirror_residuals has nothing to copy: "
                     f"codec {settings.codec!r} leaves no residuals; leave it out"
                 )
-            if settings.hierarchical not in (False, "auto") or not settings.intra.lossless:
-                raise ValueError(
-                    "mirror_residuals copies what each rank owes of the whole gradient, and with a "
-                    "hierarchical exchange a rank owes for its share only; leave one of the two out"
-                )
+            require_flat(settings)
             self._mirror = ResidualMirror(self._reducer, every=mirror_every)
         if settings.compile_kernels is True and self._reducer.network.world_size == 1:
             compile_ahead(self._reducer, flat=mirror_every is not None)
@@ -122,7 +117,7 @@ class StepRecovery:
 
     def pauses(self) -> bool:
         """Newcomers wait."""
-        return self.generations.has_waiting
+        return self.generations.waiting > 0
 
     def failed(self, error: RuntimeError) -> None:
         """The exchange of this generation has failed."""
@@ -282,20 +277,21 @@ class StepRecovery:
                 generation = self.generations.after(self._report(failed=True, is_closed=is_closed))
 
     def handed_over(self, generation: Generation, give: Callable[[], Any]) -> Any:
-        """Value of ``give`` on the source of a generation. Collective.
-
-        Returns None where this worker needs nothing.
-        """
+        """Value of ``give`` on the source of a generation, None where it is known. Collective."""
         if generation.source is None:  # all begin, from the weights of rank 0 as under DDP
             module = self._model.module
             module.load_state_dict(from_rank(module.state_dict(), rank=0))
             return None
         if not generation.heals:
             return None
-        source, name = generation.source, self.generations.name
-        given = give() if name == source else None
-        state = from_rank(given, rank=generation.members.index(source))
-        return state if name in generation.heals else None
+        rank_of = generation.members.index
+        is_source = self.generations.name == generation.source
+        state = from_rank(
+            give() if is_source else None,
+            rank=rank_of(generation.source),
+            to=[*map(rank_of, generation.heals)],
+        )
+        return None if is_source else state
 
     def shared_state(self) -> dict[str, Any]:
         """Of the reducer, for newcomers."""
@@ -314,9 +310,9 @@ class StepRecovery:
                 self._mirror.regroup(self.generations.now.members)
 
     @property
-    def owed(self) -> tuple[float | None, str]:
-        """Norm of the residuals, None on a newcomer, and the lost worker that some are of."""
-        return self.pause.norm, self._taken_over
+    def told(self) -> tuple[float | None, str, bool]:
+        """Facts of this rank, as :meth:`.Pause.enter` takes them of all."""
+        return self.pause.norm, self._taken_over, self.pause.is_redone
 
     def tell_observers(self, reason: str) -> None:
         """Let a profile know that this generation has begun."""
@@ -442,7 +438,7 @@ class RecoverablePlacement(Placement):
         factor = lr_factor(self.session.settings.batch_policy, before=before, now=now)
         optimizers, schedulers = self.rates()
         scale_learning_rates(optimizers, schedulers, factor=factor)
-        recovery.pause.enter(generation, members.ranks.gather(recovery.owed))
+        recovery.pause.enter(generation, members.ranks.gather(recovery.told))
         if told is not None:
             recovery.has_state()
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.elastic.launcher.launch import Launch
@@ -136,24 +137,34 @@ def regroup(
     rebuild_ddp(model, world)
 
 
-def from_rank(state: Any, *, rank: int) -> Any:
-    """``state`` of ``rank`` of the default group; whatever ``torch.save`` takes. Collective."""
-    world = dist.group.WORLD
-    assert world is not None
-    file = io.BytesIO()
-    if world.rank() == rank:
+def from_rank(state: Any, *, rank: int, to: Sequence[int] | None = None) -> Any:
+    """``state`` of ``rank`` of the default group; whatever ``torch.save`` takes. Collective.
+
+    Args:
+        to: ranks that need it, others get None; None: all.
+    """
+    file, own = io.BytesIO(), dist.get_rank()
+    if own == rank:
         torch.save(state, file)
-    own = torch.frombuffer(bytearray(file.getvalue() or b"\0"), dtype=torch.uint8)
-    size = torch.tensor([len(own)])
-    dist.broadcast(size, group_src=rank)
-    received = own if world.rank() == rank else torch.zeros(int(size), dtype=torch.uint8)
-    dist.broadcast(received, group_src=rank)
-    if world.rank() == rank:
+    elif to is not None and own not in to:
+        return None
+    size = torch.tensor([file.tell()])
+    _send(size, rank=rank, to=to)
+    if own != rank:
+        file.seek(int(size) - 1)
+        file.write(b"\0")
+    _send(torch.frombuffer(file.getbuffer(), dtype=torch.uint8), rank=rank, to=to)
+    if own == rank:
         return state
-    return torch.load(io.BytesIO(received.numpy().tobytes()), weights_only=False)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
-def send_buffers(model: DistributedDataParallel) -> None:
-    """Buffers of rank 0 -> all, as DDP does before a forward pass. Collective."""
-    for buffer in model.module.buffers():
-        dist.broadcast(buffer, group_src=0)
+def _send(tensor: Tensor, *, rank: int, to: Sequence[int] | None) -> None:
+    if to is None:
+        dist.broadcast(tensor, group_src=rank)
+    elif dist.get_rank() != rank:
+        dist.recv(tensor, group_src=rank)
+    else:
+        for each in to:
+            dist.send(tensor, group_dst=each)

@@ -15,12 +15,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from recovering_loops import Net, digest
+from recovering_loops import Net, await_newcomers, digest
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -32,8 +32,6 @@ from lightning_dist.exchange.channel import Channel
 from lightning_dist.integrations.loop.placement import LoopPlacement
 from tests.campaigns.in_process.drawing import BATCH, RANKS, SAVES, SIZE, Strike
 
-LIMIT = 60.0
-"""Seconds to wait for a newcomer."""
 PAUSE, LONG_PAUSE = 0.5, 3.0
 """Seconds of a straggler, and of a worker that is continued when it has been left out."""
 
@@ -130,10 +128,10 @@ class Strikes:
 
         receive: Callable[..., Any] = recovery.from_rank
 
-        def receiving(state: Any, *, rank: int) -> Any:
-            if state is None and torch.distributed.get_rank() != rank:
+        def receiving(state: Any, *, rank: int, to: Sequence[int] | None = None) -> Any:
+            if to is not None and torch.distributed.get_rank() in to:
                 self.met("healed")
-            return receive(state, rank=rank)
+            return receive(state, rank=rank, to=to)
 
         recovery.from_rank = receiving
 
@@ -189,11 +187,8 @@ def train(folder: Path) -> nn.Module:
                 begun = strikes.step = loop.steps
                 number = -1 if recovery is None else recovery.generations.now.number
                 if recovery is not None and begun in joins:
-                    is_less = loop._run.session.members.world_size < RANKS
-                    end = time.monotonic() + LIMIT
-                    while is_less and not recovery.generations.has_waiting:
-                        assert time.monotonic() < end, "nobody has come"
-                        time.sleep(0.005)
+                    missing = RANKS - loop._run.session.members.world_size
+                    await_newcomers(recovery.generations, missing=missing)
                 strikes.met("forward")
                 loss = (model(x) - x.flip(1)).square().mean()
                 if loop.micro_batch is not None and loop.micro_batch.weight:
