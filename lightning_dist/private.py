@@ -70,6 +70,7 @@ FSDP: Table = {
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": (
         "sharded_param padded_sharded_param_size fsdp_placement _orig_size"
     ),
+    "torch:Tensor": "_post_accumulate_grad_hooks",
     "torch.autograd:Variable": "_execution_engine",
 }
 """Names of ``fully_shard``, which only models that it has sharded need."""
@@ -317,6 +318,12 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     from torch.autograd import Variable
 
     Variable._execution_engine.queue_callback(call)
+
+
+# A tensor lists its hooks to nobody.
+def runs_after_accumulation(parameter: Tensor) -> bool:
+    """Whether a parameter has a hook of ``register_post_accumulate_grad_hook``."""
+    return bool(parameter._post_accumulate_grad_hooks)
 
 
 # torchrun has no option for the agent.

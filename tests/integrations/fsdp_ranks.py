@@ -267,8 +267,12 @@ def bytes_held() -> int:
 
 
 def replicas_are_equal(net: nn.Module, mesh: DeviceMesh) -> bool:
+    return same_in_replicas(weights(net), mesh)
+
+
+def same_in_replicas(tensors: Iterable[Tensor], mesh: DeviceMesh) -> bool:
     group = mesh["replicate"].get_group()
-    for held in weights(net):
+    for held in tensors:
         first = held.clone()
         dist.broadcast(first, group_src=0, group=group)
         if not torch.equal(first, held):
@@ -466,6 +470,65 @@ def interrupted(mesh: DeviceMesh) -> dict[str, bool]:
     return {"raised": raised, "goes on": replicas_are_equal(net, mesh)}
 
 
+def accumulation(mesh: DeviceMesh) -> dict[str, bool]:
+    """Gradients of `.grad` are averaged with those of the last micro-batch, or an error says so."""
+    net = sharded(mesh["shard"])
+    ours = compress_fsdp(net, "none", mesh=mesh)
+    (first, second), *_ = batches()
+
+    def backward(x: Tensor, of: Callable[[Tensor], Tensor] = net) -> None:
+        of(x).square().mean().backward()
+
+    with ours.no_sync():
+        backward(first)
+    for block in net.blocks:
+        block[0].weight.grad = None  # as by the zero_grad of one of two optimizers
+    started: list[int] = []
+    start, finish = ours.reducer.start, ours._finish
+    with (
+        patch.object(
+            ours.reducer, "start", lambda *a, **k: started.append(k["key"]) or start(*a, **k)
+        ),
+        patch.object(ours, "_finish", lambda: started.append(-1) or finish()),
+    ):
+        backward(second)
+    averaged = same_in_replicas([local(p.grad) for p in net.parameters()], mesh)
+    net.zero_grad()
+    with ours.no_sync():
+        backward(first)
+    left_out = raised(lambda: backward(second, net.blocks[0]))
+    net.zero_grad()
+    net.reset_iter_state()
+    backward(first)
+    goes_on = same_in_replicas([local(p.grad) for p in net.parameters()], mesh)
+    net.set_reduce_scatter_unused_params(True)
+    with ours.no_sync():
+        backward(first)
+    unused = raised(lambda: backward(second, net.blocks[0]))
+    zeros = same_in_replicas([local(p.grad) for p in net.parameters()], mesh)
+    hook = net.head.weight.register_post_accumulate_grad_hook(lambda _: None)
+    hooked = raised(lambda: backward(second))
+    hook.remove()
+    ours.close()
+    return {
+        "averaged": averaged,
+        "during the backward pass": started == [3, 2, 1, 0, -1],
+        "left out": "set_reduce_scatter_unused_params(True)" in left_out,
+        "goes on": goes_on,
+        "zeros for the unused": zeros and not unused,
+        "hooked": "step the optimizer after backward()" in hooked,
+    }
+
+
+def raised(call: Callable[[], object]) -> str:
+    """The message of the error that ``call`` raises."""
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
 class WithoutAccelerator(FullyShardedDataParallel):
     """FSDP1, which is made on accelerators alone."""
 
@@ -520,14 +583,7 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
             sharded(mesh["shard"]), "int8" if dist.get_rank() else "int4", mesh=mesh
         ),
     }
-    found = {}
-    for name, case in cases.items():
-        try:
-            case()
-            found[name] = ""
-        except ValueError as error:
-            found[name] = str(error)
-    return found
+    return {name: raised(case) for name, case in cases.items()}
 
 
 def main() -> None:
