@@ -150,8 +150,11 @@ def require_torch() -> None:
 
 # An optimizer is told the scale by the scaler, a gradient hook is not: get_scale() waits for a GPU.
 def loss_scale_of(scaler: GradScaler | None) -> Callable[[], Tensor | None] | None:
-    """Tells the factor of gradients, on the device; None from it before the first step."""
-    return None if scaler is None else lambda: scaler._scale
+    """Tells the factor of gradients, on the device; None from it before the first step.
+
+    None for a scaler that is not enabled.
+    """
+    return None if scaler is None or not scaler.is_enabled() else lambda: scaler._scale
 
 
 # DDP says in its logging data how many hooks it has, and not which.

@@ -443,6 +443,30 @@ def overflow(mesh: DeviceMesh) -> dict[str, bool]:
     return {"seen": seen, "kept": kept, "goes on": replicas_are_equal(net, mesh)}
 
 
+def grad_scaler(mesh: DeviceMesh) -> dict[str, bool]:
+    """A GradScaler changes no bits, and a step that it skips leaves no trace."""
+    found = []
+    for enabled in (False, True):
+        net = sharded(mesh["shard"])
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=enabled)
+        settings = {"min_compress_numel": 0, "grad_scaler": scaler}
+        ours = compress_fsdp(net, "int4", mesh=mesh, **settings)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step, (first, _) in enumerate(batches()):
+            for bad in (True, False) if enabled and step == 1 else (False,):
+                optimizer.zero_grad()
+                factor = torch.inf if bad and dist.get_rank() == 0 else 1.0
+                scaler.scale(net(first * factor).square().mean()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        found.append([*weights(net), *ours.reducer.residuals.values()])
+        ours.close()
+    return {
+        "skipped once": scaler.get_scale() == 512.0,
+        "equal": all(map(torch.equal, *found)),
+    }
+
+
 def interrupted(mesh: DeviceMesh) -> dict[str, bool]:
     """A backward pass that an exception ends, on all ranks; then training."""
     net = sharded(mesh["shard"])

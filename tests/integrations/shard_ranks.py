@@ -359,7 +359,9 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
         return compress_fsdp(net, codec, mesh=on, **{"parameters": "int8", **given})
 
     offload = CPUOffloadPolicy(pin_memory=False)
+    scaler = torch.amp.GradScaler("cpu")
     cases: dict[str, Callable[[], object]] = {
+        "scaled": lambda: attempt(sharded(mesh), "int8", error_feedback=True, grad_scaler=scaler),
         "biased": lambda: attempt(sharded(mesh), "int8"),
         "fed back": lambda: attempt(sharded(mesh), "qsgd", error_feedback=True),
         "sparse": lambda: attempt(sharded(mesh), "topk"),

@@ -14,6 +14,7 @@ from lightning_dist.codecs import CODECS
 RANKS = Path(__file__).with_name("fsdp_ranks.py")
 LIMIT = 240.0
 pytestmark = pytest.mark.timeout(LIMIT + 30)
+FACTS = ("resume", "accumulation", "grad_scaler")
 REST = ("another_mesh", "flushed", "overflow", "interrupted", "tensor_parallel", "memory")
 
 
@@ -32,7 +33,7 @@ def launch(folder: Path, python: list[str], replicas: int, shards: int, *scenari
 @pytest.fixture(scope="module")
 def square(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Path:
     """Two replicas of two shards."""
-    scenarios = ("equal_to_native", "some_codecs", "resume", "accumulation", "refusals")
+    scenarios = ("equal_to_native", "some_codecs", *FACTS, "refusals")
     return launch(tmp_path_factory.mktemp("fsdp"), quick_python, 2, 2, *scenarios)
 
 
@@ -88,7 +89,7 @@ def test_mass_is_conserved_in_a_long_run(tmp_path: Path, quick_python: list[str]
         assert all(error < 1e-10 for error in each.values()), each
 
 
-@pytest.mark.parametrize("scenario", ["resume", "accumulation"])
+@pytest.mark.parametrize("scenario", FACTS)
 def test_facts(square: Path, scenario: str) -> None:
     found = facts(square, scenario, "2x2")
     assert len(found) == 4
