@@ -467,6 +467,20 @@ def grad_scaler(mesh: DeviceMesh) -> dict[str, bool]:
     }
 
 
+def drift(mesh: DeviceMesh) -> dict[str, bool]:
+    """The factors of one replica are a little different, as another LAPACK would have them."""
+    net = sharded(mesh["shard"])
+    ours = compress_fsdp(net, "powersgd:rank=2", mesh=mesh, min_compress_numel=0)
+    with patch("lightning_dist.reducer.reducer._COMPARED_EVERY", STEPS):
+        equal = raised(lambda: train(net, ours=ours))
+        for factors in ours.reducer.state.factors.values():
+            for factor in factors:
+                factor.mul_(1 + 1e-3 * mesh["replicate"].get_local_rank())
+        unequal = raised(lambda: train(net, ours=ours))
+    ours.close()
+    return {"equal": not equal, "told": "drifted apart" in unequal}
+
+
 def interrupted(mesh: DeviceMesh) -> dict[str, bool]:
     """A backward pass that an exception ends, on all ranks; then training."""
     net = sharded(mesh["shard"])

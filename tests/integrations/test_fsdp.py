@@ -15,7 +15,7 @@ RANKS = Path(__file__).with_name("fsdp_ranks.py")
 LIMIT = 240.0
 pytestmark = pytest.mark.timeout(LIMIT + 30)
 FACTS = ("resume", "accumulation", "grad_scaler")
-REST = ("another_mesh", "flushed", "overflow", "interrupted", "tensor_parallel", "memory")
+REST = ("another_mesh", "flushed", "overflow", "interrupted", "tensor_parallel", "memory", "drift")
 
 
 def facts(folder: Path, scenario: str, shape: str) -> list[dict[str, object]]:
