@@ -251,8 +251,15 @@ def memory(mesh: DeviceMesh) -> dict[str, bool]:
     train(net, ours=ours, accumulate=True)
     shards = sum(local(p).nbytes for p in net.parameters())
     added, said = bytes_held() - before - 2 * of_native, ours.reducer.memory()
+    sent: list[int] = []
+    gather = dist.gather
+    with patch.object(
+        dist, "gather", lambda mine, *a, **k: sent.append(mine.nbytes) or gather(mine, *a, **k)
+    ):
+        ours.state_dict()
     ours.close()
     return {
+        "a shard of the residuals is sent": 0.9 * shards < sum(sent) < 1.2 * shards,
         "residuals of a shard": 0.9 * shards < said["residual_bytes"] <= shards,
         "payloads of a shard": 0 < said["buffer_bytes"] <= 2 * shards,
         "nothing else": added < shards + sum(said.values()) + KERNELS,

@@ -29,6 +29,7 @@ from lightning_dist.private import (
     name_before_compile,
     parameter_groups_of,
 )
+from lightning_dist.reducer.commit import untraced
 from lightning_dist.reducer.rows import RowGather, RowReduceScatter, Rows
 from lightning_dist.reducer.stats import CommStats, Count, places, run_config
 from lightning_dist.topology import Topology, this_host
@@ -82,7 +83,7 @@ class CompressedShards:
                 )
             every += quantised.values()
             # Before FSDP's own hook, which gathers without gradients in any case.
-            hook = each.module.register_forward_pre_hook(self._note, prepend=True)  # type: ignore[attr-defined]
+            hook = each.module.register_forward_pre_hook(untraced(self._note), prepend=True)  # type: ignore[attr-defined]
             self._at_close.callback(hook.remove)
             self._at_close.enter_context(
                 replaced_collectives(each.module, partial(self._quantised, quantised))
@@ -162,7 +163,6 @@ class CompressedShards:
             self._in_backward = True
             at_end_of_backward(self._end_step)
 
-    @torch.compiler.disable
     def _note(self, *_: Any) -> None:
         self._trains = torch.is_grad_enabled()
 
