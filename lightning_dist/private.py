@@ -71,6 +71,7 @@ FSDP: Table = {
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": (
         "sharded_param padded_sharded_param_size fsdp_placement _orig_size"
     ),
+    "torch:Tensor": "_post_accumulate_grad_hooks",
     "torch.autograd:Variable": "_execution_engine",
 }
 """Names of ``fully_shard``, which only models that it has sharded need."""
@@ -150,8 +151,11 @@ def require_torch() -> None:
 
 # An optimizer is told the scale by the scaler, a gradient hook is not: get_scale() waits for a GPU.
 def loss_scale_of(scaler: GradScaler | None) -> Callable[[], Tensor | None] | None:
-    """Tells the factor of gradients, on the device; None from it before the first step."""
-    return None if scaler is None else lambda: scaler._scale
+    """Tells the factor of gradients, on the device; None from it before the first step.
+
+    None for a scaler that is not enabled.
+    """
+    return None if scaler is None or not scaler.is_enabled() else lambda: scaler._scale
 
 
 # DDP says in its logging data how many hooks it has, and not which.
@@ -334,6 +338,12 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     from torch.autograd import Variable
 
     Variable._execution_engine.queue_callback(call)
+
+
+# A tensor lists its hooks to nobody.
+def runs_after_accumulation(parameter: Tensor) -> bool:
+    """Whether a parameter has a hook of ``register_post_accumulate_grad_hook``."""
+    return bool(parameter._post_accumulate_grad_hooks)
 
 
 # torchrun has no option for the agent.

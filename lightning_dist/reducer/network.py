@@ -107,8 +107,8 @@ def in_levels(network: Network, hosts: Hosts, *, leader: bool, new_group: NewGro
     intra, inter = new_group(own), None if others is None else new_group(others)
     outer = None
     if inter is not None and others is not None:
-        channel = Channel(inter, name="inter", limit=limit)
-        outer = replace(network, data=channel, topology=topology.among(others))
+        channel, flags = (Channel(inter, name=name, limit=limit) for name in ("inter", "control"))
+        outer = replace(network, data=channel, control=flags, topology=topology.among(others))
     level = IntraLevel(
         Channel(intra, name="intra", limit=limit), topology.among(own), inside, outer
     )

@@ -396,11 +396,7 @@ class Reducer:
 
     def _count(self, group: CodecGroup, flat: Tensor, *, compare: bool) -> None:
         self.stats.record(group.codec.name, group.raw_bytes, group.sent)
-        if (
-            self.step % _COMPARED_EVERY == 0
-            and compare
-            and not (group.codec.bit_exact or self._sharded)
-        ):
+        if self.step % _COMPARED_EVERY == 0 and compare and not group.codec.bit_exact:
             self._sums.append(sum_of_bits(group, flat))  # unequal machines may differ
 
     def _end_step(self) -> None:
@@ -421,6 +417,9 @@ class Reducer:
         recovery = self._failures.recovery
         finite, self._finite = self._finite, []
         sums, self._sums = self._sums, []
+        if self._sharded and sums:  # which only ranks with the same shard have in common
+            agree([], {}, sums, self.planner.network)
+            sums = []
         if not (self._allow_absent or self._asks or sums or recovery is not None):
             return Answer()
         used = {

@@ -53,6 +53,10 @@ class _Held:
     def from_row(cls, row: Tensor) -> _Held:
         return cls(row.numel(), row.dtype, loaded=row)
 
+    @property
+    def dtype_of_row(self) -> torch.dtype:
+        return self.dtype if self.loaded is None else self.loaded.dtype
+
     def in_order(self) -> list[tuple[int, Tensor]]:
         """Parts that this rank works with, in the order of the parameter."""
         return sorted(self.parts.items())
@@ -79,9 +83,7 @@ class _Held:
         parts = self.of_row(first=first)
         if len(parts) == 1 and parts[0][1].numel() == self.numel:
             return parts[0][1]
-        row = torch.zeros(
-            self.numel, dtype=self.dtype if self.loaded is None else self.loaded.dtype
-        )
+        row = torch.zeros(self.numel, dtype=self.dtype_of_row)
         for start, part in parts:
             row[start : start + len(part)] = part
         return row
@@ -220,16 +222,29 @@ class ReducerState:
         """The state of all ranks on the CPU of rank ``to``; None elsewhere. Collective.
 
         Residuals and momenta are ``{name: (rows, numel)}``, one parameter at a time over the
-        network's device. Call it between backward passes.
+        network's device; each rank sends its parts alone. Call it between backward passes.
         """
         group, rows, first = network.data.group, network.rows, network.data.group.rank() == to
         found: dict[str, dict[str, Tensor]] = {kind: {} for kind in _KINDS}
-        for kind, name, held in self._in_order():
-            mine = held.row(first=rows.first).to(network.device)
+        of_row = {(kind, name): h.of_row(first=rows.first) for kind, name, h in self._in_order()}
+        own = [[[start, part.numel()] for start, part in parts] for parts in of_row.values()]
+        facts = all_facts({"parts": own}, group=group, device=network.device)
+        for number, ((kind, name), parts) in enumerate(of_row.items()):
+            held, places = self._held[kind, name], [fact["parts"][number] for fact in facts]
+            longest = max(1, *(sum(numel for _, numel in of_rank) for of_rank in places))
+            mine = torch.zeros(longest, dtype=held.dtype_of_row, device=network.device)
+            for (_, part), place in zip(parts, _consecutive(mine, own[number]), strict=True):
+                place.copy_(part)
             of_ranks = [torch.empty_like(mine) for _ in range(group.size())] if first else None
             dist.gather(mine, of_ranks, group=group, group_dst=to)
-            if of_ranks is not None:
-                found[kind][name] = _added([part.cpu() for part in of_ranks], rows)
+            if of_ranks is None:
+                continue
+            whole = found[kind][name] = torch.zeros(rows.count, held.numel, dtype=mine.dtype)
+            for row, of_rank, received in zip(rows.row_of, places, of_ranks, strict=True):
+                for (start, numel), part in zip(
+                    of_rank, _consecutive(received, of_rank), strict=True
+                ):
+                    whole[row, start : start + numel] = part
         factors = self._factors_of_all(network, on_all=to != 0)
         return _gathered(found, factors) if first else None
 
@@ -241,8 +256,8 @@ class ReducerState:
         rows, stripes = network.rows, []
         found: dict[str, dict[str, Tensor]] = {kind: {} for kind in _KINDS}
         for kind, name, held in self._in_order():
-            dtype = held.dtype if held.loaded is None else held.loaded.dtype
-            whole = found[kind][name] = torch.empty(rows.count, held.numel, dtype=dtype)
+            shape = rows.count, held.numel
+            whole = found[kind][name] = torch.empty(shape, dtype=held.dtype_of_row)
             begin = rows.own * held.numel
             own = tuple((begin + start, part) for start, part in held.of_row(first=rows.first))
             stripes.append(Stripes(whole, own))
@@ -381,14 +396,10 @@ def _gathered(of_kinds: Mapping[str, Any], factors: Any) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value or key == "residuals"}
 
 
-def _added(of_ranks: Sequence[Tensor], rows: Rows) -> Tensor:
-    """Parts of the same row do not overlap, so nothing is rounded."""
-    if rows.count == len(of_ranks):
-        return torch.stack(list(of_ranks))
-    whole = torch.zeros(rows.count, *of_ranks[0].shape, dtype=of_ranks[0].dtype)
-    for row, part in zip(rows.row_of, of_ranks, strict=True):
-        whole[row] += part
-    return whole
+def _consecutive(flat: Tensor, parts: Sequence[Sequence[int]]) -> Sequence[Tensor]:
+    """Views of ``flat``, one for each ``(start, numel)`` in ``parts``, one after the other."""
+    sizes = [numel for _, numel in parts]
+    return flat[: sum(sizes)].split(sizes)
 
 
 def own_keys(state: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:

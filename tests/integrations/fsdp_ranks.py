@@ -251,8 +251,15 @@ def memory(mesh: DeviceMesh) -> dict[str, bool]:
     train(net, ours=ours, accumulate=True)
     shards = sum(local(p).nbytes for p in net.parameters())
     added, said = bytes_held() - before - 2 * of_native, ours.reducer.memory()
+    sent: list[int] = []
+    gather = dist.gather
+    with patch.object(
+        dist, "gather", lambda mine, *a, **k: sent.append(mine.nbytes) or gather(mine, *a, **k)
+    ):
+        ours.state_dict()
     ours.close()
     return {
+        "a shard of the residuals is sent": 0.9 * shards < sum(sent) < 1.2 * shards,
         "residuals of a shard": 0.9 * shards < said["residual_bytes"] <= shards,
         "payloads of a shard": 0 < said["buffer_bytes"] <= 2 * shards,
         "nothing else": added < shards + sum(said.values()) + KERNELS,
@@ -267,8 +274,12 @@ def bytes_held() -> int:
 
 
 def replicas_are_equal(net: nn.Module, mesh: DeviceMesh) -> bool:
+    return same_in_replicas(weights(net), mesh)
+
+
+def same_in_replicas(tensors: Iterable[Tensor], mesh: DeviceMesh) -> bool:
     group = mesh["replicate"].get_group()
-    for held in weights(net):
+    for held in tensors:
         first = held.clone()
         dist.broadcast(first, group_src=0, group=group)
         if not torch.equal(first, held):
@@ -439,6 +450,44 @@ def overflow(mesh: DeviceMesh) -> dict[str, bool]:
     return {"seen": seen, "kept": kept, "goes on": replicas_are_equal(net, mesh)}
 
 
+def grad_scaler(mesh: DeviceMesh) -> dict[str, bool]:
+    """A GradScaler changes no bits, and a step that it skips leaves no trace."""
+    found = []
+    for enabled in (False, True):
+        net = sharded(mesh["shard"])
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=enabled)
+        settings = {"min_compress_numel": 0, "grad_scaler": scaler}
+        ours = compress_fsdp(net, "int4", mesh=mesh, **settings)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step, (first, _) in enumerate(batches()):
+            for bad in (True, False) if enabled and step == 1 else (False,):
+                optimizer.zero_grad()
+                factor = torch.inf if bad and dist.get_rank() == 0 else 1.0
+                scaler.scale(net(first * factor).square().mean()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        found.append([*weights(net), *ours.reducer.residuals.values()])
+        ours.close()
+    return {
+        "skipped once": scaler.get_scale() == 512.0,
+        "equal": all(map(torch.equal, *found)),
+    }
+
+
+def drift(mesh: DeviceMesh) -> dict[str, bool]:
+    """The factors of one replica are a little different, as another LAPACK would have them."""
+    net = sharded(mesh["shard"])
+    ours = compress_fsdp(net, "powersgd:rank=2", mesh=mesh, min_compress_numel=0)
+    with patch("lightning_dist.reducer.reducer._COMPARED_EVERY", STEPS):
+        equal = raised(lambda: train(net, ours=ours))
+        for factors in ours.reducer.state.factors.values():
+            for factor in factors:
+                factor.mul_(1 + 1e-3 * mesh["replicate"].get_local_rank())
+        unequal = raised(lambda: train(net, ours=ours))
+    ours.close()
+    return {"equal": not equal, "told": "drifted apart" in unequal}
+
+
 def interrupted(mesh: DeviceMesh) -> dict[str, bool]:
     """A backward pass that an exception ends, on all ranks; then training."""
     net = sharded(mesh["shard"])
@@ -464,6 +513,65 @@ def interrupted(mesh: DeviceMesh) -> dict[str, bool]:
     train(net, ours=ours)
     ours.close()
     return {"raised": raised, "goes on": replicas_are_equal(net, mesh)}
+
+
+def accumulation(mesh: DeviceMesh) -> dict[str, bool]:
+    """Gradients of `.grad` are averaged with those of the last micro-batch, or an error says so."""
+    net = sharded(mesh["shard"])
+    ours = compress_fsdp(net, "none", mesh=mesh)
+    (first, second), *_ = batches()
+
+    def backward(x: Tensor, of: Callable[[Tensor], Tensor] = net) -> None:
+        of(x).square().mean().backward()
+
+    with ours.no_sync():
+        backward(first)
+    for block in net.blocks:
+        block[0].weight.grad = None  # as by the zero_grad of one of two optimizers
+    started: list[int] = []
+    start, finish = ours.reducer.start, ours._finish
+    with (
+        patch.object(
+            ours.reducer, "start", lambda *a, **k: started.append(k["key"]) or start(*a, **k)
+        ),
+        patch.object(ours, "_finish", lambda: started.append(-1) or finish()),
+    ):
+        backward(second)
+    averaged = same_in_replicas([local(p.grad) for p in net.parameters()], mesh)
+    net.zero_grad()
+    with ours.no_sync():
+        backward(first)
+    left_out = raised(lambda: backward(second, net.blocks[0]))
+    net.zero_grad()
+    net.reset_iter_state()
+    backward(first)
+    goes_on = same_in_replicas([local(p.grad) for p in net.parameters()], mesh)
+    net.set_reduce_scatter_unused_params(True)
+    with ours.no_sync():
+        backward(first)
+    unused = raised(lambda: backward(second, net.blocks[0]))
+    zeros = same_in_replicas([local(p.grad) for p in net.parameters()], mesh)
+    hook = net.head.weight.register_post_accumulate_grad_hook(lambda _: None)
+    hooked = raised(lambda: backward(second))
+    hook.remove()
+    ours.close()
+    return {
+        "averaged": averaged,
+        "during the backward pass": started == [3, 2, 1, 0, -1],
+        "left out": "set_reduce_scatter_unused_params(True)" in left_out,
+        "goes on": goes_on,
+        "zeros for the unused": zeros and not unused,
+        "hooked": "step the optimizer after backward()" in hooked,
+    }
+
+
+def raised(call: Callable[[], object]) -> str:
+    """The message of the error that ``call`` raises."""
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
 
 
 class WithoutAccelerator(FullyShardedDataParallel):
@@ -520,14 +628,7 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
             sharded(mesh["shard"]), "int8" if dist.get_rank() else "int4", mesh=mesh
         ),
     }
-    found = {}
-    for name, case in cases.items():
-        try:
-            case()
-            found[name] = ""
-        except ValueError as error:
-            found[name] = str(error)
-    return found
+    return {name: raised(case) for name, case in cases.items()}
 
 
 def main() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
@@ -26,6 +25,7 @@ from lightning_dist.integrations.torch.fsdp.attach import (
     attach_shards,
 )
 from lightning_dist.integrations.torch.fsdp.settings import ShardSettings, sharded_settings
+from lightning_dist.private import loss_scale_of
 from lightning_dist.settings import Settings
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class ShardedCompression(Compression):
             config = copy(accelerator.parallelism_config)
             config.__class__ = ShardedParallelism
             accelerator.state.parallelism_config = config
-            accelerator.no_sync = self._no_sync
+            accelerator.no_sync = partial(self._no_sync, accelerator.no_sync)
 
     def take_place(self) -> None:
         """Nothing: FSDP2 asks nobody for a hook."""
@@ -138,22 +138,22 @@ class ShardedCompression(Compression):
 
     def _attach(self, model: nn.Module) -> ShardedExchange:
         accelerator = self._accelerator
+        grad_scale = loss_scale_of(accelerator.scaler)
         if self._of_all is not None:
             every = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-            return attach_shards(model, self._of_all, mesh=every)
+            return attach_shards(model, self._of_all, mesh=every, grad_scale=grad_scale)
         return attach_replicas(
             model,
             self._settings,
             mesh=accelerator.torch_device_mesh[_MESH],
+            grad_scale=grad_scale,
             timeout=private.group_timeout(accelerator),
         )
 
-    @contextmanager
-    def _no_sync(self, *models: nn.Module) -> Iterator[None]:
-        with ExitStack() as stack:
-            for model in models:
-                stack.enter_context(self._exchanges[model].no_sync())
-            yield
+    def _no_sync(self, no_sync: Any, model: nn.Module) -> AbstractContextManager[None]:
+        found = self._exchanges.get(model)
+        context: AbstractContextManager[None] = found.no_sync() if found else no_sync(model)
+        return context
 
 
 def is_attached(accelerator: Accelerator) -> bool:

@@ -51,7 +51,7 @@ class CompressedModelParallelStrategy(
     @override
     def setup_module(self, module: Module) -> Module:
         model = super().setup_module(module)
-        self._compress(model)
+        self._compress(model, precision=self.precision)
         return model
 
     @override

@@ -81,7 +81,9 @@ class CompressedModelParallelStrategy(
         assert self.model is not None
         self._logged_step = 0
         self._exchanges.clear()
-        exchange = self._compress(self.model, continue_from=self._reducer)
+        exchange = self._compress(
+            self.model, precision=self.precision_plugin, continue_from=self._reducer
+        )
         self._exchange = exchange
         self._reducer = exchange.reducer if isinstance(exchange, ShardedGradients) else None
 

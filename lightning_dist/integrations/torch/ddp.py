@@ -119,13 +119,7 @@ def compress_ddp(
         commit=commit,
         delay=delay,
     )
-    scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
-    return attach(
-        model,
-        settings,
-        grad_scale=loss_scale_of(scaler),
-        groups=groups,
-    )
+    return attach(model, settings, grad_scale=loss_scale_of(grad_scaler), groups=groups)
 
 
 def attach(
