@@ -255,6 +255,7 @@ class Reducer:
                 every rank keeps its contents and its state; needs ``allow_absent``.
         """
         assert self._allow_absent or not absent, "absent slices need allow_absent=True"
+        self._require_open()
         self.arrivals += 1
         handle = Handle(key, flat, slices, frozenset(absent), self._future())
         if self.network.world_size == 1:
@@ -294,6 +295,7 @@ class Reducer:
 
         Returns before that is done; the handles tell.
         """
+        self._require_open()
         self.arrivals += 1
         if self.network.world_size == 1:
             recovery = self._failures.recovery
@@ -307,8 +309,15 @@ class Reducer:
 
         Under the immediate commit what it has sent is lost; else nothing of it is committed.
         """
-        if self.network.world_size > 1:
+        if self.network.world_size > 1 and not self.closed:
             self._executor.submit(partial(self._guarded, self._abandon))
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise RuntimeError(
+                "lightning_dist: gradients cannot be averaged by a reducer that is closed; call "
+                "close() after the last step, or compress a newly wrapped model"
+            )
 
     def _start(self, handle: Handle) -> None:
         handle = self._swapped(handle)
