@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import zip_longest
-from threading import TIMEOUT_MAX
 from typing import Any
 from weakref import finalize
 
@@ -64,6 +63,8 @@ log = get_logger(__name__)
 _COMPARED_EVERY = 100
 _PATIENCE = 0.5
 """Seconds that a step under way is given where the reducer is closed."""
+_ACCELERATOR_PATIENCE = 60.0
+"""The same for kernels that an accelerator has not come to; one that hangs does not end."""
 
 
 class Reducer:
@@ -714,7 +715,7 @@ class Reducer:
         patience = _PATIENCE
         if is_accelerator(self.network.device) and self.in_step:
             # Busy, maybe for longer, with kernels of steps that the host has done with.
-            patience = self.network.limit.seconds or TIMEOUT_MAX
+            patience = self.network.limit.seconds or _ACCELERATOR_PATIENCE
         self._stop(patience)
         self._plans.clear()
         self.state.to(torch.device("cpu"))
