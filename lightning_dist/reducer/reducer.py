@@ -121,7 +121,7 @@ class Reducer:
         """Agreement of the ranks on the last committed step."""
         self.at_close: list[Callable[[], None]] = []
         self.never_compressed: finalize[..., Any] | None = None  # says so at the end
-        self._observers: tuple[Observer, ...] = tuple(observers)
+        self._observers = list(observers)  # changed by this thread and by that of the executor
         self.names, self._grad_scale = names, grad_scale
         self.strides = {name: strides_in_bucket(parameter) for parameter, name in names.items()}
         self._policy = settings.policy
@@ -371,9 +371,10 @@ class Reducer:
             for handle, kept in zip_longest(handles, before):
                 self._decode(handle, unused=answer.unused, finite=answer.finite, before=kept)
         self.answer = answer
-        for observer in self._observers:
+        for observer in tuple(self._observers):
             observer.finished([(handle.key, handle.groups) for handle in handles])
-        self._observers = tuple(each for each in self._observers if not each.done)
+            if observer.done:
+                self._forget(observer)
         self._in_flight = []
         self._end_step()
         # Not before: whoever waits for the last mean begins the next step.
@@ -423,7 +424,8 @@ class Reducer:
         for handle in self._in_flight:
             for unit in () if handle.done.done() else handle.units():
                 unit.wait()
-        self._in_flight, self._finite = [], []
+        self._in_flight, self._finite, self._sums = [], [], []
+        self.stats.drop_step()
         self._delayed.clear()  # some of its means are in buckets that nobody applies
 
     def _ask(self) -> Answer:
@@ -489,7 +491,7 @@ class Reducer:
 
     def observe(self, observer: Observer) -> None:
         """Tell ``observer`` of everything, collectives too, from the next bucket on."""
-        self._observers = *self._observers, observer
+        self._observers.append(observer)
         for channel in self.network.channels:
             channel.watch = observer
 
@@ -510,9 +512,13 @@ class Reducer:
 
     def detach(self, observer: Observer) -> None:
         """Tell ``observer`` nothing more."""
-        self._observers = tuple(each for each in self._observers if each is not observer)
+        self._forget(observer)
         for channel in self.network.channels:
             channel.watch = None
+
+    def _forget(self, observer: Observer) -> None:
+        with suppress(ValueError):  # the other thread has done it
+            self._observers.remove(observer)
 
     @property
     def topology(self) -> Topology:
