@@ -712,17 +712,25 @@ class Reducer:
         """Stop the worker and take the residuals off the accelerator.
 
         The process groups stay, and so does :meth:`state_dict`. A step that is under way has half a
-        second to end; then it is given up, and the groups are not to be used again.
+        second to end; then it is given up, and the groups are not to be used again. An executor
+        that others use goes on, and does the same when it has come to it.
         """
         self.closed = True
         for call in self.at_close:
             call()
         self.at_close.clear()
+        if not self._owns_executor:  # what others do there goes on
+            self._executor.submit(self._release)
+            self._executor.drain(_PATIENCE)
+            return
         patience = _PATIENCE
         if is_accelerator(self.network.device) and self.in_step:
             # Busy, maybe for longer, with kernels of steps that the host has done with.
             patience = self.network.limit.seconds or _ACCELERATOR_PATIENCE
         self._stop(patience)
+        self._release()
+
+    def _release(self) -> None:
         self._plans.clear()
         self.state.to(torch.device("cpu"))
         self._delayed.to(torch.device("cpu")) if self.in_step else self._delayed.clear()
