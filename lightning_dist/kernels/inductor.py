@@ -1,4 +1,4 @@
-"""Fused kernels: each pass of ``kernels.py`` as one loop over memory, compiled at set-up.
+"""Fused kernels: each pass of ``passes.py`` as one loop over memory, compiled at set-up.
 
 Sparse codecs have C++ of our own (``native.py``), the others torch's compiler.
 

@@ -100,7 +100,7 @@ class StreamClock:
         return self._module.Stream(self._device, priority=-1)
 
     def on(self, stream: DeviceStream) -> AbstractContextManager[None]:
-        """IntraLevel, the caller's current stream is this one."""
+        """Context in which this stream is the caller's current one."""
         return self._module.stream(stream)
 
     def hold(self, cycles: int) -> None:

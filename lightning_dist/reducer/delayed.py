@@ -62,6 +62,13 @@ class DelayedMeans:
                 mean = self._means.get(part.name)
                 part.of(given).zero_() if mean is None else part.of(given).copy_(mean)
                 self._means[part.name] = part.of(memory)
+            # DDP has rebuilt its buckets: free those that parameters have left.
+            moved = {part.name for part in slices}
+            self._memory = {
+                key: known
+                for key, known in self._memory.items()
+                if moved.isdisjoint(part.name for part in known[0])
+            }
             self._memory[handle.key] = slices, memory
         handle.done.set_result(given)
         return Handle(handle.key, memory, handle.slices, handle.absent, future())

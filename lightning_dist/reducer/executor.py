@@ -106,7 +106,8 @@ class SideStream(Executor):
 
     def __init__(self, device: torch.device, worker: Worker | None) -> None:
         self._device, self._module = device, device_module(device)
-        self._stream, self._worker = self._module.Stream(device), worker
+        # With priority: a mean that arrives is not to wait for the kernels of the backward pass.
+        self._stream, self._worker = self._module.Stream(device, priority=-1), worker
 
     @override
     def submit(self, task: Task) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import zip_longest
-from threading import TIMEOUT_MAX
 from typing import Any
 from weakref import finalize
 
@@ -64,6 +63,8 @@ log = get_logger(__name__)
 _COMPARED_EVERY = 100
 _PATIENCE = 0.5
 """Seconds that a step under way is given where the reducer is closed."""
+_ACCELERATOR_PATIENCE = 60.0
+"""The same for kernels that an accelerator has not come to; one that hangs does not end."""
 
 
 class Reducer:
@@ -120,7 +121,7 @@ class Reducer:
         """Agreement of the ranks on the last committed step."""
         self.at_close: list[Callable[[], None]] = []
         self.never_compressed: finalize[..., Any] | None = None  # says so at the end
-        self._observers: tuple[Observer, ...] = tuple(observers)
+        self._observers = list(observers)  # changed by this thread and by that of the executor
         self.names, self._grad_scale = names, grad_scale
         self.strides = {name: strides_in_bucket(parameter) for parameter, name in names.items()}
         self._policy = settings.policy
@@ -255,6 +256,7 @@ class Reducer:
                 every rank keeps its contents and its state; needs ``allow_absent``.
         """
         assert self._allow_absent or not absent, "absent slices need allow_absent=True"
+        self._require_open()
         self.arrivals += 1
         handle = Handle(key, flat, slices, frozenset(absent), self._future())
         if self.network.world_size == 1:
@@ -294,6 +296,7 @@ class Reducer:
 
         Returns before that is done; the handles tell.
         """
+        self._require_open()
         self.arrivals += 1
         if self.network.world_size == 1:
             recovery = self._failures.recovery
@@ -307,8 +310,15 @@ class Reducer:
 
         Under the immediate commit what it has sent is lost; else nothing of it is committed.
         """
-        if self.network.world_size > 1:
+        if self.network.world_size > 1 and not self.closed:
             self._executor.submit(partial(self._guarded, self._abandon))
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise RuntimeError(
+                "lightning_dist: gradients cannot be averaged by a reducer that is closed; call "
+                "close() after the last step, or compress a newly wrapped model"
+            )
 
     def _start(self, handle: Handle) -> None:
         handle = self._swapped(handle)
@@ -361,9 +371,10 @@ class Reducer:
             for handle, kept in zip_longest(handles, before):
                 self._decode(handle, unused=answer.unused, finite=answer.finite, before=kept)
         self.answer = answer
-        for observer in self._observers:
+        for observer in tuple(self._observers):
             observer.finished([(handle.key, handle.groups) for handle in handles])
-        self._observers = tuple(each for each in self._observers if not each.done)
+            if observer.done:
+                self._forget(observer)
         self._in_flight = []
         self._end_step()
         # Not before: whoever waits for the last mean begins the next step.
@@ -409,7 +420,8 @@ class Reducer:
         for handle in self._in_flight:
             for unit in () if handle.done.done() else handle.units():
                 unit.wait()
-        self._in_flight, self._finite = [], []
+        self._in_flight, self._finite, self._sums = [], [], []
+        self.stats.drop_step()
         self._delayed.clear()  # some of its means are in buckets that nobody applies
 
     def _ask(self) -> Answer:
@@ -478,7 +490,7 @@ class Reducer:
 
     def observe(self, observer: Observer) -> None:
         """Tell ``observer`` of everything, collectives too, from the next bucket on."""
-        self._observers = *self._observers, observer
+        self._observers.append(observer)
         for channel in self.network.channels:
             channel.watch = observer
 
@@ -499,9 +511,13 @@ class Reducer:
 
     def detach(self, observer: Observer) -> None:
         """Tell ``observer`` nothing more."""
-        self._observers = tuple(each for each in self._observers if each is not observer)
+        self._forget(observer)
         for channel in self.network.channels:
             channel.watch = None
+
+    def _forget(self, observer: Observer) -> None:
+        with suppress(ValueError):  # the other thread has done it
+            self._observers.remove(observer)
 
     @property
     def topology(self) -> Topology:
@@ -695,17 +711,25 @@ class Reducer:
         """Stop the worker and take the residuals off the accelerator.
 
         The process groups stay, and so does :meth:`state_dict`. A step that is under way has half a
-        second to end; then it is given up, and the groups are not to be used again.
+        second to end; then it is given up, and the groups are not to be used again. An executor
+        that others use goes on, and does the same when it has come to it.
         """
         self.closed = True
         for call in self.at_close:
             call()
         self.at_close.clear()
+        if not self._owns_executor:  # what others do there goes on
+            self._executor.submit(self._release)
+            self._executor.drain(_PATIENCE)
+            return
         patience = _PATIENCE
         if is_accelerator(self.network.device) and self.in_step:
             # Busy, maybe for longer, with kernels of steps that the host has done with.
-            patience = self.network.limit.seconds or TIMEOUT_MAX
+            patience = self.network.limit.seconds or _ACCELERATOR_PATIENCE
         self._stop(patience)
+        self._release()
+
+    def _release(self) -> None:
         self._plans.clear()
         self.state.to(torch.device("cpu"))
         self._delayed.to(torch.device("cpu")) if self.in_step else self._delayed.clear()

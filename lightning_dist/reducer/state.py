@@ -328,14 +328,11 @@ class ReducerState:
 
     @property
     def layout(self) -> Layout:
-        """Kind, parameter and elements of all that differs from rank to rank, in one order.
-
-        Equal on all ranks of a flat exchange; another number of ranks may need other residuals.
-        """
+        """Kind, parameter and elements of all that differs from rank to rank, as :meth:`packed`."""
         return [(kind, name, held.numel) for kind, name, held in self._in_order()]
 
     def packed(self) -> Tensor:
-        """A copy of it, flat, on the CPU."""
+        """Copy of all that differs from rank to rank, flat, on the CPU."""
         rows = [held.row(first=True).cpu() for *_, held in self._in_order()]
         return torch.cat(rows) if rows else torch.empty(0)
 

@@ -424,3 +424,14 @@ def test_sparseloco_is_the_rule() -> None:
     for weight, stats in run(train, workers):
         torch.testing.assert_close(weight, anchor, rtol=1e-5, atol=1e-6)
         assert stats["last_step"]["wire_bytes"] == 64 * 12 // 8 + 64 * 2 // 8 + 4 + 4  # padded
+
+
+def test_a_step_after_close_raises() -> None:
+    def train(world: World) -> None:
+        worker = world.worker(plain(), sgd, method="local_sgd", sync_every=1, overlap_steps=0)
+        worker.train(1)
+        worker.updates.close()
+        with pytest.raises(RuntimeError, match="a reducer that is closed"):
+            worker.train(1)
+
+    run(train, 2)

@@ -84,7 +84,9 @@ class BlockPlan:
         """One exchange of rows of so many bytes; not for linear codecs."""
         if self.rows == 1:
             return AllGather(size, **self._where)
-        return TwoShot([size] * self.rows, keep_own=not self.immediate, **self._where)
+        # Kernels over tables encode again when they commit.
+        keep_own = not self.immediate and self.tables is None
+        return TwoShot([size] * self.rows, keep_own=keep_own, **self._where)
 
     def exchange(self, blocks: int, *, in_place: Tensor | None) -> tuple[Exchange, Section]:
         """One exchange of so many blocks a row, and all of it.

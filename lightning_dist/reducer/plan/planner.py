@@ -250,6 +250,12 @@ class Planner:
         """The exchanges of ``slices``, one after the other; those that are joined come later."""
         if self._intra is None:
             units = units_of(codec, slices, bucket, self)
+            if not units:
+                names = ", ".join(part.name for part in slices)
+                raise ValueError(
+                    f"units_of must give the units that exchange {names} under codec "
+                    f"{codec.name!r}, got an empty list; return at least one"
+                )
             if not codec.lossless:
                 units[0].source = SampleSource(codec, slices, bucket, self)
             return units

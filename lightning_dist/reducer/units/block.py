@@ -1,7 +1,7 @@
 """Units of block codecs: tiles of gradients, their exchange and their kernels.
 
-Units exist to overlap: on gloo one large all_to_all reaches 59 % of the link, eight asynchronous
-ones 96 %, and one unit is encoded while another travels.
+Units overlap: on gloo one large all_to_all reaches 59 % of the link, eight asynchronous ones 96 %,
+and one unit is encoded while another travels. On an accelerator a unit is a whole bucket.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def tiles_of(
     """Tiles of ``slices``, those of a unit together."""
     rows, codec = plan.rows, plan.codec
     sparse = codec.wire_bytes(codec.block) / codec.block if codec.exchange == "gather" else 0.0
-    limit = max(1, unit_elements(rows, sparse=sparse) // codec.block)  # blocks of a unit
+    most = unit_elements(rows, sparse=sparse, whole=plan.network.whole_buckets)
+    limit = max(1, most // codec.block)  # blocks of a unit
     if codec.exchange == "allreduce":
         limit = bucket.numel()  # a ring's additions depend on positions: as DDP, one a bucket
     tiles: list[Tile] = []
