@@ -76,7 +76,9 @@ def should_fuse(wish: bool | Literal["auto"], *, numel: int, device: torch.devic
 
 
 def fused_passes(variant: Variant) -> Mapping[str, Pass]:
-    """Compiled passes by name. Empty, with a warning, where the tool chain fails."""
+    """Compiled passes by name; none off the CPU and, with a warning, where the tool chain fails."""
+    if variant.device.type != "cpu":
+        return {}
     # In a thread of its own: the compiler leaves Python objects in the state that torch copies from
     # the calling thread into every collective, and a gloo group whose last collective still holds
     # one waits for ever when it is destroyed.
@@ -116,8 +118,6 @@ def _compiled(variant: Variant, examples: Mapping[str, tuple[Any, ...]]) -> Mapp
             name: _compile(getattr(variant.passes, name), arguments)
             for name, arguments in examples.items()
         }
-    if variant.device.type != "cpu":
-        return {}
     compiled = block_passes(variant.passes, variant.dtype, variant.received)
     return {name: compiled[name] for name in examples if name in compiled}
 

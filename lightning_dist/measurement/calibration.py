@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Literal
 
 import torch
 
@@ -14,7 +15,7 @@ from lightning_dist.codecs import resolve_codec
 from lightning_dist.codecs.base import Codec
 from lightning_dist.measurement.costs import CANDIDATES, CodecCost
 from lightning_dist.measurement.device_clock import DeviceClock, HostClock, StreamClock, clock_of
-from lightning_dist.measurement.microbenchmark import WIDTH, Passes, make_passes
+from lightning_dist.measurement.microbenchmark import WIDTH, Passes
 
 NOT_COMPILED = "not compiled"
 """Start of ``CodecCost.source`` without a kernel."""
@@ -115,18 +116,18 @@ def _cost(
     wire, assumption = _wire(name, codec)
     can_fuse = fused and codec.fusable and not codec.lossless
 
-    def passes(received: int | None) -> Passes:
-        return make_passes(
+    def passes(ranks: Literal[1, 2]) -> Passes:
+        return Passes(
             codec,
             feedback=codec.keeps_residual,
             fused=can_fuse,
             device=device,
             units=units,
-            received=received,
+            ranks=ranks,
         )
 
     linear = codec.exchange == "allreduce"
-    one = passes(1)
+    one = passes(2 if linear else 1)
     elements = one.numel
     encode, decode_one = seconds(one)
     decode = 0.0
@@ -184,10 +185,10 @@ def _once(passes: Passes, clock: DeviceClock) -> tuple[float, float]:
         clock.hold(_AHEAD)
     clock.compare()  # what events tell is the more exact the nearer they are
     marks = [clock.now()]
-    for call in (passes.encode, passes.decode):
+    for call in (passes.encode, passes.exchange, passes.decode):
         call()
         marks.append(clock.now())
     while not clock.are_past(marks):
         pass  # as a benchmark does; nothing else is to do
-    begin, encoded, finished = clock.read(marks, since=marks[0])
-    return (encoded - begin) / 1e9, (finished - encoded) / 1e9
+    begin, encoded, received, finished = clock.read(marks, since=marks[0])
+    return (encoded - begin) / 1e9, (finished - received) / 1e9

@@ -16,7 +16,9 @@ from reducer.feeding import Fed, Tensors, backward, compressed, feed, residuals
 from torch import Tensor
 from worlds import Rank, run_threads
 
+from lightning_dist.codecs import Int8
 from lightning_dist.exchange.channel import Channel
+from lightning_dist.measurement.microbenchmark import Passes
 from lightning_dist.reducer.codec_sample import Sampler
 from lightning_dist.reducer.observer import Observer
 from lightning_dist.reducer.plan import intra
@@ -177,6 +179,20 @@ def test_uncompressed_slices_are_packed(size: int, commit: str) -> None:
         assert before.units == {BlockUnit}
         assert all(map(same, after.gradients, before.gradients))
         assert after.residuals[-1].keys() == {"first"}
+
+
+def test_calibration_measures_the_kernels_that_training_uses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Planner, "fuse", lambda *_, **__: None)  # of the CPU
+    with in_tables() as launched:
+        measured = Passes(
+            Int8(), feedback=True, fused=True, device=torch.device("cpu"), units=1, ranks=2
+        )
+        for call in (measured.prepare, measured.encode, measured.exchange, measured.decode):
+            call()
+    assert measured.is_fused
+    assert launched == ["encode_kernel", "decode_kernel"]
 
 
 @contextmanager
