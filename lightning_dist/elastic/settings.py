@@ -55,7 +55,7 @@ class RunSettings:
 
     dirpath: str | os.PathLike[str]
     every_n_train_steps: int | None = None
-    every_n_epochs: int = 1
+    every_n_epochs: int | None = None
     max_to_keep: int = 2
     batch_policy: BatchPolicy = "fixed_global_batch"
     seed: int | None = None
@@ -80,11 +80,18 @@ class RunSettings:
             raise ValueError(
                 f"hang_timeout is positive, or None for never; got {self.hang_timeout}"
             )
-        if self.every_n_epochs < 0 or not (self.every_n_train_steps or self.every_n_epochs):
+        if self._epochs_between < 0 or not (self.every_n_train_steps or self._epochs_between):
             raise ValueError(
                 "Checkpoints are taken after steps, after epochs or both; got every_n_train_steps="
                 f"{self.every_n_train_steps} and every_n_epochs={self.every_n_epochs}"
             )
+
+    @property
+    def _epochs_between(self) -> int:
+        """Epochs between two checkpoints at the end of an epoch; 0: there are none."""
+        if self.every_n_epochs is None:
+            return 0 if self.every_n_train_steps else 1
+        return self.every_n_epochs
 
     @property
     def folder(self) -> str:
@@ -98,5 +105,5 @@ class RunSettings:
 
     def is_due_after_epoch(self, epoch: int, *, steps: int) -> bool:
         """Whether to save when ``epoch``, counted from 0, has ended."""
-        by_epochs = self.every_n_epochs > 0 and (epoch + 1) % self.every_n_epochs == 0
-        return by_epochs or self.is_due_after_step(steps)
+        between = self._epochs_between
+        return (between > 0 and (epoch + 1) % between == 0) or self.is_due_after_step(steps)

@@ -70,6 +70,28 @@ def test_later_starts_go_on_to_the_same_end(
     assert train(tmp_path / "within", "plain", elastic=settings)[1] == expected[1]
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"every_n_train_steps": 5},
+        {"every_n_train_steps": None},
+        {"every_n_train_steps": 5, "every_n_epochs": 2},
+    ],
+    ids=str,
+)
+def test_checkpoints_are_due_at_the_steps_of_a_trainer(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    settings = {**settings, "max_to_keep": 100}
+    fit(tmp_path / "trainer", elastic=settings)
+    train(tmp_path / "loop", "plain", elastic=settings)
+    in_trainer, in_loop = (
+        {path.name for path in (tmp_path / name / "ckpt").glob("*.ckpt")}
+        for name in ("trainer", "loop")
+    )
+    assert in_loop == in_trainer
+
+
 def test_a_damaged_newest_is_passed_over(tmp_path: Path) -> None:
     expected = train(tmp_path / "reference", "plain")
     with pytest.raises(Fault):

@@ -48,7 +48,8 @@ class ElasticLoop:
             compressed models go with them.
         every_n_train_steps: optimizer steps between two checkpoints. None: at the end of epochs
             only.
-        every_n_epochs: epochs between two checkpoints at the end of an epoch; 0: never.
+        every_n_epochs: epochs between two checkpoints at the end of an epoch. None: 1, unless
+            ``every_n_train_steps`` is given.
         max_to_keep: how many of the newest stay; a damaged one is passed over for the one before.
         batch_policy: what stays when the number of ranks changes, as of ``ElasticRestart``.
         gradient_accumulation_steps: micro-batches per optimizer step of the first start.
@@ -86,7 +87,7 @@ class ElasticLoop:
         loader: Any,
         state: Mapping[str, Any],
         every_n_train_steps: int | None = None,
-        every_n_epochs: int = 1,
+        every_n_epochs: int | None = None,
         max_to_keep: int = 2,
         batch_policy: BatchPolicy = "fixed_global_batch",
         gradient_accumulation_steps: int = 1,

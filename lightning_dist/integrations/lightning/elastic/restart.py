@@ -121,8 +121,6 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         refuse_unknown(saving, of=type(self), handed_to=CheckpointSettings.__init__)
         if format not in ("single", "sharded"):
             raise ValueError(f"format is one of 'single', 'sharded'; got {format!r}")
-        if every_n_epochs is None:
-            every_n_epochs = 0 if every_n_train_steps else 1
         self._settings = RunSettings(
             dirpath,
             every_n_train_steps=every_n_train_steps,
