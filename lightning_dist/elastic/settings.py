@@ -47,7 +47,6 @@ class RunSettings:
 
     Args:
         saving: how checkpoints are taken and written.
-        sharded: every rank writes its part of a checkpoint.
 
     Raises:
         ValueError: a setting that is out of range or cannot take effect.
@@ -65,10 +64,12 @@ class RunSettings:
     grace_period: float = 25.0
     hang_timeout: float | None = 600.0
     saving: CheckpointSettings = field(default_factory=CheckpointSettings)
-    sharded: bool = False
+    format: Literal["single", "sharded"] = "single"
 
     def __post_init__(self) -> None:
         require_policy(self.batch_policy)
+        if self.format not in ("single", "sharded"):
+            raise ValueError(f"format is one of 'single', 'sharded'; got {self.format!r}")
         if not self.dirpath:
             raise ValueError("dirpath must be the folder of the checkpoints, got none")
         positive = ("every_n_train_steps", "max_to_keep")
@@ -84,6 +85,19 @@ class RunSettings:
             raise ValueError(
                 "Checkpoints are taken after steps, after epochs or both; got every_n_train_steps="
                 f"{self.every_n_train_steps} and every_n_epochs={self.every_n_epochs}"
+            )
+
+    @property
+    def sharded(self) -> bool:
+        """Whether every rank writes its part of a checkpoint."""
+        return self.format == "sharded"
+
+    def require_recoverable(self) -> None:
+        """Raise a ValueError if checkpoints need ranks that may be lost in the process."""
+        if self.sharded:
+            raise ValueError(
+                "recovery='in_process' lets another rank write a checkpoint, and with "
+                "format='sharded' all of them do; use format='single', or recovery='restart'"
             )
 
     @property

@@ -282,12 +282,16 @@ def test_no_passes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
+        (
+            {"format": "sharded", "recovery": "in_process"},
+            "lets another rank write a checkpoint, and with format='sharded' all of them do",
+        ),
         ({"mirror_residuals": True}, "takes effect with recovery='in_process' only"),
         ({"mirror_residuals": 0, "recovery": "in_process"}, "the steps between two copies; got 0"),
         ({"mirror_residuals": -3, "recovery": "in_process"}, "True, False or the steps.*got -3"),
     ],
 )
-def test_copies_of_residuals_that_nobody_could_use(
+def test_settings_of_recovery_that_could_not_take_effect(
     given: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=says):

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -63,6 +63,8 @@ class ElasticLoop:
         hang_timeout: seconds without a batch after which the process ends itself (exit code 76).
             What you do between epochs counts, call :meth:`heartbeat` there if it is longer. None:
             never.
+        format: ``"single"``: one file, written by rank 0. ``"sharded"``: a folder to which every
+            rank writes an equal part; not with ``recovery="in_process"`` or local steps.
         checkpoint: how checkpoints are written, ``CheckpointSettings(...)``. None: copied at once,
             written in the background.
         recovery: ``"in_process"``: where a rank is lost, the others take the interrupted step again
@@ -99,6 +101,7 @@ class ElasticLoop:
         preemption_poll_interval: float = 5.0,
         grace_period: float = 25.0,
         hang_timeout: float | None = 600.0,
+        format: Literal["single", "sharded"] = "single",
         checkpoint: CheckpointSettings | None = None,
         recovery: RecoveryMode = "restart",
         mirror_residuals: bool | int = False,
@@ -121,7 +124,10 @@ class ElasticLoop:
             grace_period=grace_period,
             hang_timeout=hang_timeout,
             saving=checkpoint or CheckpointSettings(snapshot="blocking"),
+            format=format,
         )
+        if recovery == "in_process":
+            self._settings.require_recoverable()
         self._loader, self._given = loader, state
         self._move = None if device is None else _mover(device)
         self._run = LoopPlacement(
