@@ -335,12 +335,11 @@ class Session:
         # A launcher that sees a rank go tells the others once more. That must end them, also where
         # they would wait for the launcher, as functions that it has called do.
         self._placement.all_saved()
-        reasons = self.members.ranks.gather(
-            self.lifecycle.reason
-        )  # no rank goes before all have come here
+        # No rank leaves before all have come here.
+        notices = self.members.ranks.gather(self.lifecycle.notice)
         self.members.stop.end()
-        steps = self._placement.steps
-        code = self.lifecycle.stop(reasons, is_saved=saved == steps)
+        steps, reasons = self._placement.steps, [reason for _, reason in notices]
+        code = self.lifecycle.stop(notices, is_saved=saved == steps)
         self._placement.stopping(reasons)
         say = self._placement.tell if saved == steps else self._placement.warn
         say(stop_line(steps, reasons, saved=saved))

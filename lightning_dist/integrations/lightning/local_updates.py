@@ -17,7 +17,7 @@ from lightning_dist.integrations.lightning.strategy import CompressedDDPStrategy
 from lightning_dist.integrations.local_arguments import LOCAL_KEY, LocalUpdateArguments
 from lightning_dist.integrations.strategy_names import LOCAL_NAMES, register
 from lightning_dist.integrations.torch.checks import require_compressible
-from lightning_dist.integrations.torch.local.state import WorkerStates
+from lightning_dist.integrations.torch.local.state import NOT_SHARDED, WorkerStates
 from lightning_dist.integrations.torch.local.updates import attach
 from lightning_dist.log import get_logger
 
@@ -169,11 +169,7 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
         assert self._updates is not None
         io = self.checkpoint_io
         if isinstance(io, CheckpointerIO) and io.sharded:
-            raise ValueError(
-                "format='sharded' lets every rank write a part of what all have in common, and "
-                "the optimizers of workers in local steps have nothing in common; use "
-                "format='single'"
-            )
+            raise ValueError(NOT_SHARDED)
         state = WorkerStates(self._updates, self.optimizers).state_dict()
         if state is not None:
             checkpoint[LOCAL_KEY] = state

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.reading import load
+from lightning_dist.checkpoint.snapshot.plan import Striped
 from lightning_dist.elastic.data.plan import Position
 from lightning_dist.elastic.data.sharding import Deal, NotExactError
 from lightning_dist.elastic.data.workers import keep_workers
@@ -24,6 +25,7 @@ from lightning_dist.elastic.recovery.member import RecoveryEnvironment
 from lightning_dist.elastic.session import Session
 from lightning_dist.elastic.settings import RecoveryMode, require_recovery
 from lightning_dist.integrations.loop.objects import Objects
+from lightning_dist.integrations.torch.local.state import NOT_SHARDED
 from lightning_dist.integrations.torch.recovery import RecoverablePlacement, StepRecovery
 from lightning_dist.log import get_logger
 
@@ -119,6 +121,8 @@ class LoopPlacement(RecoverablePlacement):
     def _open(self, given: Mapping[str, Any], *, world_size: int) -> None:
         session, settings = self.session, self._settings
         self.objects = Objects(given, world_size=world_size)
+        if settings.sharded and self.objects.updates:
+            raise ValueError(NOT_SHARDED)
         if settings.weights_only:
             self.objects.require_loadable()
         path = session.open(self)
@@ -157,8 +161,7 @@ class LoopPlacement(RecoverablePlacement):
 
     def _listen(self) -> None:
         session = self.session
-        if self._settings.saving.snapshot in ("auto", "overlap"):
-            session.retention.watch(self.objects.optimizers)
+        session.retention.watch(self.objects.optimizers)
         if threading.current_thread() is threading.main_thread():  # where Python has handlers
             self._handlers = {each: signal.getsignal(each) for each in self._signals}
         session.lifecycle.note(self._signals, asks=Launch.from_env().local_rank == 0)
@@ -281,12 +284,15 @@ class LoopPlacement(RecoverablePlacement):
             rng=self.generators.capture(),
             size=self.data.size,
         )
-        leader = self.session.members.ranks.leader
-        state = {KEY: place, **self.objects.state_dict(leader=leader)}
+        leader, sharded = self.session.members.ranks.leader, self._settings.sharded
+        striped: list[Striped] = []
+        objects = self.objects.state_dict(leader=leader, striped=striped if sharded else None)
 
         def save() -> None:
             if checkpointer is not None:
-                checkpointer.save(state, path, step=self._steps)
+                state = {KEY: place, **objects}
+                steps = self._steps
+                checkpointer.save(state, path, step=steps, sharded=sharded, striped=striped)
 
         self.session.members.ranks.on_each(save)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist.codecs.base import Payload
+from lightning_dist.private import copy_all
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,11 @@ class Tile:
         if self.staged:
             for copy in (self.grad, *self.state):
                 copy.zero_()
-            torch._foreach_copy_([copy for _, copy in self.staged], [at for at, _ in self.staged])
+            copy_all([copy for _, copy in self.staged], [at for at, _ in self.staged])
 
     def store(self) -> None:
         if self.staged:
-            torch._foreach_copy_([at for at, _ in self.staged], [copy for _, copy in self.staged])
+            copy_all([at for at, _ in self.staged], [copy for _, copy in self.staged])
 
 
 def tile_of(

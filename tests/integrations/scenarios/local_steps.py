@@ -181,6 +181,11 @@ def looped(name: str, *, stop: int = 0) -> Facts:
         Objects(state, world_size=2).model_to_recover()
     except ValueError as error:
         refused = str(error)
+    try:
+        sharded = ElasticLoop(folder() / "no", loader=loader, state=state, format="sharded")
+        sharded.__enter__()
+    except ValueError as error:
+        refused += str(error)
     updates.finish()
     updates.close()
     return {

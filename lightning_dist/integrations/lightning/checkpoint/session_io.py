@@ -1,6 +1,6 @@
 """Checkpoints of a strategy, given to a checkpointer.
 
-``import lightning_dist`` imports this, and nothing of checkpoints besides.
+All that strategies import of checkpoints is here.
 """
 
 from __future__ import annotations

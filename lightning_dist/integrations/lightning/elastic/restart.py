@@ -119,10 +119,6 @@ class ElasticRestart(BeforeSetup, Checkpoint):
     ) -> None:
         refuse_choices(saving)
         refuse_unknown(saving, of=type(self), handed_to=CheckpointSettings.__init__)
-        if format not in ("single", "sharded"):
-            raise ValueError(f"format is one of 'single', 'sharded'; got {format!r}")
-        if every_n_epochs is None:
-            every_n_epochs = 0 if every_n_train_steps else 1
         self._settings = RunSettings(
             dirpath,
             every_n_train_steps=every_n_train_steps,
@@ -136,7 +132,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
             grace_period=grace_period,
             hang_timeout=hang_timeout,
             saving=CheckpointSettings(**saving),
-            sharded=format == "sharded",
+            format=format,
         )
         self._exact = strict_data
         self._session = Session(self._settings)
@@ -173,11 +169,8 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         io = resume_io(trainer, verify=self._settings.saving.verify)
         if stage != "fit" or is_trial(trainer):
             return
-        if self._settings.sharded and _wants_recovery(trainer):
-            raise ValueError(
-                "recovery='in_process' lets another rank write a checkpoint, and with "
-                "format='sharded' all of them do; use format='single', or recovery='restart'"
-            )
+        if _wants_recovery(trainer):
+            self._settings.require_recoverable()
         require_effective(self._settings.saving, trainer)
         require_plain_trainer(trainer)
         require_own_folder(trainer, self._settings.folder)

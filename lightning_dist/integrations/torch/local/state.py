@@ -11,6 +11,11 @@ from torch.optim import Optimizer
 
 from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates
 
+NOT_SHARDED = (
+    "format='sharded' lets every rank write a part of what all have in common, and the optimizers "
+    "of workers in local steps have nothing in common; use format='single'"
+)
+
 
 class WorkerStates:
     """State of all workers, for what saves one object for all ranks.
