@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
-from lightning_dist.checkpoint.ranks import Facts, Ranks
+from lightning_dist.checkpoint.ranks import Facts, Ranks, destroy
 from lightning_dist.checkpoint.saves import Saves, committed_line
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.integrations.lightning.checkpoint.bookkeeping import (
@@ -46,7 +46,7 @@ class CheckpointSession:
 
     Args:
         callback: the ModelCheckpoint that decides when, where and which.
-        group: of all ranks, on CPU, if every rank writes its part.
+        sharded: whether every rank writes its part. Making the session is collective then.
     """
 
     def __init__(
@@ -56,7 +56,6 @@ class CheckpointSession:
         callback: ModelCheckpoint,
         trainer: pl.Trainer,
         sharded: bool,
-        group: dist.ProcessGroup | None,
     ) -> None:
         self._settings, self._sharded = settings, sharded
         self._callback, self._trainer = callback, trainer
@@ -67,8 +66,11 @@ class CheckpointSession:
         self._committed: list[str] = []  # what the other ranks do not know of yet
         self.displaced = Displaced()
         self._checkpointer: Checkpointer | None = None
+        self._group: dist.ProcessGroup | None = None
+        if sharded and trainer.world_size > 1:
+            self._group = dist.new_group(backend="gloo")
         if trainer.is_global_zero or sharded:
-            self._checkpointer = Checkpointer(settings, group=group, ranks=trainer.world_size)
+            self._checkpointer = Checkpointer(settings, group=self._group, ranks=trainer.world_size)
         self._ranks = _TrainerRanks(trainer)
         self.saves = Saves(
             self._checkpointer, settings, ranks=self._ranks, warn=rank_zero_warn, ended=self._ended
@@ -90,8 +92,7 @@ class CheckpointSession:
         try:
             self.saves.open(folder, together=self._sharded)
         except BaseException:
-            if self._checkpointer is not None:
-                self._checkpointer.close()
+            self._end_in_order()
             raise
 
     def move(self, leader: int) -> None:
@@ -277,13 +278,20 @@ class CheckpointSession:
         self._correct([each.target for each in failures])
         for each in failures:
             rank_zero_warn(each.message)
-        try:
-            left = None if deadline is None else max(deadline - time.monotonic(), 1.0)
-            self._checkpointer.close(left)
+        if deadline is None:
+            self._end_in_order()
+            return
+        try:  # and leave the group, whose destruction would wait for a peer that hangs
+            self._checkpointer.close(max(deadline - time.monotonic(), 1.0))
         except CheckpointError as error:
-            if deadline is None:
-                raise
             rank_zero_warn(f"Training ended before its checkpoints were complete: {error}")
+
+    def _end_in_order(self) -> None:
+        try:
+            if self._checkpointer is not None:
+                self._checkpointer.close()
+        finally:
+            destroy(self._group)
 
     def _ended(self, event: Committed | Failed) -> None:
         blocking_s = self._blocking.pop(event.target, 0.0)
