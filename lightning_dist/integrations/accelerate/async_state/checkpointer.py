@@ -184,14 +184,14 @@ class AsyncStateCheckpointer:
             self._accelerator.project_configuration.iteration = place.number + 1
         if self._settings.snapshot == "sync":
             self.wait()
-        self._checkpointer.metrics.blocking_s = time.perf_counter() - began
+        self._checkpointer.metrics.blocking_ms = (time.perf_counter() - began) * 1e3
         return place.target
 
     def _take_turn(self, wanted: str | None) -> bool:
         """Wait until a save may begin, or skip it. Collective."""
         began = time.perf_counter()
         error = self._saves.await_turn()
-        queue_s = time.perf_counter() - began
+        queue_ms = (time.perf_counter() - began) * 1e3
         failures, by_rank = self._saves.agree({"output_dir": wanted}, error=error)
         self._saves.report(failures)
         if len({facts["output_dir"] for facts in by_rank}) > 1:
@@ -199,7 +199,7 @@ class AsyncStateCheckpointer:
             raise ValueError(f"All ranks must save to the same folder, got {names}")
         if self._saves.skips(by_rank):
             return False
-        self._checkpointer.metrics.queue_s = queue_s
+        self._checkpointer.metrics.queue_ms = queue_ms
         return True
 
     def _choose(self, wanted: str | None) -> folders.Destination:

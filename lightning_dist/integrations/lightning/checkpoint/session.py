@@ -62,7 +62,7 @@ class CheckpointSession:
         self._removals: list[str] = []  # of this trigger
         self._has_saved = False
         self._watched: list[Optimizer] = []
-        self._blocking: dict[str, float] = {}  # seconds of the last save to each path
+        self._blocking: dict[str, float] = {}  # of the last save to each path, in ms
         self._committed: list[str] = []  # what the other ranks do not know of yet
         self.displaced = Displaced()
         self._checkpointer: Checkpointer | None = None
@@ -146,8 +146,8 @@ class CheckpointSession:
         self._has_saved = True
         if self._checkpointer is not None and at_once:
             self._checkpointer.wait_for_copy()
-        self.saves.metrics.blocking_s = time.perf_counter() - began
-        self._blocking[path] = self.saves.metrics.blocking_s
+        self.saves.metrics.blocking_ms = (time.perf_counter() - began) * 1e3
+        self._blocking[path] = self.saves.metrics.blocking_ms
 
     def link(self, source: str, target: str, *, symbolic: bool = False) -> None:
         """Show ``source`` as ``target`` too, unless it has that name anyway."""
@@ -294,14 +294,14 @@ class CheckpointSession:
             destroy(self._group)
 
     def _ended(self, event: Committed | Failed) -> None:
-        blocking_s = self._blocking.pop(event.target, 0.0)
+        blocking_ms = self._blocking.pop(event.target, 0.0)
         if isinstance(event, Committed):
             self._committed.append(event.target)
             if self._trainer.is_global_zero:
-                self._announce(event, blocking_s=blocking_s)
+                self._announce(event, blocking_ms=blocking_ms)
 
-    def _announce(self, event: Committed, *, blocking_s: float) -> None:
-        rank_zero_info(prefixed(committed_line(event, blocking_s=blocking_s)))
+    def _announce(self, event: Committed, *, blocking_ms: float) -> None:
+        rank_zero_info(prefixed(committed_line(event, blocking_ms=blocking_ms)))
         step = max(self._trainer.global_step - 1, 0)
         callback: Any = proxy(self._callback)
         for logger in self._trainer.loggers:
