@@ -100,11 +100,6 @@ def test_a_name_that_the_user_took_stays_theirs() -> None:
     assert set(registry) == set(NAMES)
 
 
-def test_the_names_that_ddp_registers_are_still_ddps() -> None:
-    CompressedDDPStrategy.register_strategies(StrategyRegistry)
-    assert StrategyRegistry["ddp"]["strategy"] is DDPStrategy
-
-
 @pytest.mark.parametrize("name", ["compressed_ddp", "Compressed_DDP_BF16"])
 def test_a_trainer_takes_the_name(name: str) -> None:
     trainer = L.Trainer(strategy=name, accelerator="cpu", devices=2, logger=False)

@@ -15,7 +15,6 @@ from typing_extensions import override
 from lightning_dist.integrations.lightning.checkpoint.session_io import CheckpointerIO
 from lightning_dist.integrations.lightning.strategy import CompressedDDPStrategy
 from lightning_dist.integrations.local_arguments import LOCAL_KEY, LocalUpdateArguments
-from lightning_dist.integrations.strategy_names import LOCAL_NAMES, register
 from lightning_dist.integrations.torch.checks import require_compressible
 from lightning_dist.integrations.torch.local.state import WorkerStates
 from lightning_dist.integrations.torch.local.updates import attach
@@ -189,8 +188,3 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
     def teardown(self) -> None:
         self._evaluation.close()
         super().teardown()
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        register(strategy_registry, cls, LOCAL_NAMES, what="local updates")
