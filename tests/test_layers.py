@@ -172,7 +172,7 @@ def test_what_the_writer_process_imports_is_the_standard_library() -> None:
     own = "lightning_dist.checkpoint.disk"
     names = {
         name
-        for file in disk.glob("*.py")
+        for file in disk.rglob("*.py")
         for name in imported(file.read_text(), package=own)
         if not name.startswith(own)
     }

@@ -7,9 +7,9 @@ import time
 from dataclasses import dataclass
 
 from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
-from lightning_dist.checkpoint.disk.local import LocalStorage, cut_off
 from lightning_dist.checkpoint.disk.manifest import NAME
 from lightning_dist.checkpoint.disk.storage import Storage, storage_of
+from lightning_dist.checkpoint.disk.storage.local import LocalStorage, cut_off
 from lightning_dist.checkpoint.disk.verify import Description, describe, verify
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ def newest_valid(folder: str, *, check: bool = True) -> Description | None:
     return found
 
 
-def _newest(folder: str, *, check: bool) -> tuple[Description | None, list[str]]:
+def _newest(folder: str, *, check: bool, kind: Kind | None) -> tuple[Description | None, list[str]]:
     """Result of :func:`newest_valid` for the checkpoints of now, and what it skips."""
     everything = checkpoints(folder)
     # Those of unknown age may have been the newest.
