@@ -267,7 +267,7 @@ def test_triton_is_imported_where_a_kernel_is_asked_for(torch_python: list[str])
 
 def test_nobody_else_is_loaded_for_lightning(torch_python: list[str]) -> None:
     loaded = loaded_after("import lightning, lightning_dist", torch_python)
-    assert "lightning_dist.integrations.registration" in loaded
+    assert "lightning_dist.integrations.strategies.registration" in loaded
     assert not loaded & {"accelerate", "wandb", "lightning_dist.checkpoint"}
 
 

@@ -16,13 +16,13 @@ from processes import run
 import lightning_dist
 from lightning_dist import CODECS, CompressedDDPStrategy
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
-from lightning_dist.integrations.registration import lightning_strategy, register_all
-from lightning_dist.integrations.strategy_names import (
+from lightning_dist.integrations.strategies.names import (
     ELASTIC_NAMES,
     LOCAL_NAMES,
     SHARDED_NAMES,
     register,
 )
+from lightning_dist.integrations.strategies.registration import lightning_strategy, register_all
 
 NAMES = {
     "compressed_ddp": {"start_method": "popen"},

@@ -117,7 +117,7 @@ def newest_valid(folder: str, *, check: bool = True) -> Description | None:
     return found
 
 
-def _newest(folder: str, *, check: bool, kind: Kind | None) -> tuple[Description | None, list[str]]:
+def _newest(folder: str, *, check: bool) -> tuple[Description | None, list[str]]:
     """Result of :func:`newest_valid` for the checkpoints of now, and what it skips."""
     everything = checkpoints(folder)
     # Those of unknown age may have been the newest.

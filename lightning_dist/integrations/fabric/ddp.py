@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
-from lightning_dist.integrations.arguments import CHECKPOINT_KEY, CompressionArguments
 from lightning_dist.integrations.comm_report import CommReport
 from lightning_dist.integrations.lightning.launcher import (
     FollowsLauncher,
     MembersEnvironment,
 )
+from lightning_dist.integrations.strategies.arguments import CHECKPOINT_KEY, CompressionArguments
 from lightning_dist.integrations.torch.checks import require_compressible
 from lightning_dist.integrations.torch.ddp import attach, connect_to_own
 from lightning_dist.private import loss_scale_of

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_dist.integrations.comm_report import CommReport
 from lightning_dist.integrations.lightning.launcher import FollowsLauncher
-from lightning_dist.integrations.local_arguments import LOCAL_KEY, LocalUpdateArguments
+from lightning_dist.integrations.strategies.local_updates import LOCAL_KEY, LocalUpdateArguments
 from lightning_dist.integrations.torch.checks import require_compressible
 from lightning_dist.integrations.torch.local.state import WorkerStates
 from lightning_dist.integrations.torch.local.updates import attach

@@ -9,9 +9,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
-from lightning_dist.integrations.arguments import CONFIG_KEY
 from lightning_dist.integrations.comm_report import CommReport, Reports, comm_metrics
 from lightning_dist.integrations.refusals import refuse_pytorch_lightning
+from lightning_dist.integrations.strategies.arguments import CONFIG_KEY
 from lightning_dist.integrations.torch.checks import require_begun
 
 if TYPE_CHECKING:

@@ -15,12 +15,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dist.integrations.arguments import CHECKPOINT_KEY
 from lightning_dist.integrations.lightning.base import CompressingStrategy
 from lightning_dist.integrations.lightning.checkpoint.session_io import CheckpointerIO
 from lightning_dist.integrations.lightning.launcher import FollowsLauncher
 from lightning_dist.integrations.lightning.private import give_device_mesh
-from lightning_dist.integrations.model_parallel import DIMENSIONS, ModelParallelArguments
+from lightning_dist.integrations.strategies.arguments import CHECKPOINT_KEY
+from lightning_dist.integrations.strategies.model_parallel import DIMENSIONS, ModelParallelArguments
 from lightning_dist.integrations.torch.fsdp.attach import ShardedExchange
 from lightning_dist.integrations.torch.fsdp.replicas import ShardedGradients
 from lightning_dist.log import get_logger
@@ -41,9 +41,8 @@ class CompressedModelParallelStrategy(
     with ``self.device_mesh["tensor_parallel"]``. Each replica is one host by default. Micro-batches
     of ``accumulate_grad_batches`` before the last send nothing between replicas.
 
-    Arguments: see
-    :class:`~lightning_dist.integrations.model_parallel.ModelParallelArguments`, and everything
-    else that ``ModelParallelStrategy`` takes.
+    Arguments: see :class:`.ModelParallelArguments`, and everything else that
+    ``ModelParallelStrategy`` takes.
 
     Residuals of all replicas are in the checkpoint under ``"lightning_dist"``. Such a checkpoint
     loads under plain ``ModelParallelStrategy`` and a plain one loads here.

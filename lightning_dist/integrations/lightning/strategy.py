@@ -13,15 +13,15 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
-from lightning_dist.integrations.arguments import (
-    CHECKPOINT_KEY,
-    CompressionArguments,
-)
 from lightning_dist.integrations.lightning.base import CompressingStrategy
 from lightning_dist.integrations.lightning.checkpoint.session_io import CheckpointerIO
 from lightning_dist.integrations.lightning.fit_results import ResultsLauncher
 from lightning_dist.integrations.lightning.launcher import FollowsLauncher, init_process_group
 from lightning_dist.integrations.lightning.recovering import RecoversInProcess
+from lightning_dist.integrations.strategies.arguments import (
+    CHECKPOINT_KEY,
+    CompressionArguments,
+)
 from lightning_dist.integrations.torch.checks import require_compressible
 from lightning_dist.integrations.torch.ddp import attach, connect_optimizers
 from lightning_dist.private import loss_scale_of
@@ -37,8 +37,7 @@ class CompressedDDPStrategy(
 ):
     """DDP whose gradients travel compressed. Works on every device and backend DDP works on.
 
-    Arguments: see :class:`~lightning_dist.integrations.arguments.CompressionArguments`, and
-    everything ``DDPStrategy`` takes.
+    Arguments: see :class:`.CompressionArguments`, and everything ``DDPStrategy`` takes.
 
     Residuals of all ranks are in the checkpoint under ``"lightning_dist"``. Such a checkpoint loads
     under plain ``ddp`` and a plain one loads here.
