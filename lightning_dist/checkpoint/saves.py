@@ -242,12 +242,12 @@ def cannot_open(folder: str, error: Exception) -> str:
     return f"No checkpoints can be written to {folder}: {kind}{error}"
 
 
-def committed_line(event: Committed, *, blocking_s: float) -> str:
+def committed_line(event: Committed, *, blocking_ms: float) -> str:
     """One line for a checkpoint that is durable."""
     return (
         f"Checkpoint {PurePath(event.target).name} of step {event.origin.step} is complete: "
         f"{decimal(event.total)} in {event.seconds:.2f} s; training was blocked for "
-        f"{blocking_s * 1e3:.1f} ms"
+        f"{blocking_ms:.1f} ms"
     )
 
 

@@ -12,9 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from lightning_dist.checkpoint.disk.file_lock import LockFile, NoLocksError, is_taken
-from lightning_dist.checkpoint.disk.local import LocalStorage
 from lightning_dist.checkpoint.disk.recovery import recover
 from lightning_dist.checkpoint.disk.storage import storage_of
+from lightning_dist.checkpoint.disk.storage.local import LocalStorage
 
 log = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import (
@@ -46,6 +47,20 @@ def tell(accelerator: Accelerator, resolved: Resolved) -> None:
 def kind_of(accelerator: Accelerator) -> str:
     """``NO``, ``MULTI_GPU``, ``FSDP``, ..."""
     return str(accelerator.distributed_type).rpartition(".")[2]
+
+
+def wrap_method(accelerator: Accelerator, name: str, wrapper: Callable[..., Any]) -> None:
+    """Have ``wrapper``, called with the method and its arguments, in the place of a method.
+
+    For methods that Accelerate has no hook for.
+    """
+    setattr(accelerator, name, partial(wrapper, getattr(accelerator, name)))
+
+
+def is_wrapped_by(accelerator: Accelerator, *kinds: type) -> bool:
+    """Whether ``prepare`` was last wrapped by a method of one of these classes."""
+    wrapper = getattr(accelerator.prepare, "func", None)
+    return isinstance(getattr(wrapper, "__self__", None), kinds)
 
 
 def require_attachable(accelerator: Accelerator) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from accelerate.utils import ParallelismConfig
@@ -16,7 +15,7 @@ from lightning_dist.codecs import Codec
 from lightning_dist.configuration import LEFT_OUT, Resolved, resolve
 from lightning_dist.configuration.options import OF_SHARDS, require_of_shards
 from lightning_dist.integrations.accelerate import private
-from lightning_dist.integrations.accelerate.attach import tell
+from lightning_dist.integrations.accelerate.attach import is_wrapped_by, tell, wrap_method
 from lightning_dist.integrations.accelerate.compression import Compression
 from lightning_dist.integrations.torch.checks import require_one_momentum
 from lightning_dist.integrations.torch.fsdp.attach import (
@@ -116,8 +115,7 @@ class ShardedCompression(Compression):
             accelerator, settings.given if isinstance(settings, ShardSettings) else settings
         )
         self._exchanges: dict[nn.Module, ShardedExchange] = {}
-        # Accelerate has no hook for either.
-        accelerator.prepare = partial(self._prepare, accelerator.prepare)
+        wrap_method(accelerator, "prepare", self._prepare)
         if self._of_all is None:
             config = copy(accelerator.parallelism_config)
             config.__class__ = ShardedParallelism
@@ -156,12 +154,6 @@ class ShardedCompression(Compression):
         return context
 
 
-def is_attached(accelerator: Accelerator) -> bool:
-    """Whether a CompressedFSDPPlugin is attached."""
-    owner = getattr(getattr(accelerator.prepare, "func", None), "__self__", None)
-    return isinstance(owner, ShardedCompression)
-
-
 def _require_attachable(accelerator: Accelerator, *, replicas: bool) -> None:
     if not accelerator.is_fsdp2:
         raise ValueError(
@@ -170,7 +162,7 @@ def _require_attachable(accelerator: Accelerator, *, replicas: bool) -> None:
             "fsdp_version=2), or attach a CompressedDDPPlugin"
         )
     config = accelerator.parallelism_config
-    if is_attached(accelerator):
+    if is_wrapped_by(accelerator, ShardedCompression):
         raise ValueError(
             "One CompressedFSDPPlugin can be attached to an Accelerator; attach it once"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial, wraps
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -11,7 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.configuration import Resolved, resolve
 from lightning_dist.configuration.options import OF_LOCAL, require_only
-from lightning_dist.integrations.accelerate.attach import kind_of, tell
+from lightning_dist.integrations.accelerate.attach import (
+    is_wrapped_by,
+    kind_of,
+    tell,
+    wrap_method,
+)
 from lightning_dist.integrations.accelerate.private import prepared_models, prepared_optimizers
 from lightning_dist.integrations.torch.ddp import reducer_of
 from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates, OuterOptimizer
@@ -64,7 +69,7 @@ def local_updates(
             :func:`lightning_dist.local_updates`.
     """
     _require_local(accelerator, model)
-    if takes_local_steps(accelerator):
+    if is_wrapped_by(accelerator, LocalUpdatesPlugin):
         raise ValueError(
             "The model is trained in local steps by a LocalUpdatesPlugin, which `lightning-dist "
             "config` may have asked for with method=; leave the call out, or the plugin"
@@ -117,12 +122,6 @@ def _require_local(accelerator: Accelerator, model: nn.Module) -> None:
         )
 
 
-def takes_local_steps(accelerator: Accelerator) -> bool:
-    """Whether a LocalUpdatesPlugin is attached."""
-    owner = getattr(getattr(accelerator.prepare, "func", None), "__self__", None)
-    return isinstance(owner, LocalUpdatesPlugin)
-
-
 class LocalUpdatesPlugin:
     """:func:`local_updates` of the model that Accelerate prepares, without a call in the loop.
 
@@ -164,11 +163,10 @@ class LocalUpdatesPlugin:
                 "after Accelerator(...)"
             )
         self._accelerator = accelerator
-        # Accelerate has no hook for any of them.
-        accelerator.prepare_model = partial(self._prepare_model, accelerator.prepare_model)
-        accelerator.prepare = partial(self._prepare, accelerator.prepare)
-        accelerator.get_state_dict = partial(self._state_dict, accelerator.get_state_dict)
-        accelerator.end_training = partial(self._end, accelerator.end_training)
+        wrap_method(accelerator, "prepare_model", self._prepare_model)
+        wrap_method(accelerator, "prepare", self._prepare)
+        wrap_method(accelerator, "get_state_dict", self._state_dict)
+        wrap_method(accelerator, "end_training", self._end)
         return self
 
     def _prepare(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

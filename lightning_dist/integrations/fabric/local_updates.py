@@ -13,8 +13,7 @@ from typing_extensions import override
 
 from lightning_dist.integrations.comm_report import CommReport
 from lightning_dist.integrations.lightning.launcher import FollowsLauncher
-from lightning_dist.integrations.local_arguments import LOCAL_KEY, LocalUpdateArguments
-from lightning_dist.integrations.strategy_names import LOCAL_NAMES, register
+from lightning_dist.integrations.strategies.local_updates import LOCAL_KEY, LocalUpdateArguments
 from lightning_dist.integrations.torch.checks import require_compressible
 from lightning_dist.integrations.torch.local.state import WorkerStates
 from lightning_dist.integrations.torch.local.updates import attach
@@ -107,11 +106,6 @@ class LocalUpdateStrategy(CommReport, LocalUpdateArguments, FollowsLauncher, DDP
                 else:
                     self._states.load_state_dict(of_all)
         return rest
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        register(strategy_registry, cls, LOCAL_NAMES, what="local updates")
 
 
 class _NothingToSync:

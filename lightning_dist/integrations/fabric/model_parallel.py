@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.codecs import Codec
-from lightning_dist.integrations.arguments import CHECKPOINT_KEY
 from lightning_dist.integrations.lightning.launcher import FollowsLauncher
-from lightning_dist.integrations.model_parallel import ModelParallelArguments
+from lightning_dist.integrations.strategies.arguments import CHECKPOINT_KEY
+from lightning_dist.integrations.strategies.model_parallel import ModelParallelArguments
 
 
 class CompressedModelParallelStrategy(

@@ -14,8 +14,7 @@ from typing_extensions import override
 
 from lightning_dist.integrations.lightning.checkpoint.session_io import CheckpointerIO
 from lightning_dist.integrations.lightning.strategy import CompressedDDPStrategy
-from lightning_dist.integrations.local_arguments import LOCAL_KEY, LocalUpdateArguments
-from lightning_dist.integrations.strategy_names import LOCAL_NAMES, register
+from lightning_dist.integrations.strategies.local_updates import LOCAL_KEY, LocalUpdateArguments
 from lightning_dist.integrations.torch.checks import require_compressible
 from lightning_dist.integrations.torch.local.state import NOT_SHARDED, WorkerStates
 from lightning_dist.integrations.torch.local.updates import attach
@@ -46,7 +45,7 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
         """Check the arguments; nothing here may depend on rank or device.
 
         Args:
-            *args: see :class:`~lightning_dist.integrations.local_arguments.LocalUpdateArguments`.
+            *args: see :class:`.LocalUpdateArguments`.
             **kwargs: see the same.
             evaluate: validation during the fit uses the anchor, equal on all ranks, or each
                 worker's own weights.
@@ -185,8 +184,3 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
     def teardown(self) -> None:
         self._evaluation.close()
         super().teardown()
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        register(strategy_registry, cls, LOCAL_NAMES, what="local updates")

@@ -16,7 +16,7 @@ from msgspec import Struct
 from lightning_dist.profiling.analysis.intervals import Interval, Intervals
 
 if TYPE_CHECKING:
-    from lightning_dist.profiling.whatif.predict import Predictions
+    from lightning_dist.profiling.whatif.predictions import Predictions
 
 SCHEMA = 2
 

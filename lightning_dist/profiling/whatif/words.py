@@ -10,7 +10,8 @@ from lightning_dist.profiling.analysis.metrics import count, format_value
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.costs import Costs
 from lightning_dist.profiling.whatif.observe import Observed, observe
-from lightning_dist.profiling.whatif.predict import Prediction, Predictions, predict
+from lightning_dist.profiling.whatif.predict import predict
+from lightning_dist.profiling.whatif.predictions import Prediction, Predictions
 from lightning_dist.profiling.whatif.scenarios import FLAT, FSDP, LEADER, scenarios_of
 
 if TYPE_CHECKING:

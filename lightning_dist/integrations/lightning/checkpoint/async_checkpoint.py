@@ -6,7 +6,6 @@ import time
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -100,7 +99,6 @@ class AsyncCheckpoint(CheckpointNames):
             snapshot, max_in_flight, on_busy, writer, verify, on_error, host_memory_limit, lock
         )
         self.format = format
-        self._group: dist.ProcessGroup | None = None
         self._metrics = Metrics()
         self._last_committed: Committed | None = None
         self._last = LastCheckpoint(check=verify != "never", lock=lock)
@@ -142,11 +140,8 @@ class AsyncCheckpoint(CheckpointNames):
         if self._last not in io.searches:
             io.searches.append(self._last)
         if stage == "fit" and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            sharded = self.format == "sharded"
-            if sharded and self._group is None and trainer.world_size > 1:
-                self._group = dist.new_group(backend="gloo")
             session = CheckpointSession(
-                self.settings, callback=self, trainer=trainer, sharded=sharded, group=self._group
+                self.settings, callback=self, trainer=trainer, sharded=self.format == "sharded"
             )
             if not getattr(trainer.strategy, "joins", False):
                 session.open(checkpoint_folder(self, trainer))

@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
-from lightning_dist.checkpoint.ranks import Facts, Ranks
+from lightning_dist.checkpoint.ranks import Facts, Ranks, destroy
 from lightning_dist.checkpoint.saves import Saves, committed_line
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.integrations.lightning.checkpoint.bookkeeping import (
@@ -46,7 +46,7 @@ class CheckpointSession:
 
     Args:
         callback: the ModelCheckpoint that decides when, where and which.
-        group: of all ranks, on CPU, if every rank writes its part.
+        sharded: whether every rank writes its part. Making the session is collective then.
     """
 
     def __init__(
@@ -56,19 +56,21 @@ class CheckpointSession:
         callback: ModelCheckpoint,
         trainer: pl.Trainer,
         sharded: bool,
-        group: dist.ProcessGroup | None,
     ) -> None:
         self._settings, self._sharded = settings, sharded
         self._callback, self._trainer = callback, trainer
         self._removals: list[str] = []  # of this trigger
         self._has_saved = False
         self._watched: list[Optimizer] = []
-        self._blocking: dict[str, float] = {}  # seconds of the last save to each path
+        self._blocking: dict[str, float] = {}  # of the last save to each path, in ms
         self._committed: list[str] = []  # what the other ranks do not know of yet
         self.displaced = Displaced()
         self._checkpointer: Checkpointer | None = None
+        self._group: dist.ProcessGroup | None = None
+        if sharded and trainer.world_size > 1:
+            self._group = dist.new_group(backend="gloo")
         if trainer.is_global_zero or sharded:
-            self._checkpointer = Checkpointer(settings, group=group, ranks=trainer.world_size)
+            self._checkpointer = Checkpointer(settings, group=self._group, ranks=trainer.world_size)
         self._ranks = _TrainerRanks(trainer)
         self.saves = Saves(
             self._checkpointer, settings, ranks=self._ranks, warn=rank_zero_warn, ended=self._ended
@@ -90,8 +92,7 @@ class CheckpointSession:
         try:
             self.saves.open(folder, together=self._sharded)
         except BaseException:
-            if self._checkpointer is not None:
-                self._checkpointer.close()
+            self._end_in_order()
             raise
 
     def move(self, leader: int) -> None:
@@ -145,8 +146,8 @@ class CheckpointSession:
         self._has_saved = True
         if self._checkpointer is not None and at_once:
             self._checkpointer.wait_for_copy()
-        self.saves.metrics.blocking_s = time.perf_counter() - began
-        self._blocking[path] = self.saves.metrics.blocking_s
+        self.saves.metrics.blocking_ms = (time.perf_counter() - began) * 1e3
+        self._blocking[path] = self.saves.metrics.blocking_ms
 
     def link(self, source: str, target: str, *, symbolic: bool = False) -> None:
         """Show ``source`` as ``target`` too, unless it has that name anyway."""
@@ -277,23 +278,30 @@ class CheckpointSession:
         self._correct([each.target for each in failures])
         for each in failures:
             rank_zero_warn(each.message)
-        try:
-            left = None if deadline is None else max(deadline - time.monotonic(), 1.0)
-            self._checkpointer.close(left)
+        if deadline is None:
+            self._end_in_order()
+            return
+        try:  # and leave the group, whose destruction would wait for a peer that hangs
+            self._checkpointer.close(max(deadline - time.monotonic(), 1.0))
         except CheckpointError as error:
-            if deadline is None:
-                raise
             rank_zero_warn(f"Training ended before its checkpoints were complete: {error}")
 
+    def _end_in_order(self) -> None:
+        try:
+            if self._checkpointer is not None:
+                self._checkpointer.close()
+        finally:
+            destroy(self._group)
+
     def _ended(self, event: Committed | Failed) -> None:
-        blocking_s = self._blocking.pop(event.target, 0.0)
+        blocking_ms = self._blocking.pop(event.target, 0.0)
         if isinstance(event, Committed):
             self._committed.append(event.target)
             if self._trainer.is_global_zero:
-                self._announce(event, blocking_s=blocking_s)
+                self._announce(event, blocking_ms=blocking_ms)
 
-    def _announce(self, event: Committed, *, blocking_s: float) -> None:
-        rank_zero_info(prefixed(committed_line(event, blocking_s=blocking_s)))
+    def _announce(self, event: Committed, *, blocking_ms: float) -> None:
+        rank_zero_info(prefixed(committed_line(event, blocking_ms=blocking_ms)))
         step = max(self._trainer.global_step - 1, 0)
         callback: Any = proxy(self._callback)
         for logger in self._trainer.loggers:

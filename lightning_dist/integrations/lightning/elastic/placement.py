@@ -102,11 +102,12 @@ class TrainerPlacement(Placement):
         save_into(checkpointer, self._trainer, path, sharded=sharded)
         if checkpointer is not None and weights_may_change(self._trainer):
             checkpointer.wait_for_copy()
-        self._session.metrics.blocking_s = self._blocking[path] = time.perf_counter() - began
+        blocking_ms = (time.perf_counter() - began) * 1e3
+        self._session.metrics.blocking_ms = self._blocking[path] = blocking_ms
 
     @override
     def committed(self, event: Committed) -> None:
-        line = committed_line(event, blocking_s=self._blocking.pop(event.target, 0.0))
+        line = committed_line(event, blocking_ms=self._blocking.pop(event.target, 0.0))
         rank_zero_info(prefixed(line))
         self._log(self._session.metrics.by_name())
 

@@ -21,7 +21,7 @@ from lightning_dist.elastic.retention import not_ours
 from lightning_dist.elastic.session import Session
 from lightning_dist.elastic.settings import RunSettings
 from lightning_dist.integrations.lightning import private
-from lightning_dist.integrations.lightning.before_setup import BeforeSetup
+from lightning_dist.integrations.lightning.base import BeforeSetup
 from lightning_dist.integrations.lightning.checkpoint.resume import resume_io
 from lightning_dist.integrations.lightning.checkpoint.supported import (
     require_effective,

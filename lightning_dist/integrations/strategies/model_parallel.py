@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_dist.codecs import Codec
 from lightning_dist.exchange.handshake import all_facts
-from lightning_dist.integrations.comm_report import CommReport
+from lightning_dist.integrations.comm_report import CommReport, Reports
 from lightning_dist.integrations.refusals import (
     refuse_codec_options,
     refuse_pytorch_lightning,
@@ -151,7 +151,7 @@ class ModelParallelArguments(CommReport):
         return [each.reducer for each in self._exchanges if isinstance(each, ShardedGradients)]
 
     @property
-    def _reports(self) -> Sequence[ShardedExchange]:
+    def _reports(self) -> Sequence[Reports]:
         return self._exchanges
 
     @property

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dist.codecs import Codec
-from lightning_dist.integrations.arguments import CompressionArguments
+from lightning_dist.integrations.strategies.arguments import CompressionArguments
 from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates, OuterOptimizer
 from lightning_dist.integrations.torch.local.settings import (
     LocalUpdateSettings,
