@@ -58,6 +58,12 @@ def test_validation_uses_the_anchor_or_the_workers_own_weights(two: Results) -> 
         require_equal(facts["anchor"]["parameters"], facts["worker"]["parameters"])
 
 
+def test_a_validation_after_the_fit_uses_the_checkpoint_that_it_is_given(two: Results) -> None:
+    for facts in two("local_steps_validate_another_checkpoint"):
+        assert facts["validated"] == [facts["wanted"]]
+        require_equal(facts["saved"], facts["other"])
+
+
 def test_averaged_weights_are_of_each_worker_and_their_mean_at_the_end(two: Results) -> None:
     first, second = two("local_steps_with_averaged_weights")
     require_equal(first["parameters"], second["parameters"])

@@ -63,12 +63,13 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
     def configure_ddp(self) -> None:
         assert self.model is not None
         require_compressible(self.model)
-        self._updates = self._reducer = None
+        self._reducer = None
         if self._wraps(self._ddp_kwargs, self.root_device):
             self.model = self._setup_model(self.model)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        self._updates = None  # of an earlier fit; Lightning calls configure_ddp for a fit alone
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -165,7 +166,8 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
 
     @override
     def _add_state(self, checkpoint: dict[str, Any], reducer: Reducer) -> None:
-        assert self._updates is not None
+        if self._updates is None:
+            return
         io = self.checkpoint_io
         if isinstance(io, CheckpointerIO) and io.sharded:
             raise ValueError(NOT_SHARDED)

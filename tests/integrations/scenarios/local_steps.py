@@ -269,6 +269,23 @@ def local_steps_evaluate() -> Facts:
 
 
 @scenario
+def local_steps_validate_another_checkpoint() -> Facts:
+    """The same Trainer validates the weights of a file that is not of its fit."""
+    saver = ModelCheckpoint(folder(), filename="local_other", enable_version_counter=False)
+    fit(plain(), callbacks=[saver], enable_checkpointing=True, max_epochs=1)
+    other = torch.load(folder() / "local_other.ckpt", weights_only=True)["state_dict"]
+    trainer, _ = fit(strategy(codec="int8"), limit_val_batches=1)
+    watched = next(each for each in trainer.callbacks if isinstance(each, Watched))
+    watched.validated.clear()
+    trainer.validate(trainer.lightning_module, ckpt_path=folder() / "local_other.ckpt")
+    trainer.save_checkpoint(folder() / "local_validated.ckpt")
+    saved = torch.load(folder() / "local_validated.ckpt", weights_only=True)["state_dict"]
+    model = SameData()
+    model.load_state_dict(other)
+    return {"validated": watched.validated, "wanted": digest(model), "saved": saved, "other": other}
+
+
+@scenario
 def local_steps_with_averaged_weights() -> Facts:
     """Each worker averages its own weights; at the end all have the mean of these."""
     averages = WeightAveraging()
