@@ -19,8 +19,8 @@ from lightning_dist.profiling.whatif.scenarios import (
     ELEMENT_BYTES,
     FLAT,
     FSDP,
+    HIERARCHICAL,
     LEADER,
-    SHARDED,
     Bucket,
     Link,
     Scenario,
@@ -99,7 +99,7 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     codec, device = _codec(every), run.ranks[min(run.ranks)].metadata.device or "cpu"
     across = ["inter" in each.groups for each in abouts]
     link, inside = _link(run, sent[used] / moving[used] * NS), _inside(every)
-    form = FLAT if not any(across) else SHARDED if all(across) else LEADER
+    form = FLAT if not any(across) else HIERARCHICAL if all(across) else LEADER
     if is_fsdp:
         form, inside = FSDP, None
     at_once = GLOO_AT_ONCE if device == "cpu" else 1
