@@ -41,7 +41,7 @@ def whatif_command(
         ),
     ] = None,
     form: Annotated[
-        list[str] | None, typer.Option(help="flat, sharded, leader; repeatable.")
+        list[str] | None, typer.Option(help="flat, hierarchical, leader; repeatable.")
     ] = None,
     inside_gbps: Annotated[
         float | None, typer.Option(help="Rate of a rank inside its host, Gbit/s.")

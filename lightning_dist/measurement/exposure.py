@@ -54,7 +54,7 @@ class ExposureWatch(Observer):
         self._link = measure_link(network)
         self._says = advice_to
         self._marks: list[Timestamp] = []
-        self._compensated: deque[tuple[list[Timestamp], int, int]] = deque(maxlen=_MOST_PENDING)
+        self._pending: deque[tuple[list[Timestamp], int, int]] = deque(maxlen=_MOST_PENDING)
         self._ours: list[float] = []
         self._ddps: list[float] = []
 
@@ -83,14 +83,10 @@ class ExposureWatch(Observer):
 
     def end_step(self, *, raw_bytes: int, last_bucket_bytes: int) -> None:
         """Close a step whose marks are complete: first bucket ... last bucket, finished."""
-        self._compensated.append((self._marks, raw_bytes, last_bucket_bytes))
+        self._pending.append((self._marks, raw_bytes, last_bucket_bytes))
         self._marks = []
-        while (
-            self._compensated
-            and self._device_clock.are_past(self._compensated[0][0])
-            and not self.done
-        ):
-            self._measure(*self._compensated.popleft())
+        while self._pending and self._device_clock.are_past(self._pending[0][0]) and not self.done:
+            self._measure(*self._pending.popleft())
 
     def _measure(self, marks: Sequence[Timestamp], raw: int, last: int) -> None:
         first, last_ready, finished = (

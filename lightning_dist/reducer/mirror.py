@@ -28,6 +28,7 @@ def require_flat(settings: Settings) -> None:
             f"hierarchical={settings.hierarchical!r} and give one codec"
         )
 
+
 _DTYPES = torch.float32, torch.float64, torch.uint8
 
 

@@ -93,11 +93,11 @@ REFUSALS = {
     "--link-gbps 0": "link_gbps must be above 0 Gbit/s, got 0",
     "--inside-gbps nan": "inside_gbps must be above 0 Gbit/s, got nan",
     "--latency-us -1": "latency_us must be 0 or more, got -1",
-    "--form ring": "form must be one of flat, sharded, leader",
+    "--form ring": "form must be one of flat, hierarchical, leader",
     "--codec int9": "codec must be one of",
     "--codec int8 --codec threshold": "codec must have a size that does not depend on the grad",
     "--codec ddp --form leader": "Nothing of this can be predicted: DDP itself is not hierarchical",
-    "--codec int8 --form sharded --link-gbps 1": (
+    "--codec int8 --form hierarchical --link-gbps 1": (
         "Nothing of this can be predicted: one rank per host: nothing is reduced"
     ),
 }
@@ -197,7 +197,7 @@ def test_what_alone_cannot_be_told_is_a_note_with_the_option(tmp_path: Path) -> 
     write_costs(folder, KEPT)
     result = profile("whatif", folder, "--codec", "fp16")
     assert result.exit_code == 0
-    for form in ("sharded", "leader"):
+    for form in ("hierarchical", "leader"):
         assert f"note: n/a for fp16 {form}: no exchange inside a host" in result.stdout
     assert "with --inside-gbps" in result.stdout
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from planted import Planted, replace
+from planted import Planted, bare, replace
 
 from lightning_dist.profiling.analysis.compare import (
     NAMES,
@@ -16,6 +16,7 @@ from lightning_dist.profiling.analysis.compare import (
     verdict,
 )
 from lightning_dist.profiling.analysis.summarize import summarize
+from lightning_dist.profiling.capture.events import OF_NO_BUCKET, Span
 from lightning_dist.profiling.run import Run
 
 UNEVEN = {step: 1 + step % 5 / 10 for step in range(42)}
@@ -45,6 +46,15 @@ def test_planted_differences_are_found() -> None:
     real = {name for name, each in found.items() if each.is_explained is False}
     assert real == {"step_ms", "forward_ms", "sent_mb", "all_steps_ms"}
     assert found["step_ms"].difference == 10
+
+
+def test_bytes_of_fsdp_are_those_of_the_report() -> None:
+    all_gather = "exchange", OF_NO_BUCKET, 1, 9, "all_gather", "flat", 16_000_000
+    run = bare(BASE.run(), spans=[Span(*all_gather)])
+    summary, found = summarize(run), differences(BASE, run)
+    assert summary.traffic is not None
+    assert found["sent_mb"].b == summary.traffic.wire_bytes / 1e6 == 20
+    assert found["sent_mb"].a == 4
 
 
 def test_the_spread_is_that_of_both_notches() -> None:

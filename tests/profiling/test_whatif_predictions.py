@@ -58,7 +58,7 @@ def test_where_nothing_is_faster_it_says_so() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"form": "sharded"}, "Predicted with int4 between hosts: 1.2x."),
+        ({"form": "hierarchical"}, "Predicted with int4 between hosts: 1.2x."),
         ({"form": "leader"}, "Predicted with int4 between hosts, leader form: 1.2x."),
         ({"change": -0.019}, NOTHING),
         (
@@ -74,7 +74,7 @@ def test_what_is_told_of_the_best(changes: dict[str, Any], sentence: str) -> Non
 
 def test_a_flat_exchange_is_named_where_the_run_had_another() -> None:
     found = a_whatif()
-    found = replace(found, baseline=replace(found.baseline, form="sharded"))
+    found = replace(found, baseline=replace(found.baseline, form="hierarchical"))
     assert headline(found) == "Predicted with int4, flat: 1.2x."
 
 
@@ -174,7 +174,7 @@ def test_what_is_not_known_is_told_once_for_each_reason() -> None:
     table = whatif_table(found)
     assert "4 ranks on 1 host, " in table.caption
     assert "N/a for int8, int4, sign, topk, powersgd flat: " not in table.caption
-    for form in ("sharded", "leader"):
+    for form in ("hierarchical", "leader"):
         assert f"N/a for int8 {form}: the cost of int8 was not measured." in table.caption
         assert f"N/a for none, fp16 {form}: one host: nothing crosses" in table.caption
 

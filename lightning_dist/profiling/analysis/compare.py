@@ -18,7 +18,7 @@ import numpy as np
 
 from lightning_dist.profiling.analysis.metrics import METRICS, why
 from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, Summary
-from lightning_dist.profiling.analysis.tables import MS, mean, sample
+from lightning_dist.profiling.analysis.tables import sample
 from lightning_dist.profiling.run import Run
 
 _NOTCH = 1.58
@@ -66,7 +66,7 @@ def measured(run: Run, summary: Summary) -> Figures:
         "step_ms": per_step.step_ms,
         **{f"{part}_ms": parts.get(part, ()) for part in PARTS},
         "exposed_ms": np.sum(exposed, axis=0).tolist() if exposed else (),
-        "sent_mb": [_sent_mb(run, step) for step in per_step.steps] if summary.traffic else (),
+        "sent_mb": per_step.sent_mb if summary.traffic else (),
         "all_steps_ms": sample(run, warmup_steps=summary.warmup_steps).durations_ms(),
     }
     fields = {"step_ms": "step_ms", "exposed_ms": "exposed_ms", "sent_mb": "traffic"}
@@ -133,9 +133,3 @@ def _difference(name: str, a: Figures, b: Figures) -> Difference:
 def _notch(values: Sequence[float]) -> float:
     low, high = np.quantile(values, (0.25, 0.75))
     return float(_NOTCH * (high - low) / math.sqrt(len(values)))
-
-
-def _sent_mb(run: Run, step: int) -> float:
-    """Megabytes of a rank, the mean over ranks."""
-    steps = [each.steps[step] for each in run.ranks.values() if step in each.steps]
-    return mean([sum(b.intra + b.inter for b in each.buckets) for each in steps]) / MS

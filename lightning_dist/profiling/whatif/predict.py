@@ -13,8 +13,8 @@ from lightning_dist.profiling.whatif.scenarios import (
     DDP,
     FLAT,
     FSDP,
+    HIERARCHICAL,
     LEADER,
-    SHARDED,
     Scenario,
 )
 from lightning_dist.profiling.whatif.simulator import (
@@ -70,7 +70,7 @@ def local_scenarios(
         raise ValueError(f"Local steps must be 1 or more, got {min(sync_every)}")
     if below is not None and not 0 < below < 1:
         raise ValueError(f"The share of waiting must be between 0 and 100 %, got {below:.0%}")
-    forms = [replace(there, codec="none", form=each) for each in (SHARDED, LEADER, FLAT)]
+    forms = [replace(there, codec="none", form=each) for each in (HIERARCHICAL, LEADER, FLAT)]
     chosen = next(each for each in forms if not each.unsupported) if form is None else form
     form = chosen if isinstance(chosen, str) else chosen.form
     found = []
