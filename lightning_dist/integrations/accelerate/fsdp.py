@@ -120,7 +120,7 @@ class ShardedCompression(Compression):
             config = copy(accelerator.parallelism_config)
             config.__class__ = ShardedParallelism
             accelerator.state.parallelism_config = config
-            accelerator.no_sync = partial(self._no_sync, accelerator.no_sync)
+            wrap_method(accelerator, "no_sync", self._no_sync)
 
     def take_place(self) -> None:
         """Nothing: FSDP2 asks nobody for a hook."""
