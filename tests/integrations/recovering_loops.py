@@ -35,7 +35,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dist import CommProfiler, ElasticLoop, compress_ddp, init_process_group
+from lightning_dist.elastic.process.lifecycle import ProcessLifecycle
 from lightning_dist.elastic.recovery.generations import Generations
+from lightning_dist.elastic.recovery.groups import GenerationGroups
 from lightning_dist.elastic.recovery.protocol import Keys
 from lightning_dist.exchange.channel import Channel
 
@@ -76,9 +78,10 @@ def digest(module: nn.Module) -> str:
 
 
 class Faults:
-    """Kills, stops or hangs this process where it is told to."""
+    """Kills, stops, hangs or terminates this process where it is told to."""
 
     def __init__(self, folder: Path, told: list[list[Any]]) -> None:
+        self.lifecycle: ProcessLifecycle
         self._folder = folder
         self._own = os.environ.get("LIGHTNING_DIST_WORKER", "")
         self._told = {
@@ -88,22 +91,28 @@ class Faults:
         }
         self.step = -1
 
-    def begin(self, step: int, *, world: int) -> None:
-        """``step`` has begun here; a rank that is lost in its forward pass waits for the others.
+    def begin(self, step: int, *, world: int, is_broken: Callable[[], bool]) -> None:
+        """``step`` has begun here; a rank that is lost in it waits until all have begun it.
 
-        Otherwise they could learn of its loss before they have begun the step.
+        Otherwise they could learn of its loss between two steps.
         """
         self.step = step
         begun = self._folder / f"begun-{step}"
         begun.mkdir(exist_ok=True)
         (begun / self._own).touch()
-        if ("forward", step) in self._told:
-            await_true(lambda: len(os.listdir(begun)) >= world, f"{world} ranks have begun {step}")
+        if any(at == step for _, at in self._told):
+            await_true(
+                lambda: len(os.listdir(begun)) >= world or is_broken(),
+                f"{world} ranks have begun step {step}",
+            )
 
     def strike(self, place: str) -> None:
         action = self._told.get((place, self.step))
         if action == "hang":
             threading.Event().wait()
+        elif action == "terminate":
+            os.kill(os.getpid(), signal.SIGTERM)
+            await_true(lambda: self.lifecycle.is_told, "the signal is noted")
         elif action is not None:
             os.kill(os.getpid(), signal.SIGSTOP if action == "stop" else signal.SIGKILL)
 
@@ -129,6 +138,17 @@ def await_newcomers(
         return generations.waiting >= missing
 
     await_true(are_here, f"{missing} newcomers wait")
+
+
+def watch_groups(faults: Faults) -> None:
+    """Strike where the groups of a generation are made."""
+    made = GenerationGroups.made
+
+    def making(groups: GenerationGroups, *arguments: Any, **named: Any) -> Any:
+        faults.strike("groups")
+        return made(groups, *arguments, **named)
+
+    GenerationGroups.made = making  # type: ignore[method-assign]
 
 
 def watch_votes(folder: Path, faults: Faults, lost: list[Any]) -> None:
@@ -254,6 +274,7 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
         trace = (folder / f"{own}.trace").open("w")
         faulthandler.dump_traceback_later(told.get("limit", 100), exit=True, file=trace)
     faults = Faults(folder, told.get("faults", []))
+    watch_groups(faults)
     watch_votes(folder, faults, told.get("lost", []))
     module = Net()
     module.layers[1].weight.register_hook(lambda _: faults.strike("between buckets"))
@@ -289,7 +310,7 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
         ) as loop,
         profiled(model, folder / "profile") if "profile" in told else nullcontext(),
     ):
-        recovery = loop._run.recovery
+        recovery, faults.lifecycle = loop._run.recovery, loop._run.session.lifecycle
         ids: list[int] = []
         for epoch in loop.epochs(told.get("epochs", EPOCHS)):
             for numbers, x in loop.batches():
@@ -305,7 +326,11 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
                         await_newcomers(
                             recovery.generations, missing=missing, heartbeat=loop.heartbeat
                         )
-                faults.begin(begun, world=world)
+                faults.begin(
+                    begun,
+                    world=world,
+                    is_broken=lambda: recovery is not None and recovery.is_broken,
+                )
                 if begun in (2, 12) and own:
                     made.gather()
                 file, at = told.get("waits", ("", -1))
@@ -335,19 +360,18 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
                     faults.strike("after the step")
                     scheduler.step()
                     optimizer.zero_grad()
-                    loop.step_done()
-                    ids = []
-                    if loop.steps > begun:
+                    if recovery is None or not recovery.is_given_up:
                         note(
-                            committed=loop.steps,
+                            committed=begun + 1,
                             generation=number,
                             hash=digest(module),
                             world=world,
                             levels=levels,
                             lr=scheduler.get_last_lr()[0],
-                            passes=float(module.passes),
                             scale=scaler.get_scale(),
                         )
+                    loop.step_done()  # which may end this process
+                    ids = []
     note(end=loop.steps, hash=digest(module), metrics=loop.metrics())
     faulthandler.cancel_dump_traceback_later()
     if own.startswith("0."):

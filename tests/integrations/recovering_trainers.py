@@ -36,6 +36,7 @@ from recovering_loops import (
     digest,
     name_host,
     profiled,
+    watch_groups,
     watch_votes,
 )
 from torch import Tensor
@@ -53,6 +54,7 @@ class Module(pl.LightningModule):
         self.net, self.told = Net(), told
         self.faults = Faults(folder, told.get("faults", []))
         self.own = os.environ["LIGHTNING_DIST_WORKER"]
+        watch_groups(self.faults)
         watch_votes(folder, self.faults, told.get("lost", []))
         self.log_file = (folder / f"{self.own}.jsonl").open("a", buffering=1)
         self.ids: list[int] = []
@@ -83,10 +85,15 @@ class Module(pl.LightningModule):
             reducer = self.trainer.strategy._reducer
             self.world, self.levels = self.trainer.world_size, reducer.network.intra is not None
             self.residual = float(reducer.state.packed().norm())
-        self.faults.begin(self.trainer.global_step, world=self.world)
-        self.faults.strike("forward")
+        self.faults.begin(
+            self.trainer.global_step,
+            world=self.world,
+            is_broken=lambda: self.generations.is_broken,
+        )
         elastic = self.trainer.checkpoint_callbacks[-1]
         assert isinstance(elastic, ElasticRestart)
+        self.faults.lifecycle = elastic._session.lifecycle
+        self.faults.strike("forward")
         assert elastic.micro_batch is not None
         if elastic.micro_batch.weight:
             self.ids += numbers.tolist()
@@ -106,19 +113,18 @@ class Module(pl.LightningModule):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
         self.faults.strike("after the step")
+        self.note(
+            committed=self.key[1] + 1,
+            generation=self.key[0],
+            hash=digest(self.net),
+            world=self.world,
+            levels=self.levels,
+            residual=self.residual,
+            lr=self.lr_schedulers().get_last_lr()[0],
+        )
 
     def on_train_batch_end(self, *args: Any) -> None:
         if self.trainer.global_step > self.key[1]:
-            self.note(
-                committed=self.trainer.global_step,
-                generation=self.key[0],
-                hash=digest(self.net),
-                world=self.world,
-                levels=self.levels,
-                residual=self.residual,
-                lr=self.lr_schedulers().get_last_lr()[0],
-                passes=float(self.net.passes),
-            )
             self.faults.strike("end of step")
 
     def on_train_epoch_end(self) -> None:

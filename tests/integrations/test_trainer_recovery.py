@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from recovering_loops import EPOCHS, SIZE, train
-from test_loop_recovery import PLACES, STEP, Job
+from test_loop_recovery import PLACES, STEP, TERMINATED, Job, require_saved_on_sigterm
 from torch.utils.data import DataLoader
 
 import lightning_dist
@@ -48,12 +48,6 @@ def require_logged(job: Job) -> None:
             assert told["logged"] == sum(len(each["ids"]) for each in done), told
 
 
-def require_weights(job: Job, expected: dict[str, torch.Tensor]) -> None:
-    for name, weight in job.weights().items():
-        if name != "passes":
-            torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=1e-9)
-
-
 @pytest.mark.parametrize(
     ("victim", "place"),
     [
@@ -74,12 +68,20 @@ def test_a_killed_rank_costs_no_sample_and_changes_no_weight(
     job.require_exact()
     require_logged(job)
     assert job.weights()["passes"] == job.passes()
-    require_weights(job, expected)
+    job.require_weights(expected)
     worlds = {line["committed"]: line["world"] for line in job.of("committed")}
     assert worlds[STEP] == worlds[EPOCHS * SIZE // 12] == 3
     new = f"{victim[:-1]}1"
     assert {line["committed"] for line in job.lines[new] if "committed" in line} >= {13, 14, 15}
     assert any(len(names) == 2 for names in job.members().values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", TERMINATED)
+def test_sigterm_leads_to_a_checkpoint(
+    who: str, expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
+) -> None:
+    require_saved_on_sigterm(TrainerJob, who, tmp_path, quick_python, expected)
 
 
 @pytest.mark.slow
@@ -96,7 +98,7 @@ def test_accumulated_and_clipped_gradients(
     job = TrainerJob(tmp_path / "one", quick_python, faults=faults, joins=10, **told)
     job.require_exact()
     require_logged(job)
-    require_weights(job, whole.weights())
+    job.require_weights(whole.weights())
     assert any(not torch.allclose(weight, expected[n]) for n, weight in whole.weights().items())
 
 
@@ -111,7 +113,7 @@ def test_a_rank_is_lost_at_the_end_of_an_epoch(
     job = TrainerJob(tmp_path, quick_python, **told)
     job.require_exact()
     require_logged(job)
-    require_weights(job, expected)
+    job.require_weights(expected)
     written = (tmp_path / "lightning_logs" / "version_0-0.1.0" / "metrics.csv").read_text()
     rows = list(csv.DictReader(written.splitlines()))
     assert {int(row["step"]) for row in rows if row["loss_step"]} >= set(range(5, 15))
@@ -126,7 +128,7 @@ def test_a_metric_of_an_epoch_is_computed_without_the_rank_that_is_lost_after_it
     job = TrainerJob(tmp_path, quick_python, faults=faults, joins=12, metric=True)
     job.require_exact()
     require_logged(job)
-    require_weights(job, expected)
+    job.require_weights(expected)
     assert "exit code 75" not in job.output
     trained = [line["trained"] for line in job.of("logged") if line["epoch"] == 0]
     assert len(trained) == 2
@@ -141,7 +143,7 @@ def test_two_ranks_at_once(
     both = [["0.0.0", "between buckets", STEP], ["0.2.0", "after the vote", STEP - 1]]
     job = TrainerJob(tmp_path, quick_python, faults=both, joins=10)
     job.require_exact()
-    require_weights(job, expected)
+    job.require_weights(expected)
 
 
 @pytest.mark.slow
@@ -207,7 +209,7 @@ def test_a_rank_is_lost_in_a_collective_of_lightning(
     job = TrainerJob(tmp_path, quick_python, **told)
     job.require_exact()
     require_logged(job)
-    require_weights(job, expected)
+    job.require_weights(expected)
     require_validated(job, whole, ids=place != "end of validation")
     assert f"worker {victim} is gone" in job.output
     assert ("the validation is run again" in job.output) == says
@@ -235,7 +237,7 @@ def test_a_rank_that_misses_the_end_of_a_section_takes_it_from_the_others(
     job = TrainerJob(tmp_path, quick_python, misses=["0.1.0", step, "0.2.0"], **told)
     job.require_exact()
     require_logged(job)
-    require_weights(job, expected)
+    job.require_weights(expected)
     assert max(line["generation"] for line in job.of("committed")) >= 1
     for lines in job.lines.values():
         validated = [line["validated"] for line in lines if "validated" in line]
@@ -256,7 +258,7 @@ def test_a_rank_is_lost_between_two_steps_of_an_epoch(
     job = TrainerJob(tmp_path / "one", quick_python, faults=[["0.1.0", place, 3]], joins=12, **told)
     job.require_exact()
     require_logged(job)
-    require_weights(job, expected)
+    job.require_weights(expected)
     require_validated(job, whole, ids=True)
     assert {line["validated"] for line in job.of("validated")} == {2, 4, 7, 9, 12, 14}
     assert "exit code 75" not in job.output
@@ -314,7 +316,7 @@ def test_groups_of_hosts_are_rebuilt(
     job.require_levels(lost=len(victims))
     if codec == "none":
         (tmp_path / "alone").mkdir()
-        require_weights(job, train(tmp_path / "alone", {"accumulate": 4}).state_dict())
+        job.require_weights(train(tmp_path / "alone", {"accumulate": 4}).state_dict())
         return
     last = [line for line in job.of("committed") if line["committed"] == 12]
     assert len({line["generation"] for line in last}) == 1

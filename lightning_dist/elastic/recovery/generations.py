@@ -128,8 +128,10 @@ class Generations:
                 f"{_TRIES} generations of the same step have failed: {generation.reason}"
             ) from failure
         self._member.meet()
-        connect, number = self._member.connect, generation.number
-        with self.groups.made(connect, number=number, rank=rank, world_size=size):
+        number, member = generation.number, self._member
+        with self.groups.made(
+            member.connect, port=member.port, number=number, rank=rank, world_size=size
+        ):
             data, control = self.groups.new(), self.groups.new()
             members = Membership(generation=number, make=self.groups.new)
         if self._member.is_broken:

@@ -2,6 +2,8 @@
 
 gloo cannot abort a collective. So the connected sockets of a generation are noted when its groups
 are made, and shut down when it is broken: whoever waits in one of its collectives fails at once.
+They are those to a port on which a member listens for its groups, or to the store: another thread
+may open a connection meanwhile, to an object store for instance.
 Deleting a group may block until the threads in it have noticed, so a thread does that: each has
 three threads and a dozen descriptors, too many to be kept for ever.
 """
@@ -14,7 +16,7 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -53,6 +55,7 @@ class GenerationGroups:
 
     def __init__(self) -> None:
         self._sockets: list[socket.socket] = []
+        self._ports: set[int] = set()  # of members and of the store
         self._making: set[tuple[int, int]] | None = None  # sockets that were there before
         self._lock = threading.Lock()
         self._before: list[object] = []  # groups of the generation before, which may be in use
@@ -63,15 +66,17 @@ class GenerationGroups:
 
     @contextmanager
     def made(
-        self, connect: Callable[[], Store], *, number: int, rank: int, world_size: int
+        self, connect: Callable[[], Store], *, port: int, number: int, rank: int, world_size: int
     ) -> Iterator[None]:
         """The default group of generation ``number``; groups made inside are of it too. Collective.
 
         Args:
             connect: makes a client of the store of all members, whose connection is shut down with
                 the others: members are waited for in it too.
+            port: of that store.
         """
         self.shut()
+        self._ports = {port}
         left, self._before[:] = [*self._before], all_groups()
         self._deletes = threading.Thread(target=left.clear, name="recovery groups", daemon=True)
         self._deletes.start()
@@ -94,14 +99,16 @@ class GenerationGroups:
         before = all_groups()
         with self._lock:
             self._making = _descriptors()
+        ports: set[int] | None = None
         try:
             yield
+            ports = self._ports = self._ports | _ports_of_all(_descriptors() - self._making)
         except BaseException:
             self.shut()  # others may wait for this process
             raise
         finally:
             with self._lock:
-                self._sockets += self._new()
+                self._sockets += self._new(ports)
                 self._making = None
         for group in all_groups():
             if group not in before:
@@ -118,9 +125,11 @@ class GenerationGroups:
         )
         return group
 
-    def _new(self) -> list[socket.socket]:
-        """Connections of the groups that are being made."""
-        return [] if self._making is None else _connected(_descriptors() - self._making)
+    def _new(self, ports: Collection[int] | None = None) -> list[socket.socket]:
+        """Connections of the groups that are being made; None: all, before ports are known."""
+        if self._making is None:
+            return []
+        return _connected(_descriptors() - self._making, ports)
 
     def _end(self) -> None:
         self.shut()
@@ -130,7 +139,8 @@ class GenerationGroups:
     def shut(self) -> None:
         """Shut down all connections of this generation: its collectives fail. From any thread.
 
-        While groups are made there may be more of them later.
+        While groups are made there may be more of them later, and all that were opened since are
+        shut down.
         """
         with self._lock:
             sockets, self._sockets = self._sockets + self._new(), []
@@ -151,19 +161,42 @@ def _descriptors() -> set[tuple[int, int]]:
     return found
 
 
-def _connected(descriptors: set[tuple[int, int]]) -> list[socket.socket]:
-    """Duplicates of connected TCP sockets: whoever closes one does not close another by mistake."""
+def _ports_of_all(descriptors: set[tuple[int, int]]) -> set[int]:
+    """Ports on which any member listens with sockets that are new. Collective."""
+    own: list[int] = []
+    found: list[list[int]] = [[]] * dist.get_world_size()
+    for each in _duplicates(descriptors):
+        with each:
+            if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                own.append(each.getsockname()[1])
+    dist.all_gather_object(found, own)
+    return {port for ports in found for port in ports}
+
+
+def _connected(
+    descriptors: set[tuple[int, int]], ports: Collection[int] | None
+) -> list[socket.socket]:
+    """Connections from or to one of ``ports``; None: all."""
+    found = []
+    for each in _duplicates(descriptors):
+        ends: set[int] = set()
+        with suppress(OSError):  # one that listens: gloo ends the process where it fails
+            ends = {each.getpeername()[1], each.getsockname()[1]}
+        if ends if ports is None else ends.intersection(ports):
+            found.append(each)
+        else:
+            each.close()
+    return found
+
+
+def _duplicates(descriptors: set[tuple[int, int]]) -> list[socket.socket]:
+    """Duplicates of TCP sockets: whoever closes one does not close another by mistake."""
     found = []
     for number, _ in descriptors:
         with suppress(OSError):
             each = socket.socket(fileno=os.dup(number))
-            if each.family not in (socket.AF_INET, socket.AF_INET6):
+            if each.family in (socket.AF_INET, socket.AF_INET6):
+                found.append(each)
+            else:
                 each.close()
-                continue
-            try:
-                each.getpeername()
-            except OSError:  # one that listens: gloo ends the process where it fails
-                each.close()
-                continue
-            found.append(each)
     return found

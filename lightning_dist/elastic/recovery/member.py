@@ -113,6 +113,11 @@ class Member:
         return self._environment.connect()
 
     @property
+    def port(self) -> int:
+        """Of the store."""
+        return self._environment.port
+
+    @property
     def is_broken(self) -> bool:
         """Whether this generation is known to be at its end."""
         return bool(self._reason)
