@@ -64,7 +64,8 @@ all forms, `fsdp` those of sharded models, with the three of DDP. In a row of th
     bound_ms       median no-comm step + bytes sent by a host / link rate: the step if encoding cost
                    nothing and nothing overlapped
     replicas_identical
-                   whether after every timed step all ranks held the same parameters, bit by bit
+                   whether after every timed step all ranks held the same parameters, bit by bit;
+                   null where no rank has what another has
     reason         why a row could not be measured
 
 Hosts share the machine's cores and its memory bus: with more ranks than cores the times are an
@@ -98,7 +99,7 @@ from benchmarks.step_time.rank import (
     split_row,
 )
 from benchmarks.step_time.sharded import ROWS as SHARDED_ROWS
-from benchmarks.step_time.sharded import is_sharded, micro_batches
+from benchmarks.step_time.sharded import has_replicas, is_sharded, micro_batches
 from benchmarks.step_time.tables import forms, sharded, step_times
 from lightning_dist.codecs import CODECS
 
@@ -288,7 +289,9 @@ def summarize(
             "bound_ms": bound_ms,
             "speedup_vs_fp32": medians[DDP_ROW] / step_ms,
             "speedup_vs_fp16": medians[FP16_ROW] / step_ms,
-            "replicas_identical": None if silent else all(s["identical"] for s in samples),
+            "replicas_identical": None
+            if silent or not has_replicas(name)
+            else all(s["identical"] for s in samples),
             "reason": None,
         }
         yield row

@@ -396,7 +396,7 @@ def _gathered(of_kinds: Mapping[str, Any], factors: Any) -> dict[str, Any]:
 def _consecutive(flat: Tensor, parts: Sequence[Sequence[int]]) -> Sequence[Tensor]:
     """Views of ``flat``, one for each ``(start, numel)`` in ``parts``, one after the other."""
     sizes = [numel for _, numel in parts]
-    return flat[: sum(sizes)].split(sizes)
+    return flat[: sum(sizes)].split_with_sizes(sizes)
 
 
 def own_keys(state: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
