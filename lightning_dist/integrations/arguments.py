@@ -38,6 +38,7 @@ class CompressionArguments:
         rank_groups: list[Any] | None = None,
         commit: Literal["auto", "immediate", "deferred"] = "auto",
         delay: int = 0,
+        exchange_timeout: float | None = None,
         recovery: RecoveryMode = "restart",
         mirror_residuals: bool | int = False,
         **kwargs: Any,
@@ -72,6 +73,9 @@ class CompressionArguments:
             delay: 1 applies the mean of a step in the next one, so that its exchange has a whole
                 step; the first step gets zeros. For slow links, at some cost in loss. Not with a
                 GradScaler, ``find_unused_parameters``, several optimizers or OneBitAdam.
+            exchange_timeout: seconds that one wait for other ranks may take before the step fails
+                on a CPU, and that a strategy that ends gives an accelerator to complete what it
+                was given. None: the timeout of the process group.
             recovery: ``"in_process"``, for a Trainer with ``ElasticRestart`` under
                 ``lightning-dist launch``: where a rank is lost, the others take the interrupted
                 step again without it, in their processes, and the one that the launcher starts in
@@ -112,6 +116,7 @@ class CompressionArguments:
             compile_kernels=compile_kernels,
             commit=commit,
             delay=delay,
+            exchange_timeout=exchange_timeout,
         )
         super().__init__(**kwargs)
 

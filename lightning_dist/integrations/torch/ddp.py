@@ -61,6 +61,7 @@ def compress_ddp(
     compile_kernels: bool | Literal["auto"] = "auto",
     commit: Literal["auto", "immediate", "deferred"] = "auto",
     delay: int = 0,
+    exchange_timeout: float | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     groups: Groups | None = None,
 ) -> Reducer:
@@ -94,6 +95,9 @@ def compress_ddp(
         delay: 1 applies the mean of a step in the next one, so that its exchange has a whole
             step; the first step gets zeros. For slow links, at some cost in loss. Not with a
             GradScaler, ``find_unused_parameters``, several optimizers or OneBitAdam.
+        exchange_timeout: seconds that one wait for other ranks may take before the step fails on a
+            CPU, and that ``close()`` gives an accelerator to complete what it was given. None: the
+            timeout of the process group.
         grad_scaler: the GradScaler in use, so that residuals are kept unscaled.
         groups: two process groups over the ranks of ``model``, for payloads and for flags; where
             the exchange is hierarchical also this rank's, from the inside out. Used by nothing
@@ -118,6 +122,7 @@ def compress_ddp(
         compile_kernels=compile_kernels,
         commit=commit,
         delay=delay,
+        exchange_timeout=exchange_timeout,
     )
     scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
     return attach(

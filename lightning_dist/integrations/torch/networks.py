@@ -95,7 +95,7 @@ def network_over(
     )
     if made is not None:
         return made
-    limit = WaitLimit()
+    limit = WaitLimit(settings.exchange_timeout)
     flags = Channel(control, name="control", limit=limit)
     network = Network(Channel(data, limit=limit), flags, topology, device)
     if tree is None:
@@ -224,7 +224,7 @@ def sharded_network(
     if device.type != "cpu":
         device = torch.device(device.type, torch.accelerator.current_device_index())
     data, control = new_groups(world, timeout=timeout)
-    limit = WaitLimit()
+    limit = WaitLimit(settings.exchange_timeout)
     own = {**settings.fingerprint(), "mesh": str(ranks.tolist()), "parameters": parameters}
     facts = all_facts({**own, "host": this_host()}, group=data, device=device)
     require_equal([{key: fact[key] for key in own} for fact in facts])
