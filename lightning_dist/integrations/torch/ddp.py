@@ -88,7 +88,7 @@ def compress_ddp(
             models of 4 Mi elements or more where a compiler is there, and for all on a GPU with
             Triton, whose kernels exchange whole buckets. Equal on all ranks.
         commit: when residuals are written. ``"immediate"``: in the pass that encodes, and each
-            bucket is decoded when it has landed; what a step owes is lost if it is not applied.
+            bucket is decoded when it has landed; a step that is not applied loses what it has sent.
             ``"deferred"``: once every bucket of a step has landed and all ranks know that it is
             finite; a step that is not applied leaves no trace. ``"auto"``: deferred with a
             GradScaler or ``find_unused_parameters``, else immediate.
@@ -187,8 +187,8 @@ def attach(
         moved = [n for n in numel if n in before and before[n] != reducer.strides[n]]
         if moved and first:
             log.warning(
-                "The memory format of %s has changed since the last fit: what was owed to them is "
-                "forgotten; to keep it, load a checkpoint of that fit",
+                "The memory format of %s has changed since the last fit: their residuals are "
+                "dropped; to keep them, load a checkpoint of that fit",
                 ", ".join(moved),
             )
         reducer.state.keep_only({name: of for name, of in numel.items() if name not in moved})

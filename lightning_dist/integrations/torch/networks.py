@@ -85,12 +85,12 @@ def network_over(
     }
     place = claim(rank=dist.get_rank() if dist.is_initialized() else data.rank())
     place_of_own = {"host": this_host(), "claim": None if place is None else place.as_fact()}
-    told = all_facts({**own, **place_of_own}, group=data, device=device)
-    require_equal([{key: fact[key] for key in own} for fact in told])
+    gathered = all_facts({**own, **place_of_own}, group=data, device=device)
+    require_equal([{key: fact[key] for key in own} for fact in gathered])
     topology, tree = topology_of(
         settings,
-        hosts=[fact["host"] for fact in told],
-        claims=[fact["claim"] for fact in told],
+        hosts=[fact["host"] for fact in gathered],
+        claims=[fact["claim"] for fact in gathered],
         rank=data.rank(),
     )
     if made is not None:
@@ -190,7 +190,7 @@ def _new_group(
         backend=dist.get_backend(like),
         # Ranks that are not in `like` do not come here.
         use_local_synchronization=like.size() < dist.get_world_size(),
-        sort_ranks=False,  # a rank's number in a group is its place in what we were told
+        sort_ranks=False,  # a rank's number in a group is its place in the list of ranks
     )
     return group
 
