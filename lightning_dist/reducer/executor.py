@@ -25,7 +25,7 @@ _POLL = 0.001
 """Seconds between two looks at an accelerator, which can only be waited for without a limit."""
 
 _AT_EXIT = 2.0
-"""Seconds of the same where nobody has closed it and the process ends."""
+"""Seconds of the same where it was not closed and the process ends."""
 
 
 class Executor(ABC):

@@ -21,7 +21,7 @@ NewGroup = Callable[[Sequence[int]], dist.ProcessGroup]
 class Rows:
     """Holder of a row of the gathered state: a rank, or the ranks of a host together.
 
-    The mean over the rows is what is owed to the model, whatever they are.
+    The mean over the rows is the residual of the model, whatever they are.
     """
 
     row_of: tuple[int, ...]  # of every rank
@@ -52,7 +52,7 @@ class Network:
     topology: Topology
     device: torch.device
     intra: IntraLevel | None = None
-    row_of: tuple[int, ...] | None = None  # who shares the state of one row; None: nobody
+    row_of: tuple[int, ...] | None = None  # row of the state of every rank; None: one for each
     plans_for: torch.device | None = None  # another device, of which bytes are counted
 
     @property

@@ -28,7 +28,7 @@ Layout: TypeAlias = Sequence[tuple[str, str, int]]
 class Stripes:
     """A tensor of the gathered state whose parts are still on their ranks.
 
-    ``whole``, of shape (rows, numel), is memory that nobody has filled. ``own`` are this rank's
+    ``whole``, of shape (rows, numel), is memory that is not filled. ``own`` are this rank's
     parts, with the element of ``whole`` at which each starts; what no rank has is zero.
     """
 
@@ -275,7 +275,7 @@ class ReducerState:
         """Take over what :meth:`gather` returned, in place of everything held now.
 
         With the same number of rows each gets its own back. Otherwise each gets the mean: what is
-        still owed to the model is the mean over rows, and the mean of equal rows is that.
+        still missing in the model is the mean over rows, and the mean of equal rows is that.
         """
         self._held = {
             (kind, name): _Held.from_row(
@@ -306,10 +306,10 @@ class ReducerState:
         group, device = network.data.group, network.device
         self.know_all(network)
         own = {"row": row, "mean": self.is_mean}
-        told = all_facts(own, group=group, device=device)
-        rows = [fact["row"] for fact in told]
-        if any(fact["mean"] for fact in told):  # the others have lost a rank before they had it
-            rows = ["mean" if fact["mean"] else None for fact in told]
+        facts = all_facts(own, group=group, device=device)
+        rows = [fact["row"] for fact in facts]
+        if any(fact["mean"] for fact in facts):  # the others have lost a rank before they had it
+            rows = ["mean" if fact["mean"] else None for fact in facts]
         row = rows[group.rank()]
         first, count = rows.index(row) == group.rank(), len({*rows} - {None})
         found: dict[tuple[str, str], _Held] = {}

@@ -87,16 +87,16 @@ def network_over(
     }
     place = claim(rank=dist.get_rank() if dist.is_initialized() else data.rank())
     place_of_own = {"host": this_host(), "claim": None if place is None else place.as_fact()}
-    told = all_facts({**own, **place_of_own}, group=data, device=device)
-    require_equal([{key: fact[key] for key in own} for fact in told])
-    hosts, claims = [fact["host"] for fact in told], [fact["claim"] for fact in told]
+    gathered = all_facts({**own, **place_of_own}, group=data, device=device)
+    require_equal([{key: fact[key] for key in own} for fact in gathered])
+    hosts, claims = [fact["host"] for fact in gathered], [fact["claim"] for fact in gathered]
     if tree is None:
         topology, tree = topology_of(settings, hosts=hosts, claims=claims, rank=data.rank())
     else:
         topology, tree = Topology(tuple(hosts), data.rank()), tree if len(tree[0]) > 1 else None
     if made is not None:
         return made
-    limit = WaitLimit()
+    limit = WaitLimit(settings.exchange_timeout)
     flags = Channel(control, name="control", limit=limit)
     network = Network(Channel(data, limit=limit), flags, topology, device)
     if tree is None:
@@ -191,7 +191,7 @@ def _new_group(
         backend=dist.get_backend(like),
         # Ranks that are not in `like` do not come here.
         use_local_synchronization=like.size() < dist.get_world_size(),
-        sort_ranks=False,  # a rank's number in a group is its place in what we were told
+        sort_ranks=False,  # a rank's number in a group is its place in the list of ranks
     )
     return group
 

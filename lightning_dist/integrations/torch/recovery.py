@@ -37,8 +37,8 @@ from lightning_dist.integrations.torch.regroup import (
 )
 from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.private import order_buckets, send_buffers
-from lightning_dist.reducer.commit import untraced
 from lightning_dist.reducer.mirror import ResidualMirror, require_flat
+from lightning_dist.reducer.observer import untraced
 
 
 class StepRecovery:

@@ -29,7 +29,7 @@ from lightning_dist.private import (
 )
 from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.profiling.capture.steps import StepTimer
-from lightning_dist.reducer.commit import untraced
+from lightning_dist.reducer.observer import untraced
 
 _HELD_BYTES = 4 << 20
 """DDP copies a mean into its gradients while the next ones travel; those that are held until the

@@ -24,8 +24,7 @@ from lightning_dist.kernels.sparse import SparsePasses
 from lightning_dist.kernels.triton import available_on, kernels_of
 from lightning_dist.reducer.codec_sample import SampleSource
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.plan.block import BlockPlan
-from lightning_dist.reducer.plan.fitting import sends_more
+from lightning_dist.reducer.plan.block import BlockPlan, sends_more
 from lightning_dist.reducer.plan.intra import IntraPlan, share_dtype
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState

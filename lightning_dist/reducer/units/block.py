@@ -15,9 +15,16 @@ from lightning_dist.exchange.rounds import TwoShot
 from lightning_dist.reducer.plan.block import BlockPlan, key_name
 from lightning_dist.reducer.plan.slices import ParameterSlice, neighbours
 from lightning_dist.reducer.units.base import CommUnit
-from lightning_dist.reducer.units.keys import UnitKeys
 from lightning_dist.reducer.units.sizes import unit_elements
-from lightning_dist.reducer.units.tiles import Grid, Tile, columns_of, joined, of_tiles, tile_of
+from lightning_dist.reducer.units.tiles import (
+    Grid,
+    Tile,
+    UnitKeys,
+    columns_of,
+    joined,
+    of_tiles,
+    tile_of,
+)
 
 
 class BlockUnit(CommUnit):

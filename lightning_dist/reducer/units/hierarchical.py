@@ -127,7 +127,7 @@ class HierarchicalUnit(JoinedUnit):
     @override
     def finite(self) -> Tensor:
         if not self._inter:
-            return self._true  # whoever received this rank's gradient will see it
+            return self._true  # the rank that received this one's gradient checks it
         return torch.stack([unit.finite() for unit in self._inter]).all()
 
     @override
