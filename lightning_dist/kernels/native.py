@@ -185,7 +185,7 @@ def _built() -> Path:
     if compiler is None:
         raise FileNotFoundError("found neither g++ nor clang++")
     # Predefined macros tell the compiler's version and the machine's instructions.
-    macros = _said([compiler, *_OPTIONS, "-dM", "-E", "-x", "c++", os.devnull])
+    macros = _output_of([compiler, *_OPTIONS, "-dM", "-E", "-x", "c++", os.devnull])
     key = hashlib.sha256(f"{_OPTIONS}{macros}{_SOURCE.read_text()}".encode()).hexdigest()[:16]
     folder = _folder()
     library = folder / f"native-{key}.so"
@@ -193,7 +193,7 @@ def _built() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             unfinished = library.with_suffix(".part")
-            _said([compiler, *_OPTIONS, "-o", str(unfinished), str(_SOURCE)])
+            _output_of([compiler, *_OPTIONS, "-o", str(unfinished), str(_SOURCE)])
             unfinished.replace(library)
     return library
 
@@ -208,8 +208,8 @@ def _folder() -> Path:
     return folder
 
 
-def _said(command: list[str]) -> str:
-    told = subprocess.run(command, capture_output=True, text=True)
-    if told.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {told.stderr.strip()}")
-    return told.stdout
+def _output_of(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout

@@ -234,10 +234,10 @@ def test_one_process_of_a_machine_compiles(folder: Path, monkeypatch: pytest.Mon
 
     def counted(command: list[str]) -> str:
         commands.append(command)
-        return said(command)
+        return output_of(command)
 
-    said = native._said
-    monkeypatch.setattr(native, "_said", counted)
+    output_of = native._output_of
+    monkeypatch.setattr(native, "_output_of", counted)
     with ThreadPoolExecutor(3) as ranks:
         libraries = {future.result() for future in [ranks.submit(native._built) for _ in range(3)]}
     assert libraries == set(folder.glob("native-*"))
@@ -248,8 +248,10 @@ def test_another_machine_or_source_is_another_library(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     libraries = {native._built()}
-    said = native._said
-    monkeypatch.setattr(native, "_said", lambda command: said(command) + "#define __AVX512F__ 1")
+    output_of = native._output_of
+    monkeypatch.setattr(
+        native, "_output_of", lambda command: output_of(command) + "#define __AVX512F__ 1"
+    )
     libraries.add(native._built())
     source = tmp_path / "native.cpp"
     source.write_text(native._SOURCE.read_text() + "// another\n")

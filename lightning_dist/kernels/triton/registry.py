@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from lightning_dist.codecs import FP8, QSGD, Int4, Int8, NoCompression, Sign, TernGrad, Uncompressed
 from lightning_dist.codecs.base import BlockCodec, Codec
@@ -61,12 +61,11 @@ def device_codec(codec: Codec) -> DeviceCodec | None:
     """The device functions of ``codec``; None where it has none."""
     found = _functions.get(type(codec))
     # What is not fusable, such as a matrix product, adds in an order that a library chooses.
-    if found is None or not isinstance(codec, BlockCodec) or not codec.fusable:
-        return None
-    if codec.block > _LARGEST_BLOCK:
+    if found is None or not codec.fusable or codec.block > _LARGEST_BLOCK:
         return None
     encode, level, option = found
-    return DeviceCodec(codec, encode, level, getattr(codec, "levels", 0), option(codec))
+    block_codec = cast(BlockCodec, codec)  # no others are registered
+    return DeviceCodec(block_codec, encode, level, getattr(codec, "levels", 0), option(codec))
 
 
 register_kernels(NoCompression, encode=None, level=None)
