@@ -1,6 +1,7 @@
 # make install   environment in .venv        make demo   train with and without compression, compare
 # make test      the fast tests, minutes       make test-slow   whole jobs, browsers, campaigns
-# make test-all  both, as CI does              make test-lowest   some, with the lowest Lightning and Accelerate
+# make test-gpu  the kernels on a GPU         make test-lowest some, with the lowest Lightning and Accelerate
+# make test-all  the first two, as CI does
 # make lint      style                        make types   mypy
 # make bench     all measurements (root)      make tables     their tables in README.md and docs/
 # make docs      the documents as a site in site/, or SITE=folder
@@ -18,7 +19,7 @@ OUTER := outer_lr=0.7,outer_momentum=0.6
 # Rewriting the assertions of all tests takes longer than many of them: keep what was compiled.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: install test test-slow test-all test-lowest demo lint types docs bench tables figures build clean
+.PHONY: install test test-slow test-gpu test-all test-lowest demo lint types docs bench tables figures build clean
 
 install: .venv/installed
 
@@ -33,6 +34,9 @@ test: install
 
 test-slow: install
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m slow
+
+test-gpu: install
+	$(BIN)/python -m pytest -m gpu
 
 test-all: test test-slow
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dist.codecs.base import BlockCodec, Codec
+from lightning_dist.codecs.base import Codec
 from lightning_dist.codecs.none import NoCompression
 from lightning_dist.exchange.channel import Channel, PendingWork
 from lightning_dist.reducer.network import Network
@@ -70,11 +70,11 @@ class Passes:
         self.step = 0
         wire = (codec.payload_bytes((WIDTH, WIDTH)) or 0) / WIDTH**2
         kept = 2 * 4 * len(planner.kinds(codec))  # read and written
-        at_once = isinstance(codec, BlockCodec)  # committed when it is encoded
         received = 1 if codec.exchange == "allreduce" else ranks
         self.bytes_per_element = {
             "encode": 4 + wire + kept,
-            "decode": 4 + wire * received + (0 if at_once else kept),
+            # Block codecs commit their state when they encode.
+            "decode": 4 + wire * received + (0 if codec.block else kept),
         }
         """Bytes that each pass must read and write at least."""
 

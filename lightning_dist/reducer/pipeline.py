@@ -25,6 +25,7 @@ from lightning_dist.reducer.commit import (
     Answer,
     Failures,
     Kept,
+    agree,
     ask,
     decode_groups,
     kept_of,

@@ -19,8 +19,7 @@ from lightning_dist.codecs.policies import raw_beside
 from lightning_dist.exchange.traffic import ring_allreduce
 from lightning_dist.exchange.wire import PayloadMemory
 from lightning_dist.kernels.inductor import Variant, fused_passes, known_passes
-from lightning_dist.kernels.passes import Factors, Kernels, compute_dtype
-from lightning_dist.kernels.sparse import SparsePasses
+from lightning_dist.kernels.passes import Factors, Kernels, Pass, compute_dtype
 from lightning_dist.kernels.triton import available_on, kernels_of
 from lightning_dist.reducer.codec_sample import SampleSource
 from lightning_dist.reducer.network import Network
@@ -68,7 +67,7 @@ class Planner:
         self.network, self.state, self._divide_last = network, state, divide_last
         self.error_feedback: bool | Literal["auto"] = error_feedback
         self._kernels: dict[tuple[Codec, torch.dtype], Kernels] = {}
-        self.sparse_passes: SparsePasses | None = None  # compiled
+        self.sparse_passes: Mapping[str, Pass] = {}  # compiled
         self.compiled: dict[Codec, tuple[set[torch.dtype], set[int]]] = {}
         """Dtypes and sizes of the gradients that kernels were compiled for."""
         self._immediate, self._compiles = immediate, True
@@ -159,7 +158,7 @@ class Planner:
     def is_fused(self) -> bool:
         """Whether any kernels between hosts are compiled."""
         return any(
-            level.sparse_passes is not None or any(k.is_fused for k in level._kernels.values())
+            level.sparse_passes or any(k.is_fused for k in level._kernels.values())
             for level in self._levels
         )
 
