@@ -1,4 +1,4 @@
-"""Takes snapshots of a training state and has them written."""
+"""Snapshots of a training state, and their way to the writer."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ class Checkpointer:
         self._delivery.wait(timeout)
 
     def close(self, timeout: float | None = None) -> None:
-        """Wait, end the writer and give folders and memory back."""
+        """Wait, end the writer, and release folders and memory."""
         self._snapshots.fence.unwatch()
         try:
             self._delivery.close(timeout)

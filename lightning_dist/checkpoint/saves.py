@@ -1,7 +1,7 @@
-"""Saves of a job on their way to disk: whose turn it is, and what failed, said once on all ranks.
+"""Saves of a job on their way to disk; each failure is reported once on all ranks.
 
-Lightning's and Accelerate's checkpoints stage what they save in ways of their own. The rest is one:
-open a folder together, agree that a save may begin, hand it over, and report what became of it.
+Lightning's and Accelerate's checkpoints stage their state in different ways. The rest is shared:
+open a folder together, agree that a save may begin, hand it over, and report its outcome.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Saves:
         checkpointer: writes them; None on ranks that do not write.
         settings: of the checkpointer.
         ranks: that save together.
-        warn: tells the user something; on the ranks that talk to them.
+        warn: warns the user, on the ranks that do.
         ended: called with every event, before failures are reported.
     """
 
@@ -121,7 +121,7 @@ class Saves:
         return None
 
     def poll(self) -> None:
-        """Learn what became of saves since the last call. Failures wait until they are reported."""
+        """Take outcomes of saves since the last call. Failures are kept until they are reported."""
         for event in () if self.checkpointer is None else self.checkpointer.poll():
             self._ended(event)
             save_id = "" if event.origin is None else event.origin.save_id
@@ -210,7 +210,7 @@ class Saves:
             self.report_own()
 
     def close(self, timeout: float | None = None) -> None:
-        """Wait, report, and give everything back.
+        """Wait, report, and end the writer.
 
         Raises:
             CheckpointError: see :meth:`report`; or not all was done within ``timeout`` seconds.
@@ -223,7 +223,7 @@ class Saves:
             self.report(self.take().values())
 
     def report(self, failures: Iterable[Failure]) -> None:
-        """Say what failed.
+        """Report failures, as warnings or as one error.
 
         Raises:
             CheckpointError: a checkpoint is missing and ``on_error`` says so; it names them all.

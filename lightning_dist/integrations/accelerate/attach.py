@@ -1,7 +1,6 @@
 """Attaching compression to an Accelerator, and its conditions.
 
-A hook that would never run, or ranks that do not know of each other, are said then and not found
-out at the end.
+A hook that would never run, or ranks that do not know of each other, are errors at this point.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _TWO_ON_CPU = (
 
 
 def tell(accelerator: Accelerator, resolved: Resolved) -> None:
-    """Say on rank 0 which settings are from outside of the code, and from where."""
+    """Print on rank 0 which settings come from outside of the code, and from where."""
     if accelerator.is_main_process and (told := resolved.told()):
         # Not logged: Accelerate shows no log below a warning, and this is none.
         print(prefixed(f"set outside of the code: {told}"), file=sys.stderr)

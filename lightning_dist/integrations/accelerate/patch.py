@@ -1,4 +1,4 @@
-"""The plugin for every Accelerator of a process whose script knows nothing of it."""
+"""A plugin for every Accelerator of a process, without a change of its script."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def attached_everywhere(attach: Callable[[Accelerator], Any]) -> Iterator[list[A
 
     Not when it is made: a script may still give it a plugin of its own, and transformers' Trainer
     replaces the handler of DDP at the last moment. Accelerate has no place where one could
-    register; the two public methods of the class are wrapped, and given back at the end.
+    register; the two public methods of the class are wrapped, and restored at the end.
 
     Yields:
         The Accelerators so far; none were there if it stays empty.

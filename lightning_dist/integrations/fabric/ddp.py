@@ -82,5 +82,5 @@ class CompressedDDPStrategy(CommReport, CompressionArguments, FollowsLauncher, D
         if isinstance(state, dict):  # otherwise somebody looks into a file, or loads one module
             states = rest.pop(CHECKPOINT_KEY, [])
             for reducer, of_reducer in zip_longest(self.reducers, states[: len(self.reducers)]):
-                reducer.load_state_dict(of_reducer)  # None, from a plain checkpoint: nothing owed
+                reducer.load_state_dict(of_reducer)  # None from a plain one: no residuals
         return rest

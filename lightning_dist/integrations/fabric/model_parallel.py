@@ -77,5 +77,5 @@ class CompressedModelParallelStrategy(
         if isinstance(state, dict):  # otherwise somebody loads one module
             states = rest.pop(CHECKPOINT_KEY, [])[: len(self._exchanges)]
             for exchange, of_model in zip_longest(self._exchanges, states):
-                self._load_state(exchange, of_model)  # None, from a plain one: nothing owed
+                self._load_state(exchange, of_model)  # None from a plain one: no residuals
         return rest

@@ -68,10 +68,10 @@ class CompressionArguments:
                 names.
             rank_groups: any groups instead of hosts, such as ``[[0, 1, 2], [3]]``.
             commit: when residuals are written. ``"immediate"``: in the pass that encodes, and each
-                bucket is decoded when it has landed; a step that is not applied loses what it has
-                sent. ``"deferred"``: once every bucket of a step has landed and all ranks know
-                that it is finite; a step that is not applied leaves no trace. ``"auto"``: deferred
-                with a GradScaler or ``find_unused_parameters``, else immediate.
+                bucket is decoded when it has landed; a step that is not applied loses the residuals
+                it has sent. ``"deferred"``: once every bucket of a step has landed and all ranks
+                know that it is finite; a skipped step does not change residuals. ``"auto"``:
+                deferred with a GradScaler or ``find_unused_parameters``, else immediate.
             delay: 1 applies the mean of a step in the next one, so that its exchange has a whole
                 step; the first step gets zeros. For slow links, at some cost in loss. Not with a
                 GradScaler, ``find_unused_parameters``, several optimizers or OneBitAdam.

@@ -290,7 +290,7 @@ class AsyncStateCheckpointer:
         self._saves.wait(timeout)
 
     def close(self, timeout: float | None = None) -> None:
-        """Wait, and give everything back. Not needed for what was saved to be written.
+        """Wait, end the writer and destroy the process group. Saves are written without it, too.
 
         Raises:
             CheckpointError: a save has failed, which was not reported yet.

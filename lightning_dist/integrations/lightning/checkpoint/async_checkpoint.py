@@ -1,4 +1,4 @@
-"""``AsyncCheckpoint``: Lightning's ModelCheckpoint, asynchronous and safe."""
+"""``AsyncCheckpoint``: Lightning's ModelCheckpoint, asynchronous and crash-safe."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _PATIENCE = 120.0
 
 
 class AsyncCheckpoint(CheckpointNames):
-    """A ``ModelCheckpoint`` that training does not wait for, and that never loses a checkpoint.
+    """A ``ModelCheckpoint`` that writes in the background and never loses a checkpoint.
 
-    Takes everything that ``ModelCheckpoint`` takes, keeps the same files, names and state, and
-    stands in for it anywhere. What differs: a file appears when it is complete and durable; what it
-    replaces is removed after that; loggers hear of it then; ``save_last=True`` links the file of
-    the same step instead of writing it again; ``ckpt_path="last"`` finds the newest whole
+    It takes the arguments of ``ModelCheckpoint``, keeps the same files, names and state, and can
+    replace it anywhere. Differences: a file appears when it is complete and durable; the file that
+    it replaces is removed and loggers are called after that; ``save_last=True`` links the file of
+    the same step instead of writing it again; ``ckpt_path="last"`` finds the newest complete
     checkpoint of the folder, verified, whatever its name.
 
     Args:
@@ -57,7 +57,7 @@ class AsyncCheckpoint(CheckpointNames):
             is copied at once. ``"blocking"``: everything is copied at once. ``"sync"``: training
             waits for the disk too. ``"auto"``: overlap.
         max_in_flight: saves that may be under way; each has a copy of the state in host memory.
-        on_busy: what a save does when so many are: ``"wait"``, or ``"skip"`` it and say so.
+        on_busy: at that limit, ``"wait"``, or ``"skip"`` the save with a warning.
         writer: ``"process"``, which finishes its work when the trainer is killed; ``"thread"``;
             ``"auto"``: process, where others can see the files.
         format: ``"single"``: one file that ``torch.load`` and plain Lightning read, written by rank
@@ -69,7 +69,7 @@ class AsyncCheckpoint(CheckpointNames):
             ``"warn"`` and keep the earlier ones.
         host_memory_limit: bytes that the copies may take on a rank.
         lock: keep other trainings from the folder with a file lock. ``False``, for file systems
-            that have none: nobody is kept out, and what a killed writer leaves half done stays.
+            without locks: other trainers are not detected, and killed writers leave files behind.
         **kwargs: as of ``ModelCheckpoint``.
 
     Raises:

@@ -113,7 +113,7 @@ class CheckpointSession:
             self._watched = optimizers
 
     def may_begin(self) -> bool:
-        """Whether a save may begin, or is skipped; what failed before is said. Collective.
+        """Whether a save may begin, or is skipped; reports earlier failures. Collective.
 
         Raises:
             CheckpointError: see :meth:`agree_on_failures`.
@@ -191,7 +191,7 @@ class CheckpointSession:
             self._checkpointer.wait(timeout)
 
     def deliver(self) -> None:
-        """Tell user and loggers what became of saves since the last call.
+        """Report outcomes of saves since the last call to the user and loggers.
 
         Raises:
             CheckpointError: some have failed, on rank 0, and ``on_error`` says so.
@@ -203,7 +203,7 @@ class CheckpointSession:
             self.saves.report(fatal)
 
     def agree_on_failures(self) -> list[Facts]:
-        """Tell all ranks what could not be written: all raise, or all forget it. Collective.
+        """Agree on what could not be written: all ranks raise, or all drop it. Collective.
 
         Raises:
             CheckpointError: on all ranks; it names all that failed.
@@ -255,7 +255,7 @@ class CheckpointSession:
         return bool(path) and not self.is_pending(path) and not _exists(path)
 
     def drain(self, timeout: float | None = None) -> None:
-        """Wait until everything is written, linked and removed, and learn what became of it."""
+        """Wait until everything is written, linked and removed, and take the outcomes."""
         if self._checkpointer is not None:
             if self._checkpointer.busy:
                 rank_zero_info(prefixed("Waiting until the last checkpoint is written"))
@@ -263,7 +263,7 @@ class CheckpointSession:
             self.saves.poll()
 
     def close(self, timeout: float | None = None) -> None:
-        """Drain, say what failed and has not been said, and end the writer.
+        """Drain, warn of failures that were not reported yet, and end the writer.
 
         Args:
             timeout: seconds after which the writer is left to itself.
