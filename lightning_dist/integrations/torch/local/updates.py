@@ -60,7 +60,7 @@ def local_updates(
     changed, the pseudo-gradient ``anchor - weights``, is averaged over the workers and given to an
     outer optimizer, which moves the anchor; the workers go on from there::
 
-        updates = lightning_dist.local_updates(model, optimizer, method="diloco", sync_every=32)
+        updates = lightning_dist.local_updates(model, optimizer, method="diloco", sync_every=16)
         for batch in batches:
             loss(model, batch).backward()
             optimizer.step()
