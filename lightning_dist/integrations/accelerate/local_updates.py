@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -103,7 +104,9 @@ def _attach(
                 weights[index] = updates.anchor_state_dict()
 
     accelerator.register_save_state_pre_hook(save_anchor)
-    accelerator.register_for_checkpointing(WorkerStates(updates, optimizers))
+    accelerator.register_for_checkpointing(
+        WorkerStates(updates, optimizers, scaler=accelerator.scaler)
+    )
     return updates
 
 
@@ -155,8 +158,16 @@ class LocalUpdatesPlugin:
         """Train what ``accelerator`` prepares from now on in local steps.
 
         Raises:
-            ValueError: a model is prepared already.
+            ValueError: a model is prepared already, or transformers' Trainer is there.
         """
+        # It saves rank 0's weights and optimizer, and ends without end_training().
+        if "transformers.trainer" in sys.modules:
+            raise ValueError(
+                "transformers' Trainer, which this script imports, cannot take local steps: it "
+                "would save one worker only and not average them at the end; use "
+                "CompressedDDPMixin and leave method= out of `lightning-dist config`, or train in "
+                "a loop of Accelerate"
+            )
         if prepared_models(accelerator):
             raise ValueError(
                 "a LocalUpdatesPlugin must be attached before accelerator.prepare; attach it right "

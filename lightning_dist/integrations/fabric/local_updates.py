@@ -71,7 +71,9 @@ class LocalUpdateStrategy(CommReport, LocalUpdateArguments, FollowsLauncher, DDP
             self._settings,
             outer_optimizer=self._outer_optimizer,
         )
-        self._states, self._first = WorkerStates(self._updates, optimizers), optimizers[0]
+        scaler = getattr(self.precision, "scaler", None)
+        self._states = WorkerStates(self._updates, optimizers, scaler=scaler)
+        self._first = optimizers[0]
         return model, optimizers, scheduler
 
     @override

@@ -16,13 +16,14 @@ from lightning_dist.integrations.lightning.checkpoint.session_io import Checkpoi
 from lightning_dist.integrations.lightning.strategy import CompressedDDPStrategy
 from lightning_dist.integrations.strategies.local_updates import LOCAL_KEY, LocalUpdateArguments
 from lightning_dist.integrations.torch.checks import require_compressible
-from lightning_dist.integrations.torch.local.state import NOT_SHARDED, WorkerStates
+from lightning_dist.integrations.torch.local.state import WorkerStates
 from lightning_dist.integrations.torch.local.updates import attach
 from lightning_dist.log import get_logger
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates
     from lightning_dist.reducer.reducer import Reducer
 
 log = get_logger(__name__)
@@ -33,7 +34,8 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
 
     A checkpoint holds the anchor as the model's weights, so that it loads anywhere, and under
     ``"lightning_dist_local_updates"`` what every worker has of its own: weights inside a window and
-    optimizer states, put together by rank 0. With another number of workers those who join take the
+    optimizer states, collected by rank 0, or written by each rank with
+    ``AsyncCheckpoint(format="sharded")``. With another number of workers those who join take the
     anchor, and those who leave take with them what they have not sent.
     """
 
@@ -92,13 +94,21 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
 
     @override
     def _require_begun(self, trainer: pl.Trainer) -> None:
-        """Raise ValueError where no outer step would come, and warn where few would."""
+        """Raise ValueError where no outer step would come, and warn where few would.
+
+        The last step of a known number is followed by the mean of the workers, before any callback
+        can save its checkpoint.
+        """
         is_trial = trainer.fast_dev_run or trainer.max_steps != self._max_steps  # type: ignore[attr-defined]
+        assert self._updates is not None
         assert self.lightning_module is not None
-        if is_trial or trainer.global_step or not self.lightning_module.automatic_optimization:
+        if is_trial or not self.lightning_module.automatic_optimization:
             return
         steps, schedule = trainer.estimated_stepping_batches, self._schedule
         if steps <= 0 or steps == float("inf"):
+            return
+        self._updates.total_steps = int(steps)
+        if trainer.global_step:
             return
         outer = int(steps - schedule.ddp_steps) // schedule.sync_every
         if outer < 1:
@@ -168,19 +178,28 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
     def _add_state(self, checkpoint: dict[str, Any], reducer: Reducer) -> None:
         if self._updates is None:
             return
-        io = self.checkpoint_io
-        if isinstance(io, CheckpointerIO) and io.sharded:
-            raise ValueError(NOT_SHARDED)
-        state = WorkerStates(self._updates, self.optimizers).state_dict()
-        if state is not None:
-            checkpoint[LOCAL_KEY] = state
+        io, states = self.checkpoint_io, self._states(self._updates)
+        if not isinstance(io, CheckpointerIO) or not io.sharded:
+            if (state := states.state_dict()) is not None:
+                checkpoint[LOCAL_KEY] = state
+            return
+        from lightning_dist.checkpoint.snapshot.plan import Striped
+
+        checkpoint[LOCAL_KEY], stripes = states.striped_state_dict()
+        io.striped += [Striped(each.whole, each.own) for each in stripes]
+        # Of rank 0 for other strategies; the same tensors, as those of a rank are its own.
+        checkpoint["optimizer_states"] = checkpoint[LOCAL_KEY]["workers"][0]["optimizer_states"]
+
+    def _states(self, updates: LocalUpdates) -> WorkerStates:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return WorkerStates(updates, self.optimizers, scaler=scaler)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         state = checkpoint.get(LOCAL_KEY)
         if self._updates is not None and state is not None:
-            WorkerStates(self._updates, self.optimizers).load_state_dict(state)
+            self._states(self._updates).load_state_dict(state)
 
     @override
     def teardown(self) -> None:

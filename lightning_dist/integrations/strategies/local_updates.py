@@ -22,6 +22,14 @@ LOCAL_KEY = "lightning_dist_local_updates"
 """Of the state of all workers in a checkpoint."""
 
 
+_OF_GRADIENTS = {
+    "start_step": "ddp_steps are steps of plain DDP before the first local one",
+    "delay": "overlap_steps are the steps that an exchange may take",
+    "compile_kernels": "they exchange seldom and compile nothing, so leave it out",
+}
+"""Arguments of ``compressed_ddp`` alone, and what to do instead."""
+
+
 class LocalUpdateArguments(CompressionArguments):
     """Mixin before a ``DDPStrategy``; typed, so that LightningCLI reads the arguments from YAML."""
 
@@ -87,16 +95,11 @@ class LocalUpdateArguments(CompressionArguments):
                 "ddp_steps are steps of DDP over all ranks, and replicas='host' has DDP inside the "
                 "hosts; give one of the two"
             )
-        if "start_step" in kwargs:
-            raise ValueError(
-                "start_step is the first compressed step of compressed_ddp, and local updates have "
-                "none; ddp_steps are steps of plain DDP before the first local one"
-            )
-        if kwargs.get("delay"):
-            raise ValueError(
-                "delay=1 delays gradients of compressed_ddp; overlap_steps are the steps that an "
-                "exchange of local updates has"
-            )
+        for name, remedy in _OF_GRADIENTS.items():
+            if kwargs.get(name, "auto") not in (0, "auto"):
+                raise ValueError(
+                    f"{name}={kwargs[name]!r} has no effect on local updates; {remedy}"
+                )
         self._outer_optimizer, self._replicas = outer_optimizer, replicas
         super().__init__(default_codec(method) if codec is None else codec, **kwargs)
 
