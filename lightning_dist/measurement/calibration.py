@@ -16,9 +16,6 @@ from lightning_dist.measurement.costs import CANDIDATES, CodecCost
 from lightning_dist.measurement.device_clock import DeviceClock, HostClock, StreamClock, clock_of
 from lightning_dist.measurement.microbenchmark import WIDTH, Passes, make_passes
 
-NOT_COMPILED = "not compiled"
-"""Start of ``CodecCost.source`` without a kernel."""
-
 _UNITS = 12
 _UNITS_OF_ACCELERATORS = 32
 """Their caches hold more. Of a megabyte of gradient each."""
@@ -141,8 +138,9 @@ def _cost(
         encode / elements,
         min(decode, decode_one) / elements,
         max(decode_one - decode, 0.0) / elements,
-        source=f"{'compiled' if one.is_fused else NOT_COMPILED}, {where}",
+        source=f"{'' if one.is_fused else 'not '}compiled, {where}",
         assumption=assumption,
+        compiled=one.is_fused,
     )
 
 

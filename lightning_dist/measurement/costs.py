@@ -21,6 +21,7 @@ class CodecCost:
         store: to gradient and state, beside the payloads.
         source: where the times are from.
         assumption: what has to be so for the bytes to be these; empty: nothing.
+        compiled: the kernels that were measured were compiled.
     """
 
     name: str
@@ -31,6 +32,7 @@ class CodecCost:
     store: float
     source: str = ""
     assumption: str = ""
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         known = self.exchange in ("allreduce", "gather", "two_shot")
