@@ -17,9 +17,6 @@ from lightning_dist.measurement.costs import CANDIDATES, CodecCost
 from lightning_dist.measurement.device_clock import DeviceClock, HostClock, StreamClock, clock_of
 from lightning_dist.measurement.microbenchmark import WIDTH, Passes
 
-NOT_COMPILED = "not compiled"
-"""Start of ``CodecCost.source`` of eager passes."""
-
 _UNITS = 12
 _UNITS_OF_ACCELERATORS = 32
 """Their caches are larger. Of a megabyte of gradient each."""
@@ -143,8 +140,9 @@ def _cost(
         encode / elements,
         min(decode, decode_one) / elements,
         max(decode_one - decode, 0.0) / elements,
-        source=f"{'compiled' if one.is_fused else NOT_COMPILED}, {where}",
+        source=f"{'' if one.is_fused else 'not '}compiled, {where}",
         assumption=assumption,
+        compiled=one.is_fused,
     )
 
 

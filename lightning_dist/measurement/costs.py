@@ -16,11 +16,12 @@ class CodecCost:
         name: as in ``codec="..."``.
         exchange: see ``Codec.exchange``.
         wire: bytes of the payload.
-        encode: from gradient and state to payload.
+            encode: from gradient and state to payload.
         decode: of each payload.
         store: of the gradient and the state, once.
         source: of the times.
         assumption: on which the bytes depend; empty: none.
+        compiled: whether the measured kernels were compiled.
     """
 
     name: str
@@ -31,6 +32,7 @@ class CodecCost:
     store: float
     source: str = ""
     assumption: str = ""
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         known = self.exchange in ("allreduce", "gather", "two_shot")

@@ -82,12 +82,14 @@ def test_two_halves_of_one_run_do_not_differ() -> None:
 
 def test_the_verdict_names_what_differs_most() -> None:
     assert said(BASE, replace(BASE, forward=60, data=1)) == (
-        "The step of B is 39 ms (34.8 %) longer: forward +40 ms, between steps -1 ms."
+        "The step of B is 39.0 ms (35 %) longer: forward +40.0 ms, between steps -1.00 ms."
     )
     assert said(BASE, replace(BASE, data=1)) == (
-        "Step time: no difference beyond the spread of the steps; but between steps -1 ms."
+        "Step time: no difference beyond the spread of the steps; but between steps -1.00 ms."
     )
-    assert said(BASE, replace(BASE, sent=250_000)).endswith("spread of the steps; but sent -3 MB.")
+    assert said(BASE, replace(BASE, sent=250_000)).endswith(
+        "spread of the steps; but sent -3.00 MB."
+    )
 
 
 def test_few_steps_have_no_spread() -> None:
@@ -130,9 +132,9 @@ def test_ddp_has_no_time_of_a_codec() -> None:
 
 def test_what_goes_where_the_step_went_is_named_first() -> None:
     shorter = said(replace(BASE, forward=60, optimizer=5), replace(BASE, optimizer=21))
-    assert shorter.endswith("ms (15.8 %) shorter: forward -40 ms, optimizer +16 ms.")
+    assert shorter.endswith("ms (16 %) shorter: forward -40.0 ms, optimizer +16.0 ms.")
     less = said(replace(BASE, forward=30, data=20), replace(BASE, optimizer=21))
-    assert less.endswith("shorter: between steps -18 ms, forward -10 ms, optimizer +16 ms.")
+    assert less.endswith("shorter: between steps -18.0 ms, forward -10.0 ms, optimizer +16.0 ms.")
 
 
 def test_all_steps_are_compared_apart_from_those_in_detail() -> None:
