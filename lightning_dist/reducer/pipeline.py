@@ -276,7 +276,7 @@ class Pipeline:
         finite, self._finite = self._finite, []
         sums, self._sums = self._sums, []
         if self._sharded and sums:  # which only ranks with the same shard have in common
-            agree([], {}, sums, self.planner.network)
+            agree([], {}, sums, self._plans.planner.network)
             sums = []
         return ask(
             handles,

@@ -29,7 +29,7 @@ from lightning_dist.private import (
     name_before_compile,
     parameter_groups_of,
 )
-from lightning_dist.reducer.commit import untraced
+from lightning_dist.reducer.observer import untraced
 from lightning_dist.reducer.rows import RowGather, RowReduceScatter, Rows
 from lightning_dist.reducer.stats import CommStats, Count, places, run_config
 from lightning_dist.topology import Topology, this_host
