@@ -137,11 +137,7 @@ class CompressedModelParallelStrategy(
         splits_layers = self.device_mesh[DIMENSIONS[2]].size() > 1
         if io is None or splits_layers or not isinstance(exchange, ShardedGradients):
             return self._state_of(exchange)
-        from lightning_dist.checkpoint.snapshot.plan import Striped
-
-        state, stripes = exchange.reducer.striped_state_dict()
-        io.striped += [Striped(each.whole, each.own) for each in stripes]
-        return state
+        return io.stripe(exchange.reducer)
 
     @override
     def load_checkpoint(

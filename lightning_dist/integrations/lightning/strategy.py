@@ -150,11 +150,7 @@ class CompressedDDPStrategy(
     def _state_for(self, io: CheckpointIO, reducer: Reducer) -> dict[str, Any] | None:
         if not isinstance(io, CheckpointerIO) or not io.sharded:
             return self.meet(lambda: reducer.state_dict(to=self._leader))
-        from lightning_dist.checkpoint.snapshot.plan import Striped
-
-        state, stripes = reducer.striped_state_dict()
-        io.striped += [Striped(each.whole, each.own) for each in stripes]
-        return state
+        return io.stripe(reducer)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from lightning_dist.integrations.lightning import private
 if TYPE_CHECKING:
     from lightning_dist.checkpoint.checkpointer import Checkpointer
     from lightning_dist.checkpoint.snapshot.plan import Striped
+    from lightning_dist.reducer.reducer import Reducer
 
 
 class CheckpointerIO(TorchCheckpointIO):
@@ -36,6 +37,14 @@ class CheckpointerIO(TorchCheckpointIO):
         self._checkpointer = checkpointer
         self._step, self.sharded, self._resumable = step, sharded, resumable
         self.striped: list[Striped] = []
+
+    def stripe(self, reducer: Reducer) -> dict[str, Any]:
+        """State of ``reducer``, whose residuals stay on their ranks until they are copied."""
+        from lightning_dist.checkpoint.snapshot.plan import Striped
+
+        state, stripes = reducer.striped_state_dict()
+        self.striped += [Striped(each.whole, each.own) for each in stripes]
+        return state
 
     @override
     def save_checkpoint(
