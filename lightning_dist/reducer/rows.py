@@ -192,15 +192,12 @@ class RowReduceScatter:
 
     Args:
         name: of what is reduced, for random numbers that nothing else draws.
-        memory: keep what is lost, if ``rows`` say how.
     """
 
-    def __init__(
-        self, rows: Rows, topology: Topology, *, name: str, device: torch.device, memory: bool
-    ) -> None:
+    def __init__(self, rows: Rows, topology: Topology, *, name: str, device: torch.device) -> None:
         self.rows, self.step = rows, 0
         self._name = name
-        self.errors = rows.errors(device) if memory else []
+        self.errors = rows.errors(device)
         self.sent = traffic.all_to_all(rows.ranks * rows.nbytes, topology)
         self.raw = traffic.all_to_all(rows.ranks * rows.numel * rows.dtype.itemsize, topology)
 

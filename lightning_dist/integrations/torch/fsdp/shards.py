@@ -79,7 +79,7 @@ class CompressedShards:
                 )
                 name = names[each.parameters[0]]
                 self._reductions[name] = quantised["reduce_scatter"] = RowReduceScatter(
-                    rows, self.topology, name=name, device=self.device, memory=settings.memory
+                    rows, self.topology, name=name, device=self.device
                 )
             every += quantised.values()
             # Before FSDP's own hook, which gathers without gradients in any case.
