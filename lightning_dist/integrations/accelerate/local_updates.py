@@ -152,7 +152,7 @@ class LocalUpdatesPlugin:
                 "lightning_dist.accelerate.local_updates and updates.step(samples=) in the loop"
             )
         self._outer_optimizer, self._settings = outer_optimizer, settings
-        self._model: nn.Module | None = None  # prepared
+        self._models: list[nn.Module] = []  # prepared
 
     def attach(self, accelerator: Accelerator) -> LocalUpdatesPlugin:
         """Train what ``accelerator`` prepares from now on in local steps.
@@ -174,7 +174,6 @@ class LocalUpdatesPlugin:
                 "after Accelerator(...)"
             )
         self._accelerator = accelerator
-        wrap_method(accelerator, "prepare_model", self._prepare_model)
         wrap_method(accelerator, "prepare", self._prepare)
         wrap_method(accelerator, "get_state_dict", self._state_dict)
         wrap_method(accelerator, "end_training", self._end)
@@ -183,24 +182,21 @@ class LocalUpdatesPlugin:
     def _prepare(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         prepared = prepare(*args, **kwargs)
         optimizers = prepared_optimizers(self._accelerator)
-        if self.updates is None and self._model is not None and optimizers:
-            self.updates = _attach(
-                self._accelerator, self._model, optimizers, self._outer_optimizer, self._settings
-            )
-            optimizers[0].step = self._counted(optimizers[0].step)
-        return prepared
-
-    def _prepare_model(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("evaluation_mode"):
-            return prepare(*args, **kwargs)
-        if self._model is not None:
+        found = prepared if isinstance(prepared, tuple) else (prepared,)
+        self._models += [before_compile(each) for each in found if isinstance(each, nn.Module)]
+        trained = [each for each in self._models if isinstance(each, DistributedDataParallel)]
+        if len(trained) > 1:
             raise ValueError(
                 "a LocalUpdatesPlugin trains one model, got a second one; call "
                 "lightning_dist.accelerate.local_updates for each in the loop"
             )
-        prepared = prepare(*args, **kwargs)
-        self._model = before_compile(prepared)
-        _require_local(self._accelerator, self._model)
+        if self.updates is None and self._models and optimizers:
+            model = (trained or self._models)[0]
+            _require_local(self._accelerator, model)
+            self.updates = _attach(
+                self._accelerator, model, optimizers, self._outer_optimizer, self._settings
+            )
+            optimizers[0].step = self._counted(optimizers[0].step)
         return prepared
 
     def _counted(self, step: Callable[..., Any]) -> Callable[..., Any]:

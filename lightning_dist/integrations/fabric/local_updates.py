@@ -15,8 +15,6 @@ from lightning_dist.integrations.comm_report import CommReport
 from lightning_dist.integrations.lightning.launcher import FollowsLauncher
 from lightning_dist.integrations.strategies.local_updates import LOCAL_KEY, LocalUpdateArguments
 from lightning_dist.integrations.torch.checks import require_compressible
-from lightning_dist.integrations.torch.local.state import WorkerStates
-from lightning_dist.integrations.torch.local.updates import attach
 from lightning_dist.reducer.reducer import Reducer
 
 
@@ -34,7 +32,6 @@ class LocalUpdateStrategy(CommReport, LocalUpdateArguments, FollowsLauncher, DDP
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._states: WorkerStates | None = None
         self._first: Optimizer | None = None
         if not self._schedule.ddp_steps and self._replicas == "rank":
             self._backward_sync_control = _NothingToSync()  # type: ignore[assignment]  # its one method
@@ -64,15 +61,7 @@ class LocalUpdateStrategy(CommReport, LocalUpdateArguments, FollowsLauncher, DDP
         model = module
         if self._wraps(self._ddp_kwargs, self.root_device):
             model = super().setup_module(module)
-        self._updates = attach(
-            model,
-            optimizers,
-            self._schedule,
-            self._settings,
-            outer_optimizer=self._outer_optimizer,
-        )
-        scaler = getattr(self.precision, "scaler", None)
-        self._states = WorkerStates(self._updates, optimizers, scaler=scaler)
+        self._attach(model, optimizers, self.precision)
         self._first = optimizers[0]
         return model, optimizers, scheduler
 

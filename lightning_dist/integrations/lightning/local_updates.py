@@ -16,14 +16,11 @@ from lightning_dist.integrations.lightning.checkpoint.session_io import Checkpoi
 from lightning_dist.integrations.lightning.strategy import CompressedDDPStrategy
 from lightning_dist.integrations.strategies.local_updates import LOCAL_KEY, LocalUpdateArguments
 from lightning_dist.integrations.torch.checks import require_compressible
-from lightning_dist.integrations.torch.local.state import WorkerStates
-from lightning_dist.integrations.torch.local.updates import attach
 from lightning_dist.log import get_logger
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates
     from lightning_dist.reducer.reducer import Reducer
 
 log = get_logger(__name__)
@@ -71,7 +68,9 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        self._updates = None  # of an earlier fit; Lightning calls configure_ddp for a fit alone
+        self._updates = self._states = (
+            None  # of an earlier fit; Lightning calls configure_ddp for a fit alone
+        )
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -83,13 +82,8 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
                 "leave ddp_steps out"
             )
         self._logged_step = 0
-        self._updates = attach(
-            self.model,
-            self.optimizers,
-            self._schedule,
-            self._settings,
-            outer_optimizer=self._outer_optimizer,
-        )
+        self._attach(self.model, self.optimizers, self.precision_plugin)
+        assert self._updates is not None
         self._reducer = self._updates.reducer
 
     @override
@@ -176,30 +170,26 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
 
     @override
     def _add_state(self, checkpoint: dict[str, Any], reducer: Reducer) -> None:
-        if self._updates is None:
+        if self._states is None:
             return
-        io, states = self.checkpoint_io, self._states(self._updates)
+        io = self.checkpoint_io
         if not isinstance(io, CheckpointerIO) or not io.sharded:
-            if (state := states.state_dict()) is not None:
+            if (state := self._states.state_dict()) is not None:
                 checkpoint[LOCAL_KEY] = state
             return
         from lightning_dist.checkpoint.snapshot.plan import Striped
 
-        checkpoint[LOCAL_KEY], stripes = states.striped_state_dict()
+        checkpoint[LOCAL_KEY], stripes = self._states.striped_state_dict()
         io.striped += [Striped(each.whole, each.own) for each in stripes]
         # Of rank 0 for other strategies; the same tensors, as those of a rank are its own.
         checkpoint["optimizer_states"] = checkpoint[LOCAL_KEY]["workers"][0]["optimizer_states"]
-
-    def _states(self, updates: LocalUpdates) -> WorkerStates:
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        return WorkerStates(updates, self.optimizers, scaler=scaler)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         state = checkpoint.get(LOCAL_KEY)
-        if self._updates is not None and state is not None:
-            self._states(self._updates).load_state_dict(state)
+        if self._states is not None and state is not None:
+            self._states.load_state_dict(state)
 
     @override
     def teardown(self) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
 from lightning_dist.codecs import Codec
 from lightning_dist.integrations.strategies.arguments import CompressionArguments
@@ -16,6 +19,8 @@ from lightning_dist.integrations.torch.local.settings import (
     Weight,
     default_codec,
 )
+from lightning_dist.integrations.torch.local.state import WorkerStates
+from lightning_dist.integrations.torch.local.updates import attach
 from lightning_dist.integrations.torch.networks import host_group
 
 LOCAL_KEY = "lightning_dist_local_updates"
@@ -34,6 +39,7 @@ class LocalUpdateArguments(CompressionArguments):
     """Mixin before a ``DDPStrategy``; typed, so that LightningCLI reads the arguments from YAML."""
 
     _updates: LocalUpdates | None = None
+    _states: WorkerStates | None = None
 
     def __init__(
         self,
@@ -102,6 +108,17 @@ class LocalUpdateArguments(CompressionArguments):
                 )
         self._outer_optimizer, self._replicas = outer_optimizer, replicas
         super().__init__(default_codec(method) if codec is None else codec, **kwargs)
+
+    def _attach(self, model: nn.Module, optimizers: Sequence[Optimizer], precision: object) -> None:
+        self._updates = attach(
+            model,
+            optimizers,
+            self._schedule,
+            self._settings,
+            outer_optimizer=self._outer_optimizer,
+        )
+        scaler = getattr(precision, "scaler", None)
+        self._states = WorkerStates(self._updates, optimizers, scaler=scaler)
 
     @property
     def updates(self) -> LocalUpdates | None:

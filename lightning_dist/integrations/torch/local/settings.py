@@ -34,21 +34,7 @@ def default_codec(method: str) -> str:
 
 @dataclass(frozen=True)
 class LocalUpdateSettings:
-    """One schedule of local steps and outer steps. Equal on all ranks.
-
-    Args:
-        sync_every: attempted optimizer steps between two outer steps of a fragment.
-        fragments: parts of the model that take turns, so that each exchange is a part as large.
-        overlap_steps: attempted steps from the start of an exchange to the outer step that uses it;
-            0 waits for it.
-        mixing: weight of the worker's own parameters after an outer step, 0 to 1; the rest is the
-            anchor's.
-        ddp_steps: attempted steps of plain DDP before the first local one.
-        outer_lr: learning rate of the outer SGD; 1 without momentum is the mean of the workers.
-        outer_momentum: Nesterov momentum of the outer SGD.
-        weigh_by: what a worker's pseudo-gradient counts by, ``"workers"`` or ``"samples"``.
-        offload: the anchor and the outer optimizer's state are in the host's memory.
-    """
+    """Arguments of ``local_updates`` for its schedule and outer steps; equal on all ranks."""
 
     method: Method
     sync_every: int
