@@ -5,7 +5,8 @@
 SETTINGS is JSON, as of `recovering_loops`: ``codec``, ``faults``, ``lost``, ``joins``, ``mirror``,
 ``ranks`` and ``per_host``; and ``accumulate``, ``clip``, ``validates`` (limit_val_batches),
 ``interval`` (val_check_interval), ``syncs``, ``logs``, ``metric`` (of training steps), ``meets`` (a
-callback waits), ``best`` (an AsyncCheckpoint and a CommProfiler) and ``misses`` (as of `miss_end`).
+callback waits), ``best`` (an AsyncCheckpoint and a CommProfiler), ``bar`` (of progress) and
+``misses`` (as of `miss_end`).
 Every rank writes what it computes and what it has committed to ``FOLDER/<worker>.jsonl``.
 """
 
@@ -24,6 +25,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 import torchmetrics
+from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from recovering_loops import (
     BATCH,
@@ -222,6 +224,8 @@ def train(folder: Path, told: dict[str, Any]) -> None:
     )
     others = [best, profiled(None, folder / "profile")] if "best" in told else []
     others += [Meets()] if "meets" in told else []
+    bar = TQDMProgressBar()
+    others += [bar] if "bar" in told else []
     trainer = pl.Trainer(
         accelerator="cpu",
         strategy=CompressedDDPStrategy(
@@ -241,13 +245,14 @@ def train(folder: Path, told: dict[str, Any]) -> None:
         num_sanity_val_steps=1 if told.get("validates") else 0,
         log_every_n_steps=1,
         logger=CSVLogger(folder) if told.get("logs") else False,
-        enable_progress_bar=False,
+        enable_progress_bar="bar" in told,
         enable_model_summary=False,
     )
     loader = DataLoader(Samples(), batch_size=BATCH // accumulate, shuffle=True)
     trainer.fit(module, loader, DataLoader(Samples(), batch_size=BATCH))
     kept = {Path(path).name: float(score) for path, score in best.best_k_models.items()}
-    module.note(end=trainer.global_step, hash=digest(module.net), kept=kept)
+    shown = bar.train_progress_bar.n if "bar" in told else 0
+    module.note(end=trainer.global_step, hash=digest(module.net), kept=kept, shown=shown)
     faulthandler.cancel_dump_traceback_later()
     torch.save(module.net.state_dict(), folder / f"weights-{own}.pt")
 

@@ -77,6 +77,18 @@ def test_a_killed_rank_costs_no_sample_and_changes_no_weight(
 
 
 @pytest.mark.slow
+def test_the_progress_bar_goes_on_at_the_next_leader(
+    tmp_path: Path, quick_python: list[str]
+) -> None:
+    fault = ["0.0.0", "between buckets", STEP]
+    job = TrainerJob(tmp_path, quick_python, faults=[fault], joins=10, bar=True)
+    job.require_exact()
+    ends = {name: line for name, lines in job.lines.items() for line in lines if "end" in line}
+    shown = {name: line["shown"] for name, line in ends.items()}
+    assert shown == {"0.0.1": 0, "0.1.0": 5, "0.2.0": 0}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("who", TERMINATED)
 def test_sigterm_leads_to_a_checkpoint(
     who: str, expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]

@@ -257,6 +257,7 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
     @override
     def go_on(self, state: ElasticState, *, is_new: bool) -> None:
         trainer, members = self._trainer, self._session.members
+        was_leader = trainer.is_global_zero
         self._strategy.become(members)
         self._joined, self._watched = None, []
         private.forget_validation_loader(trainer)
@@ -268,6 +269,8 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
         if members.ranks.is_leader:
             run = self._session.history.run_id
             identify(trainer, run_id=run, takes_over=generations.name)
+            if not was_leader and not self._has_ended:
+                self._show_progress()
         if is_new:
             self._strategy.meets()
             return
@@ -276,6 +279,14 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
             passes = self.data.plan().first_micro_batch
             place_at_step(trainer, passes)
             private.iterate_again(trainer, passes=passes)
+
+    def _show_progress(self) -> None:
+        """Let the progress bar, which other ranks than the leader disable, begin here."""
+        bar, module = self._trainer.progress_bar_callback, self._trainer.lightning_module
+        if bar is not None:
+            bar.enable()
+            bar.on_train_start(self._trainer, module)
+            bar.on_train_epoch_start(self._trainer, module)
 
     @override
     def rates(self) -> tuple[Sequence[Optimizer], Sequence[Any]]:
