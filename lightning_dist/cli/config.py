@@ -45,7 +45,6 @@ _QUESTIONS = {
     "compile_kernels": "Compile the codec's kernels at the start? true, false or auto",
     "commit": "When are residuals written? auto, immediate or deferred",
     "delay": "Apply each mean one step late, so that its exchange has a whole step? 0 or 1",
-    "exchange_timeout": "Seconds to wait for other ranks before a step fails; null: as torch",
 }
 
 

@@ -13,13 +13,10 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import zip_longest
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.futures import Future
 
-from lightning_dist.accelerator import is_accelerator
 from lightning_dist.reducer.adjust import Adjustment, add_residuals, clip_group
 from lightning_dist.reducer.commit import (
     Answer,
@@ -120,9 +117,9 @@ class Pipeline:
         assert self._allow_absent or not absent, "absent slices need allow_absent=True"
         self._require_open()
         self.arrivals += 1
-        handle = Handle(key, flat, slices, frozenset(absent), self._future())
+        handle = Handle(key, flat, slices, frozenset(absent))
         if self.network.world_size == 1:
-            if self._swapped(handle) is handle:
+            if self._delayed.swap(handle, step=self.step) is handle:
                 handle.done.set_result(flat)
             return handle
         for observer in self._observers:
@@ -160,16 +157,8 @@ class Pipeline:
                 "close() after the last step, or compress a newly wrapped model"
             )
 
-    def _future(self) -> Future[Any]:
-        device = self.network.device
-        return Future(devices=[device] if is_accelerator(device) else [])
-
-    def _swapped(self, handle: Handle) -> Handle:
-        """Handle to start instead of ``handle``, which is done where means are delayed."""
-        return self._delayed.swap(handle, step=self.step, future=self._future)
-
     def _start(self, handle: Handle) -> None:
-        handle = self._swapped(handle)
+        handle = self._delayed.swap(handle, step=self.step)
         self._enter(handle)
         plan = self._plans.find(
             handle.key,

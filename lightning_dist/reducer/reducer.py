@@ -87,10 +87,9 @@ class Reducer(StatefulPipeline):
         self.generation = 0  # networks before this one
         self.at_close: list[Callable[[], None]] = []
         self.never_compressed: finalize[..., Any] | None = None  # says so at the end
-        self._policy = settings.policy
         self._shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
         self._plans = self._make_plans()
-        self.keeps_state = any(map(self.planner.keeps_state, self._policy.leaves()))
+        self.keeps_state = any(map(self.planner.keeps_state, self.settings.policy.leaves()))
         self._in_order = in_order
         self._use(executor)
 
@@ -101,7 +100,7 @@ class Reducer(StatefulPipeline):
             network = network.intra.inter
         return Plans(
             self.planner_for(network),
-            self._policy,
+            self.settings.policy,
             self._shapes,
             share_memory=self.immediate,
             padded=self._sharded,
@@ -114,7 +113,7 @@ class Reducer(StatefulPipeline):
             self.state,
             error_feedback=self.settings.error_feedback,
             intra_codec=self.settings.intra,
-            whole=matrices(self._policy, self._shapes),
+            whole=matrices(self.settings.policy, self._shapes),
             immediate=self.immediate,
             tables=self.settings.compile_kernels is not False,
             divide_last=self._sharded,
@@ -219,9 +218,7 @@ class Reducer(StatefulPipeline):
                 has to follow.
         """
         self._stop(patience=0.0)
-        for handle in self._in_flight:
-            if not handle.done.done():
-                handle.done.set_exception(RuntimeError("lightning_dist: other groups"))  # type: ignore[arg-type]
+        self._failures.end(self._in_flight, RuntimeError("the reducer was bound to other groups"))
         self._in_flight, self._finite, self._sums = [], [], []
         self._delayed.clear()  # not there on every rank
         self.answer = Answer()
@@ -286,6 +283,7 @@ class Reducer(StatefulPipeline):
         self._release()
 
     def _release(self) -> None:
+        self._failures.end(self._in_flight, RuntimeError("the reducer was closed in a step"))
         self._plans.clear()
         self.state.to(torch.device("cpu"))
         self._delayed.to(torch.device("cpu")) if self.in_step else self._delayed.clear()

@@ -11,16 +11,19 @@ import torch
 from torch import Tensor
 
 from lightning_dist.log import get_logger
+from lightning_dist.reducer.parts import Stripes
 from lightning_dist.reducer.pipeline import Pipeline
+from lightning_dist.reducer.plan.plans import future_on
 from lightning_dist.reducer.plan.slices import (
     ParameterSlice,
     as_real,
     require_strides,
     strides_in_bucket,
 )
-from lightning_dist.reducer.state import STATE_VERSION, Stripes, own_keys
 
 log = get_logger(__name__)
+
+STATE_VERSION = 1
 
 
 class StatefulPipeline(Pipeline):
@@ -65,7 +68,7 @@ class StatefulPipeline(Pipeline):
         """
         if not self._delayed.active or self.network.world_size == 1 or self.closed:
             return
-        landed = self._future()
+        landed = future_on(self.network.device)
         # Of a tensor: a future waits for the streams of what is in it.
         self._executor.submit(partial(landed.set_result, self._scale))
         landed.wait()
@@ -137,7 +140,7 @@ class StatefulPipeline(Pipeline):
         self._plans.clear()  # they hold views of the old residuals
         found: Mapping[str, Any] = {"step": 0}
         if state is not None:
-            found = own_keys(state, self._prefix)
+            found = _own_keys(state, self._prefix)
             require_strides(found, self.names)
         self.state.load(found, self.network.rows)
         self._load_delayed(found.get("delayed", {}))
@@ -170,3 +173,19 @@ class StatefulPipeline(Pipeline):
         self.state.load_factors(shared["factors"])
         self.step = int(shared["step"])
         self._reserve_again()
+
+
+def _own_keys(state: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
+    """State that a reducer with ``prefix`` has saved among others.
+
+    Raises:
+        ValueError: it is none that this version can read.
+    """
+    found = {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
+    version = found.get("version")
+    if version != STATE_VERSION:
+        raise ValueError(
+            f"The compression state must be of version {STATE_VERSION}, got {version!r}; it was "
+            "written by another version of lightning_dist: resume with that one, or start without"
+        )
+    return found

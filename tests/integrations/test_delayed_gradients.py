@@ -11,7 +11,6 @@ import pytest
 import torch
 from results import Results, require_equal
 from torch import Tensor, nn
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank, run_threads
 
@@ -230,7 +229,7 @@ def test_memory_of_buckets_that_are_no_more_is_freed() -> None:
 
     def swap(key: int, parts: Sequence[ParameterSlice], value: float, step: int) -> Tensor:
         flat = torch.full((sum(part.numel for part in parts),), value)
-        means.swap(Handle(key, flat, parts, frozenset(), Future()), step=step, future=Future)
+        means.swap(Handle(key, flat, parts), step=step)
         return flat
 
     for key, part in enumerate(slices):

@@ -185,6 +185,20 @@ def test_a_closed_reducer_averages_nothing() -> None:
     run_threads(body, 2)
 
 
+def test_close_in_a_step_ends_its_futures() -> None:
+    def body(rank: Rank) -> None:
+        model = Model(rank.network())
+        name, parameter = next(iter(model.parameters.items()))
+        flat = feed(rank.rank, 0, SHAPES)[name].flatten()
+        future = model.buckets.reduce(FakeBucket(flat, [parameter], 0, last=False))
+        model.reducer.close()
+        assert future.done()
+        with pytest.raises(RuntimeError, match="closed in a step"):
+            future.wait()
+
+    run_threads(body, 2)
+
+
 def test_a_backward_pass_after_close_raises() -> None:
     def body(rank: Rank) -> None:
         with compressed(rank, Fed()) as (model, reducer):
