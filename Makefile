@@ -117,8 +117,7 @@ bench: install
 	  --json benchmarks/results/faults_restart.json
 	$(BIN)/python -m tests.campaigns.restart_faults --trainer loop --trials 150 \
 	  --json benchmarks/results/faults_restart_loop.json
-	$(BIN)/python -m tests.campaigns.restart_faults --figures \
-	  --json benchmarks/results/faults_figures.json
+	$(BIN)/python -m benchmarks.restart.resume --json benchmarks/results/restart_resume.json
 	$(BIN)/python -m benchmarks.restart.rendezvous --trials 17 --stock 6 \
 	  --json benchmarks/results/restart_rendezvous.json
 	$(BIN)/python -m benchmarks.restart.in_process --json benchmarks/results/restart_in_process.json

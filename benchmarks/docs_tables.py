@@ -59,7 +59,7 @@ SECTIONS: dict[str, tuple[str | tuple[str, ...], Callable[..., str | None]]] = {
     "crash-campaign": ("crash_campaign", checkpoint.CRASH_CAMPAIGN),
     "restart-campaign": ("faults_restart", restart.CAMPAIGN),
     "restart-loop": ("faults_restart_loop", restart.LOOP_CAMPAIGN),
-    "restart-figures": ("faults_figures", restart.FIGURES),
+    "restart-resume": ("restart_resume", restart.RESUME),
     "restart-in-process": ("restart_in_process", restart.IN_PROCESS),
     "restart-rendezvous": ("restart_rendezvous", restart.RENDEZVOUS),
     "elastic-overhead": ("elastic_overhead", restart.OVERHEAD),

@@ -74,7 +74,7 @@ LOOP_CAMPAIGN = Table(
 )
 
 
-FIGURES = Table(
+RESUME = Table(
     has="recovery_s",
     columns=[
         ("", "{way}"),
