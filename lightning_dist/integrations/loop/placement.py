@@ -47,6 +47,10 @@ class LoopPlacement(RecoverablePlacement):
         mirror_every: as of StepRecovery.
     """
 
+    stopped = Stopped
+    position = Position()
+    total_samples = 0
+
     def __init__(
         self,
         session: Session,
@@ -131,9 +135,9 @@ class LoopPlacement(RecoverablePlacement):
         run, restricted = session.history.run_id, settings.weights_only
         session.retention.save_for(run, restricted=restricted, resumed=path)
         self.position = Position() if state is None else state.position
-        self.samples = 0 if state is None else state.total_samples
+        self.total_samples = 0 if state is None else state.total_samples
         self._steps = 0 if state is None else state.total_steps
-        self._before_epoch = self.samples - self.position.samples
+        self._before_epoch = self.total_samples - self.position.samples
         self._deal(state, path=path or "", begun=session.history.first)
         optimizers, (first, now) = self.objects.optimizers, self.data.layouts
         session.scale_rates(optimizers, self.objects.schedulers, first=first, now=now)
@@ -181,25 +185,11 @@ class LoopPlacement(RecoverablePlacement):
             super().settle()
 
     @override
-    def close_step(self) -> None:
-        """Save if it is due, and stop if a rank is told to."""
-        position, settings = self.position, self._settings
-        if position.samples:
-            is_due = settings.is_due_after_step(self._steps)
-        elif position.epoch:
-            is_due = settings.is_due_after_epoch(position.epoch - 1, steps=self._steps)
-        else:
-            return
-        if is_due:
-            self.session.save()
-        self.stop_if_told()
-
-    @override
     def take_over(self, handed: Any, state: ElasticState, members: Membership) -> None:
         self.objects.load_states(handed)
-        self.position, self.samples = state.position, state.total_samples
+        self.position, self.total_samples = state.position, state.total_samples
         self._steps = state.total_steps
-        self._before_epoch = self.samples - self.position.samples
+        self._before_epoch = self.total_samples - self.position.samples
 
     @override
     def handed_over(self) -> dict[str, Any]:
@@ -219,20 +209,6 @@ class LoopPlacement(RecoverablePlacement):
     @override
     def rates(self) -> tuple[Sequence[Any], Sequence[Any]]:
         return self.objects.optimizers, self.objects.schedulers
-
-    @override
-    def here(self) -> ElasticState:
-        first, now = self.data.layouts
-        return ElasticState(
-            run_id=self.session.history.run_id,
-            seed=self.session.history.seed,
-            first=first,
-            layout=now,
-            position=self.position,
-            total_samples=self.samples,
-            total_steps=self._steps,
-            size=self.data.size,
-        )
 
     def _load(self, path: str) -> Any:
         """The state saved as ``path``, which has been verified. Collective: errors are of all."""
@@ -254,15 +230,15 @@ class LoopPlacement(RecoverablePlacement):
     def step(self, position: Position) -> None:
         """The optimizer has stepped, and ``position`` is reached."""
         self.position = position
-        self.samples = self._before_epoch + position.samples
+        self.total_samples = self._before_epoch + position.samples
         self._steps += 1
-        self.session.step(self.samples)
+        self.session.step(self.total_samples)
         if self.recovery is not None:
             self.recovery.generations.took_step()
 
     def end_epoch(self, epoch: int) -> None:
         """``epoch`` is over, with what the user does after its batches."""
-        self.position, self._before_epoch = Position(epoch + 1), self.samples
+        self.position, self._before_epoch = Position(epoch + 1), self.total_samples
 
     @property
     @override
@@ -276,14 +252,7 @@ class LoopPlacement(RecoverablePlacement):
 
     @override
     def write(self, checkpointer: Checkpointer | None, path: str) -> None:
-        place = self.session.describe(
-            self.data.layouts,
-            self.position,
-            samples=self.samples,
-            steps=self._steps,
-            rng=self.generators.capture(),
-            size=self.data.size,
-        )
+        place = self.session.describe(rng=self.generators.capture())
         leader, sharded = self.session.members.ranks.leader, self._settings.sharded
         striped: list[Striped] = []
         objects = self.objects.state_dict(leader=leader, striped=striped if sharded else None)
@@ -314,23 +283,9 @@ class LoopPlacement(RecoverablePlacement):
             signal.signal(each, handler)
         self._handlers = {}
 
-    def stop_if_told(self) -> None:
-        """Where any rank is to end: one checkpoint of all, and the end of this process."""
-        code = self.session.stop_if_told()
-        if code is not None:
-            raise Stopped(code)
-
+    @override
     def complete(self) -> None:
-        """The training has ended as it should."""
-        while True:
-            try:
-                self.session.complete()
-                break
-            except RuntimeError as error:
-                if self.recovery is None:
-                    raise
-                self.recovery.generations.lost(error)
-                self.settle()
+        super().complete()
         self.is_complete = True
 
     def close(self, error: BaseException | None) -> None:

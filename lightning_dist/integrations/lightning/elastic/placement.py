@@ -44,6 +44,7 @@ class TrainerPlacement(Placement):
     """
 
     data: TrainerDeal
+    stopped = Preempted
 
     def __init__(self, trainer: pl.Trainer, session: Session) -> None:
         self._trainer, self._session = trainer, session
@@ -194,8 +195,8 @@ class TrainerPlacement(Placement):
         return self.position.samples == 0 or self._validated_step == self._trainer.global_step
 
     @property
+    @override
     def position(self) -> Position:
-        """Of the last optimizer step."""
         ended = self._loop.epoch_progress.current.processed
         if not self.data.is_dealt:
             return Position(ended)
@@ -213,8 +214,8 @@ class TrainerPlacement(Placement):
         return bool(self._loop.epoch_loop.batch_progress.is_last_batch)
 
     @property
+    @override
     def total_samples(self) -> int:
-        """Samples that optimizer steps have used, of all epochs."""
         if not self.data.is_dealt:
             return 0
         return self._before_epoch + (self._in_epoch if self._has_ended else self.position.samples)
@@ -276,33 +277,25 @@ class TrainerPlacement(Placement):
 
         Nothing where the train dataloader has not been made yet: no position is known then.
         """
-        trainer, position = self._trainer, self.position
         if not self.data.is_known:
             return
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
         checkpoint[KEY] = self._session.describe(
-            self.data.layouts,
-            position,
-            samples=self.total_samples,
-            steps=trainer.global_step,
             rng=self._rng_of_step or self.generators.capture(),
             loader=self._loader_state(),
             metrics=self._logged_metrics,
-            size=self.data.size,
-            validated=self._is_validated,
-            stopped=self._is_stopped,
+            **self._facts,
         )
+
+    @property
+    def _facts(self) -> dict[str, bool]:
+        """Facts of the state that a loop of the user's own does not have."""
+        return {"validated": self._is_validated, "stopped": self._is_stopped}
 
     @property
     def _logged_metrics(self) -> dict[str, float]:
         logged = self._trainer.callback_metrics
         return {name: float(each) for name, each in logged.items() if each.numel() == 1}
-
-    def stop_if_told(self) -> None:
-        """Where any rank is to end: one checkpoint of all, and the end of this process."""
-        code = self._session.stop_if_told()
-        if code is not None:
-            raise Preempted(code)
 
     def complete(self) -> None:
         """The training has ended as it should. Collective."""
