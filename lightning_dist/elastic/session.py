@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.elastic.data.plan import Layout, Position, lr_factor
@@ -49,8 +48,8 @@ class Placement:
         """Epochs so far, for the names of checkpoints."""
         raise NotImplementedError
 
-    def write(self, checkpointer: Checkpointer | None, path: str) -> None:
-        """Hand the state of the training to ``checkpointer``, if this rank writes. Collective."""
+    def write(self, path: str) -> None:
+        """Hand the state of the training to the checkpointer, if this rank writes. Collective."""
         raise NotImplementedError
 
     def tell(self, text: str) -> None:
@@ -321,7 +320,7 @@ class Session:
         path = self.retention.begin(f"epoch={self._placement.epoch}-step={steps}.ckpt")
         if path is None:
             return
-        self._placement.write(self.retention.checkpointer, path)
+        self._placement.write(path)
         self._saved_step = steps
         self.lifecycle.heartbeat()
 

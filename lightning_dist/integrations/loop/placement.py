@@ -11,7 +11,6 @@ from typing import Any
 import torch.distributed as dist
 from typing_extensions import override
 
-from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.reading import load
 from lightning_dist.checkpoint.snapshot.plan import Striped
 from lightning_dist.elastic.data.plan import Position
@@ -165,7 +164,7 @@ class LoopPlacement(RecoverablePlacement):
 
     def _listen(self) -> None:
         session = self.session
-        session.retention.watch(self.objects.optimizers)
+        session.retention.saves.watch(self.objects.optimizers)
         if threading.current_thread() is threading.main_thread():  # where Python has handlers
             self._handlers = {each: signal.getsignal(each) for each in self._signals}
         session.lifecycle.note(self._signals, asks=Launch.from_env().local_rank == 0)
@@ -251,7 +250,8 @@ class LoopPlacement(RecoverablePlacement):
         return self.position.epoch
 
     @override
-    def write(self, checkpointer: Checkpointer | None, path: str) -> None:
+    def write(self, path: str) -> None:
+        checkpointer = self.session.retention.checkpointer
         place = self.session.describe(rng=self.generators.capture())
         leader, sharded = self.session.members.ranks.leader, self._settings.sharded
         striped: list[Striped] = []

@@ -228,7 +228,7 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
     def go_on(self, state: ElasticState, *, is_new: bool) -> None:
         trainer, members = self._trainer, self._session.members
         self._strategy.become(members)
-        self._joined, self._watched = None, []
+        self._joined = None
         private.forget_validation_loader(trainer)
         for callback in self._saving:
             if isinstance(callback, AsyncCheckpoint):
