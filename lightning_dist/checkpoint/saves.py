@@ -12,6 +12,7 @@ from pathlib import PurePath
 from typing import NamedTuple
 
 from rich.filesize import decimal
+from torch.optim import Optimizer
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
@@ -20,6 +21,9 @@ from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.ranks import Facts, Ranks
 from lightning_dist.checkpoint.settings import CheckpointSettings
+
+_PATIENCE_WITH_LEADER = 60.0
+"""Seconds for the leader before this one to end: one that is cut off learns late that it is out."""
 
 
 class Failure(NamedTuple):
@@ -55,6 +59,7 @@ class Saves:
         self._settings, self._warn, self._ended = settings, warn, ended
         self._idle = Metrics()
         self._opened: set[str] = set()  # on all ranks
+        self._optimizers: list[Optimizer] = []
         self._failed: dict[str, Failed] = {}  # by save id; not reported yet
         self._reported: set[str] = set()
         self._operations = itertools.count()  # that failed: they have no id
@@ -90,10 +95,21 @@ class Saves:
                 self.ranks.all({}, error=self._try_to_join(folder))
             self._opened.add(folder)
 
-    def move(self, ranks: Ranks, checkpointer: Checkpointer | None) -> None:
-        """Save with other ranks. Folders are opened again when they are used next."""
-        self.ranks, self.checkpointer = ranks, checkpointer
+    def watch(self, optimizers: Iterable[Optimizer]) -> None:
+        """Call :meth:`.Checkpointer.watch` for these optimizers; on a later leader too."""
+        before, self._optimizers = self._optimizers, list(optimizers)
+        if self.checkpointer is not None and [*map(id, before)] != [*map(id, self._optimizers)]:
+            self.checkpointer.wait_for_copy()
+            self.checkpointer.watch(self._optimizers)
+
+    def move(self, ranks: Ranks) -> None:
+        """Save with other ranks, whose leader writes. Folders are opened again when next used."""
+        self.ranks = ranks
         self._opened.clear()
+        if ranks.is_leader and self.checkpointer is None:
+            self.checkpointer = Checkpointer(self._settings, ranks=ranks.count)
+            self.checkpointer.patience = _PATIENCE_WITH_LEADER
+            self.checkpointer.watch(self._optimizers)
 
     def open_here(self, folder: str) -> Facts:
         """Own ``folder`` on rank 0, or write to what rank 0 owns. No facts.

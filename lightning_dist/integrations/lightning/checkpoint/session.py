@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 from weakref import proxy
 
@@ -15,27 +13,23 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.ranks import Facts, Ranks, destroy
-from lightning_dist.checkpoint.saves import Saves, committed_line
+from lightning_dist.checkpoint.saves import Saves
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.integrations.lightning.checkpoint.bookkeeping import (
     Displaced,
     Scores,
     forget,
 )
-from lightning_dist.integrations.lightning.checkpoint.session_io import save_into
+from lightning_dist.integrations.lightning.checkpoint.trainer_saves import TrainerSaves
 from lightning_dist.integrations.lightning.private import checkpoint_folder
 from lightning_dist.integrations.lightning.recovering import meet
 from lightning_dist.log import prefixed
-
-_PATIENCE_WITH_LEADER = 60.0
-"""Seconds for the writer of a rank that is lost to end."""
 
 
 class CheckpointSession:
@@ -61,20 +55,24 @@ class CheckpointSession:
         self._callback, self._trainer = callback, trainer
         self._removals: list[str] = []  # of this trigger
         self._has_saved = False
-        self._watched: list[Optimizer] = []
-        self._blocking: dict[str, float] = {}  # of the last save to each path, in ms
         self._committed: list[str] = []  # what the other ranks do not know of yet
         self.displaced = Displaced()
-        self._checkpointer: Checkpointer | None = None
         self._group: dist.ProcessGroup | None = None
         if sharded and trainer.world_size > 1:
             self._group = dist.new_group(backend="gloo")
+        writer: Checkpointer | None = None
         if trainer.is_global_zero or sharded:
-            self._checkpointer = Checkpointer(settings, group=self._group, ranks=trainer.world_size)
+            writer = Checkpointer(settings, group=self._group, ranks=trainer.world_size)
         self._ranks = _TrainerRanks(trainer)
         self.saves = Saves(
-            self._checkpointer, settings, ranks=self._ranks, warn=rank_zero_warn, ended=self._ended
+            writer, settings, ranks=self._ranks, warn=rank_zero_warn, ended=self._ended
         )
+        self._of_trainer = TrainerSaves(trainer, self.saves, sharded=sharded)
+
+    @property
+    def _checkpointer(self) -> Checkpointer | None:
+        """Writer of this rank; None on ranks that do not write."""
+        return self.saves.checkpointer
 
     @property
     def _first(self) -> Checkpointer | None:
@@ -87,8 +85,6 @@ class CheckpointSession:
         Raises:
             ValueError: on all ranks, if it cannot be written to by this job.
         """
-        if find_spec("omegaconf") is not None:  # Lightning would import it within the first save
-            import_module("omegaconf")
         try:
             self.saves.open(folder, together=self._sharded)
         except BaseException:
@@ -98,19 +94,11 @@ class CheckpointSession:
     def move(self, leader: int) -> None:
         """Go on with the present ranks, of which ``leader`` writes, into the same folder."""
         self._ranks.move(leader)
-        if self._ranks.is_leader and self._checkpointer is None:
-            self._checkpointer = Checkpointer(self._settings, ranks=self._ranks.count)
-            self._checkpointer.patience = _PATIENCE_WITH_LEADER
-            self._watched = []
-        self.saves.move(self._ranks, self._checkpointer)
+        self.saves.move(self._ranks)
 
     def watch_optimizers(self) -> None:
-        """Know the optimizers; other ones if a module has put others in their place."""
-        optimizers = list(self._trainer.strategy.optimizers)
-        if self._checkpointer is not None and [*map(id, optimizers)] != [*map(id, self._watched)]:
-            self._checkpointer.wait_for_copy()
-            self._checkpointer.watch(optimizers)
-            self._watched = optimizers
+        """Watch the optimizers, which are there when training starts."""
+        self._of_trainer.watch_optimizers()
 
     def may_begin(self) -> bool:
         """Whether a save may begin, or is skipped; reports earlier failures. Collective.
@@ -127,27 +115,9 @@ class CheckpointSession:
         Args:
             at_once: all of it, for something may change the weights before the next step.
         """
-        began = time.perf_counter()
-
-        def save() -> None:  # by another rank, where the one that writes is lost
-            self.saves.open(
-                checkpoint_folder(self._callback, self._trainer), together=self._sharded
-            )
-            self.watch_optimizers()
-            save_into(
-                self._checkpointer,
-                self._trainer,
-                path,
-                sharded=self._sharded,
-                weights_only=weights_only,
-            )
-
-        meet(self._trainer.strategy, save)
+        folder = checkpoint_folder(self._callback, self._trainer)
+        self._of_trainer.save(path, folder=folder, at_once=at_once, weights_only=weights_only)
         self._has_saved = True
-        if self._checkpointer is not None and at_once:
-            self._checkpointer.wait_for_copy()
-        self.saves.metrics.blocking_ms = (time.perf_counter() - began) * 1e3
-        self._blocking[path] = self.saves.metrics.blocking_ms
 
     def link(self, source: str, target: str, *, symbolic: bool = False) -> None:
         """Show ``source`` as ``target`` too, unless it has that name anyway."""
@@ -294,18 +264,12 @@ class CheckpointSession:
             destroy(self._group)
 
     def _ended(self, event: Committed | Failed) -> None:
-        blocking_ms = self._blocking.pop(event.target, 0.0)
-        if isinstance(event, Committed):
-            self._committed.append(event.target)
-            if self._trainer.is_global_zero:
-                self._announce(event, blocking_ms=blocking_ms)
-
-    def _announce(self, event: Committed, *, blocking_ms: float) -> None:
-        rank_zero_info(prefixed(committed_line(event, blocking_ms=blocking_ms)))
-        step = max(self._trainer.global_step - 1, 0)
+        if not isinstance(event, Committed):
+            return
+        self._committed.append(event.target)
+        self._of_trainer.committed(event)
         callback: Any = proxy(self._callback)
-        for logger in self._trainer.loggers:
-            logger.log_metrics(self.saves.metrics.by_name(), step=step)
+        for logger in self._trainer.loggers if self._trainer.is_global_zero else ():
             logger.after_save_checkpoint(callback)
 
 

@@ -8,11 +8,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from typing_extensions import override
-
-from lightning_dist.integrations.lightning import private
 
 if TYPE_CHECKING:
     from lightning_dist.checkpoint.checkpointer import Checkpointer
@@ -60,32 +57,3 @@ class CheckpointerIO(TorchCheckpointIO):
             striped=self.striped,
             resumable=self._resumable,
         )
-
-
-def save_into(
-    checkpointer: Checkpointer | None,
-    trainer: pl.Trainer,
-    path: str,
-    *,
-    sharded: bool,
-    weights_only: bool = False,
-) -> None:
-    """Save a training by ``checkpointer``, with what its strategy adds. On all ranks.
-
-    Args:
-        checkpointer: None on ranks that do not write.
-        sharded: see :meth:`.Checkpointer.save`.
-        weights_only: leave out what a training needs to go on.
-    """
-    strategy = trainer.strategy
-    with trainer.profiler.profile("save_checkpoint"):  # type: ignore[attr-defined]
-        step = trainer.global_step
-        io = CheckpointerIO(checkpointer, step=step, sharded=sharded, resumable=not weights_only)
-        usual, strategy.checkpoint_io = strategy.checkpoint_io, io
-        try:
-            checkpoint = private.dump_checkpoint(trainer, weights_only=weights_only)
-            strategy.save_checkpoint(checkpoint, path)
-            if checkpointer is not None and not trainer.is_global_zero:
-                io.save_checkpoint(checkpoint, path)
-        finally:
-            strategy.checkpoint_io = usual

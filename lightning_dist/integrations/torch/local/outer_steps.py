@@ -19,9 +19,9 @@ from lightning_dist.integrations.torch.local.settings import LocalUpdateSettings
 from lightning_dist.log import get_logger
 from lightning_dist.private import name_before_compile
 from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.parts import Stripes
 from lightning_dist.reducer.plan.slices import as_real
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.reducer.state import Stripes
 from lightning_dist.settings import Settings
 
 log = get_logger(__name__)

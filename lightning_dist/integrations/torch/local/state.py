@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates
-from lightning_dist.reducer.state import Stripes
+from lightning_dist.reducer.parts import Stripes
 
 NOT_SHARDED = (
     "format='sharded' lets every rank write a part of what all have in common, and the optimizers "
