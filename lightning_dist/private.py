@@ -39,7 +39,7 @@ NAMES: Table = {
     "torch:UntypedStorage": "_cdata _checkpoint_offset",
     "torch.storage:TypedStorage": "_pickle_storage_type _size _untyped_storage",
     "torch.serialization": "location_tag normalize_storage_type",
-    "torch.utils._pytree": "tree_leaves",
+    "torch.utils._pytree": "tree_leaves tree_map_only",
     "torch.autograd:Variable": "_execution_engine",
     "torch.amp.grad_scaler:GradScaler": "_scale",
     "torch.nn:Module": "_load_from_state_dict _load_state_dict_pre_hooks",
@@ -226,6 +226,14 @@ def tensors_in(tree: Any) -> list[Tensor]:
     from torch.utils._pytree import tree_leaves
 
     return [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
+
+
+def map_tensors(call: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Nested collections with ``call(tensor)`` in the place of each tensor."""
+    require_torch()
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(Tensor, call, tree)
 
 
 # The public ways to torch's flight recorder are a signal and a file of pickles.

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates
+from lightning_dist.private import map_tensors
 from lightning_dist.reducer.parts import Stripes
 
 NOT_SHARDED = (
@@ -50,7 +50,7 @@ class WorkerStates:
         """
         network = self._updates.reducer.network
         shared = self._updates.state_dict()
-        own = tree_map_only(Tensor, lambda each: each.detach().cpu(), self._own())
+        own = map_tensors(lambda each: each.detach().cpu(), self._own())
         workers = [None] * network.world_size if network.rank == 0 else None
         dist.gather_object(own, workers, group=network.data.group, group_dst=0)
         return None if shared is None else {"shared": shared, "workers": workers}
@@ -69,7 +69,7 @@ class WorkerStates:
             tensors.append(tensor.detach().contiguous())
             return torch.empty_like(tensor, device="meta")
 
-        own = tree_map_only(Tensor, described, self._own())
+        own = map_tensors(described, self._own())
         workers: list[Any] = [None] * network.world_size
         dist.all_gather_object(workers, own, group=network.data.group)
 
@@ -80,7 +80,7 @@ class WorkerStates:
 
         for rank, worker in enumerate(workers):
             of = iter(tensors) if rank == network.rank else None
-            workers[rank] = tree_map_only(Tensor, partial(placed, of=of), worker)
+            workers[rank] = map_tensors(partial(placed, of=of), worker)
         return {"shared": shared, "workers": workers}, stripes
 
     def _own(self) -> dict[str, Any]:
