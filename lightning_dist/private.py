@@ -233,7 +233,7 @@ def map_tensors(call: Callable[[Tensor], Any], tree: Any) -> Any:
     require_torch()
     from torch.utils._pytree import tree_map_only
 
-    return tree_map_only(Tensor, call, tree)
+    return tree_map_only(torch.Tensor, call, tree)
 
 
 # The public ways to torch's flight recorder are a signal and a file of pickles.
