@@ -529,7 +529,7 @@ def drift(mesh: DeviceMesh) -> dict[str, bool]:
     """The factors of one replica are a little different, as another LAPACK would have them."""
     net = sharded(mesh["shard"])
     ours = compress_fsdp(net, "powersgd:rank=2", mesh=mesh, min_compress_numel=0)
-    with patch("lightning_dist.reducer.reducer._COMPARED_EVERY", STEPS):
+    with patch("lightning_dist.reducer.pipeline._COMPARED_EVERY", STEPS):
         equal = raised(lambda: train(net, ours=ours))
         for factors in ours.reducer.state.factors.values():
             for factor in factors:

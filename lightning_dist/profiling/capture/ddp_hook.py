@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_dist.private import (
     at_end_of_backward,
     communication_hooks,
+    require_torch,
     sparse_parts,
     tensors_in,
 )
@@ -42,6 +43,7 @@ class Watching:
     """Tells a timer of the passes of ``model`` and of the steps of its optimizers."""
 
     def __init__(self, model: DistributedDataParallel, timer: StepTimer) -> None:
+        require_torch()  # not first in a compiled backward pass, where modules look different
         self._model, self._timer = model, timer
         self._synchronises = True
         self._in_backward = False
