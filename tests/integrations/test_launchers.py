@@ -8,7 +8,7 @@ import pytest
 from processes import port, run, run_together
 from results import Facts, Results, require_compressed, require_replicas
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SCRIPTS = Path(__file__).with_name("scenarios")
 
 
@@ -16,7 +16,7 @@ SCRIPTS = Path(__file__).with_name("scenarios")
 def launched(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Results:
     """One script that is its own launcher, by three start methods one after the other."""
     folder = tmp_path_factory.mktemp("launchers")
-    finished = run([*quick_python, SCRIPTS / "launchers.py", folder], limit=120)
+    finished = run([*quick_python, SCRIPTS / "launchers.py", folder], limit=260)
     return Results(folder, finished, ranks=2)
 
 

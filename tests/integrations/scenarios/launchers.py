@@ -8,7 +8,7 @@ import faulthandler
 import os
 import sys
 
-faulthandler.dump_traceback_later(100, exit=True)
+faulthandler.dump_traceback_later(240, exit=True)
 
 import lightning as L  # noqa: E402
 import torch  # noqa: E402
