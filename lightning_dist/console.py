@@ -51,6 +51,6 @@ def print_table(
 
 
 def is_plain() -> bool:
-    """Whether text has neither colours nor boxes: there is no terminal, or NO_COLOR is set."""
+    """True if there is no terminal or NO_COLOR is set: text then has no colours and no boxes."""
     is_seen = sys.stdout.isatty() and sys.stderr.isatty()
     return bool(os.environ.get("NO_COLOR")) or not is_seen

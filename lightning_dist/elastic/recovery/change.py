@@ -81,14 +81,16 @@ class Pause:
         if self.since is None:
             self.since = time.monotonic()
 
-    def enter(self, generation: Generation, told: Sequence[tuple[float | None, str, bool]]) -> None:
-        """All of a generation are there, which may not be the last one of this pause.
+    def enter(
+        self, generation: Generation, facts: Sequence[tuple[float | None, str, bool]]
+    ) -> None:
+        """Add a generation that is complete; others may follow in this pause.
 
         Args:
-            told: of each member, the norm of its residuals, None of one that is new; the lost
+            facts: of each member, the norm of its residuals, None for a new one; the lost
                 worker whose residuals it has taken over; and its :attr:`is_redone`.
         """
-        norms, names, redone = zip(*told, strict=True)
+        norms, names, redone = zip(*facts, strict=True)
         self.reasons.append(generation.reason)
         self.taken_over.update(filter(None, names))
         self.is_redone = any(redone)

@@ -310,8 +310,8 @@ class StepRecovery:
                 self._mirror.regroup(self.generations.now.members)
 
     @property
-    def told(self) -> tuple[float | None, str, bool]:
-        """Facts of this rank, as :meth:`.Pause.enter` takes them of all."""
+    def facts(self) -> tuple[float | None, str, bool]:
+        """Facts of this rank for :meth:`.Pause.enter`."""
         return self.pause.norm, self._taken_over, self.pause.is_redone
 
     def tell_observers(self, reason: str) -> None:
@@ -438,7 +438,7 @@ class RecoverablePlacement(Placement):
         factor = lr_factor(self.session.settings.batch_policy, before=before, now=now)
         optimizers, schedulers = self.rates()
         scale_learning_rates(optimizers, schedulers, factor=factor)
-        recovery.pause.enter(generation, members.ranks.gather(recovery.told))
+        recovery.pause.enter(generation, members.ranks.gather(recovery.facts))
         if told is not None:
             recovery.has_state()
 
