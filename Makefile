@@ -1,6 +1,7 @@
 # make install   environment in .venv        make demo   train with and without compression, compare
 # make test      the fast tests, minutes       make test-slow   whole jobs, browsers, campaigns
-# make test-all  both, as CI does              make test-lowest   some, with the lowest Lightning and Accelerate
+# make test-gpu  the kernels on a GPU         make test-lowest some, with the lowest Lightning and Accelerate
+# make test-all  the first two, as CI does
 # make lint      style                        make types   mypy
 # make bench     all measurements (root)      make tables     their tables in README.md and docs/
 # make docs      the documents as a site in site/, or SITE=folder
@@ -13,11 +14,12 @@ LOWEST := .venv/lowest
 # One more than cores: a test waits for its processes for a quarter of the time.
 WORKERS ?= 3
 SITE ?= site
+OUTER := outer_lr=0.7,outer_momentum=0.6
 
 # Rewriting the assertions of all tests takes longer than many of them: keep what was compiled.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: install test test-slow test-all test-lowest demo lint types docs bench tables figures build clean
+.PHONY: install test test-slow test-gpu test-all test-lowest demo lint types docs bench tables figures build clean
 
 install: .venv/installed
 
@@ -33,6 +35,9 @@ test: install
 test-slow: install
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m slow
 
+test-gpu: install
+	$(BIN)/python -m pytest -m gpu
+
 test-all: test test-slow
 
 # Beside the packages of .venv, which are found where there is no other version.
@@ -46,8 +51,9 @@ $(LOWEST)/installed: .venv/installed constraints-lowest.txt
 test-lowest: $(LOWEST)/installed
 	$(LOWEST)/bin/python -m pytest $(addprefix tests/integrations/test_,private_names.py lightning_versions.py \
 	  async_checkpoint_files.py async_checkpoint_resume.py elastic_resume.py accelerate_state.py \
-	  wrong_strategy.py) \
-	  $(addprefix tests/,cli/test_profile_command.py profiling/test_page.py profiling/test_terminal.py)
+	  wrong_strategy.py trainer_mixin.py recovery_refusals.py loop.py::test_later_starts_go_on_to_the_same_end) \
+	  $(addprefix tests/,cli/test_profile_command.py profiling/test_page.py profiling/test_terminal.py) \
+	  tests/integrations/test_accelerate_programs.py::test_the_trainer_example_resumes_bit_for_bit
 
 demo: install
 	$(BIN)/python examples/demo.py
@@ -75,26 +81,45 @@ bench: install
 	  --codec sign --codec powersgd:two_phase=true --json benchmarks/results/convergence_long.json
 	$(BIN)/python -m benchmarks.convergence --steps 800 --ranks 2 --task gpt --codec delay/int8 \
 	  --json benchmarks/results/convergence_delay.json
+	$(BIN)/python -m benchmarks.convergence --ranks 4 --task gpt --codec fsdp/native-hsdp \
+	  $(addprefix --codec fsdp/,none bf16 int8 int4 sign terngrad) \
+	  --json benchmarks/results/convergence_fsdp.json
+	$(BIN)/python -m benchmarks.convergence --steps 800 --ranks 2 --task gpt \
+	  --codec local_sgd@8/int8 --codec diloco@8:$(OUTER)/int8 --codec diloco@8:$(OUTER)/int4 \
+	  --codec diloco@16:$(OUTER)/int8 --codec diloco@8:outer_lr=0.7,outer_momentum=0.9/int8 \
+	  --codec streaming@16:fragments=4,overlap_steps=0,$(OUTER),mixing=0/int8 \
+	  --codec streaming@16:fragments=4,overlap_steps=1,$(OUTER),mixing=0/int8 \
+	  --json benchmarks/results/convergence_local.json
+	$(BIN)/python -m benchmarks.convergence --steps 800 --ranks 2 --task gpt \
+	  --codec streaming@16:fragments=4,overlap_steps=3/int8 \
+	  --codec diloco@16:overlap_steps=6/int8 --codec sparseloco@4 \
+	  --json benchmarks/results/convergence_local_overlap.json
 	$(BIN)/python -m benchmarks.convergence --steps 800 --lr 0.0042 --ranks 2 --task gpt \
 	  --codec 'local_sgd@4/int8*1.4' --codec 'local_sgd@8/int8*1.4' \
 	  --json benchmarks/results/convergence_local_tuned.json
 	$(BIN)/python -m benchmarks.convergence.time_to_accuracy \
 	  --json benchmarks/results/time_to_accuracy.json
-	$(BIN)/python -m benchmarks.convergence.time_to_accuracy --seeds 2 --every 16 --codec int8 \
+	$(BIN)/python -m benchmarks.convergence.time_to_accuracy --seeds 1 --every 16 --codec int8 \
 	  --codec delay/int8 --codec delay/int4 --json benchmarks/results/delay.json
+	$(BIN)/python -m benchmarks.convergence.time_to_accuracy --link 50 --seeds 1 --steps 32 \
+	  --every 16 --codec int4 --codec diloco@16:$(OUTER)/int8 \
+	  --codec streaming@16:fragments=4,overlap_steps=2,$(OUTER),mixing=0/int8 \
+	  --codec streaming@16:fragments=4,overlap_steps=3,$(OUTER),mixing=0/int4 \
+	  --json benchmarks/results/local_steps.json
+	$(BIN)/python -m benchmarks.convergence.time_to_accuracy --seeds 2 --every 16 --codec int4 \
+	  --codec terngrad --codec diloco@8:$(OUTER)/int8 --codec diloco@16:$(OUTER)/int8 \
+	  --codec streaming@16:fragments=4,overlap_steps=2,$(OUTER),mixing=0/int8 \
+	  --json benchmarks/results/local_steps_100.json
 	$(BIN)/python -m benchmarks.checkpoint --json benchmarks/results/checkpoint.json
 	$(BIN)/python -m tests.campaigns.checkpoint_crash --trials 1000 \
 	  --json benchmarks/results/crash_campaign.json
 	$(BIN)/python -m tests.campaigns.restart_faults --trials 300 \
 	  --json benchmarks/results/faults_restart.json
-	$(BIN)/python -m tests.campaigns.restart_faults --trainer loop --trials 150 --seed 8 \
+	$(BIN)/python -m tests.campaigns.restart_faults --trainer loop --trials 150 \
 	  --json benchmarks/results/faults_restart_loop.json
-	$(BIN)/python -m tests.campaigns.restart_faults --figures --rounds 5 \
-	  --json benchmarks/results/faults_figures.json
+	$(BIN)/python -m benchmarks.restart.resume --json benchmarks/results/restart_resume.json
 	$(BIN)/python -m benchmarks.restart.rendezvous --trials 17 --stock 6 \
 	  --json benchmarks/results/restart_rendezvous.json
-	$(BIN)/python -m tests.campaigns.in_process --trials 250 \
-	  --json benchmarks/results/faults_in_process.json
 	$(BIN)/python -m benchmarks.restart.in_process --json benchmarks/results/restart_in_process.json
 	$(BIN)/python -m benchmarks.restart.overhead --json benchmarks/results/elastic_overhead.json
 	$(BIN)/python -m benchmarks.profiler --json benchmarks/results/profiling.json

@@ -131,14 +131,14 @@ def __getattr__(name: str) -> Any:
 
 
 def _register(lightning: object) -> None:
-    from lightning_dist.integrations.registration import register_all
+    from lightning_dist.integrations.strategies.registration import register_all
 
     register_all()
 
 
 def _refuse(package: Any) -> None:
-    from lightning_dist.integrations.strategy_names import NAMES, SHARDED
-    from lightning_dist.integrations.wrong_strategy import refuse_strategies
+    from lightning_dist.integrations.strategies.names import NAMES, SHARDED
+    from lightning_dist.integrations.strategies.other_package import refuse_strategies
 
     refuse_strategies(package.__name__, {*NAMES, SHARDED})
 

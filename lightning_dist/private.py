@@ -1,6 +1,7 @@
 """Private and undocumented names of torch, and how such names of any framework are checked.
 
-Nothing else in ``integrations/``, ``elastic/`` and ``cli/`` touches a private attribute of torch;
+Nothing else in the package touches a private attribute of torch, but for its compiler's in
+``kernels/``;
 Lightning's are in ``integrations/lightning/private.py``, those of Accelerate and transformers in
 ``integrations/accelerate/private.py``. Each has tables of the names that it uses, which are
 verified once, where they are used first: a release that has dropped one fails by name at once.
@@ -17,6 +18,8 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor, nn
@@ -25,10 +28,19 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.nn.parallel import DistributedDataParallel
 
+    _Tensors = list[Tensor] | tuple[Tensor, ...]
+
 Table = Mapping[str, str]
 """Names, with spaces between them, by their owner, ``"module"`` or ``"module:Class"``."""
 
 NAMES: Table = {
+    "torch": "_foreach_copy_",
+    "torch:Tensor": "_indices _values _version",
+    "torch:UntypedStorage": "_cdata _checkpoint_offset",
+    "torch.storage:TypedStorage": "_pickle_storage_type _size _untyped_storage",
+    "torch.serialization": "location_tag normalize_storage_type",
+    "torch.utils._pytree": "tree_leaves tree_map_only",
+    "torch.autograd:Variable": "_execution_engine",
     "torch.amp.grad_scaler:GradScaler": "_scale",
     "torch.nn:Module": "_load_from_state_dict _load_state_dict_pre_hooks",
     "torch.nn.parallel:DistributedDataParallel": "_comm_hooks",
@@ -37,6 +49,7 @@ NAMES: Table = {
     "torch.utils.data:DataLoader": "_iterator",
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter": "_shutdown_workers",
     "torch.distributed.distributed_c10d": "_set_pg_timeout _world",
+    "torch._C._distributed_c10d": "_dump_fr_trace_json",
 }
 REGROUPED: Table = {
     "torch.nn.parallel:DistributedDataParallel": (
@@ -71,7 +84,7 @@ FSDP: Table = {
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": (
         "sharded_param padded_sharded_param_size fsdp_placement _orig_size"
     ),
-    "torch.autograd:Variable": "_execution_engine",
+    "torch:Tensor": "_post_accumulate_grad_hooks",
 }
 """Names of ``fully_shard``, which only models that it has sharded need."""
 DTENSOR: Table = {"torch.distributed.tensor:DTensor": "__create_chunk_list__"}
@@ -150,8 +163,87 @@ def require_torch() -> None:
 
 # An optimizer is told the scale by the scaler, a gradient hook is not: get_scale() waits for a GPU.
 def loss_scale_of(scaler: GradScaler | None) -> Callable[[], Tensor | None] | None:
-    """Tells the factor of gradients, on the device; None from it before the first step."""
-    return None if scaler is None else lambda: scaler._scale
+    """Tells the factor of gradients, on the device; None from it before the first step.
+
+    None for a scaler that is not enabled.
+    """
+    return None if scaler is None or not scaler.is_enabled() else lambda: scaler._scale
+
+
+# Tensor.copy_ is a launch for each tensor.
+def copy_all(targets: _Tensors, sources: _Tensors) -> None:
+    """Copy each of ``sources`` into its target, in one launch where their device can."""
+    require_torch()
+    torch._foreach_copy_(targets, sources)
+
+
+# Public functions coalesce first, which the gradient of a pass need not be.
+def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices and values of a sparse tensor, as they are."""
+    require_torch()
+    return tensor._indices(), tensor._values()
+
+
+# Autograd counts changes in place, and says so nowhere else.
+def version_of(tensor: Tensor) -> int:
+    """Number of changes in place of a tensor and its views."""
+    require_torch()
+    return tensor._version
+
+
+# torch.save leaves no way to write the bytes of storages later than their pickle.
+def describe_storage(storage: Any) -> tuple[torch.UntypedStorage, torch.dtype, Any, int]:
+    """Memory of a storage; dtype, legacy class and number of its elements, as torch.save has it."""
+    require_torch()
+    from torch.serialization import normalize_storage_type
+
+    if isinstance(storage, torch.storage.TypedStorage):
+        kind = getattr(torch, storage._pickle_storage_type())  # type: ignore[no-untyped-call]
+        numel = storage._size()  # type: ignore[no-untyped-call]
+        return storage._untyped_storage, storage.dtype, kind, numel
+    kind = normalize_storage_type(type(storage))  # type: ignore[no-untyped-call]
+    return storage, torch.uint8, kind, storage.nbytes()
+
+
+def location_of(storage: Any) -> str:
+    """Name of the device of a storage, as in a checkpoint."""
+    require_torch()
+    from torch.serialization import location_tag
+
+    return str(location_tag(storage))
+
+
+def identity_of(storage: torch.UntypedStorage) -> int:
+    """A number that storages have in common if they are one."""
+    identity: int = storage._cdata
+    return identity
+
+
+# Outputs of a model may be any collection, and torch.utils.pytree is not there yet.
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Tensors in nested collections."""
+    require_torch()
+    from torch.utils._pytree import tree_leaves
+
+    return [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
+
+
+def map_tensors(call: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Nested collections with ``call(tensor)`` in the place of each tensor."""
+    require_torch()
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(torch.Tensor, call, tree)
+
+
+# The public ways to torch's flight recorder are a signal and a file of pickles.
+def flight_record() -> bytes:
+    """The newest collectives of this process, as JSON."""
+    require_torch()
+    from torch._C import _distributed_c10d
+
+    record: bytes = _distributed_c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
+    return record
 
 
 # DDP says in its logging data how many hooks it has, and not which.
@@ -323,6 +415,7 @@ def chunk_of(tensor: DTensor) -> tuple[Sequence[int], Sequence[int]]:
 # Documented for tensors loaded under FakeTensorMode; there is no other way to read a part of one.
 def offset_in_file(tensor: Tensor) -> int:
     """Offset in its file of the storage of a tensor that was loaded onto ``"meta"``."""
+    require_torch()
     offset = tensor.untyped_storage()._checkpoint_offset
     assert offset is not None
     return offset
@@ -331,9 +424,16 @@ def offset_in_file(tensor: Tensor) -> int:
 # A backward pass has no other hook at its end.
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Let ``call`` run when the backward pass of now has ended, before it returns."""
+    require_torch()
     from torch.autograd import Variable
 
     Variable._execution_engine.queue_callback(call)
+
+
+# A tensor lists its hooks to nobody.
+def runs_after_accumulation(parameter: Tensor) -> bool:
+    """Whether a parameter has a hook of ``register_post_accumulate_grad_hook``."""
+    return bool(parameter._post_accumulate_grad_hooks)
 
 
 # torchrun has no option for the agent.

@@ -40,6 +40,7 @@ class Settings:
     # when residuals are written: as soon as they are known, or once the whole step has landed
     commit: Literal["auto", "immediate", "deferred"]
     delay: int = 0  # steps after which a mean is applied
+    exchange_timeout: float | None = None  # seconds of one wait; None: as the process group says
 
     @classmethod
     def check(
@@ -55,6 +56,7 @@ class Settings:
         compile_kernels: bool | Literal["auto"] = "auto",
         commit: Literal["auto", "immediate", "deferred"] = "auto",
         delay: int = 0,
+        exchange_timeout: float | None = None,
     ) -> Settings:
         """Resolve defaults and refuse what cannot take effect.
 
@@ -95,6 +97,13 @@ class Settings:
                 "commit='deferred' waits for a step that is not applied, and with delay=1 nobody "
                 "knows yet whether it will be; leave commit at 'auto'"
             )
+        if exchange_timeout is not None and not (
+            type(exchange_timeout) in (int, float) and 0 < exchange_timeout < float("inf")
+        ):
+            raise ValueError(
+                "exchange_timeout must be a number of seconds above 0, or None (the process "
+                f"group's own timeout), got {exchange_timeout!r}"
+            )
         for leaf in resolved.leaves():
             _check_feedback(leaf, error_feedback)
         return cls(
@@ -109,6 +118,7 @@ class Settings:
             compile_kernels=compile_kernels,
             commit=commit,
             delay=delay,
+            exchange_timeout=exchange_timeout,
         )
 
     @property

@@ -119,6 +119,8 @@ def pytest_configure(config: pytest.Config) -> None:
     words: dict[str, list[str]] | None = getattr(config, "workerinput", {}).get("fork_servers")
     workers: list[str] = [] if words is not None else config.getoption("tx", None) or []
     if words is None:
+        if config.option.markexpr == "gpu":
+            os.environ["TRITON_INTERPRET"] = "0"
         stack = ExitStack()
         config.add_cleanup(stack.close)
         words = {

@@ -116,7 +116,7 @@ def test_every_module_has_a_rule_or_is_on_top() -> None:
     assert modules - on_top == set(FORBIDDEN)
 
 
-CIRCLES = ("kernels", "profiling", "reducer")
+CIRCLES = ("reducer",)
 """Rooms with modules that know of each other, under TYPE_CHECKING or within a function."""
 
 
@@ -172,7 +172,7 @@ def test_what_the_writer_process_imports_is_the_standard_library() -> None:
     own = "lightning_dist.checkpoint.disk"
     names = {
         name
-        for file in disk.glob("*.py")
+        for file in disk.rglob("*.py")
         for name in imported(file.read_text(), package=own)
         if not name.startswith(own)
     }
@@ -267,7 +267,7 @@ def test_triton_is_imported_where_a_kernel_is_asked_for(torch_python: list[str])
 
 def test_nobody_else_is_loaded_for_lightning(torch_python: list[str]) -> None:
     loaded = loaded_after("import lightning, lightning_dist", torch_python)
-    assert "lightning_dist.integrations.registration" in loaded
+    assert "lightning_dist.integrations.strategies.registration" in loaded
     assert not loaded & {"accelerate", "wandb", "lightning_dist.checkpoint"}
 
 

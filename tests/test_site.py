@@ -5,11 +5,14 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+from lightning_dist.checkpoint.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -40,7 +43,8 @@ def _text(part: ast.expr) -> str:
 @cache
 def metrics_of_the_code() -> frozenset[str]:
     """Full names, and what follows ``comm/`` where that is put before it."""
-    return frozenset(text for file in OF_LOGGERS for text in strings(file))
+    of_checkpoints = {f"checkpoint/{field.name}" for field in fields(Metrics)}
+    return of_checkpoints | frozenset(text for file in OF_LOGGERS for text in strings(file))
 
 
 def is_logged(metric: str) -> bool:

@@ -62,7 +62,7 @@ RANKS = "ours blocking, 2 ranks"
 _BASES = ("write + fsync", "early write + fsync")
 GOALS: tuple[tuple[str, str, str, str | None, float, str], ...] = (
     ("overlap: stall", "ours overlap", "stall_ms", None, 5, "ms"),
-    ("overlap: held back in the next step", "ours overlap", "held_ms", None, 5, "ms"),
+    ("overlap: delay of the next step", "ours overlap", "held_ms", None, 5, "ms"),
     ("blocking: stall / memcpy", "ours blocking", "stall_ms", "limit: memcpy", 1.1, "x"),
     *(("sync: total / " + b, "ours sync", "total_ms", "limit: " + b, 1.3, "x") for b in _BASES),
     *(

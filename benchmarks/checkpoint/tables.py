@@ -16,9 +16,9 @@ def checkpoint(result: Result) -> str | None:
         return None
     text = (
         f"A state of {meta['state_mb']:.0f} MB in 96 tensors, medians of "
-        f"{rows[0]['rounds']} interleaved rounds, one thread, local disk. Standing still: the "
-        "call, and what the next optimizer step was held back. Steps meanwhile: how much longer "
-        "small training steps take while it is written. Memory: of all processes."
+        f"{rows[0]['rounds']} interleaved rounds, one thread, local disk. Training blocked: by "
+        "the call, and by the delay of the next optimizer step. Slowdown: of small training steps "
+        "during the write. Memory: of all processes."
     )
     return "\n\n".join(
         [markdown(_SAVES, rows), markdown(_GOALS, meta["goals"]), caption(text, meta)]
@@ -64,9 +64,9 @@ def _goal(goal: Row, *, key: str) -> str:
 
 _SAVES: list[Column] = [
     ("", _way),
-    ("training stands still", _stall),
+    ("training blocked", _stall),
     ("complete after", lambda row: _figure(row["total_ms"])),
-    ("steps meanwhile", "{slowdown_pct[median]:+.1f} %"),
+    ("slowdown", "{slowdown_pct[median]:+.1f} %"),
     ("memory", "{memory_mb:,.0f} MB"),
 ]
 

@@ -250,7 +250,7 @@ class OurRow(Row):
 
     def wait(self) -> None:
         self._checkpointer.wait()
-        self.write_s = self._checkpointer.metrics.write_s
+        self.write_s = self._checkpointer.metrics.write_ms / 1e3
         for event in self._checkpointer.poll():
             if isinstance(event, Failed):
                 raise RuntimeError(event.reason)
@@ -258,7 +258,7 @@ class OurRow(Row):
     @property
     def held_s(self) -> float:
         self._checkpointer.poll()
-        return self._checkpointer.metrics.optimizer_wait_s
+        return self._checkpointer.metrics.optimizer_wait_ms / 1e3
 
 
 class LightningAsyncRow(Row):

@@ -30,7 +30,9 @@ The batch is divided among the ranks. Rows:
                 alone on its part of the batch. Evaluated on the anchor
     ROW*F       any of these with F times the learning rate, ddp too: `local_sgd@8/int8*2`
     fsdp/NAME   the model sharded over pairs of 4 ranks by `fully_shard`, `compress_fsdp` with the
-                codec between the two replicas; fsdp/native-hsdp: by torch alone
+                codec between the two replicas; fsdp/native-hsdp: by torch alone;
+                fsdp/all-ranks-int8: sharded over all ranks, parameters in int8 and gradients in
+                qsgd of 8 bits
 
 With --outer-sweep METHOD those are rows of local updates with codec int8, for every H of
 OUTER_SWEEP, outer momentum and gain; the gain is outer_lr / (1 - outer_momentum), the factor that
@@ -207,7 +209,9 @@ def _row(found: Sequence[Result], reference: Sequence[Result]) -> Row:
         "seeds": [run["seed"] for run in runs],
         "metrics": {name: _metric(name, runs, reference) for name in names},
         "bytes_ratio": _mean([run["bytes_ratio"] for run in runs]),
-        "replicas_identical": all(run["identical"] for run in runs) if runs else None,
+        "replicas_identical": all(run["identical"] for run in runs)
+        if runs and runs[0]["identical"] is not None
+        else None,
         "seconds_per_run": mean_s and round(mean_s, 2),
         "reason": next((result["reason"] for result in found if "reason" in result), None),
     }

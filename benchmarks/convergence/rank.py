@@ -29,7 +29,14 @@ from benchmarks.step_time.rank import (
     digest_of,
     tx_bytes_of,
 )
-from benchmarks.step_time.sharded import FORM, NATIVE, is_sharded
+from benchmarks.step_time.sharded import (
+    ALL_INT8,
+    FORM,
+    NATIVE,
+    compress_all,
+    has_replicas,
+    is_sharded,
+)
 from lightning_dist import compress_fsdp, local_updates
 from lightning_dist.codecs import resolve_codec
 from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates
@@ -67,6 +74,7 @@ class Job:
             return local.partition("/")[2] or default_codec(cast(Method, method))
         name = row.removeprefix(f"{FORM}/").removeprefix(f"{DELAY}/")
         name = name.removeprefix(ONEBIT_PREFIX)
+        name = "qsgd:bits=8" if name == ALL_INT8 else name
         return name.removesuffix(WARM_SUFFIX).removesuffix(NO_FEEDBACK_SUFFIX)
 
     @property
@@ -157,8 +165,11 @@ class Training:
         self._handle = None if bare else attach(self.ddp, row, **options)
         if mesh is not None and job.codec != NATIVE:
             least = options["min_compress_numel"]
-            sharded = compress_fsdp(self.model, job.codec, mesh=mesh, min_compress_numel=least)
-            self._handle = sharded.reducer
+            if has_replicas(row):
+                sharded = compress_fsdp(self.model, job.codec, mesh=mesh, min_compress_numel=least)
+                self._handle = sharded.reducer
+            else:
+                self._handle = compress_all(self.model, mesh, min_compress_numel=least)
         self._optimizer, self._schedule = task.optimizer(self.model, **optimizing)
         if onebit:
             self._optimizer.attach(self._handle)
@@ -191,7 +202,7 @@ class Training:
             self.step()
         # Else what is under way would use the link in the turns of others.
         waiting: Any = self._handle if self.updates is None else self.updates
-        if waiting is not None:
+        if waiting is not None and has_replicas(self.job.row):
             waiting.wait()
         elapsed = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
         dist.barrier()  # now every rank has received what this one sent
@@ -222,7 +233,7 @@ class Training:
         """Close the reducer; what came of the training. Collective."""
         if self.updates is not None:
             self.updates.start_from_anchor()
-        identical = same_on_all_ranks(self.model)
+        identical = same_on_all_ranks(self.model) if has_replicas(self.job.row) else None
         ratio = 1.0
         if self._handle is not None:
             ratio = self._handle.comm_stats()["ratio"]
@@ -255,7 +266,11 @@ class Training:
 
 
 def _shard(model: nn.Module, row: str) -> DeviceMesh:
-    """Shard ``model`` over one dimension of the mesh (2 replicas, world size / 2 shards)."""
+    """Shard ``model`` over all ranks, or one dimension of the mesh (2 replicas, their shards)."""
+    if not has_replicas(row):
+        everyone = init_device_mesh("cpu", (dist.get_world_size(),))
+        fully_shard(model, mesh=everyone)
+        return everyone
     shape = 2, dist.get_world_size() // 2
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     fully_shard(model, mesh=mesh if row == f"{FORM}/{NATIVE}" else mesh["shard"])

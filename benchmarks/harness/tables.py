@@ -143,8 +143,12 @@ def caption(text: str, meta: Mapping[str, Any]) -> str:
 
 
 def reasons(rows: Iterable[Row]) -> list[str]:
-    """One list, or none: each row that was refused or broke, and why."""
+    """One list, or none: each row that was refused or failed, and why; of torch's hooks only that.
+
+    Their exceptions come from inside torch.
+    """
     of_row = {row.get("row") or row["codec"]: row["reason"] for row in rows if row.get("reason")}
+    of_row |= {name: "fails on this setup" for name in of_row if name in _TORCH_NAMES}
     lines = [" ".join(f"{name_of(name)}: {why}".split()) for name, why in of_row.items()]
     return ["\n".join(f"- {_escape(line)}" for line in lines)] if lines else []
 

@@ -81,13 +81,13 @@ def _wire_columns(rows: Rows) -> list[Column]:
     return [
         ("link", link),
         ("gradients", "`{codec}`"),
-        ("planted", "{payload_gbps:x1000,.1f}"),
+        ("limit", "{payload_gbps:x1000,.1f}"),
         ("interface", "{link_gbps:x1000,.1f}"),
-        ("of planted", share.format("link_of_payload", 0)),
+        ("of limit", share.format("link_of_payload", 0)),
         ("`wire_gbps`", "{wire_gbps:x1000,.1f}"),
         ("of interface", share.format("of_link", 1)),
         ("`link_gbps`", "{peak_gbps:x1000,.1f}"),
-        ("of planted", peak),
+        ("of limit", peak),
     ]
 
 
@@ -96,8 +96,8 @@ WIRE = Table(
     columns=_wire_columns,
     text=lambda meta, rows: (
         "2 hosts, 17 MB of gradients of one sample; Mbit/s of payload, which is 1448 of the 1514 "
-        "bytes of a frame. Interface: what those of both hosts have sent in just the time over "
-        "which the profile takes its rate, from the packets with the kernel's time. "
+        "bytes of a frame. Limit: of the shaped link. Interface: packets of both hosts, with the "
+        "kernel's timestamps, in the interval over which the profile takes its rate. "
         f"Medians of {rows[0]['runs']} runs, with the lowest and the highest. "
         f"TCP's congestion control is {rows[0]['congestion_control']} where no other is named."
     ),
@@ -113,13 +113,13 @@ def _more(name: str) -> str:
 TRUTH = Table(
     kinds=["skew", "codec"],
     columns=[
-        ("planted", _planted),
-        ("times", "{count}"),
-        ("median miss", "{median_ms:.2f} ms"),
-        ("worst miss", lambda row: f"{abs(row['worst_ms']):.2f} ms"),
+        ("injected", _planted),
+        ("samples", "{count}"),
+        ("median error", "{median_ms:.2f} ms"),
+        ("max error", lambda row: f"{abs(row['worst_ms']):.2f} ms"),
     ],
-    text="Every step in detail, against what the ranks themselves timed at the same places. The "
-    "two are not read at the same instant: a rank that loses its core between them misses by that.",
+    text="Every step in detail, against timestamps that the ranks themselves took at the same "
+    "places. If a rank is preempted between the two, the error contains the preemption.",
 )
 
 
@@ -129,13 +129,14 @@ CLOCKS = Table(
         ("on the link", _load),
         ("readings", "{count}"),
         ("median error", "{median_us:,.0f} µs"),
-        ("worst", "{worst_us:,.0f} µs"),
-        ("says of itself", "± {uncertainty_us:,.0f} µs"),
+        ("max error", "{worst_us:,.0f} µs"),
+        ("stated uncertainty", "± {uncertainty_us:,.0f} µs"),
         ("error within", "{within:x100.0f} %"),
     ],
     text=lambda meta, rows: (
-        "2 hosts that share a clock and compare it as if they did not, "
-        f"{rows[0]['link_mbit']:g} Mbit/s; within: readings that are off by no more than they say."
+        "2 hosts that share one clock, so that the true offset is 0, "
+        f"{rows[0]['link_mbit']:g} Mbit/s; within: readings whose error is within the stated "
+        "uncertainty."
     ),
 )
 
@@ -146,19 +147,18 @@ COST = Table(
         ("gradients", "`{codec}`"),
         ("buckets", "{buckets}"),
         ("step", "{step_ms:.1f} ms"),
-        ("more", _more("step")),
+        ("increase", _more("step")),
         ("CPU", "{cpu_ms:.1f} ms"),
-        ("more CPU", _more("cpu")),
-        ("counted", "{overhead:x100.1f} %"),
-        ("in detail", "{detailed:x100.0f} %"),
+        ("increase of CPU", _more("cpu")),
+        ("`profiler_overhead`", "{overhead:x100.1f} %"),
+        ("detailed steps", "{detailed:x100.0f} %"),
     ],
     text=lambda meta, rows: (
-        f"2 ranks, `max_overhead=0.01`, blocks with and without in turn, {rows[0]['rounds']} of "
-        "each, after steps in which the profiler finds out how many it may look at; "
-        "medians over blocks, of the differences with quartiles; CPU of all threads of a rank. "
-        "Counted: what the profiler says it took; in detail: steps in which it looked at buckets. "
-        "Plain `ddp` gets a Python hook in the place of DDP's own, in all steps, which scales the "
-        "gradients in a pass of its own; the switch to Python is not counted. The load of the "
-        f"machine was {meta['machine']['load_before']:g} at the begin."
+        f"2 ranks, `max_overhead=0.01`, alternating blocks with and without the profiler, "
+        f"{rows[0]['rounds']} of each, after the profiler has adjusted its share of detailed "
+        "steps; medians over blocks, of the differences with quartiles; CPU of all threads of a "
+        "rank. With plain `ddp`, all steps use a Python communication hook that scales the "
+        "gradients in a separate pass; `profiler_overhead` includes the hook, not the switch to "
+        f"Python. Load average at the start: {meta['machine']['load_before']:g}."
     ),
 )

@@ -46,7 +46,8 @@ from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.capture.session import SessionSettings
 from lightning_dist.profiling.run import read_run
 from lightning_dist.profiling.whatif.observe import Observed, observe
-from lightning_dist.profiling.whatif.predict import LABEL, Prediction, predict
+from lightning_dist.profiling.whatif.predict import predict
+from lightning_dist.profiling.whatif.predictions import LABEL, Prediction
 from lightning_dist.profiling.whatif.scenarios import DDP, FLAT, elsewhere
 
 SETTINGS = (DDP, "none", "fp16", "int8", "int4", "sign", "topk", "powersgd")

@@ -23,7 +23,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -34,9 +33,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness.launch import REPOSITORY
 from benchmarks.harness.results import parser_of, recording
 from benchmarks.harness.testbed import exit_on_signals
+from benchmarks.restart.jobs import start
 
 _STEP_SECONDS = 0.02
 _LIMIT = 120.0
@@ -79,22 +78,9 @@ class Job:
         )
 
     def _start(self, words: list[str]) -> subprocess.Popen[bytes]:
-        with (self._folder / "output").open("ab") as output:
-            return subprocess.Popen(
-                [sys.executable, *words],
-                cwd=REPOSITORY,
-                env={
-                    **os.environ,
-                    "OMP_NUM_THREADS": "1",
-                    "GLOO_SOCKET_IFNAME": "lo",
-                    # Or half of torchrun's restarts fail.
-                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-                    **self._settings,
-                },
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+        # Or half of torchrun's restarts fail.
+        settings = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **self._settings}
+        return start(words, self._folder / "output", **settings)
 
     def steps(self) -> dict[int, list[Line]]:
         """By process: its last steps."""

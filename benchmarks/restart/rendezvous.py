@@ -17,17 +17,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from benchmarks.harness.launch import REPOSITORY, free_port
+from benchmarks.harness.launch import free_port
 from benchmarks.harness.results import parser_of, recording
 from benchmarks.harness.testbed import exit_on_signals
+from benchmarks.restart.jobs import end, start
 from benchmarks.restart.tables import RENDEZVOUS
 
 BACKENDS = ("c10d", "static", "standalone")
@@ -73,51 +71,33 @@ def run(trial: Trial, *, restarts: int, bound: float) -> Trial:
     """The trial with its outcome; nothing of the job is left."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="restart") as folder:
-        job = _job(trial, restarts, folder)
+        output = Path(folder) / "output"
+        job = _job(trial, restarts, output)
         try:
             outcome = "failed" if job.wait(bound) else "finished"
         except subprocess.TimeoutExpired:
             outcome = "hung"
         finally:
-            _kill(job)
-        output = (Path(folder) / "output").read_text(errors="replace")
+            end(job)
+        text = output.read_text(errors="replace")
         if not (Path(folder) / "died").exists():
-            raise RuntimeError(f"no rank died in {trial}: {output}")
-    said = () if outcome == "finished" else tuple(output.splitlines()[-_LINES:])
+            raise RuntimeError(f"no rank died in {trial}: {text}")
+    said = () if outcome == "finished" else tuple(text.splitlines()[-_LINES:])
     seconds = round(time.monotonic() - began, 2)
     return replace(trial, outcome=outcome, seconds=seconds, said=said)
 
 
-def _job(trial: Trial, restarts: int, folder: str) -> subprocess.Popen[bytes]:
+def _job(trial: Trial, restarts: int, output: Path) -> subprocess.Popen[bytes]:
     port = free_port()
     backend = {
         "c10d": ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job"],
         "static": [f"--master-port={port}"],
         "standalone": ["--standalone"],
     }[trial.backend]
-    launcher = [sys.executable, "-m", "torch.distributed.run", *backend]
+    launcher = ["-m", "torch.distributed.run", *backend]
     options = [f"--nproc-per-node={_RANKS}", f"--max-restarts={restarts}"]
-    training = ["-m", "benchmarks.restart.rendezvous", trial.strategy, folder]
-    with (Path(folder) / "output").open("wb") as output:
-        return subprocess.Popen(
-            [*launcher, *options, *training, str(trial.victim), str(trial.step)],
-            cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-
-
-def _kill(job: subprocess.Popen[bytes]) -> None:
-    """The launcher first, so that it starts nothing anew; its ranks have sessions of their own."""
-    if job.poll() is None:
-        ranks = psutil.Process(job.pid).children(recursive=True)
-        job.kill()
-        for rank in ranks:
-            with suppress(psutil.NoSuchProcess):
-                rank.kill()
-    job.wait()
+    training = ["-m", "benchmarks.restart.rendezvous", trial.strategy, str(output.parent)]
+    return start([*launcher, *options, *training, str(trial.victim), str(trial.step)], output)
 
 
 def summarize(trials: list[Trial]) -> list[dict[str, Any]]:

@@ -26,8 +26,8 @@ def _sums(rows: Rows) -> dict[str, Any]:
 
 _COUNTS: list[Column] = [
     ("trials", "{trials}"),
-    ("met it", "{struck}"),
-    ("broken", "{failed}"),
+    ("faults injected", "{struck}"),
+    ("failures", "{failed}"),
 ]
 
 
@@ -36,17 +36,17 @@ CAMPAIGN = Table(
     columns=[
         ("fault", "{kind}"),
         *_COUNTS,
-        ("to a new step", partial(_seconds, key="new_step_s")),
-        ("at most", partial(_seconds, key="new_step_max_s")),
+        ("recovery time", partial(_seconds, key="new_step_s")),
+        ("max", partial(_seconds, key="new_step_max_s")),
     ],
     lines=lambda rows: [*rows, {"kind": "all", **_sums(rows)}],
     text=lambda meta, rows: (
         "Small trainings of 1 to 4 ranks under torch's elastic agent, drawn at random from seed "
-        f"{meta['seed']}. Broken would be: hangs, lost or repeated samples, ranks that differ, "
-        "weights that differ. To a new step: from the last fault to a step not done before, by "
-        "ranks forked from a process that has imported everything; median. The 20 s are of sharded "
-        "checkpoints written on a thread, which waits for what the dead had to write; a writer "
-        "process, the default, does not keep the survivors."
+        f"{meta['seed']}. Failures: hangs, lost or repeated samples, ranks that differ, weights "
+        "that differ. Recovery time: from the last fault to the first new step, by ranks forked "
+        "from a process that has imported everything; median. The 20 s are of sharded checkpoints "
+        "written on a thread, which waits for the shards of killed ranks; a writer process, the "
+        "default, does not block the survivors."
     ),
 )
 
@@ -63,28 +63,28 @@ LOOP_CAMPAIGN = Table(
     columns=[
         ("kinds of fault", "{kinds}"),
         *_COUNTS,
-        ("to a new step", "{median:.1f} s"),
-        ("at most", "{most:.1f} s"),
+        ("recovery time", "{median:.1f} s"),
+        ("max", "{most:.1f} s"),
     ],
     text=lambda meta, rows: (
         "`ElasticLoop` around plain DDP: the faults of the table above before the start, in "
-        "passes, between `backward` and `step`, after steps and epochs, drawn at random from seed "
-        f"{meta['seed']}; judged in the same way."
+        "micro-batches, between `backward` and `step`, after steps and epochs, drawn at random "
+        f"from seed {meta['seed']}; with the same checks."
     ),
 )
 
 
-FIGURES = Table(
+RESUME = Table(
     has="recovery_s",
     columns=[
         ("", "{way}"),
         ("fault", "{fault}"),
-        ("to the first new step", "{recovery_s:.1f} s"),
-        ("samples redone", "{samples_redone:,.0f}"),
+        ("recovery time", "{recovery_s:.1f} s"),
+        ("samples repeated", "{samples_redone:,.0f}"),
         ("every sample once", _exact),
     ],
-    text="Real torchrun, 2 ranks, a checkpoint every 10 steps, rank 1 struck after step 25; "
-    "medians. The others are started again at once, as by somebody who waits for it.",
+    text="torchrun, 2 ranks, a checkpoint every 10 steps, a fault on rank 1 after step 25; "
+    "medians. Without `ElasticRestart`, the job is restarted by hand, here immediately.",
 )
 
 
@@ -100,55 +100,6 @@ IN_PROCESS = Table(
     ],
     text='`ElasticLoop(recovery="in_process")` around DDP on one node, 3 ranks, 1 M parameters, '
     "`int8`, steps of 20 ms of sleep; ranks killed at random moments; medians.",
-)
-
-
-STOPPED = Table(
-    has="undetected_s",
-    columns=[
-        ("ranks stopped", "{trials}"),
-        ("detection", "{detection_s:.0f} s"),
-        ("beyond it, to the next step of the others", "{undetected_s:.2f} s"),
-        ("at most", "{undetected_max_s:.2f} s"),
-    ],
-    text="The same training; ranks stopped by SIGSTOP, known by the beats that do not come. "
-    "Less than 0 s: the last beat was before the stop.",
-)
-
-
-OTHERS = Table(
-    has="next_s",
-    columns=[
-        ("", "{way}"),
-        ("ranks killed", "{trials}"),
-        ("kill to the next step", "{next_s:.2f} s"),
-        ("at most", "{next_max_s:.2f} s"),
-    ],
-    text="3 ranks of the same model in the same run; with torchrun a checkpoint every 50 steps. "
-    "`torchft`: replicas of one rank.",
-)
-
-
-WITHOUT_FAULTS = Table(
-    has="cost",
-    columns=[
-        ("step with a restart of all", "{without_ms:.2f} ms"),
-        ("step with recovery in the process", "{with_ms:.2f} ms"),
-        ("difference", "{cost:+.1%}"),
-    ],
-    text="2 ranks, steps with 50 ms of sleep, medians of jobs that take turns.",
-)
-
-
-GOODPUT = Table(
-    has="steps_share",
-    columns=[
-        ("ranks killed, one every 2.75 s", "{trials}"),
-        ("steps done of those that would have fit", "{steps_share:.1%}"),
-        ("ranks on the average", "{mean_ranks:.2f} of 4"),
-    ],
-    text='Steps of 0.5 s; `batch_policy="fixed_micro_batch"`, so that a step takes as long with '
-    "fewer ranks.",
 )
 
 

@@ -1,7 +1,7 @@
 """How long a training step takes on a slow link, by codec and by form of the exchange.
 
     python -m benchmarks.step_time codecs [--layout 2x1] [--link 200] [--row int8] ...
-    python -m benchmarks.step_time forms [--layout 3+1] [--row sharded/bf16+int8] ...
+    python -m benchmarks.step_time forms [--layout 3+1] [--row hierarchical/bf16+int8] ...
     python -m benchmarks.step_time fsdp [--layout 2x2] [--row fsdp/int8@4] ...
 
 Several hosts on one machine (`harness/testbed.py`; needs root), a DDP model of
@@ -22,7 +22,7 @@ step by step, a different one first in each round. Between links only the limit 
                      low-rank codecs these choose how much is sent
     CODEC-noef       the same without error feedback
     flat/CODEC       `hierarchical=False`: hosts do not matter
-    sharded/CODEC    `hierarchical=True`: reduce-scatter within hosts, the compressed exchange
+    hierarchical/CODEC  `hierarchical=True`: reduce-scatter within hosts, the compressed exchange
                      between the ranks of one local number, all-gather within hosts
     leader/CODEC     `hierarchical="leader"`: reduce to one rank of each host, which exchanges for
                      all, and broadcast
@@ -64,7 +64,8 @@ all forms, `fsdp` those of sharded models, with the three of DDP. In a row of th
     bound_ms       median no-comm step + bytes sent by a host / link rate: the step if encoding cost
                    nothing and nothing overlapped
     replicas_identical
-                   whether after every timed step all ranks held the same parameters, bit by bit
+                   whether after every timed step all ranks held the same parameters, bit by bit;
+                   null where no rank has what another has
     reason         why a row could not be measured
 
 Hosts share the machine's cores and its memory bus: with more ranks than cores the times are an
@@ -98,7 +99,7 @@ from benchmarks.step_time.rank import (
     split_row,
 )
 from benchmarks.step_time.sharded import ROWS as SHARDED_ROWS
-from benchmarks.step_time.sharded import is_sharded, micro_batches
+from benchmarks.step_time.sharded import has_replicas, is_sharded, micro_batches
 from benchmarks.step_time.tables import forms, sharded, step_times
 from lightning_dist.codecs import CODECS
 
@@ -109,7 +110,10 @@ for _name in CODECS:
     CODEC_ROWS += [_name, f"{_name}-noef"] if _name in ("int8", "int4") else [_name]
 FORM_ROWS = [
     *(f"flat/{codec}" for codec in ("none", "int8")),
-    *(f"sharded/{codec}" for codec in ("none", "bf16", "int8", "int4", "bf16+int8", "bf16+int4")),
+    *(
+        f"hierarchical/{codec}"
+        for codec in ("none", "bf16", "int8", "int4", "bf16+int8", "bf16+int4")
+    ),
     *(f"leader/{codec}" for codec in ("none", "bf16", "int8", "int4")),
 ]
 SUBJECTS = {
@@ -166,9 +170,9 @@ def impossible(row: str, layout: Layout) -> str | None:
     form, _ = split_row(row)
     if is_sharded(row) and not layout.even:
         return "the hosts hold different numbers of ranks, and shards are as many in each"
-    if form in ("sharded", "leader") and max(layout.counts) == 1:
+    if form in ("hierarchical", "leader") and max(layout.counts) == 1:
         return "one rank per host: there is nothing to add up within a host"
-    if form == "sharded" and not layout.even:
+    if form == "hierarchical" and not layout.even:
         return "the hosts hold different numbers of ranks, which takes the leader form"
     return None
 
@@ -285,7 +289,9 @@ def summarize(
             "bound_ms": bound_ms,
             "speedup_vs_fp32": medians[DDP_ROW] / step_ms,
             "speedup_vs_fp16": medians[FP16_ROW] / step_ms,
-            "replicas_identical": None if silent else all(s["identical"] for s in samples),
+            "replicas_identical": None
+            if silent or not has_replicas(name)
+            else all(s["identical"] for s in samples),
             "reason": None,
         }
         yield row

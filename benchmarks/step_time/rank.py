@@ -32,7 +32,7 @@ RISKY_BASELINES = (POWERSGD_ROW, ONE_BUCKET_ROW, "torch-quant-pertensor", "torch
 """torch's hooks of more than one collective. They may end or hang the process, so each is tried in
 processes of its own before it joins the others."""
 NO_FEEDBACK_SUFFIX = "-noef"
-FORMS: dict[str, bool | str] = {"flat": False, "sharded": True, "leader": "leader"}
+FORMS: dict[str, bool | str] = {"flat": False, "hierarchical": True, "leader": "leader"}
 """The name of a form -> what `compress_ddp(hierarchical=...)` calls it."""
 
 DELAY = "delay"

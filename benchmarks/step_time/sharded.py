@@ -9,26 +9,42 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.step_time.models import MODELS, Workload
 from benchmarks.step_time.rank import LEARNING_RATE, Tail, digest_of
 from lightning_dist import compress_fsdp
+from lightning_dist.integrations.torch.fsdp.shards import CompressedShards
 
 FORM = "fsdp"
 NATIVE, DEFERRED, ALL = "native-hsdp", "native-hsdp-deferred", "all-ranks"
+ALL_INT8 = f"{ALL}-int8"
+"""Parameters gathered in int8, and gradients reduced in qsgd of 8 bits."""
 _MARK = "@"
 """Before the number of micro-batches of a step."""
 ROWS = [
-    *(f"{FORM}/{name}" for name in (NATIVE, ALL, "none", "bf16", "int8", "int4")),
-    *(f"{FORM}/{name}{_MARK}4" for name in (NATIVE, DEFERRED, ALL, "none", "bf16", "int8", "int4")),
+    *(f"{FORM}/{name}" for name in (NATIVE, ALL, ALL_INT8, "none", "bf16", "int8", "int4")),
+    *(
+        f"{FORM}/{name}{_MARK}4"
+        for name in (NATIVE, DEFERRED, ALL, ALL_INT8, "none", "bf16", "int8", "int4")
+    ),
 ]
 
 
 def is_sharded(row: str) -> bool:
     """Whether the row is one of these."""
     return row.startswith(f"{FORM}/")
+
+
+def has_replicas(row: str) -> bool:
+    """Whether ranks hold what others hold."""
+    return ALL not in row
+
+
+def compress_all(model: Any, mesh: DeviceMesh, **settings: Any) -> CompressedShards:
+    """Quantise the collectives of a model that is sharded over all ranks, as in `ALL_INT8`."""
+    return compress_fsdp(model, "qsgd:bits=8", mesh=mesh, parameters="int8", **settings)
 
 
 def micro_batches(row: str) -> int:
@@ -49,21 +65,23 @@ class ShardedRow:
         )
         native = self._kind in (NATIVE, DEFERRED)
         own = mesh if native else mesh["shard"]
-        if self._kind == ALL:
+        if not has_replicas(name):
             own = init_device_mesh("cpu", (world,))
         self._model: Any = workload.make()
         for block in workload.blocks(self._model):
             fully_shard(block, mesh=own)
         fully_shard(self._model, mesh=own)
         self.optimizer = torch.optim.SGD(self._model.parameters(), lr=LEARNING_RATE)
-        self._gradients, self.tail = None, Tail()
-        if not native and self._kind != ALL:
+        self._gradients, self._shards, self.tail = None, None, Tail()
+        if self._kind == ALL_INT8:
+            self._shards = compress_all(self._model, own)
+        elif not native and self._kind != ALL:
             self._gradients = compress_fsdp(self._model, self._kind, mesh=mesh)
             self._gradients.reducer.observe(self.tail)
 
     @property
     def handle(self) -> Any | None:
-        """Our reducer; None for torch's own."""
+        """Our reducer; None where there is none."""
         return None if self._gradients is None else self._gradients.reducer
 
     def step(self, inputs: Tensor, targets: Tensor) -> None:
@@ -79,7 +97,7 @@ class ShardedRow:
 
     def digest(self) -> int:
         """Of the whole parameters; 0 where no rank has another's shard."""
-        return 0 if self._kind == ALL else digest_of(self._model)
+        return digest_of(self._model) if has_replicas(self.name) else 0
 
     def forget(self) -> None:
         """Free the gradients, so that only the row whose turn it is holds any."""
@@ -91,5 +109,6 @@ class ShardedRow:
 
     def close(self) -> None:
         """Let go of the model."""
-        if self._gradients is not None:
-            self._gradients.close()
+        for ours in (self._gradients, self._shards):
+            if ours is not None:
+                ours.close()

@@ -107,7 +107,8 @@ def forms(result: Result) -> str | None:
 
 _MODELS = {
     "linear": "10 x Linear(1024, 1024), 42 MB of gradients",
-    "gpt": "the demo's byte-level GPT, 1.4 M parameters, 5.6 MB of gradients, 64 bytes a rank",
+    "gpt": "the demo's byte-level GPT, 1.4 M parameters, 5.6 MB of gradients, batch inputs of "
+    "64 bytes per rank",
 }
 
 

@@ -1,4 +1,4 @@
-"""Takes snapshots of a training state and has them written."""
+"""Snapshots of a training state, and their way to the writer."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Checkpointer:
     def metrics(self) -> Metrics:
         """Cost of saves so far."""
         self._metrics.in_flight = self._delivery.count
-        self._metrics.optimizer_wait_s = self._snapshots.fence.waited
+        self._metrics.optimizer_wait_ms = self._snapshots.fence.waited * 1e3
         return self._metrics
 
     def open(self, folder: str, *, alone: bool = True) -> None:
@@ -152,7 +152,7 @@ class Checkpointer:
         """
         began = time.perf_counter()
         late = self._prepare(together=sharded)
-        self._metrics.queue_s = time.perf_counter() - began
+        self._metrics.queue_ms = (time.perf_counter() - began) * 1e3
         origin = self._origin(step, target, resumable=resumable)
         by_address = {each.whole.untyped_storage().data_ptr(): each for each in striped}
         by_address.pop(0, None)  # of empty tensors
@@ -164,7 +164,7 @@ class Checkpointer:
             self._snapshots.take(SaveFile(origin, target, divided.pieces), divided, owned)
         if self.settings.snapshot == "sync":
             self.wait()
-        self._metrics.blocking_s = time.perf_counter() - began
+        self._metrics.blocking_ms = (time.perf_counter() - began) * 1e3
         self._metrics.saves += 1
 
     def _save_part(
@@ -272,7 +272,7 @@ class Checkpointer:
         self._delivery.wait(timeout)
 
     def close(self, timeout: float | None = None) -> None:
-        """Wait, end the writer and give folders and memory back."""
+        """Wait, end the writer, and release folders and memory."""
         self._snapshots.fence.unwatch()
         try:
             self._delivery.close(timeout)
@@ -313,7 +313,7 @@ class Checkpointer:
 
     def _on_committed(self, event: Committed) -> None:
         self.last_committed = event
-        self._metrics.write_s, self._metrics.bytes = event.seconds, event.nbytes
+        self._metrics.write_ms, self._metrics.bytes = event.seconds * 1e3, event.nbytes
 
     def _on_failed(self, event: Failed) -> None:
         self._metrics.failed += 1

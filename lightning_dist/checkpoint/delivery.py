@@ -101,12 +101,12 @@ class Delivery:
             return any(saves) or any(links)
 
     def is_removing(self, target: str) -> bool:
-        """Whether it has been asked to remove it, and does not know that it is gone."""
+        """Whether its removal was requested and is not known to be done."""
         with self._changed:
             return target in self._removals
 
     def open(self, folder: str, *, alone: bool = True) -> None:
-        """Have a writer that may write to ``folder``, and keeps others out if it is ``alone``."""
+        """Start a writer for ``folder``, which keeps other trainers out if it is ``alone``."""
         if _only_here(folder) and isinstance(self.writer, WriterProcess):
             raise ValueError(
                 f"One writer writes either to files or to memory, and has been given files before "
@@ -151,7 +151,7 @@ class Delivery:
         *,
         prepare: Callable[[], str] | None = None,
     ) -> None:
-        """Have ``save`` done.
+        """Send ``save`` to the writer.
 
         Args:
             memory: where its pieces lie.
@@ -175,7 +175,7 @@ class Delivery:
             self.run(Remove(path))
 
     def run(self, operation: FileOperation) -> None:
-        """Have something done after everything that was sent before."""
+        """Send an operation, which is done after everything that was sent before."""
         with self._changed:
             writer = self.writer
             self._operations.append((operation, writer))
@@ -202,7 +202,7 @@ class Delivery:
                 raise TimeoutError(f"Still writing after {timeout} s: {self._targets()}")
 
     def close(self, timeout: float | None = None) -> None:
-        """Let everything be done, end the writer, give the memory back.
+        """Wait until all jobs are done, end the writer and release the memory.
 
         Raises:
             CheckpointError: not all of it was done within ``timeout`` seconds.
@@ -240,7 +240,7 @@ class Delivery:
             for each in self._in_flight.values():
                 with suppress(InvalidStateError):  # copied
                     each.copied.set_result("its copy was not complete at close()")
-                    each.memory = None  # not given back: the copy may go on
+                    each.memory = None  # not released: the copy may go on
 
     def _put_prepared(self, save: Save, memory: SnapshotMemory | None, copied: Future[str]) -> None:
         if problem := copied.result():  # the writer and the other ranks have to know
@@ -300,7 +300,7 @@ class Delivery:
             self._changed.notify_all()
 
     def _lost(self, writer: WriterHandle, reason: str) -> None:
-        """``writer`` has ended by itself, and all that it had with it."""
+        """``writer`` has ended by itself, so all of its jobs are lost."""
         with self._changed:
             lost = [each.save for each in self._in_flight.values() if each.writer is writer]
             links = [e for e, with_ in self._operations if with_ is writer and self._is_missing(e)]

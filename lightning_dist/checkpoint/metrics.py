@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 
 @dataclass
 class Metrics:
-    """Cost of checkpoints so far; seconds and bytes of this rank."""
+    """Cost of checkpoints so far, on this rank. Loggers get the fields as ``checkpoint/<name>``."""
 
     saves: int = 0
     skipped: int = 0
     failed: int = 0
-    blocking_s: float = 0.0
-    """of the last save: from its call to its return."""
-    queue_s: float = 0.0
-    """part of it: waiting for an earlier save."""
-    optimizer_wait_s: float = 0.0
-    """held back in optimizer steps, in total."""
-    write_s: float = 0.0
-    """of the last committed save."""
-    bytes: int = 0
-    """of the last committed save, written by this rank."""
     in_flight: int = 0
+    blocking_ms: float = 0.0
+    """Of the last save: from its call to its return."""
+    queue_ms: float = 0.0
+    """Part of it: waiting for an earlier save."""
+    optimizer_wait_ms: float = 0.0
+    """Waiting for copies in optimizer steps, in total."""
+    write_ms: float = 0.0
+    """Of the last committed save."""
+    bytes: int = 0
+    """Of the last committed save, written by this rank."""
 
     def by_name(self) -> dict[str, float]:
-        """``checkpoint/*``, as loggers are told it; without what has not been measured yet."""
-        found: dict[str, float] = {
-            "checkpoint/in_flight": self.in_flight,
-            "checkpoint/skipped": self.skipped,
-            "checkpoint/failed": self.failed,
-        }
-        if self.saves:
-            found["checkpoint/blocking_ms"] = self.blocking_s * 1e3
-            found["checkpoint/queue_ms"] = self.queue_s * 1e3
-            found["checkpoint/optimizer_wait_ms"] = self.optimizer_wait_s * 1e3
-        if self.bytes:
-            found["checkpoint/write_ms"] = self.write_s * 1e3
-            found["checkpoint/bytes"] = self.bytes
-        return found
+        """``checkpoint/*`` for loggers, without values that are not known yet."""
+        unknown = {"saves"}
+        if not self.saves:
+            unknown |= {"blocking_ms", "queue_ms", "optimizer_wait_ms"}
+        if not self.bytes:
+            unknown |= {"write_ms", "bytes"}
+        return {f"checkpoint/{n}": value for n, value in asdict(self).items() if n not in unknown}

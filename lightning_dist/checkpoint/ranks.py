@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -113,6 +114,13 @@ class Ranks:
             except Exception as raised:
                 error = raised
         return self.of_leader(facts, error=error)
+
+
+def destroy(group: dist.ProcessGroup | None) -> None:
+    """Destroy a group that this rank no longer uses; nothing if it went with the default group."""
+    if group is not None and dist.is_initialized():
+        with suppress(ValueError):  # of a default group before this one
+            dist.destroy_process_group(group)
 
 
 _TYPES = {kind.__name__: kind for kind in (ValueError, FileNotFoundError, OSError)}

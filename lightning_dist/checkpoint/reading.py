@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_dist.checkpoint.disk.archive import Archive
-from lightning_dist.checkpoint.disk.crc import combined
+from lightning_dist.checkpoint.disk.archive import Archive, combined
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.manifest import NAME, RECORD, Manifest, Part
 from lightning_dist.checkpoint.disk.storage import Sink, Storage, storage_of

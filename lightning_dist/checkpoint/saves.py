@@ -1,7 +1,7 @@
-"""Saves of a job on their way to disk: whose turn it is, and what failed, said once on all ranks.
+"""Saves of a job on their way to disk; each failure is reported once on all ranks.
 
-Lightning's and Accelerate's checkpoints stage what they save in ways of their own. The rest is one:
-open a folder together, agree that a save may begin, hand it over, and report what became of it.
+Lightning's and Accelerate's checkpoints stage their state in different ways. The rest is shared:
+open a folder together, agree that a save may begin, hand it over, and report its outcome.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import PurePath
 from typing import NamedTuple
 
 from rich.filesize import decimal
+from torch.optim import Optimizer
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
@@ -20,6 +21,9 @@ from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.ranks import Facts, Ranks
 from lightning_dist.checkpoint.settings import CheckpointSettings
+
+_PATIENCE_WITH_LEADER = 60.0
+"""Seconds for the leader before this one to end: one that is cut off learns late that it is out."""
 
 
 class Failure(NamedTuple):
@@ -38,7 +42,7 @@ class Saves:
         checkpointer: writes them; None on ranks that do not write.
         settings: of the checkpointer.
         ranks: that save together.
-        warn: tells the user something; on the ranks that talk to them.
+        warn: warns the user, on the ranks that do.
         ended: called with every event, before failures are reported.
     """
 
@@ -55,6 +59,7 @@ class Saves:
         self._settings, self._warn, self._ended = settings, warn, ended
         self._idle = Metrics()
         self._opened: set[str] = set()  # on all ranks
+        self._optimizers: list[Optimizer] = []
         self._failed: dict[str, Failed] = {}  # by save id; not reported yet
         self._reported: set[str] = set()
         self._operations = itertools.count()  # that failed: they have no id
@@ -90,10 +95,21 @@ class Saves:
                 self.ranks.all({}, error=self._try_to_join(folder))
             self._opened.add(folder)
 
-    def move(self, ranks: Ranks, checkpointer: Checkpointer | None) -> None:
-        """Save with other ranks. Folders are opened again when they are used next."""
-        self.ranks, self.checkpointer = ranks, checkpointer
+    def watch(self, optimizers: Iterable[Optimizer]) -> None:
+        """Call :meth:`.Checkpointer.watch` for these optimizers; on a later leader too."""
+        before, self._optimizers = self._optimizers, list(optimizers)
+        if self.checkpointer is not None and [*map(id, before)] != [*map(id, self._optimizers)]:
+            self.checkpointer.wait_for_copy()
+            self.checkpointer.watch(self._optimizers)
+
+    def move(self, ranks: Ranks) -> None:
+        """Save with other ranks, whose leader writes. Folders are opened again when next used."""
+        self.ranks = ranks
         self._opened.clear()
+        if ranks.is_leader and self.checkpointer is None:
+            self.checkpointer = Checkpointer(self._settings, ranks=ranks.count)
+            self.checkpointer.patience = _PATIENCE_WITH_LEADER
+            self.checkpointer.watch(self._optimizers)
 
     def open_here(self, folder: str) -> Facts:
         """Own ``folder`` on rank 0, or write to what rank 0 owns. No facts.
@@ -121,7 +137,7 @@ class Saves:
         return None
 
     def poll(self) -> None:
-        """Learn what became of saves since the last call. Failures wait until they are reported."""
+        """Take outcomes of saves since the last call. Failures are kept until they are reported."""
         for event in () if self.checkpointer is None else self.checkpointer.poll():
             self._ended(event)
             save_id = "" if event.origin is None else event.origin.save_id
@@ -210,7 +226,7 @@ class Saves:
             self.report_own()
 
     def close(self, timeout: float | None = None) -> None:
-        """Wait, report, and give everything back.
+        """Wait, report, and end the writer.
 
         Raises:
             CheckpointError: see :meth:`report`; or not all was done within ``timeout`` seconds.
@@ -223,7 +239,7 @@ class Saves:
             self.report(self.take().values())
 
     def report(self, failures: Iterable[Failure]) -> None:
-        """Say what failed.
+        """Report failures, as warnings or as one error.
 
         Raises:
             CheckpointError: a checkpoint is missing and ``on_error`` says so; it names them all.
@@ -242,12 +258,12 @@ def cannot_open(folder: str, error: Exception) -> str:
     return f"No checkpoints can be written to {folder}: {kind}{error}"
 
 
-def committed_line(event: Committed, *, blocking_s: float) -> str:
+def committed_line(event: Committed, *, blocking_ms: float) -> str:
     """One line for a checkpoint that is durable."""
     return (
         f"Checkpoint {PurePath(event.target).name} of step {event.origin.step} is complete: "
         f"{decimal(event.total)} in {event.seconds:.2f} s; training was blocked for "
-        f"{blocking_s * 1e3:.1f} ms"
+        f"{blocking_ms:.1f} ms"
     )
 
 

@@ -99,7 +99,7 @@ class WriterProcess:
             [sys.executable, "-P", "-c", _BOOT, package, str(theirs.fileno()), options],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # whoever reads the trainer's output need not wait for it
+            stdout=subprocess.DEVNULL,  # readers of the trainer's output do not wait for it
             stderr=self._errors,
             start_new_session=True,  # launchers kill the process group of a failed rank
         )

@@ -13,6 +13,7 @@ from rich.filesize import decimal
 
 from lightning_dist.cli.errors import BAD_INPUT, reported
 from lightning_dist.console import print_table
+from lightning_dist.profiling.analysis.metrics import format_value
 
 if TYPE_CHECKING:
     from lightning_dist.cli.bench_run import Report
@@ -146,8 +147,8 @@ def print_report(report: Report) -> None:
         (
             *(each.op, str(each.nbytes), str(each.count), "float32"),
             *map(_time, (each.median, min(each.seconds), max(each.seconds))),
-            *(f"{rate:.3f} Gbit/s" for rate in (each.algbw_gbps, each.busbw_gbps)),
-            f"{each.busbw_gbps / best:.0%}",
+            *(format_value(rate, "Gbit/s") for rate in (each.algbw_gbps, each.busbw_gbps)),
+            format_value(each.busbw_gbps / best, "%"),
         )
         for each in report.rows
     ]
@@ -158,7 +159,7 @@ def print_report(report: Report) -> None:
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f} ms" if seconds < 10 else f"{seconds:.1f} s"
+    return format_value(seconds * 1e3, "ms")
 
 
 def _print_pairs(report: Report, rates: Sequence[Sequence[float | None]]) -> None:
@@ -177,6 +178,7 @@ def _print_pairs(report: Report, rates: Sequence[Sequence[float | None]]) -> Non
     (slowest, source, target), (fastest, *_) = min(of_pairs), max(of_pairs)
     typer.echo(
         f"slowest: rank {source} on {report.hosts[source]} to rank {target} on "
-        f"{report.hosts[target]}, {slowest:.3f} Gbit/s, {slowest / fastest:.0%} of the fastest; "
+        f"{report.hosts[target]}, {format_value(slowest, 'Gbit/s')}, "
+        f"{format_value(slowest / fastest, '%')} of the fastest; "
         f"{decimal(report.pair_nbytes or 0)} each, one pair at a time"
     )

@@ -12,7 +12,7 @@ from lightning_dist.cli.errors import BAD_INPUT, reported
 from lightning_dist.cli.profile_whatif import whatif_command
 from lightning_dist.console import print_table
 from lightning_dist.profiling.analysis.compare import Difference, compare, measured, verdict
-from lightning_dist.profiling.analysis.metrics import METRICS, count
+from lightning_dist.profiling.analysis.metrics import METRICS, MISSING, count, format_value
 from lightning_dist.profiling.analysis.parts import PARTS, SCHEMA, Summary
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.report.files import to_json, write_files
@@ -158,14 +158,15 @@ def _cells(each: Difference) -> tuple[str, ...]:
     name, _, unit = each.name.rpartition("_")
     label = f"  {METRICS[name].label}" if name in PARTS else name.replace("_", " ")
 
-    def figure(value: float | None, sign: str = "") -> str:
-        return "n/a" if value is None else f"{value:{sign}.2f} {'MB' if unit == 'mb' else unit}"
+    def figure(value: float | None, *, signed: bool = False) -> str:
+        return format_value(value, "MB" if unit == "mb" else unit, signed=signed)
 
-    spread = "n/a" if each.spread is None else f"± {figure(each.spread)}"
+    spread = MISSING if each.spread is None else f"± {figure(each.spread)}"
     if each.difference is None:
         remark = each.reason
     elif each.is_explained:
         remark = "within the spread" if each.difference else ""
     else:
-        remark = f"{100 * each.difference / each.a:+.1f} %" if each.a else ""
-    return label, figure(each.a), figure(each.b), figure(each.difference, "+"), spread, remark
+        remark = format_value(each.difference / each.a, "%", signed=True) if each.a else ""
+    change = figure(each.difference, signed=True)
+    return label, figure(each.a), figure(each.b), change, spread, remark

@@ -12,13 +12,15 @@ from lightning_dist.cli.codecs import codec_names
 from lightning_dist.cli.errors import reported
 from lightning_dist.console import stdout_console
 from lightning_dist.measurement.costs import CANDIDATES, CodecCost
+from lightning_dist.profiling.analysis.metrics import format_value
 from lightning_dist.profiling.report.files import to_json
 from lightning_dist.profiling.report.tables import predictions_table
 from lightning_dist.profiling.report.terminal import draw_table
 from lightning_dist.profiling.run import read_run, run_folder
-from lightning_dist.profiling.whatif.costs import NAME, Costs, read_costs, runs_compiled
+from lightning_dist.profiling.whatif.costs import Costs, Status, read_costs, runs_compiled
 from lightning_dist.profiling.whatif.observe import Observed, observe
-from lightning_dist.profiling.whatif.predict import LABEL, local_scenarios, predict
+from lightning_dist.profiling.whatif.predict import local_scenarios, predict
+from lightning_dist.profiling.whatif.predictions import LABEL
 from lightning_dist.profiling.whatif.scenarios import DDP, elsewhere, scenarios_of
 from lightning_dist.profiling.whatif.words import notes, where
 
@@ -40,7 +42,7 @@ def whatif_command(
         ),
     ] = None,
     form: Annotated[
-        list[str] | None, typer.Option(help="flat, sharded, leader; repeatable.")
+        list[str] | None, typer.Option(help="flat, hierarchical, leader; repeatable.")
     ] = None,
     inside_gbps: Annotated[
         float | None, typer.Option(help="Rate of a rank inside its host, Gbit/s.")
@@ -109,7 +111,8 @@ def whatif_command(
         typer.echo(to_json(found.as_dict()))
         return
     console, own = stdout_console(), found.baseline
-    console.print(Text(f"Measured: {found.measured_ms:.1f} ms a step ({own.codec}, {where(own)})."))
+    measured = format_value(found.measured_ms, "ms")
+    console.print(Text(f"Measured: {measured} a step ({own.codec}, {where(own)})."))
     console.print(Text(f"{LABEL}, {where(found.scenarios[0])}, ms:", style="bold"))
     table = predictions_table(found)
     console.print(draw_table(table, table.rows))
@@ -127,7 +130,7 @@ def _costs(
     """
     import torch
 
-    from lightning_dist.measurement.calibration import NOT_COMPILED, calibrate, to_measure
+    from lightning_dist.measurement.calibration import calibrate, to_measure
 
     device = observed.device
     is_here = device == "cpu" or torch.cuda.is_available()
@@ -137,19 +140,16 @@ def _costs(
             "none here; leave them out, or call this where it is"
         )
     read = Costs() if anew else read_costs(folder)
-    because = read.reason.partition(";")[0]
     if not is_here:
-        left = f"{because}, so all but ddp is n/a"
+        left = f"{read.reason}, so all but ddp is n/a"
         left = "codecs that the run has not measured are n/a" if read.by_name else left
         typer.echo(f"no {device} here to measure codecs on: {left}", err=True)
         return read.by_name
-    if read.reason.startswith(NAME):
-        typer.echo(f"{because}; measured here instead", err=True)
+    if read.status is Status.UNREADABLE:
+        typer.echo(f"{read.reason}; measured here instead", err=True)
     fused = runs_compiled(observed) if compiled is None else compiled
     wanted = to_measure([name for name in names if name != DDP], observed.scenario.codec)
     kept = {  # without kernels that a compiler would make faster
-        name: cost
-        for name, cost in read.by_name.items()
-        if not (fused and cost.source.startswith(NOT_COMPILED))
+        name: cost for name, cost in read.by_name.items() if cost.compiled or not fused
     }
     return {**kept, **calibrate([x for x in wanted if x not in kept], fused=fused, device=device)}

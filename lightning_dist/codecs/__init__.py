@@ -47,34 +47,34 @@ CODECS = CodecTable(
         PowerSGD,
     )
 )
-"""Codec classes by name: what ``codec="..."`` accepts, and what the laws in the tests run over."""
+"""Codec classes by name, as in ``codec="..."``."""
 
 _C = TypeVar("_C", bound=Codec)
 
 
 def register_codec(codec: type[_C]) -> type[_C]:
-    """Add a class of your own to :data:`CODECS`; to be used as a decorator.
+    """Decorator that adds a class to :data:`CODECS`.
 
-    From then on ``codec="name:option=value"`` is understood in every framework, and the strategy
-    ``compressed_ddp_<name>``, ``lightning-dist codecs`` and the benchmarks have it. Every rank must
-    register it. A package that is installed can have it registered where it is asked for, by an
-    entry point of the group ``lightning_dist.codecs``.
+    The codec is then available as ``codec="name:option=value"`` in every framework, as the strategy
+    ``compressed_ddp_<name>``, in ``lightning-dist codecs`` and in the benchmarks. Every rank must
+    register it. An installed package can do so by an entry point of the group
+    ``lightning_dist.codecs``, without an import.
 
     Args:
         codec: a frozen dataclass with a default for every option.
 
     Raises:
-        ValueError: it is no such class, or another codec has its name.
+        ValueError: it is not such a class, or the name is taken.
     """
     CODECS.add(codec)
     return codec
 
 
 def resolve_codec(codec: str | Codec) -> Codec:
-    """A codec object from its name and options; an object is returned as it is.
+    """Codec object of a name with options; an object is returned as it is.
 
     Raises:
-        ValueError: unknown name or option, or not a codec; the message lists what there is.
+        ValueError: unknown name or option, or not a codec; the message lists the known ones.
     """
     return codec if isinstance(codec, Codec) else parse_codec(codec, CODECS)
 
@@ -82,7 +82,7 @@ def resolve_codec(codec: str | Codec) -> Codec:
 def by_size(codec: str | Codec, *, min_numel: int | None = None) -> Codec:
     """``codec`` for tensors of two or more dimensions and at least ``min_numel`` elements.
 
-    The others travel uncompressed. None: the codec's own choice; 0: everything is compressed.
+    The others are sent uncompressed. None: the codec's own limit; 0: everything is compressed.
     """
     if min_numel is not None and min_numel < 0:
         raise ValueError(
@@ -94,9 +94,9 @@ def by_size(codec: str | Codec, *, min_numel: int | None = None) -> Codec:
 def by_name(
     codec: str | Codec, rules: Mapping[str, str | Codec] = {NORMS_BIASES_EMBEDDINGS: "none"}
 ) -> Codec:
-    """The codec of the first rule whose regular expression is found in the parameter's name.
+    """Codec of the first rule whose regular expression matches a part of the parameter's name.
 
-    ``codec`` where none is. By default norms, biases and embeddings travel uncompressed.
+    ``codec`` where none matches. By default norms, biases and embeddings are sent uncompressed.
     """
     pairs = tuple((pattern, resolve_codec(chosen)) for pattern, chosen in rules.items())
     return ByName(resolve_codec(codec), pairs)

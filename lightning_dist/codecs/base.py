@@ -1,9 +1,9 @@
-"""Codecs: pure pairs of functions between gradients and payloads.
+"""Interface of codecs: pure functions between gradients and payloads.
 
-A codec knows tensors only. It never sees a process group or a clock, so it can be tried in a
-notebook and every one of them can be put through the same laws (``tests/codecs``).
+A codec works on tensors and uses neither process groups nor clocks, so it runs in a notebook, and
+the same laws are tested for all codecs (``tests/codecs``).
 
-Most are a :class:`BlockCodec`: gradients arrive as ``x (..., B, k)``: ``B`` blocks of
+Most codecs are a :class:`BlockCodec`. Gradients arrive as ``x (..., B, k)``: ``B`` blocks of
 ``k = codec.block`` elements, in the compute dtype (float32, or float64 for float64 models). The
 payload is a tuple of *planes*, each ``(..., B, m)`` with ``m`` elements per block; the planes of
 one payload lie one after the other in one uint8 buffer.
@@ -42,13 +42,13 @@ class Plane:
 
 @dataclass(frozen=True)
 class Native:
-    """Passes of a codec in ``kernels/native.cpp``, and the options that they take."""
+    """Passes of a codec in ``kernels/native.cpp``, and their arguments."""
 
-    functions: str  # their names begin with it
-    planes: tuple[str, ...]  # of the payload, as the C++ calls them
+    functions: str  # prefix of their names
+    planes: tuple[str, ...]  # of the payload, by their names in C++
     values: torch.dtype
-    k: int  # elements that are sent of every block
-    gain: float = 1.0  # what is sent -> what it stands for
+    k: int  # elements of every block that are sent
+    gain: float = 1.0  # factor of decoded values
 
 
 @dataclass(frozen=True)
@@ -58,30 +58,32 @@ class Codec(ABC):
     Class attributes that a subclass sets:
 
     ``name``
-        what users write in ``codec="..."``.
+        as in ``codec="..."``.
     ``use``
-        what it is for, in a line of ``lightning-dist codecs``.
+        when to use it: a line of ``lightning-dist codecs``.
     ``exchange``
         ``"allreduce"`` when payloads may be added by the network (the codec is linear),
-        ``"two_shot"`` when they must be decoded before they are added, ``"gather"`` when even the
-        sum is sent as it is, one payload after the other (sparse codecs).
+        ``"two_shot"`` when they must be decoded before they are added, ``"gather"`` when every
+        rank receives every payload (sparse codecs).
     ``lossless``
-        decode(encode(x)) == x, so there is never a residual.
+        ``decode(encode(x)) == x``: no residual is kept.
     ``min_numel``
-        tensors smaller than this, and 1-D ones, travel uncompressed unless the user says otherwise;
-        0 compresses everything.
+        tensors with fewer elements, and 1-D ones, are sent uncompressed unless the user sets
+        another limit; 0 compresses everything.
     ``keeps_residual``
-        whether ``error_feedback="auto"`` means yes.
+        ``error_feedback="auto"`` keeps a residual.
     ``bit_exact``
-        whether every machine decodes the same bytes to the same bits.
+        all machines decode the same bytes to the same bits.
     ``contraction``
-        whether the codec loses less than it is given, without which error feedback diverges.
+        ``|decode(encode(x)) - x| < |x|`` on average; otherwise error feedback diverges.
+    ``fusable``
+        the encode and decode passes may be compiled.
     ``whole_tensors``
-        whether tensors must not be divided among the ranks of a host, because the codec looks at
-        their shape: one of the ranks then takes each of them as it is.
+        tensors are not divided among the ranks of a host, because the codec depends on their shape:
+        each is sent by one of these ranks.
     ``keeps_factors``
-        whether the codec's communication unit keeps two factors of each tensor between steps, equal
-        on all ranks, as that of ``powersgd``.
+        the communication unit keeps two factors of each tensor between steps, equal on all ranks,
+        as that of ``powersgd``.
     """
 
     name: ClassVar[str]
@@ -91,7 +93,7 @@ class Codec(ABC):
     min_numel: ClassVar[int] = 0
     keeps_residual: ClassVar[bool] = False
     bit_exact: ClassVar[bool] = True
-    fusable: ClassVar[bool] = False  # whether its passes can be compiled
+    fusable: ClassVar[bool] = False
     whole_tensors: ClassVar[bool] = False
     keeps_factors: ClassVar[bool] = False
 
@@ -101,93 +103,94 @@ class Codec(ABC):
 
     @property
     def momentum_correction(self) -> float:
-        """Momentum of the local gradients before they are compressed; 0 for none."""
+        """Coefficient of the momentum applied to local gradients before compression; 0: none."""
         return 0.0
 
     @property
     def local_clip(self) -> float:
-        """Norm of the sum of all ranks' gradients of a tensor to which each rank clips; 0: none."""
+        """Norm to which a tensor's gradient is clipped, ``1/sqrt(W)`` of it on a rank; 0: none."""
         return 0.0
 
     @property
     def accepts(self) -> tuple[str, str] | None:
-        """The tensors that are compressed and what makes them more, in words; said if none is."""
+        """Tensors that are compressed, and a way to more of them, for messages; None: all."""
         return None
 
     @property
     def elementwise(self) -> bool:
-        """Whether each element is encoded alone, so that tensors may be encoded as one."""
+        """True if elements are encoded independently, so that tensors may be joined."""
         return False
 
     @property
     def block(self) -> int:
-        """Elements that are encoded together and stay on one rank; 0: those of a tensor."""
+        """Elements that are encoded together and stay on one rank; 0: the whole tensor."""
         return 0
 
     def memory(self, error_feedback: bool | Literal["auto"] = "auto") -> Memory:
-        """The memory of the codec under the user's wish; ``"auto"`` is :attr:`keeps_residual`."""
+        """State kept between steps; ``"auto"`` is error feedback if :attr:`keeps_residual`."""
         keeps = self.keeps_residual if error_feedback == "auto" else error_feedback
         return ErrorFeedback() if keeps and not self.lossless else NoMemory()
 
     def inside_host(self) -> BlockCodec | None:
-        """The codec as the one inside hosts, where gradients are only cast; None: it does more."""
+        """Codec for the exchange inside a host, where gradients may be cast; None: unsuited."""
         return None
 
     def of_parameters(self) -> BlockCodec | None:
-        """The codec as one of tensors that are gathered whole; None: it keeps something."""
+        """Codec for parameters that are gathered (FSDP2); None: unsuited."""
         return None
 
     def of_shards(self) -> BlockCodec | None:
-        """The codec as one of rows that ranks decode alone; None: it looks at more than blocks."""
+        """Codec for gradients that are reduced to shards (FSDP2); None: unsuited."""
         return None
 
     def payload_bytes(
         self, shape: Shape, *, step: int = 0, dtype: torch.dtype = torch.float32
     ) -> int | None:
-        """Bytes of the payload of one tensor at ``step``; None where the gradients decide."""
+        """Bytes of the payload of one tensor at ``step``; None: they depend on the gradients."""
         return None
 
     def approximate(
         self, x: Tensor, *, scale: Tensor, step: int, factors: Sequence[Tensor] = ()
     ) -> Tensor | None:
-        """``x`` as its payload decodes it, to sample the error; None: not known.
-
-        ``x (B, block)`` holds blocks, or is a whole tensor if :attr:`block` is 0.
+        """Decoded payload of ``x``, to sample the error; None: not available.
 
         Args:
+            x: blocks ``(B, block)``, or a whole tensor if :attr:`block` is 0.
             scale: of a GradScaler, 0-d.
-            factors: that are kept for the tensor, if :attr:`keeps_factors`.
+            factors: of the tensor, if :attr:`keeps_factors`.
         """
         return None
 
     def for_tensor(self, name: str, shape: Shape, *, step: int) -> Codec:
-        """The codec of one parameter at synchronised step ``step`` (from 0).
+        """Codec of one parameter at synchronised step ``step`` (from 0).
 
-        Policies choose here, and a codec that depends on the shape is fitted to it.
+        Policies choose another codec here, and codecs that depend on the shape adapt to it.
         """
         return self
 
     def phase(self, step: int) -> Hashable:
-        """Changes when :meth:`for_tensor` may answer differently than at the step before."""
+        """Key that changes where :meth:`for_tensor` may return another codec than a step before."""
         return 0
 
     def boundaries(self) -> tuple[int, ...]:
-        """The steps at which :meth:`phase` changes, and 0, ascending."""
+        """Steps at which :meth:`phase` changes, from 0, ascending."""
         return (0,)
 
     def leaves(self) -> tuple[Codec, ...]:
-        """Every codec that :meth:`for_tensor` may answer with, one for all that differ by shape."""
+        """Codecs that :meth:`for_tensor` may return; one for all that differ by the shape only."""
         return (self,)
 
 
 @dataclass(frozen=True)
 class BlockCodec(Codec):
-    """A codec of blocks of elements; see the module's docstring for the shapes.
+    """Codec of blocks of elements.
 
-    ``stochastic`` codecs round at random. They take ``keys (..., B, 1)``, int32, one for every
-    block, step, parameter and rank, and draw from them with :mod:`lightning_dist.codecs.noise`: the
-    same keys are the same bytes on every device. With ``shared_keys`` all ranks have the same ones,
-    and :meth:`decode` takes them too.
+    Gradients are ``x (..., B, block)``, payloads one tensor ``(..., B, per_block)`` for each plane.
+
+    ``stochastic`` codecs round at random: :mod:`lightning_dist.codecs.noise` makes random numbers
+    of ``keys (..., B, 1)``, int32, one for each block, step, parameter and rank. The same keys give
+    the same bytes on every device. With ``shared_keys`` they are equal on all ranks, and
+    :meth:`decode` gets them too.
     """
 
     stochastic: ClassVar[bool] = False
@@ -206,7 +209,7 @@ class BlockCodec(Codec):
 
     @property
     def native(self) -> Native | None:
-        """The C++ passes of the codec; None: torch's compiler can make one loop of each."""
+        """C++ passes of the codec; None: torch's compiler is used."""
         return None
 
     @property
@@ -221,9 +224,9 @@ class BlockCodec(Codec):
         return self.decode(self.encode(x, keys), x.dtype, keys)
 
     def smaller_blocks(self) -> Iterator[BlockCodec]:
-        """The codec itself, and then the same with smaller and smaller blocks, where it can.
+        """The codec itself, followed by variants with ever smaller blocks, if there are any.
 
-        One of them takes its place for a tensor that has few blocks for the number of ranks.
+        One of these is used for a tensor that has too few blocks for the number of ranks.
         """
         yield self
 
@@ -233,32 +236,32 @@ class BlockCodec(Codec):
 
     @abstractmethod
     def encode(self, x: Tensor, keys: Tensor | None = None) -> Payload:
-        """``x (..., B, block)`` -> one tensor ``(..., B, per_block)`` for each plane.
+        """Payload of ``x (..., B, block)``: one tensor ``(..., B, per_block)`` for each plane.
 
         Pure and deterministic; ``x`` is not changed. A value that is not finite must make the
-        decoded block not finite: a GradScaler depends on seeing it.
+        decoded block not finite, as a GradScaler looks for it there.
         """
 
     @abstractmethod
     def decode(self, payload: Payload, dtype: torch.dtype, keys: Tensor | None = None) -> Tensor:
-        """The payload of :meth:`encode` -> ``(..., B, block)`` in the compute dtype ``dtype``."""
+        """Gradient ``(..., B, block)`` of a payload, in the compute dtype ``dtype``."""
 
     def add(
         self, total: Tensor, payload: Payload, *, weight: float, keys: Tensor | None = None
     ) -> Tensor:
-        """``total + weight * decode(payload)``, which may be ``total`` itself, changed in place.
+        """``total + weight * decode(payload)``, a new tensor or ``total`` changed in place.
 
-        Sparse codecs touch only what they sent.
+        Sparse codecs read and write only the elements that were sent.
         """
         part = self.decode(payload, total.dtype, keys)
         return total + (part * weight if weight != 1 else part)
 
     @abstractmethod
     def error_bound(self, x: Tensor) -> Tensor:
-        """Largest ``|decode(encode(x)) - x|`` that the codec promises, broadcastable to ``x``."""
+        """Upper bound of ``|decode(encode(x)) - x|``, broadcastable to ``x``."""
 
     def finite(self, payload: Payload) -> Tensor:
-        """0-d bool: whether every value behind ``payload`` was finite."""
+        """0-d bool: True if all values that were encoded are finite."""
         lowest, highest = payload[0].aminmax()
         return lowest.isfinite() & highest.isfinite()
 

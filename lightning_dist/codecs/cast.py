@@ -38,11 +38,11 @@ class _Cast(BlockCodec):
 
 @dataclass(frozen=True)
 class FP16(_Cast):
-    """IEEE half precision, what torch's ``fp16_compress_hook`` does, and on gloo too.
+    """IEEE half precision, as torch's ``fp16_compress_hook``, and on gloo too.
 
     The gradient is divided by the world size *before* the cast, so the sum cannot overflow where
-    the mean does not. Wire bytes per rank and step: ``2 (W-1)/W * 2 n``. State: none by default.
-    Values below 6e-8 are flushed, values above 65504 become inf (a GradScaler sees them).
+    the mean does not. Values below 3e-8 become 0, values above 65504 become inf, which a GradScaler
+    detects. Wire bytes per rank and step: ``2 (W-1)/W * 2 n``. State: none by default.
     """
 
     name: ClassVar[str] = "fp16"
@@ -57,7 +57,8 @@ class BF16(_Cast):
     """bfloat16: the range of float32 with 8 bits of precision. Works on gloo, unlike torch's hook.
 
     The ring adds in bfloat16, so the error grows with the world size (2^-8 relative per addition).
-    Wire bytes as fp16. State: none by default. The safe first choice on a fast network.
+    Wire bytes per rank and step: ``2 (W-1)/W * 2 n``. State: none by default. The safe first choice
+    on a fast network.
     """
 
     name: ClassVar[str] = "bf16"

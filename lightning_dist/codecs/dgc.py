@@ -16,19 +16,18 @@ _FEWER_EACH_STAGE = 4
 
 @dataclass(frozen=True)
 class DGC(TopK):
-    """Deep Gradient Compression: the largest 0.1 %, chosen from gradients that have momentum.
+    """Deep Gradient Compression: the largest 0.1 % of gradients with momentum.
 
-    Every rank and step: ``u = m u + clip(g)``; ``v = v + u``; send the top-k of ``v``; set ``u``
-    and ``v`` to zero where it was sent (factor masking, which stops stale momentum). This class is
-    the codec of ``v`` and the hyperparameters; ``u``, ``v`` and the clipping of each rank's
-    gradients, tensor by tensor, to the norm ``clip / sqrt(W)`` belong to the reducer. The momentum
-    is in ``u`` already: the optimiser must be plain SGD, without momentum and not Adam (others
-    are refused, in plain DDP at their first step). Tensors that are not compressed get the
-    momentum too; steps before a ``start_step``, and training with one rank, do not: ramp with
-    ``warmup_steps`` instead.
+    In every step a rank computes ``u = m u + clip(g)`` and ``v = v + u``, sends the top-k of ``v``,
+    and sets ``u`` and ``v`` to zero where it was sent (momentum factor masking). Each rank clips
+    the gradient of each tensor to the norm ``clip / sqrt(W)``.
 
-    ``warmup_steps`` lowers the density from 25 % to ``ratio`` by four in each of equal parts:
-    sparsity 75, 93.75, 98.44, 99.6, then 99.9 %. The paper ramps over the first four epochs.
+    The momentum is in ``u``, so the optimizer must be SGD without momentum; others are refused, in
+    plain DDP at their first step. Tensors that are not compressed get the momentum too. Steps
+    before a ``start_step``, and training with one rank, have none: use ``warmup_steps`` instead.
+
+    ``warmup_steps`` are divided into equal stages, each of a quarter of the density before it, from
+    25 % to ``ratio``: sparsity 75, 93.75, 98.44, 99.6, then 99.9 %. The paper uses four epochs.
 
     Wire bytes as ``topk``; at 0.1 % and W=2 1170 times less than float32. State: ``u`` and ``v``,
     two per element. Use it for SGD on the slowest links.

@@ -8,21 +8,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_dist.codecs.base import Payload, Plane
 from lightning_dist.codecs.scaled import ScaledBlocks
-from lightning_dist.codecs.scales import HEADROOM, SMALLEST_NORMAL, block_scale, per_step
-
-_LARGEST = 448.0
+from lightning_dist.codecs.scales import HEADROOM, SMALLEST_NORMAL, representable
 
 
 @dataclass(frozen=True)
 class FP8(ScaledBlocks):
-    """``q = e4m3(x / s)``, ``s = amax(block) / 448``: floats of 4 exponent and 3 mantissa bits.
+    """Floats of 4 exponent and 3 mantissa bits: ``q = e4m3(x / s)``, ``s = amax(block) / 448``.
 
     ``|x - q s| <= max(|x| / 16, s / 1024)``: small elements beside a large one keep 6 % precision
     down to 1/28672 of it, where int8 loses them below 1/254. On Gaussian gradients it has 14 times
     the squared error of ``int8`` at the same bytes: use it where one block spans many decades.
-    4 times 8 bits of product are exact in float32. Bytes travel as uint8: gloo knows no float8.
+    The product of a code of 4 bits and a scale of 8 bits is exact in float32. Codes are sent as
+    uint8, because gloo does not have float8.
 
     Wire bytes per rank and step: ``2 (W-1)/W * n (1 + 2/block)``. State: one residual per element.
 
@@ -33,24 +31,19 @@ class FP8(ScaledBlocks):
     name: ClassVar[str] = "fp8"
     use: ClassVar[str] = "gradients of very different sizes side by side, at the bytes of int8"
     keeps_residual: ClassVar[bool] = True
+    bits: ClassVar[int] = 8
+    levels: ClassVar[int] = 448
 
-    def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
-        return Plane(torch.bfloat16, 1), Plane(torch.uint8, self.block_size)
-
-    def encode(self, x: Tensor, keys: Tensor | None = None) -> Payload:
-        scale = block_scale(x.abs().amax(-1, keepdim=True), levels=_LARGEST)
+    def to_codes(self, y: Tensor, keys: Tensor | None) -> Tensor:
         # float32 first: float64 is cast through it on some devices and directly on others.
-        small = (x * per_step(scale)).to(torch.float32).to(torch.float8_e4m3fn)
-        return scale.to(torch.bfloat16), small.view(torch.uint8)
+        return y.to(torch.float32).to(torch.float8_e4m3fn).view(torch.uint8)
 
-    def decode(self, payload: Payload, dtype: torch.dtype, keys: Tensor | None = None) -> Tensor:
-        scale, codes = payload
-        return codes.view(torch.float8_e4m3fn).to(dtype) * scale.to(dtype)
+    def from_codes(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        return codes.view(torch.float8_e4m3fn).to(dtype)
 
     def error_bound(self, x: Tensor) -> Tensor:
-        amax = x.abs().amax(-1, keepdim=True)
-        amax = torch.where(amax <= torch.finfo(torch.float32).max, amax, torch.inf)
+        amax = representable(self.norm_of(x))
         # Half of the last mantissa bit, and half of the smallest subnormal code 2^-9; the last
         # term: blocks whose scale is subnormal lose everything.
-        half_step = amax * (HEADROOM / _LARGEST * 2.0**-10)
+        half_step = amax * (HEADROOM / self.levels * 2.0**-10)
         return torch.maximum(x.abs() / 16, half_step) * (1 + 1e-4) + 450 * SMALLEST_NORMAL

@@ -10,19 +10,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_dist.codecs.base import Payload, Plane
+from lightning_dist.codecs.base import Payload
 from lightning_dist.codecs.precision import full_precision
 from lightning_dist.codecs.scaled import ScaledBlocks
-from lightning_dist.codecs.scales import (
-    HEADROOM,
-    SMALLEST_NORMAL,
-    block_scale,
-    pack,
-    per_step,
-    unpack,
-)
-
-_LEVELS = 7
+from lightning_dist.codecs.scales import HEADROOM, SMALLEST_NORMAL, representable
 
 
 @dataclass(frozen=True)
@@ -32,7 +23,7 @@ class Int4(ScaledBlocks):
     ``|x - q s| <= s/2``, ``s <= 1.008 amax / 7``. With ``hadamard`` each block is rotated first,
     which spreads a spike over the block: for heavy-tailed gradients four times less squared error
     with blocks of 128, for Gaussian ones no gain, and the rotation costs time. Two codes share a
-    byte. The rotation back is done on integers, so it too is exact in float32.
+    byte. The inverse rotation is of integers, so it is exact in float32 too.
 
     Wire bytes per rank and step: ``2 (W-1)/W * n (1/2 + 2/block)``, 7.75 times less than float32.
     State: one residual per element (error feedback), without which 4 bits cost accuracy. Use it
@@ -48,6 +39,7 @@ class Int4(ScaledBlocks):
     name: ClassVar[str] = "int4"
     use: ClassVar[str] = "where int8 still waits for the link, below about 1 Gbit/s"
     keeps_residual: ClassVar[bool] = True
+    bits: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,30 +53,23 @@ class Int4(ScaledBlocks):
     def fusable(self) -> bool:  # type: ignore[override]  # a rotation is a matrix product
         return not self.hadamard
 
-    def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
-        return Plane(torch.bfloat16, 1), Plane(torch.uint8, self.block_size // 2)
-
     def encode(self, x: Tensor, keys: Tensor | None = None) -> Payload:
         if self.hadamard:
             # Divided by the block size: the rotation back multiplies by 1 and -1 only.
             with full_precision():
                 x = (x / self.block_size) @ _hadamard(self.block_size, x.dtype, x.device)
-        scale = block_scale(x.abs().amax(-1, keepdim=True), levels=_LEVELS)
-        codes = torch.round(x * per_step(scale)) + _LEVELS
-        return scale.to(torch.bfloat16), pack(codes, bits=4)
+        return super().encode(x, keys)
 
-    def decode(self, payload: Payload, dtype: torch.dtype, keys: Tensor | None = None) -> Tensor:
-        scale, packed = payload
-        codes = unpack(packed, bits=4).to(dtype) - _LEVELS
+    def from_codes(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        numbers = super().from_codes(codes, dtype)
         if self.hadamard:
             with full_precision():
-                codes = codes @ _hadamard(self.block_size, dtype, packed.device)
-        return codes * scale.to(dtype)
+                numbers = numbers @ _hadamard(self.block_size, dtype, codes.device)
+        return numbers
 
     def error_bound(self, x: Tensor) -> Tensor:
-        amax = x.abs().amax(-1, keepdim=True)
-        amax = torch.where(amax <= torch.finfo(torch.float32).max, amax, torch.inf)
-        half_step = HEADROOM / _LEVELS / 2 * (1 + 1e-4)
+        amax = representable(self.norm_of(x))
+        half_step = HEADROOM / self.levels / 2 * (1 + 1e-4)
         if self.hadamard:
             # The rotated block's largest element is at most sum|x|; errors of all codes add up.
             sizes = x.abs() / self.block_size

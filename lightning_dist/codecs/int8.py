@@ -8,9 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_dist.codecs.base import Payload, Plane
 from lightning_dist.codecs.scaled import ScaledBlocks
-from lightning_dist.codecs.scales import HEADROOM, SMALLEST_NORMAL, block_scale, per_step
+from lightning_dist.codecs.scales import HEADROOM, SMALLEST_NORMAL, representable
 
 
 @dataclass(frozen=True)
@@ -32,21 +31,17 @@ class Int8(ScaledBlocks):
     name: ClassVar[str] = "int8"
     use: ClassVar[str] = "the default: a quarter of the bytes, ends where fp32 ends"
     keeps_residual: ClassVar[bool] = True
+    bits: ClassVar[int] = 8
+    code_dtype: ClassVar[torch.dtype] = torch.int8
 
-    def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
-        return Plane(torch.bfloat16, 1), Plane(torch.int8, self.block_size)
+    def to_codes(self, y: Tensor, keys: Tensor | None) -> Tensor:
+        return torch.round(y).to(torch.int8)
 
-    def encode(self, x: Tensor, keys: Tensor | None = None) -> Payload:
-        scale = block_scale(x.abs().amax(-1, keepdim=True), levels=127)
-        return scale.to(torch.bfloat16), torch.round(x * per_step(scale)).to(torch.int8)
-
-    def decode(self, payload: Payload, dtype: torch.dtype, keys: Tensor | None = None) -> Tensor:
-        scale, codes = payload
-        return codes.to(dtype) * scale.to(dtype)
+    def from_codes(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        return codes.to(dtype)
 
     def error_bound(self, x: Tensor) -> Tensor:
-        amax = x.abs().amax(-1, keepdim=True)
-        amax = torch.where(amax <= torch.finfo(torch.float32).max, amax, torch.inf)
+        amax = representable(self.norm_of(x))
         # The second term: x / s is rounded once before it is rounded to an integer, and blocks
         # whose scale is subnormal lose everything.
         return amax * (HEADROOM / 127 / 2 * (1 + 1e-4)) + 128 * SMALLEST_NORMAL

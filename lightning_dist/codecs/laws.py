@@ -1,7 +1,7 @@
-"""The laws of a block codec: what exchanges, error feedback and a GradScaler rely on.
+"""Laws of a block codec, on which exchanges, error feedback and GradScalers rely.
 
-A codec of your own is tried with :func:`check_codec`. The tests of this package put every codec of
-the table through the same laws, with gradients that are searched for by hypothesis.
+:func:`check_codec` checks a codec of your own. The tests of this package check the same laws for
+every codec of the table, with gradients from hypothesis.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _DTYPES = (torch.float32, torch.float64)
 
 
 def check_codec(codec: BlockCodec) -> None:
-    """Try all laws on some gradients: zeros, sizes from 1e-44 to 1e30, spikes, NaN and inf.
+    """Check all laws on some gradients: zeros, sizes from 1e-44 to 1e30, spikes, NaN and inf.
 
     Raises:
-        AssertionError: a law is broken; the message says which, and by what gradient.
+        AssertionError: a law does not hold; the message has its name and the gradient.
     """
     for law in LAWS:
         _within(law.__name__, lambda: law(codec))  # noqa: B023  (called at once)
@@ -32,10 +32,10 @@ def check_codec(codec: BlockCodec) -> None:
 
 
 def holds_for(codec: BlockCodec, x: Tensor, place: int, bad: float) -> None:
-    """All that holds for every gradient ``x (..., B, block)`` of finite values up to 1e30.
+    """Laws of any gradient ``x (..., B, block)`` of finite values up to 1e30.
 
     Args:
-        place, bad: an element of ``x``, and a value that is not finite, which is put there last.
+        place, bad: an element of ``x``, and a value that is not finite to replace it with.
     """
     before, keys = x.clone(), keys_for(codec, x)
     payload = codec.encode(x, keys)
@@ -116,7 +116,7 @@ def no_promise_beyond_the_range(codec: BlockCodec) -> None:
 
 
 def zero_stays_zero(codec: BlockCodec) -> None:
-    """Or what is not used would drift."""
+    """Otherwise unused parameters would drift."""
     for dtype in _DTYPES:
         assert not decoded(codec, torch.zeros(5, codec.block, dtype=dtype)).any(), dtype
 
@@ -172,7 +172,7 @@ LAWS: tuple[Callable[[BlockCodec], None], ...] = (
     adding_a_payload_is_adding_what_it_decodes_to,
     blocks_are_coded_alone,
 )
-"""Those that look for gradients of their own; :func:`holds_for` takes any."""
+"""Laws with gradients of their own; :func:`holds_for` takes any."""
 
 
 def some_gradient(

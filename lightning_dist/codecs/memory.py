@@ -1,10 +1,8 @@
-"""Memory of a rank: nothing, a residual, a momentum, or both.
+"""Memory of a rank: nothing, a residual, a momentum, or both. See :meth:`Codec.memory`.
 
-A codec chooses one in :meth:`Codec.memory`.
-
-``x`` is the gradient of this step, ``compensated`` the gradient with what an earlier step did not
-send, ``sent`` the decoded payload; all ``(rows, B, block)`` in the compute dtype. They carry the
-GradScaler's ``scale``, the state does not: a change of the scale does not change its weight.
+``x`` is the gradient of this step, ``compensated`` the input of the codec, ``sent`` the decoded
+payload; all are ``(rows, B, block)`` in the compute dtype, multiplied by the GradScaler's
+``scale``. The state is not, so a change of the scale does not change its weight.
 """
 
 from __future__ import annotations
@@ -20,14 +18,14 @@ from lightning_dist.codecs.scales import block_scale, per_step
 
 State: TypeAlias = tuple[Tensor, ...]
 KINDS = ("residual", "momentum")
-"""Of state that a memory may keep."""
+"""Kinds of state."""
 
 
 class Memory(ABC):
-    """One rule of what is sent and what is kept. Pure: the caller stores what :meth:`after` says.
+    """Rule of what is encoded and what is kept. Pure: the caller stores the new state.
 
     Subclasses are frozen dataclasses. ``kinds`` names the state tensors, each of the shape of the
-    gradient: ``"residual"``, what is to be sent later, and ``"momentum"``.
+    gradient: ``"residual"``, which is sent later, and ``"momentum"``.
     """
 
     kinds: ClassVar[tuple[str, ...]]
@@ -45,14 +43,14 @@ class Memory(ABC):
     def drawn(
         self, rows: int, blocks: int, block: int, *, dtype: torch.dtype, generator: torch.Generator
     ) -> State:
-        """Any state of at least so many blocks, for whoever compiles the arithmetic."""
+        """Random state of at least so many blocks, as an example for compilers."""
         shapes = [(rows, blocks + number, block) for number in range(len(self.kinds))]
         return tuple(0.01 * torch.randn(s, generator=generator, dtype=dtype) for s in shapes)
 
 
 @dataclass(frozen=True)
 class NoMemory(Memory):
-    """Send the gradient; what the codec loses is lost."""
+    """No state: ``p = g``."""
 
     kinds: ClassVar[tuple[str, ...]] = ()
 
@@ -85,32 +83,26 @@ class ErrorFeedback(Memory):
 
 
 @dataclass(frozen=True)
-class DecayedErrorFeedback(Memory):
-    """``p = g + decay e``, ``e <- p - sent``: what is not sent for long fades.
+class DecayedErrorFeedback(ErrorFeedback):
+    """``p = g + decay e``, ``e <- p - sent``: old errors fade.
 
-    For differences of weights that were worked out long ago, as in SparseLoCo (arXiv 2508.15706).
+    For pseudo-gradients, as in SparseLoCo: Sarfi et al. (arXiv 2508.15706).
     """
 
     decay: float
-    kinds: ClassVar[tuple[str, ...]] = ("residual",)
 
     def compensated(self, x: Tensor, state: State, scale: Tensor) -> Tensor:
         return x + state[0] * self.decay * scale
 
-    def after(
-        self, x: Tensor, compensated: Tensor, sent: Tensor, state: State, scale: Tensor
-    ) -> State:
-        return ((compensated - sent) / scale,)
-
 
 @dataclass(frozen=True)
 class RoundedError(Memory):
-    """Error feedback whose residual is in 8 bits: a bfloat16 scale a block and a byte an element.
+    """Error feedback with a residual of 8 bits: a bfloat16 scale per block, a byte per element.
 
-    For gradients that are sharded over all ranks, where the sender would otherwise keep a residual
-    of the whole model. What rounding the residual loses is lost: in each element at most half a
-    scale, 0.4 % of the largest error of its block. The residual has the gradients' scale: not for
-    a GradScaler. As in LoCo (arXiv 2407.04480), without its moving average.
+    For sharded gradients, where each rank keeps a residual of the whole model. Rounding the
+    residual loses at most half a scale per element, 0.4 % of the largest error of its block. The
+    residual is scaled as the gradients are: not for a GradScaler. As in LoCo (arXiv 2407.04480),
+    without its moving average.
     """
 
     kinds: ClassVar[tuple[str, ...]] = ("scale", "codes")
@@ -118,7 +110,7 @@ class RoundedError(Memory):
     def empty(
         self, rows: int, blocks: int, block: int, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """State of blocks of which nothing is owed."""
+        """State of blocks without an error."""
         scale = torch.zeros(rows, blocks, 1, dtype=torch.bfloat16, device=device)
         return scale, torch.zeros(rows, blocks, block, dtype=torch.int8, device=device)
 
@@ -143,7 +135,7 @@ class RoundedError(Memory):
 
 @dataclass(frozen=True)
 class Momentum(Memory):
-    """``u <- m u + g``, ``p = u``: what DGC does to the tensors that it does not compress."""
+    """``u <- m u + g``, ``p = u``: for the tensors that DGC does not compress."""
 
     momentum: float
     kinds: ClassVar[tuple[str, ...]] = ("momentum",)
@@ -162,7 +154,7 @@ class MomentumCorrection(Memory):
     """``u <- m u + g``, ``p = e + u``, ``e <- p - sent``; ``u <- 0`` where something was sent.
 
     Momentum before compression, and factor masking: Lin et al., "Deep gradient compression" (arXiv
-    1712.01887), sections 3.1 and 3.2. What is sent is a sum of momenta, so the optimizer has none.
+    1712.01887), sections 3.1 and 3.2. Momentum is part of what is sent: the optimizer has none.
     """
 
     momentum: float

@@ -1,8 +1,8 @@
-"""Random numbers that depend on nothing but their counter.
+"""Counter-based random numbers.
 
-A 32-bit hash of (key of the block, position in it), in ordinary integer arithmetic: the same on
-every device, eager or compiled, in one tile or many, and after a resume. The hash is "lowbias32"
-by Chris Wellons (https://nullprogram.com/blog/2018/07/31/).
+A 32-bit hash of (key of the block, position in it), in integer arithmetic: the same on every
+device, eager or compiled, in one tile or many, and after a resume. The hash is "lowbias32" by
+Chris Wellons (https://nullprogram.com/blog/2018/07/31/).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``none``: the gradient itself. The anchor that every other codec is measured against."""
+"""``none``: the gradient itself, the baseline of every other codec."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from lightning_dist.codecs.memory import Memory, Momentum, NoMemory
 
 @dataclass(frozen=True)
 class NoCompression(BlockCodec):
-    """Send the gradient in its own dtype through one allreduce per bucket, as DDP itself does.
+    """The gradient in its own dtype, in one allreduce per bucket, as in DDP itself.
 
-    Flat, it is bit-identical to DistributedDataParallel without a hook; a hierarchical exchange
-    adds in another order. Wire bytes per rank and step:
-    ``2 (W-1)/W * n * itemsize``. State: none. Use it to switch compression off without changing
-    anything else, and as the row to compare with.
+    A flat exchange is bit-identical to DistributedDataParallel without a hook; a hierarchical one
+    adds in another order. Wire bytes per rank and step: ``2 (W-1)/W * n * itemsize``. State: none.
+    Use it as the baseline, or to switch compression off without another change.
     """
 
     name: ClassVar[str] = "none"
@@ -45,14 +44,14 @@ class NoCompression(BlockCodec):
 
 @dataclass(frozen=True)
 class Uncompressed(NoCompression):
-    """Codec of the small tensors beside a block codec: ``none``, summed by this package.
+    """``none`` for the small tensors beside a block codec, in a two-shot exchange.
 
-    Two-shot instead of a ring, because a ring adds in an order that depends on where an element
-    lies in the bucket, and DDP moves it after the first backward: with this a resumed run repeats
-    the uninterrupted one bit for bit at any world size. Same bytes as the ring.
+    A ring adds in an order that depends on the position of an element in its bucket, which DDP
+    changes after the first backward pass. The two-shot exchange adds in rank order, so a resumed
+    run is bit-identical to an uninterrupted one at any world size. It sends the bytes of a ring.
     """
 
-    momentum: float = 0.0  # of the local gradients, beside a codec that brings its own
+    momentum: float = 0.0  # of the local gradients, beside a codec with momentum correction
 
     exchange: ClassVar[ExchangeName] = "two_shot"
 

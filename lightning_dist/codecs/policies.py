@@ -1,6 +1,6 @@
 """Policies: codecs that select a codec by parameter and step.
 
-Each is a codec itself, so they nest, and none of the algorithms knows of them::
+Each is a codec itself, so they nest::
 
     by_name("int8", {r"head\\.weight": "int4", r"embed": "none"})
     warmup({0: "none", 200: "int8", 1000: by_size("powersgd:rank=4", min_numel=65536)})
@@ -25,7 +25,7 @@ NORMS_BIASES_EMBEDDINGS = (
 
 @dataclass(frozen=True)
 class _Policy(Codec):
-    """Answers :meth:`for_tensor` with other codecs and never encodes itself."""
+    """Codec that returns others in :meth:`for_tensor` and never encodes itself."""
 
     def _inner(self) -> tuple[Codec, ...]:
         raise NotImplementedError
@@ -98,7 +98,7 @@ class ByName(_Policy):
 
 @dataclass(frozen=True)
 class Schedule(_Policy):
-    """See :func:`warmup` and :func:`after_steps`. A codec counts steps from its own first one.
+    """See :func:`warmup` and :func:`after_steps`. Codecs count steps from their own first one.
 
     A residual that the next codec does not keep is sent in that codec's first finite step.
     """
@@ -149,7 +149,7 @@ def sized(codec: Codec, smallest: int | None) -> Codec:
 
 
 def patterns_of(codec: Codec) -> Iterator[str]:
-    """The patterns of every :func:`by_name` in ``codec``."""
+    """Patterns of every :func:`by_name` in ``codec``."""
     if isinstance(codec, ByName):
         yield from (pattern for pattern, _ in codec.rules)
     if isinstance(codec, _Policy):
@@ -158,7 +158,7 @@ def patterns_of(codec: Codec) -> Iterator[str]:
 
 
 def raw_beside(codec: Codec) -> NoCompression:
-    """Uncompressed, and summed as its neighbours are: by us in rank order, or by the network."""
+    """Codec of the uncompressed tensors beside ``codec``, in an exchange of the same kind."""
     if codec.exchange == "allreduce":
         return NoCompression()
     return Uncompressed(momentum=codec.momentum_correction)

@@ -19,9 +19,9 @@ from lightning_dist.codecs.precision import full_precision
 
 @dataclass(frozen=True)
 class PowerSGD(Codec):
-    """Rank-``r`` approximation of every gradient matrix ``M (n, m)``, one power iteration a step.
+    """Rank-``r`` approximation of every gradient matrix ``M (n, m)``, one power iteration per step.
 
-    Alternating (default, one allreduce a step): with ``Q (m, r)`` orthonormal and equal on all
+    Alternating (default, one allreduce per step): with ``Q (m, r)`` orthonormal and equal on all
     ranks, even steps send ``P = M Q`` and apply ``mean(P) Q^T``; odd steps do the same with
     the sides exchanged, starting from ``orth(mean P)``. ``two_phase`` (the paper's form, two
     dependent allreduces): ``P = orth(mean(M Q))``, ``Q = mean(M^T P)``, apply ``P Q^T``.
@@ -31,8 +31,8 @@ class PowerSGD(Codec):
 
     Wire bytes per rank and step: ``2 (W-1)/W * 4 r n`` or ``4 r m`` in turn (``two_phase``: both).
     State: a residual per element, and the factors, ``r (n + m)``, equal on all ranks. The residual
-    is local, ``M - P_local Q^T``: it stays bounded, and one inf does not poison it, unlike in
-    torch's hook. Needs error feedback to be of use. For very slow links and large matrices.
+    is local, ``M - P_local Q^T``: it stays bounded, and an inf does not stay in it, unlike in
+    torch's hook. Use it with error feedback, for very slow links and large matrices.
 
     Replicas are bit-identical on equal hardware and libraries: factors are orthonormalised and
     multiplied by LAPACK and BLAS on every rank. The ranks compare their gradients every 100 steps,

@@ -9,16 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_dist.codecs import noise
-from lightning_dist.codecs.base import Payload, Plane
 from lightning_dist.codecs.scaled import ScaledBlocks
-from lightning_dist.codecs.scales import (
-    HEADROOM,
-    SMALLEST_NORMAL,
-    block_scale,
-    pack,
-    per_step,
-    unpack,
-)
+from lightning_dist.codecs.scales import HEADROOM, SMALLEST_NORMAL, representable
 
 _NORMS = ("max", "l2")
 _ONE = 1 << 24  # 1.0 in fixed point
@@ -28,13 +20,14 @@ _ONE = 1 << 24  # 1.0 in fixed point
 class QSGD(ScaledBlocks):
     """Unbiased rounding to ``2L + 1`` levels, ``L = 2**(bits-1) - 1``: ``E[q] s = x``.
 
-    ``s = norm(block) / L``, ``q`` one of the two integers around ``x / s``, the upper one with the
-    probability of the fraction. ``norm="l2"`` is the paper's analysis, ``"max"`` what it trains
-    with: smaller steps. Each element's variance is ``s^2 p (1-p) <= s^2 / 4``.
+    ``s = norm(block) / L``, and ``q`` is one of the two integers around ``x / s``, the upper one
+    with the probability ``p`` of the fraction. The variance of an element is
+    ``s^2 p (1-p) <= s^2 / 4``. The paper analyses ``norm="l2"`` and trains with ``"max"``, whose
+    steps are smaller.
 
-    Wire bytes per rank and step: ``2 (W-1)/W * n (bits/8 + 2/block)``. State: none, which is its
-    use: where there is no memory for residuals, or the optimiser needs unbiased gradients. With
-    error feedback ``int8`` and ``int4`` are better at the same bytes.
+    Wire bytes per rank and step: ``2 (W-1)/W * n (bits/8 + 2/block)``. State: none. Use it where
+    there is no memory for residuals, or the optimizer needs unbiased gradients. With error feedback
+    ``int8`` and ``int4`` are better at the same bytes.
 
     Alistarh et al., "QSGD" (arXiv 1610.02132), without the Elias code.
     """
@@ -68,34 +61,19 @@ class QSGD(ScaledBlocks):
             return self.block_size < 4 * least
         return self.block_size - 1 < 8 * (least - 0.25)
 
-    @property
-    def levels(self) -> int:
-        """The largest code."""
-        return int(2 ** (self.bits - 1) - 1)
-
-    def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
-        return Plane(torch.bfloat16, 1), Plane(torch.uint8, self.block_size * self.bits // 8)
-
-    def encode(self, x: Tensor, keys: Tensor | None = None) -> Payload:
-        scale = block_scale(self._norm_of(x), levels=self.levels)
-        codes = round_at_random(x * per_step(scale), keys) + self.levels
-        return scale.to(torch.bfloat16), pack(codes, bits=self.bits)
-
-    def decode(self, payload: Payload, dtype: torch.dtype, keys: Tensor | None = None) -> Tensor:
-        scale, packed = payload
-        return (unpack(packed, bits=self.bits).to(dtype) - self.levels) * scale.to(dtype)
-
-    def error_bound(self, x: Tensor) -> Tensor:
-        step = self._norm_of(x).to(x.dtype) * (HEADROOM / self.levels)
-        step = torch.where(step <= torch.finfo(torch.float32).max, step, torch.inf)
-        return step * (1 + 1e-4) + 2 * self.levels * SMALLEST_NORMAL
-
-    def _norm_of(self, x: Tensor) -> Tensor:
+    def norm_of(self, x: Tensor) -> Tensor:
         if self.norm == "max":
-            return x.abs().amax(-1, keepdim=True)
+            return super().norm_of(x)
         # In float64 no square of a float32 overflows, and the order of adding, in which compilers
         # differ, changes nothing that is left after the cut to bfloat16.
         return x.to(torch.float64).square().sum(-1, keepdim=True).sqrt()
+
+    def rounded(self, y: Tensor, keys: Tensor | None) -> Tensor:
+        return round_at_random(y, keys)
+
+    def error_bound(self, x: Tensor) -> Tensor:
+        step = representable(self.norm_of(x).to(x.dtype) * (HEADROOM / self.levels))
+        return step * (1 + 1e-4) + 2 * self.levels * SMALLEST_NORMAL
 
 
 def round_at_random(y: Tensor, keys: Tensor | None) -> Tensor:

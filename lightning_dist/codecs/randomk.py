@@ -10,16 +10,18 @@ from torch import Tensor
 
 from lightning_dist.codecs import noise
 from lightning_dist.codecs.base import BlockCodec, ExchangeName, Native, Payload, Plane
+from lightning_dist.codecs.topk import check_ratio_and_block_size
 
 
 @dataclass(frozen=True)
 class RandomK(BlockCodec):
-    """``k = ratio * block`` elements of every block, drawn from a seed that all ranks share.
+    """``k = ratio * block`` random elements of every block, drawn from a seed that all ranks share.
 
-    Ranks send the same places, so the network adds the values, in the gradient's own dtype, and no
-    place travels. Each element is sent with probability ``k/block``, each step anew:
-    ``E|C(x) - x|^2 = (1 - k/block) |x|^2``. ``unbiased`` multiplies what arrives by ``block/k``:
-    the right mean with ``block/k - 1`` times the gradient's energy as noise, and no residuals.
+    All ranks send the same elements, so the network adds the values, in the gradient's own dtype,
+    and no index is sent. Each element is sent with probability ``k/block``, drawn anew in each
+    step: ``E|C(x) - x|^2 = (1 - k/block) |x|^2``. ``unbiased`` multiplies decoded values by
+    ``block/k``: the mean is exact in expectation, with noise of ``block/k - 1`` times the energy of
+    the gradient, and no residual is kept.
 
     Wire bytes per rank and step: ``2 (W-1)/W * itemsize * n k/block``, 100 times less than float32
     at 1 %, at any world size. State: one residual per element, none if ``unbiased``. Per byte it
@@ -40,19 +42,8 @@ class RandomK(BlockCodec):
     shared_keys: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        ratio: object = self.ratio
-        size: object = self.block_size
         unbiased: object = self.unbiased
-        if not isinstance(ratio, float | int) or isinstance(ratio, bool) or not 0 < ratio <= 1:
-            raise ValueError(
-                f"randomk: ratio must be a number above 0 and up to 1, got {ratio!r}; 0.01 sends "
-                "one element in a hundred"
-            )
-        if not isinstance(size, int) or not 64 <= size <= 65536 or size & (size - 1):
-            raise ValueError(
-                f"randomk: block_size must be a power of two from 64 to 65536, got {size!r}; use "
-                "4096, the default"
-            )
+        check_ratio_and_block_size(self, self.ratio, self.block_size, largest=65536)
         if not isinstance(unbiased, bool):
             raise ValueError(
                 f"randomk: unbiased must be True or False, got {unbiased!r}; False, with error "

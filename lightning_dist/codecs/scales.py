@@ -29,6 +29,11 @@ def block_scale(amax: Tensor, *, levels: float) -> Tensor:
     return cut_to_bfloat16(amax.to(torch.float32) * (HEADROOM / levels))
 
 
+def representable(norm: Tensor) -> Tensor:
+    """``norm``, and infinity where float32, and so a scale, cannot hold it."""
+    return torch.where(norm <= torch.finfo(torch.float32).max, norm, torch.inf)
+
+
 def per_step(scale: Tensor) -> Tensor:
     """``1 / scale``, finite where the scale is 0: a block of zeros has codes 0."""
     return 1.0 / scale.clamp_min(SMALLEST_NORMAL)

@@ -1,4 +1,4 @@
-"""The table of codecs: ours, those that were registered, and those of installed packages."""
+"""Table of codecs: those of this package, registered ones, and those of installed packages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_dist.codecs.base import Codec, ExchangeName
 from lightning_dist.log import get_logger
 
 GROUP = "lightning_dist.codecs"
-"""Of entry points ``NAME = package.module:Class``; the name is that of the codec."""
+"""Group of entry points ``NAME = package.module:Class``, with the name of the codec."""
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -21,7 +21,7 @@ log = get_logger(__name__)
 
 
 class CodecTable(Mapping[str, type[Codec]]):
-    """Codec classes by name. Packages are imported when one of their codecs is asked for."""
+    """Codec classes by name. A package is imported when one of its codecs is looked up."""
 
     def __init__(self, own: Iterable[type[Codec]]) -> None:
         self._types = {codec.name: codec for codec in own}
@@ -43,10 +43,10 @@ class CodecTable(Mapping[str, type[Codec]]):
         return len(self._types.keys() | self._installed.keys())
 
     def add(self, codec: type[Codec]) -> None:
-        """Add a class, or put it in the place of an earlier one of the same module and name.
+        """Add a class, or replace an earlier one of the same module and name.
 
         Raises:
-            ValueError: it is no codec that can be made from text, or its name is taken.
+            ValueError: it cannot be created from text, or its name is taken.
         """
         _check(codec)
         taken = self._types.get(codec.name)

@@ -9,27 +9,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_dist.codecs.base import Payload, Plane
 from lightning_dist.codecs.qsgd import round_at_random
 from lightning_dist.codecs.scaled import ScaledBlocks
-from lightning_dist.codecs.scales import (
-    HEADROOM,
-    SMALLEST_NORMAL,
-    block_scale,
-    pack,
-    per_step,
-    unpack,
-)
+from lightning_dist.codecs.scales import HEADROOM, SMALLEST_NORMAL, representable
 
 
 @dataclass(frozen=True)
 class TernGrad(ScaledBlocks):
-    """``s sign(x) b``, ``b`` is 1 with probability ``|x| / s``, else 0; ``s = amax(block)``.
+    """Signs at random: ``s sign(x) b``, where ``b`` is 1 with probability ``|x| / s``, else 0.
 
-    Unbiased, with variance ``|x| (s - |x|)`` of each element: one large element makes all others
-    noisy. ``clip_sigma`` (the paper trains with 2.5) first clips to that many times the block's
-    root mean square, which trades a bias on spikes for less noise; around zero rather than around
-    the mean, so that a block of equal values is kept.
+    ``s = amax(block)``. Unbiased, with variance ``|x| (s - |x|)`` of each element: one large
+    element makes all others noisy. ``clip_sigma`` (the paper trains with 2.5) first clips to that
+    many times the block's root mean square, which trades a bias on spikes for less noise; around
+    zero rather than around the mean, so that a block of equal values is kept.
 
     Wire bytes per rank and step: ``2 (W-1)/W * n (1/4 + 2/block)``, 15.8 times less than float32.
     State: none. Not for error feedback: the noise is larger than the gradient. Use it with many
@@ -44,6 +36,7 @@ class TernGrad(ScaledBlocks):
     name: ClassVar[str] = "terngrad"
     use: ClassVar[str] = "many ranks and no memory for residuals"
     stochastic: ClassVar[bool] = True
+    bits: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,29 +51,19 @@ class TernGrad(ScaledBlocks):
     def contraction(self) -> bool:
         return False
 
-    def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:
-        return Plane(torch.bfloat16, 1), Plane(torch.uint8, self.block_size // 4)
-
-    def encode(self, x: Tensor, keys: Tensor | None = None) -> Payload:
-        scale = block_scale(self._limit(x), levels=1)
-        # Nothing is cut here unless clip_sigma is set: the scale is at least amax.
-        signs = round_at_random((x * per_step(scale)).clamp(-1, 1), keys)
-        return scale.to(torch.bfloat16), pack(signs + 1, bits=2)
-
-    def decode(self, payload: Payload, dtype: torch.dtype, keys: Tensor | None = None) -> Tensor:
-        scale, packed = payload
-        return (unpack(packed, bits=2).to(dtype) - 1) * scale.to(dtype)
-
-    def error_bound(self, x: Tensor) -> Tensor:
-        limit = self._limit(x).to(x.dtype) * HEADROOM
-        limit = torch.where(limit <= torch.finfo(torch.float32).max, limit, torch.inf)
-        return torch.maximum(limit * (1 + 1e-4), x.abs()) + 2 * SMALLEST_NORMAL
-
-    def _limit(self, x: Tensor) -> Tensor:
-        amax = x.abs().amax(-1, keepdim=True)
+    def norm_of(self, x: Tensor) -> Tensor:
+        amax = super().norm_of(x)
         if not self.clip_sigma:
             return amax
         # In float64 for the same two reasons as in qsgd.py. The minimum keeps NaN, and the sum of
         # squares of a block with an infinity must not win over it.
         rms = x.to(torch.float64).square().mean(-1, keepdim=True).sqrt()
         return torch.minimum(amax.to(torch.float64), rms * self.clip_sigma)
+
+    def rounded(self, y: Tensor, keys: Tensor | None) -> Tensor:
+        # Nothing is cut here unless clip_sigma is set: the scale is at least amax.
+        return round_at_random(y.clamp(-1, 1), keys)
+
+    def error_bound(self, x: Tensor) -> Tensor:
+        limit = representable(self.norm_of(x).to(x.dtype) * HEADROOM)
+        return torch.maximum(limit * (1 + 1e-4), x.abs()) + 2 * SMALLEST_NORMAL

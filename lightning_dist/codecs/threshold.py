@@ -18,17 +18,16 @@ _VALUES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Threshold(Codec):
-    """Send every element of gradient + residual with ``|x| > tau``, as (index, value).
+    """Elements of gradient + residual with ``|x| > tau``, as (index, value).
 
-    ``unit="rms"``: ``tau`` times the root mean square of the tensor, which follows the gradients as
-    they shrink; ``"absolute"``: in units of the gradient (a GradScaler does not change it), for who
-    knows their size. With too small a ``tau`` everything is sent, at more bytes than uncompressed;
-    with too large a one nothing is.
+    ``unit="rms"``: ``tau`` is in units of the root mean square of the tensor, so it follows the
+    size of the gradients; ``"absolute"``: in units of the unscaled gradient. With a very small
+    ``tau`` everything is sent, at more bytes than uncompressed; with a very large one, nothing.
 
-    How many bytes that is changes from step to step: ranks first tell each other how much they will
-    send. Wire bytes per rank and step: ``(W-1) * k (4 + 2)`` for the largest ``k`` of all ranks,
-    plus 8 (W-1) a bucket. State: one residual per element, without which the small ones would never
-    arrive. Prefer ``topk`` where the number of bytes must be known.
+    The number ``k`` of these elements changes from step to step, and ranks exchange it first. Wire
+    bytes per rank and step: ``(W-1) * k (4 + 2)`` for the largest ``k`` of all ranks, plus ``8
+    (W-1)`` per bucket. State: one residual per element, without which small elements would never be
+    sent. Use ``topk`` where the number of bytes must be known.
 
     Strom, "Scalable distributed DNN training using commodity GPU cloud computing" (Interspeech
     2015); as (index, value) in GRACE (Xu et al., ICDCS 2021).

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightning_dist.codecs.base import BlockCodec, ExchangeName, Native, Payload, Plane
+from lightning_dist.codecs.base import BlockCodec, Codec, ExchangeName, Native, Payload, Plane
 from lightning_dist.codecs.memory import DecayedErrorFeedback, Memory
 from lightning_dist.codecs.scales import (
     HEADROOM,
@@ -33,16 +33,17 @@ _GROUP = 8  # of the search; 4 to 16 measured, 8 is the fastest at 1 %
 class TopK(BlockCodec):
     """The ``k = ratio * block`` elements of largest magnitude of every block; the others are 0.
 
-    ``|C(x) - x|^2 <= (1 - k/block) |x|^2``. Blocks rather than the whole tensor: the error is the
-    same within 1 % (0.917 for 0.915 at 1 % of Gaussian numbers), the search is many times faster
-    and a place needs 12 bits, two of them three bytes, for which ``k`` is rounded up to even. Of
-    equal magnitudes the first are sent.
-    ``values``: ``"bf16"``, ``"fp32"``, ``"int8"`` with one bfloat16 scale a block, or ``"int2"``:
-    sign and one of two magnitudes, the means of those above and below the block's mean magnitude.
-    ``decay``: share of the residual that is kept from step to step; below 1 old errors fade.
+    ``|C(x) - x|^2 <= (1 - k/block) |x|^2``. Compared with the largest elements of a whole tensor,
+    the error is the same within 1 % (0.917 for 0.915 at 1 % of Gaussian numbers), the search is
+    many times faster, and an index needs 12 bits. Two indices share three bytes, so ``k`` is
+    rounded up to an even number. Of equal magnitudes the first are sent.
+
+    ``values`` are sent as ``"bf16"``, ``"fp32"``, ``"int8"`` with one bfloat16 scale per block, or
+    ``"int2"``: the sign and one of two magnitudes, the means of those above and below the block's
+    mean magnitude. ``decay`` is the share of the residual that is kept from step to step.
 
     Wire bytes per rank and step: ``(W-1) * n k/block * 3.5`` (bf16), which grows with W because
-    all ranks gather all payloads: 111 times less than float32 at 1 % and W=2, 28 times at W=8.
+    every rank receives every payload: 111 times less than float32 at 1 % and W=2, 28 times at W=8.
     State: one residual per element, without which it does not converge. Use it on very slow links
     with few ranks.
 
@@ -63,18 +64,7 @@ class TopK(BlockCodec):
     keeps_residual: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        ratio: object = self.ratio
-        size: object = self.block_size
-        if not isinstance(ratio, float | int) or isinstance(ratio, bool) or not 0 < ratio <= 1:
-            raise ValueError(
-                f"{self.name}: ratio must be a number above 0 and up to 1, got {ratio!r}; 0.01 "
-                "sends one element in a hundred"
-            )
-        if not isinstance(size, int) or not 64 <= size <= 4096 or size & (size - 1):
-            raise ValueError(
-                f"{self.name}: block_size must be a power of two from 64 to 4096 (places have 12 "
-                f"bits), got {size!r}; use 4096, the default"
-            )
+        check_ratio_and_block_size(self, self.ratio, self.block_size, largest=4096)
         if self.values not in _VALUE_DTYPES:
             raise ValueError(
                 f"{self.name}: values must be 'bf16', 'fp32', 'int8' or 'int2', got "
@@ -169,6 +159,20 @@ class TopK(BlockCodec):
         if self.values == "int8":
             values = values * payload[2].to(dtype)
         return unpack_places(payload[0]), values
+
+
+def check_ratio_and_block_size(codec: Codec, ratio: object, size: object, *, largest: int) -> None:
+    """Raise ValueError unless ``codec`` can send this share of the elements of such blocks."""
+    if not isinstance(ratio, float | int) or isinstance(ratio, bool) or not 0 < ratio <= 1:
+        raise ValueError(
+            f"{codec.name}: ratio must be a number above 0 and up to 1, got {ratio!r}; 0.01 sends "
+            "one element in a hundred"
+        )
+    if not isinstance(size, int) or not 64 <= size <= largest or size & (size - 1):
+        raise ValueError(
+            f"{codec.name}: block_size must be a power of two from 64 to {largest}, got {size!r}; "
+            "use 4096, the default"
+        )
 
 
 def _in_two_bits(values: Tensor) -> tuple[Tensor, Tensor]:

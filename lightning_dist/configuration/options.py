@@ -60,6 +60,10 @@ def _is_count_or_null(value: object) -> bool:
     return value is None or _is_count(value)
 
 
+def _is_time_or_null(value: object) -> bool:
+    return value is None or (type(value) in (int, float) and value > 0)  # type: ignore[operator]
+
+
 def _is_rate_or_null(value: object) -> bool:
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
@@ -97,6 +101,7 @@ OPTIONS: dict[str, Option] = {
         Option("compile_kernels", "auto", "true, false or auto", _switch("auto")),
         Option("commit", "auto", "auto, immediate or deferred", _is_commit),
         Option("delay", 0, "0 or 1", lambda value: type(value) is int and value in (0, 1)),
+        Option("exchange_timeout", None, "seconds above 0, or null", _is_time_or_null),
         Option(
             "method",
             None,
@@ -139,6 +144,7 @@ OF_DDP = (
     "compile_kernels",
     "commit",
     "delay",
+    "exchange_timeout",
 )
 """Options of ``compress_ddp``."""
 OF_LOCAL = (*(name for name in OPTIONS if name not in OF_DDP), *OF_DDP[:6])

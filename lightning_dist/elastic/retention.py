@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable
-
-from torch.optim import Optimizer
+from collections.abc import Callable
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
@@ -20,8 +18,6 @@ from lightning_dist.elastic.membership import Membership
 
 _PATIENCE = 5.0
 """Seconds that a failed process waits for its checkpoints: the next one waits for their writer."""
-_PATIENCE_WITH_LEADER = 60.0
-"""Seconds for the leader before this one to end: one that is cut off learns late that it is out."""
 
 
 class Retention:
@@ -51,17 +47,11 @@ class Retention:
     ) -> None:
         self._folder, self._keep, self._settings = folder, keep, settings
         self._members, self._warn, self._committed = members, warn, committed
-        self.checkpointer: Checkpointer | None = None
-        """None on ranks that do not write."""
+        writer: Checkpointer | None = None
         if members.ranks.is_leader or members.writers is not None:
-            self.checkpointer = Checkpointer(
-                settings, group=members.writers, ranks=members.world_size
-            )
-        self._saves = Saves(
-            self.checkpointer, settings, ranks=members.ranks, warn=warn, ended=self._ended
-        )
+            writer = Checkpointer(settings, group=members.writers, ranks=members.world_size)
+        self.saves = Saves(writer, settings, ranks=members.ranks, warn=warn, ended=self._ended)
         self._ledger: list[str] = []  # durable checkpoints of this run, the oldest first
-        self._optimizers: list[Optimizer] = []
 
     def move(self, members: Membership, *, run: str, restricted: bool) -> None:
         """Go on with other ranks, maybe under another leader, which opens the folder when it saves.
@@ -71,25 +61,24 @@ class Retention:
             restricted: see :meth:`save_for`.
         """
         self._members = members
-        if not members.ranks.is_leader:
-            self._saves.move(members.ranks, self.checkpointer)
-            return
-        if self.checkpointer is None:
-            self.checkpointer = Checkpointer(self._settings, ranks=members.world_size)
-            self.checkpointer.patience = _PATIENCE_WITH_LEADER
-            self.checkpointer.watch(self._optimizers)
-        self._saves.move(members.ranks, self.checkpointer)
-        self.save_for(run, restricted=restricted, resumed=None)
+        self.saves.move(members.ranks)
+        if members.ranks.is_leader:
+            self.save_for(run, restricted=restricted, resumed=None)
+
+    @property
+    def checkpointer(self) -> Checkpointer | None:
+        """Writer of this rank; None on ranks that do not write."""
+        return self.saves.checkpointer
 
     @property
     def metrics(self) -> Metrics:
         """Cost of checkpoints on this rank."""
-        return self._saves.metrics
+        return self.saves.metrics
 
     @property
     def last_committed(self) -> Committed | None:
         """The last checkpoint of this start that is durable; on a rank that writes."""
-        return self._saves.last_committed
+        return self.saves.last_committed
 
     def open(self) -> str | None:
         """Become the one trainer of the folder; the newest complete checkpoint in it. Collective.
@@ -100,7 +89,7 @@ class Retention:
             CheckpointError: there are checkpoints, and none is complete.
         """
         # A writer of the dead may have one to finish.
-        self._saves.open(self._folder, together=self._members.writers is not None)
+        self.saves.open(self._folder, together=self._members.writers is not None)
         found: str | None = self._members.ranks.on_first(lambda: {"path": self._find()})["path"]
         return found
 
@@ -127,24 +116,18 @@ class Retention:
             own = saved_by(run, self._folder, resumed=resumed)
             self._ledger = [each.path for each in own]
 
-    def watch(self, optimizers: Iterable[Optimizer]) -> None:
-        """See :meth:`.Checkpointer.watch`; also of one that this rank has once it leads."""
-        self._optimizers = list(optimizers)
-        if self.checkpointer is not None:
-            self.checkpointer.watch(self._optimizers)
-
     def begin(self, name: str) -> str | None:
         """Path for a save under ``name``; None: ``on_busy`` says to skip it. Collective.
 
         Raises:
             CheckpointError: an earlier one has failed, on all ranks.
         """
-        self._saves.open(self._folder, together=self._members.writers is not None)
+        self.saves.open(self._folder, together=self._members.writers is not None)
         leader = self._members.ranks.leader
         path = self._free_path(name) if self._members.ranks.is_leader else ""
-        failures, by_rank = self._saves.agree({"path": path})
-        self._saves.report(failures)
-        return None if self._saves.skips(by_rank) else str(by_rank[leader]["path"])
+        failures, by_rank = self.saves.agree({"path": path})
+        self.saves.report(failures)
+        return None if self.saves.skips(by_rank) else str(by_rank[leader]["path"])
 
     def _free_path(self, name: str) -> str:
         """A path in the folder where nothing is that this run did not write."""
@@ -161,9 +144,9 @@ class Retention:
     def collect(self) -> None:
         """Take note of what became of saves since the last call."""
         if self._settings.on_error == "warn" and self._members.ranks.is_leader:
-            self._saves.report_own()
+            self.saves.report_own()
         else:  # all ranks will raise what failed
-            self._saves.poll()
+            self.saves.poll()
 
     def _ended(self, event: Committed | Failed) -> None:
         if isinstance(event, Committed) and self._members.ranks.is_leader:
@@ -180,7 +163,7 @@ class Retention:
     @property
     def has_failed(self) -> bool:
         """Whether this rank knows of a failure for all ranks to raise."""
-        return self._saves.has_to_raise
+        return self.saves.has_to_raise
 
     def agree_on_failures(self) -> None:
         """Let all ranks know what could not be written. Collective.
@@ -188,8 +171,8 @@ class Retention:
         Raises:
             CheckpointError: something could not, on all ranks.
         """
-        failures, _ = self._saves.agree({})
-        self._saves.report(failures)
+        failures, _ = self.saves.agree({})
+        self.saves.report(failures)
 
     def is_saved_within(self, seconds: float | None) -> bool:
         """Wait for what this rank writes, for so long; whether all of it is durable."""
@@ -209,7 +192,7 @@ class Retention:
         limit = None if patiently else _PATIENCE
         is_saved = self.is_saved_within(limit)
         try:
-            self._saves.close(limit if is_saved else 1.0)
+            self.saves.close(limit if is_saved else 1.0)
         except (CheckpointError, TimeoutError) as error:
             if patiently:
                 raise

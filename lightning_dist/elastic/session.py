@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
-from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.elastic.data.plan import Layout, Position, lr_factor
+from lightning_dist.elastic.data.sharding import Deal
 from lightning_dist.elastic.history import RunHistory, cost_line, start_line
 from lightning_dist.elastic.journal import FINISHED
 from lightning_dist.elastic.launcher.launch import Launch
@@ -21,7 +22,21 @@ from lightning_dist.elastic.settings import RunSettings
 
 
 class Placement:
-    """Operations that a session leaves to a Trainer or a loop."""
+    """Operations that a session leaves to a Trainer or a loop, and its position in the data."""
+
+    data: Deal
+    stopped: type[SystemExit] = SystemExit
+    """Exception that ends this process where all ranks stop, with its exit code."""
+
+    @property
+    def position(self) -> Position:
+        """Position of the last optimizer step."""
+        raise NotImplementedError
+
+    @property
+    def total_samples(self) -> int:
+        """Samples that optimizer steps have used, of all epochs."""
+        raise NotImplementedError
 
     @property
     def steps(self) -> int:
@@ -33,8 +48,8 @@ class Placement:
         """Epochs so far, for the names of checkpoints."""
         raise NotImplementedError
 
-    def write(self, checkpointer: Checkpointer | None, path: str) -> None:
-        """Hand the state of the training to ``checkpointer``, if this rank writes. Collective."""
+    def write(self, path: str) -> None:
+        """Hand the state of the training to the checkpointer, if this rank writes. Collective."""
         raise NotImplementedError
 
     def tell(self, text: str) -> None:
@@ -237,45 +252,65 @@ class Session:
             self._count_costs()
         return caught_up
 
-    def describe(
-        self,
-        layouts: tuple[Layout, Layout],
-        position: Position,
-        *,
-        samples: int,
-        steps: int,
-        rng: dict[str, Any],
-        loader: Any = None,
-        metrics: dict[str, float] | None = None,
-        **facts: Any,
-    ) -> dict[str, Any]:
-        """The :class:`.ElasticState` of now, as it goes into a checkpoint. Collective.
+    def here(self, **facts: Any) -> ElasticState:
+        """State of the training on this rank, without its generators and loader; no collective.
 
         Args:
-            layouts: of the run's first start, and now.
-            samples: that optimizer steps have used, of all epochs.
-            steps: of all epochs.
-            rng: of this rank's generators; ``{"seed": ...}`` if they are still to be seeded.
-            loader: state of this rank's loader, if it keeps one.
-            metrics: what this rank has logged.
-            **facts: others of the state.
+            **facts: of the state, beside those that a loop and a Trainer have in common.
         """
-        gathered = self.members.ranks.gather((rng, loader, metrics or {}))
-        states, loaders, logged = (list(each) for each in zip(*gathered, strict=True))
-        first, layout = layouts
+        at = self._placement
+        first, layout = at.data.layouts
         return ElasticState(
             run_id=self.history.run_id,
             seed=self.history.seed,
             first=first,
             layout=layout,
-            position=position,
-            total_samples=samples,
-            total_steps=steps,
+            position=at.position,
+            total_samples=at.total_samples,
+            total_steps=at.steps,
+            size=at.data.size,
+            **facts,
+        )
+
+    def describe(
+        self,
+        *,
+        rng: dict[str, Any],
+        loader: Any = None,
+        metrics: dict[str, float] | None = None,
+        **facts: Any,
+    ) -> dict[str, Any]:
+        """State of the training on all ranks, as it goes into a checkpoint. Collective.
+
+        Args:
+            rng: of this rank's generators; ``{"seed": ...}`` if they are still to be seeded.
+            loader: state of this rank's loader, if it keeps one.
+            metrics: logged by this rank.
+            **facts: see :meth:`here`.
+        """
+        gathered = self.members.ranks.gather((rng, loader, metrics or {}))
+        states, loaders, logged = (list(each) for each in zip(*gathered, strict=True))
+        return replace(
+            self.here(**facts),
             rng=[] if any("seed" in each for each in states) else states,
             loaders=[] if any(each is None for each in loaders) else loaders,
             metrics=logged,
-            **facts,
         ).as_dict()
+
+    def close_step(self, ended: int | None = None) -> None:
+        """Save if a checkpoint is due, and stop if a rank is preempted. Collective, between steps.
+
+        Args:
+            ended: the epoch that has ended after this step, counted from 0; None within one.
+        """
+        steps, settings = self._placement.steps, self.settings
+        if ended is None:
+            is_due = settings.is_due_after_step(steps)
+        else:
+            is_due = settings.is_due_after_epoch(ended, steps=steps)
+        if is_due:
+            self.save()
+        self.stop_if_told()
 
     def save(self) -> None:
         """Save this step, unless it is saved or ``on_busy`` says to skip it. Collective."""
@@ -285,7 +320,7 @@ class Session:
         path = self.retention.begin(f"epoch={self._placement.epoch}-step={steps}.ckpt")
         if path is None:
             return
-        self._placement.write(self.retention.checkpointer, path)
+        self._placement.write(path)
         self._saved_step = steps
         self.lifecycle.heartbeat()
 
@@ -319,33 +354,33 @@ class Session:
             self.lifecycle.heartbeat()
         self.lifecycle.heartbeat()
 
-    def stop_if_told(self) -> int | None:
-        """Where any rank is to end: one checkpoint of all, and this process's exit code.
+    def stop_if_told(self) -> None:
+        """Stop at one checkpoint of all ranks, if any of them is preempted.
 
-        Collective, once for every step; asked one call later.
+        Collective; takes effect one call later.
 
         Raises:
+            Placement.stopped: with the exit code of this process.
             CheckpointError: a checkpoint could not be written, on all ranks.
         """
         self.retention.collect()
         if not self.members.stop.ask(self.lifecycle.is_told or self.retention.has_failed):
-            return None
+            return
         self.retention.agree_on_failures()
         saved = self._save_for_good()
         # A launcher that sees a rank go tells the others once more. That must end them, also where
         # they would wait for the launcher, as functions that it has called do.
         self._placement.all_saved()
-        reasons = self.members.ranks.gather(
-            self.lifecycle.reason
-        )  # no rank goes before all have come here
+        # No rank leaves before all have come here.
+        notices = self.members.ranks.gather(self.lifecycle.notice)
         self.members.stop.end()
-        steps = self._placement.steps
-        code = self.lifecycle.stop(reasons, is_saved=saved == steps)
+        steps, reasons = self._placement.steps, [reason for _, reason in notices]
+        code = self.lifecycle.stop(notices, is_saved=saved == steps)
         self._placement.stopping(reasons)
         say = self._placement.tell if saved == steps else self._placement.warn
         say(stop_line(steps, reasons, saved=saved))
         self.lifecycle.leave()
-        return code
+        raise self._placement.stopped(code)
 
     def complete(self, *, saves: bool = True) -> None:
         """The training has ended as it should. Collective.

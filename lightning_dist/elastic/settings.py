@@ -47,7 +47,6 @@ class RunSettings:
 
     Args:
         saving: how checkpoints are taken and written.
-        sharded: every rank writes its part of a checkpoint.
 
     Raises:
         ValueError: a setting that is out of range or cannot take effect.
@@ -55,7 +54,7 @@ class RunSettings:
 
     dirpath: str | os.PathLike[str]
     every_n_train_steps: int | None = None
-    every_n_epochs: int = 1
+    every_n_epochs: int | None = None
     max_to_keep: int = 2
     batch_policy: BatchPolicy = "fixed_global_batch"
     seed: int | None = None
@@ -65,10 +64,12 @@ class RunSettings:
     grace_period: float = 25.0
     hang_timeout: float | None = 600.0
     saving: CheckpointSettings = field(default_factory=CheckpointSettings)
-    sharded: bool = False
+    format: Literal["single", "sharded"] = "single"
 
     def __post_init__(self) -> None:
         require_policy(self.batch_policy)
+        if self.format not in ("single", "sharded"):
+            raise ValueError(f"format is one of 'single', 'sharded'; got {self.format!r}")
         if not self.dirpath:
             raise ValueError("dirpath must be the folder of the checkpoints, got none")
         positive = ("every_n_train_steps", "max_to_keep")
@@ -80,11 +81,31 @@ class RunSettings:
             raise ValueError(
                 f"hang_timeout is positive, or None for never; got {self.hang_timeout}"
             )
-        if self.every_n_epochs < 0 or not (self.every_n_train_steps or self.every_n_epochs):
+        if self._epochs_between < 0 or not (self.every_n_train_steps or self._epochs_between):
             raise ValueError(
                 "Checkpoints are taken after steps, after epochs or both; got every_n_train_steps="
                 f"{self.every_n_train_steps} and every_n_epochs={self.every_n_epochs}"
             )
+
+    @property
+    def sharded(self) -> bool:
+        """Whether every rank writes its part of a checkpoint."""
+        return self.format == "sharded"
+
+    def require_recoverable(self) -> None:
+        """Raise a ValueError if checkpoints need ranks that may be lost in the process."""
+        if self.sharded:
+            raise ValueError(
+                "recovery='in_process' lets another rank write a checkpoint, and with "
+                "format='sharded' all of them do; use format='single', or recovery='restart'"
+            )
+
+    @property
+    def _epochs_between(self) -> int:
+        """Epochs between two checkpoints at the end of an epoch; 0: there are none."""
+        if self.every_n_epochs is None:
+            return 0 if self.every_n_train_steps else 1
+        return self.every_n_epochs
 
     @property
     def folder(self) -> str:
@@ -98,5 +119,5 @@ class RunSettings:
 
     def is_due_after_epoch(self, epoch: int, *, steps: int) -> bool:
         """Whether to save when ``epoch``, counted from 0, has ended."""
-        by_epochs = self.every_n_epochs > 0 and (epoch + 1) % self.every_n_epochs == 0
-        return by_epochs or self.is_due_after_step(steps)
+        between = self._epochs_between
+        return (between > 0 and (epoch + 1) % between == 0) or self.is_due_after_step(steps)

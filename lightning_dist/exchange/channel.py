@@ -1,4 +1,4 @@
-"""A process group that payloads travel over, with a limit of waits, and somebody who may watch."""
+"""A process group that payloads travel over, with a limit of waits, and its observer."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class PendingWork(Protocol):
 
 
 class Watch:
-    """Hears of every collective of a channel. Must be quick, and must not wait for anything."""
+    """Observer of the collectives of a channel. Must be quick, and must not wait for anything."""
 
     def launches(self, op: str, *, group: str, sent: int) -> Callable[[dist.Work], None] | None:
-        """One begins. What is returned is given it once it is under way; None: nobody asks for it.
+        """A collective begins. Returns a call that takes it once it is issued, or None.
 
         Args:
             op: ``"all_reduce"``, ``"all_gather"``, ``"all_to_all"`` or ``"broadcast"``.
@@ -41,7 +41,7 @@ class Watch:
         return None
 
     def waits(self) -> Callable[[], None]:
-        """The calling thread begins to wait for one; what is returned is called after that."""
+        """The calling thread begins to wait for a collective; returns a call for its end."""
         return nothing
 
 
@@ -54,10 +54,10 @@ class WaitLimit:
 
     gloo cannot abort a collective: one whose peer is silent stays under way until the peer's socket
     closes. What can be bounded is the wait for it. Such a collective is left behind, with its
-    group. On an accelerator waiting orders streams and does not block, and no wait can be told to
-    end: there the backend's own timeout bounds collectives (``ProcessGroup.set_timeout``), and a
-    reducer that is closed or rebound looks at its stream, for ``seconds`` if there are any, before
-    it aborts its groups.
+    group. On an accelerator waiting orders streams and does not block, and no wait can be
+    interrupted: there the backend's own timeout bounds collectives (``ProcessGroup.set_timeout``),
+    and a reducer that is closed waits for its stream, for ``seconds`` if there are any, before it
+    aborts its groups.
 
     Args:
         seconds: of one wait; None: as long as the process group's own timeout.
@@ -68,7 +68,7 @@ class WaitLimit:
         self._given_up = threading.Event()
 
     def give_up(self) -> None:
-        """End all waits, those of now within a tenth of a second, with an error."""
+        """Raise in all waits, those in progress within a tenth of a second."""
         self._given_up.set()
 
     def wait(self, work: dist.Work, *, what: str) -> object:
@@ -78,8 +78,8 @@ class WaitLimit:
             what: it is, for the message.
 
         Raises:
-            RuntimeError: the limit has passed, or somebody has given up; or what became of
-                ``work``.
+            RuntimeError: the limit has passed, :meth:`give_up` was called, or ``work`` has
+                failed.
         """
         start = time.monotonic()
         while True:
@@ -103,7 +103,7 @@ class Channel:
     """The collectives that exchanges are made of, asynchronous.
 
     Args:
-        group: used by nobody else.
+        group: used for nothing else.
         name: of the channel, for a watch: ``"flat"``, ``"intra"``, ``"inter"``, ``"control"``.
         limit: of waits for its collectives; one of its own that is never reached by default.
     """

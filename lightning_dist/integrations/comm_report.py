@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -25,24 +24,8 @@ class Reports(Protocol):
     def comm_config(self) -> dict[str, Any]: ...
 
 
-@dataclass(frozen=True)
-class FitResults:
-    """A report of a fit in processes that have ended. Its topology is without its groups."""
-
-    topology: Topology
-    comm_stats: Mapping[str, Any]
-    comm_config: dict[str, Any]
-
-    @classmethod
-    def of(cls, reducer: Reducer) -> FitResults:
-        topology = replace(reducer.topology, intra_group=None, inter_group=None)
-        return cls(topology, reducer.comm_stats(), reducer.comm_config())
-
-
 class CommReport:
     """Mixin for what compresses models; it has ``reducers``, one for each."""
-
-    _ended: FitResults | None = None
 
     if TYPE_CHECKING:
 
@@ -57,9 +40,7 @@ class CommReport:
     @property
     def topology(self) -> Topology | None:
         """Hosts and groups of the ranks; None before the first model."""
-        if self._reports:
-            return self._reports[0].topology
-        return None if self._ended is None else self._ended.topology
+        return self._reports[0].topology if self._reports else None
 
     def comm_stats(self) -> Any:
         """Bytes this rank sent, for each model in the order in which they were given."""
@@ -70,9 +51,7 @@ class CommReport:
 
         A ``WandbLogger`` gets it by itself, as ``lightning_dist`` in the configuration of the run.
         """
-        if self._reports:
-            return self._reports[0].comm_config()
-        return {} if self._ended is None else self._ended.comm_config
+        return self._reports[0].comm_config() if self._reports else {}
 
 
 def comm_metrics(stats: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Fused kernels: each pass of ``kernels.py`` as one loop over memory, compiled at set-up.
+"""Fused kernels: each pass of ``passes.py`` as one loop over memory, compiled at set-up.
 
 Sparse codecs have C++ of our own (``native.py``), the others torch's compiler.
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,9 +27,9 @@ from lightning_dist.codecs.base import Payload
 from lightning_dist.codecs.noise import block_keys
 from lightning_dist.codecs.threshold import Threshold
 from lightning_dist.exchange.wire import row_bytes, views
-from lightning_dist.kernels.native import NativeSparsePasses, block_passes
+from lightning_dist.kernels.native import block_passes, sparse_passes
 from lightning_dist.kernels.passes import Pass, Passes, compute_dtype
-from lightning_dist.kernels.sparse import SparsePasses
+from lightning_dist.kernels.sparse import EAGER
 from lightning_dist.kernels.triton import available_on
 from lightning_dist.log import get_logger
 
@@ -76,7 +76,9 @@ def should_fuse(wish: bool | Literal["auto"], *, numel: int, device: torch.devic
 
 
 def fused_passes(variant: Variant) -> Mapping[str, Pass]:
-    """Compiled passes by name. Empty, with a warning, where the tool chain fails."""
+    """Compiled passes by name; none off the CPU and, with a warning, where the tool chain fails."""
+    if variant.device.type != "cpu":
+        return {}
     # In a thread of its own: the compiler leaves Python objects in the state that torch copies from
     # the calling thread into every collective, and a gloo group whose last collective still holds
     # one waits for ever when it is destroyed.
@@ -93,19 +95,56 @@ def known_passes(variant: Variant) -> Mapping[str, Pass]:
 
 
 def _fused_passes(variant: Variant) -> Mapping[str, Pass]:
+    passes = variant.passes
+
+    def compiled() -> Iterator[_Compiled]:
+        examples = _examples(variant)
+        for name, fused in _compiled(variant, examples).items():
+            yield name, fused, getattr(passes, name), examples[name]
+
+    return _agreeing(passes.codec.name, compiled)
+
+
+def compiled_sparse_passes(device: torch.device) -> Mapping[str, Pass]:
+    """The same of ``threshold``."""
+    if device.type != "cpu":
+        return {}
+
+    def compiled() -> Iterator[_Compiled]:
+        generator = torch.Generator().manual_seed(0)
+        x, residual = torch.randn(2, 5000, generator=generator).unbind()
+        scale, codec = torch.tensor(3.0), Threshold()
+        examples: dict[str, tuple[Any, ...]] = {
+            "add_residual": (x, residual, scale),
+            "select": (codec, x, scale, 7),
+            "scatter": (x, EAGER["select"](codec, x, scale, 0), 1 / 3),
+            "keep": (x, residual, scale),
+        }
+        fused = sparse_passes()
+        for name, example in examples.items():
+            yield name, fused[name], EAGER[name], example
+
+    with _one_at_a_time:
+        return _agreeing(Threshold.name, compiled)
+
+
+_Compiled = tuple[str, Pass, Pass, tuple[Any, ...]]
+"""Name of a pass; compiled; eager; arguments to compare them with."""
+
+
+def _agreeing(codec: str, compile_all: Callable[[], Iterable[_Compiled]]) -> Mapping[str, Pass]:
+    """The compiled passes that give the bytes of the eager ones."""
     start = time.perf_counter()
     fused: dict[str, Pass] = {}
     try:
-        examples = _examples(variant)
-        for name, compiled in _compiled(variant, examples).items():
-            if _agrees(compiled, getattr(variant.passes, name), examples[name]):
+        for name, compiled, eager, example in compile_all():
+            if _agrees(compiled, eager, example):
                 fused[name] = compiled
             else:
                 log.warning("The fused %s pass differs from the eager one: not used", name)
     except Exception as error:  # a broken tool chain must not stop a training run
         log.warning("Compiling failed, the kernels stay eager (same bytes, slower): %s", error)
         return {}
-    codec = variant.passes.codec.name
     log.info("Compiled the %s kernels in %.1f s", codec, time.perf_counter() - start)
     return fused
 
@@ -116,41 +155,8 @@ def _compiled(variant: Variant, examples: Mapping[str, tuple[Any, ...]]) -> Mapp
             name: _compile(getattr(variant.passes, name), arguments)
             for name, arguments in examples.items()
         }
-    if variant.device.type != "cpu":
-        return {}
     compiled = block_passes(variant.passes, variant.dtype, variant.received)
     return {name: compiled[name] for name in examples if name in compiled}
-
-
-def compiled_sparse_passes(device: torch.device) -> SparsePasses | None:
-    """Compiled passes of ``threshold``. None, with a warning, where the tool chain fails."""
-    if device.type != "cpu":
-        return None
-    with _one_at_a_time:
-        try:
-            compiled = NativeSparsePasses()
-            results = [_sparse_example(passes) for passes in (compiled, SparsePasses())]
-        except Exception as error:  # as above
-            log.warning("Compiling failed, threshold stays eager (same bytes, slower): %s", error)
-            return None
-    if not all(map(torch.equal, *results)):
-        log.warning("The compiled passes of threshold differ from the eager ones: not used")
-        return None
-    return compiled
-
-
-@torch.no_grad()
-def _sparse_example(passes: SparsePasses) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    compensated, residual = torch.randn(2, 5000, generator=generator).unbind()
-    scale = torch.tensor(3.0)
-    passes.add_residual(compensated, residual, scale)
-    payload = passes.select(Threshold(), compensated, scale, offset=0)
-    passes.scatter(compensated, payload, weight=-1.0)
-    passes.keep(compensated, residual, scale)
-    for _ in range(2):
-        passes.scatter(compensated, payload, weight=1 / 3)
-    return [compensated, residual, *payload]
 
 
 def _compile(function: Pass, arguments: tuple[Any, ...]) -> Pass:
@@ -253,7 +259,8 @@ def _agrees(compiled: Pass, eager: Pass, arguments: tuple[Any, ...]) -> bool:
     from torch.utils import _pytree as pytree
 
     copy = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, arguments)
-    compiled(*arguments)
-    eager(*copy)
-    pairs = zip(pytree.tree_leaves(arguments), pytree.tree_leaves(copy), strict=True)
+    found, wanted = compiled(*arguments), eager(*copy)
+    pairs = zip(
+        pytree.tree_leaves((arguments, found)), pytree.tree_leaves((copy, wanted)), strict=True
+    )
     return all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))

@@ -1,6 +1,6 @@
 // Passes of the sparse codecs, each as one loop over blocks that stay in a core's cache.
 //
-// They give the bytes of the eager definitions (codecs/topk.py, randomk.py, threshold.py; kernels.py,
+// They give the bytes of the eager definitions (codecs/topk.py, randomk.py, threshold.py; passes.py,
 // memory.py): the same products and sums, each rounded on its own, in the same order. Hence
 // -ffp-contract=off and nothing of -ffast-math.
 

@@ -23,14 +23,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_dist.codecs.base import Payload
 from lightning_dist.codecs.memory import MomentumCorrection
 from lightning_dist.codecs.scales import HEADROOM
 from lightning_dist.codecs.threshold import Threshold
 from lightning_dist.kernels.passes import Pass, Passes
-from lightning_dist.kernels.sparse import SparsePasses
 
 _SOURCE = Path(__file__).with_name("native.cpp")
 _OPTIONS = ("-O3", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC")
@@ -118,35 +116,27 @@ def _pointer(blocks: Tensor) -> int:
     return blocks.data_ptr()
 
 
-class NativeSparsePasses(SparsePasses):
-    """Compiled passes of ``threshold``.
+def sparse_passes() -> dict[str, Pass]:
+    """Compiled passes of ``threshold`` by name, for gradients in float32.
 
     Raises:
         OSError: there is no compiler, or no folder.
         RuntimeError: the compiler has failed.
     """
+    library = _library()
 
-    def __init__(self) -> None:
-        library = _library()
-        self._add, self._select = library.threshold_add, library.threshold_select
-        self._keep, self._scatter = library.threshold_keep, library.threshold_scatter
+    def add_residual(compensated: Tensor, residual: Tensor, scale: Tensor) -> None:
+        pointers = (each.data_ptr() for each in (compensated, residual, scale))
+        library.threshold_add(*pointers, len(compensated))
 
-    @override
-    def add_residual(self, compensated: Tensor, residual: Tensor, scale: Tensor) -> None:
-        numel = len(compensated)
-        self._add(compensated.data_ptr(), residual.data_ptr(), scale.data_ptr(), numel)
-
-    @override
-    def select(
-        self, codec: Threshold, compensated: Tensor, scale: Tensor, *, offset: int
-    ) -> Payload:
-        limit = codec.limit(compensated, scale)
+    def select(codec: Threshold, compensated: Tensor, scale: Tensor, offset: int) -> Payload:
+        limit, numel = codec.limit(compensated, scale), len(compensated)
         # Memory that is not written takes none.
-        places = compensated.new_empty(len(compensated), dtype=torch.int32)
-        values = compensated.new_empty(len(compensated), dtype=codec.value_dtype)
-        found = self._select(
+        places = compensated.new_empty(numel, dtype=torch.int32)
+        values = compensated.new_empty(numel, dtype=codec.value_dtype)
+        found = library.threshold_select(
             compensated.data_ptr(),
-            len(compensated),
+            numel,
             limit.data_ptr(),
             offset,
             _VALUES.index(values.dtype),
@@ -155,22 +145,17 @@ class NativeSparsePasses(SparsePasses):
         )
         return places[:found], values[:found]
 
-    @override
-    def keep(self, compensated: Tensor, residual: Tensor | None, scale: Tensor) -> None:
+    def keep(compensated: Tensor, residual: Tensor | None, scale: Tensor) -> None:
         held = None if residual is None else residual.data_ptr()
-        self._keep(compensated.data_ptr(), held, scale.data_ptr(), len(compensated))
+        library.threshold_keep(compensated.data_ptr(), held, scale.data_ptr(), len(compensated))
 
-    @override
-    def scatter(self, compensated: Tensor, payload: Payload, *, weight: float) -> None:
+    def scatter(compensated: Tensor, payload: Payload, weight: float) -> None:
         places, values = payload
-        self._scatter(
-            compensated.data_ptr(),
-            places.data_ptr(),
-            values.data_ptr(),
-            len(places),
-            _VALUES.index(values.dtype),
-            weight,
-        )
+        pointers = (each.data_ptr() for each in (compensated, places, values))
+        kind = _VALUES.index(values.dtype)
+        library.threshold_scatter(*pointers, len(places), kind, weight)
+
+    return {each.__name__: each for each in (add_residual, select, keep, scatter)}
 
 
 @cache
@@ -200,7 +185,7 @@ def _built() -> Path:
     if compiler is None:
         raise FileNotFoundError("found neither g++ nor clang++")
     # Predefined macros tell the compiler's version and the machine's instructions.
-    macros = _said([compiler, *_OPTIONS, "-dM", "-E", "-x", "c++", os.devnull])
+    macros = _output_of([compiler, *_OPTIONS, "-dM", "-E", "-x", "c++", os.devnull])
     key = hashlib.sha256(f"{_OPTIONS}{macros}{_SOURCE.read_text()}".encode()).hexdigest()[:16]
     folder = _folder()
     library = folder / f"native-{key}.so"
@@ -208,7 +193,7 @@ def _built() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             unfinished = library.with_suffix(".part")
-            _said([compiler, *_OPTIONS, "-o", str(unfinished), str(_SOURCE)])
+            _output_of([compiler, *_OPTIONS, "-o", str(unfinished), str(_SOURCE)])
             unfinished.replace(library)
     return library
 
@@ -223,8 +208,8 @@ def _folder() -> Path:
     return folder
 
 
-def _said(command: list[str]) -> str:
-    told = subprocess.run(command, capture_output=True, text=True)
-    if told.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {told.stderr.strip()}")
-    return told.stdout
+def _output_of(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout

@@ -22,7 +22,7 @@ from lightning_dist.accelerator import is_accelerator
 from lightning_dist.codecs.base import BlockCodec, Payload
 from lightning_dist.codecs.memory import Memory, State
 
-Pass: TypeAlias = Callable[..., None]
+Pass: TypeAlias = Callable[..., Any]
 
 _CACHE_ELEMENTS = 1 << 16  # 256 KB of float32 and its temporaries stay in a core's cache
 _FUSED_FROM_BLOCKS = 16

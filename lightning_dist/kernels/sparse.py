@@ -1,39 +1,44 @@
-"""Passes of the threshold codec over flat tensors."""
+"""Passes of the threshold codec over flat tensors, run eagerly."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from lightning_dist.codecs.base import Payload
 from lightning_dist.codecs.threshold import Threshold
+from lightning_dist.kernels.passes import Pass
 
 MOST_PLACES = 1 << 31
 """Elements of a bucket whose places fit int32."""
 
 
-class SparsePasses:
-    """Arithmetic on flat tensors: what was owed added, selected, what is owed kept, scattered."""
+def add_residual(compensated: Tensor, residual: Tensor, scale: Tensor) -> None:
+    # Not addcmul_, which rounds once only where the machine can.
+    compensated.add_(residual * scale)
 
-    def add_residual(self, compensated: Tensor, residual: Tensor, scale: Tensor) -> None:
-        # Not addcmul_, which rounds once only where the machine can.
-        compensated.add_(residual * scale)
 
-    def select(
-        self, codec: Threshold, compensated: Tensor, scale: Tensor, *, offset: int
-    ) -> Payload:
-        """Places in the bucket, int32, and values."""
-        where, values = codec.select(compensated, scale)
-        return (where + offset).to(torch.int32), values
+def select(codec: Threshold, compensated: Tensor, scale: Tensor, offset: int) -> Payload:
+    """Places in the bucket, int32, and values."""
+    where, values = codec.select(compensated, scale)
+    return (where + offset).to(torch.int32), values
 
-    def keep(self, compensated: Tensor, residual: Tensor | None, scale: Tensor) -> None:
-        """The rest of ``compensated`` becomes the residual where it is finite, and it zero."""
-        if residual is not None:
-            left = compensated / scale
-            residual.copy_(torch.where(left.isfinite(), left, residual))
-        compensated.zero_()
 
-    def scatter(self, compensated: Tensor, payload: Payload, *, weight: float) -> None:
-        """Add ``weight`` times the values of ``payload`` at their places, which are distinct."""
-        places, values = payload
-        compensated.index_add_(0, places, values.to(compensated.dtype), alpha=weight)
+def keep(compensated: Tensor, residual: Tensor | None, scale: Tensor) -> None:
+    """The rest of ``compensated`` becomes the residual where it is finite, and it zero."""
+    if residual is not None:
+        left = compensated / scale
+        residual.copy_(torch.where(left.isfinite(), left, residual))
+    compensated.zero_()
+
+
+def scatter(compensated: Tensor, payload: Payload, weight: float) -> None:
+    """Add ``weight`` times the values of ``payload`` at their places, which are distinct."""
+    places, values = payload
+    compensated.index_add_(0, places, values.to(compensated.dtype), alpha=weight)
+
+
+EAGER: Mapping[str, Pass] = {each.__name__: each for each in (add_residual, select, keep, scatter)}
+"""The passes by name."""

@@ -1,1 +1,1 @@
-"""Time and bytes of codecs and exchanges: clocks, microbenchmarks, what a step will send."""
+"""Time and bytes of codecs and exchanges: clocks, microbenchmarks, expected traffic."""

@@ -1,4 +1,4 @@
-"""Measures what codecs cost on this machine, without a network."""
+"""Costs of codecs on this machine, measured without a network."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Literal
 
 import torch
 
@@ -14,18 +15,15 @@ from lightning_dist.codecs import resolve_codec
 from lightning_dist.codecs.base import Codec
 from lightning_dist.measurement.costs import CANDIDATES, CodecCost
 from lightning_dist.measurement.device_clock import DeviceClock, HostClock, StreamClock, clock_of
-from lightning_dist.measurement.microbenchmark import WIDTH, Passes, make_passes
-
-NOT_COMPILED = "not compiled"
-"""Start of ``CodecCost.source`` without a kernel."""
+from lightning_dist.measurement.microbenchmark import WIDTH, Passes
 
 _UNITS = 12
 _UNITS_OF_ACCELERATORS = 32
-"""Their caches hold more. Of a megabyte of gradient each."""
+"""Their caches are larger. Of a megabyte of gradient each."""
 _ROUNDS = 3
 _AHEAD = 40_000_000
-"""Cycles of a GPU, 20 ms or more: as in a training the host has asked for all of a pass before the
-GPU comes to it. Otherwise its time is that of launching kernels."""
+"""Cycles of a GPU, 20 ms or more: the host has then launched a pass before the GPU begins it, as in
+training. Otherwise the time of a pass would be that of launching its kernels."""
 
 
 def calibrate(
@@ -37,14 +35,15 @@ def calibrate(
     where: str = "on this machine",
     device: torch.device | str = "cpu",
 ) -> dict[str, CodecCost]:
-    """The cost of each of ``codecs``, by name: medians of the kernels.
+    """Cost of each of ``codecs``, by name: medians of the passes that training runs.
 
-    On a CPU in the time of one thread: what else the machine does counts only where it takes
-    memory's. On a GPU in the time of the stream of the caller, where nothing else should run.
+    On a CPU in the CPU time of one thread, which other work on the machine changes little. On a GPU
+    in the time of the caller's stream, where nothing else should run.
 
     Args:
-        fused: compile the kernels first, as the reducer does for large models; takes seconds each.
-        units: of a megabyte of gradient; few stay in a cache, as gradients do not. None: enough.
+        fused: use the kernels of large models: compiled ones on a CPU, which takes seconds for each
+            codec, Triton's on a GPU.
+        units: of a megabyte of gradient; a few would stay in a cache. None: enough.
         where: of ``CodecCost.source``.
         device: where gradients are compressed, a CPU or an accelerator.
 
@@ -81,7 +80,7 @@ def calibrate(
 
 
 def has_a_cost(codec: str) -> bool:
-    """Whether :func:`calibrate` takes ``codec``, a name or a name with options."""
+    """True if :func:`calibrate` accepts ``codec``, a name or a name with options."""
     try:
         _wire(codec, _of_matrices(codec))
     except ValueError:
@@ -90,11 +89,11 @@ def has_a_cost(codec: str) -> bool:
 
 
 def to_measure(names: Sequence[str], own: str) -> list[str]:
-    """``names``, with what a prediction needs beside them: a copy, and the codec of the run.
+    """``names`` and the others that a prediction needs: ``none``, and the codec of the run.
 
     Args:
-        own: of the run; left out where nothing can be said of it: bytes that depend on the values,
-            or a codec of another version.
+        own: codec of the run; left out where :func:`has_a_cost` is False, as for a codec of another
+            version.
     """
     found = dict.fromkeys(["none", own, *names])
     if own not in names and not has_a_cost(own):
@@ -115,18 +114,18 @@ def _cost(
     wire, assumption = _wire(name, codec)
     can_fuse = fused and codec.fusable and not codec.lossless
 
-    def passes(received: int | None) -> Passes:
-        return make_passes(
+    def passes(ranks: Literal[1, 2]) -> Passes:
+        return Passes(
             codec,
             feedback=codec.keeps_residual,
             fused=can_fuse,
             device=device,
             units=units,
-            received=received,
+            ranks=ranks,
         )
 
     linear = codec.exchange == "allreduce"
-    one = passes(1)
+    one = passes(2 if linear else 1)
     elements = one.numel
     encode, decode_one = seconds(one)
     decode = 0.0
@@ -141,13 +140,14 @@ def _cost(
         encode / elements,
         min(decode, decode_one) / elements,
         max(decode_one - decode, 0.0) / elements,
-        source=f"{'compiled' if one.is_fused else NOT_COMPILED}, {where}",
+        source=f"{'' if one.is_fused else 'not '}compiled, {where}",
         assumption=assumption,
+        compiled=one.is_fused,
     )
 
 
 def _of_matrices(name: str) -> Codec:
-    """The codec of large matrices, in its last stage."""
+    """Codec of large matrices, in its last stage."""
     codec = resolve_codec(name)
     return codec.for_tensor("", (WIDTH, WIDTH), step=codec.boundaries()[-1])
 
@@ -168,7 +168,7 @@ def _clock_of_work(device: torch.device) -> DeviceClock:
 
 
 def _seconds(passes: Passes, *, rounds: int, clock: DeviceClock) -> tuple[float, float]:
-    """Of encode and of decode."""
+    """Seconds of encode and of decode."""
     encode, decoded = [], []
     for _ in range(1 + rounds):  # the first touches the memory
         # Some codecs do one thing in even steps and another in odd ones.
@@ -182,12 +182,12 @@ def _once(passes: Passes, clock: DeviceClock) -> tuple[float, float]:
     passes.prepare()
     if isinstance(clock, StreamClock):
         clock.hold(_AHEAD)
-    clock.compare()  # what events tell is the more exact the nearer they are
+    clock.compare()  # near events have the most exact times
     marks = [clock.now()]
-    for call in (passes.encode, passes.decode):
+    for call in (passes.encode, passes.exchange, passes.decode):
         call()
         marks.append(clock.now())
     while not clock.are_past(marks):
-        pass  # as a benchmark does; nothing else is to do
-    begin, encoded, finished = clock.read(marks, since=marks[0])
-    return (encoded - begin) / 1e9, (finished - encoded) / 1e9
+        pass
+    begin, encoded, received, finished = clock.read(marks, since=marks[0])
+    return (encoded - begin) / 1e9, (finished - received) / 1e9

@@ -10,17 +10,18 @@ CANDIDATES = ("none", "fp16", "int8", "int4", "sign", "topk", "powersgd")
 
 @dataclass(frozen=True)
 class CodecCost:
-    """One codec, per element of the gradient; times are seconds of one thread.
+    """Cost of a codec per element of the gradient; times are seconds of one thread.
 
     Args:
-        name: as the user writes it.
-        exchange: how its payloads travel, see ``Codec.exchange``.
+        name: as in ``codec="..."``.
+        exchange: see ``Codec.exchange``.
         wire: bytes of the payload.
-        encode: gradient and state to payload.
-        decode: of one payload more.
-        store: to gradient and state, beside the payloads.
-        source: where the times are from.
-        assumption: what has to be so for the bytes to be these; empty: nothing.
+            encode: from gradient and state to payload.
+        decode: of each payload.
+        store: of the gradient and the state, once.
+        source: of the times.
+        assumption: on which the bytes depend; empty: none.
+        compiled: whether the measured kernels were compiled.
     """
 
     name: str
@@ -31,6 +32,7 @@ class CodecCost:
     store: float
     source: str = ""
     assumption: str = ""
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         known = self.exchange in ("allreduce", "gather", "two_shot")
@@ -38,5 +40,5 @@ class CodecCost:
             raise ValueError(f"costs must be those of a codec, got {self}")
 
     def decoding(self, payloads: int) -> float:
-        """Seconds from so many payloads to the mean."""
+        """Seconds from so many payloads to their mean."""
         return self.store + payloads * self.decode

@@ -1,4 +1,4 @@
-"""Clocks of devices: a CPU knows a time at once, an accelerator when its stream comes there."""
+"""Clocks of devices. An accelerator's timestamps are known once its stream has reached them."""
 
 from __future__ import annotations
 
@@ -26,38 +26,38 @@ class Anchor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mark:
-    """In a stream. ``anchor`` was the newest one when it was set."""
+    """Event in a stream, and the newest anchor when it was recorded."""
 
     event: DeviceEvent
     anchor: Anchor
 
 
 Timestamp: TypeAlias = int | Mark
-"""Nanoseconds, or what will be some. Those of one source may be compared for being the same."""
+"""Nanoseconds, or an event that will be read as such."""
 
 
 class DeviceClock(Protocol):
     """A clock of the thread or the stream that does the work."""
 
     def now(self) -> Timestamp:
-        """On an accelerator: when it has come to this place in the stream of the caller."""
+        """Current time; on an accelerator, the time at which the caller's stream gets here."""
 
     def are_past(self, timestamps: Iterable[Timestamp]) -> bool:
-        """Whether all of them have been. Waits for none."""
+        """True if all have been reached. Does not wait."""
 
     def read(self, timestamps: Sequence[Timestamp], *, since: Timestamp) -> Sequence[int]:
         """Nanoseconds of the host's monotonic clock, of timestamps that are past.
 
         Args:
-            since: not after any of them. What is read since the same timestamp fits together.
+            since: not after any of them. Results with the same ``since`` are consistent.
         """
 
     def compare(self) -> None:
-        """Clocks drift: compare them again, where that takes next to no time."""
+        """Correct the drift between the clocks, if that takes next to no time."""
 
 
 class HostClock:
-    """Clock of the host, whose timestamps are past at once.
+    """Clock of the host.
 
     Args:
         clock: in nanoseconds.
@@ -77,11 +77,11 @@ class HostClock:
 
 
 class StreamClock:
-    """Events of an accelerator. Nothing is synchronised for them, besides once here.
+    """Clock of events of an accelerator, which is synchronised only once, here.
 
-    What an event costs a stream is about a microsecond. Events tell only how far they are from each
-    other; where they are on the host's clock comes from events in a stream of its own, which has
-    nothing else to do: they are over while the host looks.
+    An event takes a stream about a microsecond. Events have a time relative to each other only;
+    their time on the host's clock comes from events in an idle stream, which complete while the
+    host looks.
 
     Args:
         device: of the streams.
@@ -96,15 +96,15 @@ class StreamClock:
         self._anchor = self._anchored(wait=True)
 
     def new_stream(self) -> DeviceStream:
-        """One that nobody else has: torch runs callbacks of futures in those of usual priority."""
+        """An unused stream: torch runs callbacks of futures in those of usual priority."""
         return self._module.Stream(self._device, priority=-1)
 
     def on(self, stream: DeviceStream) -> AbstractContextManager[None]:
-        """IntraLevel, the caller's current stream is this one."""
+        """Context in which ``stream`` is the caller's current stream."""
         return self._module.stream(stream)
 
     def hold(self, cycles: int) -> None:
-        """Keep the caller's stream busy for so long, where the accelerator can be asked to."""
+        """Keep the caller's stream busy for so many cycles, on CUDA only."""
         sleep = getattr(self._module, "_sleep", None)  # of CUDA alone
         if sleep is not None:
             sleep(cycles)

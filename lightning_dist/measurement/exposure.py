@@ -1,4 +1,4 @@
-"""Does compression pay here? Measured in the first steps, said once."""
+"""Advice on whether compression pays, from the exposed communication of the first steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = get_logger(__name__)
 _PROBE_BYTES = 1 << 20
 _STEPS = 20
 _MOST_PENDING = 64
-"""Steps that an accelerator may be behind."""
+"""Steps that an accelerator may lag behind."""
 
 
 def measure_link(network: Network) -> float:
@@ -43,10 +43,10 @@ def measure_link(network: Network) -> float:
 class ExposureWatch(Observer):
     """Compares the exposed communication of the first steps with what plain DDP would expose.
 
-    Exposed: from the last bucket's gradients being there to the mean being there, on this rank. If
-    another one is late that contains the wait for it, which no codec changes. DDP's is predicted
-    from the measured link: the bytes that do not fit under the backward pass, and never less than
-    the last bucket's.
+    Exposed is the time from the arrival of the last bucket's gradients to that of the mean on this
+    rank. It contains waiting for a late rank, which no codec changes. That of DDP is predicted from
+    the measured link: the bytes that do not fit under the backward pass, and at least those of the
+    last bucket.
     """
 
     def __init__(self, network: Network, *, advice_to: bool) -> None:
@@ -54,7 +54,7 @@ class ExposureWatch(Observer):
         self._link = measure_link(network)
         self._says = advice_to
         self._marks: list[Timestamp] = []
-        self._compensated: deque[tuple[list[Timestamp], int, int]] = deque(maxlen=_MOST_PENDING)
+        self._pending: deque[tuple[list[Timestamp], int, int]] = deque(maxlen=_MOST_PENDING)
         self._ours: list[float] = []
         self._ddps: list[float] = []
 
@@ -74,7 +74,7 @@ class ExposureWatch(Observer):
         )
 
     def mark(self) -> None:
-        """Now, on the caller's stream: at a bucket's arrival and when a step is finished."""
+        """Record the time at a bucket's arrival, and when a step is finished."""
         self._marks.append(self._device_clock.now())
 
     def drop_step(self) -> None:
@@ -83,14 +83,10 @@ class ExposureWatch(Observer):
 
     def end_step(self, *, raw_bytes: int, last_bucket_bytes: int) -> None:
         """Close a step whose marks are complete: first bucket ... last bucket, finished."""
-        self._compensated.append((self._marks, raw_bytes, last_bucket_bytes))
+        self._pending.append((self._marks, raw_bytes, last_bucket_bytes))
         self._marks = []
-        while (
-            self._compensated
-            and self._device_clock.are_past(self._compensated[0][0])
-            and not self.done
-        ):
-            self._measure(*self._compensated.popleft())
+        while self._pending and self._device_clock.are_past(self._pending[0][0]) and not self.done:
+            self._measure(*self._pending.popleft())
 
     def _measure(self, marks: Sequence[Timestamp], raw: int, last: int) -> None:
         first, last_ready, finished = (

@@ -43,7 +43,7 @@ def clip_group(group: CodecGroup, bucket: Tensor, scale: Tensor, *, world_size: 
         gradient.mul_((most / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(1.0))
 
 
-def add_owed(
+def add_residuals(
     group: CodecGroup,
     bucket: Tensor,
     state: ReducerState,
@@ -59,11 +59,11 @@ def add_owed(
     applies multiplies what was a sum of momenta already.
 
     Args:
-        sharded: every rank has shards of its own in ``bucket``, and owes what belongs to them.
+        sharded: every rank has shards of its own in ``bucket``, and the residuals of those.
     """
-    group.owed = {part.name for part in group.slices if state.has("residual", part.name)}
+    group.residuals_sent = {part.name for part in group.slices if state.has("residual", part.name)}
     dtype, device = compute_dtype(bucket.dtype), bucket.device
-    for part in [part for part in group.slices if part.name in group.owed]:
+    for part in [part for part in group.slices if part.name in group.residuals_sent]:
         momentum = group.codec.momentum_correction * state.has("momentum", part.name)
         weight = network.world_size / network.rows.count * (1 - momentum)
         for start, kept in (

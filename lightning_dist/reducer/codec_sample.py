@@ -29,9 +29,9 @@ class CodecSample:
 
     Args:
         gradient: as it was given to the codec and its memory.
-        compensated: what is encoded: the gradient and what was still owed.
+        compensated: what is encoded: gradient and residual.
         sent: what the own payload says of ``compensated``.
-        residual: what was owed before; None: nothing is kept.
+        residual: the one before; None: the codec keeps none.
     """
 
     gradient: Tensor

@@ -4,23 +4,24 @@ Under the immediate commit units write their state while they encode. Under the 
 ranks first agree on what became of the step. If it was finite everywhere, all state is committed as
 it is decoded; else none of it is.
 
-The all-reduce in which they agree is also the vote of a training that goes on where ranks are lost
-(``failures.py``): a rank takes part once it has all payloads, so whoever has the answer knows
-that every other rank can commit the step by itself.
+The all-reduce in which they agree is also the vote of a training with recovery: a rank takes part
+once it has all payloads, so a rank that has the answer knows that every other rank can commit the
+step by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
-from weakref import WeakMethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.accelerator import placed
+from lightning_dist.reducer.executor import Executor
 from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.plan.plans import Handle
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.units.base import CodecGroup, decode_all
 
@@ -41,6 +42,64 @@ class Answer(NamedTuple):
     finite: bool = True
     unused: frozenset[str] = frozenset()
     pauses: bool = False
+
+
+class Recovery(Protocol):
+    """Decision on a step whose exchange fails; called on the executor's thread."""
+
+    def pauses(self) -> bool:
+        """Whether this rank wants all ranks to stop after this step. Must be quick."""
+
+    def failed(self, error: RuntimeError) -> None:
+        """The exchange has failed, for the first time in these groups. Must be quick."""
+
+    def verdict(self) -> bool | None:
+        """Result of a vote whose all-reduce has failed on this rank: whether the step was finite.
+
+        None: no rank has received it, and the step is given up. May wait for the other ranks.
+        """
+
+
+class Failures:
+    """First error of the exchanges of ``executor``, and the recovery from it, if there is one."""
+
+    executor: Executor
+    recovery: Recovery | None = None
+
+    @property
+    def first(self) -> BaseException | None:
+        """First error of an exchange; nothing is exchanged after it."""
+        return self.executor.failure
+
+    def require_none(self) -> None:
+        """Raise RuntimeError after a failure."""
+        if self.first is not None:
+            raise RuntimeError(f"An earlier exchange failed: {self.first}") from self.first
+
+    def note(self, error: BaseException) -> None:
+        """Record ``error``, after which nothing is exchanged, and report it to the recovery."""
+        is_first = self.first is None
+        self.executor.failure = self.first or error
+        if is_first and self.recovery is not None and self._is_recovered():
+            assert isinstance(error, RuntimeError)
+            self.recovery.failed(error)
+
+    def end(self, waiting: Iterable[Handle], error: BaseException) -> None:
+        """Complete ``waiting`` tensors: as they are under recovery, else with ``error``."""
+        for handle in waiting:
+            if handle.done.done():
+                continue
+            if self._is_recovered():
+                handle.done.set_result(handle.given)
+                continue
+            failed = RuntimeError(f"lightning_dist: {error}")
+            handle.done.set_exception(failed)  # type: ignore[arg-type]  # the stub is wrong
+
+    def _is_recovered(self) -> bool:
+        """Whether the recovery handles the failure: collectives raise RuntimeErrors."""
+        is_of_collective = isinstance(self.first, RuntimeError)
+        is_of_collective = is_of_collective and not isinstance(self.first, DriftError)
+        return self.recovery is not None and is_of_collective
 
 
 def agree(
@@ -87,6 +146,50 @@ def agree(
     return Answer(not infinite, frozenset(unused), bool(pause))
 
 
+def ask(
+    handles: Sequence[Handle],
+    network: Network,
+    failures: Failures,
+    *,
+    finite: Sequence[Tensor],
+    sums: Sequence[Tensor],
+    depends: bool,
+    finds_unused: bool,
+) -> Answer:
+    """Agreement of all ranks on the step of ``handles``; see :func:`agree`.
+
+    Args:
+        depends: whether residuals depend on it. Without any use for an answer there is no
+            all-reduce.
+        finds_unused: whether DDP looks for unused parameters.
+    """
+    recovery = failures.recovery
+    if not (finds_unused or depends or sums or recovery is not None):
+        return Answer()
+    used = {
+        part.name: part.name not in handle.absent
+        for handle in handles
+        for group in (handle.groups if finds_unused else ())
+        for part in group.slices
+    }
+    if recovery is None:
+        return agree(finite, used, sums, network)
+    # A rank that receives the answer must know that all others can commit without any help.
+    for handle in handles:
+        for unit in handle.units():
+            unit.wait()
+    try:
+        return agree(finite, used, sums, network, pauses=recovery.pauses())
+    except DriftError:
+        raise
+    except RuntimeError as error:
+        failures.note(error)
+        verdict = recovery.verdict()
+        if verdict is None:
+            raise
+        return Answer(finite=verdict)
+
+
 def sum_of_bits(group: CodecGroup, bucket: Tensor) -> Tensor:
     """0-d int64, of the gradients of ``group``."""
     as_int = {2: torch.int16, 4: torch.int32, 8: torch.int64}[bucket.itemsize]
@@ -94,7 +197,7 @@ def sum_of_bits(group: CodecGroup, bucket: Tensor) -> Tensor:
 
 
 Kept: TypeAlias = Mapping[str, Sequence[tuple[Tensor, Tensor]]]
-"""By parameter: what this rank keeps of it between steps, and a copy of that."""
+"""State of this rank by parameter, each tensor with a copy of it."""
 
 
 def kept_of(
@@ -106,7 +209,7 @@ def kept_of(
 
 
 def put_back(kept: Kept) -> None:
-    """Let state be as it was when it was copied."""
+    """Restore the state that was copied."""
     for tensor, value in (pair for pairs in kept.values() for pair in pairs):
         tensor.copy_(value)
 
@@ -123,16 +226,16 @@ def decode_groups(
 ) -> None:
     """Decode ``groups`` into their ``bucket`` and commit state, except that of ``unused`` ones.
 
-    What an unused parameter still owes was sent with the others but DDP will not apply it, so it
-    stays owed.
+    The residual of an unused parameter was sent with the others but DDP will not apply it, so it
+    is kept.
 
     Args:
         finite: False if some gradient of the step was not finite on some rank. Then no state
             changes, and every parameter that has some gets NaN, so that none is applied: a mean
-            holds what was owed, which would be sent again.
-        before: they are decoded already, and this is the state of before.
+            holds residuals, which would be sent again.
+        before: they are decoded already, and this is the state before that.
     """
-    stateful = [p for g in groups for p in g.slices if g.keeps_state or p.name in g.owed]
+    stateful = [p for g in groups for p in g.slices if g.keeps_state or p.name in g.residuals_sent]
     undone = {part.name for part in stateful if not finite or part.name in unused}
     if before is None:
         before = kept_of(groups, state, of=undone)
@@ -141,22 +244,8 @@ def decode_groups(
     for part in () if finite else stateful:
         part.of(bucket).fill_(torch.nan)
     for group in groups if finite else ():
-        for part in group.slices if group.owed else ():
-            # Waits for a GPU, in the one step in which something is owed.
-            sent = part.name in group.owed.difference(unused)
+        for part in group.slices if group.residuals_sent else ():
+            # Waits for a GPU, in the one step that sends residuals.
+            sent = part.name in group.residuals_sent.difference(unused)
             if sent and bool(part.of(bucket).isfinite().all()):
                 state.drop("residual", part.name)
-
-
-def untraced(hook: Callable[..., None]) -> Any:
-    """A method as a hook that torch.compile keeps out of its graphs, as long as its object lives.
-
-    A time that is looked at in a graph is none.
-    """
-    weak = WeakMethod(hook)  # torch keeps a hook for the life of the process
-
-    def call(*arguments: Any) -> None:
-        if (method := weak()) is not None:
-            method(*arguments)
-
-    return torch.compiler.disable(call)  # type: ignore[no-untyped-call]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.futures import Future
 
 from lightning_dist.accelerator import is_accelerator
 from lightning_dist.reducer.plan.plans import Handle
@@ -35,14 +34,11 @@ class DelayedMeans:
         """Whether any step gets means of another one."""
         return self._first_step is not None
 
-    def swap(self, handle: Handle, *, step: int, future: Callable[[], Future[Tensor]]) -> Handle:
+    def swap(self, handle: Handle, *, step: int) -> Handle:
         """Handle to start instead of ``handle``: itself where means are not delayed.
 
         Else ``handle`` is done with the means of the step before, zeros in the first step, and the
         new one has the local gradients. Everything that was started before must have landed.
-
-        Args:
-            future: makes the one of the new handle.
         """
         if self._first_step is None or step < self._first_step:
             return handle
@@ -62,9 +58,16 @@ class DelayedMeans:
                 mean = self._means.get(part.name)
                 part.of(given).zero_() if mean is None else part.of(given).copy_(mean)
                 self._means[part.name] = part.of(memory)
+            # DDP has rebuilt its buckets: free those that parameters have left.
+            moved = {part.name for part in slices}
+            self._memory = {
+                key: known
+                for key, known in self._memory.items()
+                if moved.isdisjoint(part.name for part in known[0])
+            }
             self._memory[handle.key] = slices, memory
         handle.done.set_result(given)
-        return Handle(handle.key, memory, handle.slices, handle.absent, future())
+        return Handle(handle.key, memory, handle.slices, handle.absent)
 
     def state(self) -> dict[str, Tensor]:
         """The means that wait to be applied, ``{parameter name: (1, numel)}`` on the CPU."""

@@ -25,7 +25,7 @@ _POLL = 0.001
 """Seconds between two looks at an accelerator, which can only be waited for without a limit."""
 
 _AT_EXIT = 2.0
-"""Seconds of the same where nobody has closed it and the process ends."""
+"""Seconds of the same where it was not closed and the process ends."""
 
 
 class Executor(ABC):
@@ -42,22 +42,21 @@ class Executor(ABC):
     def submit(self, task: Task) -> None: ...
 
     def drain(self, patience: float = _PATIENCE) -> bool:
-        """Do what is left; False: it is still at it after ``patience`` seconds."""
+        """Complete all submitted tasks; False if that takes more than ``patience`` seconds."""
         idle = threading.Event()
         self.submit(idle.set)
         return idle.wait(patience)
 
     @abstractmethod
     def close(self, patience: float = _PATIENCE) -> bool:
-        """As :meth:`drain`, and end."""
+        """As :meth:`drain`; no task may be submitted after it."""
 
 
 class Worker(Executor):
-    """One thread, from the first task on. On CPU, where waiting for a collective blocks who waits.
+    """One thread, started by the first task. For CPUs, where a wait for a collective blocks.
 
-    A thread of our own because waiting in a gloo future callback deadlocks. It ends with the
-    interpreter at the latest, before that does: the training goes on as soon as it has its
-    gradients, and a thread that is still in torch when Python stops its threads aborts the process.
+    A thread of our own because waiting in a gloo future callback deadlocks. An exit handler ends
+    it: a thread that is inside torch when the interpreter stops its threads aborts the process.
     """
 
     def __init__(self, name: str) -> None:
@@ -106,7 +105,8 @@ class SideStream(Executor):
 
     def __init__(self, device: torch.device, worker: Worker | None) -> None:
         self._device, self._module = device, device_module(device)
-        self._stream, self._worker = self._module.Stream(device), worker
+        # With priority: a mean that arrives is not to wait for the kernels of the backward pass.
+        self._stream, self._worker = self._module.Stream(device, priority=-1), worker
 
     @override
     def submit(self, task: Task) -> None:

@@ -1,12 +1,13 @@
-"""Copies of what ranks owe, each on the rank behind it, for the loss of a rank.
+"""Copies of residuals, each on the next rank, for the loss of a rank.
 
-What is owed to a model is the mean of the residuals over the ranks. When a rank is lost, the one
-that has its copy adds it to its own residuals, and all ranks scale theirs to the new number of
-ranks: what is owed stays the same. The same scaling holds where ranks join that owe nothing.
+A model is still to get the mean of the residuals over the ranks. When a rank is lost, the one that
+has its copy adds it to its own residuals, and all ranks scale theirs to the new number of ranks,
+which keeps the mean of the old ones. The same scaling holds where ranks join without residuals.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import torch
@@ -26,6 +27,9 @@ def require_flat(settings: Settings) -> None:
             "rank has the residual of its share only; leave out mirror_residuals, or leave out "
             f"hierarchical={settings.hierarchical!r} and give one codec"
         )
+
+
+_DTYPES = torch.float32, torch.float64, torch.uint8
 
 
 class ResidualMirror:
@@ -55,7 +59,10 @@ class ResidualMirror:
         if len(self._members) < 2 or step == self._step or step % self._every:
             return
         state = self._reducer.state
-        self._copy = passed_on(state.packed(), group), state.layout
+        # Ranks that were in other worlds before have residuals of other parameters.
+        layout = torch.frombuffer(bytearray(json.dumps(state.layout).encode()), dtype=torch.uint8)
+        packed, layout = passed_on(state.packed(), group), passed_on(layout, group)
+        self._copy = packed, json.loads(bytes(layout.tolist()))
         self._step = step
         self._owner = self._members[group.rank() - 1]
 
@@ -66,7 +73,7 @@ class ResidualMirror:
         before, self._members, self._step = self._members, tuple(members), None
         owner, self._owner = self._owner, ""
         copy, self._copy = self._copy, None
-        if not before:  # a newcomer, which owes nothing
+        if not before:  # a newcomer, which has no residuals
             return ""
         if taken := copy is not None and owner not in members:
             self._reducer.state.add(*copy)
@@ -75,14 +82,13 @@ class ResidualMirror:
 
 
 def passed_on(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``own``, flat, to the next rank of ``group``; what the one before has sent. Collective."""
+    """Tensor that the rank before this one has passed on; ``own``, flat, goes to the next one."""
     rank, size = group.rank(), group.size()
     following, before = (rank + 1) % size, (rank - 1) % size
-    about = torch.tensor([own.numel(), own.dtype == torch.float64])
-    told = torch.empty_like(about)
-    _exchange(about, told, to=following, source=before, group=group)
-    dtype = torch.float64 if told[1] else torch.float32
-    received = torch.empty(int(told[0]), dtype=dtype)
+    own_header = torch.tensor([own.numel(), _DTYPES.index(own.dtype)])
+    header = torch.empty_like(own_header)
+    _exchange(own_header, header, to=following, source=before, group=group)
+    received = torch.empty(int(header[0]), dtype=_DTYPES[int(header[1])])
     if own.numel() or received.numel():
         _exchange(own, received, to=following, source=before, group=group)
     return received

@@ -21,7 +21,7 @@ NewGroup = Callable[[Sequence[int]], dist.ProcessGroup]
 class Rows:
     """Holder of a row of the gathered state: a rank, or the ranks of a host together.
 
-    The mean over the rows is what is owed to the model, whatever they are.
+    The mean over the rows is the residual of the model, whatever they are.
     """
 
     row_of: tuple[int, ...]  # of every rank
@@ -52,7 +52,7 @@ class Network:
     topology: Topology
     device: torch.device
     intra: IntraLevel | None = None
-    row_of: tuple[int, ...] | None = None  # who shares the state of one row; None: nobody
+    row_of: tuple[int, ...] | None = None  # row of the state of every rank; None: one for each
     plans_for: torch.device | None = None  # another device, of which bytes are counted
 
     @property
@@ -107,8 +107,8 @@ def in_levels(network: Network, hosts: Hosts, *, leader: bool, new_group: NewGro
     intra, inter = new_group(own), None if others is None else new_group(others)
     outer = None
     if inter is not None and others is not None:
-        channel = Channel(inter, name="inter", limit=limit)
-        outer = replace(network, data=channel, topology=topology.among(others))
+        channel, flags = (Channel(inter, name=name, limit=limit) for name in ("inter", "control"))
+        outer = replace(network, data=channel, control=flags, topology=topology.among(others))
     level = IntraLevel(
         Channel(intra, name="intra", limit=limit), topology.among(own), inside, outer
     )

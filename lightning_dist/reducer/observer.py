@@ -1,12 +1,14 @@
-"""Interface of observers of a reducer, which itself uses no clocks."""
+"""Interface of observers of a reducer, which itself reads no clock; and hooks on models."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
+from weakref import WeakMethod
 
+import torch
 from torch import Tensor
 
 from lightning_dist.exchange.channel import Watch, nothing
@@ -20,13 +22,13 @@ Samples: TypeAlias = Callable[[Sampler], Iterator[CodecSample]]
 
 
 class Observer(Watch):
-    """Is told when things begin and end. Must be quick, and must not wait for anything.
+    """Receives the start and the end of activities. Must be quick, and must not wait.
 
-    :meth:`ready` comes from the backward pass; all else from the thread or stream of the reducer.
+    :meth:`ready` is called in the backward pass; all else on the thread or stream of the reducer.
     """
 
     done = False
-    """Whether it has seen enough; it is told nothing more then."""
+    """Whether it needs no more events."""
 
     def ready(self, bucket: int) -> None:
         """All gradients of a bucket are there."""
@@ -53,7 +55,7 @@ class Observer(Watch):
 def working(observers: Sequence[Observer], bucket: int, phase: Phase) -> Iterator[None]:
     """While the reducer computes for a bucket."""
     with ExitStack() as stack:
-        for observer in observers:
+        for observer in tuple(observers):  # another thread may change them
             stack.callback(observer.works(bucket, phase))
         yield
 
@@ -67,5 +69,16 @@ def show_encoding(
     lossy = [group for group in handle.groups if not group.codec.lossless]
     numel = sum(part.numel for group in lossy for part in group.slices)
     samples = partial(unit.source.samples, scale=scale, step=step)
-    for observer in observers:
+    for observer in tuple(observers):
         observer.encodes(handle.key, samples, numel=numel, scale=scale)
+
+
+def untraced(hook: Callable[..., None]) -> Any:
+    """``hook``, a method, kept out of the graphs of torch.compile; as long as its object lives."""
+    weak = WeakMethod(hook)  # torch keeps a hook for the life of the process
+
+    def call(*arguments: Any) -> None:
+        if (method := weak()) is not None:
+            method(*arguments)
+
+    return torch.compiler.disable(call)  # type: ignore[no-untyped-call]

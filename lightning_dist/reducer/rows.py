@@ -23,6 +23,7 @@ from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.wire import row_bytes, views
 from lightning_dist.kernels.inductor import Variant, fused_passes
 from lightning_dist.kernels.passes import Factors, Kernels
+from lightning_dist.private import copy_all
 from lightning_dist.topology import Topology
 
 Cut = Mapping[BlockCodec, Sequence[tuple[int, int]]]
@@ -41,7 +42,7 @@ class _Part:
     def loaded(self, rows: Tensor) -> Tensor:
         """Slices of ``rows (R, N)`` as ``(R, blocks, block)``, zeros behind the last of each."""
         staged = self.empty(rows).zero_()
-        torch._foreach_copy_(self._places(staged), self._flats(rows))
+        copy_all(self._places(staged), self._flats(rows))
         return staged
 
     def empty(self, rows: Tensor) -> Tensor:
@@ -49,7 +50,7 @@ class _Part:
 
     def store(self, staged: Tensor, rows: Tensor) -> None:
         """The way back."""
-        torch._foreach_copy_(self._flats(rows), self._places(staged))
+        copy_all(self._flats(rows), self._places(staged))
 
     def _flats(self, rows: Tensor) -> list[Tensor]:
         return [rows[:, start : start + numel] for start, numel in self.slices]
@@ -191,15 +192,12 @@ class RowReduceScatter:
 
     Args:
         name: of what is reduced, for random numbers that nothing else draws.
-        memory: keep what is lost, if ``rows`` say how.
     """
 
-    def __init__(
-        self, rows: Rows, topology: Topology, *, name: str, device: torch.device, memory: bool
-    ) -> None:
+    def __init__(self, rows: Rows, topology: Topology, *, name: str, device: torch.device) -> None:
         self.rows, self.step = rows, 0
         self._name = name
-        self.errors = rows.errors(device) if memory else []
+        self.errors = rows.errors(device)
         self.sent = traffic.all_to_all(rows.ranks * rows.nbytes, topology)
         self.raw = traffic.all_to_all(rows.ranks * rows.numel * rows.dtype.itemsize, topology)
 

@@ -1,9 +1,8 @@
-"""Everything a reducer keeps between steps, by parameter: for any bucket layout and world size."""
+"""State of a reducer between steps, by parameter, for any bucket layout and world size."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -14,9 +13,9 @@ from lightning_dist.codecs.base import Codec
 from lightning_dist.codecs.powersgd import PowerSGD, matrix_shape
 from lightning_dist.exchange.handshake import all_facts
 from lightning_dist.reducer.network import Network, Rows
+from lightning_dist.reducer.parts import Held, Stripes
 from lightning_dist.reducer.plan.slices import ParameterSlice
 
-STATE_VERSION = 1
 _KINDS = {"residual": "residuals", "momentum": "momenta"}
 """Kinds of state that differ from rank to rank, and their names in a checkpoint."""
 
@@ -24,79 +23,16 @@ _KINDS = {"residual": "residuals", "momentum": "momenta"}
 Layout: TypeAlias = Sequence[tuple[str, str, int]]
 
 
-@dataclass(frozen=True)
-class Stripes:
-    """A tensor of the gathered state whose parts are still on their ranks.
-
-    ``whole``, of shape (rows, numel), is memory that nobody has filled. ``own`` are this rank's
-    parts, with the element of ``whole`` at which each starts; what no rank has is zero.
-    """
-
-    whole: Tensor
-    own: tuple[tuple[int, Tensor], ...]
-
-
-@dataclass
-class _Held:
-    """State of one kind for a parameter, flat and unscaled.
-
-    A rank holds all of it, or the ``parts`` that it is responsible for on its host, by where they
-    start. What was ``loaded`` waits as a whole until it is asked for part by part.
-    """
-
-    numel: int  # of the parameter
-    dtype: torch.dtype
-    parts: dict[int, Tensor] = field(default_factory=dict)
-    loaded: Tensor | None = None
-
-    @classmethod
-    def from_row(cls, row: Tensor) -> _Held:
-        return cls(row.numel(), row.dtype, loaded=row)
-
-    def in_order(self) -> list[tuple[int, Tensor]]:
-        """Parts that this rank works with, in the order of the parameter."""
-        return sorted(self.parts.items())
-
-    def flat(self) -> Tensor:
-        """All that this rank holds: itself if it is one part, else a copy."""
-        parts = [part for _, part in self.in_order()]
-        if not parts:
-            return torch.empty(0) if self.loaded is None else self.loaded
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def of_row(self, *, first: bool) -> list[tuple[int, Tensor]]:
-        """``(start, part)`` of what this rank contributes to its row; ranks do not overlap.
-
-        Args:
-            first: whether it is the first of its row: what was loaded is the same on all of them.
-        """
-        if self.loaded is None:
-            return self.in_order()
-        return [(0, self.loaded)] if first else []
-
-    def row(self, *, first: bool) -> Tensor:
-        """The same as a whole row, zeros where other ranks of the row hold it."""
-        parts = self.of_row(first=first)
-        if len(parts) == 1 and parts[0][1].numel() == self.numel:
-            return parts[0][1]
-        row = torch.zeros(
-            self.numel, dtype=self.dtype if self.loaded is None else self.loaded.dtype
-        )
-        for start, part in parts:
-            row[start : start + len(part)] = part
-        return row
-
-
 class ReducerState:
     """Residuals and momenta, which differ from rank to rank, and factors, equal where they are."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[str, str], _Held] = {}  # by kind and name
+        self._held: dict[tuple[str, str], Held] = {}  # by kind and name
         self.factors: dict[str, tuple[Tensor, Tensor]] = {}
         self._loaded_factors: dict[str, tuple[Tensor, Tensor]] = {}  # not needed here so far
         self.is_mean = False
         """It is that of :meth:`average`, whole on every rank: no step has been committed since."""
-        self._adopted: list[_Held] = []  # since then
+        self._adopted: list[Held] = []  # since then
 
     @property
     def residuals(self) -> dict[str, Tensor]:
@@ -136,13 +72,13 @@ class ReducerState:
         held.parts[part.start] = found.to(device=device, dtype=dtype)
         return held.parts[part.start]
 
-    def know(self, kind: str, part: ParameterSlice, *, dtype: torch.dtype) -> _Held:
+    def know(self, kind: str, part: ParameterSlice, *, dtype: torch.dtype) -> Held:
         """There is state of ``kind`` for the parameter of ``part``, here or on another rank.
 
         Raises:
             ValueError: what was loaded has another number of elements.
         """
-        held = self._held.setdefault((kind, part.name), _Held(part.whole, dtype))
+        held = self._held.setdefault((kind, part.name), Held(part.whole, dtype))
         if held.loaded is not None and held.numel != part.whole:
             raise ValueError(
                 f"The stored residual of {part.name!r} has {held.numel} elements, the parameter "
@@ -152,7 +88,7 @@ class ReducerState:
         return held
 
     def adopted(self, kind: str, name: str) -> None:
-        """All of ``kind`` that this rank needs for ``name`` was asked for."""
+        """This rank has all parts of ``kind`` for ``name`` that it works with."""
         if self.is_mean:  # should a rank be lost in this step, others may not have come so far
             self._adopted.append(self._held[kind, name])
         else:
@@ -165,16 +101,16 @@ class ReducerState:
             held.loaded = None
 
     def drop(self, kind: str, name: str) -> None:
-        """Forget the state of ``kind`` for ``name``, here; for all ranks at once."""
+        """Drop the state of ``kind`` for ``name`` on this rank; all ranks do it at once."""
         self._held.pop((kind, name), None)
 
     def tensors(self, name: str) -> list[Tensor]:
-        """All that this rank keeps for a parameter, as it works with it."""
+        """All state of a parameter that this rank works with."""
         held = [self._held[kind, name] for kind in _KINDS if (kind, name) in self._held]
         return [*(part for of in held for _, part in of.in_order()), *self.factors.get(name, ())]
 
     def keep_for(self, codec: Codec, kinds: Collection[str], name: str) -> None:
-        """Free what ``codec``, with memory of ``kinds``, has no use for; the residual is sent."""
+        """Free state that ``codec``, with memory of ``kinds``, does not use; residuals are sent."""
         if "momentum" not in kinds:
             self.drop("momentum", name)
         if not codec.keeps_factors:
@@ -202,7 +138,7 @@ class ReducerState:
         )
 
     def keep_only(self, numel: Mapping[str, int]) -> None:
-        """Forget the state of parameters that are not in ``numel`` or have another size."""
+        """Drop the state of parameters that are not in ``numel`` or have another size."""
         self._held = {k: held for k, held in self._held.items() if numel.get(k[1]) == held.numel}
         self.factors = {name: pair for name, pair in self.factors.items() if name in numel}
         loaded = self._loaded_factors
@@ -220,16 +156,29 @@ class ReducerState:
         """The state of all ranks on the CPU of rank ``to``; None elsewhere. Collective.
 
         Residuals and momenta are ``{name: (rows, numel)}``, one parameter at a time over the
-        network's device. Call it between backward passes.
+        network's device; each rank sends its parts alone. Call it between backward passes.
         """
         group, rows, first = network.data.group, network.rows, network.data.group.rank() == to
         found: dict[str, dict[str, Tensor]] = {kind: {} for kind in _KINDS}
-        for kind, name, held in self._in_order():
-            mine = held.row(first=rows.first).to(network.device)
+        of_row = {(kind, name): h.of_row(first=rows.first) for kind, name, h in self._in_order()}
+        own = [[[start, part.numel()] for start, part in parts] for parts in of_row.values()]
+        facts = all_facts({"parts": own}, group=group, device=network.device)
+        for number, ((kind, name), parts) in enumerate(of_row.items()):
+            held, places = self._held[kind, name], [fact["parts"][number] for fact in facts]
+            longest = max(1, *(sum(numel for _, numel in of_rank) for of_rank in places))
+            mine = torch.zeros(longest, dtype=held.dtype_of_row, device=network.device)
+            for (_, part), place in zip(parts, _consecutive(mine, own[number]), strict=True):
+                place.copy_(part)
             of_ranks = [torch.empty_like(mine) for _ in range(group.size())] if first else None
             dist.gather(mine, of_ranks, group=group, group_dst=to)
-            if of_ranks is not None:
-                found[kind][name] = _added([part.cpu() for part in of_ranks], rows)
+            if of_ranks is None:
+                continue
+            whole = found[kind][name] = torch.zeros(rows.count, held.numel, dtype=mine.dtype)
+            for row, of_rank, received in zip(rows.row_of, places, of_ranks, strict=True):
+                for (start, numel), part in zip(
+                    of_rank, _consecutive(received, of_rank), strict=True
+                ):
+                    whole[row, start : start + numel] = part
         factors = self._factors_of_all(network, on_all=to != 0)
         return _gathered(found, factors) if first else None
 
@@ -241,29 +190,29 @@ class ReducerState:
         rows, stripes = network.rows, []
         found: dict[str, dict[str, Tensor]] = {kind: {} for kind in _KINDS}
         for kind, name, held in self._in_order():
-            dtype = held.dtype if held.loaded is None else held.loaded.dtype
-            whole = found[kind][name] = torch.empty(rows.count, held.numel, dtype=dtype)
+            shape = rows.count, held.numel
+            whole = found[kind][name] = torch.empty(shape, dtype=held.dtype_of_row)
             begin = rows.own * held.numel
             own = tuple((begin + start, part) for start, part in held.of_row(first=rows.first))
             stripes.append(Stripes(whole, own))
         return _gathered(found, self._factors_of_all(network)), stripes
 
     def know_all(self, network: Network) -> None:
-        """Know the names of all ranks: some have no element of a parameter. Collective."""
+        """Add the names that other ranks have, of which this one has no element. Collective."""
         own = [(*key, h.numel, h.dtype == torch.float64) for key, h in self._held.items()]
         for of_rank in all_facts({"held": own}, group=network.data.group, device=network.device):
             for kind, name, numel, double in of_rank["held"]:
                 dtype = torch.float64 if double else torch.float32
-                self._held.setdefault((kind, name), _Held(numel, dtype))
+                self._held.setdefault((kind, name), Held(numel, dtype))
 
     def load(self, gathered: Mapping[str, Any], rows: Rows) -> None:
         """Take over what :meth:`gather` returned, in place of everything held now.
 
         With the same number of rows each gets its own back. Otherwise each gets the mean: what is
-        still owed to the model is the mean over rows, and the mean of equal rows is that.
+        still missing in the model is the mean over rows, and the mean of equal rows is that.
         """
         self._held = {
-            (kind, name): _Held.from_row(
+            (kind, name): Held.from_row(
                 (found[rows.own] if len(found) == rows.count else found.mean(0)).clone()
             )
             for kind, plural in _KINDS.items()
@@ -291,17 +240,17 @@ class ReducerState:
         group, device = network.data.group, network.device
         self.know_all(network)
         own = {"row": row, "mean": self.is_mean}
-        told = all_facts(own, group=group, device=device)
-        rows = [fact["row"] for fact in told]
-        if any(fact["mean"] for fact in told):  # the others have lost a rank before they had it
-            rows = ["mean" if fact["mean"] else None for fact in told]
+        facts = all_facts(own, group=group, device=device)
+        rows = [fact["row"] for fact in facts]
+        if any(fact["mean"] for fact in facts):  # the others have lost a rank before they had it
+            rows = ["mean" if fact["mean"] else None for fact in facts]
         row = rows[group.rank()]
         first, count = rows.index(row) == group.rank(), len({*rows} - {None})
-        found: dict[tuple[str, str], _Held] = {}
+        found: dict[tuple[str, str], Held] = {}
         for kind, name, held in self._in_order():
             mine = held.row(first=first).to(device, copy=True).mul_(row is not None)
             dist.all_reduce(mine, group=group)
-            found[kind, name] = _Held.from_row(mine.div_(max(count, 1)).cpu())
+            found[kind, name] = Held.from_row(mine.div_(max(count, 1)).cpu())
         factors = self._factors_of_all(network, on_all=True)
         self._held, self._adopted, self.is_mean = found, [], True
         self.load_factors(factors)
@@ -313,14 +262,11 @@ class ReducerState:
 
     @property
     def layout(self) -> Layout:
-        """Kind, parameter and elements of all that differs from rank to rank, in one order.
-
-        Equal on all ranks of a flat exchange; another number of ranks may need other residuals.
-        """
+        """Kind, parameter and elements of all that differs from rank to rank, as :meth:`packed`."""
         return [(kind, name, held.numel) for kind, name, held in self._in_order()]
 
     def packed(self) -> Tensor:
-        """A copy of it, flat, on the CPU."""
+        """Copy of all that differs from rank to rank, flat, on the CPU."""
         rows = [held.row(first=True).cpu() for *_, held in self._in_order()]
         return torch.cat(rows) if rows else torch.empty(0)
 
@@ -331,7 +277,7 @@ class ReducerState:
             row, begin = packed[begin : begin + numel], begin + numel
             held = self._held.get((kind, name))
             if held is None:
-                self._held[kind, name] = _Held.from_row(row.clone())
+                self._held[kind, name] = Held.from_row(row.clone())
                 continue
             for start, part in held.of_row(first=True):
                 part.add_(row[start : start + part.numel()].to(part.device))
@@ -342,7 +288,7 @@ class ReducerState:
             for _, part in held.of_row(first=True):
                 part.mul_(factor)
 
-    def _in_order(self) -> Iterator[tuple[str, str, _Held]]:
+    def _in_order(self) -> Iterator[tuple[str, str, Held]]:
         """All of it, in an order that is equal on all ranks."""
         for kind in _KINDS:
             for name in sorted(self.names(kind)):
@@ -381,27 +327,7 @@ def _gathered(of_kinds: Mapping[str, Any], factors: Any) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value or key == "residuals"}
 
 
-def _added(of_ranks: Sequence[Tensor], rows: Rows) -> Tensor:
-    """Parts of the same row do not overlap, so nothing is rounded."""
-    if rows.count == len(of_ranks):
-        return torch.stack(list(of_ranks))
-    whole = torch.zeros(rows.count, *of_ranks[0].shape, dtype=of_ranks[0].dtype)
-    for row, part in zip(rows.row_of, of_ranks, strict=True):
-        whole[row] += part
-    return whole
-
-
-def own_keys(state: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
-    """State that a reducer with ``prefix`` has saved among others.
-
-    Raises:
-        ValueError: it is none that this version can read.
-    """
-    found = {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
-    version = found.get("version")
-    if version != STATE_VERSION:
-        raise ValueError(
-            f"The compression state must be of version {STATE_VERSION}, got {version!r}; it was "
-            "written by another version of lightning_dist: resume with that one, or start without"
-        )
-    return found
+def _consecutive(flat: Tensor, parts: Sequence[Sequence[int]]) -> Sequence[Tensor]:
+    """Views of ``flat``, one for each ``(start, numel)`` in ``parts``, one after the other."""
+    sizes = [numel for _, numel in parts]
+    return flat[: sum(sizes)].split_with_sizes(sizes)

@@ -42,22 +42,27 @@ class CommStats:
         self.steps = 0
         self._total, self._last = Count(), Count()
         self._by_codec: dict[str, Count] = {}
-        self._running: list[tuple[str, int, Sent]] = []
+        self._running: dict[str, Count] = {}
 
     def record(self, codec: str, raw: int, sent: Sent) -> None:
-        self._running.append((codec, raw, sent))
+        self._running.setdefault(codec, Count()).add(raw, sent)
+
+    def record_outside(self, codec: str, raw: int, sent: Sent) -> None:
+        """Count in the totals alone what belongs to no step."""
+        for count in (self._total, self._by_codec.setdefault(codec, Count())):
+            count.add(raw, sent)
 
     def end_step(self) -> None:
         self.steps += 1
-        self._last = Count()
-        for codec, raw, sent in self._running:
-            for count in (self._total, self._last, self._by_codec.setdefault(codec, Count())):
-                count.add(raw, sent)
-        self._running = []
+        self._last, running = Count(), self._running
+        for codec, step in running.items():
+            self._last.add(step.raw, step.sent)
+            self.record_outside(codec, step.raw, step.sent)
+        self._running = {}
 
     def drop_step(self) -> None:
         """Forget what a step that failed had recorded."""
-        self._running = []
+        self._running = {}
 
     def as_mapping(self) -> Mapping[str, Any]:
         return {

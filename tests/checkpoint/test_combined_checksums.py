@@ -7,7 +7,7 @@ import zlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dist.checkpoint.disk.crc import combine, combined, crc32
+from lightning_dist.checkpoint.disk.archive import combine, combined, crc32
 
 
 @given(st.binary(), st.binary())

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 from snapshots import assert_equal, folder_saves, origin, small_state, write_file, write_folder
 
-from lightning_dist.checkpoint.disk import local
 from lightning_dist.checkpoint.disk.recovery import recover
 from lightning_dist.checkpoint.disk.scan import checkpoints
-from lightning_dist.checkpoint.disk.storage import LocalStorage
+from lightning_dist.checkpoint.disk.storage import LocalStorage, local
 from lightning_dist.checkpoint.reading import load
 
 STORAGE = LocalStorage()
@@ -301,7 +300,7 @@ def test_a_folder_whose_removal_was_cut_is_found_by_nobody(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_dist.checkpoint.disk.local.shutil.rmtree", killed)
+        patch.setattr("lightning_dist.checkpoint.disk.storage.local.shutil.rmtree", killed)
         with pytest.raises(Killed):
             STORAGE.remove(str(tmp_path / "x.ckpt"))
     assert not (tmp_path / "x.ckpt").exists()

@@ -159,5 +159,5 @@ def test_the_log_and_ls_say_the_same_size(tmp_path: Path, ranks: int) -> None:
     listed = decimal(describe(target).nbytes)
     for event in events:
         assert isinstance(event, Committed)
-        assert f"is complete: {listed} in " in committed_line(event, blocking_s=0.0)
+        assert f"is complete: {listed} in " in committed_line(event, blocking_ms=0.0)
     assert sum(event.nbytes for event in events) == describe(target).nbytes

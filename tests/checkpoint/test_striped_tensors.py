@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from snapshots import assert_equal, filled, origin, write_folder
 from torch import Tensor
 
-from lightning_dist.checkpoint.disk.crc import crc32
+from lightning_dist.checkpoint.disk.archive import crc32
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.folder import Receipt, merge
 from lightning_dist.checkpoint.disk.jobs import Failed, SaveFolder

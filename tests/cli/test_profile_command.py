@@ -174,12 +174,12 @@ def test_compare_shows_what_differs(folder: Path, tmp_path: Path) -> None:
     assert verdict.endswith("longer: forward +200 ms.")
     cells = {row.split()[0]: row.split() for row in rows}
     assert cells["forward"] == [
-        *["forward", "45.00", "ms", "245.00", "ms", "+200.00", "ms"],
-        *["±", "0.00", "ms", "+444.4", "%"],
+        *["forward", "45.0", "ms", "245", "ms", "+200", "ms"],
+        *["±", "0", "ms", "+444.4", "%"],
     ]
     assert cells["sent"][-2:] == ["-50.0", "%"]
     assert cells["between"][-1] == "ms"
-    assert cells["all"][1:4] == ["steps", "210.00", "ms"]
+    assert cells["all"][1:4] == ["steps", "210", "ms"]
     assert rows[-1] == (
         "medians over the steps in detail (a report has means), parts as means over ranks; "
         "'all steps' is over all"

@@ -49,7 +49,7 @@ def test_the_run_and_the_error_come_first(folder: Path) -> None:
     assert (result.exit_code, result.stderr) == (0, "")
     measured, label, columns, own, best, other, *notes = result.stdout.splitlines()
     assert measured == (
-        "Measured: 197.0 ms a step (ddp, 2 ranks on 2 hosts, 836 Mbit/s between them)."
+        "Measured: 197 ms a step (ddp, 2 ranks on 2 hosts, 836 Mbit/s between them)."
     )
     assert (
         label == "Predicted step time (simulated), 2 ranks on 2 hosts, 836 Mbit/s between them, ms:"
@@ -59,7 +59,7 @@ def test_the_run_and_the_error_come_first(folder: Path) -> None:
     assert [row.split()[:2] for row in (best, other)] == [["1", "fp16"], ["2", "ddp"]]
     assert "no difference from this run within the error" in other
     assert re.fullmatch(
-        r"note: this run simulated: 197\.0 ms \([+-]?0\.0 %\); differences within 2 % are not "
+        r"note: this run simulated: 197 ms \([+-]?0\.0 %\); differences within 2 % are not "
         r"ranked",
         notes[0],
     )
@@ -93,11 +93,11 @@ REFUSALS = {
     "--link-gbps 0": "link_gbps must be above 0 Gbit/s, got 0",
     "--inside-gbps nan": "inside_gbps must be above 0 Gbit/s, got nan",
     "--latency-us -1": "latency_us must be 0 or more, got -1",
-    "--form ring": "form must be one of flat, sharded, leader",
+    "--form ring": "form must be one of flat, hierarchical, leader",
     "--codec int9": "codec must be one of",
     "--codec int8 --codec threshold": "codec must have a size that does not depend on the grad",
     "--codec ddp --form leader": "Nothing of this can be predicted: DDP itself is not hierarchical",
-    "--codec int8 --form sharded --link-gbps 1": (
+    "--codec int8 --form hierarchical --link-gbps 1": (
         "Nothing of this can be predicted: one rank per host: nothing is reduced"
     ),
 }
@@ -197,8 +197,7 @@ def test_what_alone_cannot_be_told_is_a_note_with_the_option(tmp_path: Path) -> 
     write_costs(folder, KEPT)
     result = profile("whatif", folder, "--codec", "fp16")
     assert result.exit_code == 0
-    for form in ("sharded", "leader"):
-        assert f"note: n/a for fp16 {form}: no exchange inside a host" in result.stdout
+    assert "note: n/a for fp16 hierarchical, leader: no exchange inside a host" in result.stdout
     assert "with --inside-gbps" in result.stdout
 
 

@@ -41,7 +41,7 @@ def draws(codec: BlockCodec, x: Tensor, *, salt: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("codec", UNBIASED, ids=repr)
 def test_the_mean_of_many_draws_is_the_gradient(codec: BlockCodec) -> None:
-    """IntraLevel five standard errors, each element; the bfloat16 scale brings no bias."""
+    """Within five standard errors, each element; the bfloat16 scale brings no bias."""
     x = heavy(codec.block, seed=3)
     drawn = draws(codec, x)
     error = drawn.std(0) / _DRAWS**0.5

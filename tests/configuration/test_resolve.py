@@ -15,7 +15,7 @@ import lightning_dist
 from lightning_dist.configuration import CODE, LEFT_OUT, OPTIONS, SIDECAR, Resolved, resolve
 from lightning_dist.configuration.files import accelerate_default
 from lightning_dist.configuration.options import METHODS, OF_DDP, OF_LOCAL, require_only
-from lightning_dist.integrations.arguments import CompressionArguments
+from lightning_dist.integrations.strategies.arguments import CompressionArguments
 from lightning_dist.integrations.torch.local.settings import Method
 from lightning_dist.settings import Settings
 

@@ -24,19 +24,24 @@ class Account:
         self.ends.append((reason, is_echo))
 
 
-def codes_of(patch: pytest.MonkeyPatch, reasons: list[str], *, is_saved: bool = True) -> list[int]:
-    """Exit codes of all ranks, on nodes of two, under torchrun."""
+def codes_of(
+    patch: pytest.MonkeyPatch,
+    reasons: list[str],
+    *,
+    nodes: tuple[int, ...] = (0, 0, 1, 1),
+    is_saved: bool = True,
+) -> list[int]:
+    """Exit codes of all ranks under torchrun, which are on ``nodes``."""
     codes = []
     patch.setenv("TORCHELASTIC_RUN_ID", "job")
-    patch.setenv("LOCAL_WORLD_SIZE", "2")
-    for rank, reason in enumerate(reasons):
-        patch.setenv("RANK", str(rank))
-        patch.setenv("LOCAL_RANK", str(rank % 2))
+    told = [*zip(nodes, reasons, strict=True)]
+    for node, reason in told:
+        patch.setenv("GROUP_RANK", str(node))
         account = Account()
         life = ProcessLifecycle(RunSettings("folder"), account)
         life._notices = PreemptionListener([])
         life._notices.reason = reason
-        codes.append(life.stop(reasons, is_saved=is_saved))
+        codes.append(life.stop(told, is_saved=is_saved))
         assert account.ends == [(reason or "peer preempted", not reason)]
     return codes
 
@@ -56,8 +61,24 @@ def test_no_rank_of_a_machine_that_goes_asks_for_a_restart_there(
     assert codes == [EXIT_RESTART, EXIT_RESTART, 0, EXIT_LEAVE]
 
 
+@pytest.mark.parametrize(
+    ("nodes", "goes"), [((1, 1, 2, 2), 1), ((1, 1, 2, 2), 2), ((0, 2, 2), 2), ((1, 2, 0, 0), 0)]
+)
+def test_the_machine_that_goes_is_known_where_nodes_have_left_or_joined(
+    nodes: tuple[int, ...], goes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the rank that the launcher has given to a process is not that among the members."""
+    first = nodes.index(goes)
+    reasons = [PREEMPTED if rank == first else "" for rank in range(len(nodes))]
+    here = [0 if rank == first else EXIT_LEAVE for rank in range(len(nodes))]
+    codes = codes_of(monkeypatch, reasons, nodes=nodes)
+    wanted = zip(nodes, here, strict=True)
+    assert codes == [code if node == goes else EXIT_RESTART for node, code in wanted]
+
+
 def test_without_a_checkpoint_nobody_ends_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert codes_of(monkeypatch, ["", "SIGTERM"], is_saved=False) == [EXIT_UNSAVED] * 2
+    codes = codes_of(monkeypatch, ["", "SIGTERM"], nodes=(0, 0), is_saved=False)
+    assert codes == [EXIT_UNSAVED] * 2
 
 
 def test_a_machine_that_goes_is_left_without_a_checkpoint_too(
@@ -68,6 +89,5 @@ def test_a_machine_that_goes_is_left_without_a_checkpoint_too(
 
 
 def test_where_nobody_restarts_ranks_all_end_well() -> None:
-    assert (
-        ProcessLifecycle(RunSettings("folder"), Account()).stop(["", "SIGTERM"], is_saved=True) == 0
-    )
+    life = ProcessLifecycle(RunSettings("folder"), Account())
+    assert life.stop([(0, ""), (0, "SIGTERM")], is_saved=True) == 0

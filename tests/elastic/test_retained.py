@@ -133,7 +133,7 @@ def test_a_new_leader_copies_lazily_as_the_one_before(tmp_path: Path) -> None:
         committed=print,
     )
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
-    retention.watch([optimizer])
+    retention.saves.watch([optimizer])
     assert retention.checkpointer is None
     members.ranks.leader = 0
     retention.move(members, run="run", restricted=False)

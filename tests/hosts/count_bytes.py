@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dist import compress_ddp
 
 STEPS = 2
-FORMS: dict[str, Any] = {"flat": False, "sharded": True, "leader": "leader"}
+FORMS: dict[str, Any] = {"flat": False, "hierarchical": True, "leader": "leader"}
 
 
 def sent_by(interface: str) -> int:

@@ -11,7 +11,7 @@ from benchmarks.harness.launch import Layout
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable
 
 FLAT = ("flat/none", "flat/bf16", "flat/int8")
-BOTH_FORMS = ("sharded/none", "sharded/int8", "leader/none", "leader/int8")
+BOTH_FORMS = ("hierarchical/none", "hierarchical/int8", "leader/none", "leader/int8")
 ROWS = {
     "2x1": FLAT,
     "3x1": FLAT,

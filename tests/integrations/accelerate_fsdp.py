@@ -44,12 +44,18 @@ def accelerator(**given: Any) -> Accelerator:
 
 class Run:
     def __init__(
-        self, codec: str | None, *, accumulate: int = 1, parameters: str | None = None
+        self,
+        codec: str | None,
+        *,
+        accumulate: int = 1,
+        parameters: str | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.accelerator = accelerator(
             gradient_accumulation_steps=accumulate,
             **({} if parameters is None else {"parallelism_config": None}),
         )
+        self.accelerator.scaler = scaler
         self.compression = None
         if codec is not None:
             plugin = CompressedFSDPPlugin(codec, parameters=parameters, min_compress_numel=0)
@@ -103,9 +109,13 @@ def resume(folder: Path) -> dict[str, bool]:
     resumed = same(whole, first.train())
     several = Run("int8", accumulate=4)
     several.train()
+    with several.accelerator.no_sync(model=several.net):  # as transformers' Trainer calls it
+        several.accelerator.backward(several.net(torch.ones(1, WIDTH)).sum())
     (stats,) = several.compression.comm_stats()
+    (scaled,) = Run("int8", scaler=torch.amp.GradScaler("cpu")).compression.reducers
     return {
         "resumed": resumed,
+        "grad scaler": scaled.has_grad_scaler,
         "residuals": bool(owed),
         "accumulates": stats["steps"] == 2,
         "bytes": stats["inter_bytes"] < 0.4 * stats["raw_bytes"],

@@ -33,7 +33,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from lightning_dist.codecs import CODECS, warmup
+from lightning_dist.codecs import CODECS, Codec, by_name, resolve_codec, warmup
 from lightning_dist.integrations.torch.fsdp.attach import compress_fsdp
 from lightning_dist.integrations.torch.fsdp.replicas import ShardedGradients
 from lightning_dist.kernels.passes import Kernels
@@ -251,8 +251,15 @@ def memory(mesh: DeviceMesh) -> dict[str, bool]:
     train(net, ours=ours, accumulate=True)
     shards = sum(local(p).nbytes for p in net.parameters())
     added, said = bytes_held() - before - 2 * of_native, ours.reducer.memory()
+    sent: list[int] = []
+    gather = dist.gather
+    with patch.object(
+        dist, "gather", lambda mine, *a, **k: sent.append(mine.nbytes) or gather(mine, *a, **k)
+    ):
+        ours.state_dict()
     ours.close()
     return {
+        "a shard of the residuals is sent": 0.9 * shards < sum(sent) < 1.2 * shards,
         "residuals of a shard": 0.9 * shards < said["residual_bytes"] <= shards,
         "payloads of a shard": 0 < said["buffer_bytes"] <= 2 * shards,
         "nothing else": added < shards + sum(said.values()) + KERNELS,
@@ -267,8 +274,12 @@ def bytes_held() -> int:
 
 
 def replicas_are_equal(net: nn.Module, mesh: DeviceMesh) -> bool:
+    return same_in_replicas(weights(net), mesh)
+
+
+def same_in_replicas(tensors: Iterable[Tensor], mesh: DeviceMesh) -> bool:
     group = mesh["replicate"].get_group()
-    for held in weights(net):
+    for held in tensors:
         first = held.clone()
         dist.broadcast(first, group_src=0, group=group)
         if not torch.equal(first, held):
@@ -308,16 +319,17 @@ def of_codecs(mesh: DeviceMesh, codecs: Iterable[str]) -> dict[str, tuple[bool, 
 def conservation(
     mesh: DeviceMesh,
     *,
-    codecs: Sequence[str] = ("int4", "topk:ratio=0.05", "powersgd:rank=2"),
+    codecs: Sequence[str | Codec] = ("int4", "topk:ratio=0.05", "powersgd:rank=2"),
     steps: int = 20,
     make: Callable[[DeviceMesh], nn.Module] = sharded,
+    **settings: Any,
 ) -> dict[str, float]:
     """What was applied and what is owed, against the sum of the exact means, relative; float64."""
     found = {}
     for codec in codecs:
         net, exact = make(mesh["shard"]), make(mesh)
         dtype = next(net.parameters()).dtype
-        ours = compress_fsdp(net, codec, mesh=mesh, min_compress_numel=0)
+        ours = compress_fsdp(net, codec, mesh=mesh, min_compress_numel=0, **settings)
         applied = [torch.zeros_like(w, dtype=torch.float64) for w in weights(net)]
         wanted = [torch.zeros_like(w, dtype=torch.float64) for w in weights(net)]
         for first, _ in batches(steps):
@@ -336,17 +348,53 @@ def conservation(
             if got.numel():
                 error = (got + owed / group.size() - want).norm() / want.norm().clamp(min=1e-30)
                 worst = max(worst, float(error))
-        found[codec] = worst
+        found[str(codec)] = worst
         ours.close()
     return found
 
 
+FED_BACK = [
+    name
+    for name in CODECS
+    if (codec := resolve_codec(name)).keeps_residual
+    and not (codec.lossless or codec.momentum_correction)
+]
+"""Codecs with error feedback; ``dgc`` sums momenta and not gradients."""
+
+
+class MatrixOfEach(nn.Module):
+    """A matrix for each codec with error feedback, by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        weights = {name: nn.Parameter(torch.randn(WIDTH, WIDTH).double()) for name in FED_BACK}
+        self.weights = nn.ParameterDict(weights)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([x @ weight for weight in self.weights.values()])
+
+    @staticmethod
+    def sharded(mesh: DeviceMesh) -> nn.Module:
+        return fully_shard(MatrixOfEach(), mesh=mesh)
+
+    @staticmethod
+    def codecs() -> Codec:
+        return by_name("none", {rf"\b{name}$": name for name in FED_BACK})
+
+
 def conservation_of_a_long_run(mesh: DeviceMesh) -> dict[str, float]:
+    """1,000 steps with one codec, fewer with every one that has error feedback."""
+
     def make(mesh: DeviceMesh) -> nn.Module:
         torch.manual_seed(0)
         return fully_shard(nn.Linear(WIDTH, WIDTH).double(), mesh=mesh)
 
-    return conservation(mesh, codecs=["int4"], steps=1000, make=make)
+    found = conservation(mesh, codecs=["int4"], steps=1000, make=make)
+    for commit in ("immediate", "deferred"):
+        given: dict[str, Any] = {"codecs": [MatrixOfEach.codecs()], "make": MatrixOfEach.sharded}
+        (found[commit],) = conservation(mesh, **given, steps=60, commit=commit).values()
+    return found
 
 
 def resume(mesh: DeviceMesh) -> dict[str, bool]:
@@ -422,21 +470,73 @@ def flushed(mesh: DeviceMesh) -> dict[str, bool]:
 
 
 def overflow(mesh: DeviceMesh) -> dict[str, bool]:
-    """An inf on one rank: seen everywhere, and the deferred commit leaves no trace of it."""
+    """An inf on one rank: seen everywhere, and the next step is clean; the deferred commit leaves
+    no trace of it.
+    """
+    facts = {}
+    for commit in ("immediate", "deferred"):
+        net = MatrixOfEach.sharded(mesh["shard"])
+        codecs = MatrixOfEach.codecs()
+        ours = compress_fsdp(net, codecs, mesh=mesh, min_compress_numel=0, commit=commit)
+
+        def gradients(factor: float = 1.0, net: nn.Module = net) -> list[Tensor]:
+            net.zero_grad()
+            (batch,) = batches(1)
+            bad = batch[0].double() * (factor if dist.get_rank() == 0 else 1.0)
+            net(bad).square().mean().backward()
+            return [local(p.grad).clone() for p in net.parameters()]
+
+        gradients()
+        before = {n: held.clone() for n, held in ours.reducer.residuals.items()}
+        facts[f"{commit}: seen"] = not any(bool(g.isfinite().all()) for g in gradients(torch.inf))
+        held = ours.reducer.residuals
+        facts[f"{commit}: residuals"] = len(held) == len(FED_BACK) and all(
+            torch.equal(before[name], of) if commit == "deferred" else bool(of.isfinite().all())
+            for name, of in held.items()
+        )
+        clean = gradients()
+        facts[f"{commit}: clean"] = all(bool(g.isfinite().all()) for g in clean)
+        facts[f"{commit}: equal"] = same_in_replicas(clean, mesh)
+        ours.close()
+    return facts
+
+
+def grad_scaler(mesh: DeviceMesh) -> dict[str, bool]:
+    """A GradScaler changes no bits, and a step that it skips leaves no trace."""
+    found = []
+    for enabled in (False, True):
+        net = sharded(mesh["shard"])
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=enabled)
+        settings = {"min_compress_numel": 0, "grad_scaler": scaler}
+        ours = compress_fsdp(net, "int4", mesh=mesh, **settings)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step, (first, _) in enumerate(batches()):
+            for bad in (True, False) if enabled and step == 1 else (False,):
+                optimizer.zero_grad()
+                factor = torch.inf if bad and dist.get_rank() == 0 else 1.0
+                scaler.scale(net(first * factor).square().mean()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        found.append([*weights(net), *ours.reducer.residuals.values()])
+        ours.close()
+    return {
+        "skipped once": scaler.get_scale() == 512.0,
+        "equal": all(map(torch.equal, *found)),
+    }
+
+
+def drift(mesh: DeviceMesh) -> dict[str, bool]:
+    """The factors of one replica are a little different, as another LAPACK would have them."""
     net = sharded(mesh["shard"])
-    ours = compress_fsdp(net, "int8", mesh=mesh, min_compress_numel=0, commit="deferred")
-    train(net, ours=ours)
-    before = {n: ours.reducer.residuals[n].clone() for n in ours.reducer.residuals}
-    (batch,) = batches(1)
-    bad = batch[0] * (torch.inf if dist.get_rank() == 0 else 1.0)
-    net.zero_grad()
-    net(bad).square().mean().backward()
-    norm = nn.utils.get_total_norm([p.grad for p in net.parameters()])
-    seen = not bool(local(norm.full_tensor()).isfinite())
-    kept = all(torch.equal(ours.reducer.residuals[n], held) for n, held in before.items())
-    train(net, ours=ours)
+    ours = compress_fsdp(net, "powersgd:rank=2", mesh=mesh, min_compress_numel=0)
+    with patch("lightning_dist.reducer.pipeline._COMPARED_EVERY", STEPS):
+        equal = raised(lambda: train(net, ours=ours))
+        for factors in ours.reducer.state.factors.values():
+            for factor in factors:
+                factor.mul_(1 + 1e-3 * mesh["replicate"].get_local_rank())
+        unequal = raised(lambda: train(net, ours=ours))
     ours.close()
-    return {"seen": seen, "kept": kept, "goes on": replicas_are_equal(net, mesh)}
+    return {"equal": not equal, "told": "drifted apart" in unequal}
 
 
 def interrupted(mesh: DeviceMesh) -> dict[str, bool]:
@@ -464,6 +564,65 @@ def interrupted(mesh: DeviceMesh) -> dict[str, bool]:
     train(net, ours=ours)
     ours.close()
     return {"raised": raised, "goes on": replicas_are_equal(net, mesh)}
+
+
+def accumulation(mesh: DeviceMesh) -> dict[str, bool]:
+    """Gradients of `.grad` are averaged with those of the last micro-batch, or an error says so."""
+    net = sharded(mesh["shard"])
+    ours = compress_fsdp(net, "none", mesh=mesh)
+    (first, second), *_ = batches()
+
+    def backward(x: Tensor, of: Callable[[Tensor], Tensor] = net) -> None:
+        of(x).square().mean().backward()
+
+    with ours.no_sync():
+        backward(first)
+    for block in net.blocks:
+        block[0].weight.grad = None  # as by the zero_grad of one of two optimizers
+    started: list[int] = []
+    start, finish = ours.reducer.start, ours._finish
+    with (
+        patch.object(
+            ours.reducer, "start", lambda *a, **k: started.append(k["key"]) or start(*a, **k)
+        ),
+        patch.object(ours, "_finish", lambda: started.append(-1) or finish()),
+    ):
+        backward(second)
+    averaged = same_in_replicas([local(p.grad) for p in net.parameters()], mesh)
+    net.zero_grad()
+    with ours.no_sync():
+        backward(first)
+    left_out = raised(lambda: backward(second, net.blocks[0]))
+    net.zero_grad()
+    net.reset_iter_state()
+    backward(first)
+    goes_on = same_in_replicas([local(p.grad) for p in net.parameters()], mesh)
+    net.set_reduce_scatter_unused_params(True)
+    with ours.no_sync():
+        backward(first)
+    unused = raised(lambda: backward(second, net.blocks[0]))
+    zeros = same_in_replicas([local(p.grad) for p in net.parameters()], mesh)
+    hook = net.head.weight.register_post_accumulate_grad_hook(lambda _: None)
+    hooked = raised(lambda: backward(second))
+    hook.remove()
+    ours.close()
+    return {
+        "averaged": averaged,
+        "during the backward pass": started == [3, 2, 1, 0, -1],
+        "left out": "set_reduce_scatter_unused_params(True)" in left_out,
+        "goes on": goes_on,
+        "zeros for the unused": zeros and not unused,
+        "hooked": "step the optimizer after backward()" in hooked,
+    }
+
+
+def raised(call: Callable[[], object]) -> str:
+    """The message of the error that ``call`` raises."""
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
 
 
 class WithoutAccelerator(FullyShardedDataParallel):
@@ -520,14 +679,7 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
             sharded(mesh["shard"]), "int8" if dist.get_rank() else "int4", mesh=mesh
         ),
     }
-    found = {}
-    for name, case in cases.items():
-        try:
-            case()
-            found[name] = ""
-        except ValueError as error:
-            found[name] = str(error)
-    return found
+    return {name: raised(case) for name, case in cases.items()}
 
 
 def main() -> None:

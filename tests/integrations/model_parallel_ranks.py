@@ -22,8 +22,10 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -196,8 +198,20 @@ def reports() -> dict[str, Any]:
         "equal": replicas_are_equal(module),
         "steps": strategy._reducer.step,
         "residuals": bool(residuals),
+        "grad scaler": under_grad_scaler(),
         "by name": type(trainer("compressed_model_parallel").strategy) is type(strategy),
     }
+
+
+def under_grad_scaler() -> bool:
+    """Whether reducers of Lightning and Fabric know of the GradScaler in use."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    precision = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    found, _ = fitted(ours(), plugins=[precision], max_steps=1)
+    of_fabric = under_fabric("int8")
+    Run(of_fabric, plugins=[FabricMixedPrecision("16-mixed", "cpu", scaler=scaler)])
+    (reducer,) = of_fabric.reducers
+    return found.strategy._reducer.has_grad_scaler and reducer.has_grad_scaler
 
 
 def held(strategy: Any) -> list[Tensor]:
@@ -359,8 +373,8 @@ def native_hsdp(net: nn.Module, _: DeviceMesh) -> nn.Module:
 class Run:
     """A loop under Fabric; micro-batches of two."""
 
-    def __init__(self, strategy: Any) -> None:
-        self.fabric = L.Fabric(accelerator="cpu", devices=dist_size(), strategy=strategy)
+    def __init__(self, strategy: Any, **given: Any) -> None:
+        self.fabric = L.Fabric(accelerator="cpu", devices=dist_size(), strategy=strategy, **given)
         self.fabric.launch()
         torch.manual_seed(3)
         sizes = (WIDTH, 2 * WIDTH, WIDTH)

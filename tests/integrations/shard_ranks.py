@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_ranks import Net, counted_passes, local, sharded, train, weights
+from fsdp_ranks import WIDTH, Net, counted_passes, local, sharded, train, weights
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -169,15 +169,26 @@ def bytes_sent(mesh: DeviceMesh) -> dict[str, Any]:
     for name in given:
         setattr(dist, name, counting(name))
     train(net, ours=None)
+    with torch.no_grad():
+        net(torch.ones(1, WIDTH))
+    validated = ours.comm_stats()
+    for _ in range(2):
+        net(torch.ones(1, WIDTH))
+    net(torch.ones(1, WIDTH)).sum().backward()
     for name, function in plain.items():
         setattr(dist, name, function)
     said, size = ours.comm_stats(), mesh.size()
+    per_step = validated["last_step"]["wire_bytes"]
     ours.close()
     kinds = ("parameters", "gradients")
     return {
-        "steps": said["steps"] == STEPS_OF_TRAIN,
-        "the last of equal ones": said["last_step"]["wire_bytes"] * STEPS_OF_TRAIN
-        == said["wire_bytes"],
+        "steps": [validated["steps"], said["steps"]] == [STEPS_OF_TRAIN, STEPS_OF_TRAIN + 1],
+        "validation is in the totals": STEPS_OF_TRAIN * per_step
+        < validated["wire_bytes"]
+        < (STEPS_OF_TRAIN + 1) * per_step,
+        "and in no step": said["wire_bytes"]
+        == validated["wire_bytes"] + said["last_step"]["wire_bytes"],
+        "counts of one step": len(ours._stats._running) == 0,
         "raw": said["raw_bytes"] == sum(said[kind]["raw_bytes"] for kind in kinds),
         "parameters": said["parameters"]["wire_bytes"] == (size - 1) * given["all_gather_single"],
         "gradients": said["gradients"]["wire_bytes"]
@@ -359,7 +370,9 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
         return compress_fsdp(net, codec, mesh=on, **{"parameters": "int8", **given})
 
     offload = CPUOffloadPolicy(pin_memory=False)
+    scaler = torch.amp.GradScaler("cpu")
     cases: dict[str, Callable[[], object]] = {
+        "scaled": lambda: attempt(sharded(mesh), "int8", error_feedback=True, grad_scaler=scaler),
         "biased": lambda: attempt(sharded(mesh), "int8"),
         "fed back": lambda: attempt(sharded(mesh), "qsgd", error_feedback=True),
         "sparse": lambda: attempt(sharded(mesh), "topk"),

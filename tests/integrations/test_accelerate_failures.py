@@ -13,6 +13,7 @@ pytest.importorskip("accelerate")
 from scenarios.accelerating import Training, kill_writer_during_a_save, names, no_room, writer_of
 
 from lightning_dist.accelerate import AsyncStateCheckpointer
+from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.integrations.accelerate.async_state.scratch import Scratch, sweep
 
@@ -59,6 +60,24 @@ def test_a_full_memory_folder_costs_one_checkpoint(
         state.wait()
         assert state.metrics.failed == 1
     assert ("could not write its files" in caplog.text) == (on_error == "warn")
+
+
+def test_a_save_that_never_reaches_the_writer_leaves_nothing_in_memory(
+    tmp_path: Path, staging: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cannot(*_: Any, **__: Any) -> str:
+        raise CheckpointError("an earlier save is stuck")
+
+    with (
+        Training(tmp_path) as training,
+        AsyncStateCheckpointer(training.accelerator, staging_dir=staging) as state,
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(Checkpointer, "save_files", cannot)
+            with pytest.raises(CheckpointError, match="is stuck"):
+                state.save_state()
+        assert os.listdir(staging) == []
+        assert state.save_state() is not None
 
 
 def test_a_failure_is_a_warning_where_that_is_asked_for(

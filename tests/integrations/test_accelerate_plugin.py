@@ -273,3 +273,4 @@ def test_local_updates_refuse_what_cannot_work(pair: Results) -> None:
         assert "launch several processes" in facts["bare"]
         assert "delay is a setting of DDP and cannot take effect with" in facts["outside"]
         assert "attach it right after" in facts["late"]
+        assert "use CompressedDDPMixin" in facts["transformers"]

@@ -52,6 +52,7 @@ def test_the_code_takes_every_option() -> None:
         "compile_kernels": False,
         "commit": "immediate",
         "delay": 1,
+        "exchange_timeout": 30.0,
     }
     plugin = CompressedDDPPlugin(**options)
     assert {name: getattr(plugin, name) for name in options} == options

@@ -149,6 +149,12 @@ def test_refusals_reach_all_ranks_and_the_next_save_works(pair: Results) -> None
     assert both(ranks, "left") == ["notes.txt"]
 
 
+def test_closing_gives_the_process_group_back(pair: Results) -> None:
+    for facts in pair("groups"):
+        before, within, after = facts["groups"]
+        assert before == after == within - 1
+
+
 def test_both_launches_leave_nothing_in_memory(pair: Results) -> None:
     pair.finished.require_success()
 

@@ -64,7 +64,7 @@ def test_nothing_is_left_in_memory_and_the_metrics_say_what_it_cost(
         assert (state.last_committed.target, state.last_committed.origin.step) == (target, 17)
         metrics = state.metrics
         assert (metrics.saves, metrics.failed, metrics.in_flight) == (1, 0, 0)
-        assert 0 < metrics.queue_s < metrics.blocking_s
+        assert 0 < metrics.queue_ms < metrics.blocking_ms
         assert metrics.bytes == verify(str(target)).nbytes > 0
 
 

@@ -56,3 +56,9 @@ def test_the_displaced_best_is_back_on_all_ranks(two: Results) -> None:
     for facts in two("async_displaced"):
         assert facts["books"] == [["step=2.ckpt"]]
         assert facts["best"] == "step=2.ckpt"
+
+
+def test_a_fit_gives_its_process_group_back(two: Results) -> None:
+    for facts in two("async_groups"):
+        assert facts["groups"] == [1, 1, 1]
+        assert facts["names"] == ["step=3.ckpt", "step=6.ckpt"]

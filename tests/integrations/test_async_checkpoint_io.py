@@ -146,13 +146,15 @@ def test_fabric_saves_and_loads(tmp_path: Path) -> None:
     assert whole_checkpoints(tmp_path) == ["1.ckpt", "2.ckpt", "3.ckpt"]
     assert io.last_committed is not None
     assert io.last_committed.target == str(tmp_path / "3.ckpt")
-    assert (io.metrics["saves"], io.metrics["failed"]) == (3, 0)
+    assert (io.metrics.saves, io.metrics.failed) == (3, 0)
     for step, state in enumerate(saved, 1):
         rest = fabric.load(tmp_path / f"{step}.ckpt", {"model": model})
         assert rest == {"step": step}
         require_same(dict(model.state_dict()), state)
     io.teardown()
     io.teardown()
+    assert (io.metrics.saves, io.metrics.in_flight) == (3, 0)
+    assert io.metrics.write_ms > 0
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,9 @@ from worlds import Rank, run_threads
 from lightning_dist import OneBitAdam, compress_ddp
 from lightning_dist.codecs import CODECS
 from lightning_dist.integrations.torch.ddp import connect_optimizers
+from lightning_dist.reducer.delayed import DelayedMeans
+from lightning_dist.reducer.plan.plans import Handle
+from lightning_dist.reducer.plan.slices import ParameterSlice, slices_of
 from lightning_dist.reducer.reducer import Reducer
 
 WIDTH = 24
@@ -216,6 +220,23 @@ def test_memory_is_a_copy_of_the_gradients() -> None:
 
     for found, gradients in run_threads(train, 2):
         assert found == gradients
+
+
+def test_memory_of_buckets_that_are_no_more_is_freed() -> None:
+    """DDP rebuilds its buckets after the first backward pass, and may have fewer then."""
+    means, numbers = DelayedMeans(first_step=0), [3, 4, 5]
+    slices = slices_of(["a", "b", "c"], [torch.zeros(n) for n in numbers])
+
+    def swap(key: int, parts: Sequence[ParameterSlice], value: float, step: int) -> Tensor:
+        flat = torch.full((sum(part.numel for part in parts),), value)
+        means.swap(Handle(key, flat, parts), step=step)
+        return flat
+
+    for key, part in enumerate(slices):
+        swap(key, [replace(part, offset=0)], float(key + 1), 0)
+    last = swap(0, slices, 9.0, 1)
+    assert last.tolist() == [1.0] * 3 + [2.0] * 4 + [3.0] * 5
+    assert means.nbytes == last.nbytes
 
 
 def test_other_groups_begin_anew() -> None:

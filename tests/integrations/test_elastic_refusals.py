@@ -44,6 +44,7 @@ def loop(folder: Path, **settings: Any) -> Any:
         ({"every_n_epochs": 0}, "after steps, after epochs or both.* and every_n_epochs=0"),
         ({"grace_period": -1.0}, "grace_period has to be positive"),
         ({"hang_timeout": 0}, "hang_timeout is positive, or None"),
+        ({"format": "both"}, "format is one of 'single', 'sharded'; got 'both'"),
     ],
 )
 def test_settings_that_mean_nothing(
@@ -59,7 +60,6 @@ def test_settings_that_mean_nothing(
         ({"monitor": "score"}, "monitor could not take effect; use an AsyncCheckpoint beside it"),
         ({"save_top_k": 3, "mode": "max"}, "mode, save_top_k could not take effect"),
         ({"filename": "{step}"}, "filename could not take effect"),
-        ({"format": "both"}, "format is one of"),
     ],
 )
 def test_settings_of_a_model_checkpoint(

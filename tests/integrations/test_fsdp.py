@@ -14,7 +14,8 @@ from lightning_dist.codecs import CODECS
 RANKS = Path(__file__).with_name("fsdp_ranks.py")
 LIMIT = 240.0
 pytestmark = pytest.mark.timeout(LIMIT + 30)
-REST = ("another_mesh", "flushed", "overflow", "interrupted", "tensor_parallel", "memory")
+FACTS = ("resume", "accumulation", "grad_scaler")
+REST = ("another_mesh", "flushed", "overflow", "interrupted", "tensor_parallel", "memory", "drift")
 
 
 def facts(folder: Path, scenario: str, shape: str) -> list[dict[str, object]]:
@@ -32,7 +33,7 @@ def launch(folder: Path, python: list[str], replicas: int, shards: int, *scenari
 @pytest.fixture(scope="module")
 def square(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Path:
     """Two replicas of two shards."""
-    scenarios = ("equal_to_native", "some_codecs", "resume", "refusals")
+    scenarios = ("equal_to_native", "some_codecs", *FACTS, "refusals")
     return launch(tmp_path_factory.mktemp("fsdp"), quick_python, 2, 2, *scenarios)
 
 
@@ -88,8 +89,9 @@ def test_mass_is_conserved_in_a_long_run(tmp_path: Path, quick_python: list[str]
         assert all(error < 1e-10 for error in each.values()), each
 
 
-def test_a_resumed_training_is_that_without_a_pause(square: Path) -> None:
-    found = facts(square, "resume", "2x2")
+@pytest.mark.parametrize("scenario", FACTS)
+def test_facts(square: Path, scenario: str) -> None:
+    found = facts(square, scenario, "2x2")
     assert len(found) == 4
     for each in found:
         assert all(each.values()), each

@@ -74,6 +74,7 @@ def test_it_trains_as_without(four: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "says"),
     [
+        ("scaled", "got a GradScaler"),
         ("biased", "error_feedback=True"),
         ("fed back", "Error feedback diverges"),
         ("sparse", "not sparse"),

@@ -83,8 +83,8 @@ def test_a_count_in_the_middle_of_accumulation_is_refused() -> None:
 
 def test_few_outer_steps_are_said_with_their_number(caplog: pytest.LogCaptureFixture) -> None:
     sparse = LocalUpdateSettings.check("sparseloco")
-    assert sparse.few(63 * 30 + 29).startswith("63 outer steps in 1919 local ones")
-    assert not sparse.few(64 * 30)
+    assert sparse.few(63 * 4 + 3).startswith("63 outer steps in 255 local ones")
+    assert not sparse.few(64 * 4)
     assert not LocalUpdateSettings.check("local_sgd").few(8)
 
     def train(world: World) -> None:

@@ -131,6 +131,31 @@ def test_another_number_of_workers_goes_on_from_the_anchor() -> None:
         assert all(map(torch.equal, after, found[0][1]))
 
 
+@pytest.mark.parametrize("sync_every", [4, 5])
+def test_an_exchange_that_was_under_way_is_applied_under_any_schedule(sync_every: int) -> None:
+    """Saved after step 4, to be due after step 6; the next exchange begins after ``sync_every``."""
+    saved: dict[str, Any] = {}
+
+    def train(world: World) -> tuple[list[Tensor], list[Tensor]]:
+        settings = {"method": "local_sgd", "codec": "none"}
+        whole = world.worker(plain(), sync_every=4, overlap_steps=2, **settings)
+        whole.train(4)
+        saved.update(copy.deepcopy(whole.updates.state_dict() or {}))
+        world.rank.barrier.wait()
+        whole.train(2)
+        resumed = world.worker(plain(), sync_every=sync_every, **settings)
+        resumed.updates.load_state_dict(copy.deepcopy(saved))
+        before = resumed.anchors()
+        for _ in range(2):
+            resumed.updates.step()  # weights are the anchor's: it moves by what was under way
+        assert not torch.equal(before[0], whole.anchors()[0])
+        return whole.anchors(), resumed.anchors()
+
+    for whole, resumed in run(train, 2):
+        for ours, theirs in zip(resumed, whole, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
 def test_low_precision_weights_have_an_anchor_of_full_precision() -> None:
     def train(world: World) -> tuple[Worker, list[Tensor]]:
         worker = world.worker(plain(dtype=torch.bfloat16), sgd, sync_every=2, codec="int8")
@@ -144,7 +169,7 @@ def test_low_precision_weights_have_an_anchor_of_full_precision() -> None:
         assert any(not torch.equal(a, a.bfloat16().float()) for a in worker.anchors())
 
 
-def test_a_state_of_another_model_is_refused() -> None:
+def test_a_state_of_another_model_or_version_is_refused() -> None:
     def train(world: World) -> None:
         worker = world.worker(plain(), sync_every=4)
         state = worker.updates.state_dict()
@@ -152,5 +177,7 @@ def test_a_state_of_another_model_is_refused() -> None:
         state["anchor"]["another"] = state["anchor"].pop("0.weight")
         with pytest.raises(ValueError, match="the same trained parameters"):
             worker.updates.load_state_dict(state)
+        with pytest.raises(ValueError, match="must be of version 1, got 2"):
+            worker.updates.load_state_dict({**state, "version": 2})
 
     run(train, 1)

@@ -13,8 +13,9 @@ def test_a_trainer_does_what_a_loop_does(two: Results) -> None:
         assert facts["trainer"]["own"] == facts["loop"]["own"]
         require_equal(facts["trainer"]["parameters"], facts["loop"]["parameters"])
         require_equal(facts["loop"]["parameters"], ranks[0]["loop"]["parameters"])
-    own = [facts["trainer"]["own"] for facts in ranks]
-    assert all(first != second for first, second in zip(*own, strict=True))
+    *own, last = zip(*(facts["trainer"]["own"] for facts in ranks), strict=True)
+    assert all(first != second for first, second in own)
+    assert last[0] == last[1]  # the mean
 
 
 def test_a_resumed_training_is_bit_exact(two: Results) -> None:
@@ -30,11 +31,32 @@ def test_a_checkpoint_has_the_anchor_as_weights(two: Results) -> None:
         require_equal(facts["other"], facts["anchor"])
 
 
+def test_the_last_checkpoint_has_the_mean_at_the_end(two: Results) -> None:
+    for facts in two("local_steps_resume"):
+        require_equal(facts["last"], facts["whole"]["parameters"])
+
+
 def test_a_restarted_training_is_bit_exact(two: Results) -> None:
     for facts in two("local_steps_elastic"):
         assert facts["resumed"]["own"] == facts["whole"]["own"][5:]
         require_equal(facts["resumed"]["parameters"], facts["whole"]["parameters"])
-        assert "use format='single'" in facts["sharded"]
+
+
+def test_every_rank_writes_its_own_worker_into_a_sharded_checkpoint(two: Results) -> None:
+    for rank, facts in enumerate(two("local_steps_in_parts")):
+        assert facts["whole"]["own"] == facts["gathered"]
+        assert facts["resumed"]["own"] == facts["whole"]["own"][4:]
+        require_equal(facts["resumed"]["parameters"], facts["whole"]["parameters"])
+        for ours, single in zip(facts["workers"], facts["as_single"], strict=True):
+            torch.testing.assert_close(ours, single, rtol=0, atol=0)
+        of_first = facts["workers"][0]["optimizer_states"]
+        torch.testing.assert_close(facts["optimizer"], of_first, rtol=0, atol=0)
+        own, other = (facts["workers"][each]["optimizer_states"][0] for each in (rank, 1 - rank))
+        assert not torch.equal(own["state"][0]["exp_avg"], other["state"][0]["exp_avg"])
+
+
+def test_every_worker_resumes_with_its_own_loss_scale(two: Results) -> None:
+    assert [facts["scale"] for facts in two("local_steps_of_workers_with_scalers")] == [8.0, 16.0]
 
 
 def test_workers_that_join_take_the_anchor(three: Results) -> None:
@@ -56,6 +78,12 @@ def test_validation_uses_the_anchor_or_the_workers_own_weights(two: Results) -> 
     for facts in (first, second):  # evaluating changes nothing
         assert facts["anchor"]["own"] == facts["worker"]["own"]
         require_equal(facts["anchor"]["parameters"], facts["worker"]["parameters"])
+
+
+def test_a_validation_after_the_fit_uses_the_checkpoint_that_it_is_given(two: Results) -> None:
+    for facts in two("local_steps_validate_another_checkpoint"):
+        assert facts["validated"] == [facts["wanted"]]
+        require_equal(facts["saved"], facts["other"])
 
 
 def test_averaged_weights_are_of_each_worker_and_their_mean_at_the_end(two: Results) -> None:
@@ -84,7 +112,7 @@ def test_by_name_with_statistics_and_metrics(two: Results) -> None:
     ranks = two("local_steps_by_name")
     for facts in ranks:
         require_equal(facts["parameters"], ranks[0]["parameters"])
-        assert facts["stats"]["steps"] == 3  # two windows of 8, and the end
+        assert facts["stats"]["steps"] == 2  # a window of 8, and the end
         assert facts["config"]["sync_every"] == 8
     assert {"outer/cosine", "outer/drift", "comm/wire_bytes"} <= set(ranks[0]["logged"])
 
@@ -95,6 +123,7 @@ def test_by_name_with_statistics_and_metrics(two: Results) -> None:
         ("start_step", "ddp_steps are steps of plain DDP"),
         ("replicas", "replicas must be 'rank' or 'host'"),
         ("both", "give one of the two"),
+        ("compiled", "compile_kernels=True has no effect on local updates"),
         ("rates", "set them there"),
         ("one level", "needs several hosts"),
         ("no outer step", "must have an outer step"),
@@ -113,7 +142,7 @@ def test_ranks_of_a_host_are_one_worker(three: Results) -> None:
     assert first["own"][0] != other["own"][0]
     for facts in (first, second, other):
         require_equal(facts["parameters"], first["parameters"])
-        assert facts["stats"]["steps"] == 3
+        assert facts["stats"]["steps"] == 2  # a window of 3, and the end
 
 
 def test_an_elastic_loop_goes_on_bit_exactly(two: Results) -> None:
@@ -122,7 +151,9 @@ def test_an_elastic_loop_goes_on_bit_exactly(two: Results) -> None:
         assert facts["resumed"]["own"] == facts["whole"]["own"][3:]
         require_equal(facts["resumed"]["parameters"], facts["whole"]["parameters"])
         require_equal(facts["whole"]["parameters"], ranks[0]["whole"]["parameters"])
-        assert "use recovery='restart'" in facts["whole"]["refused"]
+        refused = facts["whole"]["refused"]
+        assert "use recovery='restart'" in refused
+        assert "optimizers of workers in local steps have nothing in common" in refused
     assert ranks[0]["whole"]["own"][0] != ranks[1]["whole"]["own"][0]
 
 
@@ -140,7 +171,7 @@ def test_an_elastic_loop_of_two_goes_on_as_three(three: Results) -> None:
 def test_workers_count_by_their_samples_in_every_framework(two: Results) -> None:
     ranks = two("local_steps_by_samples")
     for facts in ranks:
-        assert facts["loop"]["metrics"]["outer/samples"] == 3 * (2 + 6)
+        assert facts["loop"]["metrics"]["outer/samples"] == 2 * (2 + 6)
         assert "call strategy.count_samples" in facts["uncounted"]
         for other in ("trainer", "fabric"):
             assert facts[other]["own"] == facts["loop"]["own"]

@@ -312,6 +312,79 @@ def test_the_end_is_the_mean_of_the_workers_and_evaluation_the_anchor() -> None:
             torch.testing.assert_close(found, (ranks[0][0][i] + ranks[1][0][i]) / 2)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"method": "sparseloco", "sync_every": 2},
+        {"method": "streaming", "sync_every": 4, "fragments": 2, "overlap_steps": 1},
+        {"codec": "terngrad", "sync_every": 3, "overlap_steps": 2},
+    ],
+)
+def test_the_end_is_the_exact_mean_whatever_is_compressed_or_under_way(
+    settings: dict[str, Any],
+) -> None:
+    def train(world: World) -> tuple[list[Tensor], list[Tensor], int]:
+        worker = world.worker(plain(dtype=torch.float32), **settings)
+        worker.train(7)
+        own = worker.weights()
+        worker.updates.finish()
+        steps = worker.updates.comm_stats()["steps"]
+        worker.updates.finish()  # nothing has changed
+        return own, worker.weights(), worker.updates.comm_stats()["steps"] - steps
+
+    ranks = run(train, 2)
+    for _, end, exchanges in ranks:
+        for i, found in enumerate(end):
+            torch.testing.assert_close(found, (ranks[0][0][i] + ranks[1][0][i]) / 2)
+        assert exchanges == 0
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_last_step_of_a_known_number_is_followed_by_the_mean(known: bool) -> None:
+    """Full outer momentum would overshoot after an inner learning rate that has decayed."""
+
+    def train(world: World) -> tuple[list[Tensor], list[Tensor]]:
+        worker = world.worker(plain(), sync_every=2, codec="none", outer_momentum=0.9)
+        decay = torch.optim.lr_scheduler.LinearLR(worker.optimizer, 1.0, 0.0, total_iters=8)
+        worker.updates.total_steps = 8 if known else None
+        for _ in range(8):
+            worker.learn()
+            own = worker.weights()
+            worker.updates.step()
+            decay.step()
+        return own, worker.weights()
+
+    ranks = run(train, 2)
+    mean = [(first + second) / 2 for first, second in zip(ranks[0][0], ranks[1][0], strict=True)]
+    for _, end in ranks:
+        assert all(map(torch.allclose, end, mean)) == known
+
+
+@pytest.mark.parametrize("hosts", [[[0, 1], [2, 3]], [[0, 1], [2]]], ids=["2, 2", "2, 1"])
+def test_hosts_count_the_same_whatever_ranks_they_have(hosts: list[list[int]]) -> None:
+    """Two orthogonal pseudo-gradients."""
+
+    def train(world: World) -> tuple[dict[str, float], float, Tensor]:
+        index, host = next((i, h) for i, h in enumerate(hosts) if world.rank.rank in h)
+        model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(1)).double()
+        inside = DistributedDataParallel(model, process_group=world.rank.group("host", host))
+        worker = world.worker(inside, sgd, method="local_sgd", sync_every=1, codec="none")
+        begin = model[0].weight.detach().clone()
+        with torch.no_grad():
+            model[0].weight[index] += 1
+            model[1].running_mean.fill_(index)
+        worker.updates.step()
+        statistics = float(model[1].running_mean)
+        return dict(worker.updates.metrics()), statistics, model[0].weight.detach() - begin
+
+    for metrics, statistics, moved in run(train, sum(map(len, hosts))):
+        torch.testing.assert_close(moved, torch.full_like(moved, 0.5))
+        assert statistics == pytest.approx(0.5)
+        assert metrics["outer/workers"] == 2
+        assert metrics["outer/drift"] == pytest.approx(2**0.5)
+        assert metrics["outer/cosine"] == pytest.approx(0, abs=1e-9)
+
+
 def test_ranks_of_a_host_are_one_worker() -> None:
     """DistributedDataParallel inside the hosts, an outer exchange in levels between them."""
     tree = [[0, 1], [2, 3]]
@@ -424,3 +497,14 @@ def test_sparseloco_is_the_rule() -> None:
     for weight, stats in run(train, workers):
         torch.testing.assert_close(weight, anchor, rtol=1e-5, atol=1e-6)
         assert stats["last_step"]["wire_bytes"] == 64 * 12 // 8 + 64 * 2 // 8 + 4 + 4  # padded
+
+
+def test_a_step_after_close_raises() -> None:
+    def train(world: World) -> None:
+        worker = world.worker(plain(), sgd, method="local_sgd", sync_every=1, overlap_steps=0)
+        worker.train(1)
+        worker.updates.close()
+        with pytest.raises(RuntimeError, match="a reducer that is closed"):
+            worker.train(1)
+
+    run(train, 2)

@@ -70,6 +70,28 @@ def test_later_starts_go_on_to_the_same_end(
     assert train(tmp_path / "within", "plain", elastic=settings)[1] == expected[1]
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"every_n_train_steps": 5},
+        {"every_n_train_steps": None},
+        {"every_n_train_steps": 5, "every_n_epochs": 2},
+    ],
+    ids=str,
+)
+def test_checkpoints_are_due_at_the_steps_of_a_trainer(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    settings = {**settings, "max_to_keep": 100}
+    fit(tmp_path / "trainer", elastic=settings)
+    train(tmp_path / "loop", "plain", elastic=settings)
+    in_trainer, in_loop = (
+        {path.name for path in (tmp_path / name / "ckpt").glob("*.ckpt")}
+        for name in ("trainer", "loop")
+    )
+    assert in_loop == in_trainer
+
+
 def test_a_damaged_newest_is_passed_over(tmp_path: Path) -> None:
     expected = train(tmp_path / "reference", "plain")
     with pytest.raises(Fault):
@@ -260,12 +282,16 @@ def test_no_passes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
+        (
+            {"format": "sharded", "recovery": "in_process"},
+            "lets another rank write a checkpoint, and with format='sharded' all of them do",
+        ),
         ({"mirror_residuals": True}, "takes effect with recovery='in_process' only"),
         ({"mirror_residuals": 0, "recovery": "in_process"}, "the steps between two copies; got 0"),
         ({"mirror_residuals": -3, "recovery": "in_process"}, "True, False or the steps.*got -3"),
     ],
 )
-def test_copies_of_residuals_that_nobody_could_use(
+def test_settings_of_recovery_that_could_not_take_effect(
     given: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=says):

@@ -33,6 +33,7 @@ SLOW = (
 )
 """Of tests that run with the slow ones, in ``make test-slow``."""
 OTHERS = ("accelerate", "fabric")
+SHARDED = "rank 1 killed, sharded checkpoints"
 STATEFUL = "map-style, stateful loader"
 
 
@@ -54,6 +55,7 @@ def outcomes(
         "reference": job("reference", folder),
         **{name: job(name, folder, *faults) for name, faults in FAULTS.items()},
         **{name: job(name, folder, killed, framework=name) for name in OTHERS},
+        SHARDED: job("sharded", folder, killed, fit={"elastic": {"format": "sharded"}}),
         "all told": job("all told", folder, told, worlds=(2, 2), **requeued),
         "exact": job("exact", folder, **EXACT),
         "2, then 1, then 3": job(
@@ -109,6 +111,7 @@ def ids_of(job: Job) -> list[list[int]]:
     [
         *(name for name in FAULTS if name not in SLOW),
         *OTHERS,
+        SHARDED,
         "all told",
         *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
     ],
@@ -122,6 +125,14 @@ def test_the_end_is_that_of_a_run_without_a_fault(name: str, outcomes: Any) -> N
     assert end_of(found)["left"] == [], "process groups"
     assert ids_of(found) == ids_of(reference)
     assert list(Path(found.folder).glob("fired-*")), "the fault did not happen"
+
+
+def test_every_rank_writes_its_part_of_a_sharded_checkpoint(outcomes: Any) -> None:
+    newest = newest_valid(str(Path(outcomes[SHARDED][0].folder) / "ckpt"))
+    assert newest is not None
+    parts = [path.stat().st_size for path in Path(newest.path).glob("*.bin")]
+    assert len(parts) == 2
+    assert min(parts) > 4 * 8 * 4  # half of weights and momentum
 
 
 def test_what_a_restart_has_cost_is_for_the_loggers_of_rank_0(outcomes: Any) -> None:

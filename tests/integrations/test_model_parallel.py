@@ -76,6 +76,7 @@ def test_mesh_samplers_and_bytes(square: Path) -> None:
         assert each["equal"]
         assert each["residuals"]
         assert each["by name"]
+        assert each["grad scaler"]
         assert each["steps"] == 12, "the second fit goes on with the residuals of the first"
 
 

@@ -184,3 +184,16 @@ def test_a_model_on_several_devices_is_refused() -> None:
     said = _refusal(prepare)
     assert "one device per process" in said
     assert "'0.weight' is on cpu and '1.weight' on meta" in said
+
+
+def test_a_silent_rank_fails_the_step_within_the_timeout() -> None:
+    def train(rank: Rank) -> None:
+        model = rank.ddp(two_branches()["a"])
+        reducer = compress_ddp(model, groups=rank.groups(), exchange_timeout=0.3)
+        if rank.rank == 0:  # the other one does not come
+            with pytest.raises(RuntimeError, match=r"No answer from the other ranks within 0\.3 s"):
+                model(batch(rank, 1)).sum().backward()
+        rank.barrier.wait()
+        reducer.close()
+
+    run_threads(train, 2, is_abandoned=True)

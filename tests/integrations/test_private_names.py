@@ -18,7 +18,7 @@ from lightning_dist.integrations.lightning import private as of_lightning
 from lightning_dist.private import Table, is_there, require_names
 
 PACKAGE = Path(lightning_dist.__file__).parent
-ROOMS = ("integrations", "elastic", "cli")
+ROOMS = ("integrations", "elastic", "cli", "checkpoint", "profiling", "reducer")
 DOCUMENTED = {("os", "_exit")}
 
 

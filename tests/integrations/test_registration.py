@@ -16,13 +16,13 @@ from processes import run
 import lightning_dist
 from lightning_dist import CODECS, CompressedDDPStrategy
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
-from lightning_dist.integrations.registration import lightning_strategy, register_all
-from lightning_dist.integrations.strategy_names import (
+from lightning_dist.integrations.strategies.names import (
     ELASTIC_NAMES,
     LOCAL_NAMES,
     SHARDED_NAMES,
     register,
 )
+from lightning_dist.integrations.strategies.registration import lightning_strategy, register_all
 
 NAMES = {
     "compressed_ddp": {"start_method": "popen"},
@@ -98,11 +98,6 @@ def test_a_name_that_the_user_took_stays_theirs() -> None:
     assert registry["compressed_ddp"]["strategy"] is DDPStrategy
     assert registry["compressed_ddp"]["description"] == "mine"
     assert set(registry) == set(NAMES)
-
-
-def test_the_names_that_ddp_registers_are_still_ddps() -> None:
-    CompressedDDPStrategy.register_strategies(StrategyRegistry)
-    assert StrategyRegistry["ddp"]["strategy"] is DDPStrategy
 
 
 @pytest.mark.parametrize("name", ["compressed_ddp", "Compressed_DDP_BF16"])

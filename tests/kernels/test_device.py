@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_device import DEVICE, on_device
 from torch import Tensor
 
 from lightning_dist.codecs import noise
@@ -15,7 +16,7 @@ tl: Any = triton.language
 codecs = pytest.importorskip("lightning_dist.kernels.triton.codecs")
 device = pytest.importorskip("lightning_dist.kernels.triton.device")
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = on_device
 
 
 @triton.jit

@@ -66,12 +66,19 @@ def step_of(units: list[CommUnit], counts: Counter[str]) -> None:
         decode_all(units, scale)
 
 
-def planner_of(world_size: int, *, per_host: int = 1, immediate: bool = True) -> Planner:
+def planner_of(
+    world_size: int,
+    *,
+    per_host: int = 1,
+    immediate: bool = True,
+    plans_for: torch.device | None = None,
+) -> Planner:
     ranks = list(range(world_size))
     rank = world_size - 1
     hosts = tuple(f"host{of // per_host}" for of in ranks)
     channel = Channel(group_of(ranks, rank))
-    network = Network(channel, channel, Topology(hosts, rank), torch.device("cpu"))
+    topology, cpu = Topology(hosts, rank), torch.device("cpu")
+    network = Network(channel, channel, topology, cpu, plans_for=plans_for)
     if per_host > 1:
         tree = [ranks[i : i + per_host] for i in range(0, world_size, per_host)]
         network = in_levels(
@@ -153,6 +160,28 @@ def test_flat(parameters: int, world_size: int, immediate: bool) -> None:
     counts = counted("int8", parameters, world_size, immediate=immediate)
     assert counts["launches"] <= 6, counts
     assert counts["collectives"] <= 2, counts
+
+
+@pytest.mark.parametrize(
+    ("codec", "dtype"),
+    [
+        ("topk", torch.float32),
+        ("dgc", torch.float32),
+        ("int4:hadamard=true", torch.float32),
+        ("int8", torch.float64),
+    ],
+)
+@pytest.mark.parametrize("world_size", [2, 8])
+@pytest.mark.parametrize("parameters", MODELS)
+def test_a_bucket_is_one_exchange_without_kernels_of_tables(
+    parameters: int, world_size: int, codec: str, dtype: torch.dtype
+) -> None:
+    """Codecs and dtypes whose passes are launched for every parameter."""
+    planner, numel = planner_of(world_size, plans_for=torch.device("cuda")), MODELS[parameters]
+    slices = [ParameterSlice(f"p{i}", i * numel, (numel,)) for i in range(parameters)]
+    bucket = torch.zeros(parameters * numel, dtype=dtype)
+    (group,) = planner.groups({resolve_codec(codec): slices}, bucket)
+    assert len(group.units) == 1
 
 
 @pytest.mark.parametrize("immediate", [True, False])

@@ -16,7 +16,9 @@ from reducer.feeding import Fed, Tensors, backward, compressed, feed, residuals
 from torch import Tensor
 from worlds import Rank, run_threads
 
+from lightning_dist.codecs import Int8
 from lightning_dist.exchange.channel import Channel
+from lightning_dist.measurement.microbenchmark import Passes
 from lightning_dist.reducer.codec_sample import Sampler
 from lightning_dist.reducer.observer import Observer
 from lightning_dist.reducer.plan import intra
@@ -64,6 +66,7 @@ class Ran:
     units: set[type] = field(default_factory=set)
     samples: list[Tensors] = field(default_factory=list)
     wire: list[str] = field(default_factory=list)  # digests of all that was sent
+    buffers: float = 0.0  # bytes per element
 
 
 def train(rank: Rank, codec: str, spoiled: bool, sampled: bool, settings: dict[str, Any]) -> Ran:
@@ -80,6 +83,8 @@ def train(rank: Rank, codec: str, spoiled: bool, sampled: bool, settings: dict[s
             ran.gradients.append(backward(model, given))
             ran.residuals.append(residuals(reducer))
         ran.samples = samples.steps[:-1]  # the next one has not begun
+        numel = sum(parameter.numel() for parameter in model.parameters())
+        ran.buffers = reducer.memory()["buffer_bytes"] / numel
         groups = reducer._plans.groups()
         ran.units = {type(unit) for group in groups for unit in group.units}
     return ran
@@ -137,6 +142,8 @@ def check(codec: str, size: int, commit: str, *, spoiled: bool = False) -> None:
         assert all(residual.isfinite().all() for residual in after.residuals[-1].values())
         assert keeps or not after.residuals[-1]
         assert not keeps or any(r.any() for r in after.residuals[-1].values())
+        if size > 2:  # what was sent is encoded again, not kept
+            assert after.buffers < 2.5
         if not spoiled:
             assert after.wire == before.wire != []
         else:
@@ -172,6 +179,20 @@ def test_uncompressed_slices_are_packed(size: int, commit: str) -> None:
         assert before.units == {BlockUnit}
         assert all(map(same, after.gradients, before.gradients))
         assert after.residuals[-1].keys() == {"first"}
+
+
+def test_calibration_measures_the_kernels_that_training_uses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Planner, "fuse", lambda *_, **__: None)  # of the CPU
+    with in_tables() as launched:
+        measured = Passes(
+            Int8(), feedback=True, fused=True, device=torch.device("cpu"), units=1, ranks=2
+        )
+        for call in (measured.prepare, measured.encode, measured.exchange, measured.decode):
+            call()
+    assert measured.is_fused
+    assert launched == ["encode_kernel", "decode_kernel"]
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import torch
 from eager import Eager, bits, hard_numbers, laid_out, same, same_payload, span_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_device import DEVICE, on_device
 from torch import Tensor
 
 from lightning_dist.codecs import (
@@ -29,10 +30,13 @@ from lightning_dist.kernels.triton import GRADIENT_DTYPES, Slice, SliceTable, ke
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 passes = pytest.importorskip("lightning_dist.kernels.triton.passes")
+registry = pytest.importorskip("lightning_dist.kernels.triton.registry")
+codecs = pytest.importorskip("lightning_dist.kernels.triton.codecs")
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of inf and NaN
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of inf and NaN
+    *on_device,
+]
 
 TABLE: list[BlockCodec] = [
     Int8(block_size=64),
@@ -326,6 +330,19 @@ def test_gradients_that_have_no_kernels() -> None:
     assert kernels_of(Int4(hadamard=True), dtype=torch.float32) is None
     assert kernels_of(Int8(block_size=16384), dtype=torch.float32) is None
     assert kernels_of(TopK(), dtype=torch.float32) is None
+
+
+@dataclass(frozen=True)
+class OwnInt8(Int8):
+    """A codec of a user."""
+
+
+def test_a_codec_of_a_user_may_have_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_functions", dict(registry._functions))
+    own = OwnInt8(block_size=64)
+    assert kernels_of(own, dtype=torch.float32) is None
+    registry.register_kernels(OwnInt8, encode=codecs.int8_encode, level=codecs.int8_level)
+    check(bucket(own, laid_out(*ODD, gap=1), rows=3))
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ def test_uncertain_clocks_are_told(uncertainty: float, is_told: bool) -> None:
     assert bool(notes) == is_told
     if is_told:
         assert notes == [
-            "clocks are uncertain by 2.30 ms and an exchange takes 22.50 ms: the split into "
+            "clocks are uncertain by 2.30 ms and an exchange takes 22.5 ms: the split into "
             "waiting and transfer is uncertain"
         ]
 

@@ -105,4 +105,4 @@ def test_a_run_that_was_killed_says_how_uncertain_its_clocks_are() -> None:
     assert killed.straggler is None
     assert "the clock uncertainty is as large as" in killed.unavailable["straggler"]
     (note,) = killed.notes
-    assert note.startswith("clocks are uncertain by 360.")
+    assert note.startswith("clocks are uncertain by 360 ms")

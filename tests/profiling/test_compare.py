@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from planted import Planted, replace
+from planted import Planted, bare, replace
 
 from lightning_dist.profiling.analysis.compare import (
     NAMES,
@@ -16,6 +16,7 @@ from lightning_dist.profiling.analysis.compare import (
     verdict,
 )
 from lightning_dist.profiling.analysis.summarize import summarize
+from lightning_dist.profiling.capture.events import OF_NO_BUCKET, Span
 from lightning_dist.profiling.run import Run
 
 UNEVEN = {step: 1 + step % 5 / 10 for step in range(42)}
@@ -47,6 +48,15 @@ def test_planted_differences_are_found() -> None:
     assert found["step_ms"].difference == 10
 
 
+def test_bytes_of_fsdp_are_those_of_the_report() -> None:
+    all_gather = "exchange", OF_NO_BUCKET, 1, 9, "all_gather", "flat", 16_000_000
+    run = bare(BASE.run(), spans=[Span(*all_gather)])
+    summary, found = summarize(run), differences(BASE, run)
+    assert summary.traffic is not None
+    assert found["sent_mb"].b == summary.traffic.wire_bytes / 1e6 == 20
+    assert found["sent_mb"].a == 4
+
+
 def test_the_spread_is_that_of_both_notches() -> None:
     values = [float(value) for value in range(9)]  # quartiles 2 and 6
     twice = [2 * value + 1 for value in values]
@@ -72,12 +82,14 @@ def test_two_halves_of_one_run_do_not_differ() -> None:
 
 def test_the_verdict_names_what_differs_most() -> None:
     assert said(BASE, replace(BASE, forward=60, data=1)) == (
-        "The step of B is 39 ms (34.8 %) longer: forward +40 ms, between steps -1 ms."
+        "The step of B is 39.0 ms (35 %) longer: forward +40.0 ms, between steps -1.00 ms."
     )
     assert said(BASE, replace(BASE, data=1)) == (
-        "Step time: no difference beyond the spread of the steps; but between steps -1 ms."
+        "Step time: no difference beyond the spread of the steps; but between steps -1.00 ms."
     )
-    assert said(BASE, replace(BASE, sent=250_000)).endswith("spread of the steps; but sent -3 MB.")
+    assert said(BASE, replace(BASE, sent=250_000)).endswith(
+        "spread of the steps; but sent -3.00 MB."
+    )
 
 
 def test_few_steps_have_no_spread() -> None:
@@ -120,9 +132,9 @@ def test_ddp_has_no_time_of_a_codec() -> None:
 
 def test_what_goes_where_the_step_went_is_named_first() -> None:
     shorter = said(replace(BASE, forward=60, optimizer=5), replace(BASE, optimizer=21))
-    assert shorter.endswith("ms (15.8 %) shorter: forward -40 ms, optimizer +16 ms.")
+    assert shorter.endswith("ms (16 %) shorter: forward -40.0 ms, optimizer +16.0 ms.")
     less = said(replace(BASE, forward=30, data=20), replace(BASE, optimizer=21))
-    assert less.endswith("shorter: between steps -18 ms, forward -10 ms, optimizer +16 ms.")
+    assert less.endswith("shorter: between steps -18.0 ms, forward -10.0 ms, optimizer +16.0 ms.")
 
 
 def test_all_steps_are_compared_apart_from_those_in_detail() -> None:

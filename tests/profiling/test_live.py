@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from planted import Planted, replace
+from planted import Planted, bare, replace
 
 from lightning_dist.integrations.profiler.live import LiveProfile, log_summary, of_one_rank
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.capture.events import Phase, StepRecord
+from lightning_dist.profiling.capture.events import OF_NO_BUCKET, Phase, Span, StepRecord
 from lightning_dist.profiling.run import Run
 
 UNEVEN = Planted(slow_steps={1: 4, 3: 9})
@@ -48,6 +48,14 @@ def test_what_is_exposed_is_the_same_everywhere(change: Any) -> None:
     assert told["comm/exposed_fraction"] == pytest.approx(summary.exposed_fraction)
     assert told["comm/hidden_ms"] == pytest.approx(summary.hidden_ms)
     assert told["comm/step_ms"] == pytest.approx(summary.step_ms["mean"])
+
+
+@pytest.mark.parametrize("step", [0, 4])
+def test_steps_of_a_window_need_not_have_the_same_metrics(step: int) -> None:
+    own = Span("exchange", OF_NO_BUCKET, 0, 6_000_000, "all_gather", "flat", 100, blocks=True)
+    told = logged(bare(Planted().run(), only=[step], spans=[own]))
+    assert told["comm/exposed_fsdp_ms"] == pytest.approx(1)
+    assert told["comm/codec_total_ms"] == pytest.approx(10), "the replaced spans held 12 ms of 72"
 
 
 def test_stock_ddp_has_no_time_of_a_codec() -> None:

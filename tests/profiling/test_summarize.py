@@ -243,7 +243,7 @@ def test_several_stragglers_are_none() -> None:
     summary = summarize(run, warmup_steps=0)
     assert summary.straggler is None
     assert summary.unavailable["straggler"] == (
-        "no rank is clearly the last: only 33% of it is for one rank, 0"
+        "no rank is clearly the last: only 33 % of it is for one rank, 0"
     )
 
 
@@ -252,7 +252,7 @@ def test_little_waiting_has_no_straggler(late: float, straggler: int | None) -> 
     summary = summarize(Planted(late={1: late}).run())
     assert summary.straggler == straggler
     if straggler is None:
-        assert summary.unavailable["straggler"] == "waiting is 1.5% of the step"
+        assert summary.unavailable["straggler"] == "waiting is 1.5 % of the step"
     assert summary.ranks[0].wait_ms == pytest.approx(late)
 
 

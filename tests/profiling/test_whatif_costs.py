@@ -15,9 +15,9 @@ from lightning_dist.measurement import calibration
 from lightning_dist.measurement.calibration import calibrate, to_measure
 from lightning_dist.measurement.costs import CANDIDATES, CodecCost
 from lightning_dist.profiling.whatif.costs import (
-    MEASURES,
     NAME,
     Costs,
+    Status,
     measure_costs,
     read_costs,
     runs_compiled,
@@ -61,7 +61,12 @@ def test_what_is_kept_is_what_is_read_without_fields_of_a_later_version(tmp_path
     assert read_costs(tmp_path) == KEPT
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
     content = json.loads((tmp_path / NAME).read_text())
-    assert content == {"schema": 2, "reason": KEPT.reason, "costs": {"int8": vars(COST)}}
+    assert content == {
+        "schema": 2,
+        "status": "measured",
+        "reason": KEPT.reason,
+        "costs": {"int8": vars(COST)},
+    }
     content["costs"]["int8"]["smell"] = 1
     (tmp_path / NAME).write_text(json.dumps(content))
     assert read_costs(tmp_path) == KEPT
@@ -77,7 +82,7 @@ def test_a_file_that_cannot_be_used_says_why(tmp_path: Path) -> None:
     for text in (*damaged, '{"schema": 1, "co', "[1]", "\xff"):
         (tmp_path / NAME).write_text(text, encoding="latin-1")
         assert read_costs(tmp_path) == Costs(
-            reason=f"{NAME} is damaged or of another version; {MEASURES}"
+            reason=f"{NAME} is damaged or of another version", status=Status.UNREADABLE
         ), text
     for schema in (1, 3):
         (tmp_path / NAME).write_text(json.dumps({**kept, "schema": schema}))
@@ -89,9 +94,7 @@ def test_a_file_that_cannot_be_used_says_why(tmp_path: Path) -> None:
 
 def test_a_trial_does_not_wait_for_it(calls: list[str]) -> None:
     found = measured(Planted())
-    assert found == Costs(
-        reason="the training was shorter than 30 s; `lightning-dist profile whatif DIR` measures"
-    )
+    assert found == Costs(reason="the training was shorter than 30 s", status=Status.NOT_MEASURED)
     assert calls == []
 
 

@@ -11,7 +11,8 @@ from whatif_runs import CHUNK, COSTS, duration
 from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.observe import observe
-from lightning_dist.profiling.whatif.predict import Predictions, local_scenarios, predict
+from lightning_dist.profiling.whatif.predict import local_scenarios, predict
+from lightning_dist.profiling.whatif.predictions import Predictions
 from lightning_dist.profiling.whatif.scenarios import (
     Bucket,
     Link,

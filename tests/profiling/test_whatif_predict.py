@@ -11,14 +11,9 @@ from whatif_runs import CHUNK, COSTS, DDP, INT8, about, asked, duration, only, w
 
 from lightning_dist.profiling.capture.events import BurstRecord, LinkRecord
 from lightning_dist.profiling.whatif.observe import observe
-from lightning_dist.profiling.whatif.predict import (
-    LABEL,
-    LEAST_TOLERANCE,
-    Prediction,
-    local_scenarios,
-    predict,
-)
-from lightning_dist.profiling.whatif.scenarios import Link, Scenario, elsewhere, scenarios_of
+from lightning_dist.profiling.whatif.predict import LEAST_TOLERANCE, local_scenarios, predict
+from lightning_dist.profiling.whatif.predictions import LABEL, Prediction
+from lightning_dist.profiling.whatif.scenarios import FORMS, Link, Scenario, elsewhere, scenarios_of
 from lightning_dist.profiling.whatif.words import remark
 from lightning_dist.reducer.units.sizes import UNIT_ELEMENTS
 
@@ -197,7 +192,7 @@ def test_a_large_error_joins_what_a_small_one_would_rank() -> None:
 
 def test_what_is_not_known_is_none_and_says_why() -> None:
     first, *others = asked(
-        DDP, FP16, {"codec": "topk"}, {"codec": "int8", "form": "sharded"}
+        DDP, FP16, {"codec": "topk"}, {"codec": "int8", "form": "hierarchical"}
     ).scenarios
     assert first.step_ms is not None
     reasons = {each.codec: each.reason for each in others}
@@ -242,7 +237,7 @@ def test_scenarios() -> None:
         assert len(set(found)) == len(found)
         return {(each.codec, each.form) for each in found}
 
-    ddp, (flat, *by_hosts) = ("ddp", "flat"), [("int8", f) for f in ("flat", "sharded", "leader")]
+    ddp, (flat, *by_hosts) = ("ddp", "flat"), [("int8", form) for form in FORMS]
     assert of(2, "ddp", "int8") == {ddp, flat}
     assert of(4, "ddp", "int8") == {ddp, flat, *by_hosts}
     with pytest.raises(ValueError, match="no exchange inside a host was measured"):
@@ -254,7 +249,7 @@ def test_scenarios() -> None:
 def test_a_scenario_that_cannot_be_is_refused() -> None:
     run = Scenario("ddp", "flat", (1, 1), Link(1e6))
     for change, rule in [
-        ({"form": "ring"}, "form must be one of flat, sharded, leader"),
+        ({"form": "ring"}, "form must be one of flat, hierarchical, leader"),
     ]:
         with pytest.raises(ValueError, match=rule):
             replace(run, **change)
@@ -357,5 +352,5 @@ def test_local_steps_cross_hosts_by_levels_where_those_have_several_ranks() -> N
     observed = observe(DDP.run())
     hosts = replace(observed.scenario, counts=(2, 2), inside=Link(1e9))
     found = local_scenarios(observed, hosts, costs=COSTS, sync_every=[8])
-    assert {each.form for each in found} == {"sharded"}
+    assert {each.form for each in found} == {"hierarchical"}
     assert {each.codec for each in found} == {"none", "fp16", "int8"}

@@ -19,8 +19,14 @@ from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.report.files import write_summary
 from lightning_dist.profiling.report.tables import whatif_table
 from lightning_dist.profiling.whatif.costs import Costs
-from lightning_dist.profiling.whatif.predict import LABEL, Predictions
-from lightning_dist.profiling.whatif.words import headline, notes, times_faster, with_whatif
+from lightning_dist.profiling.whatif.predictions import LABEL, Predictions
+from lightning_dist.profiling.whatif.words import (
+    MEASURES,
+    headline,
+    notes,
+    times_faster,
+    with_whatif,
+)
 
 NOTHING = "No other setting is predicted to be faster by more than the error of the model."
 
@@ -58,7 +64,7 @@ def test_where_nothing_is_faster_it_says_so() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"form": "sharded"}, "Predicted with int4 between hosts: 1.2x."),
+        ({"form": "hierarchical"}, "Predicted with int4 between hosts: 1.2x."),
         ({"form": "leader"}, "Predicted with int4 between hosts, leader form: 1.2x."),
         ({"change": -0.019}, NOTHING),
         (
@@ -74,7 +80,7 @@ def test_what_is_told_of_the_best(changes: dict[str, Any], sentence: str) -> Non
 
 def test_a_flat_exchange_is_named_where_the_run_had_another() -> None:
     found = a_whatif()
-    found = replace(found, baseline=replace(found.baseline, form="sharded"))
+    found = replace(found, baseline=replace(found.baseline, form="hierarchical"))
     assert headline(found) == "Predicted with int4, flat: 1.2x."
 
 
@@ -161,9 +167,9 @@ def test_what_was_not_measured_is_told() -> None:
     run = DDP.run()
     found = with_whatif(summarize(run), run, lambda observed: Costs(COSTS, "no time was left"))
     assert found.predictions is not None
-    assert found.predictions.unavailable["costs"] == "no time was left"
+    assert found.predictions.unavailable["costs"] == f"no time was left; {MEASURES}"
     table = whatif_table(found)
-    assert "Costs: n/a, no time was left." in table.caption
+    assert f"Costs: n/a, no time was left; {MEASURES}." in table.caption
     assert "N/a for int8 flat, int4 flat, sign flat, topk flat, powersgd flat" not in table.caption
     assert "N/a for int8 flat: the cost of int8 was not measured." in table.caption
 
@@ -174,9 +180,8 @@ def test_what_is_not_known_is_told_once_for_each_reason() -> None:
     table = whatif_table(found)
     assert "4 ranks on 1 host, " in table.caption
     assert "N/a for int8, int4, sign, topk, powersgd flat: " not in table.caption
-    for form in ("sharded", "leader"):
-        assert f"N/a for int8 {form}: the cost of int8 was not measured." in table.caption
-        assert f"N/a for none, fp16 {form}: one host: nothing crosses" in table.caption
+    assert "N/a for int8 flat, hierarchical, leader: the cost of int8 was not" in table.caption
+    assert "N/a for none, fp16 hierarchical, leader: one host: nothing crosses" in table.caption
 
 
 def test_the_terminal_has_the_best_few() -> None:

@@ -86,16 +86,16 @@ def test_with_the_immediate_commit_a_bucket_is_decoded_while_the_next_one_travel
 
 
 def test_by_hosts_inside_then_across_then_inside() -> None:
-    sharded = Scenario("int8", "sharded", (2, 2), SLOW, inside=SLOW)
+    by_hosts = Scenario("int8", "hierarchical", (2, 2), SLOW, inside=SLOW)
     # up 0.2; half a bucket: encode 0.05, two ranks send 50 kB each 0.1, two payloads 0.1; down 0.2
-    assert done(sharded, (0, 100_000), cost=LEAN) == 0.65
+    assert done(by_hosts, (0, 100_000), cost=LEAN) == 0.65
     # up 0.4; encode 0.1, 100 kB 0.1, decode 0.2; down 0.4
-    assert done(replace(sharded, form="leader"), (0, 100_000), cost=LEAN) == 1.2
+    assert done(replace(by_hosts, form="leader"), (0, 100_000), cost=LEAN) == 1.2
 
 
 def test_bytes_over_the_link_of_a_host() -> None:
     assert simulated(PAIR, (1, ONE_MB), (1.5, ONE_MB)).sent == 2e6
-    for counts, form, sent in (((1,) * 4, "flat", 150_000), ((2, 2), "sharded", 100_000)):
+    for counts, form, sent in (((1,) * 4, "flat", 150_000), ((2, 2), "hierarchical", 100_000)):
         scenario = Scenario("int8", form, counts, SLOW, inside=SLOW)
         assert simulated(scenario, (0, 100_000), cost=INT8).sent == sent
 
@@ -148,7 +148,7 @@ def test_bytes_are_those_of_the_exchanges() -> None:
 
 
 def test_what_is_not_supported_says_why() -> None:
-    pair, four = (Scenario("int8", "sharded", counts, SLOW) for counts in ((1, 1), (3, 1)))
+    pair, four = (Scenario("int8", "hierarchical", counts, SLOW) for counts in ((1, 1), (3, 1)))
     leader = replace(four, form="leader")
     for scenario, reason in (
         (pair, "one rank per host"),
@@ -176,7 +176,7 @@ COSTS = st.builds(
 SCENARIOS = st.builds(
     Scenario,
     st.sampled_from(["ddp", "any"]),
-    st.sampled_from(["flat", "sharded", "leader"]),
+    st.sampled_from(["flat", "hierarchical", "leader"]),
     st.sampled_from([(1, 1), (2, 2), (2, 2, 2), (1,) * 5]),
     st.builds(Link, st.floats(1e6, 1e9), st.sampled_from([None, 1e-4])),
     inside=st.just(Link(1e9)),

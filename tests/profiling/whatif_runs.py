@@ -10,7 +10,8 @@ from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.capture.events import BurstRecord
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.observe import observe
-from lightning_dist.profiling.whatif.predict import Prediction, Predictions, predict
+from lightning_dist.profiling.whatif.predict import predict
+from lightning_dist.profiling.whatif.predictions import Prediction, Predictions
 from lightning_dist.profiling.whatif.scenarios import elsewhere
 from lightning_dist.reducer.units.sizes import UNIT_ELEMENTS
 

@@ -26,7 +26,7 @@ from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.integrations.torch.checks import compresses_fewer_bytes
 from lightning_dist.reducer.network import Network, in_levels
-from lightning_dist.reducer.plan.fitting import fitted
+from lightning_dist.reducer.plan.block import fitted
 from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState

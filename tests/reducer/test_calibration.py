@@ -49,8 +49,8 @@ def test_a_codec_that_alternates_costs_the_mean_of_both() -> None:
     now = 0
 
     class Alternating(Passes):
-        numel = 1
-        step = 0
+        def __init__(self) -> None:
+            self.step = 0
 
         def prepare(self) -> None:
             self.step += 1
@@ -63,8 +63,9 @@ def test_a_codec_that_alternates_costs_the_mean_of_both() -> None:
             nonlocal now
             now += 5 * SECOND
 
-        def bytes_per_element(self) -> dict[str, float]:
-            return {}
+        def exchange(self) -> None:
+            nonlocal now
+            now += 7 * SECOND  # not of the codec
 
     clock = HostClock(lambda: now)
     assert calibration._seconds(Alternating(), rounds=3, clock=clock) == (2.0, 5.0)
@@ -76,7 +77,8 @@ def test_on_a_gpu_it_is_the_time_of_the_stream(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: gpu.work(cycles / 2e6))
 
     class Asked(Passes):
-        numel = 1
+        def __init__(self) -> None:
+            pass
 
         def prepare(self) -> None:
             gpu.work(30)
@@ -89,8 +91,8 @@ def test_on_a_gpu_it_is_the_time_of_the_stream(monkeypatch: pytest.MonkeyPatch) 
                 gpu.sleep(2)  # to launch a kernel takes longer than the kernel
                 gpu.work(1)
 
-        def bytes_per_element(self) -> dict[str, float]:
-            return {}
+        def exchange(self) -> None:
+            gpu.work(11)  # not of the codec
 
     clock = StreamClock(torch.device("cuda", 0), gpu.clock)
     encode, decode = calibration._seconds(Asked(), rounds=3, clock=clock)

@@ -103,6 +103,26 @@ def test_what_is_not_finite_keeps_its_residual_and_nothing_else_is_lost(size: in
         assert all(torch.equal(good[name], ranks[0][3][name]) for name in good)
 
 
+@pytest.mark.parametrize("commit", ["immediate", "deferred"])
+def test_a_backward_that_is_cut_short_is_not_counted(
+    commit: Literal["immediate", "deferred"],
+) -> None:
+    def body(rank: Rank) -> None:
+        model = Model(rank, "int8", commit=commit)
+        try:
+            counts = []
+            for step, buckets in enumerate((3, 2, 3)):
+                futures = model.reduce(feed(rank.rank, step, SHAPES_OF_BUCKETS), buckets)
+                if buckets == 3:
+                    torch.futures.wait_all(futures)
+                    counts.append(dict(model.reducer.comm_stats()["last_step"]))
+            assert counts[0] == counts[1]
+        finally:
+            model.reducer.close()
+
+    run_threads(body, 2)
+
+
 def test_a_backward_that_is_cut_short_leaves_replicas_equal() -> None:
     """It costs what it has sent: residuals stay rounding errors."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, Literal
 
 import pytest
@@ -13,6 +14,7 @@ from torch.futures import Future
 from worlds import Rank, run_threads
 
 from lightning_dist.exchange.rounds import AllGather
+from lightning_dist.reducer import reducer as reducer_module
 from lightning_dist.reducer.executor import Executor, executor_for
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.slices import slices_of
@@ -151,6 +153,27 @@ def test_after_a_failure_of_one_no_other_exchanges(monkeypatch: pytest.MonkeyPat
         executor.close()
 
     monkeypatch.setattr(AllGather, "start", fail)
+    run_threads(body, 2)
+
+
+def test_closing_one_gives_up_nothing_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their exchanges may be slow, and what they wait for is no failure."""
+    monkeypatch.setattr(reducer_module, "_PATIENCE", 0.01)
+
+    def body(rank: Rank) -> None:
+        network, gate = rank.network(), threading.Event()
+        executor = executor_for(network.device)
+        first, second = (Context(network, "int8", seed=i, executor=executor) for i in range(2))
+        first.ends([first.start(0, key) for key in (0, 1)])
+        executor.submit(lambda: gate.wait(60) and None)
+        means = [second.start(0, key) for key in (0, 1)]
+        first.reducer.close()
+        gate.set()
+        second.ends(means)
+        second.reducer.close()
+        assert executor.close()
+        assert not first.reducer._plans.groups()
+
     run_threads(body, 2)
 
 

@@ -183,6 +183,12 @@ def test_a_broken_tool_chain_leaves_the_kernels_eager(
     assert "the kernels stay eager (same bytes, slower): no such header" in caplog.text
 
 
+def test_the_compiler_is_not_used_on_an_accelerator(caplog: pytest.LogCaptureFixture) -> None:
+    elsewhere = replace(other_variant(80), device=torch.device("meta"))
+    assert inductor.fused_passes(elsewhere) == {}
+    assert not caplog.records
+
+
 def test_a_kernel_that_gives_other_bytes_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,8 +12,7 @@ from torch import Tensor
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import QSGD, BlockCodec, RandomK, TernGrad
-from lightning_dist.reducer.units.keys import UnitKeys
-from lightning_dist.reducer.units.tiles import Grid, Tile
+from lightning_dist.reducer.units.tiles import Grid, Tile, UnitKeys
 
 CODEC = QSGD(block_size=64)
 

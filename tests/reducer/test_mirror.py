@@ -124,3 +124,31 @@ def test_a_copy_of_before_is_older_by_as_many_steps() -> None:
         model.reducer.close()
 
     run_threads(body, 2)
+
+
+def test_a_copy_is_of_the_parameters_of_its_rank() -> None:
+    """Ranks keep names of a smaller world, which one that has joined since does not know."""
+
+    def body(rank: Rank) -> None:
+        model = Model(rank.network())
+        mirror = ResidualMirror(model.reducer, every=1)
+        mirror.regroup(NAMES[:2])
+        model.step(rank.rank, 0)
+        state, names = model.reducer.state, sorted(["a name that sorts first", *SHAPES])
+        if rank.rank == 0:
+            part = ParameterSlice(names[0], 0, (5,))
+            cpu = torch.device("cpu")
+            state.per_rank("residual", part, dtype=torch.float32, device=cpu).fill_(3.0)
+        kept[rank.rank] = {name: of.clone() for name, of in model.reducer.residuals.items()}
+        mirror.refresh(rank.group("ring"))
+        if rank.rank == 1:
+            model.reducer.rebind(among(rank, [1], "alone"))
+            assert mirror.regroup([NAMES[1]]) == NAMES[0]
+            found = model.reducer.residuals
+            for name in names:
+                mean = sum(kept[each].get(name, 0.0) for each in range(2)) / 2
+                torch.testing.assert_close(found[name], mean)
+        model.reducer.close()
+
+    kept: dict[int, dict[str, Tensor]] = {}
+    run_threads(body, 2)

@@ -100,3 +100,26 @@ def test_every_collective_and_every_byte(layout: Layout, codecs: Sequence[str]) 
             assert codec.partition(":")[0] in story.codecs
             assert len(story.threads) == 1  # not that of the backward pass
             assert digests == plain, codec
+
+
+def test_an_observer_that_is_attached_while_another_one_ends_stays() -> None:
+    """The training's thread attaches it while the reducer's takes the other one off."""
+
+    def body(rank: Rank) -> None:
+        with compressed(rank, Fed(), **SETTINGS) as (model, reducer):
+            late = Story()
+
+            class Ends(Observer):
+                @property
+                def done(self) -> bool:  # type: ignore[override]
+                    reducer.detach(late)
+                    reducer.observe(late)
+                    return True
+
+            reducer.observe(Ends())
+            backward(model, feed(rank.rank, 0))
+            backward(model, feed(rank.rank, 1))
+            reducer.detach(late)
+            assert len(late.finished_steps) == 1
+
+    run_threads(body, 2)

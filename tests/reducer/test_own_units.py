@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,6 +19,7 @@ from worlds import Rank, run_threads
 from lightning_dist.codecs import Codec
 from lightning_dist.codecs.base import ExchangeName, Shape
 from lightning_dist.exchange.traffic import Sent
+from lightning_dist.integrations.torch.ddp import compress_ddp
 from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.units.base import CommUnit, require_units, units_of
@@ -135,6 +137,24 @@ def test_it_conserves_mass_and_sees_whole_tensors(layout: Layout | None, size: i
     assert len({str(rank.digests) for rank in ranks}) == 1
     assert any(rank.norms[-1] for rank in ranks)
     assert {(name, shape) for name, shape in SHAPES.items()} == PerTensorUnit.seen
+
+
+def test_units_must_be_there() -> None:
+    """Without one a gradient stays that of its rank, and replicas drift apart."""
+
+    @dataclass(frozen=True)
+    class Nowhere(PerTensor):
+        name: ClassVar[str] = "nowhere"
+
+    units_of.register(Nowhere, lambda *arguments: [])
+
+    def body(rank: Rank) -> None:
+        refused = pytest.raises(ValueError, match=r"units_of.*'nowhere'.* at least one")
+        plans = rank.rank == 0  # to say what a step will send
+        with refused if plans else nullcontext():
+            compress_ddp(rank.ddp(Fed()), Nowhere(), groups=rank.groups(), min_compress_numel=0)
+
+    run_threads(body, 2)
 
 
 def test_what_arrives_is_the_mean() -> None:

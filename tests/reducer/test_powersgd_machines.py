@@ -87,7 +87,7 @@ def test_ranks_that_have_drifted_apart_are_told(tree: Any, commit: str, told_in:
 
 def test_equal_ranks_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither by an overflow nor by a new start, in the steps that are compared."""
-    monkeypatch.setattr("lightning_dist.reducer.reducer._COMPARED_EVERY", 2)
+    monkeypatch.setattr("lightning_dist.reducer.pipeline._COMPARED_EVERY", 2)
 
     def body(rank: Rank) -> int:
         with compressed(rank, Fed(), "powersgd:rank=2", **SETTINGS) as (model, reducer):

@@ -114,7 +114,6 @@ def reduce(
             rank.topology(),
             name="test",
             device=CPU,
-            memory=memory,
         )
         channel, counting = watched(rank)
         found = []

@@ -12,8 +12,8 @@ from saving import SETTINGS, State, through_a_file
 from torch import Tensor
 from worlds import Rank, run_threads
 
+from lightning_dist.reducer.parts import Stripes
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.reducer.state import Stripes
 
 LAYOUTS = [flat(3), Layout(PAIRS), Layout(PAIRS, leader=True), Layout(UNEVEN)]
 CODECS = ["none", "int8", "dgc:ratio=0.1,block_size=128", "powersgd:rank=2"]

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 from reducer.feeding import (
     EVERY_CODEC,
     PER_LEVEL,
@@ -31,6 +32,7 @@ from worlds import Rank, run_threads
 from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.rounds import TwoShot
 from lightning_dist.integrations.torch.ddp import compress_ddp
+from lightning_dist.reducer import reducer as reducer_module
 from lightning_dist.reducer.executor import executor_for
 from lightning_dist.reducer.plan.slices import slices_of
 from lightning_dist.reducer.reducer import Reducer
@@ -349,6 +351,39 @@ def test_a_stream_that_does_not_end_is_given_up() -> None:
     assert time.monotonic() - start < 5.0
     release()
     assert executor.close(5.0)
+
+
+def test_a_reducer_on_a_stream_that_does_not_end_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where NCCL hangs: the host has issued everything, and the stream does not come to it."""
+    monkeypatch.setattr(reducer_module, "_ACCELERATOR_PATIENCE", 0.2)
+
+    def body(rank: SimulatedRank) -> None:
+        with compressed(rank, Fed().to(rank.accelerator), "none") as (_, reducer):
+            release = sim.hold(rank.accelerator)
+            monkeypatch.setattr(dist.ProcessGroup, "abort", lambda _: release())
+            reducer._executor.submit(lambda: None)  # behind what is held up
+            assert reducer.in_step
+            closer = threading.Thread(target=reducer.close)
+            closer.start()
+            closer.join(5.0)
+            returned = not closer.is_alive()
+            release()
+            closer.join()
+            assert returned
+
+    run_on_devices(body, 1)
+
+
+def test_the_stream_of_a_reducer_has_priority_over_that_of_the_backward_pass() -> None:
+    device = torch.device("sim", 0)
+    streams: list[torch.Stream] = []
+    executor = executor_for(device)
+    executor.submit(lambda: streams.append(torch.accelerator.current_stream(device)))
+    assert executor.close(5.0)
+    pool = {sim.Stream(device, priority=-1).stream_id for _ in range(64)}
+    assert streams[0].stream_id in pool
 
 
 def test_a_step_in_other_groups_is_that_of_before() -> None:

@@ -50,7 +50,7 @@ def run_on_devices(function: Callable[[SimulatedRank], T], size: int, **argument
 
 @contextmanager
 def delays(seed: int, *, probability: float = 0.2, microseconds: int = 300) -> Any:
-    """IntraLevel, tasks of streams are late at random; 0: never."""
+    """Context in which tasks of streams are late at random; 0: never."""
     sim = install()
     sim.set_delays(seed, probability if seed else 0.0, microseconds)
     try:

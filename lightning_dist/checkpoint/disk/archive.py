@@ -11,6 +11,8 @@ to 4.3.16 (its end, with zip64).
 from __future__ import annotations
 
 import struct
+import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 ROOT = "archive"
@@ -19,6 +21,8 @@ ROOT = "archive"
 _ALIGNMENT = 64
 _UTF8 = 0x0800
 _LIMIT = 0xFFFFFFFF
+_POLYNOMIAL = 0xEDB88320
+"""CRC-32 of zip and zlib, lowest power of x in the highest bit."""
 _PADDING = b"FB"
 """The tag of the extra field that torch pads its headers with."""
 
@@ -100,3 +104,44 @@ def archive_nbytes(sizes: list[tuple[str, int]]) -> int:
     for name, nbytes in sizes:
         archive.header(name, nbytes, 0)
     return archive.position + len(archive.trailer())
+
+
+def crc32(chunks: Iterable[bytes | memoryview]) -> int:
+    """CRC-32 of the chunks, one after the other."""
+    value = 0
+    for chunk in chunks:
+        value = zlib.crc32(chunk, value)
+    return value
+
+
+def _times(a: int, b: int) -> int:
+    """``a * b`` modulo the polynomial, over GF(2)."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            product ^= b
+        b = b >> 1 ^ _POLYNOMIAL if b & 1 else b >> 1
+    return product
+
+
+def combine(first: int, second: int, nbytes: int) -> int:
+    """CRC-32 of ``A + B``, from the CRC-32 of ``A``, that of ``B`` and the length of ``B``.
+
+    Appending n bytes multiplies a CRC by x^(8n); the power is found by squaring, as in zlib's
+    ``crc32_combine``.
+    """
+    power, square = 1 << 31, 1 << 23  # x^0 and x^8
+    while nbytes:
+        if nbytes & 1:
+            power = _times(square, power)
+        square = _times(square, square)
+        nbytes >>= 1
+    return _times(power, first) ^ second
+
+
+def combined(parts: Iterable[tuple[int, int]]) -> int:
+    """CRC-32 of parts given as ``(crc32, nbytes)``, in order."""
+    value = 0
+    for crc, nbytes in parts:
+        value = combine(value, crc, nbytes)
+    return value

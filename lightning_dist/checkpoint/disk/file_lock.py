@@ -1,8 +1,8 @@
 """Locks on bytes of a file that end with the process which took them, and not before.
 
-POSIX locks would be given back when anything in the process opens and closes the file, as
+POSIX locks are released when anything in the process opens and closes the file, as
 ``shutil.copytree`` does. Open file description locks are not, but a forked process shares them and
-would keep them when its parent is killed, so it closes its copy first of all.
+would keep them after its parent is killed, so it closes its copy first.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class SharedFolder:
 
     Args:
         orphaned: whether this rank's trainer is dead.
-        check: raises if this rank cannot write; the others are told.
+        check: raises if this rank cannot write, which its receipt says.
         read_back: read everything and compare before it is published; on all ranks or none.
     """
 

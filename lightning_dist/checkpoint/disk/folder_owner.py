@@ -12,9 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from lightning_dist.checkpoint.disk.file_lock import LockFile, NoLocksError, is_taken
-from lightning_dist.checkpoint.disk.local import LocalStorage
 from lightning_dist.checkpoint.disk.recovery import recover
 from lightning_dist.checkpoint.disk.storage import storage_of
+from lightning_dist.checkpoint.disk.storage.local import LocalStorage
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ LOCK, _MARK = ".lightning_dist.lock", ".lightning_dist.unlocked"
 """The second one is there while a trainer writes that locks nothing."""
 _TRAINER, _WRITER, _SETTLED, _CHANGE = range(4)
 """Bytes of the lock file: for the trainer; for its writers, which may outlive it; for the trainer
-once it has cleaned up; and for whoever is about to become the trainer or to remove the file."""
+once it has cleaned up; for a process about to become the trainer, or to remove the file."""
 _POLL = 0.02
 
 
@@ -55,7 +55,7 @@ class Lock:
     """Whether others are kept out."""
 
     def release(self) -> None:
-        """Give it back, once for every time it was given."""
+        """Release it; as often as :func:`own` returned it."""
         self.owners -= 1
         if self.owners == 0:
             for key in [key for key, lock in _owned.items() if lock is self]:
@@ -149,13 +149,13 @@ def _belongs_to_another(folder: str, owner: dict[str, object]) -> ValueError:
 def _lock(
     storage: LocalStorage, folder: str, inside: str, *, patience: float
 ) -> Lock | dict[str, object]:
-    """The lock, or what the trainer that has it says of itself."""
+    """The lock, or the entry of the trainer that holds it."""
     lock = Lock(inside, _open_to_change(inside))
     try:
         taken = lock.file.take(_TRAINER)
         lock.file.give(_CHANGE)
         if not taken:
-            owner = _said(lock.file.descriptor)
+            owner = _entry(lock.file.descriptor)
             lock.file.close()
             return owner
         _await_writer(lock, storage, folder, patience=patience)
@@ -205,12 +205,12 @@ def owner_of(folder: str) -> Owner | None:
     storage, inside = storage_of(folder)
     if not isinstance(storage, LocalStorage):
         return None
-    if (os.getpid(), os.path.realpath(inside)) in _owned:  # asking might give the lock back
+    if (os.getpid(), os.path.realpath(inside)) in _owned:  # asking might release the lock
         return Owner(socket.gethostname(), os.getpid(), ended=False)
-    trainer, writer, _, said = _holders(inside)
+    trainer, writer, _, entry = _holders(inside)
     if not trainer and not writer:
         return None
-    return Owner(str(said.get("host", "?")), _pid(said), ended=not trainer)
+    return Owner(str(entry.get("host", "?")), _pid(entry), ended=not trainer)
 
 
 def is_settled(folder: str) -> bool:
@@ -225,9 +225,9 @@ def is_settled(folder: str) -> bool:
 
 
 def _holders(folder: str) -> tuple[bool, bool, bool, dict[str, object]]:
-    """Which of the first three bytes others hold, and who the owner says to be.
+    """Which of the first three bytes other processes hold, and the entry of the owner.
 
-    Must not be asked of a folder that this process owns: closing a file gives POSIX locks back.
+    Not for a folder that this process owns: closing a file releases POSIX locks.
     """
     path = os.path.join(folder, LOCK)
     if sys.platform != "linux" or not os.path.exists(path):
@@ -239,10 +239,10 @@ def _holders(folder: str) -> tuple[bool, bool, bool, dict[str, object]]:
             )
         except OSError:  # no locks: nobody can say
             return False, False, False, {}
-        return trainer, writer, settled, _said(file.fileno())
+        return trainer, writer, settled, _entry(file.fileno())
 
 
-def _said(descriptor: int) -> dict[str, object]:
+def _entry(descriptor: int) -> dict[str, object]:
     try:
         return dict(json.loads(os.pread(descriptor, 4096, 0)))
     except ValueError:
@@ -250,13 +250,13 @@ def _said(descriptor: int) -> dict[str, object]:
 
 
 def _sign(lock: Lock) -> None:
-    said = {"host": socket.gethostname(), "pid": os.getpid()}
+    entry = {"host": socket.gethostname(), "pid": os.getpid()}
     os.truncate(lock.file.descriptor, 0)
-    os.pwrite(lock.file.descriptor, json.dumps(said).encode(), 0)
+    os.pwrite(lock.file.descriptor, json.dumps(entry).encode(), 0)
 
 
-def _pid(said: dict[str, object]) -> int:
-    pid = said.get("pid", 0)
+def _pid(entry: dict[str, object]) -> int:
+    pid = entry.get("pid", 0)
     return pid if isinstance(pid, int) else 0
 
 
@@ -273,8 +273,8 @@ def own_as_writer(folder: str) -> Lock | None:
 def lock_to_send(folder: str) -> LockFile | None:
     """The writer's lock, for the process that is given its descriptor; None where it must take it.
 
-    POSIX locks stay with the process that took them, and to close another descriptor of the file
-    would give those of the trainer back.
+    POSIX locks stay with the process that took them, and closing another descriptor of the file
+    would release those of the trainer.
     """
     owned = _owned.get((os.getpid(), os.path.realpath(storage_of(folder)[1])))
     if owned is not None and owned.file.is_of_process:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 
-from lightning_dist.checkpoint.disk.base import Storage
 from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
-from lightning_dist.checkpoint.disk.local import LocalStorage, leftovers_by_name
+from lightning_dist.checkpoint.disk.storage.base import Storage
+from lightning_dist.checkpoint.disk.storage.local import LocalStorage, leftovers_by_name
 from lightning_dist.checkpoint.disk.verify import verify
 
 log = logging.getLogger(__name__)

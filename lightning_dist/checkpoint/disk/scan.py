@@ -7,9 +7,9 @@ import time
 from dataclasses import dataclass
 
 from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
-from lightning_dist.checkpoint.disk.local import LocalStorage, cut_off
 from lightning_dist.checkpoint.disk.manifest import NAME
 from lightning_dist.checkpoint.disk.storage import Storage, storage_of
+from lightning_dist.checkpoint.disk.storage.local import LocalStorage, cut_off
 from lightning_dist.checkpoint.disk.verify import Description, describe, verify
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_dist.checkpoint.disk import manifest as manifests
-from lightning_dist.checkpoint.disk.archive import ROOT, Archive
-from lightning_dist.checkpoint.disk.crc import crc32
+from lightning_dist.checkpoint.disk.archive import ROOT, Archive, crc32
 from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
 from lightning_dist.checkpoint.disk.manifest import RECORD, Manifest, Origin
 from lightning_dist.checkpoint.disk.storage import Storage, storage_of

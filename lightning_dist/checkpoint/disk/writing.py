@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from lightning_dist.checkpoint.disk.archive import Archive
-from lightning_dist.checkpoint.disk.crc import combined
+from lightning_dist.checkpoint.disk.archive import Archive, combined
 from lightning_dist.checkpoint.disk.jobs import Save, SaveFile, SaveFolder
 from lightning_dist.checkpoint.disk.manifest import RECORD, File, Part
 from lightning_dist.checkpoint.disk.storage import Sink, Storage

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_dist.accelerator import DeviceStream, device_module, is_accelerator
 from lightning_dist.checkpoint.snapshot.plan import Owned, Run
+from lightning_dist.private import version_of
 
 _SAMPLES = 8
 _SAMPLE_BYTES = 64
@@ -46,7 +47,7 @@ class LaterCopy:
     _streams: dict[torch.device, DeviceStream] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self._versions = {address: tensor._version for address, tensor in self.owned.items()}
+        self._versions = {address: version_of(tensor) for address, tensor in self.owned.items()}
         self._before = tuple(map(_samples_of, self.runs))
         for device in {run.storage.device for run in self.runs}:
             if is_accelerator(device):
@@ -85,7 +86,7 @@ class LaterCopy:
         base = self.snapshot.data_ptr()
         for run, before in zip(self.runs, self._before, strict=True):
             tensor = self.owned[run.storage.data_ptr()]
-            changed = tensor._version != self._versions[run.storage.data_ptr()]
+            changed = version_of(tensor) != self._versions[run.storage.data_ptr()]
             if before and not changed:
                 copied = _samples(base + run.piece.offset, run.piece.nbytes)
                 changed = not before == copied == _samples_of(run)

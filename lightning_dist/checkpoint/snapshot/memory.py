@@ -68,7 +68,7 @@ def _pin(buffer: Tensor) -> bool:
     code = int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
     if code:
         log.warning("Snapshots are copied slowly: cudaHostRegister returned %d", code)
-        with suppress(RuntimeError):  # else the next kernel is told of it, whosever that is
+        with suppress(RuntimeError):  # or the error would be raised by the next kernel
             torch.zeros(1, device="cuda")
     return not code
 

@@ -1,8 +1,7 @@
 """The pickle of a checkpoint in torch.save's format, with its storages left out and numbered.
 
 ``torch.save`` pickles and writes in one go; here the bytes of the storages come later, from a
-snapshot. Two names are private to :mod:`torch.serialization`: the location of a storage and the
-names of its types; the test compares the pickle with torch's own, byte for byte.
+snapshot. The test compares the pickle with torch's own, byte for byte.
 """
 
 from __future__ import annotations
@@ -13,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.serialization import DEFAULT_PROTOCOL, location_tag, normalize_storage_type
+from torch.serialization import DEFAULT_PROTOCOL
+
+from lightning_dist.private import describe_storage, identity_of, location_of
 
 
 @dataclass(frozen=True)
@@ -34,26 +35,17 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
         if not torch.is_storage(obj):
             return None
-        storage, dtype, kind, numel = _typed(obj)
+        storage, dtype, kind, numel = describe_storage(obj)
         address = 0 if storage.device.type == "meta" else storage.data_ptr()
         if address and self._dtypes.setdefault(address, dtype) != dtype:
             raise ValueError(
                 "A checkpoint cannot hold two tensors that view the same memory as different "
                 "dtypes; clone one of them in on_save_checkpoint"
             )
-        key = self._keys.setdefault(storage._cdata, str(len(self._keys)))
-        self.storages[storage._cdata] = storage
-        return "storage", kind, key, location_tag(storage), numel
-
-
-def _typed(storage: Any) -> tuple[torch.UntypedStorage, torch.dtype, Any, int]:
-    """The memory of a storage; dtype, legacy class and number of its elements."""
-    if isinstance(storage, torch.storage.TypedStorage):
-        kind = getattr(torch, storage._pickle_storage_type())  # type: ignore[no-untyped-call]
-        numel = storage._size()  # type: ignore[no-untyped-call]
-        return storage._untyped_storage, storage.dtype, kind, numel
-    kind = normalize_storage_type(type(storage))  # type: ignore[no-untyped-call]
-    return storage, torch.uint8, kind, storage.nbytes()
+        identity = identity_of(storage)
+        key = self._keys.setdefault(identity, str(len(self._keys)))
+        self.storages[identity] = storage
+        return "storage", kind, key, location_of(storage), numel
 
 
 def pickled(state: Any) -> Pickled:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from lightning_dist.elastic.history import RunHistory
 from lightning_dist.elastic.launcher.launch import Launch
@@ -115,23 +115,29 @@ class ProcessLifecycle:
         if self._watchdog is not None:
             self._watchdog.rest()
 
-    def stop(self, reasons: list[str], *, is_saved: bool) -> int:
-        """All ranks stop, because some were told to end: this process's exit code.
+    @property
+    def notice(self) -> tuple[int, str]:
+        """Node of this process, and :attr:`reason`.
+
+        The node by the launcher's number, which stays when ranks are lost or join in the process.
+        """
+        return Launch.from_env().node_rank, self.reason
+
+    def stop(self, notices: Sequence[tuple[int, str]], *, is_saved: bool) -> int:
+        """Exit code of this process when all ranks stop because some were preempted.
 
         Args:
-            reasons: why each rank was told to end, if it was.
+            notices: :attr:`notice` of every rank.
             is_saved: the step at which they stop is in a checkpoint that is durable.
         """
-        told = self.reason
-        self._history.end(told or "peer preempted", is_echo=not told)
-        launch = Launch.from_env()
-        first = launch.rank - launch.local_rank  # ranks of a node follow each other
-        here = reasons[first : first + (launch.local_world_size or 1)]
-        if launch.is_elastic and PREEMPTED in here and not (told and is_saved):
+        node, reason = self.notice
+        self._history.end(reason or "peer preempted", is_echo=not reason)
+        is_elastic = Launch.from_env().is_elastic
+        if is_elastic and (node, PREEMPTED) in notices and not (reason and is_saved):
             return EXIT_LEAVE
         if not is_saved:
             return EXIT_UNSAVED
-        return EXIT_RESTART if launch.is_elastic and not told else 0
+        return EXIT_RESTART if is_elastic and not reason else 0
 
     def leave(self) -> None:
         """After :meth:`stop`: nothing is left to do but to end."""

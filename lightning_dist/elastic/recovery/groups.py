@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import os
 import socket
 import stat
@@ -78,7 +79,9 @@ class GenerationGroups:
         self.shut()
         self._ports = {port}
         left, self._before[:] = [*self._before], all_groups()
-        self._deletes = threading.Thread(target=left.clear, name="recovery groups", daemon=True)
+        self._deletes = threading.Thread(
+            target=_delete, args=[left], name="recovery groups", daemon=True
+        )
         self._deletes.start()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -148,6 +151,12 @@ class GenerationGroups:
             with suppress(OSError):  # the peer was faster
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
+
+
+def _delete(groups: list[object]) -> None:
+    """Give back the descriptors and threads of ``groups``, also of those in reference cycles."""
+    groups.clear()
+    gc.collect()
 
 
 def _descriptors() -> set[tuple[int, int]]:

@@ -46,7 +46,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
             self.compression = plugin.attach(self)
 
     def before_end(self, action: Callable[[], None]) -> None:
-        """Have ``end_training`` call ``action`` while ranks can still talk to each other."""
+        """Have ``end_training`` call ``action`` while the process group still exists."""
         self._before_end.append(action)
 
     def prepare_optimizer(self, *args: Any, **kwargs: Any) -> Any:

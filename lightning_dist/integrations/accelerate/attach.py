@@ -1,7 +1,6 @@
 """Attaching compression to an Accelerator, and its conditions.
 
-A hook that would never run, or ranks that do not know of each other, are said then and not found
-out at the end.
+A hook that would never run, or ranks that do not know of each other, are errors at this point.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import (
@@ -37,7 +37,7 @@ _TWO_ON_CPU = (
 
 
 def tell(accelerator: Accelerator, resolved: Resolved) -> None:
-    """Say on rank 0 which settings are from outside of the code, and from where."""
+    """Print on rank 0 which settings come from outside of the code, and from where."""
     if accelerator.is_main_process and (told := resolved.told()):
         # Not logged: Accelerate shows no log below a warning, and this is none.
         print(prefixed(f"set outside of the code: {told}"), file=sys.stderr)
@@ -46,6 +46,20 @@ def tell(accelerator: Accelerator, resolved: Resolved) -> None:
 def kind_of(accelerator: Accelerator) -> str:
     """``NO``, ``MULTI_GPU``, ``FSDP``, ..."""
     return str(accelerator.distributed_type).rpartition(".")[2]
+
+
+def wrap_method(accelerator: Accelerator, name: str, wrapper: Callable[..., Any]) -> None:
+    """Have ``wrapper``, called with the method and its arguments, in the place of a method.
+
+    For methods that Accelerate has no hook for.
+    """
+    setattr(accelerator, name, partial(wrapper, getattr(accelerator, name)))
+
+
+def is_wrapped_by(accelerator: Accelerator, *kinds: type) -> bool:
+    """Whether ``prepare`` was last wrapped by a method of one of these classes."""
+    wrapper = getattr(accelerator.prepare, "func", None)
+    return isinstance(getattr(wrapper, "__self__", None), kinds)
 
 
 def require_attachable(accelerator: Accelerator) -> None:

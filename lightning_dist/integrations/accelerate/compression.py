@@ -13,8 +13,8 @@ from lightning_dist.integrations.accelerate.attach import (
     CompressionHandler,
     handler_of,
 )
-from lightning_dist.integrations.arguments import CONFIG_KEY
 from lightning_dist.integrations.comm_report import CommReport, comm_metrics
+from lightning_dist.integrations.strategies.arguments import CONFIG_KEY
 from lightning_dist.integrations.torch.ddp import attach, connect_to_own, reducer_of
 from lightning_dist.private import loss_scale_of
 from lightning_dist.reducer.reducer import Reducer

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from accelerate.utils import ParallelismConfig
@@ -17,7 +15,7 @@ from lightning_dist.codecs import Codec
 from lightning_dist.configuration import LEFT_OUT, Resolved, resolve
 from lightning_dist.configuration.options import OF_SHARDS, require_of_shards
 from lightning_dist.integrations.accelerate import private
-from lightning_dist.integrations.accelerate.attach import tell
+from lightning_dist.integrations.accelerate.attach import is_wrapped_by, tell, wrap_method
 from lightning_dist.integrations.accelerate.compression import Compression
 from lightning_dist.integrations.torch.checks import require_one_momentum
 from lightning_dist.integrations.torch.fsdp.attach import (
@@ -26,6 +24,7 @@ from lightning_dist.integrations.torch.fsdp.attach import (
     attach_shards,
 )
 from lightning_dist.integrations.torch.fsdp.settings import ShardSettings, sharded_settings
+from lightning_dist.private import loss_scale_of
 from lightning_dist.settings import Settings
 
 if TYPE_CHECKING:
@@ -116,13 +115,12 @@ class ShardedCompression(Compression):
             accelerator, settings.given if isinstance(settings, ShardSettings) else settings
         )
         self._exchanges: dict[nn.Module, ShardedExchange] = {}
-        # Accelerate has no hook for either.
-        accelerator.prepare = partial(self._prepare, accelerator.prepare)
+        wrap_method(accelerator, "prepare", self._prepare)
         if self._of_all is None:
             config = copy(accelerator.parallelism_config)
             config.__class__ = ShardedParallelism
             accelerator.state.parallelism_config = config
-            accelerator.no_sync = self._no_sync
+            wrap_method(accelerator, "no_sync", self._no_sync)
 
     def take_place(self) -> None:
         """Nothing: FSDP2 asks nobody for a hook."""
@@ -138,28 +136,22 @@ class ShardedCompression(Compression):
 
     def _attach(self, model: nn.Module) -> ShardedExchange:
         accelerator = self._accelerator
+        grad_scale = loss_scale_of(accelerator.scaler)
         if self._of_all is not None:
             every = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-            return attach_shards(model, self._of_all, mesh=every)
+            return attach_shards(model, self._of_all, mesh=every, grad_scale=grad_scale)
         return attach_replicas(
             model,
             self._settings,
             mesh=accelerator.torch_device_mesh[_MESH],
+            grad_scale=grad_scale,
             timeout=private.group_timeout(accelerator),
         )
 
-    @contextmanager
-    def _no_sync(self, *models: nn.Module) -> Iterator[None]:
-        with ExitStack() as stack:
-            for model in models:
-                stack.enter_context(self._exchanges[model].no_sync())
-            yield
-
-
-def is_attached(accelerator: Accelerator) -> bool:
-    """Whether a CompressedFSDPPlugin is attached."""
-    owner = getattr(getattr(accelerator.prepare, "func", None), "__self__", None)
-    return isinstance(owner, ShardedCompression)
+    def _no_sync(self, no_sync: Any, model: nn.Module) -> AbstractContextManager[None]:
+        found = self._exchanges.get(model)
+        context: AbstractContextManager[None] = found.no_sync() if found else no_sync(model)
+        return context
 
 
 def _require_attachable(accelerator: Accelerator, *, replicas: bool) -> None:
@@ -170,7 +162,7 @@ def _require_attachable(accelerator: Accelerator, *, replicas: bool) -> None:
             "fsdp_version=2), or attach a CompressedDDPPlugin"
         )
     config = accelerator.parallelism_config
-    if is_attached(accelerator):
+    if is_wrapped_by(accelerator, ShardedCompression):
         raise ValueError(
             "One CompressedFSDPPlugin can be attached to an Accelerator; attach it once"
         )

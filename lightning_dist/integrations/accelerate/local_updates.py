@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
-from functools import partial, wraps
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -11,7 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.configuration import Resolved, resolve
 from lightning_dist.configuration.options import OF_LOCAL, require_only
-from lightning_dist.integrations.accelerate.attach import kind_of, tell
+from lightning_dist.integrations.accelerate.attach import (
+    is_wrapped_by,
+    kind_of,
+    tell,
+    wrap_method,
+)
 from lightning_dist.integrations.accelerate.private import prepared_models, prepared_optimizers
 from lightning_dist.integrations.torch.ddp import reducer_of
 from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates, OuterOptimizer
@@ -64,7 +70,7 @@ def local_updates(
             :func:`lightning_dist.local_updates`.
     """
     _require_local(accelerator, model)
-    if takes_local_steps(accelerator):
+    if is_wrapped_by(accelerator, LocalUpdatesPlugin):
         raise ValueError(
             "The model is trained in local steps by a LocalUpdatesPlugin, which `lightning-dist "
             "config` may have asked for with method=; leave the call out, or the plugin"
@@ -98,7 +104,9 @@ def _attach(
                 weights[index] = updates.anchor_state_dict()
 
     accelerator.register_save_state_pre_hook(save_anchor)
-    accelerator.register_for_checkpointing(WorkerStates(updates, optimizers))
+    accelerator.register_for_checkpointing(
+        WorkerStates(updates, optimizers, scaler=accelerator.scaler)
+    )
     return updates
 
 
@@ -115,12 +123,6 @@ def _require_local(accelerator: Accelerator, model: nn.Module) -> None:
             "The gradients of this model are compressed in every step by a CompressedDDPPlugin; "
             "leave the plugin out"
         )
-
-
-def takes_local_steps(accelerator: Accelerator) -> bool:
-    """Whether a LocalUpdatesPlugin is attached."""
-    owner = getattr(getattr(accelerator.prepare, "func", None), "__self__", None)
-    return isinstance(owner, LocalUpdatesPlugin)
 
 
 class LocalUpdatesPlugin:
@@ -150,48 +152,51 @@ class LocalUpdatesPlugin:
                 "lightning_dist.accelerate.local_updates and updates.step(samples=) in the loop"
             )
         self._outer_optimizer, self._settings = outer_optimizer, settings
-        self._model: nn.Module | None = None  # prepared
+        self._models: list[nn.Module] = []  # prepared
 
     def attach(self, accelerator: Accelerator) -> LocalUpdatesPlugin:
         """Train what ``accelerator`` prepares from now on in local steps.
 
         Raises:
-            ValueError: a model is prepared already.
+            ValueError: a model is prepared already, or transformers' Trainer is there.
         """
+        # It saves rank 0's weights and optimizer, and ends without end_training().
+        if "transformers.trainer" in sys.modules:
+            raise ValueError(
+                "transformers' Trainer, which this script imports, cannot take local steps: it "
+                "would save one worker only and not average them at the end; use "
+                "CompressedDDPMixin and leave method= out of `lightning-dist config`, or train in "
+                "a loop of Accelerate"
+            )
         if prepared_models(accelerator):
             raise ValueError(
                 "a LocalUpdatesPlugin must be attached before accelerator.prepare; attach it right "
                 "after Accelerator(...)"
             )
         self._accelerator = accelerator
-        # Accelerate has no hook for any of them.
-        accelerator.prepare_model = partial(self._prepare_model, accelerator.prepare_model)
-        accelerator.prepare = partial(self._prepare, accelerator.prepare)
-        accelerator.get_state_dict = partial(self._state_dict, accelerator.get_state_dict)
-        accelerator.end_training = partial(self._end, accelerator.end_training)
+        wrap_method(accelerator, "prepare", self._prepare)
+        wrap_method(accelerator, "get_state_dict", self._state_dict)
+        wrap_method(accelerator, "end_training", self._end)
         return self
 
     def _prepare(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         prepared = prepare(*args, **kwargs)
         optimizers = prepared_optimizers(self._accelerator)
-        if self.updates is None and self._model is not None and optimizers:
-            self.updates = _attach(
-                self._accelerator, self._model, optimizers, self._outer_optimizer, self._settings
-            )
-            optimizers[0].step = self._counted(optimizers[0].step)
-        return prepared
-
-    def _prepare_model(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("evaluation_mode"):
-            return prepare(*args, **kwargs)
-        if self._model is not None:
+        found = prepared if isinstance(prepared, tuple) else (prepared,)
+        self._models += [before_compile(each) for each in found if isinstance(each, nn.Module)]
+        trained = [each for each in self._models if isinstance(each, DistributedDataParallel)]
+        if len(trained) > 1:
             raise ValueError(
                 "a LocalUpdatesPlugin trains one model, got a second one; call "
                 "lightning_dist.accelerate.local_updates for each in the loop"
             )
-        prepared = prepare(*args, **kwargs)
-        self._model = before_compile(prepared)
-        _require_local(self._accelerator, self._model)
+        if self.updates is None and self._models and optimizers:
+            model = (trained or self._models)[0]
+            _require_local(self._accelerator, model)
+            self.updates = _attach(
+                self._accelerator, model, optimizers, self._outer_optimizer, self._settings
+            )
+            optimizers[0].step = self._counted(optimizers[0].step)
         return prepared
 
     def _counted(self, step: Callable[..., Any]) -> Callable[..., Any]:

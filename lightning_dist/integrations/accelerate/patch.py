@@ -1,4 +1,4 @@
-"""The plugin for every Accelerator of a process whose script knows nothing of it."""
+"""A plugin for every Accelerator of a process, without a change of its script."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
-from lightning_dist.integrations.accelerate.attach import handler_of
-from lightning_dist.integrations.accelerate.fsdp import is_attached
-from lightning_dist.integrations.accelerate.local_updates import takes_local_steps
+from lightning_dist.integrations.accelerate.attach import handler_of, is_wrapped_by
+from lightning_dist.integrations.accelerate.fsdp import ShardedCompression
+from lightning_dist.integrations.accelerate.local_updates import LocalUpdatesPlugin
 
 _ENTRIES = ("prepare", "prepare_model")
 
@@ -23,7 +23,7 @@ def attached_everywhere(attach: Callable[[Accelerator], Any]) -> Iterator[list[A
 
     Not when it is made: a script may still give it a plugin of its own, and transformers' Trainer
     replaces the handler of DDP at the last moment. Accelerate has no place where one could
-    register; the two public methods of the class are wrapped, and given back at the end.
+    register; the two public methods of the class are wrapped, and restored at the end.
 
     Yields:
         The Accelerators so far; none were there if it stays empty.
@@ -36,9 +36,9 @@ def attached_everywhere(attach: Callable[[Accelerator], Any]) -> Iterator[list[A
         if any(accelerator is each for each in seen):
             return False
         seen.append(accelerator)
-        attached = handler_of(accelerator), is_attached(accelerator), takes_local_steps(accelerator)
-        if any(attached):
-            return False  # what the script says of its own plugin counts
+        has_own = is_wrapped_by(accelerator, ShardedCompression, LocalUpdatesPlugin)
+        if has_own or handler_of(accelerator) is not None:
+            return False  # the script's own plugin counts
         attach(accelerator)
         return True
 

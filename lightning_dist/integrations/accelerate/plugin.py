@@ -46,6 +46,7 @@ class CompressedDDPPlugin:
     compile_kernels: bool | Literal["auto"] = LEFT_OUT
     commit: Literal["auto", "immediate", "deferred"] = LEFT_OUT
     delay: int = LEFT_OUT
+    exchange_timeout: float | None = LEFT_OUT
     _resolved: Resolved = field(init=False, repr=False, compare=False)
 
     def __new__(cls, *codec: Any, **settings: Any) -> Self:

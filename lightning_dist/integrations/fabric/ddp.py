@@ -13,13 +13,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
-from lightning_dist.integrations.arguments import CHECKPOINT_KEY, CompressionArguments
 from lightning_dist.integrations.comm_report import CommReport
 from lightning_dist.integrations.lightning.launcher import (
     FollowsLauncher,
     MembersEnvironment,
 )
-from lightning_dist.integrations.strategy_names import register
+from lightning_dist.integrations.strategies.arguments import CHECKPOINT_KEY, CompressionArguments
 from lightning_dist.integrations.torch.checks import require_compressible
 from lightning_dist.integrations.torch.ddp import attach, connect_to_own
 from lightning_dist.private import loss_scale_of
@@ -83,10 +82,5 @@ class CompressedDDPStrategy(CommReport, CompressionArguments, FollowsLauncher, D
         if isinstance(state, dict):  # otherwise somebody looks into a file, or loads one module
             states = rest.pop(CHECKPOINT_KEY, [])
             for reducer, of_reducer in zip_longest(self.reducers, states[: len(self.reducers)]):
-                reducer.load_state_dict(of_reducer)  # None, from a plain checkpoint: nothing owed
+                reducer.load_state_dict(of_reducer)  # None from a plain one: no residuals
         return rest
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        register(strategy_registry, cls)

@@ -13,11 +13,8 @@ from typing_extensions import override
 
 from lightning_dist.integrations.comm_report import CommReport
 from lightning_dist.integrations.lightning.launcher import FollowsLauncher
-from lightning_dist.integrations.local_arguments import LOCAL_KEY, LocalUpdateArguments
-from lightning_dist.integrations.strategy_names import LOCAL_NAMES, register
+from lightning_dist.integrations.strategies.local_updates import LOCAL_KEY, LocalUpdateArguments
 from lightning_dist.integrations.torch.checks import require_compressible
-from lightning_dist.integrations.torch.local.state import WorkerStates
-from lightning_dist.integrations.torch.local.updates import attach
 from lightning_dist.reducer.reducer import Reducer
 
 
@@ -35,7 +32,6 @@ class LocalUpdateStrategy(CommReport, LocalUpdateArguments, FollowsLauncher, DDP
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._states: WorkerStates | None = None
         self._first: Optimizer | None = None
         if not self._schedule.ddp_steps and self._replicas == "rank":
             self._backward_sync_control = _NothingToSync()  # type: ignore[assignment]  # its one method
@@ -65,14 +61,8 @@ class LocalUpdateStrategy(CommReport, LocalUpdateArguments, FollowsLauncher, DDP
         model = module
         if self._wraps(self._ddp_kwargs, self.root_device):
             model = super().setup_module(module)
-        self._updates = attach(
-            model,
-            optimizers,
-            self._schedule,
-            self._settings,
-            outer_optimizer=self._outer_optimizer,
-        )
-        self._states, self._first = WorkerStates(self._updates, optimizers), optimizers[0]
+        self._attach(model, optimizers, self.precision)
+        self._first = optimizers[0]
         return model, optimizers, scheduler
 
     @override
@@ -107,11 +97,6 @@ class LocalUpdateStrategy(CommReport, LocalUpdateArguments, FollowsLauncher, DDP
                 else:
                     self._states.load_state_dict(of_all)
         return rest
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        register(strategy_registry, cls, LOCAL_NAMES, what="local updates")
 
 
 class _NothingToSync:

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.codecs import Codec
-from lightning_dist.integrations.arguments import CHECKPOINT_KEY
 from lightning_dist.integrations.lightning.launcher import FollowsLauncher
-from lightning_dist.integrations.model_parallel import ModelParallelArguments
+from lightning_dist.integrations.strategies.arguments import CHECKPOINT_KEY
+from lightning_dist.integrations.strategies.model_parallel import ModelParallelArguments
 
 
 class CompressedModelParallelStrategy(
@@ -51,7 +51,7 @@ class CompressedModelParallelStrategy(
     @override
     def setup_module(self, module: Module) -> Module:
         model = super().setup_module(module)
-        self._compress(model)
+        self._compress(model, precision=self.precision)
         return model
 
     @override
@@ -77,5 +77,5 @@ class CompressedModelParallelStrategy(
         if isinstance(state, dict):  # otherwise somebody loads one module
             states = rest.pop(CHECKPOINT_KEY, [])[: len(self._exchanges)]
             for exchange, of_model in zip_longest(self._exchanges, states):
-                self._load_state(exchange, of_model)  # None, from a plain one: nothing owed
+                self._load_state(exchange, of_model)  # None from a plain one: no residuals
         return rest

@@ -14,11 +14,8 @@ from typing_extensions import override
 
 from lightning_dist.integrations.lightning.checkpoint.session_io import CheckpointerIO
 from lightning_dist.integrations.lightning.strategy import CompressedDDPStrategy
-from lightning_dist.integrations.local_arguments import LOCAL_KEY, LocalUpdateArguments
-from lightning_dist.integrations.strategy_names import LOCAL_NAMES, register
+from lightning_dist.integrations.strategies.local_updates import LOCAL_KEY, LocalUpdateArguments
 from lightning_dist.integrations.torch.checks import require_compressible
-from lightning_dist.integrations.torch.local.state import WorkerStates
-from lightning_dist.integrations.torch.local.updates import attach
 from lightning_dist.log import get_logger
 
 if TYPE_CHECKING:
@@ -34,7 +31,8 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
 
     A checkpoint holds the anchor as the model's weights, so that it loads anywhere, and under
     ``"lightning_dist_local_updates"`` what every worker has of its own: weights inside a window and
-    optimizer states, put together by rank 0. With another number of workers those who join take the
+    optimizer states, collected by rank 0, or written by each rank with
+    ``AsyncCheckpoint(format="sharded")``. With another number of workers those who join take the
     anchor, and those who leave take with them what they have not sent.
     """
 
@@ -46,7 +44,7 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
         """Check the arguments; nothing here may depend on rank or device.
 
         Args:
-            *args: see :class:`~lightning_dist.integrations.local_arguments.LocalUpdateArguments`.
+            *args: see :class:`.LocalUpdateArguments`.
             **kwargs: see the same.
             evaluate: validation during the fit uses the anchor, equal on all ranks, or each
                 worker's own weights.
@@ -64,12 +62,15 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
     def configure_ddp(self) -> None:
         assert self.model is not None
         require_compressible(self.model)
-        self._updates = self._reducer = None
+        self._reducer = None
         if self._wraps(self._ddp_kwargs, self.root_device):
             self.model = self._setup_model(self.model)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        self._updates = self._states = (
+            None  # of an earlier fit; Lightning calls configure_ddp for a fit alone
+        )
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -81,24 +82,27 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
                 "leave ddp_steps out"
             )
         self._logged_step = 0
-        self._updates = attach(
-            self.model,
-            self.optimizers,
-            self._schedule,
-            self._settings,
-            outer_optimizer=self._outer_optimizer,
-        )
+        self._attach(self.model, self.optimizers, self.precision_plugin)
+        assert self._updates is not None
         self._reducer = self._updates.reducer
 
     @override
     def _require_begun(self, trainer: pl.Trainer) -> None:
-        """Raise ValueError where no outer step would come, and warn where few would."""
+        """Raise ValueError where no outer step would come, and warn where few would.
+
+        The last step of a known number is followed by the mean of the workers, before any callback
+        can save its checkpoint.
+        """
         is_trial = trainer.fast_dev_run or trainer.max_steps != self._max_steps  # type: ignore[attr-defined]
+        assert self._updates is not None
         assert self.lightning_module is not None
-        if is_trial or trainer.global_step or not self.lightning_module.automatic_optimization:
+        if is_trial or not self.lightning_module.automatic_optimization:
             return
         steps, schedule = trainer.estimated_stepping_batches, self._schedule
         if steps <= 0 or steps == float("inf"):
+            return
+        self._updates.total_steps = int(steps)
+        if trainer.global_step:
             return
         outer = int(steps - schedule.ddp_steps) // schedule.sync_every
         if outer < 1:
@@ -166,31 +170,28 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
 
     @override
     def _add_state(self, checkpoint: dict[str, Any], reducer: Reducer) -> None:
-        assert self._updates is not None
+        if self._states is None:
+            return
         io = self.checkpoint_io
-        if isinstance(io, CheckpointerIO) and io.sharded:
-            raise ValueError(
-                "format='sharded' lets every rank write a part of what all have in common, and "
-                "the optimizers of workers in local steps have nothing in common; use "
-                "format='single'"
-            )
-        state = WorkerStates(self._updates, self.optimizers).state_dict()
-        if state is not None:
-            checkpoint[LOCAL_KEY] = state
+        if not isinstance(io, CheckpointerIO) or not io.sharded:
+            if (state := self._states.state_dict()) is not None:
+                checkpoint[LOCAL_KEY] = state
+            return
+        from lightning_dist.checkpoint.snapshot.plan import Striped
+
+        checkpoint[LOCAL_KEY], stripes = self._states.striped_state_dict()
+        io.striped += [Striped(each.whole, each.own) for each in stripes]
+        # Of rank 0 for other strategies; the same tensors, as those of a rank are its own.
+        checkpoint["optimizer_states"] = checkpoint[LOCAL_KEY]["workers"][0]["optimizer_states"]
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         state = checkpoint.get(LOCAL_KEY)
-        if self._updates is not None and state is not None:
-            WorkerStates(self._updates, self.optimizers).load_state_dict(state)
+        if self._states is not None and state is not None:
+            self._states.load_state_dict(state)
 
     @override
     def teardown(self) -> None:
         self._evaluation.close()
         super().teardown()
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        register(strategy_registry, cls, LOCAL_NAMES, what="local updates")

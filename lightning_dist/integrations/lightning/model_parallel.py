@@ -15,14 +15,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dist.integrations.arguments import CHECKPOINT_KEY
-from lightning_dist.integrations.lightning.before_setup import call_before_setup
+from lightning_dist.integrations.lightning.base import CompressingStrategy
 from lightning_dist.integrations.lightning.checkpoint.session_io import CheckpointerIO
 from lightning_dist.integrations.lightning.launcher import FollowsLauncher
 from lightning_dist.integrations.lightning.private import give_device_mesh
-from lightning_dist.integrations.lightning.reporting import ReportsCommunication
-from lightning_dist.integrations.model_parallel import DIMENSIONS, ModelParallelArguments
-from lightning_dist.integrations.refusals import refuse_pytorch_lightning
+from lightning_dist.integrations.strategies.arguments import CHECKPOINT_KEY
+from lightning_dist.integrations.strategies.model_parallel import DIMENSIONS, ModelParallelArguments
 from lightning_dist.integrations.torch.fsdp.attach import ShardedExchange
 from lightning_dist.integrations.torch.fsdp.replicas import ShardedGradients
 from lightning_dist.log import get_logger
@@ -34,7 +32,7 @@ _METADATA_FILENAME = "meta.pt"
 
 
 class CompressedModelParallelStrategy(
-    ReportsCommunication, ModelParallelArguments, FollowsLauncher, ModelParallelStrategy
+    CompressingStrategy, ModelParallelArguments, FollowsLauncher, ModelParallelStrategy
 ):
     """FSDP2 inside replicas, compressed gradients between them.
 
@@ -43,20 +41,14 @@ class CompressedModelParallelStrategy(
     with ``self.device_mesh["tensor_parallel"]``. Each replica is one host by default. Micro-batches
     of ``accumulate_grad_batches`` before the last send nothing between replicas.
 
-    Arguments: see
-    :class:`~lightning_dist.integrations.model_parallel.ModelParallelArguments`, and everything
-    else that ``ModelParallelStrategy`` takes.
+    Arguments: see :class:`.ModelParallelArguments`, and everything else that
+    ``ModelParallelStrategy`` takes.
 
     Residuals of all replicas are in the checkpoint under ``"lightning_dist"``. Such a checkpoint
     loads under plain ``ModelParallelStrategy`` and a plain one loads here.
     """
 
     _exchange: ShardedExchange | None = None
-
-    @override
-    def connect(self, model: pl.LightningModule) -> None:
-        refuse_pytorch_lightning(model=model)
-        super().connect(model)
 
     @override
     def setup_environment(self) -> None:
@@ -66,13 +58,10 @@ class CompressedModelParallelStrategy(
         self._device_mesh = self._replicated_mesh()
         assert self.lightning_module is not None
         give_device_mesh(self.lightning_module, self._device_mesh)
-        call_before_setup(self.lightning_module)
+        self._before_setup()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            refuse_pytorch_lightning(callback=callback)
-        self._max_steps = trainer.max_steps
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -81,7 +70,9 @@ class CompressedModelParallelStrategy(
         assert self.model is not None
         self._logged_step = 0
         self._exchanges.clear()
-        exchange = self._compress(self.model, continue_from=self._reducer)
+        exchange = self._compress(
+            self.model, precision=self.precision_plugin, continue_from=self._reducer
+        )
         self._exchange = exchange
         self._reducer = exchange.reducer if isinstance(exchange, ShardedGradients) else None
 
@@ -135,11 +126,7 @@ class CompressedModelParallelStrategy(
         splits_layers = self.device_mesh[DIMENSIONS[2]].size() > 1
         if io is None or splits_layers or not isinstance(exchange, ShardedGradients):
             return self._state_of(exchange)
-        from lightning_dist.checkpoint.snapshot.plan import Striped
-
-        state, stripes = exchange.reducer.striped_state_dict()
-        io.striped += [Striped(each.whole, each.own) for each in stripes]
-        return state
+        return io.striped_state_of(exchange.reducer)
 
     @override
     def load_checkpoint(
@@ -177,11 +164,3 @@ class CompressedModelParallelStrategy(
             lambda: load_shards(path, module, self.optimizers, weights_only=weights_only, rows=rows)
         )
         return checkpoint
-
-    @override
-    def teardown(self) -> None:
-        try:
-            if self._exchange is not None:
-                self._exchange.close()  # raises where the device has failed
-        finally:
-            super().teardown()

@@ -39,11 +39,13 @@ NAMES: Table = {
     f"{_PYTORCH}.callbacks:BatchSizeFinder": "_early_exit",
     f"{_PYTORCH}.callbacks:LearningRateFinder": "_early_exit",
     f"{_PYTORCH}:Trainer": (
-        "_accelerator_connector _checkpoint_connector _logger_connector _signal_connector"
+        "_accelerator_connector _checkpoint_connector _logger_connector _signal_connector "
+        "val_check_batch"
     ),
     f"{_CONNECTORS}.accelerator_connector:_AcceleratorConnector": "cluster_environment",
     f"{_CONNECTORS}.checkpoint_connector:_CheckpointConnector": (
-        "_ckpt_path _loaded_checkpoint dump_checkpoint restore_loops resume_start"
+        "_ckpt_path _loaded_checkpoint dump_checkpoint restore_callbacks restore_datamodule "
+        "restore_loops restore_model restore_training_state resume_start"
     ),
     f"{_CONNECTORS}.data_connector:_DataLoaderSource": "dataloader instance name",
     f"{_CONNECTORS}.signal_connector:_SignalConnector": (
@@ -82,7 +84,7 @@ NAMES: Table = {
     f"{_PYTORCH}.strategies:ModelParallelStrategy": (
         "_device_mesh _get_process_group_backend _setup_distributed _timeout"
     ),
-    f"{_PYTORCH}:LightningModule": "_current_fx_name _device_mesh",
+    f"{_PYTORCH}:LightningModule": "_current_fx_name _device_mesh _on_before_batch_transfer",
     f"{_PYTORCH}.strategies.launchers:_MultiProcessingLauncher": (
         "get_extra_results update_main_process_results"
     ),

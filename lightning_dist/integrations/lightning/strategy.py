@@ -13,18 +13,15 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
-from lightning_dist.integrations.arguments import (
-    CHECKPOINT_KEY,
-    CompressionArguments,
-)
-from lightning_dist.integrations.lightning.before_setup import call_before_setup
+from lightning_dist.integrations.lightning.base import CompressingStrategy
 from lightning_dist.integrations.lightning.checkpoint.session_io import CheckpointerIO
 from lightning_dist.integrations.lightning.fit_results import ResultsLauncher
 from lightning_dist.integrations.lightning.launcher import FollowsLauncher, init_process_group
 from lightning_dist.integrations.lightning.recovering import RecoversInProcess
-from lightning_dist.integrations.lightning.reporting import ReportsCommunication
-from lightning_dist.integrations.refusals import refuse_pytorch_lightning
-from lightning_dist.integrations.strategy_names import register
+from lightning_dist.integrations.strategies.arguments import (
+    CHECKPOINT_KEY,
+    CompressionArguments,
+)
 from lightning_dist.integrations.torch.checks import require_compressible
 from lightning_dist.integrations.torch.ddp import attach, connect_optimizers
 from lightning_dist.private import loss_scale_of
@@ -36,12 +33,11 @@ if TYPE_CHECKING:
 
 
 class CompressedDDPStrategy(
-    ReportsCommunication, CompressionArguments, RecoversInProcess, FollowsLauncher, DDPStrategy
+    CompressingStrategy, CompressionArguments, RecoversInProcess, FollowsLauncher, DDPStrategy
 ):
     """DDP whose gradients travel compressed. Works on every device and backend DDP works on.
 
-    Arguments: see :class:`~lightning_dist.integrations.arguments.CompressionArguments`, and
-    everything ``DDPStrategy`` takes.
+    Arguments: see :class:`.CompressionArguments`, and everything ``DDPStrategy`` takes.
 
     Residuals of all ranks are in the checkpoint under ``"lightning_dist"``. Such a checkpoint loads
     under plain ``ddp`` and a plain one loads here.
@@ -54,11 +50,6 @@ class CompressedDDPStrategy(
         super()._configure_launcher()
         if self._start_method != "popen":
             self._launcher = ResultsLauncher(self, start_method=self._start_method)
-
-    @override
-    def connect(self, model: pl.LightningModule) -> None:
-        refuse_pytorch_lightning(model=model)
-        super().connect(model)
 
     @override
     def setup_distributed(self) -> None:
@@ -96,13 +87,10 @@ class CompressedDDPStrategy(
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        call_before_setup(self.lightning_module)
+        self._before_setup()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            refuse_pytorch_lightning(callback=callback)
-        self._max_steps = trainer.max_steps
         super().setup(trainer)
         if self._settings.delay and len(self.optimizers) > 1:
             raise ValueError(
@@ -150,11 +138,7 @@ class CompressedDDPStrategy(
     def _state_for(self, io: CheckpointIO, reducer: Reducer) -> dict[str, Any] | None:
         if not isinstance(io, CheckpointerIO) or not io.sharded:
             return self.meet(lambda: reducer.state_dict(to=self._leader))
-        from lightning_dist.checkpoint.snapshot.plan import Striped
-
-        state, stripes = reducer.striped_state_dict()
-        io.striped += [Striped(each.whole, each.own) for each in stripes]
-        return state
+        return io.striped_state_of(reducer)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -176,16 +160,3 @@ class CompressedDDPStrategy(
             ours = exception.args[0].replace("'ddp_find_unused", "'compressed_ddp_find_unused")
             ours = ours.replace("=DDPStrategy(", f"={type(self).__name__}(")
             exception.args = (ours, *exception.args[1:])
-
-    @override
-    def teardown(self) -> None:
-        try:
-            if self._reducer is not None:
-                self._reducer.close()  # raises where the device has failed
-        finally:
-            super().teardown()
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        register(strategy_registry, cls)

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -48,7 +48,8 @@ class ElasticLoop:
             compressed models go with them.
         every_n_train_steps: optimizer steps between two checkpoints. None: at the end of epochs
             only.
-        every_n_epochs: epochs between two checkpoints at the end of an epoch; 0: never.
+        every_n_epochs: epochs between two checkpoints at the end of an epoch. None: 1, unless
+            ``every_n_train_steps`` is given.
         max_to_keep: how many of the newest stay; a damaged one is passed over for the one before.
         batch_policy: what stays when the number of ranks changes, as of ``ElasticRestart``.
         gradient_accumulation_steps: micro-batches per optimizer step of the first start.
@@ -62,6 +63,8 @@ class ElasticLoop:
         hang_timeout: seconds without a batch after which the process ends itself (exit code 76).
             What you do between epochs counts, call :meth:`heartbeat` there if it is longer. None:
             never.
+        format: ``"single"``: one file, written by rank 0. ``"sharded"``: a folder to which every
+            rank writes an equal part; not with ``recovery="in_process"`` or local steps.
         checkpoint: how checkpoints are written, ``CheckpointSettings(...)``. None: copied at once,
             written in the background.
         recovery: ``"in_process"``: where a rank is lost, the others take the interrupted step again
@@ -86,7 +89,7 @@ class ElasticLoop:
         loader: Any,
         state: Mapping[str, Any],
         every_n_train_steps: int | None = None,
-        every_n_epochs: int = 1,
+        every_n_epochs: int | None = None,
         max_to_keep: int = 2,
         batch_policy: BatchPolicy = "fixed_global_batch",
         gradient_accumulation_steps: int = 1,
@@ -98,6 +101,7 @@ class ElasticLoop:
         preemption_poll_interval: float = 5.0,
         grace_period: float = 25.0,
         hang_timeout: float | None = 600.0,
+        format: Literal["single", "sharded"] = "single",
         checkpoint: CheckpointSettings | None = None,
         recovery: RecoveryMode = "restart",
         mirror_residuals: bool | int = False,
@@ -120,7 +124,10 @@ class ElasticLoop:
             grace_period=grace_period,
             hang_timeout=hang_timeout,
             saving=checkpoint or CheckpointSettings(snapshot="blocking"),
+            format=format,
         )
+        if recovery == "in_process":
+            self._settings.require_recoverable()
         self._loader, self._given = loader, state
         self._move = None if device is None else _mover(device)
         self._run = LoopPlacement(

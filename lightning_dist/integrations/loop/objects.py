@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dist.checkpoint.restricted import require_loadable
+from lightning_dist.checkpoint.snapshot.plan import Striped
 from lightning_dist.elastic.progress import KEY, ElasticState
 from lightning_dist.integrations.torch.ddp import reducer_of
 from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates
@@ -124,12 +125,23 @@ class Objects:
         updates = next(of, None) if isinstance(inside, nn.Module) else None
         return inside.state_dict() if updates is None else updates.anchor_state_dict()
 
-    def state_dict(self, *, leader: int = 0) -> dict[str, Any]:
-        """Collective; residuals are on rank ``leader`` only."""
-        return {
-            "objects": self._states(),
-            "reducers": [reducer.state_dict(to=leader) for reducer in self._reducers],
-        }
+    def state_dict(
+        self, *, leader: int = 0, striped: list[Striped] | None = None
+    ) -> dict[str, Any]:
+        """Collective. Residuals are on rank ``leader`` only.
+
+        Args:
+            striped: of a sharded checkpoint, to which residuals are added that each rank keeps.
+        """
+        reducers: list[Any] = []
+        for reducer in self._reducers:
+            if striped is None:
+                reducers.append(reducer.state_dict(to=leader))
+                continue
+            state, stripes = reducer.striped_state_dict()
+            striped += [Striped(each.whole, each.own) for each in stripes]
+            reducers.append(state)
+        return {"objects": self._states(), "reducers": reducers}
 
     def take_up(self, checkpoint: Any, *, path: str) -> ElasticState:
         """Load a checkpoint, on all ranks; where it was taken.

@@ -11,8 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from typing_extensions import override
 
-from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.reading import load
+from lightning_dist.checkpoint.snapshot.plan import Striped
 from lightning_dist.elastic.data.plan import Position
 from lightning_dist.elastic.data.sharding import Deal, NotExactError
 from lightning_dist.elastic.data.workers import keep_workers
@@ -24,6 +24,7 @@ from lightning_dist.elastic.recovery.member import RecoveryEnvironment
 from lightning_dist.elastic.session import Session
 from lightning_dist.elastic.settings import RecoveryMode, require_recovery
 from lightning_dist.integrations.loop.objects import Objects
+from lightning_dist.integrations.torch.local.state import NOT_SHARDED
 from lightning_dist.integrations.torch.recovery import RecoverablePlacement, StepRecovery
 from lightning_dist.log import get_logger
 
@@ -44,6 +45,10 @@ class LoopPlacement(RecoverablePlacement):
         recovery: what the ranks that are left do when one is lost.
         mirror_every: as of StepRecovery.
     """
+
+    stopped = Stopped
+    position = Position()
+    total_samples = 0
 
     def __init__(
         self,
@@ -119,6 +124,8 @@ class LoopPlacement(RecoverablePlacement):
     def _open(self, given: Mapping[str, Any], *, world_size: int) -> None:
         session, settings = self.session, self._settings
         self.objects = Objects(given, world_size=world_size)
+        if settings.sharded and self.objects.updates:
+            raise ValueError(NOT_SHARDED)
         if settings.weights_only:
             self.objects.require_loadable()
         path = session.open(self)
@@ -127,9 +134,9 @@ class LoopPlacement(RecoverablePlacement):
         run, restricted = session.history.run_id, settings.weights_only
         session.retention.save_for(run, restricted=restricted, resumed=path)
         self.position = Position() if state is None else state.position
-        self.samples = 0 if state is None else state.total_samples
+        self.total_samples = 0 if state is None else state.total_samples
         self._steps = 0 if state is None else state.total_steps
-        self._before_epoch = self.samples - self.position.samples
+        self._before_epoch = self.total_samples - self.position.samples
         self._deal(state, path=path or "", begun=session.history.first)
         optimizers, (first, now) = self.objects.optimizers, self.data.layouts
         session.scale_rates(optimizers, self.objects.schedulers, first=first, now=now)
@@ -157,8 +164,7 @@ class LoopPlacement(RecoverablePlacement):
 
     def _listen(self) -> None:
         session = self.session
-        if self._settings.saving.snapshot in ("auto", "overlap"):
-            session.retention.watch(self.objects.optimizers)
+        session.retention.saves.watch(self.objects.optimizers)
         if threading.current_thread() is threading.main_thread():  # where Python has handlers
             self._handlers = {each: signal.getsignal(each) for each in self._signals}
         session.lifecycle.note(self._signals, asks=Launch.from_env().local_rank == 0)
@@ -178,25 +184,11 @@ class LoopPlacement(RecoverablePlacement):
             super().settle()
 
     @override
-    def close_step(self) -> None:
-        """Save if it is due, and stop if a rank is told to."""
-        position, settings = self.position, self._settings
-        if position.samples:
-            is_due = settings.is_due_after_step(self._steps)
-        elif position.epoch:
-            is_due = settings.is_due_after_epoch(position.epoch - 1, steps=self._steps)
-        else:
-            return
-        if is_due:
-            self.session.save()
-        self.stop_if_told()
-
-    @override
     def take_over(self, handed: Any, state: ElasticState, members: Membership) -> None:
         self.objects.load_states(handed)
-        self.position, self.samples = state.position, state.total_samples
+        self.position, self.total_samples = state.position, state.total_samples
         self._steps = state.total_steps
-        self._before_epoch = self.samples - self.position.samples
+        self._before_epoch = self.total_samples - self.position.samples
 
     @override
     def handed_over(self) -> dict[str, Any]:
@@ -216,20 +208,6 @@ class LoopPlacement(RecoverablePlacement):
     @override
     def rates(self) -> tuple[Sequence[Any], Sequence[Any]]:
         return self.objects.optimizers, self.objects.schedulers
-
-    @override
-    def here(self) -> ElasticState:
-        first, now = self.data.layouts
-        return ElasticState(
-            run_id=self.session.history.run_id,
-            seed=self.session.history.seed,
-            first=first,
-            layout=now,
-            position=self.position,
-            total_samples=self.samples,
-            total_steps=self._steps,
-            size=self.data.size,
-        )
 
     def _load(self, path: str) -> Any:
         """The state saved as ``path``, which has been verified. Collective: errors are of all."""
@@ -251,15 +229,15 @@ class LoopPlacement(RecoverablePlacement):
     def step(self, position: Position) -> None:
         """The optimizer has stepped, and ``position`` is reached."""
         self.position = position
-        self.samples = self._before_epoch + position.samples
+        self.total_samples = self._before_epoch + position.samples
         self._steps += 1
-        self.session.step(self.samples)
+        self.session.step(self.total_samples)
         if self.recovery is not None:
             self.recovery.generations.took_step()
 
     def end_epoch(self, epoch: int) -> None:
         """``epoch`` is over, with what the user does after its batches."""
-        self.position, self._before_epoch = Position(epoch + 1), self.samples
+        self.position, self._before_epoch = Position(epoch + 1), self.total_samples
 
     @property
     @override
@@ -272,21 +250,18 @@ class LoopPlacement(RecoverablePlacement):
         return self.position.epoch
 
     @override
-    def write(self, checkpointer: Checkpointer | None, path: str) -> None:
-        place = self.session.describe(
-            self.data.layouts,
-            self.position,
-            samples=self.samples,
-            steps=self._steps,
-            rng=self.generators.capture(),
-            size=self.data.size,
-        )
-        leader = self.session.members.ranks.leader
-        state = {KEY: place, **self.objects.state_dict(leader=leader)}
+    def write(self, path: str) -> None:
+        checkpointer = self.session.retention.checkpointer
+        place = self.session.describe(rng=self.generators.capture())
+        leader, sharded = self.session.members.ranks.leader, self._settings.sharded
+        striped: list[Striped] = []
+        objects = self.objects.state_dict(leader=leader, striped=striped if sharded else None)
 
         def save() -> None:
             if checkpointer is not None:
-                checkpointer.save(state, path, step=self._steps)
+                state = {KEY: place, **objects}
+                steps = self._steps
+                checkpointer.save(state, path, step=steps, sharded=sharded, striped=striped)
 
         self.session.members.ranks.on_each(save)
 
@@ -308,23 +283,9 @@ class LoopPlacement(RecoverablePlacement):
             signal.signal(each, handler)
         self._handlers = {}
 
-    def stop_if_told(self) -> None:
-        """Where any rank is to end: one checkpoint of all, and the end of this process."""
-        code = self.session.stop_if_told()
-        if code is not None:
-            raise Stopped(code)
-
+    @override
     def complete(self) -> None:
-        """The training has ended as it should."""
-        while True:
-            try:
-                self.session.complete()
-                break
-            except RuntimeError as error:
-                if self.recovery is None:
-                    raise
-                self.recovery.generations.lost(error)
-                self.settle()
+        super().complete()
         self.is_complete = True
 
     def close(self, error: BaseException | None) -> None:

@@ -76,7 +76,8 @@ class CommProfiler(pl.Callback):
         dirpath: folder in which each run gets a ``run-<n>``, best on a disk that all ranks share.
             None: ``comm_profile`` in the ``default_root_dir`` of the trainer, or here.
         max_overhead: share of a step that the profiler may take, 0 to 1; where it would take more,
-            it looks at fewer steps.
+            it looks at fewer steps. It does not limit the hook that observes DDP's own all-reduce,
+            which runs in every step.
         measure_links: measure the links for one to four seconds before the first step, to say how
             much of them is used.
         torch_profiler: steps, ``range(100, 103)``, that ``torch.profiler`` traces too, or a signal,

@@ -62,9 +62,9 @@ class LiveProfile:
         metrics = {
             # Shares by the length of the step, as in the headline: that of all of them together.
             f"comm/{name}": fmean(
-                [row[name] for row in rows], weights=steps if name in _SHARES else None
+                [row.get(name, 0.0) for row in rows], weights=steps if name in _SHARES else None
             )
-            for name in rows[0]
+            for name in dict.fromkeys(name for row in rows for name in row)
         }
         errors = of_errors(map(structs.asdict, self._errors))
         metrics |= {f"comm/{name}": value for name, value in errors.items()}

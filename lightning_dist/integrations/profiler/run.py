@@ -46,14 +46,13 @@ from lightning_dist.profiling.links import end_group, first_sentence, measure_li
 from lightning_dist.profiling.report.files import Written, write_files
 from lightning_dist.profiling.run import Run, read_run
 from lightning_dist.profiling.whatif.costs import (
-    MEASURES,
     Costs,
     measure_costs,
     runs_compiled,
     write_costs,
 )
 from lightning_dist.profiling.whatif.observe import Observed
-from lightning_dist.profiling.whatif.words import with_whatif
+from lightning_dist.profiling.whatif.words import MEASURES, with_whatif
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.shared_folder import replace_file
 from lightning_dist.topology import this_host

@@ -61,6 +61,7 @@ def compress_ddp(
     compile_kernels: bool | Literal["auto"] = "auto",
     commit: Literal["auto", "immediate", "deferred"] = "auto",
     delay: int = 0,
+    exchange_timeout: float | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     groups: Groups | None = None,
 ) -> Reducer:
@@ -87,13 +88,16 @@ def compress_ddp(
             models of 4 Mi elements or more where a compiler is there, and for all on a GPU with
             Triton, whose kernels exchange whole buckets. Equal on all ranks.
         commit: when residuals are written. ``"immediate"``: in the pass that encodes, and each
-            bucket is decoded when it has landed; what a step owes is lost if it is not applied.
+            bucket is decoded when it has landed; a step that is not applied loses what it has sent.
             ``"deferred"``: once every bucket of a step has landed and all ranks know that it is
             finite; a step that is not applied leaves no trace. ``"auto"``: deferred with a
             GradScaler or ``find_unused_parameters``, else immediate.
         delay: 1 applies the mean of a step in the next one, so that its exchange has a whole
             step; the first step gets zeros. For slow links, at some cost in loss. Not with a
             GradScaler, ``find_unused_parameters``, several optimizers or OneBitAdam.
+        exchange_timeout: seconds that one wait for other ranks may take before the step fails on a
+            CPU, and that ``close()`` gives an accelerator to complete what it was given. None: the
+            timeout of the process group.
         grad_scaler: the GradScaler in use, so that residuals are kept unscaled.
         groups: two process groups over the ranks of ``model``, for payloads and for flags; where
             the exchange is hierarchical also this rank's, from the inside out. Used by nothing
@@ -118,14 +122,9 @@ def compress_ddp(
         compile_kernels=compile_kernels,
         commit=commit,
         delay=delay,
+        exchange_timeout=exchange_timeout,
     )
-    scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
-    return attach(
-        model,
-        settings,
-        grad_scale=loss_scale_of(scaler),
-        groups=groups,
-    )
+    return attach(model, settings, grad_scale=loss_scale_of(grad_scaler), groups=groups)
 
 
 def attach(
@@ -182,8 +181,8 @@ def attach(
         moved = [n for n in numel if n in before and before[n] != reducer.strides[n]]
         if moved and first:
             log.warning(
-                "The memory format of %s has changed since the last fit: what was owed to them is "
-                "forgotten; to keep it, load a checkpoint of that fit",
+                "The memory format of %s has changed since the last fit: their residuals are "
+                "dropped; to keep them, load a checkpoint of that fit",
                 ", ".join(moved),
             )
         reducer.state.keep_only({name: of for name, of in numel.items() if name not in moved})

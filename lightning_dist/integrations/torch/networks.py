@@ -66,6 +66,7 @@ def network_over(
     groups: Groups | None = None,
     timeout: timedelta | None = None,
     made: Network | None = None,
+    tree: Hosts | None = None,
 ) -> Network:
     """The groups of the ranks of ``like``, once they are known to want the same. Collective.
 
@@ -73,6 +74,7 @@ def network_over(
         facts: what must be equal on all ranks, besides ``settings``.
         groups: see :func:`~lightning_dist.compress_ddp`; None makes them.
         made: a network of before, which is returned if the ranks agree.
+        tree: groups of ranks to reduce in first; None: hosts, as the settings say.
     """
     if groups is not None and len(groups) < 2:
         raise ValueError(f"groups must be two process groups or more, got {len(groups)}")
@@ -85,17 +87,16 @@ def network_over(
     }
     place = claim(rank=dist.get_rank() if dist.is_initialized() else data.rank())
     place_of_own = {"host": this_host(), "claim": None if place is None else place.as_fact()}
-    told = all_facts({**own, **place_of_own}, group=data, device=device)
-    require_equal([{key: fact[key] for key in own} for fact in told])
-    topology, tree = topology_of(
-        settings,
-        hosts=[fact["host"] for fact in told],
-        claims=[fact["claim"] for fact in told],
-        rank=data.rank(),
-    )
+    gathered = all_facts({**own, **place_of_own}, group=data, device=device)
+    require_equal([{key: fact[key] for key in own} for fact in gathered])
+    hosts, claims = [fact["host"] for fact in gathered], [fact["claim"] for fact in gathered]
+    if tree is None:
+        topology, tree = topology_of(settings, hosts=hosts, claims=claims, rank=data.rank())
+    else:
+        topology, tree = Topology(tuple(hosts), data.rank()), tree if len(tree[0]) > 1 else None
     if made is not None:
         return made
-    limit = WaitLimit()
+    limit = WaitLimit(settings.exchange_timeout)
     flags = Channel(control, name="control", limit=limit)
     network = Network(Channel(data, limit=limit), flags, topology, device)
     if tree is None:
@@ -190,7 +191,7 @@ def _new_group(
         backend=dist.get_backend(like),
         # Ranks that are not in `like` do not come here.
         use_local_synchronization=like.size() < dist.get_world_size(),
-        sort_ranks=False,  # a rank's number in a group is its place in what we were told
+        sort_ranks=False,  # a rank's number in a group is its place in the list of ranks
     )
     return group
 
@@ -223,16 +224,6 @@ def sharded_network(
     device = torch.device(mesh.device_type)
     if device.type != "cpu":
         device = torch.device(device.type, torch.accelerator.current_device_index())
-    data, control = new_groups(world, timeout=timeout)
-    limit = WaitLimit()
-    own = {**settings.fingerprint(), "mesh": str(ranks.tolist()), "parameters": parameters}
-    facts = all_facts({**own, "host": this_host()}, group=data, device=device)
-    require_equal([{key: fact[key] for key in own} for fact in facts])
-    topology = Topology(tuple(fact["host"] for fact in facts), world.rank())
-    flags = Channel(control, name="control", limit=limit)
-    network = Network(Channel(data, limit=limit), flags, topology, device)
-    if ranks.shape[1] == 1:
-        return network
-    tree: Hosts = tuple(tuple(order[rank] for rank in row) for row in ranks.tolist())
-    new_group = _made(world, tree, leader=False, timeout=timeout)
-    return in_levels(network, tree, leader=False, new_group=new_group)
+    tree = tuple(tuple(order[rank] for rank in row) for row in ranks.tolist())
+    facts = {"mesh": str(ranks.tolist()), "parameters": parameters}
+    return network_over(world, settings, device=device, facts=facts, timeout=timeout, tree=tree)

@@ -18,7 +18,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lightning_dist.elastic import rng
 from lightning_dist.elastic.data.plan import lr_factor
-from lightning_dist.elastic.data.sharding import Deal
 from lightning_dist.elastic.membership import Membership
 from lightning_dist.elastic.process.lifecycle import EXIT_RESTART
 from lightning_dist.elastic.progress import ElasticState, scale_learning_rates
@@ -37,8 +36,8 @@ from lightning_dist.integrations.torch.regroup import (
 )
 from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.private import order_buckets, send_buffers
-from lightning_dist.reducer.commit import untraced
 from lightning_dist.reducer.mirror import ResidualMirror, require_flat
+from lightning_dist.reducer.observer import untraced
 
 
 class StepRecovery:
@@ -352,19 +351,10 @@ class RecoverablePlacement(Placement):
     """A session whose ranks may be lost: what all ranks do between two steps, until they can."""
 
     session: Session
-    data: Deal
     recovery: StepRecovery | None = None
     """None where lost ranks mean a restart of all."""
 
     # What a Trainer and a loop of the user's own do differently.
-
-    def close_step(self) -> None:
-        """Save if it is due, and stop if a rank is told to. Collective."""
-        raise NotImplementedError
-
-    def here(self) -> ElasticState:
-        """Where this rank is; no collective."""
-        raise NotImplementedError
 
     def handed_over(self) -> Any:
         """All states that a worker needs to be where this one is, beside :meth:`here`."""
@@ -383,6 +373,28 @@ class RecoverablePlacement(Placement):
         raise NotImplementedError
 
     # What is one.
+
+    def here(self) -> ElasticState:
+        """State of this rank, see :meth:`.Session.here`."""
+        return self.session.here()
+
+    def close_step(self) -> None:
+        """:meth:`.Session.close_step` at the position of this rank."""
+        position = self.position
+        if position.samples or position.epoch:
+            self.session.close_step(None if position.samples else position.epoch - 1)
+
+    def complete(self) -> None:
+        """:meth:`.Session.complete`, with those who are left where some are lost."""
+        while True:
+            try:
+                self.session.complete()
+                return
+            except RuntimeError as error:
+                if self.recovery is None:
+                    raise
+                self.recovery.generations.lost(error)
+                self.settle()
 
     def take_again(self) -> None:
         """The exchange of this step has failed: go on with those who are left, from its begin."""

@@ -122,7 +122,7 @@ def regroup(
         rank=world.rank(),
         needs_levels=begins,
     )
-    limit = WaitLimit()
+    limit = WaitLimit(settings.exchange_timeout)
     flags = Channel(control, name="control", limit=limit)
     network = Network(Channel(data, limit=limit), flags, topology, _CPU)
     if tree is not None:

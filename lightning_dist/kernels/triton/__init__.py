@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_dist.codecs.base import Codec
-from lightning_dist.kernels.triton.table import Slice, SliceTable, packed
+from lightning_dist.kernels.triton.table import GRADIENT_DTYPES, Slice, SliceTable, packed
 
 if TYPE_CHECKING:
     from lightning_dist.kernels.triton.passes import TableKernels
 
 _DEVICE_TYPES = ("cuda", "xpu")
-
-GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Gradients that the kernels take. Those in float64 need arithmetic in float64: they stay eager."""
 
 
 def available_on(device: torch.device) -> bool:

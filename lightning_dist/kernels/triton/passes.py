@@ -10,9 +10,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from lightning_dist.kernels.triton import GRADIENT_DTYPES, skeletons
+from lightning_dist.kernels.triton import skeletons
 from lightning_dist.kernels.triton.registry import DeviceCodec
-from lightning_dist.kernels.triton.table import SliceTable
+from lightning_dist.kernels.triton.table import GRADIENT_DTYPES, SliceTable
 
 _RAW = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.int16}
 _ELEMENTS_PER_WARP = 512  # 16 for each thread: 64 to 108 registers, of which nothing is spilled

@@ -1,10 +1,10 @@
-"""Codecs with kernels. A codec is two device functions, and one entry here."""
+"""Codecs with kernels: each is two device functions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from lightning_dist.codecs import FP8, QSGD, Int4, Int8, NoCompression, Sign, TernGrad, Uncompressed
 from lightning_dist.codecs.base import BlockCodec, Codec
@@ -35,31 +35,54 @@ class DeviceCodec:
 
 
 _LARGEST_BLOCK = 8192  # elements; a program keeps whole blocks in its registers
+_Functions = tuple[Any, Any, Callable[[Any], float]]
+_functions: dict[type[Codec], _Functions] = {}
+
+
+def register_kernels(
+    codec: type[BlockCodec],
+    *,
+    encode: Any,
+    level: Any,
+    option: Callable[[Any], float] = lambda codec: 0,
+) -> None:
+    """Give a class of codecs its device functions; subclasses do not inherit them.
+
+    ``OF.levels`` is the attribute ``levels`` of the codec, or 0. For the other arguments see
+    :class:`DeviceCodec`.
+
+    Args:
+        option: ``OF.option`` of a codec.
+    """
+    _functions[codec] = encode, level, option
 
 
 def device_codec(codec: Codec) -> DeviceCodec | None:
     """The device functions of ``codec``; None where it has none."""
-    make = _DEVICE_CODECS.get(type(codec))
-    found = None if make is None else make(codec)
-    return None if found is None or found.codec.block > _LARGEST_BLOCK else found
+    found = _functions.get(type(codec))
+    # What is not fusable, such as a matrix product, adds in an order that a library chooses.
+    if found is None or not codec.fusable or codec.block > _LARGEST_BLOCK:
+        return None
+    encode, level, option = found
+    block_codec = cast(BlockCodec, codec)  # no others are registered
+    return DeviceCodec(block_codec, encode, level, getattr(codec, "levels", 0), option(codec))
 
 
-_DEVICE_CODECS: dict[type[Codec], Callable[[Any], DeviceCodec | None]] = {
-    NoCompression: DeviceCodec,
-    Uncompressed: DeviceCodec,
-    Int8: lambda of: DeviceCodec(of, functions.int8_encode, functions.int8_level, levels=127),
-    # The rotation is a matrix product, whose order of adding is the library's.
-    Int4: lambda of: (
-        None
-        if of.hadamard
-        else DeviceCodec(of, functions.int4_encode, functions.offset_level, levels=7)
-    ),
-    FP8: lambda of: DeviceCodec(of, functions.fp8_encode, functions.fp8_level, levels=448),
-    Sign: lambda of: DeviceCodec(of, functions.sign_encode, functions.sign_level),
-    QSGD: lambda of: DeviceCodec(
-        of, functions.qsgd_encode, functions.offset_level, of.levels, option=of.norm == "l2"
-    ),
-    TernGrad: lambda of: DeviceCodec(
-        of, functions.terngrad_encode, functions.offset_level, levels=1, option=of.clip_sigma
-    ),
-}
+register_kernels(NoCompression, encode=None, level=None)
+register_kernels(Uncompressed, encode=None, level=None)
+register_kernels(Int8, encode=functions.int8_encode, level=functions.int8_level)
+register_kernels(Int4, encode=functions.int4_encode, level=functions.offset_level)
+register_kernels(FP8, encode=functions.fp8_encode, level=functions.fp8_level)
+register_kernels(Sign, encode=functions.sign_encode, level=functions.sign_level)
+register_kernels(
+    QSGD,
+    encode=functions.qsgd_encode,
+    level=functions.offset_level,
+    option=lambda codec: codec.norm == "l2",
+)
+register_kernels(
+    TernGrad,
+    encode=functions.terngrad_encode,
+    level=functions.offset_level,
+    option=lambda codec: codec.clip_sigma,
+)

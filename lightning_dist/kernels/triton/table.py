@@ -18,6 +18,9 @@ from torch import Tensor
 from lightning_dist.codecs.base import BlockCodec
 from lightning_dist.exchange.wire import row_bytes
 
+GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Gradients that the kernels take. Those in float64 need arithmetic in float64: they stay eager."""
+
 FIELDS = 10
 """Columns of the table: places in ``flat`` and in the residual memory, elements that exist, blocks,
 bytes of the payload before the row (divided by 8), of the row before the scales, of the row before

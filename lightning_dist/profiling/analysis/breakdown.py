@@ -26,6 +26,7 @@ from lightning_dist.profiling.capture.events import (
 )
 from lightning_dist.profiling.run import Run
 
+_CODEC = ("encode", "decode")
 _OTHERS = tuple(name for name in PHASES if name != "backward")
 
 
@@ -215,6 +216,8 @@ def _analyse(run: Run, rank: int, step: int, spans: Sequence[TimelineSpan]) -> A
         "intra": sum(bucket.intra for bucket in record.buckets) + own[0],
         "inter": sum(bucket.inter for bucket in record.buckets) + own[1],
         "exchanges": len(exchanges),
+        **{name: sum(s.end - s.begin for s in spans if s.phase == name) for name in _CODEC},
+        "after": min((max(record.duration - each.done, 0) for each in record.buckets), default=0),
         "moved": sum(each.transfer[1] - each.transfer[0] for each in exchanges),
         "uncertainty": run.ranks[rank].uncertainty(record.begin) or 0,
         "passes": len(passes_of(record)),

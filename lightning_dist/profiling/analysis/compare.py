@@ -16,9 +16,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from lightning_dist.profiling.analysis.metrics import METRICS, why
+from lightning_dist.profiling.analysis.metrics import METRICS, format_value, why
 from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, Summary
-from lightning_dist.profiling.analysis.tables import MS, mean, sample
+from lightning_dist.profiling.analysis.tables import sample
 from lightning_dist.profiling.run import Run
 
 _NOTCH = 1.58
@@ -66,7 +66,7 @@ def measured(run: Run, summary: Summary) -> Figures:
         "step_ms": per_step.step_ms,
         **{f"{part}_ms": parts.get(part, ()) for part in PARTS},
         "exposed_ms": np.sum(exposed, axis=0).tolist() if exposed else (),
-        "sent_mb": [_sent_mb(run, step) for step in per_step.steps] if summary.traffic else (),
+        "sent_mb": per_step.sent_mb if summary.traffic else (),
         "all_steps_ms": sample(run, warmup_steps=summary.warmup_steps).durations_ms(),
     }
     fields = {"step_ms": "step_ms", "exposed_ms": "exposed_ms", "sent_mb": "traffic"}
@@ -93,10 +93,10 @@ def verdict(differences: Sequence[Difference]) -> str:
     if step.is_explained:
         nothing = "no difference beyond the spread of the steps"
         return f"Step time: {nothing}; but {others}." if others else f"There is {nothing}."
-    share = f" ({abs(step.difference) / step.a:.1%})".replace("%", " %") if step.a else ""
+    share = f" ({format_value(abs(step.difference) / step.a, '%')})" if step.a else ""
     word = "longer" if step.difference > 0 else "shorter"
     because = f": {others}" if others else "; no part alone says why"
-    return f"The step of B is {abs(step.difference):.3g} ms{share} {word}{because}."
+    return f"The step of B is {format_value(abs(step.difference), 'ms')}{share} {word}{because}."
 
 
 def _largest(differences: Sequence[Difference], of_step: float) -> str:
@@ -105,11 +105,15 @@ def _largest(differences: Sequence[Difference], of_step: float) -> str:
     Parts that changed in the direction of the step come first: they explain it.
     """
     signed = [(each.name.rpartition("_")[0], each.difference or 0.0) for each in differences]
+
+    def text(label: str, value: float, unit: str) -> str:
+        return f"{label} {format_value(value, unit, signed=True)}"
+
     parts = [each for each in signed if each[0] in PARTS]
     if parts:
         parts.sort(key=lambda each: (each[1] * of_step <= 0, -abs(each[1])))
-        return ", ".join(f"{METRICS[name].label} {value:+.3g} ms" for name, value in parts[:3])
-    return ", ".join(f"{name} {value:+.3g} MB" for name, value in signed if name == "sent")
+        return ", ".join(text(METRICS[name].label, value, "ms") for name, value in parts[:3])
+    return ", ".join(text(name, value, "MB") for name, value in signed if name == "sent")
 
 
 def _difference(name: str, a: Figures, b: Figures) -> Difference:
@@ -133,9 +137,3 @@ def _difference(name: str, a: Figures, b: Figures) -> Difference:
 def _notch(values: Sequence[float]) -> float:
     low, high = np.quantile(values, (0.25, 0.75))
     return float(_NOTCH * (high - low) / math.sqrt(len(values)))
-
-
-def _sent_mb(run: Run, step: int) -> float:
-    """Megabytes of a rank, the mean over ranks."""
-    steps = [each.steps[step] for each in run.ranks.values() if step in each.steps]
-    return mean([sum(b.intra + b.inter for b in each.buckets) for each in steps]) / MS

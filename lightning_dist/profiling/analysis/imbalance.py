@@ -10,6 +10,7 @@ from statistics import median
 
 import numpy as np
 
+from lightning_dist.profiling.analysis.metrics import format_value
 from lightning_dist.profiling.analysis.parts import PhaseSkew
 from lightning_dist.profiling.analysis.tables import MS, Array, StepTable
 from lightning_dist.profiling.capture.events import ErrorRecord
@@ -42,10 +43,10 @@ def straggler(table: StepTable, phase_skew: Sequence[PhaseSkew]) -> tuple[int | 
         return None, ""
     row, waiting = int(total.argmax()), total.sum()  # of several the lowest
     if waiting < _LEAST_WAITING * duration:
-        return None, f"waiting is {waiting / duration:.1%} of the step"
+        return None, f"waiting is {format_value(waiting / duration, '%')} of the step"
     rank, waiters = table.ranks[row], max(len(table.ranks) - 1, 1)
     if (share := total[row] / waiting) < SHARE:
-        doubt = f"only {share:.0%} of it is for one rank, {rank}"
+        doubt = f"only {format_value(share, '%')} of it is for one rank, {rank}"
     elif total[row] <= table.of("uncertainty").max(axis=1).sum() * waiters:
         doubt = f"the clock uncertainty is as large as the delay of rank {rank}"
     # If it were a matter of chance, each step could as well have been the other way round.

@@ -161,7 +161,8 @@ def format_value(value: float | None, unit: str = "", *, signed: bool = False) -
         value /= size
     elif unit == "Gbit/s" and value < 1:
         value, unit = 1e3 * value, "Mbit/s"
-    return f"{_digits(value)} {unit}".rstrip()
+    sign = "+" if signed and value >= 0 else ""
+    return f"{sign}{_digits(value)} {unit}".rstrip()
 
 
 def _digits(value: float) -> str:

@@ -111,8 +111,8 @@ def notes_of(run: Run, chosen: Sample, table: StepTable, summary: Summary) -> li
         ),
         (
             uncertainty > _DOUBTFUL * exchange > 0,
-            f"clocks are uncertain by {uncertainty:.2f} ms and an exchange takes "
-            f"{exchange:.2f} ms: the split into waiting and transfer is uncertain",
+            f"clocks are uncertain by {_ms(uncertainty)} and an exchange takes {_ms(exchange)}: "
+            "the split into waiting and transfer is uncertain",
         ),
     )
     growths = [(of, rank) for rank, each in run.ranks.items() if (of := growth_of(each.errors))]

@@ -16,7 +16,7 @@ from msgspec import Struct
 from lightning_dist.profiling.analysis.intervals import Interval, Intervals
 
 if TYPE_CHECKING:
-    from lightning_dist.profiling.whatif.predict import Predictions
+    from lightning_dist.profiling.whatif.predictions import Predictions
 
 SCHEMA = 2
 
@@ -204,12 +204,14 @@ class PerStep:
     Args:
         breakdown_ms: by part, the mean over ranks.
         wait_ms: by rank, hidden or not.
+        sent_mb: by a rank, the mean over ranks.
     """
 
     steps: Sequence[int]
     step_ms: Sequence[float]
     breakdown_ms: Mapping[str, Sequence[float]]
     wait_ms: Mapping[int, Sequence[float]]
+    sent_mb: Sequence[float] = ()
 
 
 @dataclass(frozen=True)

@@ -153,6 +153,7 @@ def _per_step(
         means.pop("duration"),
         means,
         dict(zip(table.ranks, waited.T.tolist(), strict=True)) if has_waits else {},
+        (table.of("intra", "inter").mean(axis=1) / MS).tolist(),
     )
 
 

@@ -44,6 +44,9 @@ COLUMNS = (
     "intra",
     "inter",
     "exchanges",  # their number
+    "encode",
+    "decode",
+    "after",  # from the last mean to the end of the step
     "moved",  # transfers of all exchanges, added up
     "uncertainty",  # of the clock
     "passes",  # backward passes that exchanged gradients

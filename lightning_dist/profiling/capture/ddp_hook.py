@@ -5,15 +5,13 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, which its stubs lack
-from torch.autograd import Variable
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # its stubs lack it
 from torch.futures import Future, collect_all
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
@@ -21,13 +19,18 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from lightning_dist.private import communication_hooks
+from lightning_dist.private import (
+    at_end_of_backward,
+    communication_hooks,
+    require_torch,
+    sparse_parts,
+    tensors_in,
+)
 from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.profiling.capture.steps import StepTimer
-from lightning_dist.reducer.commit import untraced
+from lightning_dist.reducer.observer import untraced
 
 _HELD_BYTES = 4 << 20
 """DDP copies a mean into its gradients while the next ones travel; those that are held until the
@@ -40,6 +43,7 @@ class Watching:
     """Tells a timer of the passes of ``model`` and of the steps of its optimizers."""
 
     def __init__(self, model: DistributedDataParallel, timer: StepTimer) -> None:
+        require_torch()  # not first in a compiled backward pass, where modules look different
         self._model, self._timer = model, timer
         self._synchronises = True
         self._in_backward = False
@@ -73,8 +77,8 @@ class Watching:
             return
         self._timer.forward_ended()
         self._synchronises = self._model.require_backward_grad_sync
-        for each in tree_leaves(output):
-            if isinstance(each, Tensor) and each.requires_grad:
+        for each in tensors_in(output):
+            if each.requires_grad:
                 each.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
 
     def _backward_begins(self, gradient: Tensor) -> None:
@@ -83,7 +87,7 @@ class Watching:
         self._in_backward = True
         self._timer.backward()
         # After DDP's own, which waits for the means: it is queued while the pass runs.
-        _at_the_end(lambda: _at_the_end(self._backward_ends))
+        at_end_of_backward(lambda: at_end_of_backward(self._backward_ends))
 
     def _backward_ends(self) -> None:
         self._in_backward = False
@@ -100,11 +104,6 @@ class Watching:
     def _is_mine(self, optimizer: Optimizer) -> bool:
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         return any(id(parameter) in self._mine for parameter in parameters)
-
-
-def _at_the_end(call: Callable[[], None]) -> None:
-    """Of the backward pass that is under way."""
-    Variable._execution_engine.queue_callback(call)
 
 
 class Promises:
@@ -265,5 +264,5 @@ def watch_allreduce(model: DistributedDataParallel, recorder: Recorder, *, cross
 def _sent(gradients: Tensor, world: int) -> int:
     """Bytes that a rank sends: around a ring, twice; sparse ones are gathered."""
     if gradients.is_sparse:
-        return (world - 1) * (gradients._indices().nbytes + gradients._values().nbytes)
+        return (world - 1) * sum(each.nbytes for each in sparse_parts(gradients))
     return 2 * (world - 1) * gradients.nbytes // world

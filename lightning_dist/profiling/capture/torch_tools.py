@@ -11,7 +11,8 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-from torch._C import _distributed_c10d as c10d
+
+from lightning_dist.private import flight_record
 
 STEPS = 3
 """Steps that are traced after a signal."""
@@ -115,7 +116,7 @@ def dump_flight_record(folder: Path, *, rank: int) -> Path | None:
 
     Returns the file, or None where there is nothing to write (``TORCH_FR_BUFFER_SIZE=0``).
     """
-    content: bytes = c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
+    content = flight_record()
     if not json.loads(content).get("entries"):
         return None
     path = folder / f"flight-rank{rank}.json"

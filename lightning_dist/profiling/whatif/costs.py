@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -19,9 +20,6 @@ if TYPE_CHECKING:  # torch takes seconds, and reading needs none of it
     from lightning_dist.profiling.whatif.observe import Observed
 
 NAME = "costs.json"
-MEASURES = "`lightning-dist profile whatif DIR` measures"
-"""Remedy where costs are missing."""
-
 LEAST_TRAINING = 30.0
 """Seconds: a shorter one is a trial, and nobody wants to wait at its end."""
 
@@ -30,11 +28,20 @@ LARGEST_SHARE, LONGEST = 0.1, 30.0
 is compiled takes up to 20 seconds the first time."""
 
 
+class Status(Enum):
+    """Origin of codec costs: the run, whose reason says which are missing; or there are none."""
+
+    MEASURED = "measured"
+    NOT_MEASURED = "not measured"
+    UNREADABLE = "unreadable"
+
+
 class Costs(msgspec.Struct, frozen=True):
     """Codec costs by name, and the reason why some or all are missing: ``costs.json``."""
 
     by_name: dict[str, CodecCost] = msgspec.field(default_factory=dict, name="costs")
     reason: str = ""
+    status: Status = Status.MEASURED
     schema: Literal[2] = 2
 
 
@@ -49,12 +56,12 @@ def read_costs(folder: str | Path) -> Costs:
     try:
         return msgspec.json.decode((Path(folder) / NAME).read_bytes(), type=Costs)
     except FileNotFoundError:
-        reason = "codec costs were not measured"
+        return Costs(reason="codec costs were not measured", status=Status.NOT_MEASURED)
     except OSError as error:
         reason = f"{NAME} cannot be read: {error.strerror}"
     except msgspec.MsgspecError:
         reason = f"{NAME} is damaged or of another version"
-    return Costs(reason=f"{reason}; {MEASURES}")
+    return Costs(reason=reason, status=Status.UNREADABLE)
 
 
 def runs_compiled(observed: Observed, wish: bool | Literal["auto"] = "auto") -> bool:
@@ -89,7 +96,8 @@ def measure_costs(
 
     trained = seconds_of(run)
     if trained < LEAST_TRAINING:
-        return Costs(reason=f"the training was shorter than {LEAST_TRAINING:g} s; {MEASURES}")
+        reason = f"the training was shorter than {LEAST_TRAINING:g} s"
+        return Costs(reason=reason, status=Status.NOT_MEASURED)
     where = f"on {run.ranks[min(run.ranks)].metadata.host} after this run"
     until = clock() + min(LONGEST, LARGEST_SHARE * trained)
     found: dict[str, CodecCost] = {}
@@ -97,7 +105,7 @@ def measure_costs(
     names = to_measure(CANDIDATES, observed.scenario.codec)
     for number, name in enumerate(names):
         if number and clock() > until:
-            problems.append(f"no time was left to measure {', '.join(names[number:])}; {MEASURES}")
+            problems.append(f"no time was left to measure {', '.join(names[number:])}")
             break
         try:
             found |= calibrate([name], fused=fused, where=where, device=device)

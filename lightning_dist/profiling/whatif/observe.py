@@ -12,15 +12,15 @@ import numpy as np
 from lightning_dist.profiling.analysis.breakdown import Analysed, analyse, passes_of
 from lightning_dist.profiling.analysis.intervals import length, union
 from lightning_dist.profiling.analysis.tables import Array, sample, step_table
-from lightning_dist.profiling.capture.events import GLOO_AT_ONCE, RankRecord, StepRecord
+from lightning_dist.profiling.capture.events import GLOO_AT_ONCE, RankRecord
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.scenarios import (
     DDP,
     ELEMENT_BYTES,
     FLAT,
     FSDP,
+    HIERARCHICAL,
     LEADER,
-    SHARDED,
     Bucket,
     Link,
     Scenario,
@@ -74,7 +74,8 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     every = [each for ranks in steps for each in ranks]
     abouts = [each.metadata for each in run.ranks.values()]
     missing = ", ".join(map(str, sorted(set(range(run.world_size)) - set(chosen.ranks))))
-    sent, moving = step_table(run, chosen.detailed, steps).link_uses()
+    table = step_table(run, chosen.detailed, steps)
+    sent, moving = table.link_uses()
     used = (sent > 0) & (moving > 0)
     hosts = Counter(each.host for each in abouts)
     is_fsdp = any(each.fsdp for each in abouts)
@@ -91,7 +92,6 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
         "its steps exchange gradients several times": any(
             len(passes_of(each.record)) > 1 for each in every
         ),
-        "its exchange has more than two levels": any("inter2" in about.groups for about in abouts),
         "no exchange was recorded": not used.any(),
     }
     if problem := next((problem for problem, holds in problems.items() if holds), None):
@@ -99,7 +99,7 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     codec, device = _codec(every), run.ranks[min(run.ranks)].metadata.device or "cpu"
     across = ["inter" in each.groups for each in abouts]
     link, inside = _link(run, sent[used] / moving[used] * NS), _inside(every)
-    form = FLAT if not any(across) else SHARDED if all(across) else LEADER
+    form = FLAT if not any(across) else HIERARCHICAL if all(across) else LEADER
     if is_fsdp:
         form, inside = FSDP, None
     at_once = GLOO_AT_ONCE if device == "cpu" else 1
@@ -116,8 +116,9 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     )
     ranks = chosen.ranks.values()
     durations = np.array([[each.head(step).duration for each in ranks] for step in chosen.steps])
-    times = np.array([[_times(each.record) for each in of_step] for of_step in steps])
-    encode, decode, tail = (np.median(times.mean(axis=1), axis=0) / NS).tolist()
+    encode, decode, tail = (
+        float(np.median(table.of(name).mean(axis=1))) / NS for name in ("encode", "decode", "after")
+    )
     return Observed(
         scenario,
         _buckets(steps, len(hosts) if is_fsdp else run.world_size),
@@ -133,15 +134,6 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
         ),
         device=device,
     )
-
-
-def _times(record: StepRecord) -> tuple[int, int, int]:
-    """Nanoseconds: encoding, decoding, after the last mean."""
-    spent = Counter[str]()
-    for span in record.spans:
-        spent[span.phase] += span.end - span.begin
-    after = min((record.duration - bucket.done for bucket in record.buckets), default=0)
-    return spent["encode"], spent["decode"], max(after, 0)
 
 
 def _reaches_each_host(run: Run, about: RankRecord, hosts: Counter[str]) -> bool:

@@ -12,7 +12,7 @@ from lightning_dist.profiling.capture.events import GLOO_AT_ONCE
 DDP = "ddp"
 """Stock DDP in the place of a codec."""
 
-FORMS = FLAT, SHARDED, LEADER = "flat", "sharded", "leader"
+FORMS = FLAT, HIERARCHICAL, LEADER = "flat", "hierarchical", "leader"
 
 FSDP = "fsdp"
 """Form of a model that ``fully_shard`` has sharded, with a replica on each host."""
@@ -125,7 +125,7 @@ class Scenario:
     @property
     def adds_inside(self) -> bool:
         """Whether gradients are added up inside hosts, within the exchange itself."""
-        return self.form in (SHARDED, LEADER)
+        return self.form in (HIERARCHICAL, LEADER)
 
     @property
     def unsupported(self) -> str:
@@ -137,7 +137,7 @@ class Scenario:
             "one rank per host: nothing is reduced inside a host": max(self.counts) == 1,
             "one host: nothing crosses between hosts": self.hosts == 1,
             "the hosts hold different numbers of ranks, which takes the leader form": (
-                self.form == SHARDED and len(set(self.counts)) > 1
+                self.form == HIERARCHICAL and len(set(self.counts)) > 1
             ),
             "no exchange inside a host was measured; give its rate with --inside-gbps": (
                 self.inside is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,11 +10,15 @@ from lightning_dist.profiling.analysis.metrics import count, format_value
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.costs import Costs
 from lightning_dist.profiling.whatif.observe import Observed, observe
-from lightning_dist.profiling.whatif.predict import Prediction, Predictions, predict
+from lightning_dist.profiling.whatif.predict import predict
+from lightning_dist.profiling.whatif.predictions import Prediction, Predictions
 from lightning_dist.profiling.whatif.scenarios import FLAT, FSDP, LEADER, scenarios_of
 
 if TYPE_CHECKING:
     from lightning_dist.profiling.analysis.parts import Summary
+
+MEASURES = "`lightning-dist profile whatif DIR` measures"
+"""Remedy where costs are missing."""
 
 
 def headline(found: Predictions) -> str:
@@ -71,19 +75,24 @@ def notes(found: Predictions) -> list[str]:
     names: dict[str, dict[str, None]] = {}
     for each in (baseline, *found.scenarios):
         names.setdefault(each.source, {})[each.codec] = None
-    missing: dict[tuple[str, str], dict[str, None]] = {}
+    missing: dict[str, list[Prediction]] = {}
     for each in found.scenarios:
         if each.reason:
-            missing.setdefault((each.form, each.reason), {})[each.codec] = None
+            missing.setdefault(each.reason, []).append(each)
     error = format_value(found.error, "%", signed=True)
     least = f"differences within {format_value(found.tolerance, '%')} are not ranked"
     return [
-        f"this run simulated: {baseline.step_ms:.1f} ms ({error}); {least}",
+        f"this run simulated: {format_value(baseline.step_ms, 'ms')} ({error}); {least}",
         f"change: against {baseline.codec} {baseline.form} with the same link and hosts",
         *(f"cost of {', '.join(codecs)}: {source}" for source, codecs in names.items() if source),
         *(f"{name}: n/a, {reason}" for name, reason in found.unavailable.items()),
-        *(f"n/a for {', '.join(of)} {form}: {reason}" for (form, reason), of in missing.items()),
+        *(f"n/a for {_codecs_and_forms(of)}: {reason}" for reason, of in missing.items()),
     ]
+
+
+def _codecs_and_forms(of: Sequence[Prediction]) -> str:
+    codecs = ", ".join(dict.fromkeys(each.codec for each in of))
+    return f"{codecs} {', '.join(dict.fromkeys(each.form for each in of))}"
 
 
 def with_whatif(summary: Summary, run: Run, costs: Callable[[Observed], Costs]) -> Summary:
@@ -96,7 +105,7 @@ def with_whatif(summary: Summary, run: Run, costs: Callable[[Observed], Costs]) 
         observed = observe(run)
         known = costs(observed)
         if not known.by_name:
-            raise ValueError(known.reason)
+            raise ValueError(f"{known.reason}; {MEASURES}")
         own = observed.scenario
         scenarios = [each for each in scenarios_of(own, own) if each != own]
         found = predict(observed, scenarios, costs=known.by_name)
@@ -105,6 +114,7 @@ def with_whatif(summary: Summary, run: Run, costs: Callable[[Observed], Costs]) 
         reason = str(error) if isinstance(error, ValueError) else reason
         return replace(summary, unavailable={**summary.unavailable, "predictions": reason})
     if known.reason:
-        found = replace(found, unavailable={**found.unavailable, "costs": known.reason})
+        unavailable = {**found.unavailable, "costs": f"{known.reason}; {MEASURES}"}
+        found = replace(found, unavailable=unavailable)
     words = " ".join(filter(None, (summary.headline, headline(found))))
     return replace(summary, predictions=found, headline=words)

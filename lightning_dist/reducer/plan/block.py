@@ -1,14 +1,23 @@
-"""A block codec among the ranks of a flat network: its kernels, its exchange and its state."""
+"""A block codec among the ranks of a flat network: its blocks, its exchange and its state.
+
+A two-shot exchange gives every rank equally many blocks, so a parameter that has few of them is
+mostly padding: 16 blocks of 256 elements on 256 ranks would be sent as 256 blocks. Such a
+parameter gets smaller blocks (:func:`fitted`), and where that does not help either it travels
+uncompressed (:func:`sends_more`). Both depend on the parameter and the ranks alone, never on the
+bucket.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import singledispatch
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lightning_dist.codecs.base import BlockCodec
+from lightning_dist.codecs.base import BlockCodec, Codec
 from lightning_dist.exchange.rounds import (
     AllGather,
     AllReduce,
@@ -21,12 +30,15 @@ from lightning_dist.exchange.rounds import (
 from lightning_dist.exchange.wire import PayloadMemory, row_bytes
 from lightning_dist.kernels.passes import Kernels, compute_dtype
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.plan.fitting import rows_of
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
+from lightning_dist.reducer.units.tiles import Grid
 
 if TYPE_CHECKING:
     from lightning_dist.kernels.triton.passes import TableKernels  # import Triton
+
+
+_PADDING = 1.25  # more bytes than without padding are reason enough for smaller blocks
 
 
 @dataclass(frozen=True)
@@ -84,7 +96,9 @@ class BlockPlan:
         """One exchange of rows of so many bytes; not for linear codecs."""
         if self.rows == 1:
             return AllGather(size, **self._where)
-        return TwoShot([size] * self.rows, keep_own=not self.immediate, **self._where)
+        # Kernels over tables encode again when they commit.
+        keep_own = not self.immediate and self.tables is None
+        return TwoShot([size] * self.rows, keep_own=keep_own, **self._where)
 
     def exchange(self, blocks: int, *, in_place: Tensor | None) -> tuple[Exchange, Section]:
         """One exchange of so many blocks a row, and all of it.
@@ -104,3 +118,59 @@ class BlockPlan:
 def key_name(part: ParameterSlice) -> str:
     """Of a slice, for the keys of its blocks."""
     return f"{part.name} from {part.start}" if part.start else part.name
+
+
+def rows_of(codec: BlockCodec, ranks: int) -> int:
+    """One row per rank where each rank reduces a shard, otherwise whole payloads travel."""
+    return ranks if codec.exchange == "two_shot" and ranks > 2 else 1
+
+
+def fitted(codec: BlockCodec, numel: int, *, ranks: int, dtype: torch.dtype) -> BlockCodec:
+    """``codec`` with the largest block that pads ``numel`` elements by no more than a quarter.
+
+    The block that sends least where every block pads more; other codecs as they are.
+    """
+    candidates = list(codec.smaller_blocks())
+    if len(candidates) == 1:
+        return codec
+    rows = rows_of(codec, ranks)
+    unpadded = sum(plane.bytes_per_block for plane in codec.planes(dtype)) * numel / codec.block
+    sizes = {}
+    for candidate in candidates:
+        sizes[candidate] = rows * _row_bytes(candidate, numel, rows=rows, dtype=dtype)
+        if sizes[candidate] <= _PADDING * unpadded:
+            return candidate
+    return min(sizes, key=sizes.__getitem__)
+
+
+@singledispatch
+def sends_more(
+    codec: Codec, shares: Sequence[int], *, ranks: int, dtype: torch.dtype, itemsize: int
+) -> bool:
+    """Whether ``shares`` of a parameter, each in an exchange of ``ranks``, send more than DDP.
+
+    Each is counted as if it were alone in its exchange, where padding weighs most.
+
+    Args:
+        dtype: in which the codec gets the gradients.
+        itemsize: bytes of an element where it is not compressed.
+    """
+    return False  # a codec with units of its own chooses in `for_tensor` what it compresses
+
+
+@sends_more.register(BlockCodec)
+def _blocks_send_more(
+    codec: BlockCodec, shares: Sequence[int], *, ranks: int, dtype: torch.dtype, itemsize: int
+) -> bool:
+    if codec.exchange == "allreduce":
+        return sum(codec.wire_bytes(numel, dtype) for numel in shares) > sum(shares) * itemsize
+    rows, sent = rows_of(codec, ranks), 0
+    for numel in shares:
+        fit = fitted(codec, numel, ranks=ranks, dtype=dtype)
+        # In units of (W-1)/W bytes: all payloads are gathered, or each row travels twice.
+        sent += _row_bytes(fit, numel, rows=rows, dtype=dtype) * (ranks if rows == 1 else 2 * rows)
+    return sent > 2 * sum(shares) * itemsize
+
+
+def _row_bytes(codec: BlockCodec, numel: int, *, rows: int, dtype: torch.dtype) -> int:
+    return row_bytes(codec.planes(dtype), Grid(numel, rows, codec.block).blocks_per_row)

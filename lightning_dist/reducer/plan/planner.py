@@ -19,13 +19,11 @@ from lightning_dist.codecs.policies import raw_beside
 from lightning_dist.exchange.traffic import ring_allreduce
 from lightning_dist.exchange.wire import PayloadMemory
 from lightning_dist.kernels.inductor import Variant, fused_passes, known_passes
-from lightning_dist.kernels.passes import Factors, Kernels, compute_dtype
-from lightning_dist.kernels.sparse import SparsePasses
+from lightning_dist.kernels.passes import Factors, Kernels, Pass, compute_dtype
 from lightning_dist.kernels.triton import available_on, kernels_of
 from lightning_dist.reducer.codec_sample import SampleSource
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.plan.block import BlockPlan
-from lightning_dist.reducer.plan.fitting import sends_more
+from lightning_dist.reducer.plan.block import BlockPlan, sends_more
 from lightning_dist.reducer.plan.intra import IntraPlan, share_dtype
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
@@ -69,7 +67,7 @@ class Planner:
         self.network, self.state, self._divide_last = network, state, divide_last
         self.error_feedback: bool | Literal["auto"] = error_feedback
         self._kernels: dict[tuple[Codec, torch.dtype], Kernels] = {}
-        self.sparse_passes: SparsePasses | None = None  # compiled
+        self.sparse_passes: Mapping[str, Pass] = {}  # compiled
         self.compiled: dict[Codec, tuple[set[torch.dtype], set[int]]] = {}
         """Dtypes and sizes of the gradients that kernels were compiled for."""
         self._immediate, self._compiles = immediate, True
@@ -160,7 +158,7 @@ class Planner:
     def is_fused(self) -> bool:
         """Whether any kernels between hosts are compiled."""
         return any(
-            level.sparse_passes is not None or any(k.is_fused for k in level._kernels.values())
+            level.sparse_passes or any(k.is_fused for k in level._kernels.values())
             for level in self._levels
         )
 
@@ -250,6 +248,12 @@ class Planner:
         """The exchanges of ``slices``, one after the other; those that are joined come later."""
         if self._intra is None:
             units = units_of(codec, slices, bucket, self)
+            if not units:
+                names = ", ".join(part.name for part in slices)
+                raise ValueError(
+                    f"units_of must give the units that exchange {names} under codec "
+                    f"{codec.name!r}, got an empty list; return at least one"
+                )
             if not codec.lossless:
                 units[0].source = SampleSource(codec, slices, bucket, self)
             return units

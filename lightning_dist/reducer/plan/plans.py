@@ -1,15 +1,17 @@
-"""Tensors on their way, and their plans: worked out once per layout, for any memory they are in."""
+"""Tensors in flight and their plans, made once per layout, for any memory they are in."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_dist.accelerator import is_accelerator
 from lightning_dist.codecs import Codec, NoCompression
 from lightning_dist.codecs.base import Shape
 from lightning_dist.reducer.plan.planner import Planner
@@ -31,6 +33,11 @@ class Plan:
     moves: int
 
 
+def future_on(device: torch.device) -> Future[Any]:
+    """Future of tensors on ``device``: a wait for it orders streams."""
+    return Future(devices=[device] if is_accelerator(device) else [])
+
+
 @dataclass(eq=False)  # tensors are compared by identity
 class Handle:
     """Result of :meth:`Reducer.start`; ``done`` is ready with ``given`` when the mean is in it.
@@ -45,20 +52,21 @@ class Handle:
     key: int
     given: Tensor
     slices: Sequence[ParameterSlice]
-    absent: frozenset[str]
-    done: Future[Tensor]
-    flat: Tensor = field(
-        init=False, repr=False
-    )  # while it is on its way: where its groups are planned for
+    absent: frozenset[str] = frozenset()
+    done: Future[Tensor] = field(init=False)
+    flat: Tensor = field(init=False, repr=False)  # in flight: where its groups are planned for
     groups: Sequence[CodecGroup] = ()
     _kept: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.done = future_on(self.given.device)
 
     def units(self) -> list[CommUnit]:
         """All exchanges of the tensor, in their order."""
         return [unit for group in self.groups for unit in group.units]
 
     def load(self, plan: Plan) -> None:
-        """Take the values, and remember what absent slices hold: an adapter may want it back."""
+        """Copy the values in, and keep a copy of absent slices, for :meth:`restore`."""
         self.flat, self.groups = plan.flat, plan.groups
         if self.flat.data_ptr() != self.given.data_ptr():
             self.flat.copy_(self.given)
@@ -70,13 +78,13 @@ class Handle:
         }
 
     def restore(self, group: CodecGroup, absent: Collection[str]) -> None:
-        """Put back what the slices of ``group`` that are ``absent`` on every rank have held."""
+        """Restore the slices of ``group`` that are ``absent`` on every rank."""
         for part in group.slices:
             if part.name in absent:
                 part.of(self.flat).copy_(self._kept[part.name])
 
     def store(self) -> None:
-        """Give back the mean."""
+        """Copy the mean to the tensor that was given."""
         if self.flat.data_ptr() != self.given.data_ptr():
             self.given.copy_(self.flat)
 
@@ -86,7 +94,7 @@ class Plans:
 
     Args:
         shapes: of the parameters, by name.
-        share_memory: tensors of one turn are never on their way together.
+        share_memory: tensors of one turn are never in flight together.
         padded: tensors may have elements that are of no parameter.
     """
 
@@ -152,7 +160,7 @@ class Plans:
         return [group for plan in self._plans.values() for group in plan.groups]
 
     def clear(self) -> None:
-        """Forget all plans, for instance since state is elsewhere now."""
+        """Drop all plans, for instance because state was moved."""
         self._plans.clear()
         self._staging = {}
 

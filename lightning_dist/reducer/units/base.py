@@ -148,7 +148,7 @@ class CodecGroup:
     units: Sequence[CommUnit]
     raw_bytes: int  # what DDP itself would send for these parameters
     keeps_state: bool  # whether anything is kept from one step to the next, on any rank
-    owed: set[str] = field(default_factory=set)  # names of residuals that are sent in this step
+    residuals_sent: set[str] = field(default_factory=set)  # names, in this step, without a codec
 
     @property
     def sent(self) -> Sent:

@@ -1,7 +1,7 @@
 """Units of block codecs: tiles of gradients, their exchange and their kernels.
 
-Units exist to overlap: on gloo one large all_to_all reaches 59 % of the link, eight asynchronous
-ones 96 %, and one unit is encoded while another travels.
+Units overlap: on gloo one large all_to_all reaches 59 % of the link, eight asynchronous ones 96 %,
+and one unit is encoded while another travels. On an accelerator a unit is a whole bucket.
 """
 
 from __future__ import annotations
@@ -15,9 +15,16 @@ from lightning_dist.exchange.rounds import TwoShot
 from lightning_dist.reducer.plan.block import BlockPlan, key_name
 from lightning_dist.reducer.plan.slices import ParameterSlice, neighbours
 from lightning_dist.reducer.units.base import CommUnit
-from lightning_dist.reducer.units.keys import UnitKeys
 from lightning_dist.reducer.units.sizes import unit_elements
-from lightning_dist.reducer.units.tiles import Grid, Tile, columns_of, joined, of_tiles, tile_of
+from lightning_dist.reducer.units.tiles import (
+    Grid,
+    Tile,
+    UnitKeys,
+    columns_of,
+    joined,
+    of_tiles,
+    tile_of,
+)
 
 
 class BlockUnit(CommUnit):
@@ -91,7 +98,8 @@ def tiles_of(
     """Tiles of ``slices``, those of a unit together."""
     rows, codec = plan.rows, plan.codec
     sparse = codec.wire_bytes(codec.block) / codec.block if codec.exchange == "gather" else 0.0
-    limit = max(1, unit_elements(rows, sparse=sparse) // codec.block)  # blocks of a unit
+    most = unit_elements(rows, sparse=sparse, whole=plan.network.whole_buckets)
+    limit = max(1, most // codec.block)  # blocks of a unit
     if codec.exchange == "allreduce":
         limit = bucket.numel()  # a ring's additions depend on positions: as DDP, one a bucket
     tiles: list[Tile] = []

@@ -24,6 +24,7 @@ from lightning_dist.exchange.traffic import Sent
 from lightning_dist.exchange.wire import row_bytes
 from lightning_dist.kernels.passes import compute_dtype
 from lightning_dist.kernels.triton.table import Within
+from lightning_dist.private import copy_all
 from lightning_dist.reducer.plan.intra import IntraPlan, share_dtype
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.units.base import CommUnit, JoinedUnit, decode_all, join, staggered
@@ -94,7 +95,7 @@ class HierarchicalUnit(JoinedUnit):
 
     @override
     def begin(self) -> None:
-        torch._foreach_copy_(self._places, self._flats)
+        copy_all(self._places, self._flats)
         if self.last:
             self.exchange.start()
 
@@ -126,7 +127,7 @@ class HierarchicalUnit(JoinedUnit):
     @override
     def finite(self) -> Tensor:
         if not self._inter:
-            return self._true  # whoever received this rank's gradient will see it
+            return self._true  # the rank that received this one's gradient checks it
         return torch.stack([unit.finite() for unit in self._inter]).all()
 
     @override
@@ -155,7 +156,7 @@ class HierarchicalUnit(JoinedUnit):
     @override
     def finish(self) -> None:
         self.exchange.wait()
-        torch._foreach_copy_(self._flats, self._places)
+        copy_all(self._flats, self._places)
 
     @property
     @override

@@ -16,6 +16,7 @@ from lightning_dist.codecs.precision import full_precision
 from lightning_dist.exchange.rounds import AllReduce
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.kernels.passes import compute_dtype
+from lightning_dist.private import copy_all
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.units.base import CommUnit, units_of
@@ -116,7 +117,7 @@ class LowRankUnit(CommUnit):
                 stacked = torch.stack(ps)
                 finite = stacked.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
                 left = torch.where(finite, orthonormal(stacked), torch.nan)
-                torch._foreach_copy_(ps, left.unbind())
+                copy_all(ps, left.unbind())
             for matrix, p, q in zip(self._matrices, self._p.means, self._q.owns, strict=True):
                 torch.mm(matrix.compensated.T, p, out=q)
         self._q.exchange.start()
@@ -169,7 +170,7 @@ class LowRankUnit(CommUnit):
             kept = [self._matrices[i] for i in some]
             factors = [matrix.left if last is self._p else matrix.right for matrix in kept]
             new = orthonormal(torch.stack([last.means[i] for i in some]))
-            torch._foreach_copy_(factors, new.unbind())
+            copy_all(factors, new.unbind())
 
     @property
     @override

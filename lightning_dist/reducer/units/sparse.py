@@ -14,7 +14,7 @@ from lightning_dist.codecs.threshold import Threshold
 from lightning_dist.exchange.rounds import AllGatherV
 from lightning_dist.kernels.inductor import compiled_sparse_passes
 from lightning_dist.kernels.passes import compute_dtype
-from lightning_dist.kernels.sparse import MOST_PLACES, SparsePasses
+from lightning_dist.kernels.sparse import EAGER, MOST_PLACES
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.units.base import CommUnit, compile_passes, units_of
 
@@ -47,7 +47,7 @@ class SparseUnit(CommUnit):
             for part in (slices if planner.kinds(codec) else ())
         ]
         # Compiled passes are of float32.
-        self._passes = compiled if compiled and dtype == torch.float32 else SparsePasses()
+        self._passes = {**EAGER, **(compiled if dtype == torch.float32 else {})}
         same = dtype == bucket.dtype
         self._compensated = bucket if same else torch.zeros_like(bucket, dtype=dtype)
 
@@ -58,9 +58,9 @@ class SparseUnit(CommUnit):
             if self._compensated is not self._bucket:
                 compensated.copy_(part.of(self._bucket))
             if self._residuals:
-                self._passes.add_residual(compensated, self._residuals[i], scale)
+                self._passes["add_residual"](compensated, self._residuals[i], scale)
         chosen = [
-            self._passes.select(self._codec, s.of(self._compensated), scale, offset=s.offset)
+            self._passes["select"](self._codec, s.of(self._compensated), scale, s.offset)
             for s in self._slices
         ]
         places, values = zip(*chosen, strict=True)
@@ -74,12 +74,12 @@ class SparseUnit(CommUnit):
     def decode_and_commit(self, scale: Tensor) -> None:
         self.wait()
         if self._residuals:
-            self._passes.scatter(self._compensated, self.exchange.own, weight=-1.0)
+            self._passes["scatter"](self._compensated, self.exchange.own, -1.0)
         for part, residual in zip_longest(self._slices, self._residuals):
-            self._passes.keep(part.of(self._compensated), residual, scale)
+            self._passes["keep"](part.of(self._compensated), residual, scale)
         # In rank order: within one payload places are distinct.
         for payload in self.exchange.payloads:
-            self._passes.scatter(self._compensated, payload, weight=self._share)
+            self._passes["scatter"](self._compensated, payload, self._share)
         if self._compensated is not self._bucket:
             for part in self._slices:
                 part.of(self._bucket).copy_(part.of(self._compensated))

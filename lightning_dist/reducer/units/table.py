@@ -21,12 +21,11 @@ from lightning_dist.exchange.traffic import Sent
 from lightning_dist.exchange.wire import row_bytes
 from lightning_dist.kernels.triton import Slice, SliceTable, packed
 from lightning_dist.kernels.triton.table import Within
-from lightning_dist.reducer.plan.block import BlockPlan, key_name
-from lightning_dist.reducer.plan.fitting import fitted
+from lightning_dist.reducer.plan.block import BlockPlan, fitted, key_name
 from lightning_dist.reducer.plan.slices import ParameterSlice, as_one, neighbours
 from lightning_dist.reducer.units.base import CommUnit, JoinedUnit, compile_passes, join, units_of
 from lightning_dist.reducer.units.block import BlockUnit, tiles_of
-from lightning_dist.reducer.units.keys import unit_salts
+from lightning_dist.reducer.units.tiles import unit_salts
 
 if TYPE_CHECKING:
     from lightning_dist.reducer.plan.planner import Planner
@@ -37,8 +36,8 @@ class TableUnit(JoinedUnit):
 
     The state of parameters stays where it is, each in memory of its own: the table has places
     relative to the residual with the lowest address. What is not compressed is packed: ranks own
-    rows of it, not of parameters, since an element is the sum of all ranks' in their order, whoever
-    adds it.
+    rows of it, not of parameters, since an element is the sum of all ranks' in their order on every
+    rank.
 
     Args:
         residuals: of every slice, flat; none without error feedback.

@@ -9,6 +9,7 @@ of the tensor where that is possible.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +17,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_dist.codecs.base import Payload
+from lightning_dist.codecs.base import BlockCodec, Payload
+from lightning_dist.codecs.noise import block_keys
+from lightning_dist.private import copy_all
 
 
 @dataclass(frozen=True)
@@ -91,11 +94,11 @@ class Tile:
         if self.staged:
             for copy in (self.grad, *self.state):
                 copy.zero_()
-            torch._foreach_copy_([copy for _, copy in self.staged], [at for at, _ in self.staged])
+            copy_all([copy for _, copy in self.staged], [at for at, _ in self.staged])
 
     def store(self) -> None:
         if self.staged:
-            torch._foreach_copy_([at for at, _ in self.staged], [copy for _, copy in self.staged])
+            copy_all([at for at, _ in self.staged], [copy for _, copy in self.staged])
 
 
 def tile_of(
@@ -156,3 +159,44 @@ def _view(flat: Tensor, span: Span) -> Tensor:
         (grid.blocks_per_row * grid.block, grid.block, 1),
         flat.storage_offset() + span.first * grid.block,
     )
+
+
+class UnitKeys:
+    """Keys of stochastic codecs: ``encode (rows, B, 1)`` for what this rank sends, ``reduce (1, B,
+    1)`` for the mean that it rounds.
+
+    A key depends on the codec (and its seed), the step, the parameter, the block in it and the
+    rank; on nothing that a bucket layout, a restart or a kernel's cut could change.
+    """
+
+    def __init__(self, codec: BlockCodec, tiles: Sequence[Tile], *, rank: int) -> None:
+        self._codec, self._tiles, self._rank = codec, tiles, rank
+        rows, blocks = len(tiles[0].numbers), tiles[-1].columns.stop
+        device = tiles[0].numbers.device
+        self.encode = torch.zeros(rows, blocks, 1, dtype=torch.int32, device=device)
+        self.reduce = torch.zeros(1, blocks, 1, dtype=torch.int32, device=device)
+
+    def draw(self, step: int) -> None:
+        """New keys for ``step``."""
+        who = "all" if self._codec.shared_keys else str(self._rank)
+        for tile in self._tiles:
+            own = _salt(self._codec, step, tile.name, who)
+            self.encode[:, tile.columns] = block_keys(tile.numbers, own)
+            if len(tile.numbers) > 1:  # this rank owns a row and rounds its mean
+                row = tile.numbers[self._rank : self._rank + 1]
+                mean = _salt(self._codec, step, tile.name, "mean")
+                self.reduce[:, tile.columns] = block_keys(row, mean)
+
+
+def unit_salts(codec: BlockCodec, names: Sequence[str], *, step: int, rank: int) -> Tensor:
+    """int32 ``(2, names)`` on the host: what the keys of :class:`UnitKeys` are hashed with.
+
+    The first row is for what this rank sends, the second for the means that it rounds.
+    """
+    who = "all" if codec.shared_keys else str(rank)
+    salts = [[_salt(codec, step, name, of) for name in names] for of in (who, "mean")]
+    return torch.tensor(salts, dtype=torch.int64, device="cpu").to(torch.int32)
+
+
+def _salt(codec: BlockCodec, step: int, name: str, who: str) -> int:
+    return zlib.crc32(f"{codec!r} {step} {name} {who}".encode())

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_dist.checkpoint.disk import local as storage
 from lightning_dist.checkpoint.disk.storage import LocalStorage, Sink, Storage
+from lightning_dist.checkpoint.disk.storage import local as storage
 from tests.campaigns.checkpoint_crash.trainer import Gate
 
 _OPERATIONS = ("open", "write", "fsync", "rename", "unlink", "rmdir", "mkdir", "link", "symlink")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tests.campaigns import harness
-from tests.campaigns.in_process.drawing import EPOCH_STEPS, RANKS, SIZE, Strike
+from tests.campaigns.in_process.drawing import EPOCH_STEPS, SIZE, Strike
 
 PROBLEMS = ("hang", "end", "restart", "ids", "hash", "weights", "growth", "report")
 """hang: beyond the bound; end: not ended with 0; restart: all were started again; ids: an epoch
@@ -35,8 +35,6 @@ class Verdict(harness.Verdict):
     struck: dict[str, int] = field(default_factory=dict)
     """By kind: faults of which every strike was met."""
     drawn: dict[str, int] = field(default_factory=dict)
-    left_s: list[float] = field(default_factory=list)
-    """From a worker's last word to the next step of the others."""
     generations: int = 0
     held: dict[str, tuple[int, int]] = field(default_factory=dict)
     """What the spared worker held after a quarter of its generations, and at the end."""
@@ -126,19 +124,3 @@ def _check_growth(verdict: Verdict, lines: list[Line]) -> None:
         )
         verdict.held[what] = early, late
         verdict.require(late - early <= allowed, "growth", f"{what}: {early} -> {late}")
-
-
-def left_seconds(lines: dict[str, list[Line]]) -> list[float]:
-    """Of generations with fewer workers: from the last commit before to the first one in it."""
-    firsts: dict[int, float] = {}
-    lasts: dict[int, float] = {}
-    for found in lines.values():
-        for line in found:
-            if "committed" in line:
-                number, at = line["generation"], line["time"]
-                firsts[number] = min(at, firsts.get(number, at))
-                lasts[number] = max(at, lasts.get(number, at))
-    return [firsts[n] - lasts[n - 1] for n in firsts if n - 1 in lasts]
-
-
-assert RANKS > 1

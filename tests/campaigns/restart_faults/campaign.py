@@ -10,9 +10,6 @@ struck: trials whose fault was met; within: those that went on within an epoch; 
 last fault to a step that had not been done before, by another process.
 
     python -m tests.campaigns.restart_faults --trials N --seed S --json FILE
-    python -m tests.campaigns.restart_faults --figures --rounds N --json FILE
-
-The second form measures what a killed or stopped rank costs, beside what others do.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from benchmarks.harness.results import recording
 from lightning_dist import CompressedDDPStrategy
-from tests.campaigns.harness import parser_of_trials, run_trials, show
+from tests.campaigns.harness import parser_of_trials, run_trials
 from tests.campaigns.restart_faults.drawing import (
     EPOCHS,
     HANG_TIMEOUT_S,
@@ -47,24 +44,17 @@ from tests.campaigns.restart_faults.drawing import (
     Trial,
     draw,
 )
-from tests.campaigns.restart_faults.figures import run_figures
 from tests.campaigns.restart_faults.oracle import PROBLEMS, Verdict, judge
 
 
 def main() -> int:
     parser = parser_of_trials(__doc__, folder="where to write, and to keep what failed")
     parser.add_argument("--trainer", choices=["lightning", "loop"], default="lightning")
-    parser.add_argument("--trials", type=int, help="default 100; 0 with --figures")
+    parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
     parser.add_argument("--seconds", type=float, help="begin no trial after that")
-    parser.add_argument("--figures", action="store_true", help="after the trials, if any")
-    parser.add_argument("--rounds", type=int, default=3, help="of figures")
     given = parser.parse_args()
-    drawn = given.trials
-    if drawn is None:
-        drawn = 0 if given.figures else 100
     drawing = {"seed": given.seed, "kinds": given.kinds, "is_loop": given.trainer == "loop"}
-    verdicts: list[Verdict] = []
     with (
         recording(given, seed=given.seed) as record,
         tempfile.TemporaryDirectory(prefix="faults") as temporary,
@@ -72,26 +62,19 @@ def main() -> int:
         root = given.folder or Path(temporary)
         root.mkdir(parents=True, exist_ok=True)
         deadline = None if given.seconds is None else time.monotonic() + given.seconds
-        if drawn:
-            verdicts = run_trials(
-                "restart",
-                Campaign(str(root), deadline).run,
-                [draw(number, **drawing) for number in range(drawn)],
-                given=given,
-                record=record,
-                problems=PROBLEMS,
-                figures=figures_of_kind,
-                initializer=adopt_orphans,
-            )
-        if given.figures:
-            figures = run_figures(given.rounds, stops=max(1, given.rounds // 3))
-            show("from the fault to the first new step", _FIGURES, figures)
-            record.rows += figures
+        verdicts = run_trials(
+            "restart",
+            Campaign(str(root), deadline).run,
+            [draw(number, **drawing) for number in range(given.trials)],
+            given=given,
+            record=record,
+            problems=PROBLEMS,
+            figures=figures_of_kind,
+            initializer=adopt_orphans,
+        )
     return 1 if any(verdict.problems for verdict in verdicts) else 0
 
 
-_FIGURES = ["way", "fault", "rounds", "recovery_s", "first_start_s", "samples_redone"]
-_FIGURES += ["samples_missed", "samples_twice", "ids_exact", "step_s"]
 _LINGER_S = 10.0
 """For a writer that its trainer has left: to end what it has begun."""
 _PR_SET_CHILD_SUBREAPER = 36

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 from unittest.mock import patch
 
@@ -129,6 +130,11 @@ def accelerate_local_refused() -> Facts:
             LocalUpdatesPlugin().attach(run.accelerator)
         except ValueError as error:
             found["late"] = str(error)
+        try:
+            with patch.dict(sys.modules, {"transformers.trainer": sys}):
+                LocalUpdatesPlugin().attach(run.accelerator)
+        except ValueError as error:
+            found["transformers"] = str(error)
         try:
             local_updates(run.accelerator, run.models[0].module, run.optimizers[0])
         except ValueError as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from lightning_dist.accelerate import AsyncStateCheckpointer
 from scenarios.accelerating import Facts, Training, damage, names, no_room, writers
@@ -180,6 +181,19 @@ def full() -> Facts:
             "names": names(project),
             "failed": metrics.failed,
         }
+
+
+@scenario
+def groups() -> Facts:
+    """Process groups before, within and after a checkpointer."""
+    with Training(None) as training:
+        found = [len(distributed_c10d._world.pg_map)]
+        with AsyncStateCheckpointer(training.accelerator) as st:
+            found.append(len(distributed_c10d._world.pg_map))
+            st.save_state(folder() / "groups")
+        found.append(len(distributed_c10d._world.pg_map))
+        st.close()
+    return {"groups": found}
 
 
 @scenario

@@ -9,7 +9,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed import distributed_c10d
 
 from lightning_dist import AsyncCheckpoint, AsyncTorchCheckpointIO
 from lightning_dist.checkpoint.checkpointer import Checkpointer
@@ -17,7 +19,7 @@ from lightning_dist.checkpoint.disk.folder_owner import owner_of
 from lightning_dist.checkpoint.disk.verify import describe
 from lightning_dist.integrations.lightning.checkpoint import resume
 from scenarios.async_checkpoints import Steps, checkpoint, fit
-from scenarios.catalogue import Facts, folder, rank, scenario
+from scenarios.catalogue import TIMEOUT, Facts, folder, rank, scenario, world_size
 from scenarios.fitting import plain
 
 
@@ -114,3 +116,23 @@ def async_displaced() -> Facts:
         fit(plain(), Steps({2: lambda: limit(2000)}), callback, steps=3)
     books.append([Path(path).name for path in callback.best_k_models])
     return {"books": books, "best": Path(callback.best_model_path).name}
+
+
+@scenario
+def async_groups() -> Facts:
+    """One sharded callback in two fits, each with a default process group of its own."""
+    where, groups = folder() / "async-groups", [len(distributed_c10d._world.pg_map)]
+    callback = checkpoint(where, format="sharded")
+    fit(plain(), callback, steps=3)
+    groups.append(len(distributed_c10d._world.pg_map))
+    store = distributed_c10d._get_default_store()
+    dist.barrier()
+    dist.destroy_process_group()
+    store = dist.PrefixStore("again", store)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank(), world_size=world_size(), timeout=TIMEOUT
+    )
+    fit(plain(), callback, steps=6, ckpt_path=where / "step=3.ckpt")
+    groups.append(len(distributed_c10d._world.pg_map))
+    dist.barrier()
+    return {"groups": groups, "names": sorted(path.name for path in where.iterdir())}

@@ -6,6 +6,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import torch
@@ -26,8 +27,10 @@ from lightning_dist import (
     LocalUpdateStrategy,
     local_updates,
 )
+from lightning_dist.checkpoint.reading import load
 from lightning_dist.fabric import LocalUpdateStrategy as FabricStrategy
 from lightning_dist.integrations.loop.objects import Objects
+from lightning_dist.integrations.torch.local.state import WorkerStates
 from scenarios.catalogue import TIMEOUT, Facts, folder, rank, scenario, world_size
 from scenarios.fabric_runs import Run
 from scenarios.fitting import QUIET, digest, parameters, plain
@@ -84,6 +87,7 @@ def local_steps_as_in_a_loop() -> Facts:
     model = Regression(optimizer="adam")
     optimizer = model.configure_optimizers()
     updates = local_updates(model, optimizer, min_compress_numel=0, codec="int8", **SCHEDULE)
+    updates.total_steps = 8
     own, norms = list[str](), list[float]()
     dataset = model.train_dataloader().dataset
     sampler = DistributedSampler(dataset)  # as Lightning makes it
@@ -97,13 +101,14 @@ def local_steps_as_in_a_loop() -> Facts:
             updates.step()
             own.append(digest(model))
     assert max(norms) > 0.1  # each worker clips its own gradient
-    updates.finish()
     updates.close()
     return {"trainer": facts, "loop": {"parameters": parameters(model), "own": own}}
 
 
 def saving(name: str, **arguments: Any) -> Facts:
-    saver = ModelCheckpoint(folder(), filename=name, enable_version_counter=False)
+    """A checkpoint of each epoch: NAME0.ckpt and so on."""
+    naming = {"filename": name + "{epoch}", "auto_insert_metric_name": False}
+    saver = ModelCheckpoint(folder(), save_top_k=-1, enable_version_counter=False, **naming)
     return fit(strategy(codec="int4"), callbacks=[saver], enable_checkpointing=True, **arguments)[1]
 
 
@@ -111,8 +116,7 @@ def saving(name: str, **arguments: Any) -> Facts:
 def local_steps_resume() -> Facts:
     """Saved after 4 steps of 8: in the middle of a window, one step after an exchange began."""
     whole = saving("local_whole")
-    saving("local_half", max_epochs=1)
-    path = folder() / "local_half.ckpt"
+    path = folder() / "local_whole0.ckpt"
     resumed = saving("local_resumed", ckpt_path=path)
     checkpoint = torch.load(path, weights_only=True)
     anchor = checkpoint["lightning_dist_local_updates"]["shared"]["anchor"]
@@ -124,6 +128,7 @@ def local_steps_resume() -> Facts:
         "weights": {name: checkpoint["state_dict"][name] for name in anchor},
         "anchor": anchor,
         "other": other["parameters"],
+        "last": torch.load(folder() / "local_whole1.ckpt", weights_only=True)["state_dict"],
     }
 
 
@@ -136,20 +141,72 @@ def elastic(name: str, *, extra: Any = (), **arguments: Any) -> tuple[L.Trainer,
     return fit(strategy(**ELASTIC), **arguments)
 
 
+class Interrupted(L.Callback):
+    """Ends a fit by an error after so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self._steps:
+            raise InterruptedError
+
+
 @scenario
 def local_steps_elastic() -> Facts:
     """Stopped after 5 steps of 8, inside a window; a third start is for another world."""
     _, whole = elastic("local_elastic_whole")
-    elastic("local_elastic", max_steps=5)
+    with suppress(InterruptedError):
+        elastic("local_elastic", extra=[Interrupted(5)])
+    dist.barrier()
     if rank() == 0:
         shutil.copytree(folder() / "local_elastic", folder() / "local_elastic_other")
     _, resumed = elastic("local_elastic")
-    try:
-        saver = AsyncCheckpoint(folder() / "local_parts", format="sharded")
-        fit(strategy(), callbacks=[saver], enable_checkpointing=True, max_epochs=1)
-    except ValueError as error:
-        return {"whole": whole, "resumed": resumed, "sharded": str(error)}
-    raise AssertionError("a sharded checkpoint of workers that differ")
+    return {"whole": whole, "resumed": resumed}
+
+
+@scenario
+def local_steps_in_parts() -> Facts:
+    """Every rank writes its own worker, after 4 steps of 8."""
+
+    def parted(name: str, **arguments: Any) -> Facts:
+        naming = {"filename": "{epoch}", "auto_insert_metric_name": False, "save_top_k": -1}
+        saver = AsyncCheckpoint(folder() / name, format="sharded", **naming)
+        arguments = {"callbacks": [saver], "enable_checkpointing": True, **arguments}
+        with patch.object(dist, "gather_object", side_effect=AssertionError("gathered")):
+            return fit(strategy(codec="int4"), **arguments)[1]
+
+    path = folder() / "local_parts" / "0.ckpt"
+    whole = parted("local_parts")
+    dist.barrier()
+    resumed = parted("local_parts_again", ckpt_path=path)
+    gather = saving("local_gathered")
+    checkpoint = load(str(path))
+    single = torch.load(folder() / "local_gathered0.ckpt", weights_only=True)
+    key = "lightning_dist_local_updates"
+    return {
+        "whole": whole,
+        "resumed": resumed,
+        "gathered": gather["own"],
+        "workers": checkpoint[key]["workers"],
+        "as_single": single[key]["workers"],
+        "optimizer": checkpoint["optimizer_states"],
+    }
+
+
+@scenario
+def local_steps_of_workers_with_scalers() -> Facts:
+    """Each worker's scale is its own, as it skips steps of its own."""
+    model = Regression()
+    optimizer = model.configure_optimizers()
+    updates = local_updates(model, optimizer, **SCHEDULE)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0 ** (3 + rank())) for _ in range(2)]
+    saved = [WorkerStates(updates, [optimizer], scaler=scalers[0]).state_dict()]
+    dist.broadcast_object_list(saved)
+    scalers[1].load_state_dict({**scalers[1].state_dict(), "scale": 1.0})
+    WorkerStates(updates, [optimizer], scaler=scalers[1]).load_state_dict(saved[0])
+    updates.close()
+    return {"scale": scalers[1].get_scale()}
 
 
 def looped(name: str, *, stop: int = 0) -> Facts:
@@ -181,6 +238,11 @@ def looped(name: str, *, stop: int = 0) -> Facts:
         Objects(state, world_size=2).model_to_recover()
     except ValueError as error:
         refused = str(error)
+    try:
+        sharded = ElasticLoop(folder() / "no", loader=loader, state=state, format="sharded")
+        sharded.__enter__()
+    except ValueError as error:
+        refused += str(error)
     updates.finish()
     updates.close()
     return {
@@ -236,6 +298,7 @@ def local_steps_by_samples() -> Facts:
             except ValueError as error:
                 found["uncounted"] = str(error)
             count, updates = ours.count_samples, ours.updates
+        updates.total_steps = 8
         for _ in range(2):
             for x, y in data:
                 optimizer.zero_grad()
@@ -247,7 +310,6 @@ def local_steps_by_samples() -> Facts:
                     updates.step(samples=len(x))
                 own.append(digest(model))
         metrics = dict(updates.metrics())
-        updates.finish()
         updates.close()
         found[name] = {"own": own, "parameters": parameters(model), "metrics": metrics}
     return found
@@ -261,6 +323,23 @@ def local_steps_evaluate() -> Facts:
         settings = {"limit_val_batches": 1, "val_check_interval": 2}
         _, found[evaluate] = fit(strategy(codec="int8", evaluate=evaluate), **settings)
     return found
+
+
+@scenario
+def local_steps_validate_another_checkpoint() -> Facts:
+    """The same Trainer validates the weights of a file that is not of its fit."""
+    saver = ModelCheckpoint(folder(), filename="local_other", enable_version_counter=False)
+    fit(plain(), callbacks=[saver], enable_checkpointing=True, max_epochs=1)
+    other = torch.load(folder() / "local_other.ckpt", weights_only=True)["state_dict"]
+    trainer, _ = fit(strategy(codec="int8"), limit_val_batches=1)
+    watched = next(each for each in trainer.callbacks if isinstance(each, Watched))
+    watched.validated.clear()
+    trainer.validate(trainer.lightning_module, ckpt_path=folder() / "local_other.ckpt")
+    trainer.save_checkpoint(folder() / "local_validated.ckpt")
+    saved = torch.load(folder() / "local_validated.ckpt", weights_only=True)["state_dict"]
+    model = SameData()
+    model.load_state_dict(other)
+    return {"validated": watched.validated, "wanted": digest(model), "saved": saved, "other": other}
 
 
 @scenario
@@ -347,6 +426,7 @@ def local_steps_refused() -> Facts:
         "start_step": lambda: strategy(start_step=3),
         "replicas": lambda: strategy(replicas="node"),
         "both": lambda: strategy(replicas="host", method="post_local_sgd", ddp_steps=2),
+        "compiled": lambda: strategy(compile_kernels=True),
         "rates": lambda: strategy(outer_lr=0.5, outer_optimizer=torch.optim.SGD),
         "one level": lambda: fit(strategy(replicas="host")),
         "no outer step": lambda: fit(strategy(sync_every=100)),

@@ -14,7 +14,7 @@ from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.metrics import Metrics
-from lightning_dist.checkpoint.ranks import Ranks
+from lightning_dist.checkpoint.ranks import Ranks, destroy
 from lightning_dist.checkpoint.saves import Failure, Saves
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.integrations.accelerate.accelerator import Accelerator
@@ -166,12 +166,16 @@ class AsyncStateCheckpointer:
             return None
         self._to_prove = False
         scratch.hand_over(folder)
-        save_id = self._checkpointer.save_files(
-            staged,
-            place.target,
-            step=place.number if step is None else step,
-            scratch=scratch.path,
-        )
+        try:
+            save_id = self._checkpointer.save_files(
+                staged,
+                place.target,
+                step=place.number if step is None else step,
+                scratch=scratch.path,
+            )
+        except BaseException:
+            scratch.remove()  # the writer was not given it
+            raise
         self._under_way[save_id] = place.target, scratch
         if self._ranks.rank == 0:
             for path in place.superseded:
@@ -180,14 +184,14 @@ class AsyncStateCheckpointer:
             self._accelerator.project_configuration.iteration = place.number + 1
         if self._settings.snapshot == "sync":
             self.wait()
-        self._checkpointer.metrics.blocking_s = time.perf_counter() - began
+        self._checkpointer.metrics.blocking_ms = (time.perf_counter() - began) * 1e3
         return place.target
 
     def _take_turn(self, wanted: str | None) -> bool:
         """Wait until a save may begin, or skip it. Collective."""
         began = time.perf_counter()
         error = self._saves.await_turn()
-        queue_s = time.perf_counter() - began
+        queue_ms = (time.perf_counter() - began) * 1e3
         failures, by_rank = self._saves.agree({"output_dir": wanted}, error=error)
         self._saves.report(failures)
         if len({facts["output_dir"] for facts in by_rank}) > 1:
@@ -195,7 +199,7 @@ class AsyncStateCheckpointer:
             raise ValueError(f"All ranks must save to the same folder, got {names}")
         if self._saves.skips(by_rank):
             return False
-        self._checkpointer.metrics.queue_s = queue_s
+        self._checkpointer.metrics.queue_ms = queue_ms
         return True
 
     def _choose(self, wanted: str | None) -> folders.Destination:
@@ -286,15 +290,20 @@ class AsyncStateCheckpointer:
         self._saves.wait(timeout)
 
     def close(self, timeout: float | None = None) -> None:
-        """Wait, and give everything back. Not needed for what was saved to be written.
+        """Wait, end the writer and destroy the process group. Saves are written without it, too.
 
         Raises:
             CheckpointError: a save has failed, which was not reported yet.
         """
-        if self._closed:
-            return
-        self._closed = True
-        self._saves.close(timeout)
+        try:
+            self._end(timeout)
+        finally:
+            destroy(self._ranks.group)
+
+    def _end(self, timeout: float | None) -> None:
+        if not self._closed:
+            self._closed = True
+            self._saves.close(timeout)
 
     def _ended(self, event: Committed | Failed) -> None:
         if event.origin is not None:
@@ -317,8 +326,8 @@ class AsyncStateCheckpointer:
         if error is None:
             self.close()
             return
-        try:
-            self.close()
+        try:  # and leave the group, whose destruction would wait for a peer that hangs
+            self._end(None)
         except (CheckpointError, OSError) as second:
             log.warning("%s", second)  # the error that is on its way says more
 

@@ -1,4 +1,4 @@
-"""The files that accelerate writes for a rank: staged in a scratch folder, named, and given back.
+"""Files that accelerate writes for a rank: staged in a scratch folder, named, and loaded.
 
 The lowest rank that writes a file has accelerate's name for it. Where another rank writes one with
 the same name, it is that rank's own state: ``custom_checkpoint_0.pkl`` of rank 1 is kept as
@@ -59,7 +59,7 @@ def stage(
         ValueError: on all ranks, if it is not; nothing is left.
         CheckpointError: on all ranks, if one of them could not; nothing is left.
     """
-    owed = [owner.state_dict() for owner in residuals.owners(accelerator)]  # collective
+    states = [owner.state_dict() for owner in residuals.owners(accelerator)]  # collective
     names: list[str] = []
     error: Exception | None = None
     with ExitStack() as undo:
@@ -68,7 +68,7 @@ def stage(
             undo.callback(scratch.remove)
             _write_accelerates_files(accelerator, scratch.files, arguments)
             _write_own_objects(accelerator, scratch.files)
-            residuals.write(owed, scratch.files)
+            residuals.write(states, scratch.files)
             names = _names_in(scratch.files)
             error = problem_in(scratch.files, _PICKLED) if restricted else None
         except Exception as raised:

@@ -1,4 +1,4 @@
-"""``AsyncCheckpoint``: Lightning's ModelCheckpoint, asynchronous and safe."""
+"""``AsyncCheckpoint``: Lightning's ModelCheckpoint, asynchronous and crash-safe."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import time
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -43,12 +42,12 @@ _PATIENCE = 120.0
 
 
 class AsyncCheckpoint(CheckpointNames):
-    """A ``ModelCheckpoint`` that training does not wait for, and that never loses a checkpoint.
+    """A ``ModelCheckpoint`` that writes in the background and never loses a checkpoint.
 
-    Takes everything that ``ModelCheckpoint`` takes, keeps the same files, names and state, and
-    stands in for it anywhere. What differs: a file appears when it is complete and durable; what it
-    replaces is removed after that; loggers hear of it then; ``save_last=True`` links the file of
-    the same step instead of writing it again; ``ckpt_path="last"`` finds the newest whole
+    It takes the arguments of ``ModelCheckpoint``, keeps the same files, names and state, and can
+    replace it anywhere. Differences: a file appears when it is complete and durable; the file that
+    it replaces is removed and loggers are called after that; ``save_last=True`` links the file of
+    the same step instead of writing it again; ``ckpt_path="last"`` finds the newest complete
     checkpoint of the folder, verified, whatever its name.
 
     Args:
@@ -58,7 +57,7 @@ class AsyncCheckpoint(CheckpointNames):
             is copied at once. ``"blocking"``: everything is copied at once. ``"sync"``: training
             waits for the disk too. ``"auto"``: overlap.
         max_in_flight: saves that may be under way; each has a copy of the state in host memory.
-        on_busy: what a save does when so many are: ``"wait"``, or ``"skip"`` it and say so.
+        on_busy: at that limit, ``"wait"``, or ``"skip"`` the save with a warning.
         writer: ``"process"``, which finishes its work when the trainer is killed; ``"thread"``;
             ``"auto"``: process, where others can see the files.
         format: ``"single"``: one file that ``torch.load`` and plain Lightning read, written by rank
@@ -70,7 +69,7 @@ class AsyncCheckpoint(CheckpointNames):
             ``"warn"`` and keep the earlier ones.
         host_memory_limit: bytes that the copies may take on a rank.
         lock: keep other trainings from the folder with a file lock. ``False``, for file systems
-            that have none: nobody is kept out, and what a killed writer leaves half done stays.
+            without locks: other trainers are not detected, and killed writers leave files behind.
         **kwargs: as of ``ModelCheckpoint``.
 
     Raises:
@@ -100,7 +99,6 @@ class AsyncCheckpoint(CheckpointNames):
             snapshot, max_in_flight, on_busy, writer, verify, on_error, host_memory_limit, lock
         )
         self.format = format
-        self._group: dist.ProcessGroup | None = None
         self._metrics = Metrics()
         self._last_committed: Committed | None = None
         self._last = LastCheckpoint(check=verify != "never", lock=lock)
@@ -142,11 +140,8 @@ class AsyncCheckpoint(CheckpointNames):
         if self._last not in io.searches:
             io.searches.append(self._last)
         if stage == "fit" and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            sharded = self.format == "sharded"
-            if sharded and self._group is None and trainer.world_size > 1:
-                self._group = dist.new_group(backend="gloo")
             session = CheckpointSession(
-                self.settings, callback=self, trainer=trainer, sharded=sharded, group=self._group
+                self.settings, callback=self, trainer=trainer, sharded=self.format == "sharded"
             )
             if not getattr(trainer.strategy, "joins", False):
                 session.open(checkpoint_folder(self, trainer))

@@ -39,7 +39,7 @@ class LastCheckpoint:
     check: bool
     lock: bool = True
     found: str | None = None
-    """The path that Lightning was told."""
+    """The path that was returned to Lightning."""
     _folder: str = ""
     _list_others: Callable[[], Iterable[str]] = tuple
     _problem: Exception | None = None
@@ -48,7 +48,7 @@ class LastCheckpoint:
     def find(
         self, trainer: pl.Trainer, folder: str, list_others: Callable[[], Iterable[str]]
     ) -> str | None:
-        """The newest by its headers; what keeps one of several ranks from it is said later.
+        """The newest by its headers; a failure of one of several ranks is raised by :meth:`agree`.
 
         Args:
             list_others: see :func:`newest_checkpoint`; asked when the folder is at rest.
@@ -67,13 +67,13 @@ class LastCheckpoint:
         return self.found
 
     def _settle(self, trainer: pl.Trainer) -> None:
-        """Let the writer of a dead trainer finish, and what it left half done be removed."""
+        """Wait for the writer of a dead trainer, and remove what it left half done."""
         fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.fast_dev_run  # type: ignore[attr-defined]
         storage, inside = storage_of(self._folder)
         if not fitting or not self.lock or not isinstance(storage, LocalStorage):
             return
         if not is_owned(self._folder) and not storage.leftovers(inside):
-            return  # whoever has written there has ended in good order
+            return  # its last trainer has ended in good order
         if trainer.is_global_zero:
             try:
                 self._lock = own(self._folder)
@@ -114,7 +114,7 @@ class LastCheckpoint:
         return newest_checkpoint(self._folder, self._list_others(), check=self.check)
 
     def release(self) -> None:
-        """Let others own the folder, unless this process owns it otherwise too."""
+        """Release the folder, unless this process owns it otherwise too."""
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.release()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from typing_extensions import override
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.jobs import Committed
+from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.ranks import Ranks
 from lightning_dist.checkpoint.reading import load
 from lightning_dist.checkpoint.saves import Saves
@@ -54,6 +54,7 @@ class AsyncTorchCheckpointIO(TorchCheckpointIO):
         self.settings = CheckpointSettings(
             snapshot, max_in_flight, "wait", writer, verify, on_error, host_memory_limit, lock
         )
+        self._metrics = Metrics()  # before the first save and after the last
         self._saves: Saves | None = None
         self._alone = True
 
@@ -133,16 +134,19 @@ class AsyncTorchCheckpointIO(TorchCheckpointIO):
         return None if self._saves is None else self._saves.last_committed
 
     @property
-    def metrics(self) -> Mapping[str, float]:
-        """Cost of checkpoints, see :class:`.Metrics`; empty before the first."""
-        return {} if self._saves is None else vars(self._saves.metrics)
+    def metrics(self) -> Metrics:
+        """Cost of checkpoints on this rank."""
+        return self._metrics if self._saves is None else self._saves.metrics
 
     @override
     def teardown(self) -> None:
         """Wait for the last save, and end the writer."""
         saves, self._saves = self._saves, None
         if saves is not None:
-            saves.close()
+            try:
+                saves.close()
+            finally:
+                self._metrics = saves.metrics
 
     def _open(self, folder: str) -> Checkpointer:
         if self._saves is None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 from weakref import proxy
 
@@ -15,27 +13,23 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
-from lightning_dist.checkpoint.ranks import Facts, Ranks
-from lightning_dist.checkpoint.saves import Saves, committed_line
+from lightning_dist.checkpoint.ranks import Facts, Ranks, destroy
+from lightning_dist.checkpoint.saves import Saves
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.integrations.lightning.checkpoint.bookkeeping import (
     Displaced,
     Scores,
     forget,
 )
-from lightning_dist.integrations.lightning.checkpoint.session_io import save_into
+from lightning_dist.integrations.lightning.checkpoint.trainer_saves import TrainerSaves
 from lightning_dist.integrations.lightning.private import checkpoint_folder
 from lightning_dist.integrations.lightning.recovering import meet
 from lightning_dist.log import prefixed
-
-_PATIENCE_WITH_LEADER = 60.0
-"""Seconds for the writer of a rank that is lost to end."""
 
 
 class CheckpointSession:
@@ -46,7 +40,7 @@ class CheckpointSession:
 
     Args:
         callback: the ModelCheckpoint that decides when, where and which.
-        group: of all ranks, on CPU, if every rank writes its part.
+        sharded: whether every rank writes its part. Making the session is collective then.
     """
 
     def __init__(
@@ -56,23 +50,29 @@ class CheckpointSession:
         callback: ModelCheckpoint,
         trainer: pl.Trainer,
         sharded: bool,
-        group: dist.ProcessGroup | None,
     ) -> None:
         self._settings, self._sharded = settings, sharded
         self._callback, self._trainer = callback, trainer
         self._removals: list[str] = []  # of this trigger
         self._has_saved = False
-        self._watched: list[Optimizer] = []
-        self._blocking: dict[str, float] = {}  # seconds of the last save to each path
         self._committed: list[str] = []  # what the other ranks do not know of yet
         self.displaced = Displaced()
-        self._checkpointer: Checkpointer | None = None
+        self._group: dist.ProcessGroup | None = None
+        if sharded and trainer.world_size > 1:
+            self._group = dist.new_group(backend="gloo")
+        writer: Checkpointer | None = None
         if trainer.is_global_zero or sharded:
-            self._checkpointer = Checkpointer(settings, group=group, ranks=trainer.world_size)
+            writer = Checkpointer(settings, group=self._group, ranks=trainer.world_size)
         self._ranks = _TrainerRanks(trainer)
         self.saves = Saves(
-            self._checkpointer, settings, ranks=self._ranks, warn=rank_zero_warn, ended=self._ended
+            writer, settings, ranks=self._ranks, warn=rank_zero_warn, ended=self._ended
         )
+        self._of_trainer = TrainerSaves(trainer, self.saves, sharded=sharded)
+
+    @property
+    def _checkpointer(self) -> Checkpointer | None:
+        """Writer of this rank; None on ranks that do not write."""
+        return self.saves.checkpointer
 
     @property
     def _first(self) -> Checkpointer | None:
@@ -85,34 +85,23 @@ class CheckpointSession:
         Raises:
             ValueError: on all ranks, if it cannot be written to by this job.
         """
-        if find_spec("omegaconf") is not None:  # Lightning would import it within the first save
-            import_module("omegaconf")
         try:
             self.saves.open(folder, together=self._sharded)
         except BaseException:
-            if self._checkpointer is not None:
-                self._checkpointer.close()
+            self._end_in_order()
             raise
 
     def move(self, leader: int) -> None:
         """Go on with the present ranks, of which ``leader`` writes, into the same folder."""
         self._ranks.move(leader)
-        if self._ranks.is_leader and self._checkpointer is None:
-            self._checkpointer = Checkpointer(self._settings, ranks=self._ranks.count)
-            self._checkpointer.patience = _PATIENCE_WITH_LEADER
-            self._watched = []
-        self.saves.move(self._ranks, self._checkpointer)
+        self.saves.move(self._ranks)
 
     def watch_optimizers(self) -> None:
-        """Know the optimizers; other ones if a module has put others in their place."""
-        optimizers = list(self._trainer.strategy.optimizers)
-        if self._checkpointer is not None and [*map(id, optimizers)] != [*map(id, self._watched)]:
-            self._checkpointer.wait_for_copy()
-            self._checkpointer.watch(optimizers)
-            self._watched = optimizers
+        """Watch the optimizers, which are there when training starts."""
+        self._of_trainer.watch_optimizers()
 
     def may_begin(self) -> bool:
-        """Whether a save may begin, or is skipped; what failed before is said. Collective.
+        """Whether a save may begin, or is skipped; reports earlier failures. Collective.
 
         Raises:
             CheckpointError: see :meth:`agree_on_failures`.
@@ -126,27 +115,9 @@ class CheckpointSession:
         Args:
             at_once: all of it, for something may change the weights before the next step.
         """
-        began = time.perf_counter()
-
-        def save() -> None:  # by another rank, where the one that writes is lost
-            self.saves.open(
-                checkpoint_folder(self._callback, self._trainer), together=self._sharded
-            )
-            self.watch_optimizers()
-            save_into(
-                self._checkpointer,
-                self._trainer,
-                path,
-                sharded=self._sharded,
-                weights_only=weights_only,
-            )
-
-        meet(self._trainer.strategy, save)
+        folder = checkpoint_folder(self._callback, self._trainer)
+        self._of_trainer.save(path, folder=folder, at_once=at_once, weights_only=weights_only)
         self._has_saved = True
-        if self._checkpointer is not None and at_once:
-            self._checkpointer.wait_for_copy()
-        self.saves.metrics.blocking_s = time.perf_counter() - began
-        self._blocking[path] = self.saves.metrics.blocking_s
 
     def link(self, source: str, target: str, *, symbolic: bool = False) -> None:
         """Show ``source`` as ``target`` too, unless it has that name anyway."""
@@ -190,7 +161,7 @@ class CheckpointSession:
             self._checkpointer.wait(timeout)
 
     def deliver(self) -> None:
-        """Tell user and loggers what became of saves since the last call.
+        """Report outcomes of saves since the last call to the user and loggers.
 
         Raises:
             CheckpointError: some have failed, on rank 0, and ``on_error`` says so.
@@ -202,7 +173,7 @@ class CheckpointSession:
             self.saves.report(fatal)
 
     def agree_on_failures(self) -> list[Facts]:
-        """Tell all ranks what could not be written: all raise, or all forget it. Collective.
+        """Agree on what could not be written: all ranks raise, or all drop it. Collective.
 
         Raises:
             CheckpointError: on all ranks; it names all that failed.
@@ -254,7 +225,7 @@ class CheckpointSession:
         return bool(path) and not self.is_pending(path) and not _exists(path)
 
     def drain(self, timeout: float | None = None) -> None:
-        """Wait until everything is written, linked and removed, and learn what became of it."""
+        """Wait until everything is written, linked and removed, and take the outcomes."""
         if self._checkpointer is not None:
             if self._checkpointer.busy:
                 rank_zero_info(prefixed("Waiting until the last checkpoint is written"))
@@ -262,7 +233,7 @@ class CheckpointSession:
             self.saves.poll()
 
     def close(self, timeout: float | None = None) -> None:
-        """Drain, say what failed and has not been said, and end the writer.
+        """Drain, warn of failures that were not reported yet, and end the writer.
 
         Args:
             timeout: seconds after which the writer is left to itself.
@@ -277,27 +248,28 @@ class CheckpointSession:
         self._correct([each.target for each in failures])
         for each in failures:
             rank_zero_warn(each.message)
-        try:
-            left = None if deadline is None else max(deadline - time.monotonic(), 1.0)
-            self._checkpointer.close(left)
+        if deadline is None:
+            self._end_in_order()
+            return
+        try:  # and leave the group, whose destruction would wait for a peer that hangs
+            self._checkpointer.close(max(deadline - time.monotonic(), 1.0))
         except CheckpointError as error:
-            if deadline is None:
-                raise
             rank_zero_warn(f"Training ended before its checkpoints were complete: {error}")
 
-    def _ended(self, event: Committed | Failed) -> None:
-        blocking_s = self._blocking.pop(event.target, 0.0)
-        if isinstance(event, Committed):
-            self._committed.append(event.target)
-            if self._trainer.is_global_zero:
-                self._announce(event, blocking_s=blocking_s)
+    def _end_in_order(self) -> None:
+        try:
+            if self._checkpointer is not None:
+                self._checkpointer.close()
+        finally:
+            destroy(self._group)
 
-    def _announce(self, event: Committed, *, blocking_s: float) -> None:
-        rank_zero_info(prefixed(committed_line(event, blocking_s=blocking_s)))
-        step = max(self._trainer.global_step - 1, 0)
+    def _ended(self, event: Committed | Failed) -> None:
+        if not isinstance(event, Committed):
+            return
+        self._committed.append(event.target)
+        self._of_trainer.committed(event)
         callback: Any = proxy(self._callback)
-        for logger in self._trainer.loggers:
-            logger.log_metrics(self.saves.metrics.by_name(), step=step)
+        for logger in self._trainer.loggers if self._trainer.is_global_zero else ():
             logger.after_save_checkpoint(callback)
 
 

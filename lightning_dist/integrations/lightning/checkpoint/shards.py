@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_dist.checkpoint.snapshot.shards import LazyState, load_lazily, without_shards
-from lightning_dist.integrations.arguments import CHECKPOINT_KEY
 from lightning_dist.integrations.lightning.checkpoint.resume import require_same_model
 from lightning_dist.integrations.lightning.checkpoint.session_io import CheckpointerIO
+from lightning_dist.integrations.strategies.arguments import CHECKPOINT_KEY
 from lightning_dist.reducer.network import Rows
 
 _SHARDED = ("state_dict", "optimizer_states")

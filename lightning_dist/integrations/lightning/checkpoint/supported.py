@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import (
 
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.integrations.lightning.checkpoint.resume import ResumeCheckpointIO
-from lightning_dist.integrations.model_parallel import ModelParallelArguments
+from lightning_dist.integrations.strategies.model_parallel import ModelParallelArguments
 
 _AVERAGING = (StochasticWeightAveraging, WeightAveraging)
 _OWN_FORMAT = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)

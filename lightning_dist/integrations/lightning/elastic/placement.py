@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import time
-from importlib import import_module
-from importlib.util import find_spec
+from functools import cached_property
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.jobs import Committed
-from lightning_dist.checkpoint.saves import committed_line
 from lightning_dist.elastic.data.plan import MicroBatch, Position
 from lightning_dist.elastic.membership import Membership
 from lightning_dist.elastic.progress import KEY, Generators
 from lightning_dist.elastic.session import Placement, Session
 from lightning_dist.integrations.lightning import private
-from lightning_dist.integrations.lightning.checkpoint.session_io import save_into
 from lightning_dist.integrations.lightning.checkpoint.supported import weights_may_change
+from lightning_dist.integrations.lightning.checkpoint.trainer_saves import TrainerSaves
 from lightning_dist.integrations.lightning.elastic.connectors import (
     Preempted,
     requeue,
@@ -44,12 +39,11 @@ class TrainerPlacement(Placement):
     """
 
     data: TrainerDeal
+    stopped = Preempted
 
     def __init__(self, trainer: pl.Trainer, session: Session) -> None:
         self._trainer, self._session = trainer, session
         self.session = session
-        self._blocking: dict[str, float] = {}  # of saves under way, by path
-        self._watched: list[Optimizer] = []
         self._epoch: int | None = None
         self._before_iteration: int | None = None  # batches of this epoch, of other iterations
         self._before_epoch = self._in_epoch = 0  # samples
@@ -59,8 +53,6 @@ class TrainerPlacement(Placement):
         """Whether the loop begins with a validation that a fault has cut short."""
         self.micro_batch: MicroBatch | None = None
         """Micro-batch that this rank computes; None where samples are not counted."""
-        if find_spec("omegaconf") is not None:  # Lightning would import it within the first save
-            import_module("omegaconf")
 
     @property
     @override
@@ -85,39 +77,25 @@ class TrainerPlacement(Placement):
         if self._trainer.is_global_zero:
             requeue(private.cluster_environment(self._trainer), reasons)
 
-    def watch_optimizers(self) -> None:
-        """Know the optimizers; other ones if a module has put others in their place."""
-        optimizers = list(self._trainer.strategy.optimizers)
-        checkpointer = self._session.retention.checkpointer
-        if checkpointer is not None and [*map(id, optimizers)] != [*map(id, self._watched)]:
-            checkpointer.wait_for_copy()
-            checkpointer.watch(optimizers)
-            self._watched = optimizers
+    @cached_property
+    def saves(self) -> TrainerSaves:
+        """Saves of this fit, from the opening of the session on."""
+        sharded = self._session.settings.sharded
+        return TrainerSaves(self._trainer, self._session.retention.saves, sharded=sharded)
 
     @override
-    def write(self, checkpointer: Checkpointer | None, path: str) -> None:
-        began = time.perf_counter()
-        self.watch_optimizers()
-        sharded = self._session.settings.sharded
-        save_into(checkpointer, self._trainer, path, sharded=sharded)
-        if checkpointer is not None and weights_may_change(self._trainer):
-            checkpointer.wait_for_copy()
-        self._session.metrics.blocking_s = self._blocking[path] = time.perf_counter() - began
+    def write(self, path: str) -> None:
+        folder, at_once = self._session.settings.folder, weights_may_change(self._trainer)
+        self.saves.save(path, folder=folder, at_once=at_once)
 
     @override
     def committed(self, event: Committed) -> None:
-        line = committed_line(event, blocking_s=self._blocking.pop(event.target, 0.0))
-        rank_zero_info(prefixed(line))
-        self._log(self._session.metrics.by_name())
+        self.saves.committed(event)
 
     def log_costs(self) -> None:
-        """Tell the loggers what restarts have cost; on rank 0."""
+        """Give the loggers the cost of restarts; on rank 0."""
         if self._session.costs:
-            self._log(self._session.costs)
-
-    def _log(self, values: dict[str, float]) -> None:
-        for logger in self._trainer.loggers:
-            logger.log_metrics(values, step=max(self._trainer.global_step - 1, 0))
+            self.saves.log(self._session.costs)
 
     @property
     def members(self) -> Membership:
@@ -194,8 +172,8 @@ class TrainerPlacement(Placement):
         return self.position.samples == 0 or self._validated_step == self._trainer.global_step
 
     @property
+    @override
     def position(self) -> Position:
-        """Of the last optimizer step."""
         ended = self._loop.epoch_progress.current.processed
         if not self.data.is_dealt:
             return Position(ended)
@@ -213,8 +191,8 @@ class TrainerPlacement(Placement):
         return bool(self._loop.epoch_loop.batch_progress.is_last_batch)
 
     @property
+    @override
     def total_samples(self) -> int:
-        """Samples that optimizer steps have used, of all epochs."""
         if not self.data.is_dealt:
             return 0
         return self._before_epoch + (self._in_epoch if self._has_ended else self.position.samples)
@@ -276,33 +254,25 @@ class TrainerPlacement(Placement):
 
         Nothing where the train dataloader has not been made yet: no position is known then.
         """
-        trainer, position = self._trainer, self.position
         if not self.data.is_known:
             return
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
         checkpoint[KEY] = self._session.describe(
-            self.data.layouts,
-            position,
-            samples=self.total_samples,
-            steps=trainer.global_step,
             rng=self._rng_of_step or self.generators.capture(),
             loader=self._loader_state(),
             metrics=self._logged_metrics,
-            size=self.data.size,
-            validated=self._is_validated,
-            stopped=self._is_stopped,
+            **self._facts,
         )
+
+    @property
+    def _facts(self) -> dict[str, bool]:
+        """Facts of the state that a loop of the user's own does not have."""
+        return {"validated": self._is_validated, "stopped": self._is_stopped}
 
     @property
     def _logged_metrics(self) -> dict[str, float]:
         logged = self._trainer.callback_metrics
         return {name: float(each) for name, each in logged.items() if each.numel() == 1}
-
-    def stop_if_told(self) -> None:
-        """Where any rank is to end: one checkpoint of all, and the end of this process."""
-        code = self._session.stop_if_told()
-        if code is not None:
-            raise Preempted(code)
 
     def complete(self) -> None:
         """The training has ended as it should. Collective."""

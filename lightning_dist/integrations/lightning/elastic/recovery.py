@@ -114,21 +114,12 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
 
     @override
     def complete(self) -> None:
-        if self._has_to_settle:
-            self._settle_at_end()
-        while True:
-            try:
-                with self.sections.at("end"):
-                    self._session.complete()
-                break
-            except RuntimeError as error:
-                self._recovery.generations.lost(error)
-                self._settle_at_end()
-        self._strategy.together = None
-
-    def _settle_at_end(self) -> None:
         self._begins_epoch = self._has_ended
-        self.settle()
+        if self._has_to_settle:
+            self.settle()
+        with self.sections.at("end"):
+            RecoverablePlacement.complete(self)
+        self._strategy.together = None
 
     @override
     def end(self) -> None:
@@ -156,18 +147,9 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
 
     @override
     def close_step(self) -> None:
-        position, settings = self.position, self._session.settings
-        if position.samples:
-            if position.samples >= self.data.plan().used:
-                return
-            is_due = settings.is_due_after_step(self.steps)
-        elif position.epoch:
-            is_due = settings.is_due_after_epoch(position.epoch - 1, steps=self.steps)
-        else:
-            return
-        if is_due:
-            self._session.save()
-        self.stop_if_told()
+        done = self.position.samples
+        if not done or done < self.data.plan().used:
+            super().close_step()
 
     def after_entering(self) -> None:
         """A generation was entered in a section: settle, unless all do it after the section."""
@@ -210,20 +192,8 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
 
     @override
     def here(self) -> ElasticState:
-        first, now = self.data.layouts
-        return ElasticState(
-            run_id=self._session.history.run_id,
-            seed=self._session.history.seed,
-            first=first,
-            layout=now,
-            position=self.position,
-            total_samples=self.total_samples,
-            total_steps=self.steps,
-            size=self.data.size,
-            validated=self._is_validated,
-            metrics=[private.known_metrics(self._trainer)],
-            stopped=self._is_stopped,
-        )
+        metrics = [private.known_metrics(self._trainer)]
+        return self._session.here(metrics=metrics, **self._facts)
 
     @override
     def handed_over(self) -> dict[str, Any]:
@@ -259,7 +229,7 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
         trainer, members = self._trainer, self._session.members
         was_leader = trainer.is_global_zero
         self._strategy.become(members)
-        self._joined, self._watched = None, []
+        self._joined = None
         private.forget_validation_loader(trainer)
         for callback in self._saving:
             if isinstance(callback, AsyncCheckpoint):

@@ -21,7 +21,7 @@ from lightning_dist.elastic.retention import not_ours
 from lightning_dist.elastic.session import Session
 from lightning_dist.elastic.settings import RunSettings
 from lightning_dist.integrations.lightning import private
-from lightning_dist.integrations.lightning.before_setup import BeforeSetup
+from lightning_dist.integrations.lightning.base import BeforeSetup
 from lightning_dist.integrations.lightning.checkpoint.resume import resume_io
 from lightning_dist.integrations.lightning.checkpoint.supported import (
     require_effective,
@@ -119,10 +119,6 @@ class ElasticRestart(BeforeSetup, Checkpoint):
     ) -> None:
         refuse_choices(saving)
         refuse_unknown(saving, of=type(self), handed_to=CheckpointSettings.__init__)
-        if format not in ("single", "sharded"):
-            raise ValueError(f"format is one of 'single', 'sharded'; got {format!r}")
-        if every_n_epochs is None:
-            every_n_epochs = 0 if every_n_train_steps else 1
         self._settings = RunSettings(
             dirpath,
             every_n_train_steps=every_n_train_steps,
@@ -136,7 +132,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
             grace_period=grace_period,
             hang_timeout=hang_timeout,
             saving=CheckpointSettings(**saving),
-            sharded=format == "sharded",
+            format=format,
         )
         self._exact = strict_data
         self._session = Session(self._settings)
@@ -146,7 +142,8 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         self._found: str | None = None  # the checkpoint of this run that is loaded
         self._foreign = ""
         self._is_restricted = True
-        self._has_begun = self._epoch_is_due = self._polls_validation = False
+        self._has_begun = self._polls_validation = False
+        self._ended: int | None = None  # epoch whose end is not closed yet
         self._joins = False
         """Whether this process has come later than the others of a job."""
 
@@ -173,11 +170,8 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         io = resume_io(trainer, verify=self._settings.saving.verify)
         if stage != "fit" or is_trial(trainer):
             return
-        if self._settings.sharded and _wants_recovery(trainer):
-            raise ValueError(
-                "recovery='in_process' lets another rank write a checkpoint, and with "
-                "format='sharded' all of them do; use format='single', or recovery='restart'"
-            )
+        if _wants_recovery(trainer):
+            self._settings.require_recoverable()
         require_effective(self._settings.saving, trainer)
         require_plain_trainer(trainer)
         require_own_folder(trainer, self._settings.folder)
@@ -269,7 +263,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
             require_recoverable_fit(trainer, self._at.data)
         if isinstance(self._at, RecoveringPlacement):
             self._at.recover()
-        self._at.watch_optimizers()
+        self._at.saves.watch_optimizers()
         if self._joins:
             self._join(self._at)
             return
@@ -304,15 +298,12 @@ class ElasticRestart(BeforeSetup, Checkpoint):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._at is None:
             return
-        due, self._epoch_is_due = self._epoch_is_due, False
+        ended, self._ended = self._ended, None
         if isinstance(self._at, RecoveringPlacement):
             if self._at.has_begun:
                 self._at.settle_epoch()
-        else:
-            if due:
-                self._session.save()
-            if self._at.has_begun:
-                self._at.stop_if_told()
+        elif ended is not None:
+            self._session.close_step(ended)
         self._at.begin_epoch()
 
     @override
@@ -349,16 +340,12 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         if isinstance(self._at, RecoveringPlacement):
             self._at.settle()
             return
-        if self._settings.is_due_after_step(trainer.global_step):
-            session.save()
-        self._at.stop_if_told()
+        session.close_step()
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The checkpoint of an epoch is taken at the begin of the next, when all has ended."""
-        epoch, steps = trainer.current_epoch, trainer.global_step
-        due = self._settings.is_due_after_epoch(epoch, steps=steps)
-        self._epoch_is_due = self._at is not None and due
+        self._ended = None if self._at is None else trainer.current_epoch
         # What waits for a metric (ReduceLROnPlateau) is not stepped in an epoch that was resumed.
         private.end_restart(trainer.fit_loop)
 
@@ -378,7 +365,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
     def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         self._session.lifecycle.heartbeat()
         if self._polls_validation and self._at is not None and not trainer.sanity_checking:
-            self._at.stop_if_told()
+            self._session.stop_if_told()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -390,7 +377,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         self._session.lifecycle.heartbeat()
         if self._at is None:
             return
-        self._epoch_is_due = False
+        self._ended = None
         self._at.complete()
         self.best_model_path = self._session.newest
         if self._session.costs.get("elastic/restarts"):
@@ -419,8 +406,8 @@ class ElasticRestart(BeforeSetup, Checkpoint):
     def _end(self) -> None:
         if self._at is not None:
             self._at.end()
-        self._at = None
-        self._epoch_is_due = self._polls_validation = False
+        self._at = self._ended = None
+        self._polls_validation = False
 
     @override
     def on_save_checkpoint(

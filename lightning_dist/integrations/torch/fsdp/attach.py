@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any, Literal, TypeAlias, overload
 from weakref import WeakValueDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,7 +25,7 @@ from lightning_dist.integrations.torch.fsdp.replicas import ShardedGradients, la
 from lightning_dist.integrations.torch.fsdp.settings import ShardSettings, sharded_settings
 from lightning_dist.integrations.torch.fsdp.shards import CompressedShards
 from lightning_dist.integrations.torch.networks import sharded_network
-from lightning_dist.private import name_before_compile
+from lightning_dist.private import loss_scale_of, name_before_compile, require_torch
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
 
@@ -47,6 +48,7 @@ def compress_fsdp(
     start_step: int = 0,
     compile_kernels: bool | Literal["auto"] = "auto",
     commit: Literal["auto", "immediate", "deferred"] = "auto",
+    grad_scaler: torch.amp.GradScaler | None = None,
 ) -> ShardedGradients: ...
 
 
@@ -60,6 +62,7 @@ def compress_fsdp(
     error_feedback: bool | Literal["auto"] = "auto",
     min_compress_numel: int | None = None,
     compile_kernels: bool | Literal["auto"] = "auto",
+    grad_scaler: torch.amp.GradScaler | None = None,
 ) -> CompressedShards: ...
 
 
@@ -74,6 +77,7 @@ def compress_fsdp(
     start_step: int = 0,
     compile_kernels: bool | Literal["auto"] = "auto",
     commit: Literal["auto", "immediate", "deferred"] = "auto",
+    grad_scaler: torch.amp.GradScaler | None = None,
 ) -> ShardedGradients | CompressedShards:
     """Compress the gradients of a sharded ``model`` between its replicas. Collective.
 
@@ -104,7 +108,7 @@ def compress_fsdp(
         compile_kernels: fuse the codec's kernels now (about 20 s the first time). ``"auto"``: for
             shards of 4 Mi elements or more if there is a compiler, and on an accelerator with
             Triton; with ``parameters`` on a CPU only. Same bytes on the wire either way.
-        commit: as for :func:`~lightning_dist.compress_ddp`.
+        commit, grad_scaler: as for :func:`~lightning_dist.compress_ddp`.
 
     Returns:
         The exchange of the gradients: ``no_sync()``, ``comm_stats()``, ``state_dict()``,
@@ -122,15 +126,32 @@ def compress_fsdp(
         compile_kernels=compile_kernels,
         commit=commit,
     )
+    scale = loss_scale_of(grad_scaler)
     if parameters is not None:
-        return attach_shards(model, ShardSettings.check(settings, parameters), mesh=mesh)
-    return attach_replicas(model, settings, mesh=mesh)
+        checked = ShardSettings.check(settings, parameters)
+        return attach_shards(model, checked, mesh=mesh, grad_scale=scale)
+    return attach_replicas(model, settings, mesh=mesh, grad_scale=scale)
 
 
 def attach_shards(
-    model: nn.Module, settings: ShardSettings, *, mesh: DeviceMesh
+    model: nn.Module,
+    settings: ShardSettings,
+    *,
+    mesh: DeviceMesh,
+    grad_scale: Callable[[], Tensor | None] | None = None,
 ) -> CompressedShards:
-    """:func:`compress_fsdp` with ``parameters=`` and checked settings. Collective."""
+    """:func:`compress_fsdp` with ``parameters=`` and checked settings. Collective.
+
+    Raises:
+        ValueError: a GradScaler and error feedback.
+    """
+    if grad_scale is not None and settings.memory:
+        raise ValueError(
+            "With parameters= and error_feedback=True gradients must not be scaled, got a "
+            "GradScaler: the error would be kept scaled, also of steps that it skips; use an "
+            "unbiased codec such as 'qsgd:bits=8', or compute in bfloat16 without a GradScaler"
+        )
+    require_torch()  # not first in a compiled backward pass, where modules look different
     shards = CompressedShards(model, settings, groups=gathered_groups(model, mesh))
     _attached[id(model)] = shards
     return shards
@@ -152,6 +173,7 @@ def attach_replicas(
         grad_scale: as of :class:`Reducer`.
         timeout: of the new process groups.
     """
+    require_torch()  # not first in a compiled backward pass, where modules look different
     groups = trained_groups(model, mesh)
     names: dict[Tensor, str] = {p: name_before_compile(n) for n, p in model.named_parameters()}
     shards = shard_dimension(groups, mesh)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_dist.accelerator import is_accelerator
 from lightning_dist.integrations.torch.fsdp.checks import ParameterGroup
-from lightning_dist.private import at_end_of_backward
+from lightning_dist.private import at_end_of_backward, runs_after_accumulation
 from lightning_dist.reducer.plan.plans import Handle
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.reducer import Reducer
@@ -30,7 +31,7 @@ class _Group:
     parameters: Sequence[nn.Parameter]  # sharded, those that are trained
     slices: Sequence[ParameterSlice]  # of the flat gradient that the reduce-scatter leaves
     numel: int  # of that, with padding
-    accumulated: bool = field(default=False)  # its gradients wait in `.grad` until the step is over
+    skipped: bool = field(default=False)  # its last gradients were not exchanged
 
 
 class ShardedGradients:
@@ -44,7 +45,7 @@ class ShardedGradients:
         self.model, self.reducer, self._groups = model, reducer, groups
         self.synchronises = True
         """Whether the next backward pass exchanges gradients between replicas."""
-        self._under_way: dict[int, tuple[Handle, Callable[[], None]]] = {}
+        self._under_way: list[Handle] = []
         self._queued = False
         for index, group in enumerate(groups):
             reducer.reserve(group.slices, group.parameters[0].dtype)
@@ -121,49 +122,50 @@ class ShardedGradients:
         if flat.numel() != group.numel:
             raise RuntimeError(
                 f"Every parameter of a group must get a gradient in each backward pass; one of "
-                f"{', '.join(part.name for part in group.slices)} got none. Freeze it, or use "
-                "fully_shard over both dimensions of the mesh"
+                f"{', '.join(part.name for part in group.slices)} got none. Freeze it, or call "
+                "model.set_reduce_scatter_unused_params(True) before training"
             )
-        accumulates = group.parameters[0].grad is not None
-        group.accumulated = accumulates
-        if not self.synchronises:
+        if any(map(runs_after_accumulation, group.parameters)):
+            raise ValueError(
+                "register_post_accumulate_grad_hook, as for an optimizer in the backward pass, "
+                "cannot take effect: replicas average gradients after it; remove it and step the "
+                "optimizer after backward(), or use fully_shard over both dimensions of the mesh"
+            )
+        group.skipped = not self.synchronises
+        if group.skipped:
             return
         if not self._queued:
             self._queued = True
             # Before backward() returns: what follows (clipping, the optimizer) sees the mean.
             at_end_of_backward(self._finish)
-        if not accumulates:
-            self._start(index, flat)
-
-    def _start(self, index: int, flat: Tensor, then: Callable[[], None] = lambda: None) -> None:
-        handle = self.reducer.start(flat, self._groups[index].slices, key=index)
-        self._under_way[index] = handle, then
+        _take_accumulated(group, flat)
+        self._under_way.append(self.reducer.start(flat, group.slices, key=index))
 
     def _finish(self) -> None:
-        for index, group in enumerate(self._groups):
-            if group.accumulated:
-                self._start(index, *_flat_gradients(group))
-                group.accumulated = False
+        for group in self._groups:
+            if group.skipped and any(each.grad is not None for each in group.parameters):
+                raise RuntimeError(
+                    f"Gradients accumulated under no_sync() must be exchanged before they are "
+                    f"applied, but {', '.join(part.name for part in group.slices)} got none in the "
+                    "backward pass after it; call "
+                    "model.set_reduce_scatter_unused_params(True) before training"
+                )
         self.reducer.finish()
-        under_way, self._under_way, self._queued = self._under_way, {}, False
-        for handle, then in under_way.values():
+        under_way, self._under_way, self._queued = self._under_way, [], False
+        for handle in under_way:
             handle.done.wait()
-            then()
 
 
-def _flat_gradients(group: _Group) -> tuple[Tensor, Callable[[], None]]:
-    """Accumulated gradients as one flat tensor, and what writes it back."""
-    locals_ = [local_of(parameter.grad) for parameter in group.parameters]
-    flat = locals_[0].new_zeros(group.numel)
-    views = [part.of(flat) for part in group.slices]
-    for view, local in zip(views, locals_, strict=True):
-        view.copy_(local.reshape(-1))
-
-    def write_back() -> None:
-        for view, local in zip(views, locals_, strict=True):
-            local.copy_(view.view_as(local))
-
-    return flat, write_back
+def _take_accumulated(group: _Group, flat: Tensor) -> None:
+    """Add the ``.grad`` of earlier micro-batches to ``flat``, which FSDP then makes ``.grad``."""
+    for parameter, part in zip(group.parameters, group.slices, strict=True):
+        if parameter.grad is None:
+            continue
+        accumulated = local_of(parameter.grad)
+        part.of(flat).add_(accumulated.reshape(-1))
+        if is_accelerator(flat.device):  # memory of FSDP's stream of reduce-scatters
+            accumulated.record_stream(torch.accelerator.current_stream())
+        parameter.grad = None
 
 
 def layout_of(group: ParameterGroup, names: Mapping[Tensor, str]) -> _Group:

@@ -29,6 +29,7 @@ from lightning_dist.private import (
     name_before_compile,
     parameter_groups_of,
 )
+from lightning_dist.reducer.observer import untraced
 from lightning_dist.reducer.rows import RowGather, RowReduceScatter, Rows
 from lightning_dist.reducer.stats import CommStats, Count, places, run_config
 from lightning_dist.topology import Topology, this_host
@@ -61,6 +62,7 @@ class CompressedShards:
         self.topology = Topology(tuple(fact["host"] for fact in facts), self.group.rank())
         self.closed = False
         self._stats, self._in_backward = CommStats(), False
+        self._trains = True  # whether the last forward pass was recorded by autograd
         self._reductions: dict[str, RowReduceScatter] = {}
         self._at_close = ExitStack()
         self._at_close.callback(model.register_forward_pre_hook(lambda *_: self.begin()).remove)
@@ -77,9 +79,12 @@ class CompressedShards:
                 )
                 name = names[each.parameters[0]]
                 self._reductions[name] = quantised["reduce_scatter"] = RowReduceScatter(
-                    rows, self.topology, name=name, device=self.device, memory=settings.memory
+                    rows, self.topology, name=name, device=self.device
                 )
             every += quantised.values()
+            # Before FSDP's own hook, which gathers without gradients in any case.
+            hook = each.module.register_forward_pre_hook(untraced(self._note), prepend=True)  # type: ignore[attr-defined]
+            self._at_close.callback(hook.remove)
             self._at_close.enter_context(
                 replaced_collectives(each.module, partial(self._quantised, quantised))
             )
@@ -101,8 +106,9 @@ class CompressedShards:
     def comm_stats(self) -> Mapping[str, Any]:
         """Bytes this rank sent, as of ``Reducer.comm_stats``; of ``parameters`` and ``gradients``.
 
-        A step is a backward pass, and the forward passes before it. ``raw_bytes`` are those that
-        FSDP itself would have sent.
+        A step is a backward pass, and the forward passes before it; those without gradients, as
+        in validation, are in the totals alone. ``raw_bytes`` are those that FSDP itself would have
+        sent.
         """
         stats = dict(self._stats.as_mapping())
         per_codec = stats.pop("per_codec")
@@ -151,10 +157,14 @@ class CompressedShards:
     def record(self, of: RowGather | RowReduceScatter) -> None:
         """Count one collective."""
         is_gather = isinstance(of, RowGather)
-        self._stats.record(_KINDS[0] if is_gather else _KINDS[1], of.raw.total, of.sent)
+        count = self._stats.record if self._trains else self._stats.record_outside
+        count(_KINDS[0] if is_gather else _KINDS[1], of.raw.total, of.sent)
         if not is_gather and not self._in_backward:
             self._in_backward = True
             at_end_of_backward(self._end_step)
+
+    def _note(self, *_: Any) -> None:
+        self._trains = torch.is_grad_enabled()
 
     def _end_step(self) -> None:
         self._in_backward = False

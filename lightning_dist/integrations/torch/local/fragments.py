@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
@@ -44,19 +46,16 @@ def cut(
         )
     wide = all(as_real(p).dtype == torch.float64 for p in trained.values())
     dtype = torch.float64 if wide else torch.float32
-    total = sum(p.numel() for p in trained.values())
-    cuts: list[list[str]] = [[]]
-    before = 0
-    for position, (name, parameter) in enumerate(trained.items()):
-        left = len(trained) - position  # every fragment to come needs one
-        middle = before + parameter.numel() / 2
-        is_full = middle >= total * len(cuts) / count or left <= count - len(cuts)
-        if cuts[-1] and is_full and len(cuts) < count:
-            cuts.append([])
-        cuts[-1].append(name)
-        before += parameter.numel()
+    ends = list(accumulate(p.numel() for p in trained.values()))
+    middles = [end - p.numel() / 2 for end, p in zip(ends, trained.values(), strict=True)]
+    bounds = [0]
+    for index in range(1, count):
+        bound = bisect_left(middles, ends[-1] * index / count)
+        # Every fragment before and every one to come needs a parameter.
+        bounds.append(min(max(bound, bounds[-1] + 1), len(trained) - count + index))
     fragments = []
-    for names in cuts:
+    for start, end in pairwise([*bounds, len(trained)]):
+        names = list(trained)[start:end]
         parameters = [trained[name] for name in names]
         # With the strides of the parameters, which an outer optimizer may keep in its state.
         anchors = [

@@ -19,6 +19,7 @@ from lightning_dist.integrations.torch.local.settings import LocalUpdateSettings
 from lightning_dist.log import get_logger
 from lightning_dist.private import name_before_compile
 from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.parts import Stripes
 from lightning_dist.reducer.plan.slices import as_real
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
@@ -42,6 +43,7 @@ class LocalUpdates:
         network: Network,
         outer_optimizer: OuterOptimizer | None = None,
         synced: DistributedDataParallel | None = None,
+        ranks_per_worker: int = 1,
     ) -> None:
         self.schedule, self.module, self._synced = schedule, module, synced
         named = {name_before_compile(name): p for name, p in module.named_parameters()}
@@ -65,12 +67,23 @@ class LocalUpdates:
             else outer_optimizer(anchors)
         )
         """Any learning rate scheduler of torch may change its learning rate."""
-        self._gradients = PseudoGradients(self._fragments, self.reducer, weigh_by=schedule.weigh_by)
+        self._gradients = PseudoGradients(
+            self._fragments,
+            self.reducer,
+            weigh_by=schedule.weigh_by,
+            ranks_per_worker=ranks_per_worker,
+        )
         self.attempted = 0
         """Optimizer steps that were attempted so far."""
+        self.total_steps: int | None = None
+        """Optimizer steps of the whole training, if known; equal on all ranks.
+
+        After the last of them :meth:`step` calls :meth:`finish` in the place of an outer step. A
+        Trainer sets it.
+        """
         self.after_step: list[Callable[[], None]] = []
         """Called at the end of every :meth:`step`."""
-        self._has_stepped = False
+        self._has_stepped = self._has_finished = False
         self._hooks = [each.register_step_post_hook(self._optimizer_stepped) for each in optimizers]
         self._set_aside: dict[str, Tensor] | None = None  # own weights, while the anchor's are used
 
@@ -102,7 +115,11 @@ class LocalUpdates:
             )
         self._gradients.samples.seen += samples or 0.0
         self.attempted += 1
-        moved = self._exchange()
+        if self.attempted == self.total_steps:
+            self.finish()
+            moved = True
+        else:
+            moved = self._exchange()
         for call in self.after_step:
             call()
         return moved
@@ -114,16 +131,16 @@ class LocalUpdates:
         if local == 0:
             self._begin()
             return False
-        under_way = self._gradients.under_way
-        moved = under_way is not None and under_way.due == local
+        fragment, under_way = self.schedule.fragment_at(local), self._gradients.under_way
+        # One that was saved under another schedule may be due after the next one begins.
+        moved = under_way is not None and (under_way.due <= local or fragment is not None)
         if moved:
-            self._apply()
-        fragment = self.schedule.fragment_at(local)
+            self._apply(*self._take_mean())
         if fragment is not None:
             due = local + self.schedule.overlap_steps
             self._gradients.send(fragment, due=due, attempted=self.attempted)
             if not self.schedule.overlap_steps:
-                self._apply()
+                self._apply(*self._take_mean())
                 moved = True
         return moved
 
@@ -135,26 +152,32 @@ class LocalUpdates:
     def finish(self) -> None:
         """End the training: every worker gets the mean of all. Collective.
 
-        Without momentum: it would go on although the learning rate has come to its end.
+        The mean of the workers' own weights, uncompressed, without outer learning rate and
+        momentum: after a learning rate that has decayed to 0 a step of momentum overshoots, and the
+        residual of a sparse codec has many windows, which one step must not apply at once. Where no
+        worker has changed its weights since the last outer step, nothing is exchanged.
         """
         local = self.attempted - self.schedule.ddp_steps
         if local < 0:
             return
-        if self.reducer.network.rank == 0 and (few := self.schedule.few(local)):
+        few = "" if self._has_finished else self.schedule.few(local)
+        if few and self.reducer.network.rank == 0:
             log.warning("%s", few)
+        self._has_finished = True
         if self._gradients.under_way is not None:
-            self._apply()
-        for index, fragment in enumerate(self._fragments):
-            self._gradients.send(index, due=0, attempted=self.attempted)
-            _, mean = self._take_mean()
-            for anchor, part in zip(fragment.anchors, fragment.slices, strict=True):
-                anchor.data.sub_(part.shaped(part.of(mean)).to(anchor.device))
-            self._take_anchor(fragment, keep=0.0)
-        self._average_buffers()
+            self._take_mean()  # not used: the workers' own weights have all that it is of
+        elif not self._has_changed():
+            return
+        for index in range(len(self._fragments)):
+            exchange, mean = self._gradients.average(index, attempted=self.attempted)
+            self._apply(exchange, mean, mean_only=True)
 
     @contextmanager
     def anchor_weights(self) -> Iterator[None]:
-        """The anchor's weights in the model, equal on all ranks, for an evaluation."""
+        """The anchor's weights in the model, equal on all ranks, for an evaluation.
+
+        Buffers stay the worker's own; running statistics were averaged at the last outer step.
+        """
         self._set_aside = self.worker_weights()
         self.start_from_anchor()
         try:
@@ -214,8 +237,20 @@ class LocalUpdates:
         """
         gradients = self._gradients.state_dict()
         residuals = self.reducer.state_dict()
-        if self.reducer.network.rank:
-            return None
+        return None if self.reducer.network.rank else self._described(gradients, residuals)
+
+    def striped_state_dict(self) -> tuple[dict[str, Any], list[Stripes]]:
+        """:meth:`state_dict` on every rank, with residuals left where they are. Collective.
+
+        They are empty memory in the state; the stripes say which part of each this rank has.
+        """
+        gradients = self._gradients.state_dict()
+        residuals, stripes = self.reducer.striped_state_dict()
+        return self._described(gradients, residuals), stripes
+
+    def _described(
+        self, gradients: Mapping[str, Any], residuals: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
         return {
             "version": STATE_VERSION,
             "attempted": self.attempted,
@@ -235,8 +270,14 @@ class LocalUpdates:
         residual.
 
         Raises:
-            ValueError: the state is of other parameters, or of other fragments in an exchange.
+            ValueError: the state is of another version or of other parameters, or of other
+                fragments in an exchange.
         """
+        if state["version"] != STATE_VERSION:
+            raise ValueError(
+                f"The state must be of version {STATE_VERSION}, got {state['version']!r}; resume "
+                "with the release of lightning_dist that has saved it"
+            )
         anchors = self._anchors()
         if state["anchor"].keys() != anchors.keys():
             different = sorted(state["anchor"].keys() ^ anchors.keys())
@@ -299,9 +340,9 @@ class LocalUpdates:
         buffers = [b for b in self.module.buffers() if b.is_floating_point() and b.numel()]
         if not buffers:
             return
-        ones = self._gradients.flat.new_ones(1)
-        own = [buffer.reshape(-1).to(ones.dtype) for buffer in buffers]
-        flat = torch.cat([*own, ones])  # the last counts workers
+        share = self._gradients.flat.new_full((1,), self._gradients.share)
+        own = [buffer.reshape(-1).to(share.dtype) * share for buffer in buffers]
+        flat = torch.cat([*own, share])  # the last counts workers
         if not bool(flat.isfinite().all()):
             flat.zero_()
         self.reducer.network.data.all_reduce(flat).wait()
@@ -312,16 +353,33 @@ class LocalUpdates:
             buffer.copy_((total / workers).view_as(buffer))
 
     @torch.no_grad()
-    def _apply(self) -> None:
-        """Take the outer step that is due."""
-        exchange, mean = self._take_mean()
+    def _has_changed(self) -> bool:
+        """Whether a worker's weights are not the anchor's. Collective."""
+        network = self.reducer.network
+        own = any(
+            not torch.equal(as_real(p.detach()), anchor.to(p.device, as_real(p).dtype))
+            for fragment in self._fragments
+            for p, anchor, _ in fragment.rows()
+        )
+        flag = torch.tensor([own], dtype=torch.int32, device=network.device)
+        network.control.all_reduce(flag).wait()
+        return bool(flag)
+
+    @torch.no_grad()
+    def _apply(self, exchange: Exchange, mean: Tensor, *, mean_only: bool = False) -> None:
+        """Take an outer step; ``mean_only`` without the outer optimizer and mixing."""
         fragment = self._fragments[exchange.fragment]
         for anchor, part in zip(fragment.anchors, fragment.slices, strict=True):
-            anchor.grad = part.shaped(part.of(mean)).to(anchor.device)
-        self.outer_optimizer.step()
+            own = part.shaped(part.of(mean)).to(anchor.device)
+            if mean_only:
+                anchor.sub_(own)
+            else:
+                anchor.grad = own
+        if not mean_only:
+            self.outer_optimizer.step()
         for anchor in fragment.anchors:
             anchor.grad = None
-        self._take_anchor(fragment, keep=self.schedule.mixing)
+        self._take_anchor(fragment, keep=0.0 if mean_only else self.schedule.mixing)
         if exchange.fragment == 0:  # once a window
             self._average_buffers()
 

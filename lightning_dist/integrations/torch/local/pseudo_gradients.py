@@ -1,14 +1,15 @@
-"""Pseudo-gradients on their way: what a worker has changed of a fragment, sent and averaged."""
+"""Pseudo-gradients: what a worker has changed of a fragment, sent and averaged."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_dist.exchange.traffic import ring_allreduce
 from lightning_dist.integrations.torch.local.fragments import Fragment
 from lightning_dist.integrations.torch.local.settings import Weight
 from lightning_dist.log import get_logger
@@ -25,11 +26,11 @@ class Exchange:
 
     fragment: int
     due: int  # the local step after which its mean is used
-    squares: float  # sum of this worker's pseudo-gradient
-    finite: bool  # whether it takes part
-    samples: float = 0.0  # of this worker, since the fragment was sent before
-    usual: float = 1.0  # of a worker in the exchange before; equal on all ranks
-    handle: Handle | None = field(default=None)  # None: the mean is there
+    share: float = 0.0  # of a worker that this rank is; 0: it takes no part
+    weight: float = 0.0  # in the mean
+    squares: float = 0.0  # this rank's summand of the sum over workers of weight**2 * norm**2
+    usual: float = 1.0  # mean weight of all ranks, about; equal on all of them
+    handle: Handle | None = None  # None: the mean is there
 
 
 class _Samples:
@@ -53,12 +54,21 @@ class PseudoGradients:
         fragments: of the model.
         reducer: which averages.
         weigh_by: what a worker counts by.
+        ranks_per_worker: ranks of this rank's worker, which may differ between workers.
     """
 
     def __init__(
-        self, fragments: Sequence[Fragment], reducer: Reducer, *, weigh_by: Weight
+        self,
+        fragments: Sequence[Fragment],
+        reducer: Reducer,
+        *,
+        weigh_by: Weight,
+        ranks_per_worker: int = 1,
     ) -> None:
         self._fragments, self._reducer, self._weigh_by = fragments, reducer, weigh_by
+        self.share = 1 / ranks_per_worker
+        """Of a worker that this rank is."""
+        self._usual_share = self._mean_of(self.share)
         largest = max(each.numel for each in fragments)
         dtype = fragments[0].anchors[0].dtype
         self.flat = torch.zeros(largest, dtype=dtype, device=reducer.network.device)
@@ -69,7 +79,6 @@ class PseudoGradients:
         self.metrics: dict[str, float] = {}
         """Of the last exchange."""
 
-    @torch.no_grad()
     def send(self, index: int, *, due: int, attempted: int) -> None:
         """Start to average a fragment's.
 
@@ -77,21 +86,38 @@ class PseudoGradients:
             due: local step after which the mean is used.
             attempted: optimizer steps of this worker so far.
         """
+        exchange, flat = self._prepare(index, due=due, attempted=attempted)
+        exchange.handle = self._reducer.start(flat, self._fragments[index].slices, key=index)
+        self._reducer.finish()
+        self.under_way = exchange
+
+    def average(self, index: int, *, attempted: int) -> tuple[Exchange, Tensor]:
+        """Average a fragment's now, uncompressed and without residuals."""
+        exchange, flat = self._prepare(index, due=0, attempted=attempted)
+        network, stats = self._reducer.network, self._reducer.stats
+        network.data.all_reduce(flat).wait()
+        flat.div_(network.world_size)
+        sent = ring_allreduce(flat.nbytes, network.topology)
+        stats.record("none", sent.total, sent)
+        stats.end_step()
+        self._complete(exchange, flat)
+        return exchange, flat
+
+    @torch.no_grad()
+    def _prepare(self, index: int, *, due: int, attempted: int) -> tuple[Exchange, Tensor]:
+        """This rank's pseudo-gradient of a fragment, times its weight over the usual one."""
         fragment = self._fragments[index]
         flat = self.flat[: fragment.numel]
         for parameter, anchor, part in fragment.rows():
             difference = part.shaped(part.of(flat))
             there = anchor.to(difference.device)
             torch.sub(there, as_real(parameter.detach()).to(anchor.dtype), out=difference)
-        squares = float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2
-        samples, usual = 1.0, 1.0
+        weight, usual = self.share, self._usual_share
         if self._weigh_by == "samples":
-            samples = self.samples.take(index)
-            usual = self.samples.usual or self._mean_of(samples)
-            flat.mul_(samples / usual)
-            squares *= (samples / usual) ** 2
-        finite = squares < float("inf")  # not where it is NaN
-        if not finite:
+            weight = self.samples.take(index)
+            usual = self.samples.usual or self._mean_of(weight)
+        squares = float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2
+        if not squares < float("inf"):  # or NaN
             flat.zero_()  # this worker goes on from the anchor, and the others without it
             log.warning(
                 "The weights of this worker are not finite after %d optimizer steps: it takes no "
@@ -99,17 +125,12 @@ class PseudoGradients:
                 "it is",
                 attempted,
             )
-        handle = self._reducer.start(flat, fragment.slices, key=index)
-        self._reducer.finish()
-        self.under_way = Exchange(
-            index,
-            due,
-            squares if finite else 0.0,
-            finite,
-            samples if finite else 0.0,
-            usual,
-            handle,
-        )
+            return Exchange(index, due, usual=usual), flat
+        if weight != usual:
+            flat.mul_(weight / usual)
+        # The ranks of a worker have the same pseudo-gradient, and sum up to its weight.
+        squares *= weight**2 / self.share
+        return Exchange(index, due, self.share, weight, squares, usual), flat
 
     def wait(self) -> tuple[Exchange, Tensor]:
         """Pseudo-gradients sent, and their mean over participating workers, once it has arrived."""
@@ -125,14 +146,15 @@ class PseudoGradients:
     def _complete(self, exchange: Exchange, mean: Tensor) -> None:
         """Divide by the weights of the workers that are finite, and note the metrics."""
         network = self._reducer.network
-        own = [exchange.finite, exchange.squares, exchange.samples]
-        told = torch.tensor(own, dtype=torch.float64).to(network.device)
-        network.control.all_reduce(told).wait()
-        workers, squares, samples = told.tolist()
+        own = [exchange.share, exchange.weight, exchange.squares]
+        totals = torch.tensor(own, dtype=torch.float64).to(network.device)
+        network.control.all_reduce(totals).wait()
+        shares, weight, squares = totals.tolist()
+        workers = float(round(shares))  # a third of a worker is rounded
         expected = network.world_size * exchange.usual
-        if samples not in (0.0, expected):
-            mean.mul_(expected / samples)
-            squares *= (exchange.usual * workers / samples) ** 2
+        if weight not in (0.0, expected):
+            mean.mul_(expected / weight)
+        squares *= (shares / weight) ** 2 if weight else 0.0
         of_mean = float(torch.linalg.vector_norm(mean, dtype=torch.float64)) ** 2
         self.metrics = {
             "outer/pseudo_gradient_norm": of_mean**0.5,
@@ -140,8 +162,8 @@ class PseudoGradients:
             "outer/workers": workers,
         }
         if self._weigh_by == "samples":
-            self.metrics["outer/samples"] = samples
-            self.samples.usual = samples / network.world_size or exchange.usual
+            self.metrics["outer/samples"] = weight
+            self.samples.usual = weight / network.world_size or exchange.usual
         if workers > 1 and squares:
             cosine = (workers**2 * of_mean - squares) / ((workers - 1) * squares)
             self.metrics["outer/cosine"] = cosine
@@ -149,9 +171,9 @@ class PseudoGradients:
     def _mean_of(self, own: float) -> float:
         """The mean of a figure of all ranks; 1 where it is 0. Collective."""
         network = self._reducer.network
-        told = torch.tensor([own], dtype=torch.float64, device=network.device)
-        network.control.all_reduce(told).wait()
-        return float(told) / network.world_size or 1.0
+        total = torch.tensor([own], dtype=torch.float64, device=network.device)
+        network.control.all_reduce(total).wait()
+        return float(total) / network.world_size or 1.0
 
     def state_dict(self) -> dict[str, Any]:
         """The mean that is not used yet, and samples of all workers; equal on all. Collective."""
@@ -197,4 +219,4 @@ class PseudoGradients:
                 "number of fragments that it was saved with"
             )
         self.flat[: len(mean)].copy_(mean)
-        self.under_way = Exchange(index, int(saved["due"]), squares=0.0, finite=True)
+        self.under_way = Exchange(index, int(saved["due"]))

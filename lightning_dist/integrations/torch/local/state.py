@@ -2,42 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates
+from lightning_dist.private import map_tensors
+from lightning_dist.reducer.parts import Stripes
+
+NOT_SHARDED = (
+    "format='sharded' lets every rank write a part of what all have in common, and the optimizers "
+    "of workers in local steps have nothing in common; use format='single'"
+)
 
 
 class WorkerStates:
     """State of all workers, for what saves one object for all ranks.
 
     A checkpoint of rank 0 alone would have the weights and moments of one worker. 12 bytes per
-    parameter and worker with Adam, put together by rank 0.
+    parameter and worker with Adam.
 
     Args:
         updates: their outer steps.
         optimizers: of this worker, always in the same order.
+        scaler: of this worker, which skips steps of its own.
     """
 
-    def __init__(self, updates: LocalUpdates, optimizers: Sequence[Optimizer]) -> None:
-        self._updates, self._optimizers = updates, optimizers
+    def __init__(
+        self,
+        updates: LocalUpdates,
+        optimizers: Sequence[Optimizer],
+        *,
+        scaler: GradScaler | None = None,
+    ) -> None:
+        self._updates, self._optimizers, self._scaler = updates, optimizers, scaler
 
     def state_dict(self) -> dict[str, Any] | None:
-        """State of all workers on rank 0; None elsewhere. Collective, between optimizer steps."""
+        """State of all workers on rank 0; None elsewhere. Collective, between optimizer steps.
+
+        Every worker sends its own to rank 0.
+        """
         network = self._updates.reducer.network
         shared = self._updates.state_dict()
-        own = {
-            "parameters": _on_cpu(self._updates.worker_weights()),
-            "buffers": _on_cpu(self._updates.buffers()),
-            "optimizer_states": [each.state_dict() for each in self._optimizers],
-        }
+        own = map_tensors(lambda each: each.detach().cpu(), self._own())
         workers = [None] * network.world_size if network.rank == 0 else None
         dist.gather_object(own, workers, group=network.data.group, group_dst=0)
         return None if shared is None else {"shared": shared, "workers": workers}
+
+    def striped_state_dict(self) -> tuple[dict[str, Any], list[Stripes]]:
+        """:meth:`state_dict` on every rank, with the tensors of each worker left where they are.
+
+        They are empty memory in the state; the stripes say which of them this rank has. Only their
+        shapes and what is no tensor are communicated.
+        """
+        network = self._updates.reducer.network
+        shared, stripes = self._updates.striped_state_dict()
+        tensors: list[Tensor] = []
+
+        def described(tensor: Tensor) -> Tensor:
+            tensors.append(tensor.detach().contiguous())
+            return torch.empty_like(tensor, device="meta")
+
+        own = map_tensors(described, self._own())
+        workers: list[Any] = [None] * network.world_size
+        dist.all_gather_object(workers, own, group=network.data.group)
+
+        def placed(like: Tensor, of: Iterator[Tensor] | None) -> Tensor:
+            whole = torch.empty(like.shape, dtype=like.dtype)
+            stripes.append(Stripes(whole, () if of is None else ((0, next(of)),)))
+            return whole
+
+        for rank, worker in enumerate(workers):
+            of = iter(tensors) if rank == network.rank else None
+            workers[rank] = map_tensors(partial(placed, of=of), worker)
+        return {"shared": shared, "workers": workers}, stripes
+
+    def _own(self) -> dict[str, Any]:
+        own = {
+            "parameters": self._updates.worker_weights(),
+            "buffers": self._updates.buffers(),
+            "optimizer_states": [each.state_dict() for each in self._optimizers],
+        }
+        return own if self._scaler is None else {**own, "scaler": self._scaler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`, the same object on every rank. Collective.
@@ -53,12 +105,10 @@ class WorkerStates:
         own = workers[network.rank % len(workers)]
         for optimizer, saved in zip(self._optimizers, own["optimizer_states"], strict=True):
             optimizer.load_state_dict(saved)
+        if self._scaler is not None and "scaler" in own:
+            self._scaler.load_state_dict(own["scaler"])
         self._updates.load_state_dict(state["shared"])
         if network.rank < len(workers):
             self._updates.load_worker(own["parameters"], own["buffers"])
         else:
             self._updates.start_from_anchor()
-
-
-def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: each.detach().cpu() for name, each in tensors.items()}

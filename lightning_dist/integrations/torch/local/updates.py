@@ -60,7 +60,7 @@ def local_updates(
     changed, the pseudo-gradient ``anchor - weights``, is averaged over the workers and given to an
     outer optimizer, which moves the anchor; the workers go on from there::
 
-        updates = lightning_dist.local_updates(model, optimizer, method="diloco", sync_every=32)
+        updates = lightning_dist.local_updates(model, optimizer, method="diloco", sync_every=16)
         for batch in batches:
             loss(model, batch).backward()
             optimizer.step()
@@ -82,7 +82,7 @@ def local_updates(
             ``"sparseloco"``: the mean of the 64 largest of every 4096 changes, with two-bit values
             and an error feedback that fades (arXiv 2508.15706).
         sync_every: attempted steps between two outer steps of a parameter; 8 for the SGD methods,
-            30 for sparseloco, 32 for the others.
+            4 for sparseloco, 16 for the others.
         fragments: parts of the model that are exchanged in turn; a peak as many times lower.
         overlap_steps: attempted steps that an exchange has, before its mean is used; 0 waits.
         mixing: weight of a worker's own parameters when the anchor has moved, 0 to 1.
@@ -183,6 +183,7 @@ def attach(
     if world is None:
         raise ValueError("Local updates need a process group; call init_process_group first")
     require_workers(module, synced, schedule, world_size=world.size())
+    inside = 1 if synced is None or schedule.ddp_steps else synced.process_group.size()
     network = network_over(
         world,
         settings,
@@ -202,6 +203,7 @@ def attach(
         network=network,
         outer_optimizer=outer_optimizer,
         synced=synced if schedule.ddp_steps else None,
+        ranks_per_worker=inside,
     )
     _attached[module] = ref(updates)
     return updates

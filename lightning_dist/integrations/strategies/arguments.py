@@ -40,6 +40,7 @@ class CompressionArguments:
         rank_groups: list[Any] | None = None,
         commit: Literal["auto", "immediate", "deferred"] = "auto",
         delay: int = 0,
+        exchange_timeout: float | None = None,
         recovery: RecoveryMode = "restart",
         mirror_residuals: bool | int = False,
         **kwargs: Any,
@@ -67,13 +68,16 @@ class CompressionArguments:
                 names.
             rank_groups: any groups instead of hosts, such as ``[[0, 1, 2], [3]]``.
             commit: when residuals are written. ``"immediate"``: in the pass that encodes, and each
-                bucket is decoded when it has landed; what a step owes is lost if it is not
-                applied. ``"deferred"``: once every bucket of a step has landed and all ranks know
-                that it is finite; a step that is not applied leaves no trace. ``"auto"``: deferred
-                with a GradScaler or ``find_unused_parameters``, else immediate.
+                bucket is decoded when it has landed; a step that is not applied loses the residuals
+                it has sent. ``"deferred"``: once every bucket of a step has landed and all ranks
+                know that it is finite; a skipped step does not change residuals. ``"auto"``:
+                deferred with a GradScaler or ``find_unused_parameters``, else immediate.
             delay: 1 applies the mean of a step in the next one, so that its exchange has a whole
                 step; the first step gets zeros. For slow links, at some cost in loss. Not with a
                 GradScaler, ``find_unused_parameters``, several optimizers or OneBitAdam.
+            exchange_timeout: seconds that one wait for other ranks may take before the step fails
+                on a CPU, and that a strategy that ends gives an accelerator to complete what it
+                was given. None: the timeout of the process group.
             recovery: ``"in_process"``, for a Trainer with ``ElasticRestart`` under
                 ``lightning-dist launch``: where a rank is lost, the others take the interrupted
                 step again without it, in their processes, and the one that the launcher starts in
@@ -115,6 +119,7 @@ class CompressionArguments:
             compile_kernels=compile_kernels,
             commit=commit,
             delay=delay,
+            exchange_timeout=exchange_timeout,
         )
         if self.mirror_every is not None:
             require_flat(self._settings)

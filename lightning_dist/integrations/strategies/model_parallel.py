@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_dist.codecs import Codec
 from lightning_dist.exchange.handshake import all_facts
-from lightning_dist.integrations.comm_report import CommReport
+from lightning_dist.integrations.comm_report import CommReport, Reports
 from lightning_dist.integrations.refusals import (
     refuse_codec_options,
     refuse_pytorch_lightning,
@@ -33,6 +33,7 @@ from lightning_dist.integrations.torch.fsdp.shards import CompressedShards
 from lightning_dist.integrations.torch.in_force import show
 from lightning_dist.log import get_logger
 from lightning_dist.onebit_adam import OneBitAdam
+from lightning_dist.private import loss_scale_of
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.topology import this_host
 from lightning_dist.topology.hosts import describe_counts, ranks_by
@@ -150,7 +151,7 @@ class ModelParallelArguments(CommReport):
         return [each.reducer for each in self._exchanges if isinstance(each, ShardedGradients)]
 
     @property
-    def _reports(self) -> Sequence[ShardedExchange]:
+    def _reports(self) -> Sequence[Reports]:
         return self._exchanges
 
     @property
@@ -201,13 +202,17 @@ class ModelParallelArguments(CommReport):
             )
 
     def _compress(
-        self, model: nn.Module, *, continue_from: Reducer | None = None
+        self, model: nn.Module, *, precision: Any, continue_from: Reducer | None = None
     ) -> ShardedExchange | None:
-        """Compress what ``model`` sends; None where nothing is, with one replica. Collective."""
-        mesh = self.device_mesh
+        """Compress what ``model`` sends; None where nothing is, with one replica. Collective.
+
+        Args:
+            precision: the plugin, which may have a GradScaler.
+        """
+        mesh, grad_scale = self.device_mesh, loss_scale_of(getattr(precision, "scaler", None))
         if self._shard_settings is not None:
             settings, own = self._shard_settings, mesh[DIMENSIONS[1]]
-            shards = attach_shards(model, settings, mesh=own)
+            shards = attach_shards(model, settings, mesh=own, grad_scale=grad_scale)
             self._exchanges.append(shards)
             if dist.get_rank() == 0:
                 show(
@@ -222,6 +227,7 @@ class ModelParallelArguments(CommReport):
             self._settings,
             mesh=mesh[DIMENSIONS[:2]],
             continue_from=continue_from,
+            grad_scale=grad_scale,
             timeout=self._timeout,
         )
         if dist.get_rank() == 0:

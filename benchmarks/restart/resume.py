@@ -1,8 +1,10 @@
-"""What a killed rank costs: seconds to the first new step, and samples, in three ways to resume.
+"""Cost of a lost rank: seconds to the first new step, and repeated samples, of three ways.
 
-Real torchrun processes; 2 ranks, a checkpoint every 10 steps, rank 1 struck after step 25.
-``ours``: torchrun starts again, ElasticRestart goes on. The others are resumed by a new torchrun at
-once when the old one has ended, as by somebody who waits for it: a person's time is not counted.
+torchrun, 2 ranks, a checkpoint every 10 steps, a fault on rank 1 after step 25. ``ours``: torchrun
+restarts the ranks, and ElasticRestart resumes. The others are resumed by a new torchrun immediately
+after the old one has ended: the time of a person is not counted.
+
+    python -m benchmarks.restart.resume --rounds N --json FILE
 """
 
 from __future__ import annotations
@@ -12,15 +14,22 @@ import json
 import os
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.harness.results import parser_of, recording
+from benchmarks.harness.testbed import exit_on_signals
+from benchmarks.restart.jobs import end, start
+from benchmarks.restart.tables import RESUME
 
 SAMPLES, BATCH, EVERY, STRUCK = 320, 4, 10, 25
 """Samples of the one epoch and of a batch; steps between two checkpoints, and before the fault."""
@@ -34,33 +43,26 @@ WAYS = {
     "accelerate": "Accelerate, load_state by hand",
 }
 _LIMIT_S = 150.0
-_REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def measure(way: str, action: str) -> dict[str, Any]:
     """One round: train, be struck, resume, finish."""
-    from processes import run
-
     restarts = 3 if way == "ours" else 0
     with tempfile.TemporaryDirectory(prefix="faults") as folder:
-        launched, codes = time.time(), []
-        for start in range(2):
-            ended = run(
-                [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
-                 "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1",
-                 f"--max-restarts={restarts}", "-m", "tests.campaigns.restart_faults.figures",
-                 way, folder, action],
-                limit=_LIMIT_S,
-                PYTHONPATH=os.pathsep.join([str(_REPOSITORY), os.environ.get("PYTHONPATH", "")]),
-                OMP_NUM_THREADS="1",
-                FIGURE_START=str(start),
-            )  # fmt: skip
-            codes.append(ended.returncode)
-            if ended.returncode == 0:
-                break
-        if codes[-1] != 0:
-            raise RuntimeError(f"{way} did not end: {codes}\n{ended.output[-3000:]}")
-        return _account(Path(folder), launched)
+        launched, output = time.time(), Path(folder) / "output"
+        options = ["--nproc-per-node=2", f"--max-restarts={restarts}", "--rdzv-backend=c10d"]
+        options += ["--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+        training = ["-m", "benchmarks.restart.resume", way, folder, action]
+        for number in range(2):
+            words = ["-m", "torch.distributed.run", *options, *training]
+            job = start(words, output, RESUME_START=str(number))
+            try:
+                with suppress(subprocess.TimeoutExpired):
+                    if job.wait(_LIMIT_S) == 0:
+                        return _account(Path(folder), launched)
+            finally:
+                end(job)
+        raise RuntimeError(f"{way} failed: {output.read_text(errors='replace')[-3000:]}")
 
 
 def _account(folder: Path, launched: float) -> dict[str, Any]:
@@ -90,7 +92,7 @@ def _account(folder: Path, launched: float) -> dict[str, Any]:
     }
 
 
-def run_figures(rounds: int, *, stops: int) -> list[dict[str, Any]]:
+def measure_all(rounds: int, *, stops: int) -> list[dict[str, Any]]:
     """Medians of rounds of every way in turn, and then of rounds with a stopped rank."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for way, action in [(way, "kill") for way in WAYS] * rounds + [("ours", "stop")] * stops:
@@ -135,7 +137,7 @@ class Account:
     def __init__(self, folder: Path, action: str) -> None:
         self.folder, self.action = folder, action
         self.rank = int(os.environ["RANK"])
-        self.attempt = f"{os.environ['FIGURE_START']}/{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+        self.attempt = f"{os.environ['RESUME_START']}/{os.environ['TORCHELASTIC_RESTART_COUNT']}"
 
     def done(self, step: int, ids: list[int]) -> None:
         line = {"step": step, "ids": ids, "time": time.time(), "attempt": self.attempt}
@@ -241,5 +243,17 @@ def train(way: str, place: str, action: str) -> None:
         with_lightning(folder, account, ours=way == "ours")
 
 
+def main() -> None:
+    if "RANK" in os.environ:
+        train(*sys.argv[1:])
+        return
+    parser = parser_of(__doc__)
+    parser.add_argument("--rounds", type=int, default=3, help="of each way (%(default)s)")
+    given = parser.parse_args()
+    with recording(given, seed=1) as record, exit_on_signals():
+        record.rows = measure_all(given.rounds, stops=max(1, given.rounds // 3))
+        record.show(RESUME)
+
+
 if __name__ == "__main__":
-    train(*sys.argv[1:])
+    main()

@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import Any
 
-from lightning_dist.checkpoint.disk.base import SLICE, Bytes, Sink, Storage, manifest_last
 from lightning_dist.checkpoint.disk.manifest import NAME
+from lightning_dist.checkpoint.disk.storage.base import SLICE, Bytes, Sink, Storage, manifest_last
 
 _PART = re.compile(r"(?:shard-\d{5}-of-\d{5}-|\.rank-\d+\.)([0-9a-f]{16})\.(?:bin|json)")
 """Names of what ranks upload before the manifest, with the id of their save."""

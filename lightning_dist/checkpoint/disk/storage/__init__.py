@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import os
 
-from lightning_dist.checkpoint.disk.base import Bytes as Bytes
-from lightning_dist.checkpoint.disk.base import Sink as Sink
-from lightning_dist.checkpoint.disk.base import Storage as Storage
-from lightning_dist.checkpoint.disk.local import LocalStorage as LocalStorage
-from lightning_dist.checkpoint.disk.objects import ObjectStorage as ObjectStorage
+from lightning_dist.checkpoint.disk.storage.base import Bytes as Bytes
+from lightning_dist.checkpoint.disk.storage.base import Sink as Sink
+from lightning_dist.checkpoint.disk.storage.base import Storage as Storage
+from lightning_dist.checkpoint.disk.storage.local import LocalStorage as LocalStorage
+from lightning_dist.checkpoint.disk.storage.objects import ObjectStorage as ObjectStorage
 
 
 def storage_of(path: str) -> tuple[Storage, str]:

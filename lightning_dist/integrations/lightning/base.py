@@ -1,25 +1,35 @@
-"""Topology, bytes and settings of a strategy for the Trainer, and what its loggers get."""
+"""Base of the strategies for the Trainer: refusals, reports for users and loggers, teardown."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
-from lightning_dist.integrations.arguments import CONFIG_KEY
-from lightning_dist.integrations.comm_report import CommReport, comm_metrics
+from lightning_dist.integrations.comm_report import CommReport, Reports, comm_metrics
+from lightning_dist.integrations.refusals import refuse_pytorch_lightning
+from lightning_dist.integrations.strategies.arguments import CONFIG_KEY
 from lightning_dist.integrations.torch.checks import require_begun
 
 if TYPE_CHECKING:
     from lightning_dist.reducer.reducer import Reducer
 
 
-class ReportsCommunication(CommReport):
+class BeforeSetup:
+    """A callback that our strategies call when ranks are known and loggers have not begun."""
+
+    def before_setup(self, trainer: pl.Trainer) -> None:
+        """Called on every rank."""
+
+
+class CompressingStrategy(CommReport):
     """Mixin before a strategy that has a reducer in a fit."""
 
+    ended: Reports | None = None
+    """Report of a fit in processes that have ended."""
     _reducer: Reducer | None = None
     _logged_step = 0
     _max_steps = -1
@@ -35,6 +45,11 @@ class ReportsCommunication(CommReport):
         """Of the module; empty before the first fit."""
         return [] if self._reducer is None else [self._reducer]
 
+    @property
+    @override
+    def _reports(self) -> Sequence[Reports]:
+        return super()._reports or ([] if self.ended is None else [self.ended])
+
     @override
     def comm_stats(self) -> Mapping[str, Any]:
         """Bytes this rank sent since the start of the fit.
@@ -43,9 +58,23 @@ class ReportsCommunication(CommReport):
         ``inter_bytes`` and ``steps`` in total, the same for ``last_step`` and ``per_codec``. Empty
         before the first fit. After a fit by spawn, fork or in a notebook those of rank 0.
         """
-        if self._reports:
-            return self._reports[0].comm_stats()
-        return {} if self._ended is None else self._ended.comm_stats
+        return self._reports[0].comm_stats() if self._reports else {}
+
+    def connect(self, model: pl.LightningModule) -> None:
+        refuse_pytorch_lightning(model=model)
+        super().connect(model)  # type: ignore[misc]
+
+    def _before_setup(self) -> None:
+        if self.lightning_module is not None:  # there is a Trainer, which alone has callbacks
+            for callback in self.lightning_module.trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, BeforeSetup):
+                    callback.before_setup(self.lightning_module.trainer)
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            refuse_pytorch_lightning(callback=callback)
+        self._max_steps = trainer.max_steps
+        super().setup(trainer)  # type: ignore[misc]
 
     def on_train_start(self) -> None:
         super().on_train_start()  # type: ignore[misc]
@@ -103,3 +132,11 @@ class ReportsCommunication(CommReport):
 
     def _comm_metrics(self, stats: Mapping[str, Any]) -> dict[str, float]:
         return comm_metrics([stats])
+
+    def teardown(self) -> None:
+        compressed: Sequence[Any] = super()._reports
+        try:
+            for each in compressed:
+                each.close()  # raises where the device has failed
+        finally:
+            super().teardown()  # type: ignore[misc]

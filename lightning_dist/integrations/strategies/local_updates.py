@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
 from lightning_dist.codecs import Codec
-from lightning_dist.integrations.arguments import CompressionArguments
+from lightning_dist.integrations.strategies.arguments import CompressionArguments
 from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates, OuterOptimizer
 from lightning_dist.integrations.torch.local.settings import (
     LocalUpdateSettings,
@@ -16,16 +19,27 @@ from lightning_dist.integrations.torch.local.settings import (
     Weight,
     default_codec,
 )
+from lightning_dist.integrations.torch.local.state import WorkerStates
+from lightning_dist.integrations.torch.local.updates import attach
 from lightning_dist.integrations.torch.networks import host_group
 
 LOCAL_KEY = "lightning_dist_local_updates"
 """Of the state of all workers in a checkpoint."""
 
 
+_OF_GRADIENTS = {
+    "start_step": "ddp_steps are steps of plain DDP before the first local one",
+    "delay": "overlap_steps are the steps that an exchange may take",
+    "compile_kernels": "they exchange seldom and compile nothing, so leave it out",
+}
+"""Arguments of ``compressed_ddp`` alone, and what to do instead."""
+
+
 class LocalUpdateArguments(CompressionArguments):
     """Mixin before a ``DDPStrategy``; typed, so that LightningCLI reads the arguments from YAML."""
 
     _updates: LocalUpdates | None = None
+    _states: WorkerStates | None = None
 
     def __init__(
         self,
@@ -87,18 +101,24 @@ class LocalUpdateArguments(CompressionArguments):
                 "ddp_steps are steps of DDP over all ranks, and replicas='host' has DDP inside the "
                 "hosts; give one of the two"
             )
-        if "start_step" in kwargs:
-            raise ValueError(
-                "start_step is the first compressed step of compressed_ddp, and local updates have "
-                "none; ddp_steps are steps of plain DDP before the first local one"
-            )
-        if kwargs.get("delay"):
-            raise ValueError(
-                "delay=1 delays gradients of compressed_ddp; overlap_steps are the steps that an "
-                "exchange of local updates has"
-            )
+        for name, remedy in _OF_GRADIENTS.items():
+            if kwargs.get(name, "auto") not in (0, "auto"):
+                raise ValueError(
+                    f"{name}={kwargs[name]!r} has no effect on local updates; {remedy}"
+                )
         self._outer_optimizer, self._replicas = outer_optimizer, replicas
         super().__init__(default_codec(method) if codec is None else codec, **kwargs)
+
+    def _attach(self, model: nn.Module, optimizers: Sequence[Optimizer], precision: object) -> None:
+        self._updates = attach(
+            model,
+            optimizers,
+            self._schedule,
+            self._settings,
+            outer_optimizer=self._outer_optimizer,
+        )
+        scaler = getattr(precision, "scaler", None)
+        self._states = WorkerStates(self._updates, optimizers, scaler=scaler)
 
     @property
     def updates(self) -> LocalUpdates | None:

@@ -9,7 +9,7 @@ import re
 import shutil
 from typing import Any
 
-from lightning_dist.checkpoint.disk.base import SLICE, Bytes, Sink, Storage, manifest_last
+from lightning_dist.checkpoint.disk.storage.base import SLICE, Bytes, Sink, Storage, manifest_last
 
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old|trash)-[0-9a-f]{16}", re.DOTALL)
 """Names of staged checkpoints, of those about to be replaced, and of those being removed."""

@@ -50,7 +50,7 @@ def refuse_strategies(package: str, names: Collection[str]) -> None:
 def _is_ours(strategy: object) -> bool:
     if strategy is None:
         return False
-    from lightning_dist.integrations.arguments import CompressionArguments
-    from lightning_dist.integrations.model_parallel import ModelParallelArguments
+    from lightning_dist.integrations.strategies.arguments import CompressionArguments
+    from lightning_dist.integrations.strategies.model_parallel import ModelParallelArguments
 
     return isinstance(strategy, CompressionArguments | ModelParallelArguments)

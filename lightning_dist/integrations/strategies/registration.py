@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from lightning_dist.codecs import CODECS
-from lightning_dist.integrations.strategy_names import (
+from lightning_dist.integrations.strategies.names import (
     ELASTIC_NAMES,
     LOCAL_NAMES,
     NAME,

@@ -1,0 +1,1 @@
+"""What the strategies of Lightning and Fabric share."""

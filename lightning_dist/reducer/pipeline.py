@@ -1,0 +1,323 @@
+"""Path of a gradient: slices -> (+ residual) -> encode -> exchange -> decode, in place.
+
+Immediate commit: the residual is written in the pass that encodes, and a tensor is decoded while
+the next one is on its way. Deferred commit: the residual is written once the step is known to be
+finite on every rank, so that an overflow under a GradScaler leaves no trace. That is known when the
+step is finished; until then tensors keep their local gradients and the received payloads wait
+(``commit.py``). Finite steps are the same bits under both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from lightning_dist.reducer.adjust import Adjustment, add_residuals, clip_group
+from lightning_dist.reducer.commit import (
+    Answer,
+    Failures,
+    Kept,
+    agree,
+    ask,
+    decode_groups,
+    kept_of,
+    put_back,
+    sum_of_bits,
+)
+from lightning_dist.reducer.delayed import DelayedMeans
+from lightning_dist.reducer.executor import Executor
+from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.observer import Observer, show_encoding, working
+from lightning_dist.reducer.plan.plans import Handle, Plans
+from lightning_dist.reducer.plan.slices import ParameterSlice
+from lightning_dist.reducer.state import ReducerState
+from lightning_dist.reducer.stats import CommStats
+from lightning_dist.reducer.units.base import CodecGroup, decode_all, staggered
+from lightning_dist.settings import Settings
+
+_COMPARED_EVERY = 100
+
+
+class Pipeline:
+    """Steps of a :class:`~lightning_dist.reducer.reducer.Reducer`, which documents the arguments.
+
+    :meth:`start`, :meth:`finish` and :meth:`abandon` are called by the training and submit the
+    methods that follow them to the executor. One tensor is encoded while others travel.
+    """
+
+    _plans: Plans
+    _executor: Executor
+    keeps_state: bool
+    """Whether any codec of the settings keeps state from one step to the next."""
+
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        network: Network,
+        state: ReducerState | None,
+        grad_scale: Callable[[], Tensor | None] | None,
+        allow_absent: bool,
+        sharded: bool,
+        observers: Sequence[Observer],
+    ) -> None:
+        self.settings, self.network = settings, network
+        self.state = ReducerState() if state is None else state
+        self.adjustment: Adjustment | None = None
+        """Changes local gradients before they are compressed, and says from when on they are."""
+        self.stats = CommStats()
+        self.step = 0  # synchronised steps so far
+        self.arrivals = 0
+        """Number of times that this rank has needed the others."""
+        self.closed = False
+        self.answer = Answer()
+        """Agreement of the ranks on the last committed step."""
+        self.immediate = settings.commit == "immediate" or (
+            settings.commit == "auto" and not allow_absent and grad_scale is None
+        )
+        """Whether state is committed when it is encoded, not when the step is finished."""
+        assert not (self.immediate and allow_absent), "what is absent everywhere is known too late"
+        self._observers = list(observers)  # changed by this thread and by that of the executor
+        self._failures = Failures()
+        self._delayed = DelayedMeans(settings.start_step if settings.delay else None)
+        self._in_flight: list[Handle] = []
+        self._grad_scale, self._allow_absent, self._sharded = grad_scale, allow_absent, sharded
+        self._asks = False  # whether this step's residuals depend on a consensus
+        self._finite: list[Tensor] = []
+        self._sums: list[Tensor] = []  # to be compared with those of the other ranks
+        self._scale = torch.ones((), dtype=torch.float32, device=network.device)
+
+    def start(
+        self,
+        flat: Tensor,
+        slices: Sequence[ParameterSlice],
+        *,
+        key: int,
+        absent: Collection[str] = (),
+    ) -> Handle:
+        """Start averaging ``flat (N,)`` over all ranks, in place. Returns before it is exchanged.
+
+        Collective: every rank calls it for the same tensors in the same order, and then
+        :meth:`finish`.
+
+        Args:
+            slices: where every parameter, or part of one, lies in ``flat``; together they fill it,
+                but for the padding of shards.
+            key: of this tensor among those of a step. The plan of a key is used again while
+                ``slices`` stay the same. A tensor that is in other memory at every step is copied
+                to memory of the reducer and back.
+            absent: names of slices that this rank has no gradient for. A slice that is absent on
+                every rank keeps its contents and its state; needs ``allow_absent``.
+        """
+        assert self._allow_absent or not absent, "absent slices need allow_absent=True"
+        self._require_open()
+        self.arrivals += 1
+        handle = Handle(key, flat, slices, frozenset(absent))
+        if self.network.world_size == 1:
+            if self._delayed.swap(handle, step=self.step) is handle:
+                handle.done.set_result(flat)
+            return handle
+        for observer in self._observers:
+            observer.ready(key)
+        self._executor.submit(partial(self._guarded, partial(self._start, handle), handle))
+        return handle
+
+    def finish(self) -> None:
+        """End the step: every tensor that was started gets its mean, and state is committed.
+
+        Returns before that is done; the futures of the handles are ready then.
+        """
+        self._require_open()
+        self.arrivals += 1
+        if self.network.world_size == 1:
+            recovery = self._failures.recovery
+            self.answer = Answer(pauses=recovery is not None and recovery.pauses())
+            self._end_step()
+        else:
+            self._executor.submit(partial(self._guarded, self._finish))
+
+    def abandon(self) -> None:
+        """Give up a step that was started and will not be finished.
+
+        Under the immediate commit the payloads that were sent are lost; under the deferred one no
+        state changes.
+        """
+        if self.network.world_size > 1 and not self.closed:
+            self._executor.submit(partial(self._guarded, self._abandon))
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise RuntimeError(
+                "lightning_dist: gradients cannot be averaged by a reducer that is closed; call "
+                "close() after the last step, or compress a newly wrapped model"
+            )
+
+    def _start(self, handle: Handle) -> None:
+        handle = self._delayed.swap(handle, step=self.step)
+        self._enter(handle)
+        plan = self._plans.find(
+            handle.key,
+            handle.given,
+            handle.slices,
+            step=self.step,
+            turn=len(self._in_flight) % 2,
+            waiting=self._waits,
+        )
+        handle.load(plan)
+        self._adjust(handle)
+        with working(self._observers, handle.key, "encode"):
+            for unit in staggered(handle.units()):
+                unit.receive()
+                show_encoding(self._observers, handle, unit, self._scale, step=self.step)
+                unit.encode(self._scale, step=self.step)
+                if self._asks:
+                    self._finite.append(unit.finite())
+                unit.start()
+        before = self._in_flight[:-1]
+        if self.immediate and before:  # while this one is on its way
+            self._decode(before[-1])
+            before[-1].done.set_result(before[-1].given)
+        with working(self._observers, handle.key, "decode"):
+            for unit in handle.units():
+                unit.start_second()
+
+    def _finish(self) -> None:
+        handles = self._in_flight
+        if self.immediate:
+            for handle in handles[-1:]:
+                self._decode(handle)
+        before: list[Kept] = []
+        try:
+            if self.recovers and self.network.intra is not None:
+                # Means come from other ranks of the host, which may be lost after the vote.
+                for handle in handles:
+                    before.append(kept_of(handle.groups, self.state))
+                    with working(self._observers, handle.key, "decode"):
+                        decode_all(handle.units(), self._scale)
+            answer = self._ask(handles)
+        except BaseException:
+            for kept in before:
+                put_back(kept)
+            raise
+        if not self.immediate:
+            for handle, kept in zip_longest(handles, before):
+                self._decode(handle, unused=answer.unused, finite=answer.finite, before=kept)
+        self.answer = answer
+        for observer in tuple(self._observers):
+            observer.finished([(handle.key, handle.groups) for handle in handles])
+            if observer.done:
+                self._forget(observer)
+        self._in_flight = []
+        self._end_step()
+        # Not before: a caller that waits for the last mean begins the next step.
+        for handle in handles:
+            if not handle.done.done():
+                handle.done.set_result(handle.given)
+
+    def _decode(
+        self,
+        handle: Handle,
+        *,
+        unused: Collection[str] = (),
+        finite: bool = True,
+        before: Kept | None = None,
+    ) -> None:
+        with working(self._observers, handle.key, "decode"):
+            decode_groups(
+                handle.groups,
+                handle.flat,
+                self.state,
+                scale=self._scale,
+                unused=unused,
+                finite=finite,
+                before=before,
+            )
+            for group in handle.groups:
+                self._count(group, handle.flat, compare=finite)
+                handle.restore(group, unused)
+            handle.store()
+
+    def _count(self, group: CodecGroup, flat: Tensor, *, compare: bool) -> None:
+        self.stats.record(group.codec.name, group.raw_bytes, group.sent)
+        if self.step % _COMPARED_EVERY == 0 and compare and not group.codec.bit_exact:
+            self._sums.append(sum_of_bits(group, flat))  # unequal machines may differ
+
+    def _end_step(self) -> None:
+        self.step += 1
+        self.state.settle()
+        self.stats.end_step()
+
+    def _abandon(self) -> None:
+        # Payloads must land before their buffers are used again.
+        for handle in self._in_flight:
+            for unit in () if handle.done.done() else handle.units():
+                unit.wait()
+        self._in_flight, self._finite, self._sums = [], [], []
+        self.stats.drop_step()
+        self._delayed.clear()  # some of its means are in buckets that are not applied
+
+    def _ask(self, handles: Sequence[Handle]) -> Answer:
+        finite, self._finite = self._finite, []
+        sums, self._sums = self._sums, []
+        if self._sharded and sums:  # which only ranks with the same shard have in common
+            agree([], {}, sums, self._plans.planner.network)
+            sums = []
+        return ask(
+            handles,
+            self.network,
+            self._failures,
+            finite=finite,
+            sums=sums,
+            depends=self._asks,
+            finds_unused=self._allow_absent,
+        )
+
+    def _enter(self, handle: Handle) -> None:
+        if not self._in_flight:
+            scale = None if self._grad_scale is None else self._grad_scale()
+            self._scale.fill_(1.0) if scale is None else self._scale.copy_(scale)
+            has_state = self.keeps_state or bool(self.state.names("residual"))
+            self._asks = has_state and not self.immediate
+        self._in_flight.append(handle)
+
+    def _adjust(self, handle: Handle) -> None:
+        for group in handle.groups:
+            clip_group(group, handle.flat, self._scale, world_size=self.network.world_size)
+            if self.adjustment is not None and self.adjustment.active:
+                self.adjustment(group.slices, handle.flat, self._scale)
+            if not self._waits and "residual" not in self._plans.planner.kinds(group.codec):
+                of = self.state, self._plans.planner.network, self._scale
+                add_residuals(group, handle.flat, *of, sharded=self._sharded)
+
+    @property
+    def _waits(self) -> bool:
+        """Whether compression has not started."""
+        return self.adjustment is not None and not self.adjustment.active
+
+    def _guarded(self, task: Callable[[], None], handle: Handle | None = None) -> None:
+        try:
+            self._failures.require_none()
+            task()
+        except BaseException as error:  # of any kind: a future that is left pending blocks DDP
+            self._failures.note(error)
+            waiting, self._in_flight = self._in_flight, []
+            self._failures.end([*waiting, *([] if handle is None else [handle])], error)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """First error of an exchange; nothing is exchanged after it."""
+        return self._failures.first
+
+    @property
+    def recovers(self) -> bool:
+        """Whether a step that fails is taken again."""
+        return self._failures.recovery is not None
+
+    def _forget(self, observer: Observer) -> None:
+        with suppress(ValueError):  # the other thread has removed it
+            self._observers.remove(observer)

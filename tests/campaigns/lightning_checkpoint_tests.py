@@ -1,0 +1,97 @@
+"""Lightning's own tests of ModelCheckpoint, run with AsyncCheckpoint in its place.
+
+The tests are Lightning's, of the installed version, and are not part of this repository::
+
+    git clone --depth 1 --branch 2.6.5 https://github.com/Lightning-AI/pytorch-lightning lightning
+    python -m tests.campaigns.lightning_checkpoint_tests lightning
+
+Prints the tests that fail with AsyncCheckpoint and pass with ModelCheckpoint, with the reason. In
+each pytest this module is the plugin that substitutes the class.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree
+
+FILES = (
+    "test_model_checkpoint.py",
+    "test_checkpoint_callback_frequency.py",
+    "test_trainer_checkpoint.py",
+)
+_CAMPAIGNS = Path(__file__).resolve().parent
+_SUBSTITUTES = "LIGHTNING_DIST_SUBSTITUTES"
+"""Set in the environment of the pytest whose tests get AsyncCheckpoint."""
+
+
+def pytest_configure() -> None:
+    """Give tests that import ModelCheckpoint from now on AsyncCheckpoint."""
+    from lightning.pytorch import callbacks
+
+    from lightning_dist import AsyncCheckpoint
+
+    if _SUBSTITUTES in os.environ:
+        callbacks.ModelCheckpoint = AsyncCheckpoint  # type: ignore[misc]
+
+
+def outcomes(tests: Path, *options: str, substitutes: bool) -> dict[str, str]:
+    """Outcome of each test by its name: ``"passed"``, ``"skipped"``, or the message of a failure.
+
+    Args:
+        tests: folder of Lightning's tests.
+        options: of pytest, such as the tests to run.
+        substitutes: whether they get AsyncCheckpoint.
+    """
+    paths = os.pathsep.join(map(str, (tests, _CAMPAIGNS.parents[1], _CAMPAIGNS)))
+    environment = {**os.environ, "PYTHONPATH": paths}
+    if substitutes:
+        environment[_SUBSTITUTES] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", Path(__file__).stem]
+        command += ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tests)]
+        command += [f"--junitxml={report}", f"--basetemp={folder}/tests", *options]
+        subprocess.run(command, env=environment, cwd=tests)
+        if not report.exists():
+            raise SystemExit("pytest did not run; see above")
+        return dict(map(_outcome, ElementTree.parse(report).iter("testcase")))
+
+
+def _outcome(case: ElementTree.Element) -> tuple[str, str]:
+    name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
+    for kind in ("failure", "error"):
+        if (found := case.find(kind)) is not None:
+            return name, " ".join(found.get("message", "").split()) or kind
+    return name, "passed" if case.find("skipped") is None else "skipped"
+
+
+def main() -> int:
+    """Run the tests with AsyncCheckpoint, and those that fail with ModelCheckpoint too."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("checkout", type=Path, help="a checkout of Lightning")
+    parser.add_argument("-k", default="", metavar="EXPRESSION", help="tests to run, as of pytest")
+    given = parser.parse_args()
+    tests = (given.checkout / "tests").resolve()
+    files = [str(tests / "tests_pytorch" / "checkpointing" / name) for name in FILES]
+    ours = outcomes(tests, *files, "-k", given.k, substitutes=True)
+    failed = {name: o for name, o in ours.items() if o not in ("passed", "skipped")}
+    stock = outcomes(tests, *failed, substitutes=False) if failed else {}
+    counts = Counter("failed" if name in failed else outcome for name, outcome in ours.items())
+    worse = [name for name in failed if stock.get(name) == "passed"]
+    print(
+        f"With AsyncCheckpoint {counts['passed']} passed, {counts['skipped']} skipped, "
+        f"{counts['failed']} failed, of which {len(worse)} pass with ModelCheckpoint:"
+    )
+    for name in worse:
+        print(f"\n{name}\n    {failed[name][:300]}")
+    return bool(worse)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
