@@ -93,7 +93,9 @@ def contents(step: int, nbytes: int) -> dict[str, bytes]:
     return {name: chance.randbytes(size) for name, size in zip(RECORDS, sizes, strict=True)}
 
 
-def saves_of(scenario: Scenario, folder: str, step: int, rank: int) -> tuple[Save, memoryview]:
+def saves_of(
+    scenario: Scenario, folder: str, step: int, rank: int, *, peer_timeout: float = BOUND_S / 2
+) -> tuple[Save, memoryview]:
     """The job of one rank, and the snapshot for it. Every rank has a part of every record."""
     origin = Origin(f"{step:016x}", step, 10**18 + step, scenario.ranks)
     pieces, snapshot = [], b""
@@ -105,9 +107,7 @@ def saves_of(scenario: Scenario, folder: str, step: int, rank: int) -> tuple[Sav
     target = scenario.target(folder, step)
     if scenario.layout == "single":
         return SaveFile(origin, target, tuple(pieces)), memoryview(snapshot)
-    save = SaveFolder(
-        origin, target, tuple(pieces), rank, RECORDS, peer_timeout=_PEER_TIMEOUT_S
-    )  # fmt: skip
+    save = SaveFolder(origin, target, tuple(pieces), rank, RECORDS, peer_timeout=peer_timeout)
     return save, memoryview(snapshot)
 
 
@@ -151,7 +151,9 @@ class Script:
         for step in self.steps:
             self.before_step(step)
             boundaries.armed = step == self.armed
-            writer.do(*saves_of(self.scenario, self.folder, step, self.rank))
+            # Where no fault is, a rank that a busy machine lets wait is not given up.
+            patience = {"peer_timeout": _PEER_TIMEOUT_S} if boundaries.armed else {}
+            writer.do(*saves_of(self.scenario, self.folder, step, self.rank, **patience))
             if self.rank == 0:
                 superseded = self._after_save(writer, step, superseded)
             boundaries.armed = False

@@ -202,7 +202,9 @@ def train(folder: Path) -> nn.Module:
                 optimizer.step()
                 if recovery is None or not recovery.is_given_up:
                     found = {"generation": number, "hash": digest(module)}
-                    note(committed=begun + 1, **found, **(holds() if number != last else {}))
+                    if number != last:
+                        found |= {**holds(), "world_size": loop._run.session.members.world_size}
+                    note(committed=begun + 1, **found)
                     last = number
                 strikes.met("after the step")
                 optimizer.zero_grad()
