@@ -117,7 +117,7 @@ def require_names(package: str, table: Table) -> None:
 
 
 def is_there(owner: str, name: str) -> bool:
-    """Whether a module or class has ``name``, or a method of the class sets it."""
+    """Whether a module or class has ``name``, declares it, or a method of the class sets it."""
     module, _, of_class = owner.partition(":")
     try:
         found = import_module(module)
@@ -126,7 +126,12 @@ def is_there(owner: str, name: str) -> bool:
         return False
     if hasattr(kind, name) or not isinstance(kind, type):
         return hasattr(kind, name)
-    return any(_sets(each, name) for base in kind.__mro__ for each in vars(base).values())
+    # A compiled backward pass replaces Module.__init__.
+    return any(
+        name in vars(base).get("__annotations__", {})
+        or any(_sets(each, name) for each in vars(base).values())
+        for base in kind.__mro__
+    )
 
 
 def _sets(method: Any, name: str) -> bool:

@@ -71,6 +71,18 @@ def test_names_that_are_removed_are_missed(monkeypatch: pytest.MonkeyPatch) -> N
         require_names("torch", dict(of_torch.NAMES))
 
 
+def test_names_of_modules_are_there_when_torch_compile_has_replaced_their_constructor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    constructor = torch.nn.Module.__init__
+
+    def replacement(self: torch.nn.Module) -> None:
+        constructor(self)
+
+    monkeypatch.setattr(torch.nn.Module, "__init__", replacement)
+    require_names("torch", dict(of_torch.NAMES))
+
+
 def test_an_adapter_is_not_imported_without_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(ModelCheckpoint, "_save_topk_checkpoint")
     with pytest.raises(ImportError, match=r"lightning .* has no .*\._save_topk_checkpoint, which"):

@@ -25,7 +25,7 @@ from lightning_dist.integrations.torch.fsdp.replicas import ShardedGradients, la
 from lightning_dist.integrations.torch.fsdp.settings import ShardSettings, sharded_settings
 from lightning_dist.integrations.torch.fsdp.shards import CompressedShards
 from lightning_dist.integrations.torch.networks import sharded_network
-from lightning_dist.private import loss_scale_of, name_before_compile, require_torch
+from lightning_dist.private import loss_scale_of, name_before_compile
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
 
@@ -151,7 +151,6 @@ def attach_shards(
             "GradScaler: the error would be kept scaled, also of steps that it skips; use an "
             "unbiased codec such as 'qsgd:bits=8', or compute in bfloat16 without a GradScaler"
         )
-    require_torch()  # not first in a compiled backward pass, where modules look different
     shards = CompressedShards(model, settings, groups=gathered_groups(model, mesh))
     _attached[id(model)] = shards
     return shards
@@ -173,7 +172,6 @@ def attach_replicas(
         grad_scale: as of :class:`Reducer`.
         timeout: of the new process groups.
     """
-    require_torch()  # not first in a compiled backward pass, where modules look different
     groups = trained_groups(model, mesh)
     names: dict[Tensor, str] = {p: name_before_compile(n) for n, p in model.named_parameters()}
     shards = shard_dimension(groups, mesh)
