@@ -1,6 +1,6 @@
 """Train the same model with `ddp` and with `compressed_ddp`; show the losses and the bytes sent.
 
-Run it with `python examples/demo.py [--strategy NAME] [--steps N] [--out DIR]`.
+Run it with `python examples/demo.py [--strategy NAME] [--steps N] [--out DIR] [--timeout S]`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ Next:
   is your network the bottleneck?   docs/choosing-a-codec.md
   profile a training                lightning-dist launch --nproc-per-node 2 examples/profile_ddp.py
   your own training                 docs/quick-start.md: one argument of Trainer, Fabric or DDP"""
-RUN_TIMEOUT_S = 300
 STEPS = 100
 # Frames of a traceback, warnings, rulers and wandb's farewell do not say why a run failed.
 NOISE = re.compile(r"(\[rank\d+\]:\s*)?(Traceback |\s{2,}|\S+\.py:\d+: |-{5,}|wandb:|\s*$)")
@@ -52,6 +52,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--strategy", default="compressed_ddp", help="beside plain ddp")
     parser.add_argument("--steps", type=positive, default=STEPS, help="training steps of each run")
     parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder of the results")
+    parser.add_argument("--timeout", type=positive, default=300, help="seconds that a run may take")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     try:
@@ -71,7 +72,7 @@ def end_all(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def train(strategy: str, *, steps: int, out: Path) -> dict[str, Any]:
+def train(strategy: str, *, steps: int, out: Path, limit_s: int) -> dict[str, Any]:
     """One run in a process of its own, so that no run finds what another left in the process."""
     result_file, log_file = out / f"{strategy}.json", out / f"{strategy}.log"
     result_file.unlink(missing_ok=True)
@@ -84,10 +85,10 @@ def train(strategy: str, *, steps: int, out: Path) -> dict[str, Any]:
             start_new_session=True,
         )
         try:
-            code = process.wait(timeout=RUN_TIMEOUT_S)
+            code = process.wait(timeout=limit_s)
             ended = f"ended with exit code {code}"
         except subprocess.TimeoutExpired:
-            ended = f"took longer than {RUN_TIMEOUT_S} s and was stopped"
+            ended = f"took longer than {limit_s} s (--timeout) and was stopped"
         finally:
             end_all(process)
     if process.returncode == 0 and result_file.exists():
@@ -107,6 +108,9 @@ def main() -> int:
 
         run(arguments.strategy, steps=arguments.steps, out=out)
         return 0
+    if missing := [name for name in ("matplotlib", "wandb") if find_spec(name) is None]:
+        print(f"The demo needs: pip install {' '.join(missing)}", file=sys.stderr)
+        return 1
     # SIGTERM is handled as Ctrl-C: the ranks must not outlive the demo.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     console = Console()
@@ -115,7 +119,8 @@ def main() -> int:
     for strategy in dict.fromkeys([arguments.strategy, BASELINE]):
         console.print(f'Training with strategy="{strategy}", {arguments.steps} steps ...')
         try:
-            results.insert(0, train(strategy, steps=arguments.steps, out=out))
+            result = train(strategy, steps=arguments.steps, out=out, limit_s=arguments.timeout)
+            results.insert(0, result)
         except RunFailed as failure:
             console.print(str(failure), style="red", markup=False, highlight=False, soft_wrap=True)
             return 1

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
 from rich.table import Table
 
 Result = Mapping[str, Any]
@@ -63,6 +62,8 @@ def counted_line(result: Result) -> str | None:
 
 def save_picture(results: Sequence[Result], *, path: Path) -> None:
     """Both runs' losses by step: every training step faint, validation on top of it."""
+    from matplotlib.figure import Figure  # here, so that the demo can name it if it is missing
+
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for result, style in zip(results, STYLES, strict=False):
