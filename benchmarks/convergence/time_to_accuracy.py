@@ -46,8 +46,8 @@ from typing import Any
 from benchmarks.convergence.rank import Job, smoothed, train
 from benchmarks.convergence.tables import time_to_accuracy
 from benchmarks.harness.results import parser_of, positive, recording
+from benchmarks.harness.rows import BASELINES, COMPUTE_ROW, DDP_ROW, FP16_ROW
 from benchmarks.harness.testbed import Testbed
-from benchmarks.step_time.rank import BASELINES, COMPUTE_ROW, DDP_ROW, FP16_ROW
 from lightning_dist.codecs import CODECS
 
 HOSTS = 2
