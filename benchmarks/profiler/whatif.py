@@ -58,7 +58,15 @@ from benchmarks.convergence.rank import TIMEOUT, Job, Settings, Training
 from benchmarks.convergence.tasks import Task, make_task
 from benchmarks.convergence.time_to_accuracy import TASK
 from benchmarks.harness.launch import Layout
-from benchmarks.harness.results import Record, error_sizes, parser_of, positive, recording, say
+from benchmarks.harness.results import (
+    Record,
+    error_sizes,
+    parser_of,
+    positive,
+    recording,
+    require_testbeds,
+    say,
+)
 from benchmarks.harness.rows import (
     BASELINES,
     COMPUTE_ROW,
@@ -417,11 +425,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     given.row = list(dict.fromkeys([*always, *(given.row or rows)]))
     if given.base not in given.link:
         parser.error(f"--base must be one of --link, got {given.base:g}")
-    try:
-        for link in given.link:
-            Testbed(Layout.parse(given.layout).hosts, link_mbit=link)
-    except ValueError as error:
-        parser.error(str(error))
+    require_testbeds(parser, given.link, [given.layout])
     return given
 
 

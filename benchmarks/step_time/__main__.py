@@ -83,7 +83,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness.launch import Layout, RankFailed
-from benchmarks.harness.results import parser_of, positive, rate, recording, say
+from benchmarks.harness.results import parser_of, positive, rate, recording, require_testbeds, say
 from benchmarks.harness.rows import (
     ALL,
     ALL_INT8,
@@ -153,12 +153,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     given.model = given.model or ("gpt" if given.subject == "fsdp" else "linear")
     given.batch = given.batch or (1 if given.model == "gpt" else 16)
     given.row = list(dict.fromkeys([*BASELINES, *(given.row or rows)]))
-    try:
-        for text in given.layout:
-            for link in given.link:
-                Testbed(Layout.parse(text).hosts, link_mbit=link)
-    except ValueError as error:
-        parser.error(str(error))
+    require_testbeds(parser, given.link, given.layout)
     return given
 
 
