@@ -74,8 +74,8 @@ bench: install
 	$(BIN)/python -m benchmarks.step_time forms --json benchmarks/results/hierarchical.json
 	$(BIN)/python -m benchmarks.step_time fsdp --json benchmarks/results/fsdp_gpt.json
 	$(BIN)/python -m benchmarks.step_time fsdp --model linear --json benchmarks/results/fsdp.json
-	$(BIN)/python -m benchmarks.step_time.local_steps --json benchmarks/results/local_throughput.json
-	$(BIN)/python -m benchmarks.profiler.whatif --json benchmarks/results/whatif.json
+	$(BIN)/python -m benchmarks.profiler.whatif local --json benchmarks/results/local_throughput.json
+	$(BIN)/python -m benchmarks.profiler.whatif codecs --json benchmarks/results/whatif.json
 	$(BIN)/python -m benchmarks.convergence --json benchmarks/results/convergence.json
 	$(BIN)/python -m benchmarks.convergence --steps 480 --seeds 3 --ranks 2 --task gpt --codec none \
 	  --codec sign --codec powersgd:two_phase=true --json benchmarks/results/convergence_long.json

@@ -48,6 +48,7 @@ from benchmarks.checkpoint.processes import memory_growth, save_in_ranks
 from benchmarks.checkpoint.ways import ROWS, Row, Training, nbytes_of
 from benchmarks.harness.launch import run_ranks
 from benchmarks.harness.results import parser_of, recording
+from benchmarks.harness.rows import rotated
 
 _SEED = 1
 _STEPS = 40
@@ -138,8 +139,7 @@ def measure(
             rows[name] = ROWS[name](training)
             rows[name].open(folder / f"row{index}")
         for number in range(rounds + 1):
-            first = number % len(names)
-            for name in names[first:] + names[:first]:
+            for name in rotated(names, number):
                 sample = measure_once(rows[name], folder / f"row{names.index(name)}", small)
                 if number == 0:
                     continue

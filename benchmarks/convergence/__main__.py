@@ -71,11 +71,11 @@ from itertools import product
 from statistics import mean, stdev
 from typing import Any
 
-from benchmarks.convergence.rank import ONEBIT_PREFIX, WARM_SUFFIX, Job, train
+from benchmarks.convergence.rank import Job, train
 from benchmarks.convergence.tables import convergence
 from benchmarks.harness.launch import RankFailed, run_ranks
 from benchmarks.harness.results import Record, parser_of, positive, recording, say
-from benchmarks.step_time.rank import DDP_ROW, NO_FEEDBACK_SUFFIX
+from benchmarks.harness.rows import DDP_ROW, NO_FEEDBACK_SUFFIX, ONEBIT_PREFIX, WARM_SUFFIX
 from lightning_dist.codecs import CODECS, resolve_codec
 
 TASKS = ("gpt", "digits")

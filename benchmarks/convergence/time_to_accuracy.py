@@ -45,9 +45,9 @@ from typing import Any
 
 from benchmarks.convergence.rank import Job, smoothed, train
 from benchmarks.convergence.tables import time_to_accuracy
-from benchmarks.harness.results import parser_of, positive, recording
+from benchmarks.harness.results import parser_of, positive, recording, require_testbeds
+from benchmarks.harness.rows import BASELINES, COMPUTE_ROW, DDP_ROW, FP16_ROW
 from benchmarks.harness.testbed import Testbed
-from benchmarks.step_time.rank import BASELINES, COMPUTE_ROW, DDP_ROW, FP16_ROW
 from lightning_dist.codecs import CODECS
 
 HOSTS = 2
@@ -114,10 +114,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--steps must be a multiple of --every")
     if taken := set(given.codec) & set(BASELINES):
         parser.error(f"--codec: {', '.join(taken)} is always measured; name codecs of ours")
-    try:
-        Testbed(HOSTS, link_mbit=given.link)
-    except ValueError as error:
-        parser.error(str(error))
+    require_testbeds(parser, [given.link], [f"{HOSTS}x1"])
     return given
 
 

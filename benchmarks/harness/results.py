@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness.launch import REPOSITORY, RankFailed
+from benchmarks.harness.launch import REPOSITORY, Layout, RankFailed
 from benchmarks.harness.tables import Result, Rows
-from benchmarks.harness.testbed import TestbedUnavailable
+from benchmarks.harness.testbed import Testbed, TestbedUnavailable
 from lightning_dist import __version__
 
 
@@ -27,6 +28,17 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the result here")
     return parser
+
+
+def require_testbeds(
+    parser: argparse.ArgumentParser, links: Iterable[float | None], layouts: Iterable[str]
+) -> None:
+    """End with a message where the test-bed has no such rate, or a layout is none."""
+    try:
+        for layout, link in itertools.product(layouts, links):
+            Testbed(Layout.parse(layout).hosts, link_mbit=link)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 class Record:

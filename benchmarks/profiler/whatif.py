@@ -1,23 +1,37 @@
 """How far the predictions of `lightning-dist profile whatif` are from what is then measured.
 
-    python -m benchmarks.profiler.whatif [--layout 2x1] [--link 200] [--setting int8] [--base 500]
-                                [--steps 12] [--json PATH]
+    python -m benchmarks.profiler.whatif codecs [--layout 2x1] [--link 200] [--row int8] ...
+    python -m benchmarks.profiler.whatif local [--link 50] [--row diloco@16/int8] ...
 
-Needs root. Hosts on one machine (`harness/testbed.py`) train the model of
-`step_time/`, 42 MB of fp32 gradients, with each setting at each rate under the
-profiler, settings in turn. A setting is `ddp`, a codec, or FORM/CODEC as in
-`step_time/`. Then every pair of setting and rate is predicted from ONE profile,
-that of ddp at the rate `--base`, with the costs of codecs that `calibrate()` finds before the first
-step, compiled as in the run and on all ranks at once. What was lost of the rate at `--base` is
-taken to be lost of the others too. Hierarchical settings need the rate inside a host, which ddp
-does not show: `--inside-gbit`. Nor does it show the latency of a round, which counts nothing unless
-`--latency-us` gives it; many hosts multiply it.
+Hosts on one machine (`harness/testbed.py`; needs root) train rows as in `harness/rows.py`, at one
+rate of the links after the other. Every row is predicted from ONE profile, that of ddp at the rate
+`--base`, with the costs of codecs that `calibrate()` finds there on all ranks at once. What was
+lost of the rate at `--base` is taken to be lost of the others too. Hosts share the machine's cores.
 
-JSON: in meta `base`, `errors`, the median and the largest of them without the pair that was the
-profile, and `errors_from_any` of all profiles together; rows with `kind` "pair" (setting,
-link_mbit, measured_ms, predicted_ms, relative_error, is_base) and "scaling": what the same profile
-says of 2 to 1,024 hosts, predicted and not measured (hosts, codec, form, step_ms). Of a
-step's time the median over steps counts, of the mean over ranks, as in the profile.
+`codecs`: the model of `step_time/`, 42 MB of fp32 gradients, ddp and codecs or FORM/CODEC, all of
+them under the profiler, rows in turn. Hierarchical rows need the rate inside a host, which ddp does
+not show: `--inside-gbit`. Nor does it show the latency of a round, which counts nothing unless
+`--latency-us` gives it; many hosts multiply it. JSON: in meta `base`, `errors`, the median and the
+largest of them without the pair that was the profile, and `errors_from_any` of all profiles
+together; rows with `kind` "pair" (setting, link_mbit, measured_ms, predicted_ms, relative_error,
+is_base) and "scaling": what the same profile says of 2 to 1,024 hosts, predicted and not measured
+(hosts, codec, form, step_ms). Of a step's time the median over steps counts, of the mean over
+ranks, as in the profile.
+
+`local`: the GPT of `convergence.time_to_accuracy`, 5.6 MB of gradients; local steps, beside the
+same steps without communication and those of torch. Rows take turns of whole windows. A turn begins
+where nothing is under way, which with `overlap_steps` is that many steps after an exchange began,
+and ends at the same place of a window. So it has whole windows as they follow each other in a long
+training, and waits for no exchange but where the method does. In a row of the JSON:
+
+    step_ms          median over turns of the time of a step, of the slowest rank
+    turns, steps     that were timed
+    share            median no-comm step / median step: the throughput, 1 without communication
+    wire_bytes       bytes that host 0 sent in a step, from its interface's own counter
+    predicted_ms     null for rows without local steps
+    ratio            measured / predicted step
+    replicas_identical
+                     whether in the end all ranks held the same parameters (or anchor), bit by bit
 """
 
 from __future__ import annotations
@@ -26,159 +40,341 @@ import argparse
 import itertools
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from typing_extensions import override
 
+from benchmarks.convergence.rank import TIMEOUT, Job, Settings, Training
+from benchmarks.convergence.tasks import Task, make_task
+from benchmarks.convergence.time_to_accuracy import TASK
 from benchmarks.harness.launch import Layout
-from benchmarks.harness.results import error_sizes, parser_of, positive, recording, say
+from benchmarks.harness.results import (
+    Record,
+    error_sizes,
+    parser_of,
+    positive,
+    recording,
+    require_testbeds,
+    say,
+)
+from benchmarks.harness.rows import (
+    BASELINES,
+    COMPUTE_ROW,
+    DDP_ROW,
+    RowName,
+    rotated,
+    tx_bytes_of,
+)
+from benchmarks.harness.tables import of_link
 from benchmarks.harness.testbed import Testbed
 from benchmarks.profiler.tables import WHATIF_ERRORS, WHATIF_SCALING
-from benchmarks.step_time.models import WIDTH
-from benchmarks.step_time.rank import Row, split_row
+from benchmarks.step_time.models import MODELS, Batch
+from benchmarks.step_time.tables import local_steps
 from lightning_dist.integrations.profiler.run import ProfileRun
+from lightning_dist.integrations.torch.networks import new_groups
 from lightning_dist.measurement.calibration import calibrate
 from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.capture.session import SessionSettings
 from lightning_dist.profiling.run import read_run
 from lightning_dist.profiling.whatif.observe import Observed, observe
-from lightning_dist.profiling.whatif.predict import predict
+from lightning_dist.profiling.whatif.predict import local_scenarios, predict
 from lightning_dist.profiling.whatif.predictions import LABEL, Prediction
-from lightning_dist.profiling.whatif.scenarios import DDP, FLAT, elsewhere
+from lightning_dist.profiling.whatif.scenarios import FLAT, elsewhere
 
-SETTINGS = (DDP, "none", "fp16", "int8", "int4", "sign", "topk", "powersgd")
-LINKS = (200.0, 500.0, 1000.0)
-SCALE = tuple(2**power for power in range(1, 11))
-_UNITS = 24  # of a megabyte: about what the gradients of the model take
-
+CODEC_ROWS = ("none", "fp16", "int8", "int4", "sign", "topk", "powersgd")
+LOCAL_ROWS = (
+    "int4",
+    "terngrad",
+    *(f"diloco@{every}/int8" for every in (4, 16, 64)),
+    "diloco@16:overlap_steps=6/int8",
+    "streaming@16:fragments=4,overlap_steps=3/int8",
+    *(f"sparseloco@{every}" for every in (4, 16, 64)),
+    "sparseloco@16:overlap_steps=4",
+)
 JsonRow = dict[str, Any]
-Place = tuple[str, float]  # setting, link
+Place = tuple[str, float]  # row, link
+
+LOCAL = "local"
+SUBJECTS: dict[str, tuple[Any, ...]] = {
+    "codecs": ((DDP_ROW,), CODEC_ROWS, (200.0, 500.0, 1000.0), 64),
+    LOCAL: (BASELINES, LOCAL_ROWS, (1000.0, 200.0, 50.0, 10.0), 8),
+}
+"""Rows that are always there; and by default: other rows, links, samples of a rank and step."""
+_CALIBRATION = {"codecs": {"units": 24, "fused": True}, LOCAL: {"units": 6, "fused": False}}
+"""Units of a megabyte: about what the gradients take; compiled as in the rows."""
+SCALE = tuple(2**power for power in range(1, 11))
+_TURN_STEPS = 16
+"""Of a turn, or a window if that is longer; fewer where they take too long."""
+_TURN_S = 2.0
+_LEAST_TURNS, _MOST_TURNS = 2, 4
 
 
-def train(
-    *, profiles: Mapping[str, str], codecs: Sequence[str], steps: int, batch: int, seed: int
+class LinearTask(Task):
+    """The model of `step_time/`, with one batch for all steps."""
+
+    samples = 1
+
+    def __init__(self, *, batch: int, seed: int, **place: int) -> None:
+        super().__init__(SimpleNamespace(batch=place["world_size"], steps=1), **place)
+        torch.manual_seed(seed + 1 + place["rank"])
+        self._workload = MODELS["linear"]
+        self._batch = self._workload.batch(batch)
+
+    def model(self) -> nn.Module:
+        return self._workload.make()
+
+    def optimizer(self, model: nn.Module, **_: Any) -> tuple[torch.optim.Optimizer, LambdaLR]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        return optimizer, LambdaLR(optimizer, lambda step: 1.0)
+
+    @override
+    def batch(self, chosen: Tensor) -> Batch:
+        return self._batch
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return self._workload.loss(model(batch[0]), batch[1])
+
+
+def run(
+    *,
+    subject: str,
+    rows: Sequence[str],
+    profiles: Mapping[str, str],
+    codecs: Sequence[str],
+    seconds: float,
+    steps: int,
+    batch: int,
+    seed: int,
 ) -> Iterator[dict[str, Any]]:
-    """One rank: costs of codecs, where all ranks use them at once, and every setting in turn.
-
-    Settings take turns step by step, so that what else the machine does is the same for all.
+    """One rank: costs of codecs, where all ranks use them at once, profiles, and timed turns.
 
     Args:
-        profiles: the folder of the profile of every setting.
+        rows: that are timed in turn.
+        profiles: the folder of the profile of every other row.
+        codecs: whose costs are found.
+        seconds: of a row, after which it takes no further turn.
+        steps: of a profile.
     """
     torch.set_num_threads(1)
+    place = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    if subject == LOCAL:
+        settings = {**TASK, "batch": batch * place["world_size"], "steps": 1}
+        task = make_task("gpt", settings, **place)
+    else:
+        task = LinearTask(batch=batch, seed=seed, **place)
+    common = Settings(jobs=(), seeds=(seed,), tasks={}, compile_kernels=True)
+
+    def make(name: str) -> Training:
+        if place["rank"] == 0:
+            print(f"  {name}", flush=True)  # where a set-up fails, this is the row
+        # Groups of a form in levels are its own.
+        groups = new_groups(dist.group.WORLD, timeout=TIMEOUT) if subject == LOCAL else None
+        training = Training(task, Job("gpt", name), seed=seed, settings=common, groups=groups)
+        # A first exchange, in which buffers are made, up to where nothing is under way; DDP puts
+        # its buckets in another order after the first.
+        updates = training.row.updates
+        schedule = updates and updates.schedule
+        for _ in range(schedule.sync_every + schedule.overlap_steps if schedule else 3):
+            training.step()
+        return training
+
     dist.barrier()
-    costs = calibrate(codecs, fused=True, units=_UNITS)
-    yield {name: asdict(cost) for name, cost in costs.items()}
-    turns = []
-    for name, folder in profiles.items():
-        row = Row(name, seed=seed)
-        settings = SessionSettings(max_overhead=1.0)
-        turns.append((row, ProfileRun(row.ddp, parent=Path(folder), settings=settings)))
-        dist.barrier()
-    torch.manual_seed(seed + 1 + dist.get_rank())
-    inputs, targets = (torch.randn(batch, WIDTH) for _ in range(2))
-    for number in range(steps):
-        first = number % len(turns)
-        for row, profile in turns[first:] + turns[:first]:
+    if codecs:
+        costs = calibrate(codecs, **_CALIBRATION[subject])
+        yield {"costs": {name: asdict(cost) for name, cost in costs.items()}}
+    _profile({name: make(name) for name in profiles}, profiles, steps)
+    made = {name: make(name) for name in rows}
+    yield from _turns(made, seconds=seconds)
+    for name, training in made.items():
+        schedule = training.row.updates and training.row.updates.schedule
+        names = ("sync_every", "fragments", "overlap_steps") if schedule else ()
+        local = {each: getattr(schedule, each) for each in names}
+        yield {"row": name, "identical": training.end()["identical"], "local": local}
+
+
+def _profile(made: Mapping[str, Training], folders: Mapping[str, str], steps: int) -> None:
+    """Rows in turn step by step, so that what else the machine does is the same for all."""
+    settings = SessionSettings(max_overhead=1.0)
+    profiles = {
+        name: ProfileRun(each.row.model, parent=folders[name], settings=settings, predict=False)
+        for name, each in made.items()
+    }
+    for number in range(steps if made else 0):
+        for name in rotated(made, number):
             dist.barrier()
-            profile.exclude_interval()  # the turns of others are no part of it
-            row.step(inputs, targets)
-            profile.exclude_interval()
-            row.forget()
-        if dist.get_rank() == 0:
-            print(f"  step {number + 1} of {steps}", flush=True)
-    for row, profile in turns:
+            profiles[name].exclude_interval()  # the turns of others are no part of it
+            made[name].step()
+            profiles[name].exclude_interval()
+    for name, profile in profiles.items():
         profile.close("finished", together=True)
-        row.close()
+        made[name].row.close()
 
 
-def measure(given: argparse.Namespace) -> tuple[dict[Place, Observed], dict[str, CodecCost]]:
-    """Train everywhere, and read the profiles; and the costs, as measured at the base rate."""
-    layout = Layout.parse(given.layout)
+def _turns(made: Mapping[str, Training], *, seconds: float) -> Iterator[dict[str, Any]]:
+    """Rows in turn, another one first in every round, until each has had its time."""
+    used = dict.fromkeys(made, 0.0)
+    step_s: dict[str, float] = {}
+    interface = os.environ["GLOO_SOCKET_IFNAME"]
+    for number in range(_MOST_TURNS if made else 0):
+        for name in rotated(made, number):
+            window, windows = made[name].row.name.local.get("sync_every", 1), 1
+            if name in step_s:
+                affordable = int(_TURN_S / (window * step_s[name]))
+                windows = max(1, min(affordable, _TURN_STEPS // window))
+            steps = window * windows
+            if number >= _LEAST_TURNS and used[name] + steps * step_s[name] > seconds:
+                continue
+            dist.barrier()
+            tx_bytes, began = tx_bytes_of(interface), time.perf_counter()
+            for _ in range(steps):
+                made[name].step()
+            elapsed = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+            dist.barrier()  # now every rank has received what this one sent
+            tx_bytes = tx_bytes_of(interface) - tx_bytes
+            dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+            used[name] += elapsed.item()
+            step_s[name] = elapsed.item() / steps
+            found = {"step_s": step_s[name], "wire_bytes": tx_bytes / steps}
+            yield {"row": name, "steps": steps, **found}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Profiles by row and link, costs of codecs, results of rank 0 by link."""
+
+    profiles: dict[Place, Observed] = field(default_factory=dict)
+    costs: dict[str, CodecCost] = field(default_factory=dict)
+    results: dict[float, list[dict[str, Any]]] = field(default_factory=dict)
+
+
+def measure(given: argparse.Namespace, record: Record) -> Measured:
+    """Measure one link after the other; of local steps keep the rows of the JSON after each."""
+    found, layout, is_local = Measured(), Layout.parse(given.layout), given.subject == LOCAL
     # Hosts on one machine share its cores, which they do not know.
     one_core = len(os.sched_getaffinity(0)) < 2 * layout.world_size
-    found: dict[Place, Observed] = {}
-    costs: dict[str, CodecCost] = {}
-    codecs = {split_row(setting)[1] for setting in given.setting} - {DDP} | {"none"}
+    names = [RowName.parse(row) for row in given.row]
+    codecs = {each.codec for each in names if each.local or not is_local} - {DDP_ROW} | {"none"}
     with (
         tempfile.TemporaryDirectory() as directory,
         Testbed(layout.hosts, link_mbit=given.link[0]) as testbed,
     ):
         for link in given.link:
-            say(f"link: {link:g} Mbit/s")
+            say(f"link: {of_link(link)}")
             testbed.set_link(link)
-            profiles = {
-                name: f"{directory}/{link:g}/setting{number}"
-                for number, name in enumerate(given.setting)
-            }
-            ((listed,), *_) = testbed.run(
-                train,
+            profiled = given.row if not is_local else [DDP_ROW] if link == given.base else []
+            profiles = {row: f"{directory}/{link:g}/row{n}" for n, row in enumerate(profiled)}
+            (results, *_) = testbed.run(
+                run,
                 ranks_per_host=layout.counts,
                 timeout_s=given.timeout,
+                subject=given.subject,
+                rows=given.row if is_local else [],
                 profiles=profiles,
-                codecs=sorted(codecs),
+                codecs=sorted(codecs) if link == given.base else [],
+                seconds=given.seconds,
                 steps=given.steps,
                 batch=given.batch,
                 seed=given.seed,
             )
-            for name, folder in profiles.items():
-                observed = observe(read_run(Path(folder) / "run-0"))
-                found[name, link] = replace(observed, one_core=one_core)
             if link == given.base:
-                costs = {name: CodecCost(**cost) for name, cost in listed.items()}
-    return found, costs
+                costs = results.pop(0)["costs"]
+                found.costs.update({name: CodecCost(**cost) for name, cost in costs.items()})
+            found.results[link] = results
+            for row, folder in profiles.items():
+                observed = observe(read_run(Path(folder) / "run-0"))
+                found.profiles[row, link] = replace(observed, one_core=one_core)
+            if is_local:
+                record.rows = local_rows(found, base=given.base)
+                record.write()
+    return found
 
 
 def predicted(
     profile: Observed,
-    profile_mbit: float,
-    setting: str,
-    link_mbit: float,
+    row: str,
     *,
+    at: float,
     costs: Mapping[str, CodecCost],
-    given: argparse.Namespace,
-    hosts: int | None = None,
+    local: Mapping[str, int] | None = None,
+    **there: Any,
 ) -> Prediction:
-    """A setting at a rate, from a profile. At the profile's own rate the measured one counts.
+    """A row elsewhere, from a profile.
 
-    At another, what was lost of the profile's is lost too.
+    Args:
+        at: rate of the link, as a multiple of the profile's. At the profile's own the measured one
+            counts; at another, what was lost of the profile's is lost too.
+        local: schedule of local steps, if any.
+        there: other arguments of ``elsewhere``.
     """
-    form, codec = split_row(setting)
-    there = elsewhere(
-        profile.scenario,
-        hosts=hosts,
-        link_gbps=None
-        if link_mbit == profile_mbit
-        else profile.scenario.link.gbps * link_mbit / profile_mbit,
-        inside_gbps=given.inside_gbit,
-        latency_us=given.latency_us,
-    )
-    scenario = replace(there, codec=codec, form=form or FLAT)
-    (prediction,) = predict(profile, [scenario], costs=costs).scenarios
-    return prediction
+    run, name = profile.scenario, RowName.parse(row)
+    scenario = elsewhere(run, link_gbps=None if at == 1 else run.link.gbps * at, **there)
+    scenarios = [replace(scenario, codec=name.codec, form=name.form or FLAT)]
+    if local:
+        every, more = [local["sync_every"]], {k: local[k] for k in ("fragments", "overlap_steps")}
+        scenarios = local_scenarios(
+            profile, scenario, costs=costs, codecs=[name.codec], sync_every=every, **more
+        )
+    (found,) = predict(profile, scenarios, costs=costs).scenarios
+    return found
+
+
+def local_rows(found: Measured, *, base: float) -> list[JsonRow]:
+    """A row of the JSON for each row on each link."""
+    profile, rows = found.profiles.get((DDP_ROW, base)), []
+    for link, results in found.results.items():
+        ends = {each["row"]: each for each in results if "identical" in each}
+        turns = {row: [e for e in results if e["row"] == row and "step_s" in e] for row in ends}
+        steps_ms = {row: 1e3 * median(e["step_s"] for e in own) for row, own in turns.items()}
+        for row, own in turns.items():
+            predicted_ms, local = None, ends[row]["local"]
+            if local and profile is not None:
+                at, costs = link / base, found.costs
+                predicted_ms = predicted(profile, row, local=local, at=at, costs=costs).step_ms
+            rows.append(
+                {
+                    "row": row,
+                    "link_mbit": link,
+                    "step_ms": steps_ms[row],
+                    "turns": len(own),
+                    "steps": sum(each["steps"] for each in own),
+                    "share": steps_ms[COMPUTE_ROW] / steps_ms[row],
+                    "wire_bytes": median(each["wire_bytes"] for each in own),
+                    "predicted_ms": predicted_ms,
+                    "ratio": predicted_ms and steps_ms[row] / predicted_ms,
+                    # Without communication replicas do not learn together.
+                    "replicas_identical": None if row == COMPUTE_ROW else ends[row]["identical"],
+                }
+            )
+    return rows
 
 
 def compare(
-    found: Mapping[Place, Observed], base: Place, **known: Any
+    profiles: Mapping[Place, Observed], base: Place, **known: Any
 ) -> tuple[list[JsonRow], list[float]]:
     """Predictions from one profile beside what was measured, and the errors of those elsewhere."""
     rows = []
-    for (setting, link), observed in found.items():
-        prediction = predicted(found[base], base[1], setting, link, **known)
+    for (row, link), observed in profiles.items():
+        prediction = predicted(profiles[base], row, at=link / base[1], **known)
         measured, step_ms = observed.step * 1e3, prediction.step_ms
         rows.append(
             {
                 "kind": "pair",
-                "setting": setting,
+                "setting": row,
                 "link_mbit": link,
                 "measured_ms": measured,
                 "predicted_ms": step_ms,
                 "relative_error": None if step_ms is None else step_ms / measured - 1,
-                "is_base": (setting, link) == base,
+                "is_base": (row, link) == base,
                 "reason": prediction.reason,
             }
         )
@@ -186,53 +382,64 @@ def compare(
     return rows, [error for error in errors if error is not None]
 
 
+def codec_rows(found: Measured, given: argparse.Namespace) -> tuple[list[JsonRow], dict[str, Any]]:
+    """Rows of all pairs of a row and a link, and of more hosts; what the meta data say of them."""
+    base = (DDP_ROW, given.base)
+    known: dict[str, Any] = {"inside_gbps": given.inside_gbit, "latency_us": given.latency_us}
+    known["costs"] = found.costs
+    rows, errors = compare(found.profiles, base, **known)
+    together = [error for at in found.profiles for error in compare(found.profiles, at, **known)[1]]
+    for hosts, row in itertools.product(SCALE, given.row):
+        each = predicted(found.profiles[base], row, at=1, hosts=hosts, **known)
+        scaled = {name: getattr(each, name) for name in ("codec", "form", "hosts", "step_ms")}
+        rows.append({"kind": "scaling", **scaled})
+    return rows, {
+        "errors": error_sizes(errors or [0.0]),
+        "errors_from_any": error_sizes(together or [0.0]),
+        "base": {"setting": DDP_ROW, "link_mbit": given.base},
+        "costs": {name: asdict(cost) for name, cost in found.costs.items()},
+        "label": LABEL,
+    }
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line, with what depends on the subject filled in."""
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("subject", choices=SUBJECTS)
+    add("--layout", default="2x1", help="hosts x ranks of each (%(default)s)")
+    add("--link", type=float, action="append", metavar="MBIT", help="Mbit/s; repeatable")
+    add("--row", action="append", help="beside those that are always there; repeatable")
+    add("--base", type=float, metavar="MBIT", help="rate of the profile (the second of --link)")
+    add("--steps", type=positive, default=12, metavar="N", help="of a profile (%(default)s)")
+    add("--seconds", type=float, default=6.0, metavar="S", help="of a timed row (%(default)s)")
+    add("--batch", type=positive, metavar="N", help="of each rank (64; of local 8)")
+    add("--inside-gbit", type=float, metavar="RATE", help="of a rank inside its host")
+    add("--latency-us", type=float, metavar="US", help="of a round between hosts")
+    add("--timeout", type=float, default=900.0, metavar="S", help="for one rate (%(default)s)")
+    add("--seed", type=int, default=0, metavar="N")
+    given = parser.parse_args(argv)
+    always, rows, links, batch = SUBJECTS[given.subject]
+    given.link, given.batch = given.link or list(links), given.batch or batch
+    given.base = given.base or given.link[min(1, len(given.link) - 1)]
+    given.row = list(dict.fromkeys([*always, *(given.row or rows)]))
+    if given.base not in given.link:
+        parser.error(f"--base must be one of --link, got {given.base:g}")
+    require_testbeds(parser, given.link, [given.layout])
+    return given
+
+
 def main(argv: list[str] | None = None) -> None:
     """Measure, predict, show, and write."""
     given = parse_arguments(argv)
     with recording(given, seed=given.seed) as record:
-        found, costs = measure(given)
-        known: dict[str, Any] = {"costs": costs, "given": given}
-        base = (DDP, given.base)
-        record.rows, errors = compare(found, base, **known)
-        together = [error for place in found for error in compare(found, place, **known)[1]]
-        for hosts, setting in itertools.product(SCALE, given.setting):
-            each = predicted(found[base], given.base, setting, given.base, hosts=hosts, **known)
-            scaled = {name: getattr(each, name) for name in ("codec", "form", "hosts", "step_ms")}
-            record.rows.append({"kind": "scaling", **scaled})
-        record.meta |= {
-            "errors": error_sizes(errors or [0.0]),
-            "errors_from_any": error_sizes(together) if together else None,
-            "base": {"setting": DDP, "link_mbit": given.base},
-            "costs": {name: asdict(cost) for name, cost in costs.items()},
-            "label": LABEL,
-        }
-        if together:
+        found = measure(given, record)
+        if given.subject == LOCAL:
+            record.show(local_steps)
+        else:
+            record.rows, meta = codec_rows(found, given)
+            record.meta |= meta
             record.show(WHATIF_ERRORS, WHATIF_SCALING)
-
-
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = parser_of(__doc__)
-    add = parser.add_argument
-    add("--layout", default="2x1", help="hosts x ranks of each (2x1)")
-    add("--link", type=float, action="append", metavar="MBIT", help="repeatable (200, 500, 1000)")
-    settings = ", ".join(SETTINGS)
-    add("--setting", action="append", help=f"repeatable, ddp is always there ({settings})")
-    add("--base", type=float, metavar="MBIT", help="rate of the profile (the second of --link)")
-    add("--steps", type=positive, default=12, help="of each, two of which are left out (12)")
-    add("--batch", type=positive, default=64, help="of each rank (64)")
-    add("--inside-gbit", type=float, metavar="RATE", help="of a rank inside its host")
-    add("--timeout", type=float, default=900.0, metavar="S", help="for one rate (900)")
-    add("--latency-us", type=float, metavar="US", help="of a round between hosts")
-    add("--seed", type=int, default=0)
-    given = parser.parse_args(argv)
-    given.link = given.link or list(LINKS)
-    if given.base is None:
-        given.base = given.link[min(1, len(given.link) - 1)]
-    if given.base not in given.link:
-        parser.error(f"--base must be one of --link, got {given.base:g}")
-    given.setting = list(dict.fromkeys([DDP, *(given.setting or SETTINGS)]))
-    return given
 
 
 if __name__ == "__main__":

@@ -83,23 +83,24 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness.launch import Layout, RankFailed
-from benchmarks.harness.results import parser_of, positive, rate, recording, say
-from benchmarks.harness.testbed import Testbed
-from benchmarks.step_time.models import MODELS
-from benchmarks.step_time.rank import (
+from benchmarks.harness.results import parser_of, positive, rate, recording, require_testbeds, say
+from benchmarks.harness.rows import (
+    ALL,
+    ALL_INT8,
     BASELINES,
     COMPUTE_ROW,
     DDP_ROW,
-    FEWEST_ROUNDS,
+    DEFERRED,
     FP16_ROW,
-    MOST_ROUNDS,
+    FSDP,
+    NATIVE,
     RISKY_BASELINES,
-    Samples,
-    run,
+    RowName,
     split_row,
 )
-from benchmarks.step_time.sharded import ROWS as SHARDED_ROWS
-from benchmarks.step_time.sharded import has_replicas, is_sharded, micro_batches
+from benchmarks.harness.testbed import Testbed
+from benchmarks.step_time.models import MODELS
+from benchmarks.step_time.rank import FEWEST_ROUNDS, MOST_ROUNDS, Samples, run
 from benchmarks.step_time.tables import forms, sharded, step_times
 from lightning_dist.codecs import CODECS
 
@@ -115,6 +116,11 @@ FORM_ROWS = [
         for codec in ("none", "bf16", "int8", "int4", "bf16+int8", "bf16+int4")
     ),
     *(f"leader/{codec}" for codec in ("none", "bf16", "int8", "int4")),
+]
+_SHARDED = (NATIVE, ALL, ALL_INT8, "none", "bf16", "int8", "int4")
+SHARDED_ROWS = [
+    *(f"{FSDP}/{name}" for name in _SHARDED),
+    *(f"{FSDP}/{name}@4" for name in (NATIVE, DEFERRED, *_SHARDED[1:])),
 ]
 SUBJECTS = {
     "codecs": (step_times, CODEC_ROWS, ["2x1", "4x1"]),
@@ -147,12 +153,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     given.model = given.model or ("gpt" if given.subject == "fsdp" else "linear")
     given.batch = given.batch or (1 if given.model == "gpt" else 16)
     given.row = list(dict.fromkeys([*BASELINES, *(given.row or rows)]))
-    try:
-        for text in given.layout:
-            for link in given.link:
-                Testbed(Layout.parse(text).hosts, link_mbit=link)
-    except ValueError as error:
-        parser.error(str(error))
+    require_testbeds(parser, given.link, given.layout)
     return given
 
 
@@ -168,7 +169,7 @@ def main(argv: list[str] | None = None) -> None:
 def impossible(row: str, layout: Layout) -> str | None:
     """Why a row cannot be measured in this layout; None where it can."""
     form, _ = split_row(row)
-    if is_sharded(row) and not layout.even:
+    if form == FSDP and not layout.even:
         return "the hosts hold different numbers of ranks, and shards are as many in each"
     if form in ("hierarchical", "leader") and max(layout.counts) == 1:
         return "one rank per host: there is nothing to add up within a host"
@@ -251,6 +252,7 @@ def summarize(
     row: Row = {}
     for name, samples in samples_of.items():
         form, codec = split_row(name)
+        row_name = RowName.parse(name)
         step_ms, silent, last = medians[name], name == COMPUTE_ROW, samples[-1]
         added_ms = step_ms - medians[COMPUTE_ROW]
         host_bytes = float(np.median([s["tx_bytes"] for s in samples], axis=0).max())
@@ -263,14 +265,14 @@ def summarize(
             if link_mbit is not None:
                 last_bucket_ms = max(last["last_bucket_bytes"]) * 8 / (link_mbit * 1e3)
         # Compute is measured for one pass.
-        if link_mbit is not None and not silent and micro_batches(name) == 1:
+        if link_mbit is not None and not silent and row_name.micro_batches == 1:
             wire_ms = host_bytes * 8 / (link_mbit * 1e3)
             bound_ms = step_ms - added_ms + wire_ms
             limit_pct = wire_ms / added_ms * 100 if added_ms > 0 else None
         row = {
             "codec": codec,
             "form": form,
-            "micro_batches": micro_batches(name),
+            "micro_batches": row_name.micro_batches,
             **known,
             "rounds": len(samples),
             "step_ms_median": step_ms,
@@ -290,7 +292,7 @@ def summarize(
             "speedup_vs_fp32": medians[DDP_ROW] / step_ms,
             "speedup_vs_fp16": medians[FP16_ROW] / step_ms,
             "replicas_identical": None
-            if silent or not has_replicas(name)
+            if silent or row_name.all_ranks
             else all(s["identical"] for s in samples),
             "reason": None,
         }

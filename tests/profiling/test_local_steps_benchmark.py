@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from whatif_runs import COSTS, DDP
 
-from benchmarks.convergence.rank import Job
-from benchmarks.step_time.local_steps import summarize
+from benchmarks.harness.rows import RowName
+from benchmarks.profiler.whatif import Measured, local_rows
 from benchmarks.step_time.tables import local_steps
 from lightning_dist.profiling.whatif.observe import observe
 
@@ -22,21 +22,24 @@ META = {
 }
 
 
-def turn(row: str, link: float, step_s: float) -> dict[str, Any]:
-    found = {"link_mbit": link, "step_s": step_s, "steps": 16, "wire_bytes": 1e6}
-    return {"kind": "turn", "row": row, **found}
+def turn(row: str, step_s: float) -> dict[str, Any]:
+    return {"row": row, "step_s": step_s, "steps": 16, "wire_bytes": 1e6}
 
 
 def test_rows_have_the_share_of_the_throughput_and_the_ratio_to_the_prediction() -> None:
-    results = [
-        {"kind": "row", "row": "no-comm", "codec": "no-comm", "schedule": None},
-        {"kind": "row", "row": LOCAL, "codec": "none", "schedule": SCHEDULE},
-        *(turn("no-comm", link, 0.06) for link in (200.0, 100.0)),
-        *(turn(LOCAL, 200.0, step_s) for step_s in (0.08, 0.07, 0.3)),
-        turn(LOCAL, 100.0, 0.12),
-        *({"kind": "end", "row": name, "identical": name == LOCAL} for name in ("no-comm", LOCAL)),
+    ends = [
+        {"row": "no-comm", "identical": False, "local": {}},
+        {"row": LOCAL, "identical": True, "local": SCHEDULE},
     ]
-    rows = summarize(results, (observe(DDP.run()), COSTS), base=200.0)
+    found = Measured(
+        profiles={("ddp", 200.0): observe(DDP.run())},
+        costs=dict(COSTS),
+        results={
+            200.0: [turn("no-comm", 0.06), *(turn(LOCAL, s) for s in (0.08, 0.07, 0.3)), *ends],
+            100.0: [turn("no-comm", 0.06), turn(LOCAL, 0.12), *ends],
+        },
+    )
+    rows = local_rows(found, base=200.0)
     of_link = {row["link_mbit"]: row for row in rows if row["row"] == LOCAL}
     assert of_link[200.0]["step_ms"] == pytest.approx(80)
     assert of_link[200.0]["share"] == pytest.approx(0.75)
@@ -59,7 +62,13 @@ def test_a_row_says_its_codec() -> None:
         "streaming@16": "int8",
         "ddp*1.4": "ddp",
         "local_sgd@8/int4*2": "int4",
+        "onebit-adam:sign": "sign",
+        "int4-noef": "int4",
+        "sign-warm": "sign",
+        "hierarchical/bf16+int8": "int8",
+        "fsdp/int8@4": "int8",
+        "fsdp/all-ranks-int8": "qsgd:bits=8",
         "sparseloco@16": "topk:ratio=0.015625,values=int2,decay=0.95",
     }.items():
-        assert Job("gpt", row).codec == codec
-    assert [Job("gpt", row).rate for row in ("ddp", "ddp*1.4")] == [1.0, 1.4]
+        assert RowName.parse(row).codec == codec
+    assert [RowName.parse(row).rate for row in ("ddp", "ddp*1.4")] == [1.0, 1.4]

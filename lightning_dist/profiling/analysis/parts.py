@@ -82,12 +82,6 @@ class TimelineSpan(Struct, frozen=True, gc=False):
         begin, end = self.transfer
         return begin, end if self.over is None else max(end, self.over)
 
-    @property
-    def moves_from(self) -> int:
-        """End of the wait for other members, as far as it is known."""
-        # Clocks are never quite equal.
-        return self.begin if self.arrival is None else min(max(self.arrival, self.begin), self.end)
-
 
 @dataclass(frozen=True)
 class Timeline:

@@ -251,7 +251,7 @@ def _bars(span: TimelineSpan, rank: int, y: float) -> Iterator[tuple[str, _Bar]]
         hover += (
             f"{_plain(span.op)} in {_plain(span.group)}, {format_value(span.sent, 'B')} sent<br>"
         )
-        moves = span.moves_from
+        moves = span.transfer[0]
         if span.arrival is None:
             parts = [("exchange", span.begin, span.end)]
             hover += f"{lasted}, waiting not separated"

@@ -130,7 +130,7 @@ def _work(timeline: Timeline, flows: Iterator[int]) -> Iterator[_Slice]:
         last = lasts.pop() if len(lasts) == 1 else None  # None: not known, or not shown
         slices = {rank: [_exchange(rank, span)] for rank, span in members.items()}
         for rank, span in members.items():
-            name, moves = "wait" if last is None else f"wait for rank {last}", span.moves_from
+            name, moves = "wait" if last is None else f"wait for rank {last}", span.transfer[0]
             wait = _slice(rank, "wait", name, span.begin, moves)
             transfer = _slice(rank, "transfer", "transfer", moves, span.end)
             if wait["dur"]:
@@ -147,7 +147,7 @@ def _work(timeline: Timeline, flows: Iterator[int]) -> Iterator[_Slice]:
 
 
 def _exchange(rank: int, span: TimelineSpan) -> Event:
-    rate, wait = _mbit_per_s(span), (span.moves_from - span.begin) / 1e6
+    rate, wait = _mbit_per_s(span), (span.transfer[0] - span.begin) / 1e6
     unknown = "not known: not every member has recorded this step"
     args = {
         **{"op": span.op, "group": span.group, "bytes": span.sent, "bucket": span.bucket},
@@ -160,5 +160,5 @@ def _exchange(rank: int, span: TimelineSpan) -> Event:
 
 
 def _mbit_per_s(span: TimelineSpan) -> float | None:
-    lasted = span.end - span.moves_from
+    lasted = span.end - span.transfer[0]
     return span.sent * 8000 / lasted if lasted > 0 else None
