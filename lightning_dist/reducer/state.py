@@ -93,7 +93,7 @@ class ReducerState:
         else:
             self._held[kind, name].loaded = None
 
-    def settle(self) -> None:
+    def end_step(self) -> None:
         """A step is committed, on all ranks."""
         adopted, self._adopted, self.is_mean = self._adopted, [], False
         for held in adopted:
