@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lightning_dist.codecs.base import Codec
-from lightning_dist.codecs.powersgd import PowerSGD, matrix_shape
 from lightning_dist.exchange.handshake import Facts, all_facts
 from lightning_dist.reducer.network import Network, Rows
 from lightning_dist.reducer.parts import Held, Stripes
@@ -116,17 +115,16 @@ class ReducerState:
             self.factors.pop(name, None)
             self._loaded_factors.pop(name, None)
 
-    def low_rank(
-        self, codec: PowerSGD, part: ParameterSlice, *, dtype: torch.dtype, device: torch.device
+    def adopt_factors(
+        self, name: str, first: tuple[Tensor, Tensor], *, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Left ``(n, r)`` and right ``(m, r)`` factor; new ones where the rank has changed."""
-        found = self.factors.get(part.name, self._loaded_factors.pop(part.name, None))
-        wanted = [(rows, codec.rank) for rows in matrix_shape(part.shape)]
-        if found is None or [tuple(factor.shape) for factor in found] != wanted:
-            found = codec.first_factors(part.name, part.shape, dtype)
+        """Factors of a parameter, kept or loaded; ``first`` if there are none of that shape."""
+        found = self.factors.get(name, self._loaded_factors.pop(name, None))
+        if found is None or [factor.shape for factor in found] != [each.shape for each in first]:
+            found = first
         # The rounding of a matrix product depends on the layout, which a checkpoint does not keep.
-        left, right = (factor.to(device=device, dtype=dtype).contiguous() for factor in found)
-        self.factors[part.name] = left, right
+        left, right = (f.to(device=device, dtype=first[0].dtype).contiguous() for f in found)
+        self.factors[name] = left, right
         return left, right
 
     @property
