@@ -37,6 +37,7 @@ FORBIDDEN = {
         *(f"lightning_dist.{x}" for x in ("exchange", "profiling", "settings", "topology")),
     ),
     "console.py": ("torch", "lightning_dist"),
+    "exchanges.py": ("torch", "lightning_dist"),
     "log.py": ("torch", "lightning_dist"),
     "metrics.py": (),
     "private.py": ("lightning_dist",),

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from lightning_dist.codecs.memory import ErrorFeedback, Memory, NoMemory
 from lightning_dist.codecs.noise import block_keys
+from lightning_dist.exchanges import EXCHANGES
 
 Payload: TypeAlias = tuple[Tensor, ...]
 Shape: TypeAlias = tuple[int, ...]
-ExchangeName: TypeAlias = Literal["allreduce", "two_shot", "gather"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Codec(ABC):
     ``exchange``
         ``"allreduce"`` when payloads may be added by the network (the codec is linear),
         ``"two_shot"`` when they must be decoded before they are added, ``"gather"`` when every
-        rank receives every payload (sparse codecs).
+        rank receives every payload (sparse codecs); see :mod:`lightning_dist.exchanges`.
     ``lossless``
         ``decode(encode(x)) == x``: no residual is kept.
     ``min_numel``
@@ -88,7 +88,7 @@ class Codec(ABC):
 
     name: ClassVar[str]
     use: ClassVar[str] = ""
-    exchange: ClassVar[ExchangeName]
+    exchange: ClassVar[str]
     lossless: ClassVar[bool] = False
     min_numel: ClassVar[int] = 0
     keeps_residual: ClassVar[bool] = False
@@ -202,10 +202,10 @@ class BlockCodec(Codec):
         return self.block == 1
 
     def of_parameters(self) -> BlockCodec | None:
-        return None if self.exchange == "gather" or self.stochastic else self
+        return None if EXCHANGES[self.exchange].sparse or self.stochastic else self
 
     def of_shards(self) -> BlockCodec | None:
-        return None if self.exchange == "gather" or self.shared_keys else self
+        return None if EXCHANGES[self.exchange].sparse or self.shared_keys else self
 
     @property
     def native(self) -> Native | None:

@@ -8,12 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_dist.codecs.base import BlockCodec, ExchangeName, Payload, Plane
+from lightning_dist.codecs.base import BlockCodec, Payload, Plane
 
 
 @dataclass(frozen=True)
 class _Cast(BlockCodec):
-    exchange: ClassVar[ExchangeName] = "allreduce"
+    exchange: ClassVar[str] = "allreduce"
     wire_dtype: ClassVar[torch.dtype]
     relative_error: ClassVar[float]
     smallest: ClassVar[float]

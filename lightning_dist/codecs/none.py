@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightning_dist.codecs.base import BlockCodec, ExchangeName, Payload, Plane
+from lightning_dist.codecs.base import BlockCodec, Payload, Plane
 from lightning_dist.codecs.memory import Memory, Momentum, NoMemory
 
 
@@ -23,7 +23,7 @@ class NoCompression(BlockCodec):
 
     name: ClassVar[str] = "none"
     use: ClassVar[str] = "no compression: the row to compare with, and a first try"
-    exchange: ClassVar[ExchangeName] = "allreduce"
+    exchange: ClassVar[str] = "allreduce"
     lossless: ClassVar[bool] = True
 
     def inside_host(self) -> BlockCodec:
@@ -53,7 +53,7 @@ class Uncompressed(NoCompression):
 
     momentum: float = 0.0  # of the local gradients, beside a codec with momentum correction
 
-    exchange: ClassVar[ExchangeName] = "two_shot"
+    exchange: ClassVar[str] = "two_shot"
 
     @property
     def momentum_correction(self) -> float:

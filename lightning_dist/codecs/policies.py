@@ -16,6 +16,7 @@ from typing import ClassVar
 
 from lightning_dist.codecs.base import Codec, Shape
 from lightning_dist.codecs.none import NoCompression, Uncompressed
+from lightning_dist.exchanges import EXCHANGES
 
 NORMS_BIASES_EMBEDDINGS = (
     r"(?i)(^|[._])(bias|norm\w*|ln\w*|bn\w*|\w+norm|wte|wpe|emb\w*|\w+_emb|\w*embeddings?)\d*(\.|$)"
@@ -159,6 +160,6 @@ def patterns_of(codec: Codec) -> Iterator[str]:
 
 def raw_beside(codec: Codec) -> NoCompression:
     """Codec of the uncompressed tensors beside ``codec``, in an exchange of the same kind."""
-    if codec.exchange == "allreduce":
+    if EXCHANGES[codec.exchange].linear:
         return NoCompression()
     return Uncompressed(momentum=codec.momentum_correction)

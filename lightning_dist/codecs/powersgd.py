@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_dist.codecs.base import Codec, ExchangeName, Shape
+from lightning_dist.codecs.base import Codec, Shape
 from lightning_dist.codecs.noise import mix
 from lightning_dist.codecs.none import NoCompression
 from lightning_dist.codecs.precision import full_precision
@@ -49,7 +49,7 @@ class PowerSGD(Codec):
 
     name: ClassVar[str] = "powersgd"
     use: ClassVar[str] = "very slow links and large matrices"
-    exchange: ClassVar[ExchangeName] = "allreduce"
+    exchange: ClassVar[str] = "allreduce"
     keeps_residual: ClassVar[bool] = True
     bit_exact: ClassVar[bool] = False
     whole_tensors: ClassVar[bool] = True

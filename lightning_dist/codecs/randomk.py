@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist.codecs import noise
-from lightning_dist.codecs.base import BlockCodec, ExchangeName, Native, Payload, Plane
+from lightning_dist.codecs.base import BlockCodec, Native, Payload, Plane
 from lightning_dist.codecs.topk import check_ratio_and_block_size
 
 
@@ -36,7 +36,7 @@ class RandomK(BlockCodec):
 
     name: ClassVar[str] = "randomk"
     use: ClassVar[str] = "very slow links and too many ranks to gather"
-    exchange: ClassVar[ExchangeName] = "allreduce"
+    exchange: ClassVar[str] = "allreduce"
     min_numel: ClassVar[int] = 4096
     stochastic: ClassVar[bool] = True
     shared_keys: ClassVar[bool] = True

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_dist.codecs.base import BlockCodec, ExchangeName, Payload, Plane
+from lightning_dist.codecs.base import BlockCodec, Payload, Plane
 from lightning_dist.codecs.scales import block_scale, pack, per_step, unpack
 
 _LEAST_BLOCK = 16
@@ -27,7 +27,7 @@ class ScaledBlocks(BlockCodec):
     block_size: int = 256  # smaller: finer scales, more bytes for them
 
     code_dtype: ClassVar[torch.dtype] = torch.uint8
-    exchange: ClassVar[ExchangeName] = "two_shot"
+    exchange: ClassVar[str] = "two_shot"
     min_numel: ClassVar[int] = 4096
 
     def __post_init__(self) -> None:

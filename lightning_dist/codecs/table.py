@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, get_args
+from typing import Any
 
-from lightning_dist.codecs.base import Codec, ExchangeName
+from lightning_dist.codecs.base import Codec
+from lightning_dist.exchanges import EXCHANGES
 from lightning_dist.log import get_logger
 
 GROUP = "lightning_dist.codecs"
@@ -115,10 +116,10 @@ def _check(codec: Any) -> None:
             f"for {_place(codec)}; set `name: ClassVar[str]`"
         )
     exchange = getattr(codec, "exchange", None)
-    if exchange not in get_args(ExchangeName):
+    if exchange not in EXCHANGES:
         raise ValueError(
-            f"The exchange of a codec must be one of {get_args(ExchangeName)}, got {exchange!r} "
-            f"for {_place(codec)}; set `exchange: ClassVar[str]`"
+            f"The exchange of a codec must be one of {tuple(EXCHANGES)}, got {exchange!r} for "
+            f"{_place(codec)}; set `exchange: ClassVar[str]`"
         )
     try:
         codec()

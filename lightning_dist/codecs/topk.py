@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightning_dist.codecs.base import BlockCodec, Codec, ExchangeName, Native, Payload, Plane
+from lightning_dist.codecs.base import BlockCodec, Codec, Native, Payload, Plane
 from lightning_dist.codecs.memory import DecayedErrorFeedback, Memory
 from lightning_dist.codecs.scales import (
     HEADROOM,
@@ -59,7 +59,7 @@ class TopK(BlockCodec):
 
     name: ClassVar[str] = "topk"
     use: ClassVar[str] = "very slow links and few ranks"
-    exchange: ClassVar[ExchangeName] = "gather"
+    exchange: ClassVar[str] = "gather"
     min_numel: ClassVar[int] = 4096
     keeps_residual: ClassVar[bool] = True
 

@@ -34,7 +34,8 @@ class Watch:
         """A collective begins. Returns a call that takes it once it is issued, or None.
 
         Args:
-            op: ``"all_reduce"``, ``"all_gather"``, ``"all_to_all"`` or ``"broadcast"``.
+            op: ``"all_reduce"``, ``"all_gather"``, ``"all_to_all"``, ``"gather"`` or
+                ``"broadcast"``.
             group: name of the channel.
             sent: bytes that this rank sends.
         """
@@ -140,6 +141,12 @@ class Channel:
             count = partial(traffic.scatter, [size * own.element_size() for size in own_sizes])
         sizes = output_sizes, own_sizes
         return self._begin("all_to_all", count, dist.all_to_all_single, output, own, *sizes)
+
+    def gather(self, parts: list[Tensor] | None, own: Tensor, *, to: int) -> PendingWork:
+        """``own`` of every rank of the group -> ``parts`` on rank ``to``, None on others."""
+        shares = [own.nbytes if rank == to else 0 for rank in range(self.group.size())]
+        count = partial(traffic.scatter, shares)
+        return self._begin("gather", count, dist.gather, own, parts, group_dst=to)
 
     def broadcast(self, tensor: Tensor, *, owner: int) -> PendingWork:
         """``tensor`` of rank ``owner`` of the group -> all."""

@@ -9,20 +9,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_dist.exchange.channel import Channel, WaitLimit
 from lightning_dist.topology.hosts import ranks_by
 
 Facts = Mapping[str, Any]
 
 
-def all_facts(facts: Facts, *, group: dist.ProcessGroup, device: torch.device) -> list[Facts]:
-    """The JSON-able ``facts`` of every rank, in rank order. Collective."""
+def all_facts(
+    facts: Facts,
+    *,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    limit: WaitLimit | None = None,
+) -> list[Facts]:
+    """The JSON-able ``facts`` of every rank, in rank order. Collective.
+
+    Args:
+        limit: of waits for other ranks; None: the group's own timeout.
+    """
+    channel = Channel(group, name="facts", limit=limit)
     text = json.dumps(facts, default=repr).encode()
     length = torch.tensor([len(text)], device=device)
-    dist.all_reduce(length, op=dist.ReduceOp.MAX, group=group)
+    channel.all_reduce(length, op=dist.ReduceOp.MAX).wait()
     padded = torch.zeros(int(length), dtype=torch.uint8, device=device)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
     received = padded.new_empty(group.size() * int(length))
-    dist.all_gather_single(received, padded, group=group)
+    channel.all_gather(received, padded).wait()
     return [
         json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in received.view(group.size(), -1)
     ]

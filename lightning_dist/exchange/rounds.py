@@ -64,15 +64,15 @@ class Section:
 
 
 class Exchange(ABC):
-    """See the module's docstring."""
+    """See the module's docstring. ``work`` are the collectives in flight on ``channel``."""
 
     sent: Sent
     """Bytes of one use."""
 
     def __init__(self, **where: Unpack[Where]) -> None:
-        self._channel, self._topology = where["channel"], where["topology"]
+        self.channel, self._topology = where["channel"], where["topology"]
         self._device, self._allocate = where["device"], where.get("allocate")
-        self._work: Sequence[PendingWork] = ()
+        self.work: Sequence[PendingWork] = ()
         self.nbytes = 0  # of the memory that is its own
 
     @abstractmethod
@@ -82,9 +82,9 @@ class Exchange(ABC):
         pass
 
     def wait(self) -> None:
-        for work in self._work:
+        for work in self.work:
             work.wait()
-        self._work = ()
+        self.work = ()
 
     def _memory(self, size: int) -> Tensor:
         if self._allocate is not None:
@@ -98,6 +98,9 @@ class RowExchange(Exchange):
 
     own_bytes: Tensor
     """Buffer into which callers encode."""
+    received_bytes: Tensor
+    mean_bytes: Tensor
+    """What every rank said of this rank's row, and the mean of that, where owners reduce."""
     payload_bytes: Tensor
     """Payloads that every rank received."""
 
@@ -145,7 +148,7 @@ class AllReduce(Exchange):
             torch.mul(own, self._weight, out=summed)
         elif own is not summed:
             summed.copy_(own)
-        self._work = [self._channel.all_reduce(summed)]
+        self.work = [self.channel.all_reduce(summed)]
 
 
 class AllGather(RowExchange):
@@ -177,7 +180,7 @@ class AllGather(RowExchange):
 
     @override
     def start(self) -> None:
-        self._work = [self._channel.all_gather(self.payload_bytes.view(-1), self.own_bytes)]
+        self.work = [self.channel.all_gather(self.payload_bytes.view(-1), self.own_bytes)]
 
 
 class TwoShot(RowExchange):
@@ -242,16 +245,16 @@ class TwoShot(RowExchange):
     def start(self) -> None:
         splits = () if self._equal else ([self._sizes[self.rank]] * len(self._sizes), self._sizes)
         received = self.received_bytes.view(-1)
-        self._work = [self._channel.all_to_all(received, self.own_bytes, *splits)]
+        self.work = [self.channel.all_to_all(received, self.own_bytes, *splits)]
 
     @override
     def start_second(self) -> None:
         self.wait()
         if self._equal:
-            self._work = [self._channel.all_gather(self.payload_bytes, self.mean_bytes)]
+            self.work = [self.channel.all_gather(self.payload_bytes, self.mean_bytes)]
             return
-        self._work = [
-            self._channel.broadcast(part, owner=owner)
+        self.work = [
+            self.channel.broadcast(part, owner=owner)
             for owner, part in enumerate(self.parts)
             if len(part)
         ]
@@ -274,7 +277,7 @@ class AllGatherV(Exchange):
         # Not torch.tensor, which copies from the host and waits for an accelerator.
         length = torch.full((1,), len(self.own[0]), dtype=torch.int64, device=self._device)
         self._lengths = length.new_zeros(self._topology.world_size)
-        self._work = [self._channel.all_gather(self._lengths, length)]
+        self.work = [self.channel.all_gather(self._lengths, length)]
         self.sent = traffic.ring_all_gather(length.nbytes, self._topology)
 
     @override
@@ -286,14 +289,14 @@ class AllGatherV(Exchange):
             tuple(plane[rank, :length] for plane in received) for rank, length in enumerate(lengths)
         ]
         if max(lengths):
-            self._work = [self._gather(*pair) for pair in zip(self.own, received, strict=True)]
+            self.work = [self._gather(*pair) for pair in zip(self.own, received, strict=True)]
 
     def _gather(self, plane: Tensor, received: Tensor) -> PendingWork:
         padded = plane.new_zeros(received.shape[1])
         padded[: len(plane)] = plane
         self.sent += traffic.ring_all_gather(padded.nbytes, self._topology)
         bytes_in, bytes_out = padded.view(torch.uint8), received.view(torch.uint8).view(-1)
-        return self._channel.all_gather(bytes_out, bytes_in)
+        return self.channel.all_gather(bytes_out, bytes_in)
 
     def release(self) -> None:
         """Forget the payloads."""

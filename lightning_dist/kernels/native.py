@@ -28,6 +28,7 @@ from lightning_dist.codecs.base import Payload
 from lightning_dist.codecs.memory import MomentumCorrection
 from lightning_dist.codecs.scales import HEADROOM
 from lightning_dist.codecs.threshold import Threshold
+from lightning_dist.exchanges import EXCHANGES
 from lightning_dist.kernels.passes import Pass, Passes
 
 _SOURCE = Path(__file__).with_name("native.cpp")
@@ -58,7 +59,7 @@ def block_passes(passes: Passes, dtype: torch.dtype, received: int) -> dict[str,
     """
     codec, memory, factors = passes.codec, passes.memory, passes.factors
     native = codec.native
-    linear = codec.exchange == "allreduce"  # whose payloads are added densely elsewhere
+    linear = EXCHANGES[codec.exchange].linear  # whose payloads are added densely elsewhere
     if native is None or dtype != torch.float32 or memory.kinds not in _KINDS:
         return {}
     if linear and received > 1:

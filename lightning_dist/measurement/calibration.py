@@ -13,6 +13,7 @@ import torch
 from lightning_dist.accelerator import is_accelerator
 from lightning_dist.codecs import resolve_codec
 from lightning_dist.codecs.base import Codec
+from lightning_dist.exchanges import EXCHANGES
 from lightning_dist.measurement.costs import CANDIDATES, CodecCost
 from lightning_dist.measurement.device_clock import DeviceClock, HostClock, StreamClock, clock_of
 from lightning_dist.measurement.microbenchmark import WIDTH, Passes
@@ -124,7 +125,7 @@ def _cost(
             ranks=ranks,
         )
 
-    linear = codec.exchange == "allreduce"
+    linear = EXCHANGES[codec.exchange].linear
     one = passes(2 if linear else 1)
     elements = one.numel
     encode, decode_one = seconds(one)

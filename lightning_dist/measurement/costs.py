@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_dist.exchanges import EXCHANGES
+
 CANDIDATES = ("none", "fp16", "int8", "int4", "sign", "topk", "powersgd")
 """Default codecs of predictions."""
 
@@ -35,7 +37,7 @@ class CodecCost:
     compiled: bool = False
 
     def __post_init__(self) -> None:
-        known = self.exchange in ("allreduce", "gather", "two_shot")
+        known = self.exchange in EXCHANGES
         if not known or self.wire <= 0 or min(self.encode, self.decode, self.store) < 0:
             raise ValueError(f"costs must be those of a codec, got {self}")
 

@@ -12,6 +12,7 @@ from typing_extensions import override
 from lightning_dist.codecs.base import Codec
 from lightning_dist.codecs.none import NoCompression
 from lightning_dist.exchange.channel import Channel, PendingWork
+from lightning_dist.exchanges import EXCHANGES
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.plan.slices import ParameterSlice
@@ -70,7 +71,7 @@ class Passes:
         self.step = 0
         wire = (codec.payload_bytes((WIDTH, WIDTH)) or 0) / WIDTH**2
         kept = 2 * 4 * len(planner.kinds(codec))  # read and written
-        received = 1 if codec.exchange == "allreduce" else ranks
+        received = 1 if EXCHANGES[codec.exchange].linear else ranks
         self.bytes_per_element = {
             "encode": 4 + wire + kept,
             # Block codecs commit their state when they encode.

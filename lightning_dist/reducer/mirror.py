@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dist.exchange.channel import Channel
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.state import Layout
 from lightning_dist.settings import Settings
@@ -61,7 +62,8 @@ class ResidualMirror:
         state = self._reducer.state
         # Ranks that were in other worlds before have residuals of other parameters.
         layout = torch.frombuffer(bytearray(json.dumps(state.layout).encode()), dtype=torch.uint8)
-        packed, layout = passed_on(state.packed(), group), passed_on(layout, group)
+        channel = Channel(group, name="mirror", limit=self._reducer.network.limit)
+        packed, layout = passed_on(state.packed(), channel), passed_on(layout, channel)
         self._copy = packed, json.loads(bytes(layout.tolist()))
         self._step = step
         self._owner = self._members[group.rank() - 1]
@@ -81,22 +83,17 @@ class ResidualMirror:
         return owner if taken else ""
 
 
-def passed_on(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+def passed_on(own: Tensor, channel: Channel) -> Tensor:
     """Tensor that the rank before this one has passed on; ``own``, flat, goes to the next one."""
-    rank, size = group.rank(), group.size()
-    following, before = (rank + 1) % size, (rank - 1) % size
-    own_header = torch.tensor([own.numel(), _DTYPES.index(own.dtype)])
-    header = torch.empty_like(own_header)
-    _exchange(own_header, header, to=following, source=before, group=group)
-    received = torch.empty(int(header[0]), dtype=_DTYPES[int(header[1])])
-    if own.numel() or received.numel():
-        _exchange(own, received, to=following, source=before, group=group)
-    return received
+    rank, size = channel.group.rank(), channel.group.size()
 
+    def exchange(received: Tensor, sent: Tensor) -> Tensor:
+        splits = [0] * size, [0] * size
+        splits[0][rank - 1], splits[1][(rank + 1) % size] = len(received), len(sent)
+        channel.all_to_all(received, sent, *splits).wait()
+        return received
 
-def _exchange(
-    own: Tensor, other: Tensor, *, to: int, source: int, group: dist.ProcessGroup
-) -> None:
-    works = [group.send([own], to, 0), group.recv([other], source, 0)]
-    for work in works:
-        work.wait()
+    header = torch.tensor([own.nbytes, _DTYPES.index(own.dtype)])
+    nbytes, dtype = exchange(torch.empty_like(header), header).tolist()
+    received = torch.empty(nbytes, dtype=torch.uint8)
+    return exchange(received, own.view(torch.uint8)).view(_DTYPES[dtype])

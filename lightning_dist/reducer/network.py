@@ -74,6 +74,11 @@ class Network:
         return self.data.limit
 
     @property
+    def state(self) -> Channel:
+        """For state between steps: not watched, as it belongs to no step."""
+        return Channel(self.data.group, name="state", limit=self.limit)
+
+    @property
     def rows(self) -> Rows:
         """Rows of the gathered state of all ranks."""
         return Rows(self.row_of or tuple(range(self.world_size)), self.rank)

@@ -249,7 +249,7 @@ class Pipeline:
 
     def _end_step(self) -> None:
         self.step += 1
-        self.state.settle()
+        self.state.end_step()
         self.stats.end_step()
 
     def _abandon(self) -> None:

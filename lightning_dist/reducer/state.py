@@ -6,12 +6,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.codecs.base import Codec
-from lightning_dist.codecs.powersgd import PowerSGD, matrix_shape
-from lightning_dist.exchange.handshake import all_facts
+from lightning_dist.exchange.handshake import Facts, all_facts
 from lightning_dist.reducer.network import Network, Rows
 from lightning_dist.reducer.parts import Held, Stripes
 from lightning_dist.reducer.plan.slices import ParameterSlice
@@ -94,7 +92,7 @@ class ReducerState:
         else:
             self._held[kind, name].loaded = None
 
-    def settle(self) -> None:
+    def end_step(self) -> None:
         """A step is committed, on all ranks."""
         adopted, self._adopted, self.is_mean = self._adopted, [], False
         for held in adopted:
@@ -117,17 +115,16 @@ class ReducerState:
             self.factors.pop(name, None)
             self._loaded_factors.pop(name, None)
 
-    def low_rank(
-        self, codec: PowerSGD, part: ParameterSlice, *, dtype: torch.dtype, device: torch.device
+    def adopt_factors(
+        self, name: str, first: tuple[Tensor, Tensor], *, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Left ``(n, r)`` and right ``(m, r)`` factor; new ones where the rank has changed."""
-        found = self.factors.get(part.name, self._loaded_factors.pop(part.name, None))
-        wanted = [(rows, codec.rank) for rows in matrix_shape(part.shape)]
-        if found is None or [tuple(factor.shape) for factor in found] != wanted:
-            found = codec.first_factors(part.name, part.shape, dtype)
+        """Factors of a parameter, kept or loaded; ``first`` if there are none of that shape."""
+        found = self.factors.get(name, self._loaded_factors.pop(name, None))
+        if found is None or [factor.shape for factor in found] != [each.shape for each in first]:
+            found = first
         # The rounding of a matrix product depends on the layout, which a checkpoint does not keep.
-        left, right = (factor.to(device=device, dtype=dtype).contiguous() for factor in found)
-        self.factors[part.name] = left, right
+        left, right = (f.to(device=device, dtype=first[0].dtype).contiguous() for f in found)
+        self.factors[name] = left, right
         return left, right
 
     @property
@@ -158,19 +155,20 @@ class ReducerState:
         Residuals and momenta are ``{name: (rows, numel)}``, one parameter at a time over the
         network's device; each rank sends its parts alone. Call it between backward passes.
         """
-        group, rows, first = network.data.group, network.rows, network.data.group.rank() == to
+        channel, rows = network.state, network.rows
+        size, first = channel.group.size(), channel.group.rank() == to
         found: dict[str, dict[str, Tensor]] = {kind: {} for kind in _KINDS}
         of_row = {(kind, name): h.of_row(first=rows.first) for kind, name, h in self._in_order()}
         own = [[[start, part.numel()] for start, part in parts] for parts in of_row.values()]
-        facts = all_facts({"parts": own}, group=group, device=network.device)
+        facts = _of_all_ranks({"parts": own}, network)
         for number, ((kind, name), parts) in enumerate(of_row.items()):
             held, places = self._held[kind, name], [fact["parts"][number] for fact in facts]
             longest = max(1, *(sum(numel for _, numel in of_rank) for of_rank in places))
             mine = torch.zeros(longest, dtype=held.dtype_of_row, device=network.device)
             for (_, part), place in zip(parts, _consecutive(mine, own[number]), strict=True):
                 place.copy_(part)
-            of_ranks = [torch.empty_like(mine) for _ in range(group.size())] if first else None
-            dist.gather(mine, of_ranks, group=group, group_dst=to)
+            of_ranks = [torch.empty_like(mine) for _ in range(size)] if first else None
+            channel.gather(of_ranks, mine, to=to).wait()
             if of_ranks is None:
                 continue
             whole = found[kind][name] = torch.zeros(rows.count, held.numel, dtype=mine.dtype)
@@ -200,7 +198,7 @@ class ReducerState:
     def know_all(self, network: Network) -> None:
         """Add the names that other ranks have, of which this one has no element. Collective."""
         own = [(*key, h.numel, h.dtype == torch.float64) for key, h in self._held.items()]
-        for of_rank in all_facts({"held": own}, group=network.data.group, device=network.device):
+        for of_rank in _of_all_ranks({"held": own}, network):
             for kind, name, numel, double in of_rank["held"]:
                 dtype = torch.float64 if double else torch.float32
                 self._held.setdefault((kind, name), Held(numel, dtype))
@@ -237,19 +235,18 @@ class ReducerState:
         Raises:
             RuntimeError: a rank is lost, and this state is as it was.
         """
-        group, device = network.data.group, network.device
+        channel, rank = network.state, network.data.group.rank()
         self.know_all(network)
-        own = {"row": row, "mean": self.is_mean}
-        facts = all_facts(own, group=group, device=device)
+        facts = _of_all_ranks({"row": row, "mean": self.is_mean}, network)
         rows = [fact["row"] for fact in facts]
         if any(fact["mean"] for fact in facts):  # the others have lost a rank before they had it
             rows = ["mean" if fact["mean"] else None for fact in facts]
-        row = rows[group.rank()]
-        first, count = rows.index(row) == group.rank(), len({*rows} - {None})
+        row = rows[rank]
+        first, count = rows.index(row) == rank, len({*rows} - {None})
         found: dict[tuple[str, str], Held] = {}
         for kind, name, held in self._in_order():
-            mine = held.row(first=first).to(device, copy=True).mul_(row is not None)
-            dist.all_reduce(mine, group=group)
+            mine = held.row(first=first).to(network.device, copy=True).mul_(row is not None)
+            channel.all_reduce(mine).wait()
             found[kind, name] = Held.from_row(mine.div_(max(count, 1)).cpu())
         factors = self._factors_of_all(network, on_all=True)
         self._held, self._adopted, self.is_mean = found, [], True
@@ -299,13 +296,13 @@ class ReducerState:
 
         On a host with several ranks only the owner of a matrix works with them.
         """
-        group, device = network.data.group, network.device
+        channel, device = network.state, network.device
         held = self.all_factors
         own = {
             name: [[*left.shape], [*right.shape], left.dtype == torch.float64, name in self.factors]
             for name, (left, right) in held.items()
         }
-        of_ranks = all_facts(own, group=group, device=device)
+        of_ranks = _of_all_ranks(own, network)
         found = {}
         for name in sorted({name for of_rank in of_ranks for name in of_rank}):
             holders = [rank for rank, of_rank in enumerate(of_ranks) if name in of_rank]
@@ -313,13 +310,18 @@ class ReducerState:
             *sizes, double, _ = of_ranks[holder][name]
             dtype = torch.float64 if double else torch.float32
             pair = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
-            if group.rank() == holder:
+            if channel.group.rank() == holder:
                 for factor, mine in zip(pair, held[name], strict=True):
                     factor.copy_(mine)
             for factor in pair if holder or on_all else ():
-                dist.broadcast(factor, group_src=holder, group=group)
+                channel.broadcast(factor, owner=holder).wait()
             found[name] = [factor.cpu() for factor in pair]
         return found
+
+
+def _of_all_ranks(own: Facts, network: Network) -> list[Facts]:
+    group, limit = network.data.group, network.limit
+    return all_facts(own, group=group, device=network.device, limit=limit)
 
 
 def _gathered(of_kinds: Mapping[str, Any], factors: Any) -> dict[str, Any]:

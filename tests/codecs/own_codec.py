@@ -34,7 +34,7 @@ def is_found(way: str) -> None:
 
         assert {f"compressed_ddp_{name}" for name in NAMES} <= set(StrategyRegistry)
     assert type(resolve_codec("rowint8:row=64")).__module__ == "own_package.codecs"
-    assert list(CODECS)[-2:] == list(NAMES)
+    assert list(CODECS)[-3:] == [*NAMES, "int8_broadcast"]
     assert describe(CODECS["rowint8"]())["options"] == {"row": 256}
     assert calibrate(["rowint8"], units=1, rounds=1)["rowint8"].wire == 1 + 2 / 1024
 
@@ -93,6 +93,16 @@ def decays(rank: Rank) -> list[Tensor]:
     return [torch.stack(each) for each in zip(*found, strict=True)]
 
 
+def broadcasts(rank: Rank) -> None:
+    """The exchange of the page: two ranks get the bits that they get with the one of ``int8``."""
+    shapes = {"w": (40, 48)}
+    found = []
+    for codec in ("int8", "int8_broadcast"):
+        with compressed(rank, Fed(shapes), codec, min_compress_numel=0) as (model, _):
+            found.append(backward(model, feed(rank.rank, 0, shapes))["w"])
+    assert torch.equal(*found)
+
+
 def main(way: str) -> None:
     torch.set_num_threads(1)
     is_found(way)
@@ -121,6 +131,7 @@ def main(way: str) -> None:
             2,
         ):
             assert rank.resumed == rank.whole
+    run_threads(broadcasts, 2)
     print("all is well", flush=True)
     os._exit(0)  # not after the interpreter: threads of recent groups are still there
 

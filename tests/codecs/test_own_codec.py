@@ -27,7 +27,7 @@ def package(tmp_path: Path) -> Path:
     home = tmp_path / "own_package"
     home.mkdir()
     (home / "__init__.py").touch()
-    (home / "codecs.py").write_text(code_of("example") + code_of("memory"))
+    (home / "codecs.py").write_text("".join(map(code_of, ("example", "memory", "exchange"))))
     return tmp_path
 
 
@@ -63,7 +63,7 @@ def test_a_codec_that_is_registered(package: Path, quick_python: list[str]) -> N
 
 @pytest.mark.slow
 def test_a_codec_that_a_package_brings(package: Path) -> None:
-    names = {"rowint8": "RowInt8", "int8_decay": "DecayInt8"}
+    names = {"rowint8": "RowInt8", "int8_decay": "DecayInt8", "int8_broadcast": "BroadcastInt8"}
     install(package, "\n".join(f"{k} = own_package.codecs:{v}" for k, v in names.items()))
     run_script([sys.executable], package, "-c", LISTED)
     run_script([sys.executable], package, SCRIPT, "installed")

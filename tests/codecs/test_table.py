@@ -19,7 +19,6 @@ from lightning_dist.codecs import (
     register_codec,
     resolve_codec,
 )
-from lightning_dist.codecs.base import ExchangeName
 from lightning_dist.codecs.table import CodecTable
 from lightning_dist.settings import Settings
 
@@ -44,7 +43,7 @@ class NotDecorated(Int8):
 class NoDefault(BlockCodec):
     size: int
     name: ClassVar[str] = "no_default"
-    exchange: ClassVar[ExchangeName] = "two_shot"
+    exchange: ClassVar[str] = "two_shot"
 
 
 @pytest.fixture

@@ -75,7 +75,7 @@ BEFORE = {
     "wandb 0": WANDB,
     "wandb 1": ACCELERATE + "step = 1\n",
     "write-your-own-codec 0+1+2": GROUP + "from lightning import Trainer\n",
-    "write-your-own-codec 4": "class MyCodec(Codec): ...\n",
+    "write-your-own-codec 6": "class MyCodec(Codec): ...\n",
 }
 """What a block uses that the page does not show, by the page and the number."""
 AFTER = {

@@ -13,6 +13,7 @@ from feeding import feed
 from torch import Tensor
 from worlds import Rank, run_threads
 
+from lightning_dist.exchange.channel import Channel
 from lightning_dist.reducer.mirror import ResidualMirror, passed_on
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
@@ -24,10 +25,25 @@ CODECS = ["int8", "topk:ratio=0.1,block_size=128", "powersgd:rank=2", "int4:bloc
 def test_what_is_passed_on_comes_from_the_rank_before() -> None:
     def body(rank: Rank) -> Tensor:
         own = torch.arange(rank.rank + 1, dtype=torch.float64) + 10 * rank.rank
-        return passed_on(own, rank.group("ring"))
+        return passed_on(own, Channel(rank.group("ring")))
 
     found = run_threads(body, 3)
     assert [each.tolist() for each in found] == [[20.0, 21.0, 22.0], [0.0], [10.0, 11.0]]
+
+
+def test_a_copy_waits_no_longer_than_a_step_for_a_silent_rank() -> None:
+    def body(rank: Rank) -> None:
+        model, ring = Model(rank.network(), "int8"), rank.group("ring")
+        model.step(rank.rank, 0)
+        if rank.rank == 0:
+            model.reducer.network.limit.seconds = 0.3
+            mirror = ResidualMirror(model.reducer, every=1)
+            mirror.regroup(["a", "b"])
+            with pytest.raises(RuntimeError, match=r"within 0\.3 s"):
+                mirror.refresh(ring)
+        model.reducer.close()
+
+    run_threads(body, 2, is_abandoned=True)
 
 
 def test_a_copy_fits_a_state_that_has_changed_meanwhile() -> None:
@@ -116,7 +132,7 @@ def test_a_copy_of_before_is_older_by_as_many_steps() -> None:
             mirror.refresh(rank.group("ring"))
             if step == 1:
                 kept = model.reducer.state.packed()
-        copies = passed_on(kept, rank.group("ring"))
+        copies = passed_on(kept, Channel(rank.group("ring")))
         before = model.reducer.state.packed()
         model.reducer.rebind(among(rank, [rank.rank], "alone"))
         assert mirror.regroup([NAMES[rank.rank]]) == NAMES[1 - rank.rank]

@@ -17,7 +17,7 @@ from typing_extensions import override
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import Codec
-from lightning_dist.codecs.base import ExchangeName, Shape
+from lightning_dist.codecs.base import Shape
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.integrations.torch.ddp import compress_ddp
 from lightning_dist.reducer.plan.planner import Planner
@@ -30,7 +30,7 @@ class PerTensor(Codec):
     """One byte per element, and one scale per tensor."""
 
     name: ClassVar[str] = "per_tensor"
-    exchange: ClassVar[ExchangeName] = "gather"
+    exchange: ClassVar[str] = "gather"
     keeps_residual: ClassVar[bool] = True
     whole_tensors: ClassVar[bool] = True
 
@@ -38,7 +38,7 @@ class PerTensor(Codec):
 @dataclass(frozen=True)
 class WithoutUnits(Codec):
     name: ClassVar[str] = "without_units"
-    exchange: ClassVar[ExchangeName] = "gather"
+    exchange: ClassVar[str] = "gather"
 
 
 class PerTensorUnit(CommUnit):

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 from fed_model import SHAPES, Model, among
 from feeding import Tensors, digest, feed, held
 from layouts import PAIRS, UNEVEN
@@ -103,6 +104,59 @@ def test_a_reducer_that_waits_for_a_silent_rank_is_closed_in_half_a_second(
         failed(futures, "Gave up")
 
     run_threads(body, 2)
+
+
+class Silent(Exception):
+    """A rank that stops taking part."""
+
+
+@pytest.mark.parametrize(
+    ("codec", "at", "to"),
+    [
+        ("int8", "all_reduce", 0),
+        ("int8", "all_gather_single", 0),
+        ("int8", "gather", 0),
+        ("powersgd:rank=2", "broadcast", 1),
+    ],
+)
+def test_saving_state_waits_no_longer_than_a_step_for_a_silent_rank(
+    codec: str, at: str, to: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Silent from the collective ``at`` on; rank ``to`` waits for it."""
+    collective, silent = getattr(dist, at), set[int]()
+
+    def unless_silent(*arguments: Any, **named: Any) -> Any:
+        if threading.get_ident() in silent:
+            raise Silent
+        return collective(*arguments, **named)
+
+    monkeypatch.setattr(dist, at, unless_silent)
+
+    def body(rank: Rank) -> None:
+        model = Model(rank.network(), codec)
+        model.step(rank.rank, 0)
+        model.reducer.network.limit.seconds = 0.3
+        if rank.rank != to:
+            silent.add(threading.get_ident())
+        error, match = (RuntimeError, r"within 0\.3 s") if rank.rank == to else (Silent, "")
+        with pytest.raises(error, match=match):
+            model.reducer.state_dict(to=to)
+        model.reducer.close()
+
+    run_threads(body, 2, is_abandoned=True)
+
+
+def test_averaging_state_waits_no_longer_than_a_step_for_a_silent_rank() -> None:
+    def body(rank: Rank) -> None:
+        model = Model(rank.network(), "int8")
+        model.step(rank.rank, 0)
+        if rank.rank == 0:
+            model.reducer.network.limit.seconds = 0.3
+            with pytest.raises(RuntimeError, match=r"within 0\.3 s"):
+                model.reducer.state.average(model.reducer.network, row="rank 0")
+        model.reducer.close()
+
+    run_threads(body, 2, is_abandoned=True)
 
 
 def mean_residual(rank: Rank, model: Model) -> dict[str, Tensor]:

@@ -114,7 +114,8 @@ def regroup(
     settings, world = reducer.settings, dist.group.WORLD
     assert world is not None
     own = {"host": this_host(), "levels": reducer.network.intra is not None}
-    told = all_facts(own, group=control, device=_CPU)
+    limit = WaitLimit(settings.exchange_timeout)
+    told = all_facts(own, group=control, device=_CPU, limit=limit)
     topology, tree = topology_of(
         replace(settings, hierarchical=False) if flat else settings,
         hosts=[fact["host"] for fact in told],
@@ -122,7 +123,6 @@ def regroup(
         rank=world.rank(),
         needs_levels=begins,
     )
-    limit = WaitLimit(settings.exchange_timeout)
     flags = Channel(control, name="control", limit=limit)
     network = Network(Channel(data, limit=limit), flags, topology, _CPU)
     if tree is not None:

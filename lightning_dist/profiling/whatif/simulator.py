@@ -24,6 +24,7 @@ from dataclasses import replace
 from math import ceil, inf
 from typing import NamedTuple
 
+from lightning_dist.exchanges import EXCHANGES, Collective
 from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.whatif.scenarios import (
     DDP,
@@ -49,13 +50,6 @@ FREE = CodecCost(DDP, "allreduce", ELEMENT_BYTES, encode=0.0, decode=0.0, store=
 """Cost of stock DDP."""
 
 
-class Collective(NamedTuple):
-    """Bytes of a collective over a link, and messages in it that wait for one another."""
-
-    nbytes: float
-    rounds: int
-
-
 def collectives(exchange: str, size: float, counts: Sequence[int]) -> tuple[Collective, ...]:
     """Collectives of an exchange, one after the other, over the link of the busiest host.
 
@@ -63,22 +57,15 @@ def collectives(exchange: str, size: float, counts: Sequence[int]) -> tuple[Coll
         size: bytes of a rank's payload.
         counts: ranks of every host. One rank of each: bytes that a peer sends.
     """
-    world = sum(counts)
-    ring = (world - 1) / world * size
-    if exchange == "allreduce":
-        return (Collective(2 * ring, 2 * (world - 1)),)
-    if exchange == "gather" or world <= 2:
-        return (Collective((world - 1) * size, world - 1),)
-    assert exchange == "two_shot", exchange
-    leaving = max(count * (world - count) for count in counts) / world * size
-    return Collective(leaving, world - 1), Collective(ring, world - 1)
+    return EXCHANGES[exchange].among(sum(counts)).collectives(size, counts)
 
 
 def decoding(cost: CodecCost, world: int) -> tuple[float, float]:
     """Seconds per element after the first of two collectives, and after the last."""
-    if cost.exchange == "two_shot" and world > 2:  # each rank reduces its shard, encodes the mean
-        return cost.decode + cost.encode / world, cost.decoding(1)
-    return 0.0, cost.decoding(1 if cost.exchange == "allreduce" else world)
+    kind = EXCHANGES[cost.exchange].among(world)
+    # Each rank reduces its shard, and encodes the mean.
+    reduce = cost.decode + cost.encode / world if kind.reduced_by == "owners" else 0.0
+    return reduce, cost.decoding(kind.received(world))
 
 
 class _Queue:
@@ -163,9 +150,9 @@ def simulate_step(
     for bucket in buckets:
         now = max(now, bucket.ready + delay)
         total = bucket.elements * (shares if scenario.form == FSDP else 1)
-        sparse = cost.wire if cost.exchange == "gather" else 0.0
+        sparse = cost.wire if EXCHANGES[cost.exchange].sparse else 0.0
         largest = shares * unit_elements(world if second else 1, sparse=sparse)
-        if cost.exchange == "allreduce" and scenario.form == FLAT:
+        if EXCHANGES[cost.exchange].linear and scenario.form == FLAT:
             largest = ceil(total)  # as DDP, one collective a bucket
         sizes = [min(total - at, largest) for at in range(0, ceil(total), largest)]
         pace = 2.0 if one_core and bucket is not buckets[-1] else 1.0

@@ -18,16 +18,9 @@ import torch
 from torch import Tensor
 
 from lightning_dist.codecs.base import BlockCodec, Codec
-from lightning_dist.exchange.rounds import (
-    AllGather,
-    AllReduce,
-    Exchange,
-    RowExchange,
-    Section,
-    TwoShot,
-    Where,
-)
+from lightning_dist.exchange.rounds import AllReduce, Exchange, RowExchange, Section, Where
 from lightning_dist.exchange.wire import PayloadMemory, row_bytes
+from lightning_dist.exchanges import EXCHANGES, ExchangeKind
 from lightning_dist.kernels.passes import Kernels, compute_dtype
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.slices import ParameterSlice
@@ -63,15 +56,19 @@ class BlockPlan:
         return self.payloads is not None
 
     @property
+    def kind(self) -> ExchangeKind:
+        """How payloads travel between the ranks of the network."""
+        return EXCHANGES[self.codec.exchange].among(self.network.world_size)
+
+    @property
     def rows(self) -> int:
         """One row per rank where each rank reduces a shard, otherwise whole payloads travel."""
-        return rows_of(self.codec, self.network.world_size)
+        return self.kind.rows(self.network.world_size)
 
     @property
     def received(self) -> int:
         """Payloads that a rank decodes and adds."""
-        whole = self.rows == 1 and self.codec.exchange != "allreduce"
-        return self.network.world_size if whole else 1
+        return self.kind.received(self.network.world_size)
 
     def state_of(self, part: ParameterSlice) -> list[Tensor]:
         """This rank's state for ``part``, flat, as the memory says."""
@@ -94,11 +91,14 @@ class BlockPlan:
 
     def row_exchange(self, size: int) -> RowExchange:
         """One exchange of rows of so many bytes; not for linear codecs."""
-        if self.rows == 1:
-            return AllGather(size, **self._where)
-        # Kernels over tables encode again when they commit.
-        keep_own = not self.immediate and self.tables is None
-        return TwoShot([size] * self.rows, keep_own=keep_own, **self._where)
+        found: RowExchange
+        if self.kind.reduced_by == "everyone":
+            found = self.kind.make(size, **self._where)
+        else:
+            # Kernels over tables encode again when they commit.
+            keep_own = not self.immediate and self.tables is None
+            found = self.kind.make([size] * self.rows, keep_own=keep_own, **self._where)
+        return found
 
     def exchange(self, blocks: int, *, in_place: Tensor | None) -> tuple[Exchange, Section]:
         """One exchange of so many blocks a row, and all of it.
@@ -107,9 +107,11 @@ class BlockPlan:
             in_place: memory of the blocks, to be added in itself where the codec is linear.
         """
         planes = self.codec.planes(self.dtype)
-        if self.codec.exchange == "allreduce":
+        if self.kind.linear:
             keep_own = bool(self.kernels.memory.kinds)
-            reduce = AllReduce(planes, blocks, keep_own=keep_own, in_place=in_place, **self._where)
+            reduce: AllReduce = self.kind.make(
+                planes, blocks, keep_own=keep_own, in_place=in_place, **self._where
+            )
             return reduce, reduce.whole
         exchange = self.row_exchange(row_bytes(planes, blocks))
         return exchange, exchange.section(planes, blocks)
@@ -122,7 +124,7 @@ def key_name(part: ParameterSlice) -> str:
 
 def rows_of(codec: BlockCodec, ranks: int) -> int:
     """One row per rank where each rank reduces a shard, otherwise whole payloads travel."""
-    return ranks if codec.exchange == "two_shot" and ranks > 2 else 1
+    return EXCHANGES[codec.exchange].among(ranks).rows(ranks)
 
 
 def fitted(codec: BlockCodec, numel: int, *, ranks: int, dtype: torch.dtype) -> BlockCodec:
@@ -162,7 +164,7 @@ def sends_more(
 def _blocks_send_more(
     codec: BlockCodec, shares: Sequence[int], *, ranks: int, dtype: torch.dtype, itemsize: int
 ) -> bool:
-    if codec.exchange == "allreduce":
+    if EXCHANGES[codec.exchange].linear:
         return sum(codec.wire_bytes(numel, dtype) for numel in shares) > sum(shares) * itemsize
     rows, sent = rows_of(codec, ranks), 0
     for numel in shares:

@@ -18,6 +18,7 @@ from lightning_dist.codecs.memory import ErrorFeedback, Memory, NoMemory
 from lightning_dist.codecs.policies import raw_beside
 from lightning_dist.exchange.traffic import ring_allreduce
 from lightning_dist.exchange.wire import PayloadMemory
+from lightning_dist.exchanges import EXCHANGES
 from lightning_dist.kernels.inductor import Variant, fused_passes, known_passes
 from lightning_dist.kernels.passes import Factors, Kernels, Pass, compute_dtype
 from lightning_dist.kernels.triton import available_on, kernels_of
@@ -106,23 +107,25 @@ class Planner:
     def kernels(self, codec: BlockCodec, dtype: torch.dtype) -> Kernels:
         """Kernels of a flat exchange for gradients of ``dtype``."""
         if (codec, dtype) not in self._kernels:
-            world = self.network.world_size
-            share = 1.0 / world
-            sums_first = self._divide_last and codec.lossless  # the bits of torch's HSDP
-            factors = {
-                "allreduce": Factors(divisor=float(world))
-                if sums_first
-                else Factors(encode=share, own=float(world)),
-                "gather": Factors(mean=share),
-                "two_shot": Factors(mean=share) if world == 2 else Factors(),
-            }[codec.exchange]
             self._kernels[codec, dtype] = Kernels(
                 codec,
                 memory=codec.memory(self.error_feedback),
-                factors=factors,
-                world_size=world,
+                factors=self._factors(codec),
+                world_size=self.network.world_size,
             )
         return self._kernels[codec, dtype]
+
+    def _factors(self, codec: BlockCodec) -> Factors:
+        """Where in a flat exchange the sum over ranks becomes their mean."""
+        world = self.network.world_size
+        kind = EXCHANGES[codec.exchange].among(world)
+        if kind.reduced_by == "owners":
+            return Factors()
+        if kind.reduced_by == "everyone":
+            return Factors(mean=1.0 / world)
+        if self._divide_last and codec.lossless:  # the bits of torch's HSDP
+            return Factors(divisor=float(world))
+        return Factors(encode=1.0 / world, own=float(world))
 
     def fuse(
         self, codec: Codec, dtypes: Iterable[torch.dtype], *, sizes: Collection[int] = ()
@@ -279,7 +282,8 @@ class Planner:
     def blocks(self, codec: BlockCodec, dtype: torch.dtype) -> BlockPlan:
         """Cut of a block codec for gradients of ``dtype`` of a flat exchange."""
         kernels = self.kernels(codec, dtype)
-        in_tables = self.tables and codec.exchange == "two_shot" and _in_tables(kernels.memory)
+        by_owners = EXCHANGES[codec.exchange].reduced_by == "owners"
+        in_tables = self.tables and by_owners and _in_tables(kernels.memory)
         tables = kernels_of(codec, dtype=dtype) if in_tables else None
         return BlockPlan(codec, dtype, kernels, self.network, self.state, self._payloads, tables)
 

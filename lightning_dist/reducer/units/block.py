@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dist.exchange.rounds import TwoShot
+from lightning_dist.exchanges import EXCHANGES
 from lightning_dist.reducer.plan.block import BlockPlan, key_name
 from lightning_dist.reducer.plan.slices import ParameterSlice, neighbours
 from lightning_dist.reducer.units.base import CommUnit
@@ -64,7 +64,7 @@ class BlockUnit(CommUnit):
 
     @override
     def start_second(self) -> None:
-        if isinstance(self.exchange, TwoShot):
+        if self._section.mean:
             self.exchange.wait()
             (shards,), keys = self._section.received, self._keys
             self.kernels.reduce(shards, None if keys is None else keys.reduce, self._section.mean)
@@ -79,7 +79,7 @@ class BlockUnit(CommUnit):
             keys = _keys_of(tile, self._keys)
             state = () if self._plan.immediate else tile.state
             self.kernels.decode_and_commit(tile.grad, state, scale, keys, own, payloads)
-            if "residual" in self.kernels.memory.kinds and isinstance(self.exchange, TwoShot):
+            if "residual" in self.kernels.memory.kinds and self._section.mean:
                 shards = columns_of(self._section.received[0], tile.columns)
                 mean = columns_of(self._section.mean, tile.columns)
                 rank = self._plan.network.rank
@@ -97,10 +97,11 @@ def tiles_of(
 ) -> Iterator[list[Tile]]:
     """Tiles of ``slices``, those of a unit together."""
     rows, codec = plan.rows, plan.codec
-    sparse = codec.wire_bytes(codec.block) / codec.block if codec.exchange == "gather" else 0.0
+    kind = EXCHANGES[codec.exchange]
+    sparse = codec.wire_bytes(codec.block) / codec.block if kind.sparse else 0.0
     most = unit_elements(rows, sparse=sparse, whole=plan.network.whole_buckets)
     limit = max(1, most // codec.block)  # blocks of a unit
-    if codec.exchange == "allreduce":
+    if kind.linear:
         limit = bucket.numel()  # a ring's additions depend on positions: as DDP, one a bucket
     tiles: list[Tile] = []
     columns = 0

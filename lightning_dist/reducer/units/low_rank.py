@@ -205,7 +205,8 @@ def _matrix(codec: PowerSGD, part: ParameterSlice, bucket: Tensor, planner: Plan
         compensated = gradient if dtype == bucket.dtype else gradient.to(dtype)
     except RuntimeError:  # the bucket cannot be viewed as a matrix
         compensated = gradient.reshape(size).to(dtype)
-    left, right = planner.state.low_rank(codec, part, dtype=dtype, device=bucket.device)
+    first = codec.first_factors(part.name, part.shape, dtype)
+    left, right = planner.state.adopt_factors(part.name, first, device=bucket.device)
     residual = None
     if planner.kinds(codec):
         flat = planner.state.per_rank("residual", part, dtype=dtype, device=bucket.device)

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_dist.accelerator import placed
 from lightning_dist.codecs.base import BlockCodec
-from lightning_dist.exchange.rounds import AllGather, RowExchange, TwoShot
+from lightning_dist.exchange.rounds import RowExchange
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.exchange.wire import row_bytes
 from lightning_dist.kernels.triton import Slice, SliceTable, packed
@@ -43,7 +43,7 @@ class TableUnit(JoinedUnit):
         residuals: of every slice, flat; none without error feedback.
     """
 
-    exchange: AllGather | TwoShot
+    exchange: RowExchange
 
     def __init__(
         self,
@@ -134,17 +134,17 @@ class TableUnit(JoinedUnit):
 
     @override
     def start_second(self) -> None:
-        if isinstance(self.exchange, TwoShot):
+        if self._section.mean:
             self.exchange.wait()
-            self._reduce(self.exchange)
+            self._reduce()
         if self.last:
             self.exchange.start_second()
 
-    def _reduce(self, exchange: TwoShot) -> None:
+    def _reduce(self) -> None:
         """Received payloads -> the mean to send."""
         self._kernels.reduce(
-            exchange.received_bytes,
-            exchange.mean_bytes,
+            self.exchange.received_bytes,
+            self.exchange.mean_bytes,
             table=self._table,
             row=self._rank,
             residual=self._first if self._plan.immediate else None,
@@ -170,7 +170,7 @@ class TableUnit(JoinedUnit):
         kernels.encode(
             self._bucket, residual, scale, table=table, payload=None, salts=self._salts_of(0)
         )
-        if isinstance(self.exchange, TwoShot):
+        if self._section.mean:
             kernels.reduce(
                 self.exchange.received_bytes,
                 None,
@@ -195,8 +195,8 @@ class TableUnit(JoinedUnit):
         """Compile the kernels of every pass; nothing else happens."""
         kernels, self._kernels = self._kernels, self._kernels.compiling()
         self.encode(self._scale, step=0)
-        if isinstance(self.exchange, TwoShot):
-            self._reduce(self.exchange)
+        if self._section.mean:
+            self._reduce()
         self._decode_and_commit(self._scale)
         self._kernels = kernels
 
