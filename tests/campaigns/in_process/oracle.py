@@ -14,14 +14,17 @@ import torch
 from tests.campaigns import harness
 from tests.campaigns.in_process.drawing import EPOCH_STEPS, RANKS, SIZE, Strike
 
-PROBLEMS = ("hang", "end", "restart", "ids", "hash", "weights", "growth", "report")
+PROBLEMS = ("hang", "end", "restart", "ids", "hash", "weights", "validation", "growth", "report")
 """hang: beyond the bound; end: not ended with 0; restart: all were started again; ids: an epoch
 whose committed samples are not those of the data, each once; hash: ranks that differ after a step;
-weights: not those of the run without a fault, or not finite; growth: of memory, descriptors or
+weights: not those of the run without a fault, or not finite; validation: a mean that is not that
+of all samples; growth: of memory, descriptors or
 threads of the worker that is spared; report: the oracle itself failed."""
 
 TOLERANCE = 1e-6
 """Of weights, relative to the largest (codec none, float64)."""
+_MEAN_TOLERANCE = 1e-5
+"""Of a mean that Lightning has logged, in float32."""
 GROWTH = {"resident_kb": 16_000, "fd": 8, "task": 4}
 """Of the worker that is spared, from a quarter of its generations on: what is allowed."""
 
@@ -78,6 +81,13 @@ def judge(
     verdict.require(all(line["finite"] for line in ends), "weights", "not finite")
     if codec == "none":
         _compare(verdict, folder)
+    wrong = [
+        line["validated"]
+        for line in every
+        if "validated" in line
+        and abs(line["mean"] - line["expected"]) > _MEAN_TOLERANCE * line["expected"]
+    ]
+    verdict.require(not wrong, "validation", f"wrong means after steps {wrong[:5]}")
     verdict.generations = max((line["generation"] for line in committed), default=0)
     if spared is not None:
         _check_growth(verdict, lines.get(f"0.{spared}.0", []))
