@@ -45,6 +45,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_dist import AsyncCheckpoint, CompressedDDPStrategy, ElasticRestart
+from lightning_dist.integrations.lightning.elastic.placement import TrainerPlacement
 from lightning_dist.integrations.lightning.elastic.sections import Sections
 
 
@@ -58,6 +59,7 @@ class Module(pl.LightningModule):
         self.own = os.environ["LIGHTNING_DIST_WORKER"]
         watch_groups(self.faults)
         watch_votes(folder, self.faults, told.get("lost", []))
+        watch_saves(self.faults)
         self.log_file = (folder / f"{self.own}.jsonl").open("a", buffering=1)
         self.ids: list[int] = []
         self.validated: list[int] = []
@@ -198,6 +200,17 @@ def miss_end(folder: Path, module: Module, worker: str, step: int, hears: str) -
         raise RuntimeError("[test] Connection closed by peer")
 
     Sections.commit = commit  # type: ignore[method-assign]
+
+
+def watch_saves(faults: Faults) -> None:
+    """Strike where a checkpoint is written."""
+    write = TrainerPlacement.write
+
+    def writing(placement: TrainerPlacement, path: str) -> None:
+        faults.strike("saving")
+        write(placement, path)
+
+    TrainerPlacement.write = writing  # type: ignore[method-assign]
 
 
 class Meets(pl.Callback):

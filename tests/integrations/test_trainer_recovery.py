@@ -159,6 +159,19 @@ def test_two_ranks_at_once(
 
 
 @pytest.mark.slow
+def test_a_rank_is_lost_before_the_first_batch_of_a_newcomer(
+    expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
+) -> None:
+    """Within an epoch, in the checkpoint of the step after which the newcomer has joined."""
+    faults = [["0.2.0", "between buckets", 1], ["0.1.0", "saving", 7]]
+    job = TrainerJob(tmp_path, quick_python, faults=faults, joins=7)
+    job.require_exact()
+    require_logged(job)
+    job.require_weights(expected)
+    assert any(names == {"0.0.0", "0.2.1"} for names in job.members().values())
+
+
+@pytest.mark.slow
 def test_compressed_ranks_stay_equal_and_whoever_misses_the_answer_commits(
     tmp_path: Path, quick_python: list[str]
 ) -> None:

@@ -248,7 +248,8 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
         if not self._begins_epoch and not self._has_ended:
             passes = self.data.plan().first_micro_batch
             place_at_step(trainer, passes)
-            private.iterate_again(trainer, passes=passes)
+            # Before its first batch in this process the epoch loop adds those that it counts.
+            private.iterate_again(trainer, passes=passes if self.has_begun else 0)
 
     def _show_progress(self) -> None:
         """Let the progress bar, which other ranks than the leader disable, begin here."""
