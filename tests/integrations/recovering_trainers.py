@@ -4,9 +4,9 @@
 
 SETTINGS is JSON, as of `recovering_loops`: ``codec``, ``faults``, ``lost``, ``joins``, ``mirror``,
 ``ranks`` and ``per_host``; and ``accumulate``, ``clip``, ``validates`` (limit_val_batches),
-``interval`` (val_check_interval), ``syncs``, ``logs``, ``metric`` (of training steps), ``meets`` (a
-callback waits), ``best`` (an AsyncCheckpoint and a CommProfiler), ``bar`` (of progress) and
-``misses`` (as of `miss_end`).
+``interval`` (val_check_interval), ``across`` (which counts across epochs), ``syncs``, ``logs``,
+``metric`` (of training steps), ``meets`` (a callback waits), ``best`` (an AsyncCheckpoint and a
+CommProfiler), ``bar`` (of progress) and ``misses`` (as of `miss_end`).
 Every rank writes what it computes and what it has committed to ``FOLDER/<worker>.jsonl``.
 """
 
@@ -255,6 +255,7 @@ def train(folder: Path, told: dict[str, Any]) -> None:
         gradient_clip_val=told.get("clip"),
         limit_val_batches=told.get("validates", 0),
         val_check_interval=told.get("interval"),
+        check_val_every_n_epoch=None if "across" in told else 1,
         num_sanity_val_steps=1 if told.get("validates") else 0,
         log_every_n_steps=1,
         logger=CSVLogger(folder) if told.get("logs") else False,

@@ -290,6 +290,17 @@ def test_a_rank_is_lost_between_two_steps_of_an_epoch(
 
 
 @pytest.mark.slow
+def test_an_interval_of_validations_is_counted_across_epochs(
+    expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
+) -> None:
+    told = {"faults": [["0.1.0", "forward", 6]], "joins": 12, "validates": 1.0, "interval": 2}
+    job = TrainerJob(tmp_path, quick_python, **told, across=True)
+    job.require_exact()
+    job.require_weights(expected)
+    assert {line["validated"] for line in job.of("validated")} == {*range(2, 15, 2)}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["later in the validation", "end of validation", "forward"])
 def test_checkpoints_of_the_best_and_the_profile_go_on_without_the_rank_that_made_them(
     place: str, whole: TrainerJob, tmp_path: Path, quick_python: list[str]
