@@ -4,9 +4,9 @@
 
 SETTINGS is JSON, as of `recovering_loops`: ``codec``, ``faults``, ``lost``, ``joins``, ``mirror``,
 ``ranks`` and ``per_host``; and ``accumulate``, ``clip``, ``validates`` (limit_val_batches),
-``interval`` (val_check_interval), ``syncs``, ``logs``, ``metric`` (of training steps), ``meets`` (a
-callback waits), ``best`` (an AsyncCheckpoint and a CommProfiler), ``bar`` (of progress) and
-``misses`` (as of `miss_end`).
+``interval`` (val_check_interval), ``across`` (which counts across epochs), ``syncs``, ``logs``,
+``metric`` (of training steps), ``meets`` (a callback waits), ``best`` (an AsyncCheckpoint and a
+CommProfiler), ``bar`` (of progress) and ``misses`` (as of `miss_end`).
 Every rank writes what it computes and what it has committed to ``FOLDER/<worker>.jsonl``.
 """
 
@@ -45,6 +45,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_dist import AsyncCheckpoint, CompressedDDPStrategy, ElasticRestart
+from lightning_dist.integrations.lightning.elastic.placement import TrainerPlacement
 from lightning_dist.integrations.lightning.elastic.sections import Sections
 
 
@@ -58,6 +59,7 @@ class Module(pl.LightningModule):
         self.own = os.environ["LIGHTNING_DIST_WORKER"]
         watch_groups(self.faults)
         watch_votes(folder, self.faults, told.get("lost", []))
+        watch_saves(self.faults)
         self.log_file = (folder / f"{self.own}.jsonl").open("a", buffering=1)
         self.ids: list[int] = []
         self.validated: list[int] = []
@@ -200,6 +202,17 @@ def miss_end(folder: Path, module: Module, worker: str, step: int, hears: str) -
     Sections.commit = commit  # type: ignore[method-assign]
 
 
+def watch_saves(faults: Faults) -> None:
+    """Strike where a checkpoint is written."""
+    write = TrainerPlacement.write
+
+    def writing(placement: TrainerPlacement, path: str) -> None:
+        faults.strike("saving")
+        write(placement, path)
+
+    TrainerPlacement.write = writing  # type: ignore[method-assign]
+
+
 class Meets(pl.Callback):
     """Waits for all ranks after every batch."""
 
@@ -242,6 +255,7 @@ def train(folder: Path, told: dict[str, Any]) -> None:
         gradient_clip_val=told.get("clip"),
         limit_val_batches=told.get("validates", 0),
         val_check_interval=told.get("interval"),
+        check_val_every_n_epoch=None if "across" in told else 1,
         num_sanity_val_steps=1 if told.get("validates") else 0,
         log_every_n_steps=1,
         logger=CSVLogger(folder) if told.get("logs") else False,

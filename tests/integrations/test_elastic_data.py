@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from multiprocessing import active_children
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,9 @@ from elastic_data import LOADERS, SilentStream, Stream
 from elastic_runs import SIZE, FailAt, Fault, Numbered, committed, fit, hash_of, make_loader
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
+
+from lightning_dist.elastic.data.plan import Position
+from lightning_dist.integrations.lightning.elastic.data import TrainerDeal
 
 
 @pytest.mark.parametrize("kind", LOADERS)
@@ -98,3 +103,41 @@ def test_weighted_sampling_goes_on_with_what_was_drawn(tmp_path: Path) -> None:
     fit(tmp_path / "again", loader=loader)
     expected = [step.ids for step in committed(tmp_path / "reference" / "account").values()]
     assert [step.ids for step in committed(tmp_path / "again" / "account").values()] == expected
+
+
+@pytest.mark.parametrize(
+    ("size", "interval", "intervals"),
+    [(96, 3, [3, 6, 3]), (88, 6, [6, 11, 6]), (96, 0.5, [3, 6, 3]), (96, 1.0, [6, 12, 6])],
+    ids=["steps", "an epoch whose last step is smaller", "half an epoch", "an epoch"],
+)
+def test_validations_stay_at_their_steps_when_ranks_are_lost_and_come(
+    size: int, interval: float, intervals: list[int]
+) -> None:
+    """On 4 ranks, on 3 with 2 micro-batches per step, and on 4 again."""
+    loop = SimpleNamespace(max_batches=6, _combined_loader=SimpleNamespace(limits=None))
+    trainer: Any = SimpleNamespace(
+        accumulate_grad_batches=1,
+        limit_train_batches=1.0,
+        val_check_interval=interval,
+        val_check_batch=intervals[0],
+        fit_loop=loop,
+        lightning_module=SimpleNamespace(automatic_optimization=True),
+    )
+    deal = TrainerDeal(
+        trainer,
+        exact=True,
+        on_first=lambda: None,
+        policy="fixed_global_batch",
+        rank=0,
+        world_size=4,
+        resumed=None,
+        path="",
+        begun=None,
+        seed=0,
+    )
+    deal.take(DataLoader(range(size), batch_size=4))  # type: ignore[arg-type]
+    found = []
+    for world_size in (4, 3, 4):
+        deal.deal_again(Position(0, 16, 1), rank=0, world_size=world_size)
+        found.append(trainer.val_check_batch)
+    assert found == intervals

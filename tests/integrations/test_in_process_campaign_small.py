@@ -8,18 +8,20 @@ from pathlib import Path
 import pytest
 from processes import run
 
-from tests.campaigns.in_process.drawing import KINDS, draw
+from tests.campaigns.in_process.drawing import ADAPTERS, KINDS, draw
 from tests.campaigns.in_process.oracle import PROBLEMS
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_nothing_is_lost_in_a_small_campaign(tmp_path: Path, quick_python: list[str]) -> None:
+@pytest.mark.parametrize(("adapter", "faults"), [("loop", "20"), ("trainer", "10")])
+def test_nothing_is_lost_in_a_small_campaign(
+    adapter: str, faults: str, tmp_path: Path, quick_python: list[str]
+) -> None:
     result = tmp_path / "campaign.json"
-    words = ["--trials", "20", "--seed", "5", "--beat-timeout", "8", "--folder", tmp_path]
-    done = run(
-        [*quick_python, "-m", "tests.campaigns.in_process", *words, "--json", result], limit=350
-    )
+    words = ["--adapter", adapter, "--trials", faults, "--seed", "5", "--beat-timeout", "8"]
+    command = [*quick_python, "-m", "tests.campaigns.in_process", *words]
+    done = run([*command, "--folder", tmp_path, "--json", result], limit=350)
     rows = json.loads(result.read_text())["rows"] if result.exists() else []
     found = [row["problems"] for row in rows]
     assert done.returncode == 0, (found, done.output[-3000:])
@@ -29,10 +31,13 @@ def test_nothing_is_lost_in_a_small_campaign(tmp_path: Path, quick_python: list[
         assert row["struck"] == row["faults"]
 
 
-def test_faults_of_all_kinds_are_drawn_and_the_first_and_last_steps_are_struck() -> None:
-    strikes, steps = draw(200, seed=1, spared=3)
-    assert {each.kind for each in strikes} == {*KINDS}
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_faults_of_all_kinds_are_drawn_and_the_first_and_last_steps_are_struck(
+    adapter: str,
+) -> None:
+    strikes, steps = draw(200, seed=1, adapter=adapter, spared=3)
+    assert {each.kind for each in strikes} == {*KINDS[adapter]}
     assert (strikes[0].step, strikes[-1].step) == (0, steps - 1)
     assert all(each.local_rank != 3 for each in strikes)
     assert [each.number for each in strikes] == [*range(len(strikes))]
-    assert draw(200, seed=1, spared=3) == (strikes, steps)
+    assert draw(200, seed=1, adapter=adapter, spared=3) == (strikes, steps)

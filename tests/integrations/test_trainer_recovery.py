@@ -159,6 +159,19 @@ def test_two_ranks_at_once(
 
 
 @pytest.mark.slow
+def test_a_rank_is_lost_before_the_first_batch_of_a_newcomer(
+    expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
+) -> None:
+    """Within an epoch, in the checkpoint of the step after which the newcomer has joined."""
+    faults = [["0.2.0", "between buckets", 1], ["0.1.0", "saving", 7]]
+    job = TrainerJob(tmp_path, quick_python, faults=faults, joins=7)
+    job.require_exact()
+    require_logged(job)
+    job.require_weights(expected)
+    assert any(names == {"0.0.0", "0.2.1"} for names in job.members().values())
+
+
+@pytest.mark.slow
 def test_compressed_ranks_stay_equal_and_whoever_misses_the_answer_commits(
     tmp_path: Path, quick_python: list[str]
 ) -> None:
@@ -274,6 +287,17 @@ def test_a_rank_is_lost_between_two_steps_of_an_epoch(
     require_validated(job, whole, ids=True)
     assert {line["validated"] for line in job.of("validated")} == {2, 4, 7, 9, 12, 14}
     assert "exit code 75" not in job.output
+
+
+@pytest.mark.slow
+def test_an_interval_of_validations_is_counted_across_epochs(
+    expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
+) -> None:
+    told = {"faults": [["0.1.0", "forward", 6]], "joins": 12, "validates": 1.0, "interval": 2}
+    job = TrainerJob(tmp_path, quick_python, **told, across=True)
+    job.require_exact()
+    job.require_weights(expected)
+    assert {line["validated"] for line in job.of("validated")} == {*range(2, 15, 2)}
 
 
 @pytest.mark.slow

@@ -1,15 +1,16 @@
 """Faults of every kind, again and again, in trainings that recover within their processes.
 
-Jobs of 4 ranks in an ElasticLoop around DDP under our launcher, with real processes and signals:
-killed, stopped, with an exception, alone or two at once, in every place of a step, while
-checkpoints are saved, groups are made and newcomers healed. Four fifths of the faults are met by
-one job (codec none, float64) whose last worker is spared and must not grow; the others by one with
+Jobs of 4 ranks under our launcher, in an ElasticLoop around DDP or (--adapter trainer) under a
+Lightning Trainer, with real processes and signals: killed, stopped, with an exception, alone or
+two at once, in every place of a step, while checkpoints are saved, groups are made and newcomers
+healed; under a Trainer in validations and callbacks too. Four fifths of the faults are met by one
+job (codec none, float64) whose last worker is spared and must not grow; the others by one with
 codec int8. Every job is judged: it ends with 0 without a restart of all, every sample is committed
-once in each epoch, ranks have the same bits after every step, and the weights are those of the run
-without a fault to 1e-6 of the largest (codec none). oracle.py says what is counted.
+once in each epoch, ranks have the same bits after every step, and the weights are those of one
+process without a fault to 1e-6 of the largest (codec none). oracle.py says what is counted.
 struck: faults that were met.
 
-    python -m tests.campaigns.in_process --trials N --seed S --json FILE
+    python -m tests.campaigns.in_process --adapter A --trials N --seed S --json FILE
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from processes import environment_of, kill_tree
 
 from benchmarks.harness.results import recording
 from tests.campaigns.harness import Hang, parser_of_trials, run_trials
-from tests.campaigns.in_process.drawing import EPOCH_STEPS, RANKS, draw
+from tests.campaigns.in_process.drawing import ADAPTERS, EPOCH_STEPS, RANKS, draw
 from tests.campaigns.in_process.oracle import PROBLEMS, Verdict, judge
 
-SCRIPT = Path(__file__).with_name("training.py")
+SCRIPTS = {name: Path(__file__).with_name(f"{name}_training.py") for name in ADAPTERS}
 SECONDS_PER_FAULT, SECONDS = 8.0, 60.0
 """Of a job: at most."""
 _OUTPUT_LINES = 80
@@ -42,6 +43,7 @@ class Trial:
     """One job."""
 
     number: int
+    adapter: str
     faults: int
     codec: str
     spared: int | None
@@ -64,7 +66,9 @@ class Campaign:
         """One job, judged."""
         verdict = Verdict(trial.codec, trial.number)
         folder = self.root / str(trial.number)
-        strikes, steps = draw(trial.faults, seed=trial.seed, spared=trial.spared)
+        strikes, steps = draw(
+            trial.faults, seed=trial.seed, adapter=trial.adapter, spared=trial.spared
+        )
         plan = {
             "codec": trial.codec,
             "epochs": steps // EPOCH_STEPS,
@@ -76,10 +80,11 @@ class Campaign:
         (folder / "plan.json").write_text(json.dumps(plan))
         began = time.monotonic()
         with verdict.judging():
-            _run([*self.python, str(SCRIPT), str(folder)], folder / "alone.txt", {}, trial.bound)
+            alone = [*self.python, str(SCRIPTS["loop"]), str(folder)]
+            _run(alone, folder / "alone.txt", {}, trial.bound)
             options = ["--monitor-interval=0.05", "--standalone", f"--nproc-per-node={RANKS}"]
             launcher = [*self.python, "-m", "lightning_dist.elastic.agent", *options]
-            script = ["--no-python", *self.python, str(SCRIPT), str(folder)]
+            script = ["--no-python", *self.python, str(SCRIPTS[trial.adapter]), str(folder)]
             settings = {"LIGHTNING_DIST_BEAT_TIMEOUT": str(trial.beat_timeout)}
             began = time.monotonic()
             restarts = "--max-restarts=1000000"
@@ -123,12 +128,12 @@ def _run(command: list[str], log: Path, settings: dict[str, str], limit: float) 
         raise RuntimeError(f"exit code {code}: {tail}")
 
 
-def trials_of(count: int, *, seed: int, beat_timeout: float) -> list[Trial]:
+def trials_of(count: int, *, adapter: str, seed: int, beat_timeout: float) -> list[Trial]:
     """Two jobs that have ``count`` faults together."""
     few = count // 5
     jobs = [(count - few, "none", RANKS - 1), (few, "int8", None)]
     return [
-        Trial(number, faults, codec, spared, seed + number, beat_timeout)
+        Trial(number, adapter, faults, codec, spared, seed + number, beat_timeout)
         for number, (faults, codec, spared) in enumerate(jobs)
         if faults
     ]
@@ -152,8 +157,12 @@ def figures_of_kind(found: Sequence[Verdict]) -> dict[str, Any]:
 def main() -> int:
     parser = parser_of_trials(__doc__, folder="where to write, and to keep it")
     parser.add_argument("--trials", type=int, default=250, help="faults")
+    parser.add_argument("--adapter", choices=ADAPTERS, default="loop")
     parser.add_argument("--beat-timeout", type=float, default=2.0)
     given = parser.parse_args()
+    trials = trials_of(
+        given.trials, adapter=given.adapter, seed=given.seed, beat_timeout=given.beat_timeout
+    )
     with (
         recording(given, seed=given.seed) as record,
         tempfile.TemporaryDirectory(prefix="in-process") as temporary,
@@ -161,9 +170,9 @@ def main() -> int:
     ):
         root = given.folder or Path(temporary)
         verdicts = run_trials(
-            "recovery within the process",
+            f"recovery within the process ({given.adapter})",
             Campaign(root, python).run,
-            trials_of(given.trials, seed=given.seed, beat_timeout=given.beat_timeout),
+            trials,
             given=given,
             record=record,
             problems=PROBLEMS,

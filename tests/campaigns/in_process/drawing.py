@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 RANKS, BATCH, EPOCH_STEPS = 4, 4, 6
 SIZE = RANKS * BATCH * EPOCH_STEPS
 """Samples of an epoch."""
-SAVES = 5
-"""Steps between two checkpoints."""
+SAVES, VALIDATIONS = 5, 3
+"""Steps between two checkpoints, and between two validations of a Trainer."""
 
 _IN_STEPS = ("forward", "between buckets", "after the vote", "after the step")
 _ON_THREAD = ("before the vote", "after the answer")
@@ -30,7 +30,14 @@ _KINDS: Mapping[str, float] = {
     "end of an epoch": 2,
 }
 """And how often they are drawn."""
-KINDS = (*_KINDS, "first step", "last step")
+_KINDS_OF: Mapping[str, Mapping[str, float]] = {
+    "loop": _KINDS,
+    "trainer": {**_KINDS, "validation": 4, "callback": 2},
+}
+"""By adapter: a validation, and a collective in a callback, are between the steps of a Trainer."""
+ADAPTERS = tuple(_KINDS_OF)
+KINDS = {adapter: (*kinds, "first step", "last step") for adapter, kinds in _KINDS_OF.items()}
+_OF_VALIDATIONS = ("begin of a validation", "in a validation", "end of a validation")
 _ACTIONS = {
     "os._exit": "exit",
     "exception": "raise",
@@ -65,23 +72,23 @@ class Strike:
 
 
 def draw(
-    count: int, *, seed: int, kinds: Sequence[str] = tuple(_KINDS), spared: int | None = None
+    count: int, *, seed: int, adapter: str = "loop", spared: int | None = None
 ) -> tuple[list[Strike], int]:
     """Strikes of ``count`` faults, and the steps of the training.
 
     The first is in the first step and the last in the last one.
 
     Args:
-        kinds: those that are drawn.
+        adapter: whose kinds are drawn.
         spared: the place of a worker to which nothing happens.
     """
     chance = random.Random(f"{seed}/{count}/{spared}")
     ranks = [rank for rank in range(RANKS) if rank != spared]
     strikes: list[Strike] = []
     step = 0
-    weights = [_KINDS[kind] for kind in kinds]
+    kinds = _KINDS_OF[adapter]
     for fault in range(count):
-        (kind,) = chance.choices(kinds, weights)
+        (kind,) = chance.choices([*kinds], [*kinds.values()])
         if fault == 0:
             kind = "first step"
         elif fault == count - 1:
@@ -105,6 +112,9 @@ def _strikes(kind: str, step: int, chance: random.Random, ranks: Sequence[int]) 
         some = replace(some, place="saving")
     elif kind == "end of an epoch":
         some = replace(some, place="end of an epoch")
+    elif kind in ("validation", "callback"):
+        place = chance.choice(_OF_VALIDATIONS) if kind == "validation" else kind
+        some = replace(some, place=place, action=chance.choice(("kill", "exit", "raise", "stop")))
     yield some
     if kind == "two at once":
         yield replace(some, local_rank=second, place=chance.choice(_IN_STEPS))

@@ -12,16 +12,19 @@ from typing import Any
 import torch
 
 from tests.campaigns import harness
-from tests.campaigns.in_process.drawing import EPOCH_STEPS, RANKS, SIZE, Strike
+from tests.campaigns.in_process.drawing import EPOCH_STEPS, RANKS, SIZE, VALIDATIONS, Strike
 
-PROBLEMS = ("hang", "end", "restart", "ids", "hash", "weights", "growth", "report")
+PROBLEMS = ("hang", "end", "restart", "ids", "hash", "weights", "validation", "growth", "report")
 """hang: beyond the bound; end: not ended with 0; restart: all were started again; ids: an epoch
 whose committed samples are not those of the data, each once; hash: ranks that differ after a step;
-weights: not those of the run without a fault, or not finite; growth: of memory, descriptors or
+weights: not those of the run without a fault, or not finite; validation: left out, or a mean that
+is not that of all samples; growth: of memory, descriptors or
 threads of the worker that is spared; report: the oracle itself failed."""
 
 TOLERANCE = 1e-6
 """Of weights, relative to the largest (codec none, float64)."""
+_MEAN_TOLERANCE = 1e-5
+"""Of a mean that Lightning has logged, in float32."""
 GROWTH = {"resident_kb": 16_000, "fd": 8, "task": 4}
 """Of the worker that is spared, from a quarter of its generations on: what is allowed."""
 
@@ -78,6 +81,7 @@ def judge(
     verdict.require(all(line["finite"] for line in ends), "weights", "not finite")
     if codec == "none":
         _compare(verdict, folder)
+    _check_validations(verdict, [line for line in every if "validated" in line], steps=steps)
     verdict.generations = max((line["generation"] for line in committed), default=0)
     if spared is not None:
         _check_growth(verdict, lines.get(f"0.{spared}.0", []))
@@ -110,6 +114,21 @@ def _compare(verdict: Verdict, folder: Path) -> None:
     away = max(float((mine[name] - theirs[name]).abs().max()) for name in names)
     verdict.error = away / largest
     verdict.require(verdict.error <= TOLERANCE, "weights", f"relative difference {verdict.error}")
+
+
+def _check_validations(verdict: Verdict, lines: list[Line], *, steps: int) -> None:
+    """Those of a Trainer; a loop has none."""
+    found, due = (
+        {line["validated"] for line in lines},
+        {*range(VALIDATIONS, steps + 1, VALIDATIONS)},
+    )
+    verdict.require(not lines or found == due, "validation", f"other steps: {sorted(found ^ due)}")
+    wrong = {
+        line["validated"]
+        for line in lines
+        if abs(line["mean"] - line["expected"]) > _MEAN_TOLERANCE * line["expected"]
+    }
+    verdict.require(not wrong, "validation", f"wrong means after steps {sorted(wrong)[:5]}")
 
 
 def _check_growth(verdict: Verdict, lines: list[Line]) -> None:

@@ -111,6 +111,14 @@ class TrainerDeal(Deal):
         whole = EpochPlan(first, 0, Position(), facts.size, facts.drop_last)
         return int(len(whole) * self._limit)
 
+    @property
+    def _whole(self) -> int:
+        """Passes of an epoch in the layout of the first start."""
+        assert self.first is not None
+        assert self.facts is not None
+        size, drop_last = self._epoch_size, self.facts.drop_last
+        return len(EpochPlan(self.first, 0, Position(), size, drop_last))
+
     def _translate(self, first: Layout, now: Layout) -> None:
         trainer: Any = self._trainer
         automatic = trainer.lightning_module.automatic_optimization
@@ -133,26 +141,24 @@ class TrainerDeal(Deal):
         super().deal_again(position, rank=rank, world_size=world_size)
         assert self.first is not None
         assert self.layout is not None
-        trainer: Any = self._trainer
         self._translate(self.first, self.layout)
-        if isinstance(self._interval, int):
-            trainer.val_check_batch = trainer.val_check_interval
         self.refresh()
 
     def refresh(self) -> None:
         """Tell the trainer how long the present epoch is; a resumed one had another length."""
-        loop = self._trainer.fit_loop
-        loader = private.combined_train_loader(self._trainer)
+        trainer: Any = self._trainer
+        loop, interval = trainer.fit_loop, trainer.val_check_interval
+        loader = private.combined_train_loader(trainer)
         if not self.is_dealt or loader is None:
             return
         passes = len(self.plan())
         if loop.max_batches == passes:
             return
-        if self._trainer.val_check_batch == loop.max_batches:
-            self._trainer.val_check_batch = passes
-        elif isinstance(self._trainer.val_check_interval, float):
-            fraction = self._trainer.val_check_interval
-            self._trainer.val_check_batch = max(1, int(passes * fraction))
+        if isinstance(interval, float):
+            trainer.val_check_batch = max(1, int(passes * interval))
+        elif isinstance(interval, int):
+            # The last step of an epoch may be smaller: its end need not be a multiple of this.
+            trainer.val_check_batch = passes if self._interval == self._whole else interval
         loader.limits = [passes]
         loop.max_batches = passes
 

@@ -70,11 +70,19 @@ def place_within_epoch(
     return due and not validated
 
 
-def place_at_step(trainer: pl.Trainer, passes: int) -> None:
-    """Let the epoch loop count as if its steps so far had taken ``passes`` batches."""
+def place_at_step(trainer: pl.Trainer, passes: int | None, *, before: int) -> None:
+    """Let the epoch loop count as if all steps so far had been taken with the present layout.
+
+    Args:
+        passes: batches of this epoch; None between two epochs.
+        before: batches of the epochs before.
+    """
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
-    more = passes - progress.current.processed
-    for each in (progress.current, progress.total):
+    counts = [(progress.total, before + (passes or 0))]
+    if passes is not None:
+        counts.append((progress.current, passes))
+    for each, count in counts:
+        more = count - each.processed
         each.ready, each.started = each.ready + more, each.started + more
         each.processed, each.completed = each.processed + more, each.completed + more
 

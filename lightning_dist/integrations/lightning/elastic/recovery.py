@@ -245,10 +245,12 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
             self._strategy.meets()
             return
         self.data.deal_again(state.position, rank=members.rank, world_size=members.world_size)
-        if not self._begins_epoch and not self._has_ended:
-            passes = self.data.plan().first_micro_batch
-            place_at_step(trainer, passes)
-            private.iterate_again(trainer, passes=passes)
+        plan, is_between = self.data.plan(), self._begins_epoch or self._has_ended
+        before, passes = state.position.epoch * len(plan), plan.first_micro_batch
+        place_at_step(trainer, None if is_between else passes, before=before)
+        if not is_between:
+            # Before its first batch in this process the epoch loop adds those that it counts.
+            private.iterate_again(trainer, passes=passes if self.has_begun else 0)
 
     def _show_progress(self) -> None:
         """Let the progress bar, which other ranks than the leader disable, begin here."""

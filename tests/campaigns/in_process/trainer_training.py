@@ -1,0 +1,134 @@
+"""A training under a Lightning Trainer, see `worker.py`.
+
+    trainer_training.py FOLDER
+
+Ranks also wait for each other in validations, in logged metrics and in a callback.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from recovering_loops import Net
+from torch import Tensor
+
+from lightning_dist import CompressedDDPStrategy, ElasticRestart
+from lightning_dist.integrations.lightning.elastic.recovery import RecoveringPlacement
+from tests.campaigns.in_process.drawing import SAVES, SIZE, VALIDATIONS
+from tests.campaigns.in_process.worker import (
+    BUCKET_CAP_MB,
+    COMPRESSION,
+    MOMENTUM,
+    RATE,
+    SEED,
+    Samples,
+    Worker,
+    loader_of_samples,
+    loss_of,
+)
+
+
+class Module(pl.LightningModule):
+    def __init__(self, worker: Worker) -> None:
+        super().__init__()
+        self.net, self._worker, self.met = Net(), worker, worker.strikes.met
+        self._begun: tuple[int, int] = (-1, -1)  # generation and step
+        self._ids: list[int] = []
+        self._world_size = 0
+        self.net.layers[1].weight.register_hook(lambda _: self.met("between buckets"))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        numbers, x = batch
+        generations, step = self.trainer.strategy.generations, self.trainer.global_step
+        if (generations.now.number, step) != self._begun:
+            self._begun, self._ids = (generations.now.number, step), []
+            self._world_size = self.trainer.world_size
+            self._worker.begin(step, generations, world_size=self._world_size)
+        self.met("forward")
+        loss = loss_of(self.net, x)
+        self.log("loss", loss, on_epoch=True, sync_dist=True)
+        elastic = self.trainer.checkpoint_callbacks[-1]
+        assert isinstance(elastic, ElasticRestart)
+        assert elastic.micro_batch is not None
+        if elastic.micro_batch.weight:
+            self._ids += numbers.tolist()
+        if elastic.micro_batch.ends_step:
+            generation, _ = self._begun
+            self._worker.note(computed=step + 1, ids=self._ids, generation=generation)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.met("after the vote")
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        generation, step = self._begun
+        self._worker.committed(
+            step + 1, generation=generation, world_size=self._world_size, net=self.net
+        )
+        self.met("after the step")
+
+    def on_train_epoch_end(self) -> None:
+        self.met("end of an epoch")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.met("begin of a validation" if batch_idx == 0 else "in a validation")
+        _, x = batch
+        self.log("val_loss", loss_of(self.net, x), sync_dist=True)
+
+    def on_validation_end(self) -> None:
+        self.met("end of a validation")
+        x = torch.stack([Samples()[index][1] for index in range(SIZE)])
+        with torch.no_grad():
+            expected = loss_of(copy.deepcopy(self.net), x)
+        found = self.trainer.callback_metrics["val_loss"]
+        step = self.trainer.global_step
+        self._worker.note(validated=step, mean=float(found), expected=float(expected))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.net.parameters(), lr=RATE, momentum=MOMENTUM)
+
+
+class Meeting(pl.Callback):
+    """Ranks wait for each other after every batch."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        assert isinstance(module, Module)
+        module.met("callback")
+        assert trainer.strategy.broadcast(trainer.global_step) == trainer.global_step
+
+
+def train(folder: Path) -> None:
+    worker = Worker(folder, RecoveringPlacement)
+    module = Module(worker)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy=CompressedDDPStrategy(
+            worker.plan["codec"],
+            recovery="in_process",
+            bucket_cap_mb=BUCKET_CAP_MB,
+            **COMPRESSION,
+        ),
+        callbacks=[
+            Meeting(),
+            ElasticRestart(folder / "ckpt", every_n_train_steps=SAVES, seed=SEED),
+        ],
+        max_epochs=worker.plan["epochs"],
+        val_check_interval=VALIDATIONS,
+        num_sanity_val_steps=0,
+        log_every_n_steps=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, loader_of_samples(shuffle=True), loader_of_samples(shuffle=False))
+    worker.end(trainer.global_step, module.net)
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]))
