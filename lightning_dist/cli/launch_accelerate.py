@@ -49,7 +49,7 @@ def plan(words: Sequence[str], environ: Mapping[str, str], *, given: Any, file: 
     with resolved.named_in_errors():
         require_possible(resolved.options)
     if resolved.outside and CONFIG not in made.environment:
-        made.notes.append(f"in force: {resolved.told() or 'settings as by default'}")
+        made.notes.append(f"in force: {resolved.outside_text() or 'settings as by default'}")
     config = theirs.load(file)
     options, after = cut(words, given)
     if given.config_file is None:
@@ -72,7 +72,7 @@ def plan(words: Sequence[str], environ: Mapping[str, str], *, given: Any, file: 
 
 
 def _hand_on(made: Plan, environ: Mapping[str, str], file: Path) -> None:
-    """The training cannot know which file was used: it is told by a variable."""
+    """The variable that names the file in use to the training."""
     sidecar = sidecar_of(file).absolute()
     if not sidecar.is_file():
         made.notes.append(f"there is no {sidecar.name} beside {file}")

@@ -152,7 +152,7 @@ class RunHistory:
         return summarize(self._journal.read(), run_id=self.run_id)
 
     def metrics(self, *, world_size: int) -> dict[str, float]:
-        """``elastic/*``, as loggers are told it; without what is not known. On the leader."""
+        """``elastic/*`` for loggers, without unknown values. On the leader."""
         found = {"elastic/world_size": float(world_size)}
         if self._journal.folder is not None:
             summary = self.summary
@@ -214,19 +214,19 @@ def start_line(
 
 def cost_line(summary: Summary) -> str:
     """Log line: the cost of restarts and of changes within the process."""
-    told = []
+    parts = []
     if summary.restarts:
         restarts, causes = _counted(summary.restarts, "restart"), "; ".join(summary.causes)
-        told.append(
+        parts.append(
             f"{restarts}, {summary.lost_time_s:.1f} s lost, "
             f"{summary.samples_recomputed} samples recomputed ({causes})"
         )
     if summary.generations:
-        told.append(
+        parts.append(
             f"{_counted(summary.generations, 'change')} within the process, "
             f"{summary.recovery_s:.1f} s lost, {_counted(summary.steps_redone, 'step')} repeated"
         )
-    return f"elastic: {'; '.join(told)}"
+    return f"elastic: {'; '.join(parts)}"
 
 
 def _counted(number: int, what: str) -> str:

@@ -34,7 +34,7 @@ class ElasticState:
         rng: generator states of every rank.
         loaders: states of the loaders of every rank, where those keep the position themselves.
         metrics: what every rank had logged, which callbacks and schedulers may wait for.
-        stopped: whether the training was told to stop before its last epoch or step.
+        stopped: whether the training was stopped before its last epoch or step.
     """
 
     run_id: str

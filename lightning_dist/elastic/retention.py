@@ -31,8 +31,8 @@ class Retention:
         keep: how many stay.
         settings: how they are taken and written.
         members: all ranks; with ``members.writers`` each writes its part.
-        warn: told on the leader what the user should know.
-        committed: told on the leader of each checkpoint that is durable.
+        warn: called on the leader with a message for the user.
+        committed: called on the leader for each durable checkpoint.
     """
 
     def __init__(

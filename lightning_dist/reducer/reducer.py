@@ -168,7 +168,7 @@ class Reducer(StatefulPipeline):
         """Whether an observer receives the events of collectives."""
         return any(channel.watch is not None for channel in self.network.channels)
 
-    def tell_regrouped(self, generation: int, *, reason: str) -> None:
+    def notify_regrouped(self, generation: int, *, reason: str) -> None:
         """Report to observers that training goes on with other ranks, from this step on."""
         for observer in self._observers:
             observer.regrouped(generation, step=self.step, reason=reason)

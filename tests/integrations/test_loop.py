@@ -122,7 +122,7 @@ def test_a_loop_that_is_left_early_goes_on_there(tmp_path: Path) -> None:
 
 def await_notice(loop: ElasticLoop) -> None:
     """A thread takes note; on a busy machine some steps later."""
-    while not loop._run.session.lifecycle.is_told:
+    while not loop._run.session.lifecycle.stop_requested:
         os.sched_yield()
 
 

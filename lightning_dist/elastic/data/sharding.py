@@ -252,7 +252,7 @@ class Deal:
 
         Args:
             limit: micro-batches of an epoch that are wanted, in the layout of the first start.
-            accept: told the layout of the first start and that of now; may refuse.
+            accept: called with the layout of the first start and the present one; may raise.
             on_first: called before the first batch of an epoch is drawn in this process.
 
         Raises:

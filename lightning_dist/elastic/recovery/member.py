@@ -195,7 +195,7 @@ class Member:
     def waits_for_another(self) -> bool:
         """Whether another member has not come as far as this one. From any thread."""
         own, others = self._where, [n for n in self.generation.members if n != self.name]
-        with suppress(RuntimeError):  # of the store; others are told so
+        with suppress(RuntimeError):  # of the store; the others are notified
             store = self.connect()
             beats = [
                 store.get(Keys.beat(n)).decode() for n in others if store.check([Keys.beat(n)])

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
+from lightning_dist.integrations import rank_zero
 from lightning_dist.integrations.lightning.base import CompressingStrategy
 from lightning_dist.integrations.lightning.checkpoint.session_io import CheckpointerIO
 from lightning_dist.integrations.lightning.fit_results import ResultsLauncher
@@ -79,7 +79,7 @@ class CompressedDDPStrategy(
         if environment is not None:
             self.begin_recovery(environment)
             return
-        rank_zero_warn(
+        rank_zero.warn(
             "recovery='in_process' takes effect under `lightning-dist launch` only; where a rank "
             "is lost here, all ranks restart"
         )

@@ -254,12 +254,12 @@ class ElasticLoop:
             self._index = index
             with run.objects.exchanging(self._this.ends_step):
                 yield batch if self._move is None else self._move(batch)
-            self._require_told()
+            self._require_step_done()
             run.session.lifecycle.heartbeat()
             if not run.is_current:
                 return
 
-    def _require_told(self) -> None:
+    def _require_step_done(self) -> None:
         if not self._is_weighted:
             raise ValueError(
                 "A micro-batch ended whose loss was not scaled, so on another number of ranks the "
@@ -284,12 +284,12 @@ class ElasticLoop:
         return loss if weight == 1.0 else loss * weight
 
     def step_done(self) -> None:
-        """The optimizer has stepped. Collective: saves if it is due, and ends if a rank was told.
+        """End of an optimizer step. Collective: saves if it is due, ends if a rank was asked to stop.
 
         Raises:
             ValueError: the optimizer should not have stepped after this micro-batch.
             CheckpointError: an earlier save has failed, on all ranks.
-            SystemExit: a rank was told to end; code 74 where the last checkpoint was not written.
+            SystemExit: a rank was asked to stop; code 74 where the last checkpoint was not written.
         """
         if not self.sync_gradients or self._has_stepped:
             raise ValueError(

@@ -266,7 +266,7 @@ class LoopPlacement(RecoverablePlacement):
         self.session.members.ranks.on_each(save)
 
     @override
-    def tell(self, text: str) -> None:
+    def info(self, text: str) -> None:
         self._say(text, logging.INFO)
 
     @override

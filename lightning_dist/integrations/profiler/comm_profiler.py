@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections import deque
 from contextlib import ExitStack
 from functools import partial
@@ -18,17 +17,18 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_prefixed_message, rank_zero_warn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_dist.integrations import rank_zero
 from lightning_dist.integrations.lightning.private import without_fabric
 from lightning_dist.integrations.profiler.live import LiveProfile, Upload, log_summary
 from lightning_dist.integrations.profiler.local import LocalModel
 from lightning_dist.integrations.profiler.run import ProfileRun
 from lightning_dist.integrations.profiler.sharded import as_ddp
 from lightning_dist.integrations.profiler.sigterm import CODE, Sigterm, sigterm_raises
+from lightning_dist.log import warn
 from lightning_dist.private import before_compile
 from lightning_dist.profiling.analysis.imbalance import ResidualAlarm
 from lightning_dist.profiling.analysis.parts import Summary
@@ -205,7 +205,7 @@ class CommProfiler(pl.Callback):
         self.summary = self._run = self._live = None
         self._nothing = _why_nothing(trainer)
         if self._nothing:
-            rank_zero_warn(self._nothing)
+            rank_zero.warn(self._nothing)
             return
         assert trainer.strategy.model is not None
         model = as_ddp(trainer.strategy.model)
@@ -244,7 +244,7 @@ class CommProfiler(pl.Callback):
             **how,
         )
         for reason in self._run.reasons:
-            rank_zero_warn(f"CommProfiler: {reason}")
+            rank_zero.warn(f"CommProfiler: {reason}")
 
     def _on_error(self, error: ErrorRecord) -> None:
         self.errors.append(error)
@@ -287,16 +287,16 @@ class CommProfiler(pl.Callback):
             return
         lost = run.close(reason, together=together)
         for problem in lost:  # on every rank: of its lines rank 0 knows only that none came
-            warnings.warn(f"CommProfiler, rank {run.metadata.rank}: {problem}", stacklevel=2)
+            warn(f"CommProfiler, rank {run.metadata.rank}: {problem}")
         if not run.reports:
             return
         try:
             self.summary, written = run.report(**self._files)
         except ValueError as error:
-            rank_zero_warn(f"CommProfiler: no report: {error}")
+            rank_zero.warn(f"CommProfiler: no report: {error}")
             return
         for problem in written.problems:
-            rank_zero_warn(f"CommProfiler: {problem}")
+            rank_zero.warn(f"CommProfiler: {problem}")
         if self._print_summary:
             from lightning_dist.profiling.report.terminal import print_summary
 
@@ -335,9 +335,8 @@ def _unwrapped(model: nn.Module) -> DistributedDataParallel:
 
 
 def _warn_here(text: str) -> None:
-    """On the rank that sees it: rank 0 may not know."""
-    rank = dist.get_rank()
-    warnings.warn(rank_prefixed_message(f"CommProfiler: {text}", rank), stacklevel=2)
+    """Warn on the rank that sees it: rank 0 may not know."""
+    warn(f"CommProfiler, rank {dist.get_rank()}: {text}")
 
 
 def _reason(error: BaseException) -> str:

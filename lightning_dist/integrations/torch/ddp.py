@@ -29,7 +29,7 @@ from lightning_dist.integrations.torch.checks import (
     require_effect,
     require_one_momentum,
 )
-from lightning_dist.integrations.torch.in_force import tell_in_force
+from lightning_dist.integrations.torch.in_force import log_in_force
 from lightning_dist.integrations.torch.networks import Groups, network_for
 from lightning_dist.kernels.inductor import should_fuse
 from lightning_dist.log import get_logger
@@ -197,7 +197,7 @@ def attach(
     model.register_comm_hook(buckets, lightning_dist_hook)
     remember(model.module, reducer)
     if first:
-        tell_in_force(reducer, begins=begins)
+        log_in_force(reducer, begins=begins)
     return reducer
 
 

@@ -25,7 +25,7 @@ _DELAYED = (
 log = get_logger(__name__)
 
 
-def tell_in_force(reducer: Reducer, *, begins: int | None) -> None:
+def log_in_force(reducer: Reducer, *, begins: int | None) -> None:
     """Say it; for rank 0 of a reducer that was attached just now.
 
     Args:

@@ -114,11 +114,11 @@ def regroup(
     settings, world = reducer.settings, dist.group.WORLD
     assert world is not None
     own = {"host": this_host(), "levels": reducer.network.intra is not None}
-    told = all_facts(own, group=control, device=_CPU)
+    facts = all_facts(own, group=control, device=_CPU)
     topology, tree = topology_of(
         replace(settings, hierarchical=False) if flat else settings,
-        hosts=[fact["host"] for fact in told],
-        claims=[None] * len(told),
+        hosts=[fact["host"] for fact in facts],
+        claims=[None] * len(facts),
         rank=world.rank(),
         needs_levels=begins,
     )
@@ -132,7 +132,7 @@ def regroup(
         network = in_levels(
             network, tree, leader=leader, new_group=lambda ranks: made[tuple(ranks)]
         )
-    reducer.rebind(network, averages=any(fact["levels"] for fact in told))
+    reducer.rebind(network, averages=any(fact["levels"] for fact in facts))
     model.forward_sync_buffers = False  # they are sent between steps, where that may fail
     rebuild_ddp(model, world)
 

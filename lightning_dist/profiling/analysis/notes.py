@@ -26,7 +26,7 @@ _LEAST = 0.005
 _OFTEN = 0.1
 """Share above which exchanges without a step are no accident, as those that a GradScaler skips."""
 _MOST_GENERATIONS = 10
-"""Changes of members that are told, the last ones."""
+"""Most recent changes of members that are listed."""
 _MOST_NAMED = 4
 """Number of ranks up to which they are named."""
 _DOUBTFUL = 0.1
@@ -147,17 +147,17 @@ def _ended_by(run: Run) -> list[str]:
     for rank in sorted(ends, key=times.__getitem__):
         if ends[rank].reason != "finished":
             ranks_of.setdefault(ends[rank].reason.rstrip(": "), []).append(rank)
-    told = [
+    endings = [
         f"{reason} (rank {', '.join(map(str, sorted(ranks)))})"
         if len(ranks) < run.world_size
         else reason
         for reason, ranks in ranks_of.items()
     ]
-    return [f"the training ended by {', '.join(told)}"] if told else []
+    return [f"the training ended by {', '.join(endings)}"] if endings else []
 
 
 def _phase_skew(phase_skew: Sequence[PhaseSkew], ranks: int) -> list[str]:
-    """Phases in which ranks differ, and who is late where that can be told."""
+    """Phases in which ranks differ, and the late rank where it can be identified."""
     if not phase_skew:
         return []
     phases = [

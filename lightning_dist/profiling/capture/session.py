@@ -116,7 +116,7 @@ class Session:
         self.recorder.on_regrouped = self._regrouped
         self._begin_step()
         self.timer = StepTimer(self._device_clock.now, self.recorder, self._close)
-        """Is told of passes and of steps of optimizers."""
+        """The listener to passes and to steps of optimizers."""
         self.note(metadata)
         self._file.flush()  # a rank that is killed at once has said at least who it was
 

@@ -8,13 +8,13 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.integrations import rank_zero
 from lightning_dist.integrations.lightning.checkpoint.file_names import (
     CheckpointNames,
     callbacks_of,
@@ -191,7 +191,7 @@ class AsyncCheckpoint(CheckpointNames):
                 return
             if trainer.world_size > 1 and not isinstance(exception, SIGTERMException):
                 # Saving takes all ranks, and others may be waiting in a collective of the step.
-                rank_zero_warn(
+                rank_zero.warn(
                     f"With {trainer.world_size} ranks save_on_exception saves on SIGTERM only, not "
                     f"after a {type(exception).__name__}, which may be of one rank"
                 )

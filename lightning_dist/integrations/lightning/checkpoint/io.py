@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
@@ -17,6 +16,7 @@ from lightning_dist.checkpoint.ranks import Ranks
 from lightning_dist.checkpoint.reading import load
 from lightning_dist.checkpoint.saves import Saves
 from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.integrations import rank_zero
 
 
 class AsyncTorchCheckpointIO(TorchCheckpointIO):
@@ -153,7 +153,7 @@ class AsyncTorchCheckpointIO(TorchCheckpointIO):
             ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
             checkpointer = Checkpointer(self.settings, ranks=ranks)
             alone = Ranks(None)  # others do not write, and this rank does not tell them
-            self._saves = Saves(checkpointer, self.settings, ranks=alone, warn=rank_zero_warn)
+            self._saves = Saves(checkpointer, self.settings, ranks=alone, warn=rank_zero.warn)
         assert self._saves.checkpointer is not None
         self._saves.checkpointer.open(folder, alone=self._alone)
         return self._saves.checkpointer

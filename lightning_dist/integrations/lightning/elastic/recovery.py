@@ -157,7 +157,7 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
             self.settle()
             return
         self._has_to_settle = True
-        self.tell_change(self._recovery)
+        self.report_change(self._recovery)
         self.log_costs()
 
     @property

@@ -210,7 +210,9 @@ class ElasticRestart(BeforeSetup, Checkpoint):
                 process.terminate()
 
         signals = notice_signals(private.cluster_environment(trainer))
-        self._session.lifecycle.note(signals, asks=trainer.local_rank == 0, on_told=end_the_others)
+        self._session.lifecycle.note(
+            signals, asks=trainer.local_rank == 0, on_notice=end_the_others
+        )
 
     @override
     def before_setup(self, trainer: pl.Trainer) -> None:
@@ -365,7 +367,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
     def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         self._session.lifecycle.heartbeat()
         if self._polls_validation and self._at is not None and not trainer.sanity_checking:
-            self._session.stop_if_told()
+            self._session.stop_if_requested()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
