@@ -39,7 +39,7 @@ def plan(words: Sequence[str], environ: Mapping[str, str], *, given: Any, file: 
         file: Accelerate's configuration.
 
     Raises:
-        ValueError: no script, a file that is wrong, settings that could not take effect, or
+        ValueError: no script, a file that is wrong, settings that cannot take effect, or
             processes that would not find each other.
     """
     require_script(given)
@@ -49,7 +49,7 @@ def plan(words: Sequence[str], environ: Mapping[str, str], *, given: Any, file: 
     with resolved.named_in_errors():
         require_possible(resolved.options)
     if resolved.outside and CONFIG not in made.environment:
-        made.notes.append(f"in force: {resolved.outside_text() or 'settings as by default'}")
+        made.notes.append(f"in force: {resolved.outside_text() or 'default settings'}")
     config = theirs.load(file)
     options, after = cut(words, given)
     if given.config_file is None:

@@ -162,7 +162,7 @@ def _refuse_contradictions(options: Mapping[str, Any], origins: Mapping[str, str
         (
             has_count and has_groups,
             ("ranks_per_host", "rank_groups"),
-            "both say which ranks share a host",
+            "both define which ranks share a host",
         ),
     ):
         first, second = names

@@ -56,7 +56,7 @@ class RunHistory:
         sees = not token or (folder_here is not None and has_token(folder_here, token))
         if not all(each["sees"] for each in ranks.all({"sees": sees})):
             raise ValueError(
-                f"Some ranks do not see rank 0's {folder}, so they could not go on from its "
+                f"Some ranks do not see rank 0's {folder}, so they could not resume from its "
                 "checkpoints; put it on a filesystem that all hosts mount, or in an object store"
             )
 
@@ -99,8 +99,8 @@ class RunHistory:
             return
         if self._given_seed not in (None, state.seed):
             raise ValueError(
-                f"seed={self._given_seed} could not take effect: the epochs of the checkpoint are "
-                f"in the order of seed {state.seed}; give that one, or none"
+                f"seed={self._given_seed} cannot take effect: the checkpoint has epochs in the "
+                f"order of seed {state.seed}; pass that seed, or none"
             )
         self.seed = state.seed
         if is_own:

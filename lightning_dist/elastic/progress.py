@@ -67,7 +67,7 @@ class ElasticState:
         if version > _VERSION:
             raise ValueError(
                 f"{path} was written by a newer lightning_dist (elastic state version {version}, "
-                f"this one reads up to {_VERSION}); install that one"
+                f"this one reads up to {_VERSION}); upgrade lightning_dist"
             )
         values["first"], values["layout"] = Layout(**values["first"]), Layout(**values["layout"])
         values["position"] = Position(**values["position"])

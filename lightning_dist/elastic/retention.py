@@ -203,6 +203,5 @@ def not_ours(path: str) -> str:
     """Message about a checkpoint without a position in the data."""
     return (
         f"{path} was not saved under ElasticRestart or ElasticLoop, so it has no sample position; "
-        "give a folder of its own, and to start a Trainer's run from this checkpoint use "
-        "fit(ckpt_path=...)"
+        "use another folder; to start a Trainer's run from this checkpoint, pass fit(ckpt_path=...)"
     )

@@ -316,7 +316,7 @@ def test_settings_of_the_environment() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("BEAT_TIMEOUT", "soon", "BEAT_TIMEOUT must be a number, it is 'soon'"),
+        ("BEAT_TIMEOUT", "soon", "BEAT_TIMEOUT must be a number, got 'soon'"),
         ("BEAT_TIMEOUT", "0", "they are 0 s without a beat"),
         ("MIN_WORKERS", "3", "they are 3 and 2"),
     ],

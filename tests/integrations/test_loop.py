@@ -284,7 +284,7 @@ def test_no_passes(tmp_path: Path) -> None:
     [
         (
             {"format": "sharded", "recovery": "in_process"},
-            "lets another rank write a checkpoint, and with format='sharded' all of them do",
+            "needs checkpoints that one rank can write, and with format='sharded' all write",
         ),
         ({"mirror_residuals": True}, "takes effect with recovery='in_process' only"),
         ({"mirror_residuals": 0, "recovery": "in_process"}, "the steps between two copies; got 0"),
@@ -339,5 +339,5 @@ def test_ranks_without_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_epochs_outside_of_with(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="for the inside of `with ElasticLoop"):
+    with pytest.raises(ValueError, match="must be called inside `with ElasticLoop"):
         next(iter(loop_in(tmp_path).epochs(1)))

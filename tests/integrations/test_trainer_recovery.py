@@ -402,7 +402,7 @@ def test_what_it_cannot_take_again_is_refused(
 @pytest.mark.parametrize("arguments", [{"commit": "immediate"}, {"delay": 1}])
 def test_arguments_that_commit_at_once_are_refused(arguments: dict[str, Any]) -> None:
     (name,) = arguments
-    with pytest.raises(ValueError, match=f"takes a step again that fails.*{name}"):
+    with pytest.raises(ValueError, match=f"repeats a failed step.*{name}"):
         lightning_dist.CompressedDDPStrategy(recovery="in_process", **arguments)
 
 

@@ -111,7 +111,8 @@ def newest_valid(folder: str, *, check: bool = True) -> Description | None:
         log.warning("Skipping a checkpoint: %s", problem)
     if found is None and problems:
         raise CheckpointError(
-            f"None of the checkpoints in {folder} is whole: {'; '.join(problems)}. Give the path "
+            f"None of the checkpoints in {folder} is complete: {'; '.join(problems)}. Give the "
+            "path "
             "of another one, or remove these to start afresh"
         )
     return found

@@ -62,8 +62,8 @@ def facts_of(loader: Any, *, seed: int = 0) -> LoaderFacts:
     if isinstance(loader.dataset, IterableDataset):
         if not isinstance(loader.dataset, Shardable):
             raise NotExactError(
-                f"{type(loader.dataset).__name__} is an iterable dataset that does not say how it "
-                "is sharded; give it __len__ and iter_shard(epoch=, start=, step=) "
+                f"{type(loader.dataset).__name__} is an iterable dataset that does not define how "
+                "it is sharded; give it __len__ and iter_shard(epoch=, start=, step=) "
                 "(lightning_dist.elastic.data.streams.Shardable), or use a map-style dataset"
             )
         if loader.batch_size is None:
@@ -286,8 +286,8 @@ class Deal:
         Raises:
             ValueError: more ranks than samples in a global batch.
         """
-        assert position.epoch == self.cursor.begin.epoch, "another epoch begins at its begin"
-        assert self.first is not None, "no loader is dealt"
+        assert position.epoch == self.cursor.begin.epoch, "a new epoch starts at its first sample"
+        assert self.first is not None, "no loader is sharded"
         self.rank, self.world_size = rank, world_size
         self.layout = layout_for(self.policy, self.first, script=self._script_layout())
         self.cursor.go_to(position)

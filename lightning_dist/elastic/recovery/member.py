@@ -186,7 +186,7 @@ class Member:
             come = self.store.add(key, 1)
             while come < size and not self.is_broken:
                 if time.monotonic() > end:
-                    raise RuntimeError(f"{size - come} members did not come within {_PATIENCE:g} s")
+                    raise RuntimeError(f"{size - come} members did not join within {_PATIENCE:g} s")
                 time.sleep(_BUSY)
                 come = self.store.add(key, 0)
         if come < size:

@@ -73,7 +73,7 @@ def local_updates(
     if is_wrapped_by(accelerator, LocalUpdatesPlugin):
         raise ValueError(
             "The model is trained in local steps by a LocalUpdatesPlugin, which `lightning-dist "
-            "config` may have asked for with method=; leave the call out, or the plugin"
+            "config` may have set with method=; leave the call out, or the plugin"
         )
     return _attach(accelerator, model, optimizer, outer_optimizer, settings)
 

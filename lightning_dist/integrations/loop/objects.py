@@ -81,8 +81,8 @@ class Objects:
         """
         if self.updates:
             raise ValueError(
-                "recovery='in_process' takes a step of all ranks again, and local steps are of one "
-                "worker alone; use recovery='restart'"
+                "recovery='in_process' repeats a step on all ranks, and a local step belongs to "
+                "one worker; use recovery='restart'"
             )
         if len(self._wrapped) != 1:
             raise ValueError(

@@ -37,7 +37,7 @@ from lightning_dist.profiling.capture.session import SessionSettings
 from lightning_dist.profiling.capture.torch_tools import require_traceable
 
 _NO_WANDB = (
-    "upload='all' needs a WandbLogger of Lightning's trainer, and there is none; leave upload out"
+    "upload='all' needs a WandbLogger in the Trainer, and it has none; add one, or leave upload out"
 )
 _ONE_PROCESS = "one process exchanges no gradients"
 _MOST_ERRORS = 1024
@@ -45,13 +45,13 @@ _LONGEST_REASON = 200
 
 
 class CommProfiler(pl.Callback):
-    """Profile of communication: its share of a step, its parts, the rank that others wait for.
+    """Communication profile: its share of a step, its parts, and the late rank.
 
     As a callback::
 
         trainer = L.Trainer(strategy="compressed_ddp", callbacks=[CommProfiler()])
 
-    Around any other loop, with the model that DDP, Fabric or Accelerate have wrapped::
+    In any other loop, with the model that DDP, Fabric or Accelerate has wrapped::
 
         with CommProfiler(model) as profiler:
             train()
@@ -62,7 +62,7 @@ class CommProfiler(pl.Callback):
 
     Every rank appends its records to ``rank<r>.jsonl``; at the end, also after an exception, rank 0
     prints a summary and writes ``summary.json``, ``report.html`` and ``trace.json.gz`` beside them.
-    Nothing is synchronised for it; ranks compare their clocks at the begin and the end. During the
+    It adds no synchronisation; ranks compare their clocks at the start and the end. During the
     training, progress bar and loggers show the newest steps of rank 0; the summary is of all ranks.
 
     The compression error is sampled too, of one bucket at a time. Where a residual grows without
@@ -170,8 +170,7 @@ class CommProfiler(pl.Callback):
     def __enter__(self) -> Self:
         if self._model is None:
             raise ValueError(
-                "CommProfiler profiles a model outside of Lightning if it is given one; write "
-                "with CommProfiler(model)"
+                "Outside of Lightning CommProfiler needs the model; write with CommProfiler(model)"
             )
         self._open(_unwrapped(self._model), Path("comm_profile"))
         # Lightning does that itself.
@@ -308,7 +307,7 @@ def _why_nothing(trainer: pl.Trainer) -> str:
     """A sentence for the user where this training is not profiled; empty if it is."""
     because = ""
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
-        because = "fast_dev_run only tries the training out"
+        because = "fast_dev_run is a test run"
     elif trainer.strategy.model is None or as_ddp(trainer.strategy.model) is None:
         wanted = "strategy='ddp' or 'compressed_ddp'"
         name = type(trainer.strategy).__name__
@@ -327,7 +326,7 @@ def _unwrapped(model: nn.Module) -> DistributedDataParallel:
     inner = as_ddp(before_compile(without_fabric(model)))
     if inner is None:
         raise ValueError(
-            f"CommProfiler profiles a DistributedDataParallel, got {type(model).__name__}; give "
+            f"CommProfiler needs a DistributedDataParallel, got {type(model).__name__}; give "
             "it the model that DDP, fabric.setup() or accelerator.prepare() returned. Without "
             f"other processes these do not make one: {_ONE_PROCESS}, so leave CommProfiler out"
         )

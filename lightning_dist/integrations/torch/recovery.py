@@ -70,7 +70,7 @@ class StepRecovery:
     ) -> None:
         if any(isinstance(each, OneBitAdam) for each in optimizers):
             raise ValueError(
-                "OneBitAdam exchanges in its step, which cannot be taken again; use another "
+                "OneBitAdam exchanges in its step, which cannot be repeated; use another "
                 "optimizer, or recovery='restart'"
             )
         self.generations, self._model, self._steps = generations, model, steps
@@ -80,8 +80,8 @@ class StepRecovery:
         self._scales = self._reducer.has_grad_scaler
         if self._scales and not any(isinstance(each, GradScaler) for each in counters.values()):
             raise ValueError(
-                "A step that is taken again needs the scale that its GradScaler had when the step "
-                "began, and newcomers need it too; give the GradScaler to ElasticLoop in state=, "
+                "Repeating a step needs the scale that its GradScaler had at the start of the "
+                "step, and new ranks need it too; give the GradScaler to ElasticLoop in state=, "
                 "or train in bfloat16 without one"
             )
         self._reducer.leave_failures_to(self)
@@ -169,7 +169,7 @@ class StepRecovery:
         if closure is not None:
             raise ValueError(
                 "An optimizer that is given a closure computes gradients in its step, which "
-                "recovery='in_process' cannot take again; call backward before step(), or use "
+                "recovery='in_process' cannot repeat; call backward before step(), or use "
                 "recovery='restart'"
             )
         if not self.is_given_up:

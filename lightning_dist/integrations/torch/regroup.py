@@ -42,12 +42,12 @@ def require_recoverable(model: DistributedDataParallel, reducer: Reducer | None)
         )
     if model.device.type != "cpu":
         raise ValueError(
-            f"recovery='in_process' has been built for gloo on CPUs only, and the model is on "
+            f"recovery='in_process' supports gloo on CPUs only, and the model is on "
             f"{model.device}; use recovery='restart'"
         )
     if any(isinstance(each, nn.SyncBatchNorm) for each in model.modules()):
         raise ValueError(
-            "SyncBatchNorm exchanges in the forward pass, which fails where a rank is lost; use "
+            "SyncBatchNorm exchanges in the forward pass, which fails if a rank is lost; use "
             "BatchNorm, or recovery='restart'"
         )
     if model.static_graph or model.find_unused_parameters:

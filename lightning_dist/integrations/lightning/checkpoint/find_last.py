@@ -101,8 +101,8 @@ class LastCheckpoint:
         if some and not strategy.reduce_boolean_decision(found, all=True):
             raise ValueError(
                 f"ckpt_path='last' found a checkpoint in {self._folder} on some ranks, and none on "
-                "others; put the folder where all ranks see it, or give the path of a file that is "
-                f"there on every host{f' ({problem})' if problem else ''}"
+                "others; put the folder where all ranks see it, or give the path of a file that "
+                "exists on every host{f' ({problem})' if problem else ''}"
             )
 
     def choose(self) -> str | None:

@@ -23,9 +23,9 @@ class AsyncTorchCheckpointIO(TorchCheckpointIO):
     """Writes what a strategy saves in the background: atomic, durable, with checksums.
 
     For a stock ``ModelCheckpoint`` or ``fabric.save``. The files are those of ``torch.save``. A
-    checkpoint that is to be removed stays until a later one is durable. An error of the background
-    is raised by the next save, or at the end, once.
-    :class:`~lightning_dist.AsyncCheckpoint` does all that and copies while training goes on.
+    checkpoint is removed only when a later one is durable. An error in the background is raised
+    once, by the next save or at the end. :class:`~lightning_dist.AsyncCheckpoint` does all that and
+    copies while training goes on.
 
     Args:
         snapshot: ``"blocking"``: everything is copied at once, and written in the background;
@@ -48,8 +48,8 @@ class AsyncTorchCheckpointIO(TorchCheckpointIO):
     ) -> None:
         if snapshot not in ("blocking", "sync"):
             raise ValueError(
-                f"A CheckpointIO does not know the optimizers, so it cannot copy beside the "
-                f"training: snapshot is 'blocking' or 'sync', got {snapshot!r}; use AsyncCheckpoint"
+                "A CheckpointIO does not know the optimizers, so it cannot copy while training "
+                f"goes on: snapshot is 'blocking' or 'sync', got {snapshot!r}; use AsyncCheckpoint"
             )
         self.settings = CheckpointSettings(
             snapshot, max_in_flight, "wait", writer, verify, on_error, host_memory_limit, lock

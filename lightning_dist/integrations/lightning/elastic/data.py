@@ -64,7 +64,7 @@ class TrainerDeal(Deal):
         """Take a loader as it is."""
         if self.policy not in ("fixed_global_batch", "fixed_micro_batch"):
             raise ValueError(
-                f"batch_policy={self.policy!r} could not take effect: {reason}; or set "
+                f"batch_policy={self.policy!r} cannot take effect: {reason}; or set "
                 "batch_policy='fixed_micro_batch'"
             )
         if isinstance(loader, StatefulLoader):
@@ -75,7 +75,8 @@ class TrainerDeal(Deal):
             return self.remembered
         if self._exact:
             raise ValueError(
-                f"{reason}; or set strict_data=False: then a restart begins the epoch anew"
+                f"{reason}; or set strict_data=False: then a restart repeats the epoch from its "
+                "start"
             )
         rank_zero.warn(
             f"Not exact: {reason}. A restart resumes at the start of its epoch, whose samples "
@@ -98,7 +99,7 @@ class TrainerDeal(Deal):
             raise ValueError(
                 f"This loader keeps its position itself, on each rank, and that of {before} ranks "
                 f"does not serve {now}; start {before} ranks, use a map-style dataset, or set "
-                "strict_data=False: then the epoch starts anew"
+                "strict_data=False: then the epoch is repeated from its start"
             )
         return None
 
