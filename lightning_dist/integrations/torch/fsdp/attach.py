@@ -108,7 +108,7 @@ def compress_fsdp(
         compile_kernels: fuse the codec's kernels now (about 20 s the first time). ``"auto"``: for
             shards of 4 Mi elements or more if there is a compiler, and on an accelerator with
             Triton; with ``parameters`` on a CPU only. Same bytes on the wire either way.
-        commit, grad_scaler: as for :func:`~lightning_dist.compress_ddp`.
+        commit: as for :func:`~lightning_dist.compress_ddp`, like ``grad_scaler``.
 
     Returns:
         Handle of the gradient exchange: ``no_sync()``, ``comm_stats()``, ``state_dict()``,
