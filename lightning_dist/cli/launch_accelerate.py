@@ -75,7 +75,7 @@ def _hand_on(made: Plan, environ: Mapping[str, str], file: Path) -> None:
     """The variable that names the file in use to the training."""
     sidecar = sidecar_of(file).absolute()
     if not sidecar.is_file():
-        made.notes.append(f"there is no {sidecar.name} beside {file}")
+        made.notes.append(f"no {sidecar.name} next to {file}")
     elif named := environ.get(CONFIG, "").strip():
         if Path(named).expanduser().absolute() != sidecar:
             made.notes.append(f"{CONFIG} is {named} already: {sidecar} is not passed on")

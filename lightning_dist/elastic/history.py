@@ -47,12 +47,12 @@ class RunHistory:
         """
         self._open_journal(folder, rank=ranks.rank)
         self._leads = ranks.is_leader
-        said = ranks.on_first(lambda: self._said(seed))
-        self.run_id, self.seed = said["run_id"], said["seed"]
-        self.first = None if said["first"] is None else Layout(**said["first"])
+        facts = ranks.on_first(lambda: self._facts(seed))
+        self.run_id, self.seed = facts["run_id"], facts["seed"]
+        self.first = None if facts["first"] is None else Layout(**facts["first"])
         self._given_seed = seed
         # Find out now, and not when another host has to go on, that it could not.
-        folder_here, token = self._journal.folder, said["token"]
+        folder_here, token = self._journal.folder, facts["token"]
         sees = not token or (folder_here is not None and has_token(folder_here, token))
         if not all(each["sees"] for each in ranks.all({"sees": sees})):
             raise ValueError(
@@ -67,7 +67,7 @@ class RunHistory:
         self._leads = ranks.is_leader
         self.run_id, self.seed = run_id, seed
 
-    def _said(self, seed: int | None) -> dict[str, Any]:
+    def _facts(self, seed: int | None) -> dict[str, Any]:
         """Leader's knowledge, for all."""
         start = self._last_start()
         self._before = self._journal.last_progress()

@@ -89,7 +89,7 @@ class Generators:
     With another number of ranks they get seeds of their own, from step and rank.
 
     Args:
-        resumed: what the checkpoint said; None for a fresh start.
+        resumed: state of the checkpoint; None for a fresh start.
         rank: this one.
         world_size: ranks.
         device: whose generator is kept too.

@@ -209,6 +209,8 @@ def test_a_full_disk_is_known_before_anything_is_written(small_disk: Path) -> No
     with pytest.warns(UserWarning, match="was not written: no space") as warned:
         fit(callback, Between(actions), model=Net(), max_steps=4)
     (message,) = said(warned)
-    assert message.startswith(f"The checkpoint {small_disk}/step=3.ckpt of step 3 was not written")
+    assert message.startswith(
+        f"[lightning_dist] The checkpoint {small_disk}/step=3.ckpt of step 3 was not written"
+    )
     assert "needs 0.0 MB beside the checkpoints that are kept until it is complete" in message
     assert whole_checkpoints(small_disk) == [f"step={step}.ckpt" for step in (1, 2, 4)]

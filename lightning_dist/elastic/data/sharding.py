@@ -198,7 +198,7 @@ class Deal:
         accumulate: micro-batches per optimizer step, as the script says.
         rank: this one.
         world_size: ranks.
-        resumed: what a checkpoint said; None for a fresh start.
+        resumed: state of a checkpoint; None for a fresh start.
         path: of that checkpoint.
         begun: the layout of a start that left no checkpoint; its global batch is kept too, if the
             script still asks for the same batches.

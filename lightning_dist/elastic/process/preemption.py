@@ -14,7 +14,7 @@ from weakref import WeakSet
 from lightning_dist.log import warn
 
 PREEMPTED = "preemption notice"
-"""The reason where the check said that the machine is about to go."""
+"""The reason if the check reported a preemption of the machine."""
 
 _PATIENCE = 1.0
 """Seconds for the thread to end."""

@@ -54,7 +54,7 @@ class RecoverySettings:
         if min(self.beat_timeout, self.report_timeout) <= 0:
             raise ValueError(
                 f"Timeouts of recovery must be above 0 s, got {self.beat_timeout:g} s without "
-                f"a beat and {self.report_timeout:g} s without a report"
+                f"a heartbeat and {self.report_timeout:g} s without a report"
             )
 
     @classmethod

@@ -53,7 +53,8 @@ class Objects:
         if world_size > 1 and not self._wrapped and not self.updates:
             raise ValueError(
                 f"No model in state= is in DistributedDataParallel, so {world_size} ranks would "
-                "train apart; give the one that prepare(), fabric.setup() or DDP returned, or the "
+                "train independently; give the one that prepare(), fabric.setup() or DDP "
+                "returned, or the "
                 "updates that local_updates() returned beside the model"
             )
         for name, each in given.items():
@@ -162,9 +163,9 @@ class Objects:
             )
         for name, each in self._given.items():
             _inside(each).load_state_dict(saved[name])
-        owed = checkpoint["reducers"]
+        states = checkpoint["reducers"]
         for index, reducer in enumerate(self._reducers):
-            reducer.load_state_dict(owed[index] if index < len(owed) else None)
+            reducer.load_state_dict(states[index] if index < len(states) else None)
         return place
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Models that cannot be compressed, or not in the way that is asked for: said at the start."""
+"""Models that cannot be compressed, or not in the requested way: refused at the start."""
 
 from __future__ import annotations
 

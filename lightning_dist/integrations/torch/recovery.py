@@ -99,7 +99,7 @@ class StepRecovery:
             compile_ahead(self._reducer, flat=mirror_every is not None)
         self._arrivals = 0
         generations.progress = lambda: self._arrivals + self._reducer.arrivals
-        self._taken_over = ""  # the lost worker whose residuals this rank owes since this pause
+        self._taken_over = ""  # the lost worker whose residuals this rank has
         self.pause = Pause()
         self._buffers_are_sent = model.forward_sync_buffers
         generations.on_broken = self._break

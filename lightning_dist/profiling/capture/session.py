@@ -141,7 +141,7 @@ class Session:
             because = str(error).split("\n")[0]
         if self._over or because:
             first = self._over[0].number if self._over else self._step
-            because = because or f"the device did not come to their end within {timeout:g} s"
+            because = because or f"the device did not complete them within {timeout:g} s"
             self._on_problem(f"steps from {first} on are not in the profile: {because}")
         self.recorder.close()
         self.note(EndRecord(reason, at))

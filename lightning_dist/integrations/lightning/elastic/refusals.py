@@ -100,8 +100,8 @@ def refuse_choices(arguments: dict[str, Any]) -> None:
     if taken := sorted(arguments.keys() & signature(ModelCheckpoint).parameters.keys()):
         raise ValueError(
             "ElasticRestart keeps the newest checkpoints (max_to_keep=), so "
-            f"{', '.join(taken)} cannot take effect; use an AsyncCheckpoint beside it, with a "
-            "folder of its own, for the best"
+            f"{', '.join(taken)} cannot take effect; add an AsyncCheckpoint with a folder of its "
+            "own for the best"
         )
 
 

@@ -1,4 +1,4 @@
-"""Models, optimizers and codecs that cannot take local steps: said at the start."""
+"""Models, optimizers and codecs that cannot take local steps: refused at the start."""
 
 from __future__ import annotations
 
