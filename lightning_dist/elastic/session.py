@@ -177,7 +177,7 @@ class Session:
     def change(self, change: Change) -> None:
         """Tell and write down that members have changed within the process, on the leader."""
         self.lifecycle.heartbeat()
-        say = self._placement.warn if change.lost else self._placement.tell
+        say = self._placement.warn if change.lost else self._placement.info
         say(change.line)
         self.history.change(change)
         self._count_costs()
@@ -377,7 +377,7 @@ class Session:
         steps, reasons = self._placement.steps, [reason for _, reason in notices]
         code = self.lifecycle.stop(notices, is_saved=saved == steps)
         self._placement.stopping(reasons)
-        say = self._placement.tell if saved == steps else self._placement.warn
+        say = self._placement.info if saved == steps else self._placement.warn
         say(stop_line(steps, reasons, saved=saved))
         self.lifecycle.leave()
         raise self._placement.stopped(code)

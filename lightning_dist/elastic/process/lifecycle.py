@@ -90,7 +90,7 @@ class ProcessLifecycle:
         self.heartbeat()
         watchdog = self._watchdog
 
-        def on_notice(reason: str) -> None:
+        def noticed(reason: str) -> None:
             assert watchdog is not None
             watchdog.end_within(
                 self._settings.grace_period, f"{reason}, and the grace period is over"
@@ -101,7 +101,7 @@ class ProcessLifecycle:
             signals,
             check=self._settings.preemption_check if asks else None,
             poll_interval=self._settings.preemption_poll_interval,
-            on_notice=on_notice,
+            on_notice=noticed,
         )
         self._notices.start()
 
