@@ -57,7 +57,7 @@ def test_settings_that_mean_nothing(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"monitor": "score"}, "monitor cannot take effect; use an AsyncCheckpoint beside it"),
+        ({"monitor": "score"}, "monitor cannot take effect; add an AsyncCheckpoint with a folder"),
         ({"save_top_k": 3, "mode": "max"}, "mode, save_top_k cannot take effect"),
         ({"filename": "{step}"}, "filename cannot take effect"),
     ],
