@@ -214,7 +214,7 @@ def test_a_step_that_nobody_told_of(tmp_path: Path) -> None:
 
 def test_a_step_in_the_middle_of_one(tmp_path: Path) -> None:
     with (  # noqa: PT012
-        pytest.raises(ValueError, match=r"ask loop.sync_gradients"),
+        pytest.raises(ValueError, match=r"check loop.sync_gradients"),
         loop_in(tmp_path, gradient_accumulation_steps=2) as loop,
     ):
         for _ in loop.epochs(1):
