@@ -13,6 +13,7 @@ import torch
 from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.regression import MeanSquaredError
 
 from lightning_dist.accelerate import Accelerator, CompressedDDPPlugin
 
@@ -34,6 +35,7 @@ def main() -> None:
     data = DataLoader(TensorDataset(x, x.roll(1, dims=1)), batch_size=32, shuffle=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    error = MeanSquaredError().to(accelerator.device)
     saved = Path(arguments.folder, "state")
     if saved.exists():
         accelerator.load_state(str(saved))
@@ -41,12 +43,14 @@ def main() -> None:
     for epoch in range(arguments.epochs):
         for batch, target in data:
             with accelerator.accumulate(model):
-                loss = nn.functional.mse_loss(model(batch), target)
-                accelerator.backward(loss)
+                prediction = model(batch)
+                accelerator.backward(nn.functional.mse_loss(prediction, target))
                 optimizer.step()
                 optimizer.zero_grad()
-        mean = accelerator.reduce(loss.detach(), reduction="mean").item()
-        accelerator.print(f"epoch {epoch}: loss {mean:.4f}")
+            error.update(prediction.detach(), target)
+        mean = error.compute()  # collective: over the samples of all ranks
+        error.reset()
+        accelerator.print(f"epoch {epoch}: mean squared error {mean:.4f}")
         accelerator.save_state(str(saved))
     for stats in accelerator.compression.comm_stats():
         accelerator.print(

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from byte_gpt.data import StdlibBytes
-from byte_gpt.model import ByteGPT
-from torch.nn import functional as F
+from byte_gpt.model import BYTES, ByteGPT, loss_of
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dist import compress_ddp
 
@@ -47,24 +47,26 @@ def main() -> None:
         handle.load_state_dict(saved["lightning_dist"])  # the same on every rank
         first = saved["step"]
 
-    step, loss = first, torch.nan
+    accuracy = MulticlassAccuracy(BYTES, average="micro")
+    step = first
     sampler.set_epoch(first)
     for step, window in enumerate(loader, first + 1):
-        logits = model(window[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
-        loss.backward()
+        logits, following = model(window[:, :-1]), window[:, 1:]
+        loss_of(logits, following).backward()
         optimizer.step()
         optimizer.zero_grad()
+        accuracy.update(logits.detach().flatten(0, 1), following.flatten())
         if step == first + arguments.steps:
             break
 
-    residuals = handle.state_dict()  # collective: every rank calls it, rank 0 gets it
+    mean = accuracy.compute()  # collective, as the next line: over the samples of all ranks
+    residuals = handle.state_dict()  # rank 0 gets it
     if dist.get_rank() == 0:
         arguments.folder.mkdir(parents=True, exist_ok=True)
         state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save({**state, "lightning_dist": residuals, "step": step}, checkpoint)
         ratio = handle.comm_stats()["ratio"]
-        print(f"steps {first} to {step}, loss {loss:.3f}, {ratio:.1f} times fewer bytes")
+        print(f"steps {first} to {step}, accuracy {mean:.1%}, {ratio:.1f} times fewer bytes")
     handle.close()
     dist.destroy_process_group()
 

@@ -95,8 +95,8 @@ def train(strategy: str, *, steps: int, out: Path, limit_s: int) -> dict[str, An
         result: dict[str, Any] = json.loads(result_file.read_text())
         return result
     lines = log_file.read_text(errors="replace").splitlines()
-    said = [line for line in lines if not NOISE.match(line)][-6:]
-    raise RunFailed("\n  ".join([f"{strategy} {ended}. All it said: {log_file}", *said]))
+    last = [line for line in lines if not NOISE.match(line)][-6:]
+    raise RunFailed("\n  ".join([f"{strategy} {ended}. Full output: {log_file}", *last]))
 
 
 def main() -> int:

@@ -11,21 +11,15 @@ from pathlib import Path
 
 import torch
 from byte_gpt.data import StdlibBytes
-from byte_gpt.model import ByteGPT
+from byte_gpt.model import BYTES, ByteGPT, loss_of
 from lightning.fabric import Fabric
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor
-from torch.nn import functional as F
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dist.fabric import CompressedDDPStrategy
 
 ACCUMULATE = 2
 LOG_EVERY = 10
-
-
-def loss_of(model: torch.nn.Module, window: Tensor) -> Tensor:
-    logits = model(window[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
 
 
 def main() -> None:
@@ -46,6 +40,7 @@ def main() -> None:
     loader = fabric.setup_dataloaders(data.train_dataloader())
     gpt = ByteGPT()
     model, optimizer = fabric.setup(gpt, torch.optim.AdamW(gpt.parameters(), lr=1e-3))
+    accuracy = MulticlassAccuracy(BYTES, average="micro")
     state = {"model": model, "optimizer": optimizer, "step": 0}
     checkpoint = arguments.folder / "last.ckpt"
     if checkpoint.exists():
@@ -55,9 +50,10 @@ def main() -> None:
     first = state["step"]
     for number, window in enumerate(loader, 1):
         syncs = number % ACCUMULATE == 0
-        with fabric.no_backward_sync(model, enabled=not syncs):  # nothing travels meanwhile
-            loss = loss_of(model, window)
-            fabric.backward(loss / ACCUMULATE)
+        with fabric.no_backward_sync(model, enabled=not syncs):  # no exchange meanwhile
+            logits, following = model(window[:, :-1]), window[:, 1:]
+            fabric.backward(loss_of(logits, following) / ACCUMULATE)
+        accuracy.update(logits.detach().flatten(0, 1), following.flatten())
         if not syncs:
             continue
         optimizer.step()
@@ -65,15 +61,19 @@ def main() -> None:
         state["step"] += 1
         if state["step"] % LOG_EVERY == 0:
             (stats,) = strategy.comm_stats()  # one mapping for each module
-            metrics = {"loss": loss.item(), "comm/compression_ratio": stats["last_step"]["ratio"]}
+            metrics = {
+                "accuracy": accuracy.compute(),  # collective: over the samples of all ranks
+                "comm/compression_ratio": stats["last_step"]["ratio"],
+            }
             fabric.log_dict(metrics, step=state["step"])
         if state["step"] == first + arguments.steps:
             break
     fabric.save(checkpoint, state)
     fabric.logger.finalize("success")  # Fabric leaves that to the loop
     (stats,) = strategy.comm_stats()
+    mean = accuracy.compute()
     fabric.print(
-        f"steps {first} to {state['step']}, loss {loss.item():.3f}, "
+        f"steps {first} to {state['step']}, accuracy {mean:.1%}, "
         f"{stats['ratio']:.1f} times fewer bytes"
     )
 

@@ -20,7 +20,7 @@ class OneBitAdam(torch.optim.Optimizer):
     Adam is not linear in its gradients, so error feedback on them harms its variance. After the
     warm-up the variance ``v`` is frozen, and rank ``i`` sends ``m_i = b1 m + (1 - b1) g_i`` through
     the strategy's codec with error feedback; their mean is the next ``m``, equal on all ranks, and
-    ``x -= lr * m / (sqrt(v) + eps)``. During the warm-up gradients travel uncompressed.
+    ``x -= lr * m / (sqrt(v) + eps)``. During the warm-up gradients are uncompressed.
 
     Use it in ``configure_optimizers`` with ``strategy=CompressedDDPStrategy(codec="sign")``, or any
     other codec that keeps a residual. The strategies connect themselves; with plain DDP call
@@ -30,8 +30,8 @@ class OneBitAdam(torch.optim.Optimizer):
 
     Tang et al., "1-bit Adam: Communication efficient large-scale training with Adam's convergence
     speed" (arXiv 2102.02888), algorithm 1. The bias corrections of Adam are kept, by the
-    optimizer's steps, that of ``v`` at its value at the freeze. While the warm-up lasts nothing of
-    the model is compressed, other optimizers' parameters neither.
+    optimizer's steps, that of ``v`` at its value at the freeze. During the warm-up no parameter of
+    the model is compressed, including those of other optimizers.
 
     Args:
         freeze_step: steps of the warm-up; the paper uses 15 to 25 % of the training. The learning
@@ -95,7 +95,7 @@ class OneBitAdam(torch.optim.Optimizer):
         return int(self.param_groups[0]["freeze_step"])
 
     def attach(self, reducer: Reducer) -> None:
-        """Let ``reducer`` exchange momenta once the variance is frozen.
+        """Connect ``reducer``, which exchanges momenta once the variance is frozen.
 
         Raises:
             ValueError: the reducer serves another OneBitAdam already, or this one another model.
@@ -159,7 +159,7 @@ class OneBitAdam(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As every optimizer's; a GradScaler that skips a step leaves nothing behind either."""
+        """As every optimizer's; also after a step that a GradScaler skips."""
         self._adjusted.clear()
         super().zero_grad(set_to_none)
 
@@ -187,7 +187,7 @@ class OneBitAdam(torch.optim.Optimizer):
     def _require_exchange(self) -> None:
         if self._reducer is None and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
-                "OneBitAdam exchanges its momentum through our reducer and found none: use "
+                "OneBitAdam needs compressed DDP to exchange its momentum, and found none: use "
                 "strategy='compressed_ddp_sign' (Lightning), CompressedDDPStrategy (Fabric), or "
                 "optimizer.attach(compress_ddp(model, 'sign'))"
             )

@@ -166,7 +166,7 @@ def require_torch() -> None:
     require_names("torch", NAMES)
 
 
-# An optimizer is told the scale by the scaler, a gradient hook is not: get_scale() waits for a GPU.
+# The scaler passes its scale to an optimizer, not to a gradient hook: get_scale() waits for a GPU.
 def loss_scale_of(scaler: GradScaler | None) -> Callable[[], Tensor | None] | None:
     """Tells the factor of gradients, on the device; None from it before the first step.
 

@@ -82,9 +82,13 @@ def main() -> None:
     with attached_everywhere(attach) as seen:
         script.run()
     if not seen:
+        from lightning_dist.log import prefixed
+
         print(
-            f"lightning_dist.run: {script.name} has prepared no model with an Accelerator: nothing "
-            "was compressed",
+            prefixed(
+                f"{script.name} has prepared no model with an Accelerator, so nothing was "
+                "compressed; call accelerator.prepare(model) in it"
+            ),
             file=sys.stderr,
         )
 

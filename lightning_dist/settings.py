@@ -94,8 +94,8 @@ class Settings:
             )
         if delay and commit == "deferred":
             raise ValueError(
-                "commit='deferred' waits for a step that is not applied, and with delay=1 nobody "
-                "knows yet whether it will be; leave commit at 'auto'"
+                "commit='deferred' depends on whether a step is applied, which is not known yet "
+                "with delay=1; leave commit at 'auto'"
             )
         if exchange_timeout is not None and not (
             type(exchange_timeout) in (int, float) and 0 < exchange_timeout < float("inf")
@@ -157,7 +157,8 @@ def _by_level(
     if intra is None:
         listed = ", ".join(name for name, kind in CODECS.items() if kind().inside_host())
         raise ValueError(
-            f"Inside a host gradients are added as numbers, so 'intra' must be one of {listed}, "
+            "Inside a host gradients are summed without decoding, so 'intra' must be one of "
+            f"{listed}, "
             f"got {codec['intra']!r}; give it to 'inter'"
         )
     return resolve_codec(codec["inter"]), intra
@@ -176,7 +177,7 @@ def _check_grouping(
         raise ValueError(f"ranks_per_host must be 1 or more ranks, got {ranks_per_host!r}")
     if ranks_per_host is not None and rank_groups is not None:
         raise ValueError(
-            f"ranks_per_host and rank_groups say the same in two ways, got "
+            f"ranks_per_host and rank_groups both define the ranks of a host, got "
             f"ranks_per_host={ranks_per_host} and rank_groups={rank_groups!r}; give one"
         )
 
@@ -194,11 +195,11 @@ def _check_feedback(codec: Codec, error_feedback: bool | Literal["auto"]) -> Non
         )
     if error_feedback is True and not codec.contraction:
         raise ValueError(
-            f"Error feedback diverges with codec {codec}: it may lose more than it is given "
+            f"Error feedback diverges with codec {codec}: its error may exceed its input "
             "(unbiased codecs have high variance instead); leave error_feedback at 'auto'"
         )
     if error_feedback is False and codec.momentum_correction:
         raise ValueError(
-            f"codec {codec.name!r} accumulates momentum in its error feedback and does nothing "
-            "sensible without; leave error_feedback at 'auto', or use 'topk'"
+            f"codec {codec.name!r} accumulates its momentum in error feedback and needs it; leave "
+            "error_feedback at 'auto', or use 'topk'"
         )

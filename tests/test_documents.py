@@ -74,7 +74,7 @@ RUN_PAGE = ROOT / "tests/documents/run_page.py"
 JOINED = {"fsdp2": ["4+5"], "write-your-own-codec": ["0+1+2"]}
 """Blocks that go on where the one before ends."""
 NOT_RUN = {
-    "accelerate 2": "transformers is not among the packages of the tests",
+    "accelerate 1": "transformers is not among the packages of the tests",
     "write-your-own-codec 3": "Triton functions of the reader's own codec",
     "elastic-ray 0": "Ray is not either",
     "fsdp2 3": "Accelerate has no FSDP on a CPU",

@@ -178,6 +178,7 @@ def test_what_the_writer_process_imports_is_the_standard_library() -> None:
         if not name.startswith(own)
     }
     assert names
+    names.remove("lightning_dist.log.get_logger")  # it imports nothing else, as its layer demands
     assert {name.split(".")[0] for name in names} - sys.stdlib_module_names == {"fsspec"}
 
 
@@ -283,3 +284,28 @@ def test_lightning_is_loaded_for_lightning_only(torch_python: list[str]) -> None
 def test_that_test_can_fail() -> None:
     assert "wave" in loaded_after("import wave")
     assert "wave" not in loaded_after("import json")
+
+
+PREFIXED = {"log.py", "integrations/rank_zero.py"}
+"""Files that issue warnings and Lightning's log messages, with the prefix."""
+
+
+def unprefixed(source: str) -> list[str]:
+    """Functions that ``source`` calls or passes on, and whose messages have no prefix."""
+    return [
+        name
+        for node in ast.walk(parsed(source))
+        if isinstance(node, ast.Name | ast.Attribute)
+        and (name := ast.unparse(node)) in ("rank_zero_warn", "rank_zero_info", "warnings.warn")
+    ]
+
+
+def test_every_warning_has_the_prefix() -> None:
+    found = {
+        str(path.relative_to(PACKAGE)): unprefixed(path.read_text())
+        for path in PACKAGE.rglob("*.py")
+        if str(path.relative_to(PACKAGE)) not in PREFIXED
+    }
+    assert {path: names for path, names in found.items() if names} == {}
+    assert unprefixed("warnings.warn(text)") == ["warnings.warn"]
+    assert unprefixed("Saves(warn=rank_zero_warn)") == ["rank_zero_warn"]

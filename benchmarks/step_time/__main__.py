@@ -174,7 +174,7 @@ def impossible(row: str, layout: Layout) -> str | None:
     if form in ("hierarchical", "leader") and max(layout.counts) == 1:
         return "one rank per host: there is nothing to add up within a host"
     if form == "hierarchical" and not layout.even:
-        return "the hosts hold different numbers of ranks, which takes the leader form"
+        return "the hosts hold different numbers of ranks, which needs the leader form"
     return None
 
 

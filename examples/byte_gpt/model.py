@@ -1,4 +1,4 @@
-"""A byte-level GPT in plain torch: it knows nothing of how its gradients travel."""
+"""A byte-level GPT in plain torch: nothing in it depends on how gradients are exchanged."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.text import Perplexity
 
 BYTES = 256
 
@@ -35,6 +37,11 @@ class Block(nn.Module):
         x = x + self.attention_out(mixed.transpose(1, 2).flatten(-2))
         x = x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
         return x
+
+
+def loss_of(logits: Tensor, following: Tensor) -> Tensor:
+    """Mean cross-entropy, in nats per byte."""
+    return F.cross_entropy(logits.flatten(0, 1), following.flatten())
 
 
 class ByteGPT(L.LightningModule):
@@ -64,6 +71,8 @@ class ByteGPT(L.LightningModule):
         self.position = nn.Parameter(torch.zeros(context, d_model))
         self.blocks = nn.ModuleList(Block(d_model, n_heads=n_heads) for _ in range(n_layers))
         self.norm = nn.LayerNorm(d_model)
+        self.accuracy = MulticlassAccuracy(BYTES, average="micro")
+        self.perplexity = Perplexity()
         self._init_weights(n_layers)
 
     def _init_weights(self, n_layers: int) -> None:
@@ -81,18 +90,18 @@ class ByteGPT(L.LightningModule):
             x = block(x)
         return F.linear(self.norm(x), self.embedding.weight)
 
-    def _loss(self, window: Tensor) -> Tensor:
-        logits = self(window[:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
-
     def training_step(self, window: Tensor, batch_idx: int) -> Tensor:
-        loss = self._loss(window)
+        loss = loss_of(self(window[:, :-1]), window[:, 1:])
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, window: Tensor, batch_idx: int) -> None:
-        # The mean over all ranks: each validates on its own share of the windows.
-        self.log("val_loss", self._loss(window), prog_bar=True, sync_dist=True)
+        # Over all ranks: each validates on its own share of the windows.
+        logits, following = self(window[:, :-1]), window[:, 1:]
+        self.log("val_loss", loss_of(logits, following), prog_bar=True, sync_dist=True)
+        self.perplexity(logits, following)
+        self.accuracy(logits.flatten(0, 1), following.flatten())
+        self.log_dict({"val_perplexity": self.perplexity, "val_accuracy": self.accuracy})
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW with a linear warm-up, then a linear decay to a tenth over the whole training."""

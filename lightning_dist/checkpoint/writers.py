@@ -33,7 +33,7 @@ _START_TIMEOUT = 60.0
 """Seconds; a tenth of one is needed on an idle machine."""
 
 _TAIL = 4096
-"""Bytes of what the writer has said last."""
+"""Last bytes of the output of the writer."""
 
 # The writer needs the standard library and lightning_dist.checkpoint.disk only, and is to be found
 # where this process has found it: the outer package is a stand-in with a path.
@@ -209,8 +209,8 @@ class WriterProcess:
         ended = f"the checkpoint writer (process {self.pid}) has ended with exit status {code}"
         with suppress(OSError):  # closed
             start = max(os.fstat(self._errors).st_size - _TAIL, 0)
-            said = os.pread(self._errors, _TAIL, start).decode(errors="replace").strip()
-            if said:
-                log.error("%s:\n%s", ended, said)
-                return f"{ended}: {said.splitlines()[-1]}"
+            output = os.pread(self._errors, _TAIL, start).decode(errors="replace").strip()
+            if output:
+                log.error("%s:\n%s", ended, output)
+                return f"{ended}: {output.splitlines()[-1]}"
         return ended

@@ -84,7 +84,7 @@ def bench(
 
     names = tuple(name.strip() for name in ops.split(","))
     if unknown := [name for name in names if name not in OPS]:
-        raise ValueError(f"--ops must be of {', '.join(OPS)}, and {unknown[0]!r} is not")
+        raise ValueError(f"--ops must be from {', '.join(OPS)}, got {unknown[0]!r}")
     if not (pairs or sizes):
         raise ValueError(f"--min-bytes {min_bytes} must not be above --max-bytes {max_bytes}")
     settings = bench_run.Settings(

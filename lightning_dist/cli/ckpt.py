@@ -241,8 +241,8 @@ def _checkpoints_at(path: str) -> list[str]:
     return found
 
 
-def _print_item(word: str, path: str, told: str, *, color: str | None = None) -> None:
-    line = Text.assemble((f"{word:<7}", color or ""), f" {path}: {told}")
+def _print_item(word: str, path: str, text: str, *, color: str | None = None) -> None:
+    line = Text.assemble((f"{word:<7}", color or ""), f" {path}: {text}")
     stdout_console().print(line, soft_wrap=True)
 
 

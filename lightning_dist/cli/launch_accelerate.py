@@ -39,7 +39,7 @@ def plan(words: Sequence[str], environ: Mapping[str, str], *, given: Any, file: 
         file: Accelerate's configuration.
 
     Raises:
-        ValueError: no script, a file that is wrong, settings that could not take effect, or
+        ValueError: no script, a file that is wrong, settings that cannot take effect, or
             processes that would not find each other.
     """
     require_script(given)
@@ -49,7 +49,7 @@ def plan(words: Sequence[str], environ: Mapping[str, str], *, given: Any, file: 
     with resolved.named_in_errors():
         require_possible(resolved.options)
     if resolved.outside and CONFIG not in made.environment:
-        made.notes.append(f"in force: {resolved.told() or 'settings as by default'}")
+        made.notes.append(f"in force: {resolved.outside_text() or 'default settings'}")
     config = theirs.load(file)
     options, after = cut(words, given)
     if given.config_file is None:
@@ -72,10 +72,10 @@ def plan(words: Sequence[str], environ: Mapping[str, str], *, given: Any, file: 
 
 
 def _hand_on(made: Plan, environ: Mapping[str, str], file: Path) -> None:
-    """The training cannot know which file was used: it is told by a variable."""
+    """The variable that names the file in use to the training."""
     sidecar = sidecar_of(file).absolute()
     if not sidecar.is_file():
-        made.notes.append(f"there is no {sidecar.name} beside {file}")
+        made.notes.append(f"no {sidecar.name} next to {file}")
     elif named := environ.get(CONFIG, "").strip():
         if Path(named).expanduser().absolute() != sidecar:
             made.notes.append(f"{CONFIG} is {named} already: {sidecar} is not passed on")

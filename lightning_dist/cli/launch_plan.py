@@ -53,7 +53,7 @@ def plan(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
     if given.max_restarts is None:
         add(f"--max-restarts={RESTARTS}", "survives this many failures")
     elif given.max_restarts < 0:
-        raise ValueError(f"--max-restarts must be 0 or more, it is {given.max_restarts}")
+        raise ValueError(f"--max-restarts must be 0 or more, got {given.max_restarts}")
     backend = _backend(given, fewest, most)
     if backend == "standalone" and not given.standalone:
         add("--standalone", "one node: rendezvous on a free port")
@@ -64,11 +64,12 @@ def plan(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
         ours = {**(LAST_CALL if fewest < most else {}), **KEEP_ALIVE}
         settings = ",".join(f"{key}={value}" for key, value in {**ours, **theirs}.items())
         if ours.keys() - theirs.keys():
-            add(f"--rdzv-conf={settings}", "bounds the wait for nodes that may not come")
+            add(f"--rdzv-conf={settings}", "limits the wait for nodes that may not return")
         if fewest > 1:
             patience = theirs.get("join_timeout", JOIN_TIMEOUT)
             made.notes.append(
-                f"RendezvousTimeoutError means that fewer than {fewest} nodes came in {patience} s "
+                f"RendezvousTimeoutError means that fewer than {fewest} nodes joined within "
+                f"{patience} s "
                 "(join_timeout in --rdzv-conf)"
             )
     if SHARING not in environ and backend != "static":
@@ -100,14 +101,14 @@ def _nodes(text: str) -> tuple[int, int]:
     except ValueError:
         fewest, most = 0, 0
     if not 1 <= fewest <= most:
-        raise ValueError(f"--nnodes must be N or MIN:MAX with 1 <= MIN <= MAX, it is {text}")
+        raise ValueError(f"--nnodes must be N or MIN:MAX with 1 <= MIN <= MAX, got {text}")
     return fewest, most
 
 
 def _require_ranks(text: str) -> None:
     if not (text.isalpha() or (text.isdecimal() and int(text) > 0)):
         raise ValueError(
-            f"--nproc-per-node must be a number above 0, or auto, cpu or gpu, it is {text}"
+            f"--nproc-per-node must be a number above 0, or auto, cpu or gpu, got {text}"
         )
 
 
@@ -151,7 +152,7 @@ def _settings(text: str) -> dict[str, str]:
     for pair in filter(None, map(str.strip, text.split(","))):
         key, _, value = pair.partition("=")
         if not (key and value):
-            raise ValueError(f"--rdzv-conf must be KEY=VALUE,KEY=VALUE,..., it is {text}")
+            raise ValueError(f"--rdzv-conf must be KEY=VALUE,KEY=VALUE,..., got {text}")
         settings[key.strip()] = value.strip()
     return settings
 

@@ -136,8 +136,8 @@ def _costs(
     is_here = device == "cpu" or torch.cuda.is_available()
     if anew and not is_here:
         raise ValueError(
-            f"--measure and --compiled need a device like that of the run, {device}, and there is "
-            "none here; leave them out, or call this where it is"
+            f"--measure and --compiled need a device like that of the run, {device}, and none is "
+            "available here; leave them out, or run this on such a machine"
         )
     read = Costs() if anew else read_costs(folder)
     if not is_here:

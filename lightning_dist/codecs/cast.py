@@ -46,7 +46,7 @@ class FP16(_Cast):
     """
 
     name: ClassVar[str] = "fp16"
-    use: ClassVar[str] = "half the bytes where a GradScaler is in use anyway"
+    use: ClassVar[str] = "half the bytes, if a GradScaler is in use"
     wire_dtype: ClassVar[torch.dtype] = torch.float16
     relative_error: ClassVar[float] = 2.0**-11
     smallest: ClassVar[float] = 2.0**-25  # half of the smallest subnormal
@@ -62,7 +62,7 @@ class BF16(_Cast):
     """
 
     name: ClassVar[str] = "bf16"
-    use: ClassVar[str] = "half the bytes at no risk: the first choice on a fast network"
+    use: ClassVar[str] = "half the bytes without loss of quality: fast networks"
     wire_dtype: ClassVar[torch.dtype] = torch.bfloat16
     relative_error: ClassVar[float] = 2.0**-8
     smallest: ClassVar[float] = 2.0**-134

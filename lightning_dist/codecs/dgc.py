@@ -50,18 +50,18 @@ class DGC(TopK):
         steps: object = self.warmup_steps
         if not isinstance(momentum, float | int) or not 0 <= momentum < 1:
             raise ValueError(
-                f"dgc: momentum must be a number from 0 to below 1, got {momentum!r}; 0.9, and "
-                "none in the optimiser"
+                f"dgc: momentum must be a number from 0 to below 1, got {momentum!r}; the default "
+                "is 0.9, with none in the optimizer"
             )
         if not isinstance(clip, float | int) or not 0 <= clip < math.inf:
             raise ValueError(
-                f"dgc: clip must be 0 (no clipping) or a finite norm above 0, got {clip!r}; the "
-                "norm for a tensor's gradient over the whole batch, ranks divide it by sqrt(W)"
+                f"dgc: clip must be 0 (no clipping) or a finite norm above 0, got {clip!r}; it "
+                "limits the gradient norm of each tensor over the global batch"
             )
         if not isinstance(steps, int) or steps < 0:
             raise ValueError(
-                f"dgc: warmup_steps must be 0 (no ramp) or more synchronised steps, got {steps!r}; "
-                "four epochs in the paper"
+                "dgc: warmup_steps must be 0 (no ramp) or more synchronised steps, got "
+                f"{steps!r}; the paper uses four epochs"
             )
 
     @property

@@ -29,7 +29,7 @@ class FP8(ScaledBlocks):
     """
 
     name: ClassVar[str] = "fp8"
-    use: ClassVar[str] = "gradients of very different sizes side by side, at the bytes of int8"
+    use: ClassVar[str] = "gradients of widely varying magnitude, at the bytes of int8"
     keeps_residual: ClassVar[bool] = True
     bits: ClassVar[int] = 8
     levels: ClassVar[int] = 448

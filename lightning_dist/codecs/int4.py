@@ -27,7 +27,7 @@ class Int4(ScaledBlocks):
 
     Wire bytes per rank and step: ``2 (W-1)/W * n (1/2 + 2/block)``, 7.75 times less than float32.
     State: one residual per element (error feedback), without which 4 bits cost accuracy. Use it
-    where int8 still waits for the link, below about 1 Gbit/s.
+    links below about 1 Gbit/s, where int8 is still limited.
 
     4-bit gradients with a 128-Hadamard rotation: SDP4Bit (arXiv 2410.15526); ZeRO++ (arXiv
     2306.10209) sends 4 bits between hosts.
@@ -37,7 +37,7 @@ class Int4(ScaledBlocks):
     hadamard: bool = False
 
     name: ClassVar[str] = "int4"
-    use: ClassVar[str] = "where int8 still waits for the link, below about 1 Gbit/s"
+    use: ClassVar[str] = "links below about 1 Gbit/s, where int8 is still limited"
     keeps_residual: ClassVar[bool] = True
     bits: ClassVar[int] = 4
 

@@ -29,7 +29,7 @@ class Int8(ScaledBlocks):
     """
 
     name: ClassVar[str] = "int8"
-    use: ClassVar[str] = "the default: a quarter of the bytes, ends where fp32 ends"
+    use: ClassVar[str] = "the default: a quarter of the bytes, matches fp32 loss"
     keeps_residual: ClassVar[bool] = True
     bits: ClassVar[int] = 8
     code_dtype: ClassVar[torch.dtype] = torch.int8

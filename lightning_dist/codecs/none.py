@@ -22,7 +22,7 @@ class NoCompression(BlockCodec):
     """
 
     name: ClassVar[str] = "none"
-    use: ClassVar[str] = "no compression: the row to compare with, and a first try"
+    use: ClassVar[str] = "no compression: the baseline to compare with"
     exchange: ClassVar[str] = "allreduce"
     lossless: ClassVar[bool] = True
 

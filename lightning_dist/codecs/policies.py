@@ -113,7 +113,7 @@ class Schedule(_Policy):
         whole = all(type(step) is int for step in steps)
         if not whole or steps[:1] != [0] or steps != sorted(set(steps)):  # type: ignore[type-var]
             raise ValueError(
-                f"warmup: steps must be whole numbers that begin at 0 and ascend, got {steps}; "
+                f"warmup: steps must be whole numbers that start at 0 and ascend, got {steps}; "
                 "write warmup({0: 'none', 500: 'int8'})"
             )
 

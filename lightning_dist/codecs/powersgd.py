@@ -60,7 +60,7 @@ class PowerSGD(Codec):
         if type(rank) is not int or not 1 <= rank <= 1024:
             raise ValueError(
                 f"powersgd: rank must be a whole number from 1 to 1024, got {rank!r}; 1 to 8 is "
-                "usual, more is closer to the gradient and more bytes"
+                "usual; a higher rank is more accurate and sends more bytes"
             )
 
     @property

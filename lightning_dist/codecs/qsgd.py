@@ -37,7 +37,7 @@ class QSGD(ScaledBlocks):
     norm: str = "max"  # or "l2"
 
     name: ClassVar[str] = "qsgd"
-    use: ClassVar[str] = "few bytes without memory for residuals"
+    use: ClassVar[str] = "few bytes, no memory for residuals"
     stochastic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

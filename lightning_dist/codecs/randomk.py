@@ -35,7 +35,7 @@ class RandomK(BlockCodec):
     unbiased: bool = False
 
     name: ClassVar[str] = "randomk"
-    use: ClassVar[str] = "very slow links and too many ranks to gather"
+    use: ClassVar[str] = "very slow links and too many ranks for all_gather"
     exchange: ClassVar[str] = "allreduce"
     min_numel: ClassVar[int] = 4096
     stochastic: ClassVar[bool] = True

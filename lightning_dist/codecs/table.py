@@ -71,7 +71,7 @@ class CodecTable(Mapping[str, type[Codec]]):
         for entry in entry_points(group=GROUP):
             if entry.name in self._own:
                 log.warning(
-                    "codec %r of %s is left out: lightning_dist has one of that name",
+                    "codec %r of %s is ignored: lightning_dist has a codec of that name; rename it",
                     entry.name,
                     entry.value,
                 )
@@ -87,7 +87,7 @@ def _load(entry: EntryPoint, *, into: CodecTable) -> None:
     except Exception as error:
         raise ValueError(
             f"codec {entry.name!r} must be importable as {entry.value} from the package "
-            f"{package!r}, got {type(error).__name__}: {error}; mend or remove that package"
+            f"{package!r}, got {type(error).__name__}: {error}; fix or remove that package"
         ) from error
     into.add(codec)
     if codec.name != entry.name:

@@ -34,7 +34,7 @@ class TernGrad(ScaledBlocks):
     clip_sigma: float = 0.0  # 0: no clipping
 
     name: ClassVar[str] = "terngrad"
-    use: ClassVar[str] = "many ranks and no memory for residuals"
+    use: ClassVar[str] = "many ranks, no memory for residuals"
     stochastic: ClassVar[bool] = True
     bits: ClassVar[int] = 2
 

@@ -38,7 +38,7 @@ class Threshold(Codec):
     values: str = "bf16"  # or "fp32"
 
     name: ClassVar[str] = "threshold"
-    use: ClassVar[str] = "very slow links, where bytes may change from step to step"
+    use: ClassVar[str] = "very slow links, if bytes may vary from step to step"
     exchange: ClassVar[str] = "gather"
     min_numel: ClassVar[int] = 4096
     keeps_residual: ClassVar[bool] = True
@@ -54,10 +54,13 @@ class Threshold(Codec):
             )
         if self.unit not in _UNITS:
             raise ValueError(
-                f"threshold: unit must be 'rms' (of each tensor) or 'absolute', got {self.unit!r}"
+                "threshold: unit must be 'rms' (of each tensor) or 'absolute', got "
+                f"{self.unit!r}; use 'rms'"
             )
         if self.values not in _VALUES:
-            raise ValueError(f"threshold: values must be 'bf16' or 'fp32', got {self.values!r}")
+            raise ValueError(
+                f"threshold: values must be 'bf16' or 'fp32', got {self.values!r}; use 'bf16'"
+            )
 
     @property
     def value_dtype(self) -> torch.dtype:

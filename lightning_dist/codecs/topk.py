@@ -74,7 +74,7 @@ class TopK(BlockCodec):
         if not isinstance(decay, float | int) or isinstance(decay, bool) or not 0 < decay <= 1:
             raise ValueError(
                 f"{self.name}: decay must be a number above 0 and up to 1, got {decay!r}; 1 keeps "
-                "all that was not sent"
+                "the whole residual"
             )
 
     @property

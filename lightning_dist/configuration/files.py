@@ -45,8 +45,8 @@ def read(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             content = yaml.load(file, _Loader)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
-        said = " ".join(str(error).split())
-        raise ValueError(f"{path} is not valid YAML (key: value): {said}") from None
+        problem = " ".join(str(error).split())
+        raise ValueError(f"{path} is not valid YAML (key: value): {problem}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):

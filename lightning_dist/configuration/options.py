@@ -9,7 +9,7 @@ from typing import Any
 
 METHODS = ("local_sgd", "post_local_sgd", "diloco", "streaming", "sparseloco")
 """Of local updates; here without torch."""
-_OF_METHOD = "(as the method says)"
+_OF_METHOD = "(the method's default)"
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ OPTIONS: dict[str, Option] = {
         Option(
             "ranks_per_host",
             None,
-            "1 or more ranks, or null (as the names of the hosts say)",
+            "1 or more ranks, or null (by host name)",
             lambda value: value is None or _is_count(value, least=1),
         ),
         Option(
@@ -94,7 +94,7 @@ OPTIONS: dict[str, Option] = {
         Option(
             "min_compress_numel",
             None,
-            "0 or more elements, or null (as the codec says)",
+            "0 or more elements, or null (the codec's default)",
             _is_count_or_null,
         ),
         Option("start_step", 0, "0 or more synchronised steps", _is_count),

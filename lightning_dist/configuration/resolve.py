@@ -58,13 +58,13 @@ class Resolved:
         """The origins of the options that the code does not set."""
         return {key: origin for key, origin in self.origins.items() if origin != CODE}
 
-    def told(self) -> str:
+    def outside_text(self) -> str:
         """Differences from the defaults because of variables and files, and because of which."""
         by_origin: dict[str, list[str]] = {}
         for key, origin in self.outside.items():
             if self.options[key] != OPTIONS[key].default:
                 by_origin.setdefault(origin, []).append(f"{key}={self.options[key]!r}")
-        return ", ".join(f"{' '.join(said)} ({origin})" for origin, said in by_origin.items())
+        return ", ".join(f"{' '.join(listed)} ({origin})" for origin, listed in by_origin.items())
 
     @contextmanager
     def named_in_errors(self) -> Iterator[None]:
@@ -74,8 +74,8 @@ class Resolved:
         except ValueError as error:
             if not self.outside:
                 raise
-            told = ", ".join(f"{key} from {origin}" for key, origin in self.outside.items())
-            raise ValueError(f"{error} (set outside of the code: {told})") from error
+            named = ", ".join(f"{key} from {origin}" for key, origin in self.outside.items())
+            raise ValueError(f"{error} (set outside of the code: {named})") from error
 
 
 def resolve(
@@ -162,13 +162,13 @@ def _refuse_contradictions(options: Mapping[str, Any], origins: Mapping[str, str
         (
             has_count and has_groups,
             ("ranks_per_host", "rank_groups"),
-            "both say which ranks share a host",
+            "both define which ranks share a host",
         ),
     ):
         first, second = names
         # Both from one place: who set them sees both, and the settings themselves are checked.
         if wrong and origins[first] != origins[second]:
-            told = " and ".join(f"{name}={options[name]!r} ({origins[name]})" for name in names)
+            named = " and ".join(f"{name}={options[name]!r} ({origins[name]})" for name in names)
             raise ValueError(
-                f"{told} contradict each other: {why}; remove one, or set both in one place"
+                f"{named} contradict each other: {why}; remove one, or set both in one place"
             )

@@ -47,16 +47,16 @@ class RunHistory:
         """
         self._open_journal(folder, rank=ranks.rank)
         self._leads = ranks.is_leader
-        said = ranks.on_first(lambda: self._said(seed))
-        self.run_id, self.seed = said["run_id"], said["seed"]
-        self.first = None if said["first"] is None else Layout(**said["first"])
+        facts = ranks.on_first(lambda: self._facts(seed))
+        self.run_id, self.seed = facts["run_id"], facts["seed"]
+        self.first = None if facts["first"] is None else Layout(**facts["first"])
         self._given_seed = seed
         # Find out now, and not when another host has to go on, that it could not.
-        folder_here, token = self._journal.folder, said["token"]
+        folder_here, token = self._journal.folder, facts["token"]
         sees = not token or (folder_here is not None and has_token(folder_here, token))
         if not all(each["sees"] for each in ranks.all({"sees": sees})):
             raise ValueError(
-                f"Some ranks do not see rank 0's {folder}, so they could not go on from its "
+                f"Some ranks do not see rank 0's {folder}, so they could not resume from its "
                 "checkpoints; put it on a filesystem that all hosts mount, or in an object store"
             )
 
@@ -67,7 +67,7 @@ class RunHistory:
         self._leads = ranks.is_leader
         self.run_id, self.seed = run_id, seed
 
-    def _said(self, seed: int | None) -> dict[str, Any]:
+    def _facts(self, seed: int | None) -> dict[str, Any]:
         """Leader's knowledge, for all."""
         start = self._last_start()
         self._before = self._journal.last_progress()
@@ -99,8 +99,8 @@ class RunHistory:
             return
         if self._given_seed not in (None, state.seed):
             raise ValueError(
-                f"seed={self._given_seed} could not take effect: the epochs of the checkpoint are "
-                f"in the order of seed {state.seed}; give that one, or none"
+                f"seed={self._given_seed} cannot take effect: the checkpoint has epochs in the "
+                f"order of seed {state.seed}; pass that seed, or none"
             )
         self.seed = state.seed
         if is_own:
@@ -152,7 +152,7 @@ class RunHistory:
         return summarize(self._journal.read(), run_id=self.run_id)
 
     def metrics(self, *, world_size: int) -> dict[str, float]:
-        """``elastic/*``, as loggers are told it; without what is not known. On the leader."""
+        """``elastic/*`` for loggers, without unknown values. On the leader."""
         found = {"elastic/world_size": float(world_size)}
         if self._journal.folder is not None:
             summary = self.summary
@@ -214,19 +214,19 @@ def start_line(
 
 def cost_line(summary: Summary) -> str:
     """Log line: the cost of restarts and of changes within the process."""
-    told = []
+    parts = []
     if summary.restarts:
         restarts, causes = _counted(summary.restarts, "restart"), "; ".join(summary.causes)
-        told.append(
+        parts.append(
             f"{restarts}, {summary.lost_time_s:.1f} s lost, "
             f"{summary.samples_recomputed} samples recomputed ({causes})"
         )
     if summary.generations:
-        told.append(
+        parts.append(
             f"{_counted(summary.generations, 'change')} within the process, "
             f"{summary.recovery_s:.1f} s lost, {_counted(summary.steps_redone, 'step')} repeated"
         )
-    return f"elastic: {'; '.join(told)}"
+    return f"elastic: {'; '.join(parts)}"
 
 
 def _counted(number: int, what: str) -> str:

@@ -34,7 +34,7 @@ class ElasticState:
         rng: generator states of every rank.
         loaders: states of the loaders of every rank, where those keep the position themselves.
         metrics: what every rank had logged, which callbacks and schedulers may wait for.
-        stopped: whether the training was told to stop before its last epoch or step.
+        stopped: whether the training was stopped before its last epoch or step.
     """
 
     run_id: str
@@ -67,7 +67,7 @@ class ElasticState:
         if version > _VERSION:
             raise ValueError(
                 f"{path} was written by a newer lightning_dist (elastic state version {version}, "
-                f"this one reads up to {_VERSION}); install that one"
+                f"this one reads up to {_VERSION}); upgrade lightning_dist"
             )
         values["first"], values["layout"] = Layout(**values["first"]), Layout(**values["layout"])
         values["position"] = Position(**values["position"])
@@ -89,7 +89,7 @@ class Generators:
     With another number of ranks they get seeds of their own, from step and rank.
 
     Args:
-        resumed: what the checkpoint said; None for a fresh start.
+        resumed: state of the checkpoint; None for a fresh start.
         rank: this one.
         world_size: ranks.
         device: whose generator is kept too.

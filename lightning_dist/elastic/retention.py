@@ -31,8 +31,8 @@ class Retention:
         keep: how many stay.
         settings: how they are taken and written.
         members: all ranks; with ``members.writers`` each writes its part.
-        warn: told on the leader what the user should know.
-        committed: told on the leader of each checkpoint that is durable.
+        warn: called on the leader with a message for the user.
+        committed: called on the leader for each durable checkpoint.
     """
 
     def __init__(
@@ -203,6 +203,5 @@ def not_ours(path: str) -> str:
     """Message about a checkpoint without a position in the data."""
     return (
         f"{path} was not saved under ElasticRestart or ElasticLoop, so it has no sample position; "
-        "give a folder of its own, and to start a Trainer's run from this checkpoint use "
-        "fit(ckpt_path=...)"
+        "use another folder; to start a Trainer's run from this checkpoint, pass fit(ckpt_path=...)"
     )

@@ -52,7 +52,7 @@ class Placement:
         """Hand the state of the training to the checkpointer, if this rank writes. Collective."""
         raise NotImplementedError
 
-    def tell(self, text: str) -> None:
+    def info(self, text: str) -> None:
         """Tell the user, on the leader."""
         raise NotImplementedError
 
@@ -67,7 +67,7 @@ class Placement:
         """All ranks stop, and what can be saved is: signals may end this process now."""
 
     def stopping(self, reasons: list[str]) -> None:
-        """All ranks stop, for ``reasons`` by rank; empty for those that were not told."""
+        """All ranks stop, for ``reasons`` by rank; empty for those without a notice."""
 
 
 class Session:
@@ -177,7 +177,7 @@ class Session:
     def change(self, change: Change) -> None:
         """Tell and write down that members have changed within the process, on the leader."""
         self.lifecycle.heartbeat()
-        say = self._placement.warn if change.lost else self._placement.tell
+        say = self._placement.warn if change.lost else self._placement.info
         say(change.line)
         self.history.change(change)
         self._count_costs()
@@ -211,7 +211,7 @@ class Session:
         """
         world_size = self.members.world_size
         line = start_line(self.resumed, now, world_size=world_size, foreign=foreign)
-        self._placement.tell(line)
+        self._placement.info(line)
         for missing in Launch.from_env().missing_settings():
             self._placement.warn(missing)
         self.history.start(self.resumed, first=first, world_size=world_size)
@@ -220,7 +220,7 @@ class Session:
     def nothing_is_left(self, now: Layout | None) -> None:
         """Say that this start does not train: it is no restart, and the account is as it was."""
         line = start_line(self.resumed, now, world_size=self.members.world_size)
-        self._placement.tell(f"{line}; there is nothing left to do")
+        self._placement.info(f"{line}; there is nothing left to do")
         self._count_costs()
 
     def _count_costs(self) -> None:
@@ -310,7 +310,7 @@ class Session:
             is_due = settings.is_due_after_epoch(ended, steps=steps)
         if is_due:
             self.save()
-        self.stop_if_told()
+        self.stop_if_requested()
 
     def save(self) -> None:
         """Save this step, unless it is saved or ``on_busy`` says to skip it. Collective."""
@@ -354,7 +354,7 @@ class Session:
             self.lifecycle.heartbeat()
         self.lifecycle.heartbeat()
 
-    def stop_if_told(self) -> None:
+    def stop_if_requested(self) -> None:
         """Stop at one checkpoint of all ranks, if any of them is preempted.
 
         Collective; takes effect one call later.
@@ -364,7 +364,7 @@ class Session:
             CheckpointError: a checkpoint could not be written, on all ranks.
         """
         self.retention.collect()
-        if not self.members.stop.ask(self.lifecycle.is_told or self.retention.has_failed):
+        if not self.members.stop.ask(self.lifecycle.stop_requested or self.retention.has_failed):
             return
         self.retention.agree_on_failures()
         saved = self._save_for_good()
@@ -377,7 +377,7 @@ class Session:
         steps, reasons = self._placement.steps, [reason for _, reason in notices]
         code = self.lifecycle.stop(notices, is_saved=saved == steps)
         self._placement.stopping(reasons)
-        say = self._placement.tell if saved == steps else self._placement.warn
+        say = self._placement.info if saved == steps else self._placement.warn
         say(stop_line(steps, reasons, saved=saved))
         self.lifecycle.leave()
         raise self._placement.stopped(code)
@@ -397,13 +397,13 @@ class Session:
         if self.members.ranks.is_leader:
             summary = self.history.summary
             if summary.restarts or summary.generations:
-                self._placement.tell(cost_line(summary))
+                self._placement.info(cost_line(summary))
 
     def close(self, error: BaseException | None = None, *, stopped: bool = False) -> None:
         """The end of this process's part, with what has ended it.
 
         Args:
-            stopped: it was :meth:`stop_if_told`.
+            stopped: it was :meth:`stop_if_requested`.
         """
         was_open, self._is_open = self._is_open, False
         if error is not None and not stopped:

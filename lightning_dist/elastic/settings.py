@@ -96,8 +96,8 @@ class RunSettings:
         """Raise a ValueError if checkpoints need ranks that may be lost in the process."""
         if self.sharded:
             raise ValueError(
-                "recovery='in_process' lets another rank write a checkpoint, and with "
-                "format='sharded' all of them do; use format='single', or recovery='restart'"
+                "recovery='in_process' needs checkpoints that one rank can write, and with "
+                "format='sharded' all write; use format='single', or recovery='restart'"
             )
 
     @property

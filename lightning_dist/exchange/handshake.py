@@ -51,11 +51,11 @@ def require_equal(facts: list[Facts]) -> None:
         values = [repr(of_rank.get(key)) for of_rank in facts]
         groups = ranks_by(values)
         if len(groups) > 1:
-            said = "; ".join(
+            values_of_ranks = "; ".join(
                 f"{values[ranks[0]]} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
                 for ranks in groups
             )
-            lines.append(f"  {key}: {said}")
+            lines.append(f"  {key}: {values_of_ranks}")
     if lines:
         raise ValueError(
             "All ranks must compress in the same way, but they differ in\n"

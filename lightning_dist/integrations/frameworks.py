@@ -7,7 +7,7 @@ import sys
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 
-def tell_frameworks(*, rank: int, world_size: int) -> None:
+def set_framework_rank(*, rank: int, world_size: int) -> None:
     """Let functions of Lightning and Accelerate that ask for a rank have the present one."""
     rank_zero_only.rank = rank  # type: ignore[attr-defined]  # where Lightning keeps it
     if "accelerate" not in sys.modules:

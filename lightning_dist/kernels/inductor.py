@@ -55,7 +55,7 @@ class Variant:
 
 
 def should_fuse(wish: bool | Literal["auto"], *, numel: int, device: torch.device) -> bool:
-    """``auto``: where a compiler is there and the model is large enough to win the time back.
+    """``auto``: if a compiler is found and the model is large enough to win the time back.
 
     Raises:
         ValueError: ``wish`` is True and there is no compiler.

@@ -141,18 +141,18 @@ class Reducer(StatefulPipeline):
         """
         if self.immediate:
             raise ValueError(
-                "A step that fails can be taken again only under the deferred commit; use "
+                "A failed step can be repeated only with the deferred commit; use "
                 "compress_ddp(..., commit='deferred')"
             )
         if self._allow_absent:
             raise ValueError(
-                "With find_unused_parameters=True DDP itself asks other ranks in a backward pass, "
-                "which fails where one is lost; leave it out, and use every parameter"
+                "With find_unused_parameters=True DDP itself communicates in a backward pass, "
+                "which fails if a rank is lost; leave it out, and use every parameter"
             )
         if self._sharded:
             raise ValueError(
-                "A step that fails can be taken again only where every rank has the whole model, "
-                "and these are shards, of which a lost rank takes its own with it; use "
+                "A failed step can be repeated only if every rank has the whole model, and this "
+                "model is sharded; use "
                 "DistributedDataParallel"
             )
         self._failures.recovery = recovery
@@ -168,7 +168,7 @@ class Reducer(StatefulPipeline):
         """Whether an observer receives the events of collectives."""
         return any(channel.watch is not None for channel in self.network.channels)
 
-    def tell_regrouped(self, generation: int, *, reason: str) -> None:
+    def notify_regrouped(self, generation: int, *, reason: str) -> None:
         """Report to observers that training goes on with other ranks, from this step on."""
         for observer in self._observers:
             observer.regrouped(generation, step=self.step, reason=reason)

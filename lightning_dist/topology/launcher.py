@@ -71,19 +71,19 @@ def contradiction(hosts: Sequence[str], claims: Sequence[Mapping[str, Any] | Non
     """Contradiction between the launcher and the names of the hosts; None if there is none."""
     if any(claim is None for claim in claims):
         return None
-    said = [claim for claim in claims if claim is not None]
-    nodes = [claim["node"] for claim in said]
+    reported = [claim for claim in claims if claim is not None]
+    nodes = [claim["node"] for claim in reported]
     if None not in nodes and ranks_by(nodes) != ranks_by(hosts):
         return (
-            f"{said[0]['launcher']} says that ranks 0 to {len(hosts) - 1} are on nodes {nodes}, "
-            f"the names of their hosts are {list(hosts)}"
+            f"{reported[0]['launcher']} reports ranks 0 to {len(hosts) - 1} on nodes {nodes}, but "
+            f"their host names are {list(hosts)}"
         )
-    for rank, claim in enumerate(said):
+    for rank, claim in enumerate(reported):
         here = sum(host == hosts[rank] for host in hosts)
         # A process group may leave some of a host's ranks out, but it cannot add any.
         if claim["local_size"] is not None and here > claim["local_size"]:
             return (
-                f"{claim['launcher']} says that there are {claim['local_size']} ranks on the host "
-                f"of rank {rank}, but {here} ranks give the name {hosts[rank]!r}"
+                f"{claim['launcher']} reports {claim['local_size']} ranks on the host of rank "
+                f"{rank}, but {here} ranks have the host name {hosts[rank]!r}"
             )
     return None

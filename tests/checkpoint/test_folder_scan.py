@@ -64,7 +64,7 @@ def test_broken_ones_are_passed_over_with_a_warning(
 def test_nothing_is_left_if_all_are_broken(folder: Path) -> None:
     for file in [path for path in folder.rglob("*") if path.is_file()]:
         file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=r"None of the checkpoints in .* is whole: .*z\.ckpt"):
+    with pytest.raises(CheckpointError, match=r"None of the checkpoints .* is complete: .*z\.ckpt"):
         newest_valid(str(folder))
     assert steps(folder) == []
     assert len(checkpoints(str(folder))) == 4

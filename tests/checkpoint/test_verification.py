@@ -96,7 +96,7 @@ def test_torch_loads_a_flipped_file_and_load_does_not(tmp_path: Path) -> None:
 def test_every_byte_of_the_data_in_a_file_of_torch_counts(tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
     torch.save(small_state(), path)
-    assert verify(str(path)).kind == "foreign"
+    assert verify(str(path)).kind == "torch.save"
     assert verify(str(path)).origin is None
     with zipfile.ZipFile(path) as archive:
         spans = {i.filename: (i.header_offset, i.file_size) for i in archive.infolist()}
@@ -175,5 +175,5 @@ def test_descriptions(tmp_path: Path) -> None:
 def test_a_file_of_an_old_torch_is_foreign(tmp_path: Path) -> None:
     path = tmp_path / "old.ckpt"
     torch.save({"weight": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
-    assert verify(str(path)).kind == "foreign"
+    assert verify(str(path)).kind == "torch.save"
     assert torch.equal(load(str(path))["weight"], torch.ones(3))

@@ -64,7 +64,7 @@ def test_groups() -> None:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ("--ops gather", "--ops must be of all_reduce, all_gather, all_to_all, broadcast"),
+        ("--ops gather", "--ops must be from all_reduce, all_gather, all_to_all, broadcast"),
         ("--max-bytes 1XB", "--max-bytes must be bytes, or like 64K, 1M, 2G"),
         ("-b 2M -e 1M", "--min-bytes 2M must not be above --max-bytes 1M"),
         ("--device cuda", "--device cuda needs a GPU for each of 999 ranks here"),

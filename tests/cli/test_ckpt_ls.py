@@ -24,7 +24,7 @@ def test_ls_shows_every_kind_the_newest_first(mixed: Path) -> None:
     assert rows[1][1] == "20"
     assert rows[1][-3:] == ["3", "not", "verified"]
     assert rows[2][-3:] == ["1", "not", "verified"]
-    assert rows[3][-3:] == ["foreign", "not", "verified"]
+    assert rows[3][-3:] == ["torch.save", "not", "verified"]
     assert "is not a complete checkpoint: its end is missing" in " ".join(rows[4])
     assert str(mixed) not in result.stdout
 

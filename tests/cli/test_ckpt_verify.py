@@ -22,13 +22,13 @@ def test_verify_says_ok_line_by_line(mixed: Path) -> None:
     assert found[1][1:] == f"{mixed}/b.ckpt: step 20, sharded, 2.1 kB".split()
 
 
-@pytest.mark.parametrize("kind", ["single", "sharded", "folder", "foreign"])
+@pytest.mark.parametrize("kind", ["single", "sharded", "folder", "torch.save"])
 def test_verify_finds_a_changed_bit_in_every_kind(mixed: Path, kind: str) -> None:
     (path,) = [Path(str(each["path"])) for each in listed(mixed).values() if each["kind"] == kind]
     inside = sorted(p for p in path.iterdir() if "manifest" not in p.name) if path.is_dir() else []
     assert ckpt("verify", path).exit_code == 0
     at = None
-    if kind == "foreign":
+    if kind == "torch.save":
         with zipfile.ZipFile(path) as archive:
             at = archive.getinfo("foreign/data.pkl").header_offset + 100
     damage(inside[-1] if inside else path, at=at)

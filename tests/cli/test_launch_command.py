@@ -119,7 +119,7 @@ def test_every_setting_is_told_in_a_line(script: Path) -> None:
 @pytest.mark.parametrize(("more", "patience"), [([], 600), (["--rdzv-conf=join_timeout=60"], 60)])
 def test_what_too_few_nodes_lead_to_is_told(script: Path, more: list[str], patience: int) -> None:
     result = invoke("--dry-run", "--nnodes=2:4", "--rdzv-endpoint=node0:29400", *more, script)
-    assert "RendezvousTimeoutError means that fewer than 2 nodes came" in result.stderr
+    assert "RendezvousTimeoutError means that fewer than 2 nodes joined" in result.stderr
     assert f"in {patience} s" in result.stderr
     alone = invoke("--dry-run", "--nnodes=1:4", "--rdzv-endpoint=node0:29400", *more, script)
     assert "RendezvousTimeoutError" not in alone.stderr
@@ -131,13 +131,13 @@ def test_what_too_few_nodes_lead_to_is_told(script: Path, more: list[str], patie
         ("", "No script: lightning-dist launch [OPTIONS] script.py"),
         ("--nproc-per-node 2", "No script"),
         ("missing.py", "There is no script missing.py"),
-        ("--nnodes 4:1 SCRIPT", "--nnodes must be N or MIN:MAX with 1 <= MIN <= MAX, it is 4:1"),
-        ("--nnodes some SCRIPT", "it is some"),
-        ("--nnodes 1:2:3 SCRIPT", "it is 1:2:3"),
-        ("--nnodes 0 SCRIPT", "it is 0"),
+        ("--nnodes 4:1 SCRIPT", "--nnodes must be N or MIN:MAX with 1 <= MIN <= MAX, got 4:1"),
+        ("--nnodes some SCRIPT", "got some"),
+        ("--nnodes 1:2:3 SCRIPT", "got 1:2:3"),
+        ("--nnodes 0 SCRIPT", "got 0"),
         ("--nproc-per-node 0 SCRIPT", "--nproc-per-node must be a number above 0"),
-        ("--nproc-per-node=-1 SCRIPT", "it is -1"),
-        ("--max-restarts=-1 SCRIPT", "--max-restarts must be 0 or more, it is -1"),
+        ("--nproc-per-node=-1 SCRIPT", "got -1"),
+        ("--max-restarts=-1 SCRIPT", "--max-restarts must be 0 or more, got -1"),
         ("--max-restarts many SCRIPT", "invalid int value: 'many'"),
         ("--no-such-option SCRIPT", "--no-such-option"),
         ("--nnodes 1:2 SCRIPT", "--nnodes=1:2 needs --rdzv-endpoint=HOST:PORT"),
@@ -157,8 +157,8 @@ def test_bad_input(script: Path, words: str, problem: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "problem"),
     [
-        ("MIN_WORKERS", "9", "they are 9 and 8"),
-        ("BEAT_TIMEOUT", "soon", "LIGHTNING_DIST_BEAT_TIMEOUT must be a number, it is 'soon'"),
+        ("MIN_WORKERS", "9", "got 9 and 8"),
+        ("BEAT_TIMEOUT", "soon", "LIGHTNING_DIST_BEAT_TIMEOUT must be a number, got 'soon'"),
     ],
 )
 def test_bad_limits_of_recovery(

@@ -119,7 +119,7 @@ def test_a_profile_without_steps_says_why_and_fails(tmp_path: Path) -> None:
     assert result.stdout.startswith("No data: no step was recorded on any rank: ")
     assert result.stderr == (
         f"lightning-dist: no report for {folder}: no step was recorded on any rank: no optimizer "
-        "has stepped with parameters of the model; profile a training that makes a few\n"
+        "has stepped with parameters of the model; profile a few steps or more\n"
     )
     assert written(folder) == {"summary.json"}
 

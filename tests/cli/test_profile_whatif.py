@@ -160,7 +160,7 @@ def test_what_codecs_cost_on_a_gpu_is_not_measured_on_a_cpu(
     assert steps["int8"] is None
     for option in ("--measure", "--compiled"):
         said = refusal(*asked, option)
-        assert "need a device like that of the run, cuda, and there is none here" in said
+        assert "need a device like that of the run, cuda, and none is available here" in said
 
 
 def test_of_another_link_the_change_is_against_the_runs_own_setting_there(folder: Path) -> None:

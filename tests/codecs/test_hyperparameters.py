@@ -172,7 +172,7 @@ def test_warmup_and_after_steps() -> None:
     with pytest.raises(ValueError, match="steps must be 0 or more"):
         after_steps(-1, "int8")
     for phases in ({}, {1: "int8"}, {5: "int8", 0: "none"}):
-        with pytest.raises(ValueError, match="begin at 0 and ascend"):
+        with pytest.raises(ValueError, match="start at 0 and ascend"):
             warmup(phases)
 
 

@@ -191,11 +191,11 @@ def test_errors_of_the_settings_say_where_they_come_from(home: dict[str, str]) -
 def test_what_differs_from_the_defaults_is_told_with_its_source(home: dict[str, str]) -> None:
     beside = sidecar(home, "codec: int4\nhierarchical: auto\nmin_compress_numel: 0")
     found = resolve({"start_step": 3}, environ={**home, "LIGHTNING_DIST_ERROR_FEEDBACK": "true"})
-    assert found.told() == (
+    assert found.outside_text() == (
         f"codec='int4' min_compress_numel=0 ({beside}), "
         "error_feedback=True (LIGHTNING_DIST_ERROR_FEEDBACK)"
     )
-    assert resolve({"codec": "int8"}, environ={"HF_HOME": "/none"}).told() == ""
+    assert resolve({"codec": "int8"}, environ={"HF_HOME": "/none"}).outside_text() == ""
     assert Resolved({}, {}, ()).value("codec") == "int8"
 
 

@@ -65,10 +65,10 @@ def test_changes_within_the_process_are_added_up(journal: Make) -> None:
 
 
 def test_a_change_is_one_line() -> None:
-    reason = "worker 0.1.0 is gone: SIGKILL"
+    reason = "worker 0.1.0 was lost: SIGKILL"
     change = Change(1, 7, 2, reason=reason, is_redone=True, pause_s=0.254, norm_lost=0.5)
     assert change.line == (
-        "elastic: 2 ranks after step 7, within the process (generation 1): worker 0.1.0 is gone: "
+        "elastic: 2 ranks after step 7, within the process (generation 1): worker 0.1.0 was lost: "
         "SIGKILL; step 8 is repeated; residuals of norm 0.5 lost; paused 0.25 s"
     )
 

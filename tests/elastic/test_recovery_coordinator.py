@@ -126,7 +126,7 @@ def test_a_death_breaks_the_generation_at_once(three: Job, victim: str) -> None:
     three.report(*left)
     after = three.look()
     assert (after.number, list(after.members)) == (1, left)
-    assert after.reason == f"worker {victim} is gone: SIGKILL"
+    assert after.reason == f"worker {victim} was lost: SIGKILL"
 
 
 def test_who_does_not_beat_is_dead(three: Job) -> None:
@@ -273,7 +273,7 @@ def test_below_the_minimum_all_end() -> None:
     job.look()
     job.store.set(Keys.dead("0.0.0"), "SIGKILL")
     job.report("0.1.0")
-    assert job.look().ends == ("worker 0.0.0 is gone: SIGKILL; 1 workers are left, fewer than 2")
+    assert job.look().ends == ("worker 0.0.0 was lost: SIGKILL; 1 workers are left, fewer than 2")
 
 
 def test_workers_that_end_with_0_are_not_missed(three: Job) -> None:
@@ -294,7 +294,7 @@ def test_a_failure_after_some_have_ended_is_that_of_the_others(three: Job) -> No
     three.report("0.0.0")
     after = three.look()
     assert after.members == ("0.0.0",)
-    assert "worker 0.1.0 is gone: has ended" in after.reason
+    assert "worker 0.1.0 was lost: has ended" in after.reason
 
 
 def test_a_refused_newcomer_is_refused_once(three: Job) -> None:
@@ -316,9 +316,9 @@ def test_settings_of_the_environment() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("BEAT_TIMEOUT", "soon", "BEAT_TIMEOUT must be a number, it is 'soon'"),
-        ("BEAT_TIMEOUT", "0", "they are 0 s without a beat"),
-        ("MIN_WORKERS", "3", "they are 3 and 2"),
+        ("BEAT_TIMEOUT", "soon", "BEAT_TIMEOUT must be a number, got 'soon'"),
+        ("BEAT_TIMEOUT", "0", "got 0 s without a heartbeat"),
+        ("MIN_WORKERS", "3", "got 3 and 2"),
     ],
 )
 def test_settings_that_cannot_be(name: str, value: str, told: str) -> None:

@@ -221,7 +221,7 @@ def test_one_dies_and_the_others_take_the_step_again() -> None:
         step=STEP,
         source="0.0.0",
         leader="0.0.0",
-        reason="worker 0.1.0 is gone: SIGKILL",
+        reason="worker 0.1.0 was lost: SIGKILL",
     )
 
 
@@ -273,7 +273,7 @@ def test_a_source_that_dies_while_it_heals_the_only_other_ends_it() -> None:
     after = Facts(now, stop(now, "trains", "not healed"), dead={name(0): "SIGKILL"}).next
     assert after is not None
     assert after.ends == (
-        "worker 0.0.0 is gone: SIGKILL; no remaining worker has the state of training"
+        "worker 0.0.0 was lost: SIGKILL; no remaining worker has the state of training"
     )
 
 

@@ -58,7 +58,7 @@ def test_a_process_of_its_own() -> None:
 
 
 def test_a_number_that_is_none() -> None:
-    with pytest.raises(ValueError, match=r"WORLD_SIZE must be an integer, it is 'many'"):
+    with pytest.raises(ValueError, match=r"WORLD_SIZE must be an integer, got 'many'"):
         Launch.from_env({**TORCHRUN, "WORLD_SIZE": "many"})
 
 

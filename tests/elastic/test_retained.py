@@ -117,7 +117,7 @@ def test_a_folder_of_others_is_refused(start: Callable[..., Kept], tmp_path: Pat
     kept.save(1)
     assert start().found == str(tmp_path / "1.ckpt"), "one of ours is there too"
     (tmp_path / "1.ckpt").unlink()
-    with pytest.raises(ValueError, match=r"theirs.ckpt was not saved under .* a folder of its own"):
+    with pytest.raises(ValueError, match=r"theirs.ckpt was not saved under .* use another folder"):
         start()
 
 

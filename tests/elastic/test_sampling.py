@@ -165,7 +165,7 @@ def test_a_sampler_without_a_length() -> None:
         def __iter__(self) -> Iterator[int]:
             return iter(())
 
-    with pytest.raises(ValueError, match=r"has no len\(\)\. Give it a __len__$"):
+    with pytest.raises(ValueError, match=r"has no len\(\)\; give it a __len__$"):
         _ = EpochOrder(Endless(), seed=0).size
 
 
@@ -174,7 +174,7 @@ def test_a_sampler_whose_length_is_wrong() -> None:
         def __len__(self) -> int:
             return 21
 
-    message = "A sampler has to yield as many samples as its len() says, 21; Short gave 20 in "
+    message = "A sampler must yield as many samples as its len(), 21; Short gave 20 in "
     with pytest.raises(ValueError, match=f"^{re.escape(message)}epoch 6$"):
         EpochOrder(Short(DATA), seed=0).of(6)
 

@@ -191,7 +191,7 @@ BATCHES = OwnBatches(SequentialSampler(range(9)), 3, False)
         ([1, 2], "the position in a list is not known; give one DataLoader"),
         (
             DataLoader(Unsized()),
-            "Unsized is an iterable dataset that does not say how it is sharded; give it "
+            "Unsized is an iterable dataset that does not define how it is sharded; give it "
             "__len__ and iter_shard(epoch=, start=, step=) "
             "(lightning_dist.elastic.data.streams.Shardable), or use a map-style dataset",
         ),

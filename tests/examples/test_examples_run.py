@@ -32,6 +32,7 @@ def test_fabric_goes_on_from_its_checkpoint(tmp_path: Path, quick_executable: st
     rows = [row for log in logs for row in read(log)]
     assert [row["step"] for row in rows] == ["10", "20"]
     assert all(3.5 < float(row["comm/compression_ratio"]) < 4 for row in rows)
+    assert all(0 < float(row["accuracy"]) < 1 for row in rows)
 
 
 def test_fabric_in_local_steps_goes_on_from_its_checkpoint(
@@ -84,6 +85,7 @@ def test_lightning_cli_reads_strategy_profiler_and_checkpoints(
     (log,) = tmp_path.glob("cli_out/**/metrics.csv")
     names = {name for row in read(log) for name, value in row.items() if value}
     assert {"comm/compression_ratio", "comm/exposed_fraction", "checkpoint/write_ms"} <= names
+    assert {"val_accuracy", "val_perplexity"} <= names
 
 
 @pytest.mark.parametrize(

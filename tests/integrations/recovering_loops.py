@@ -112,7 +112,7 @@ class Faults:
             threading.Event().wait()
         elif action == "terminate":
             os.kill(os.getpid(), signal.SIGTERM)
-            await_true(lambda: self.lifecycle.is_told, "the signal is noted")
+            await_true(lambda: self.lifecycle.stop_requested, "the signal is noted")
         elif action is not None:
             os.kill(os.getpid(), signal.SIGSTOP if action == "stop" else signal.SIGKILL)
 

@@ -105,8 +105,9 @@ def test_training_goes_on_and_the_books_are_right(tmp_path: Path) -> None:
         fit(callback, Between(actions), max_epochs=3)
     size, replaced, killed = said(warned)
     assert size == (
-        f"The checkpoint {folder}/step=2.ckpt of step 2 was not written: OSError: [Errno "
-        f"{errno.EFBIG}] File too large; the last complete one is {folder}/step=1.ckpt of step 1"
+        f"[lightning_dist] The checkpoint {folder}/step=2.ckpt of step 2 was not written: "
+        f"OSError: [Errno {errno.EFBIG}] File too large; the last complete one is "
+        f"{folder}/step=1.ckpt of step 1"
     )
     assert "/step=4.ckpt of step 4 was not written: FileExistsError" in replaced
     assert replaced.endswith(f"the last complete one is {folder}/step=3.ckpt of step 3")
@@ -209,6 +210,8 @@ def test_a_full_disk_is_known_before_anything_is_written(small_disk: Path) -> No
     with pytest.warns(UserWarning, match="was not written: no space") as warned:
         fit(callback, Between(actions), model=Net(), max_steps=4)
     (message,) = said(warned)
-    assert message.startswith(f"The checkpoint {small_disk}/step=3.ckpt of step 3 was not written")
+    assert message.startswith(
+        f"[lightning_dist] The checkpoint {small_disk}/step=3.ckpt of step 3 was not written"
+    )
     assert "needs 0.0 MB beside the checkpoints that are kept until it is complete" in message
     assert whole_checkpoints(small_disk) == [f"step={step}.ckpt" for step in (1, 2, 4)]

@@ -162,7 +162,8 @@ def test_fabric_saves_and_loads(tmp_path: Path) -> None:
     [
         (
             {"snapshot": "overlap"},
-            "A CheckpointIO does not know the optimizers, so it cannot copy beside the training: "
+            "A CheckpointIO does not know the optimizers, so it cannot copy while training goes "
+            "on: "
             "snapshot is 'blocking' or 'sync', got 'overlap'; use AsyncCheckpoint",
         ),
         ({"writer": "fork"}, "writer is one of 'auto', 'process', 'thread'; got 'fork'"),

@@ -88,8 +88,8 @@ def test_strategies_that_divide_the_model(kind: Any) -> None:
 @pytest.mark.parametrize("plugin", [AsyncTorchCheckpointIO, AsyncCheckpointIO])
 def test_another_checkpoint_io(plugin: Any, tmp_path: Path) -> None:
     assert message(ValueError, AsyncCheckpoint(tmp_path), plugins=[plugin()]) == (
-        f"AsyncCheckpoint writes its checkpoints itself, so {plugin.__name__} could not take "
-        "effect; leave that plugin out, or use ModelCheckpoint with it"
+        f"AsyncCheckpoint writes its checkpoints itself, so {plugin.__name__} cannot take effect; "
+        "leave that plugin out, or use ModelCheckpoint with it"
     )
     assert os.listdir(tmp_path) == []
 

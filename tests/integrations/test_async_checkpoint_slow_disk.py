@@ -101,7 +101,8 @@ def test_a_busy_disk_is_skipped_and_said(tmp_path: Path) -> None:
             }
         )
     assert [str(w.message) for w in warned if "on_busy" in str(w.message)] == [
-        "No checkpoint at step 3: an earlier one is still being written (on_busy='skip')"
+        "[lightning_dist] No checkpoint at step 3: an earlier one is still being written "
+        "(on_busy='skip')"
     ]
     names = [f"step={step}.ckpt" for step in (1, 2, 4, 5, 6)]
     assert listing(tmp_path) == ["last.ckpt", *names]

@@ -185,10 +185,10 @@ def test_weights_that_are_edited_outside_a_step_are_noticed(way: str, tmp_path: 
     (message,) = {str(w.message) for w in warned if "outside an optimizer" in str(w.message)}
     what, _, last = message.partition("; the last complete one is ")
     assert what == (
-        f"The checkpoint {tmp_path}/step=2.ckpt of step 2 was not written: Parameter of shape "
-        "(6, 4) was changed outside an optimizer step while it was copied, so this checkpoint "
-        "would mix two steps and was dropped; later ones are copied at once. Change parameters in "
-        "the optimizer step only, or set snapshot='blocking'"
+        f"[lightning_dist] The checkpoint {tmp_path}/step=2.ckpt of step 2 was not written: "
+        "Parameter of shape (6, 4) was changed outside an optimizer step while it was copied, so "
+        "this checkpoint would mix two steps and was dropped; later ones are copied at once. "
+        "Change parameters in the optimizer step only, or set snapshot='blocking'"
     )
     complete = [f"{tmp_path}/step={step}.ckpt of step {step}" for step in (1, 3)]
     assert last in complete, "the writer may be a save behind, or not"

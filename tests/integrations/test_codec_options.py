@@ -134,7 +134,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"codec": "dgc", "error_feedback": False},
-        "codec 'dgc' accumulates momentum in its error feedback .* or use 'topk'",
+        "codec 'dgc' accumulates its momentum in error feedback .* or use 'topk'",
     ),
 ]
 
@@ -243,7 +243,7 @@ REFUSED = {
     "1-D under powersgd in fabric": "none of the model's 2 parameters is one: lower the rank",
     "rank as large as the matrix": r"rank \* \(n \+ m\) < n \* m, and none of the model's 3 param",
     "onebit clipped": "gradient_clip_val would clip OneBitAdam's momenta .* leave it out",
-    "onebit under ddp": "OneBitAdam exchanges its momentum .* found none: use strategy='compressed",
+    "onebit under ddp": "OneBitAdam needs compressed DDP .* found none: use strategy='compressed",
     "1-D under int8": "^$",  # a warning
 }
 

@@ -86,7 +86,7 @@ def test_a_residual_that_grows_without_end_is_told_once(folders: dict[str, Path]
     assert "has grown from" in note
     for rank in range(2):
         output = (folders["residual growing"] / f"output-{rank}.txt").read_text()
-        assert output.count(f"[rank: {rank}] CommProfiler: the residual of bucket") == 1
+        assert output.count(f"CommProfiler, rank {rank}: the residual of bucket") == 1
         assert "Use a codec or options that lose less" in output
     for of_rank in profiled.ranks.values():
         assert len(of_rank.errors) == 150

@@ -206,7 +206,7 @@ def test_a_rank_without_a_folder_keeps_nothing_and_says_so(folders: dict[str, Pa
     profiled = read_run(folder / "profiles" / "run-0")
     assert list(profiled.ranks) == [0]
     assert "nothing of rank 1" in profiled.notes
-    told = "[rank: 1] CommProfiler: profiles/run-0: Not a directory; steps of this rank are not"
+    told = "CommProfiler, rank 1: profiles/run-0: Not a directory; steps of this rank are not"
     assert told in (folder / "output-1.txt").read_text()
     assert [each["summary"] for each in truth(folder)] == [True, False]
 

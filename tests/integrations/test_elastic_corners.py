@@ -86,7 +86,7 @@ def test_a_branch_is_a_run_of_its_own(tmp_path: Path) -> None:
 
 def test_another_seed_is_refused(tmp_path: Path) -> None:
     fit(tmp_path, max_epochs=1)
-    with pytest.raises(ValueError, match=r"seed=6 could not take effect.* of seed 5"):
+    with pytest.raises(ValueError, match=r"seed=6 cannot take effect.* of seed 5"):
         fit(tmp_path, max_epochs=2, elastic={"seed": 6})
 
 

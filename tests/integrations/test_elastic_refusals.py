@@ -57,9 +57,9 @@ def test_settings_that_mean_nothing(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"monitor": "score"}, "monitor could not take effect; use an AsyncCheckpoint beside it"),
-        ({"save_top_k": 3, "mode": "max"}, "mode, save_top_k could not take effect"),
-        ({"filename": "{step}"}, "filename could not take effect"),
+        ({"monitor": "score"}, "monitor cannot take effect; add an AsyncCheckpoint with a folder"),
+        ({"save_top_k": 3, "mode": "max"}, "mode, save_top_k cannot take effect"),
+        ({"filename": "{step}"}, "filename cannot take effect"),
     ],
 )
 def test_settings_of_a_model_checkpoint(
@@ -75,7 +75,7 @@ def test_a_folder_has_to_be_given() -> None:
 
 
 def test_settings_of_the_trainer(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="overfit_batches could not take effect"):
+    with pytest.raises(ValueError, match="overfit_batches cannot take effect"):
         fit(tmp_path, overfit_batches=2)
     assert not list(tmp_path.rglob("*.ckpt"))
 
@@ -92,7 +92,7 @@ def test_a_validation_may_come_in_the_middle_of_an_accumulation(tmp_path: Path) 
 
 
 def test_a_schedule_of_accumulation(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="GradientAccumulationScheduler could not take effect"):
+    with pytest.raises(ValueError, match="GradientAccumulationScheduler cannot take effect"):
         fit(tmp_path, GradientAccumulationScheduler({0: 2}))
 
 
@@ -122,7 +122,7 @@ def test_a_folder_of_another_callback(tmp_path: Path) -> None:
         callbacks=[AsyncCheckpoint(tmp_path / "ckpt", every_n_train_steps=2)],
     )
     trainer.fit(Net(), make_loader())
-    with pytest.raises(ValueError, match=r"was not saved under ElasticRestart.*folder of its own"):
+    with pytest.raises(ValueError, match=r"was not saved under ElasticRestart.*use another folder"):
         fit(tmp_path)
 
 

@@ -43,7 +43,7 @@ def test_declared_groups_need_not_be_hosts() -> None:
 def test_a_launcher_that_contradicts_the_names(caplog: pytest.LogCaptureFixture) -> None:
     """The names are used and rank 0 warns, unless a hierarchy was asked for."""
     claims = [Claim("torchrun", rank // 2, 2).as_fact() for rank in range(4)]
-    said = "torchrun says that ranks 0 to 3 are on nodes [0, 0, 1, 1], the names of their hosts"
+    said = "torchrun reports ranks 0 to 3 on nodes [0, 0, 1, 1], but their host names"
     assert grouped("xxxx", claims=claims) is None
     assert said in caplog.text
     assert "ranks_per_host=" in caplog.text
@@ -75,7 +75,7 @@ def attached(rank: Rank, tree: Any = None, **settings: Any) -> Any:
         (
             {"ranks_per_host": 2},
             {},
-            ["2 hosts x 2 ranks: ((0, 1), (2, 3))", "as the names of the hosts say"],
+            ["2 hosts x 2 ranks: ((0, 1), (2, 3))", "by host name"],
         ),
         (
             {"ranks_per_host": 3},

@@ -150,7 +150,7 @@ def test_a_training_that_ends_before_compression_begins_says_so_at_its_end(caplo
     run_threads(body, 2)
     said = [message for message in caplog.messages if "Nothing was compressed" in message]
     assert said == [
-        "[lightning_dist] Nothing was compressed in 1 synchronised steps: compression "
-        "begins at step 100 (start_step, warmup, after_steps), with OneBitAdam after its "
+        "[lightning_dist] Nothing was compressed in 1 synchronised steps: compression starts at "
+        "step 100 (start_step, warmup, after_steps), with OneBitAdam after its "
         "freeze_step; lower it"
     ]

@@ -17,7 +17,7 @@ def test_samples_are_given_where_they_count() -> None:
     def train(world: World) -> None:
         with pytest.raises(ValueError, match="needed there"):
             world.worker(plain(), weigh_by="samples").updates.step()
-        with pytest.raises(ValueError, match="is for weigh_by='samples'"):
+        with pytest.raises(ValueError, match="must be given with weigh_by='samples'"):
             world.worker(plain()).updates.step(32)
 
     run(train, 1)

@@ -122,7 +122,7 @@ def test_a_loop_that_is_left_early_goes_on_there(tmp_path: Path) -> None:
 
 def await_notice(loop: ElasticLoop) -> None:
     """A thread takes note; on a busy machine some steps later."""
-    while not loop._run.session.lifecycle.is_told:
+    while not loop._run.session.lifecycle.stop_requested:
         os.sched_yield()
 
 
@@ -214,7 +214,7 @@ def test_a_step_that_nobody_told_of(tmp_path: Path) -> None:
 
 def test_a_step_in_the_middle_of_one(tmp_path: Path) -> None:
     with (  # noqa: PT012
-        pytest.raises(ValueError, match=r"ask loop.sync_gradients"),
+        pytest.raises(ValueError, match=r"check loop.sync_gradients"),
         loop_in(tmp_path, gradient_accumulation_steps=2) as loop,
     ):
         for _ in loop.epochs(1):
@@ -284,7 +284,7 @@ def test_no_passes(tmp_path: Path) -> None:
     [
         (
             {"format": "sharded", "recovery": "in_process"},
-            "lets another rank write a checkpoint, and with format='sharded' all of them do",
+            "needs checkpoints that one rank can write, and with format='sharded' all write",
         ),
         ({"mirror_residuals": True}, "takes effect with recovery='in_process' only"),
         ({"mirror_residuals": 0, "recovery": "in_process"}, "the steps between two copies; got 0"),
@@ -339,5 +339,5 @@ def test_ranks_without_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_epochs_outside_of_with(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="for the inside of `with ElasticLoop"):
+    with pytest.raises(ValueError, match="must be called inside `with ElasticLoop"):
         next(iter(loop_in(tmp_path).epochs(1)))

@@ -128,4 +128,4 @@ def _run_spare(folder: Path, python: list[str]) -> None:
     told = json.dumps({})
     environment = {**node.start(3), "RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "3"}
     run([*python, SCRIPT, folder, told], limit=200, **environment).require_success()
-    node.tell_end(node.workers[3], "")
+    node.report_end(node.workers[3], "")

@@ -208,7 +208,7 @@ def compressed(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]
 
 def test_events_are_told_in_one_line_each_and_counted(compressed: Job) -> None:
     told = [line for line in compressed.output.splitlines() if "elastic: " in line]
-    (lost,) = [line for line in told if "worker 0.0.0 is gone" in line]
+    (lost,) = [line for line in told if "worker 0.0.0 was lost" in line]
     assert f"2 ranks after step {STEP + 1}, within the process (generation 1)" in lost
     assert "residuals of norm " in lost
     assert "paused" in lost
@@ -223,7 +223,7 @@ def test_the_profile_has_all_ranks_and_says_when_members_changed(compressed: Job
     run = read_run(compressed.folder / "profile" / "run-0")
     assert [each.number for each in run.generations] == [1, 2]
     assert [each.step for each in run.generations][:1] == [STEP + 1]
-    assert "0.0.0 is gone" in run.generations[0].reason
+    assert "0.0.0 was lost" in run.generations[0].reason
     assert "0.0.1 has joined" in run.generations[1].reason
     assert sorted(run.ranks) == [0, 1, 2]
     last, joined = EPOCHS * SIZE // 12, run.generations[1].step
@@ -258,7 +258,7 @@ def test_residuals_of_a_lost_rank_are_taken_over(tmp_path: Path, quick_python: l
     fault = ["0.1.0", "between buckets", STEP]
     job = Job(tmp_path, quick_python, codec="int8", mirror=True, faults=[fault], joins=10)
     job.require_exact()
-    (told,) = [line for line in job.output.splitlines() if "worker 0.1.0 is gone" in line]
+    (told,) = [line for line in job.output.splitlines() if "worker 0.1.0 was lost" in line]
     assert "residuals of 0.1.0 taken over" in told
     assert job.metrics()["elastic/residual_norm_lost"] == 0
 

@@ -154,6 +154,6 @@ def test_the_other_node_goes_on(
             subprocess.run([*link, "up"], check=True, timeout=30)
             assert nodes.launchers[1].wait(LIMIT) != 0
         assert max(line.get("committed", 0) for line in nodes.lines(1)) == STEP
-        assert "no heartbeat for 5" in nodes.said(0) or "is gone" in nodes.said(0)
+        assert "no heartbeat for 5" in nodes.said(0) or "was lost" in nodes.said(0)
     finally:
         nodes.close()

@@ -23,7 +23,7 @@ def test_ranks_with_different_codecs_are_named(two: Results) -> None:
 
 def test_compression_that_would_begin_after_the_training(two: Results) -> None:
     """8 steps. A trial run is no training, and nobody knows the steps of manual optimization."""
-    told = "Compression must begin before the training ends, got step {} as its first"
+    told = "Compression must start before training ends, got step {} as its first"
     for facts in two("compression_after_the_end"):
         messages = {name: fit["message"] for name, fit in facts.items()}
         assert messages.pop("start_step").startswith(told.format(8))

@@ -236,7 +236,7 @@ def test_a_rank_is_lost_in_a_collective_of_lightning(
     require_logged(job)
     job.require_weights(expected)
     require_validated(job, whole, ids=place != "end of validation")
-    assert f"worker {victim} is gone" in job.output
+    assert f"worker {victim} was lost" in job.output
     assert ("the validation is run again" in job.output) == says
     assert "exit code 75" not in job.output
 
@@ -321,7 +321,7 @@ def test_checkpoints_of_the_best_and_the_profile_go_on_without_the_rank_that_mad
         assert loaded["global_step"] == step
     run = read_run(tmp_path / "profile" / "run-0")
     assert [each.number for each in run.generations] == [1, 2]
-    assert "0.0.0 is gone" in run.generations[0].reason
+    assert "0.0.0 was lost" in run.generations[0].reason
     assert "0.0.1 has joined" in run.generations[1].reason
     summary = json.loads((tmp_path / "profile/run-0/summary.json").read_text())
     assert summary["steps"] >= 4
@@ -332,7 +332,7 @@ def test_residuals_of_a_lost_rank_are_taken_over(tmp_path: Path, quick_python: l
     fault = ["0.1.0", "between buckets", STEP]
     job = TrainerJob(tmp_path, quick_python, codec="int8", mirror=True, faults=[fault], joins=10)
     job.require_exact()
-    (told,) = [line for line in job.output.splitlines() if "worker 0.1.0 is gone" in line]
+    (told,) = [line for line in job.output.splitlines() if "worker 0.1.0 was lost" in line]
     assert "residuals of 0.1.0 taken over" in told
 
 
@@ -426,7 +426,7 @@ def test_what_it_cannot_take_again_is_refused(
 @pytest.mark.parametrize("arguments", [{"commit": "immediate"}, {"delay": 1}])
 def test_arguments_that_commit_at_once_are_refused(arguments: dict[str, Any]) -> None:
     (name,) = arguments
-    with pytest.raises(ValueError, match=f"takes a step again that fails.*{name}"):
+    with pytest.raises(ValueError, match=f"repeats a failed step.*{name}"):
         lightning_dist.CompressedDDPStrategy(recovery="in_process", **arguments)
 
 

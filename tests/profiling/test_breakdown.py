@@ -169,7 +169,7 @@ def test_an_exchange_that_does_not_say_who_takes_part_is_transfer(
         spans = [replace(s, **change) if s.phase == "exchange" else s for s in record.spans]
         run = replaced(run, rank, steps={0: replace(record, spans=spans)})
     assert [each.parts["exposed_wait"] for each in analyse(run, 0)] == [0, 0]
-    assert "do not say who takes part" in unknown_wait(analyse(run, 0))
+    assert "without recorded members" in unknown_wait(analyse(run, 0))
 
 
 def test_groups_of_one_name_are_told_apart_by_their_ranks() -> None:

@@ -9,11 +9,11 @@ from lightning_dist.profiling.analysis.notes import ONE_HOST
 from lightning_dist.profiling.analysis.summarize import summarize
 
 
-@pytest.mark.parametrize(("uncertainty", "is_told"), [(2.2, False), (2.3, True)])
-def test_uncertain_clocks_are_told(uncertainty: float, is_told: bool) -> None:
+@pytest.mark.parametrize(("uncertainty", "stop_requested"), [(2.2, False), (2.3, True)])
+def test_uncertain_clocks_are_told(uncertainty: float, stop_requested: bool) -> None:
     notes = summarize(Planted(uncertainty=uncertainty).run()).notes
-    assert bool(notes) == is_told
-    if is_told:
+    assert bool(notes) == stop_requested
+    if stop_requested:
         assert notes == [
             "clocks are uncertain by 2.30 ms and an exchange takes 22.5 ms: the split into "
             "waiting and transfer is uncertain"

@@ -161,7 +161,7 @@ def test_a_gpu_that_hangs_is_waited_for_two_seconds(monkeypatch: pytest.MonkeyPa
     assert training.gpu.host - begin < 2_100 * MS
     assert [each.step for each in training.told] == [0, 1]
     assert training.problems == [
-        "steps from 2 on are not in the profile: the device did not come to their end within 2 s"
+        "steps from 2 on are not in the profile: the device did not complete them within 2 s"
     ]
 
 

@@ -229,7 +229,7 @@ def test_first_steps_are_left_out(
 
 
 def test_a_negative_skip_is_refused() -> None:
-    with pytest.raises(ValueError, match="must not be negative, it is -1; 0 counts all steps"):
+    with pytest.raises(ValueError, match="must not be negative, got -1; 0 counts all steps"):
         summarize(Planted().run(), warmup_steps=-1)
 
 

@@ -36,7 +36,9 @@ def test_steps_that_never_come_are_told(tmp_path: Path) -> None:
     tracer = TorchTracer(tmp_path, rank=0, wanted=range(100, 103), on_problem=told.append)
     assert not any(tracer.begin_step(step) for step in range(6))
     tracer.close()
-    assert told == ["torch_profiler=range(100, 103): none of these steps came; no trace"]
+    assert told == [
+        "torch_profiler=range(100, 103): none of these steps was run; no trace was written"
+    ]
 
 
 RECORDED = """

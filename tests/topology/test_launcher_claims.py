@@ -78,7 +78,7 @@ def test_a_group_may_leave_ranks_of_a_host_out() -> None:
 def test_other_nodes_than_names() -> None:
     text = contradiction(["x"] * 4, said("torchrun", [0, 0, 1, 1], [2] * 4))
     assert text == (
-        "torchrun says that ranks 0 to 3 are on nodes [0, 0, 1, 1], the names of their hosts are "
+        "torchrun reports ranks 0 to 3 on nodes [0, 0, 1, 1], but their host names are "
         "['x', 'x', 'x', 'x']"
     )
 
@@ -86,7 +86,7 @@ def test_other_nodes_than_names() -> None:
 def test_more_ranks_under_one_name_than_were_started_there() -> None:
     text = contradiction(["y", "x", "x", "x"], said("Open MPI", [None] * 4, [1, 2, 2, 2]))
     assert text == (
-        "Open MPI says that there are 2 ranks on the host of rank 1, but 3 ranks give the name 'x'"
+        "Open MPI reports 2 ranks on the host of rank 1, but 3 ranks have the host name 'x'"
     )
 
 

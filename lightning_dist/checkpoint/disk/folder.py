@@ -100,7 +100,7 @@ class SharedFolder:
             elif self._staged != self.target:  # object stores have no folders to wait for
                 # It may have to remove what a save before has replaced, which nobody sees.
                 began = partial(self.storage.exists, self._staged)
-                self._await(began, "rank 0 to begin", patience=3 * self.save.peer_timeout)
+                self._await(began, "rank 0 to start", patience=3 * self.save.peer_timeout)
             self.check()
             if self.save.dropped:
                 raise DroppedCheckpointError(self.save.dropped)

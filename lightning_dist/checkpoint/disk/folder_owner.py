@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import socket
 import sys
@@ -15,8 +14,9 @@ from lightning_dist.checkpoint.disk.file_lock import LockFile, NoLocksError, is_
 from lightning_dist.checkpoint.disk.recovery import recover
 from lightning_dist.checkpoint.disk.storage import storage_of
 from lightning_dist.checkpoint.disk.storage.local import LocalStorage
+from lightning_dist.log import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 LOCK, _MARK = ".lightning_dist.lock", ".lightning_dist.unlocked"
 """The second one is there while a trainer writes that locks nothing."""
@@ -106,7 +106,7 @@ def own(
                 recover(storage, inside)
             except OSError as error:  # of no importance for what is saved next
                 log.warning(
-                    "[lightning_dist] Partial files of killed writers in %s were not removed: %s",
+                    "Partial files of killed writers in %s were not removed: %s",
                     folder,
                     error,
                 )

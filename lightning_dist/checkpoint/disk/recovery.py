@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import os
 
 from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
 from lightning_dist.checkpoint.disk.storage.base import Storage
 from lightning_dist.checkpoint.disk.storage.local import LocalStorage, leftovers_by_name
 from lightning_dist.checkpoint.disk.verify import verify
+from lightning_dist.log import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 def recover(storage: Storage, folder: str) -> None:
@@ -33,7 +33,7 @@ def recover(storage: Storage, folder: str) -> None:
                 whole = _whole(storage, left["tmp"], files=bool(left["old"]))
             except (CheckpointError, OSError) as error:
                 log.warning(
-                    "[lightning_dist] %s; it is unchanged, and checked again at the next start",
+                    "%s; it is unchanged, and checked again at the next start",
                     error,
                 )
                 continue

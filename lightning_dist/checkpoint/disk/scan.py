@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass
 
@@ -11,8 +10,9 @@ from lightning_dist.checkpoint.disk.manifest import NAME
 from lightning_dist.checkpoint.disk.storage import Storage, storage_of
 from lightning_dist.checkpoint.disk.storage.local import LocalStorage, cut_off
 from lightning_dist.checkpoint.disk.verify import Description, describe, verify
+from lightning_dist.log import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 SUFFIX = ".ckpt"
 
@@ -108,10 +108,11 @@ def newest_valid(folder: str, *, check: bool = True) -> Description | None:
         if found is not None or _names(folder) == names:  # no writer has replaced them meanwhile
             break
     for problem in problems:
-        log.warning("[lightning_dist] Skipping a checkpoint: %s", problem)
+        log.warning("Skipping a checkpoint: %s", problem)
     if found is None and problems:
         raise CheckpointError(
-            f"None of the checkpoints in {folder} is whole: {'; '.join(problems)}. Give the path "
+            f"None of the checkpoints in {folder} is complete: {'; '.join(problems)}. Give the "
+            "path "
             "of another one, or remove these to start afresh"
         )
     return found

@@ -17,7 +17,7 @@ from lightning_dist.checkpoint.disk.storage import Storage, storage_of
 
 _SLICE = 8 << 20
 
-Kind = Literal["single", "sharded", "folder", "foreign"]
+Kind = Literal["single", "sharded", "folder", "torch.save"]
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class Description:
     """Header of a checkpoint.
 
     ``kind``: ``"single"`` and ``"sharded"`` as AsyncCheckpoint writes them, ``"folder"`` of
-    ordinary files (AsyncStateCheckpointer), ``"foreign"``: a file of torch.save.
+    ordinary files (AsyncStateCheckpointer), ``"torch.save"``: a file of torch.save.
     """
 
     path: str
     kind: Kind
     nbytes: int
     origin: Origin | None
-    """None for foreign ones."""
+    """None for a file of torch.save."""
 
 
 FindStorage = Callable[[str], tuple[Storage, str]]
@@ -54,7 +54,7 @@ def describe(path: str, *, find_storage: FindStorage = storage_of) -> Descriptio
     nbytes = storage.nbytes(inside)
     with storage.open(inside) as file:
         origin = None if _is_legacy(file) else _origin(_open_archive(file, path), path)
-        return Description(path, "foreign" if origin is None else "single", nbytes, origin)
+        return Description(path, "torch.save" if origin is None else "single", nbytes, origin)
 
 
 def verify(path: str, *, find_storage: FindStorage = storage_of) -> Description:

@@ -69,7 +69,7 @@ def _shared_memory(path: Path) -> Finding:
     what = f"{path} has {decimal(usage.total)}, {decimal(usage.free)} free"
     if usage.total < ROOM:
         fix = f"mount -o remount,size=8g {path}  # Docker: --shm-size=8g"
-        return Finding("warning", f"{what}: data loaders die of SIGBUS", fix)
+        return Finding("warning", f"{what}: data loaders may be killed by SIGBUS", fix)
     if usage.free < ROOM // 10:
         return Finding("warning", what, f"ls -lS {path}  # files left behind")
     return Finding("ok", what)
@@ -109,7 +109,7 @@ def _threads(environ: Mapping[str, str]) -> Finding:
         return Finding("warning", f"{what}: OMP_NUM_THREADS is not set", fix)
     each = value.split(",")[0]
     if not each.isdecimal() or int(each) < 1:
-        return Finding("error", f"OMP_NUM_THREADS must be a number above 0, it is {value!r}", fix)
+        return Finding("error", f"OMP_NUM_THREADS must be a number above 0, got {value!r}", fix)
     what = f"{available} for {local} ranks here of {each} threads (OMP_NUM_THREADS)"
     if int(each) * local > available:
         return Finding("warning", f"{what}: more threads than processors", fix)

@@ -32,12 +32,12 @@ def launcher(environ: Mapping[str, str]) -> Finding:
         launch = Launch.from_env(environ)
         size, local_size = launch.world_size, launch.local_world_size
         if not 0 <= launch.rank < size:
-            raise ValueError(f"RANK must be below WORLD_SIZE={size}, it is {launch.rank}")
+            raise ValueError(f"RANK must be below WORLD_SIZE={size}, got {launch.rank}")
         if local_size is not None and not 0 <= launch.local_rank < local_size:
             rule = f"LOCAL_RANK must be below LOCAL_WORLD_SIZE={local_size}"
-            raise ValueError(f"{rule}, it is {launch.local_rank}")
+            raise ValueError(f"{rule}, got {launch.local_rank}")
         if not 0 < launch.master_port < 1 << 16:
-            raise ValueError(f"MASTER_PORT must be from 1 to 65535, it is {launch.master_port}")
+            raise ValueError(f"MASTER_PORT must be from 1 to 65535, got {launch.master_port}")
     except ValueError as error:
         return Finding("error", str(error), f"unset {' '.join(there)}")
     return Finding("ok", f"rank {launch.rank} of {size}")

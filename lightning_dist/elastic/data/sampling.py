@@ -44,8 +44,9 @@ class EpochOrder:
             return len(self._sampler)  # type: ignore[arg-type]
         except TypeError:
             raise ValueError(
-                f"A sampler has to know how many samples an epoch has; {type(self._sampler)!r} has "
-                "no len(). Give it a __len__"
+                "A sampler must know the number of samples of an epoch, and "
+                f"{type(self._sampler)!r} has "
+                "no len(); give it a __len__"
             ) from None
 
     def of(self, epoch: int) -> Sequence[Any]:
@@ -67,7 +68,7 @@ class EpochOrder:
                 order = list(self._sampler)
         if len(order) != self.size:
             raise ValueError(
-                f"A sampler has to yield as many samples as its len() says, {self.size}; "
+                f"A sampler must yield as many samples as its len(), {self.size}; "
                 f"{type(self._sampler).__name__} gave {len(order)} in epoch {epoch}"
             )
         return order

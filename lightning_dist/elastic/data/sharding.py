@@ -62,8 +62,8 @@ def facts_of(loader: Any, *, seed: int = 0) -> LoaderFacts:
     if isinstance(loader.dataset, IterableDataset):
         if not isinstance(loader.dataset, Shardable):
             raise NotExactError(
-                f"{type(loader.dataset).__name__} is an iterable dataset that does not say how it "
-                "is sharded; give it __len__ and iter_shard(epoch=, start=, step=) "
+                f"{type(loader.dataset).__name__} is an iterable dataset that does not define how "
+                "it is sharded; give it __len__ and iter_shard(epoch=, start=, step=) "
                 "(lightning_dist.elastic.data.streams.Shardable), or use a map-style dataset"
             )
         if loader.batch_size is None:
@@ -198,7 +198,7 @@ class Deal:
         accumulate: micro-batches per optimizer step, as the script says.
         rank: this one.
         world_size: ranks.
-        resumed: what a checkpoint said; None for a fresh start.
+        resumed: state of a checkpoint; None for a fresh start.
         path: of that checkpoint.
         begun: the layout of a start that left no checkpoint; its global batch is kept too, if the
             script still asks for the same batches.
@@ -252,7 +252,7 @@ class Deal:
 
         Args:
             limit: micro-batches of an epoch that are wanted, in the layout of the first start.
-            accept: told the layout of the first start and that of now; may refuse.
+            accept: called with the layout of the first start and the present one; may raise.
             on_first: called before the first batch of an epoch is drawn in this process.
 
         Raises:
@@ -286,8 +286,8 @@ class Deal:
         Raises:
             ValueError: more ranks than samples in a global batch.
         """
-        assert position.epoch == self.cursor.begin.epoch, "another epoch begins at its begin"
-        assert self.first is not None, "no loader is dealt"
+        assert position.epoch == self.cursor.begin.epoch, "a new epoch starts at its first sample"
+        assert self.first is not None, "no loader is sharded"
         self.rank, self.world_size = rank, world_size
         self.layout = layout_for(self.policy, self.first, script=self._script_layout())
         self.cursor.go_to(position)

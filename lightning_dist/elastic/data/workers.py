@@ -37,21 +37,21 @@ class ToldOnce:
 
     def __call__(self, worker: int) -> None:
         if hasattr(signal, "sigwaitinfo"):
-            # Who sent a signal is told to those who wait for it, not to handlers.
+            # The sender of a signal is known to sigwaitinfo, not to handlers.
             signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
             threading.Thread(target=self._listen, daemon=True).start()
         if self.usual is not None:
             self.usual(worker)
 
     def _listen(self) -> None:
-        own, told = {self._process, os.getppid()}, set[int]()
+        own, forwarded = {self._process, os.getppid()}, set[int]()
         while True:
             came = signal.sigwaitinfo(self._signals)
             if came.si_pid in own:
                 os._exit(0)
-            if came.si_signo in told:
+            if came.si_signo in forwarded:
                 os._exit(128 + came.si_signo)
-            told.add(came.si_signo)
+            forwarded.add(came.si_signo)
 
 
 def keep_workers(loader: Any, signals: Sequence[signal.Signals]) -> None:

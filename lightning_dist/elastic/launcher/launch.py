@@ -92,5 +92,5 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
         return int(value or default)
     except ValueError:
         raise ValueError(
-            f"{name} must be an integer, it is {value!r}; launchers set it, so leave it to them"
+            f"{name} must be an integer, got {value!r}; the launcher sets it, so leave it unset"
         ) from None

@@ -142,20 +142,21 @@ def init_process_group(
     timeout: timedelta | None = None,
     recovery: RecoveryMode = "restart",
 ) -> None:
-    """``torch.distributed.init_process_group``, over a store of this start's own.
+    """``torch.distributed.init_process_group`` with a separate store for each start.
 
-    torchrun's ranks share a store over all restarts, in which restarted ones find the addresses of
-    the dead. For a loop of your own; call it before ``Accelerator()``, which takes the group that
-    is there. Strategies of this package do it by themselves. Without torchrun nothing is different.
+    Under torchrun all restarts share a store, in which restarted ranks may read addresses of
+    terminated ones. Use this function in a loop of your own, and call it before ``Accelerator()``,
+    which uses an existing group. The strategies of this package call it themselves. Without
+    torchrun it is the same as torch's function.
 
     Args:
-        backend: as of torch; None: torch's choice.
-        timeout: for the ranks to meet, and of every collective; None: torch's default.
-        recovery: as of ElasticLoop. ``"in_process"``, under ``lightning-dist launch``: a group
-            of this process alone, for what is made before ElasticLoop meets the others.
+        backend: as in torch; None: torch's choice.
+        timeout: limit for the rendezvous and for every collective; None: torch's default.
+        recovery: as in ElasticLoop. ``"in_process"``, under ``lightning-dist launch``: a group of
+            this process alone, to be replaced when ElasticLoop starts.
 
     Raises:
-        TimeoutError: ranks did not come in time; rank 0 names them.
+        TimeoutError: ranks did not join in time; rank 0 names them.
     """
     require_recovery(recovery)
     if recovery == "in_process" and RecoveryEnvironment.from_env() is not None:

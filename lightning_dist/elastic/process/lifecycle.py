@@ -53,8 +53,8 @@ class ProcessLifecycle:
         return "" if self._notices is None else self._notices.reason
 
     @property
-    def is_told(self) -> bool:
-        """Whether this process has been told to end."""
+    def stop_requested(self) -> bool:
+        """Whether a stop of this process was requested."""
         return bool(self.reason)
 
     @property
@@ -79,29 +79,29 @@ class ProcessLifecycle:
         signals: Iterable[signal.Signals],
         *,
         asks: bool,
-        on_told: Callable[[], None] = lambda: None,
+        on_notice: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin to note signals.
 
         Args:
             asks: whether this process asks ``preemption_check``; one of a host does.
-            on_told: called from a thread at the first notice.
+            on_notice: called from a thread at the first notice.
         """
         self.heartbeat()
         watchdog = self._watchdog
 
-        def on_notice(reason: str) -> None:
+        def noticed(reason: str) -> None:
             assert watchdog is not None
             watchdog.end_within(
                 self._settings.grace_period, f"{reason}, and the grace period is over"
             )
-            on_told()
+            on_notice()
 
         self._notices = PreemptionListener(
             signals,
             check=self._settings.preemption_check if asks else None,
             poll_interval=self._settings.preemption_poll_interval,
-            on_notice=on_notice,
+            on_notice=noticed,
         )
         self._notices.start()
 
@@ -183,11 +183,11 @@ def stop_line(step: int, reasons: list[str], *, saved: int | None) -> str:
     """Log line: the step at which all ranks stop, the preempted ranks, and the last checkpoint.
 
     Args:
-        reasons: why each rank was told to end, if it was.
+        reasons: why each rank was asked to stop, or empty.
         saved: step of the newest checkpoint that is durable; None: there is none.
     """
-    told = ", ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
-    line = f"elastic: preempted at step {step} ({told})"
+    named = ", ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
+    line = f"elastic: preempted at step {step} ({named})"
     if saved == step:
         return f"{line}; checkpoint committed"
     last = "there is no complete checkpoint"

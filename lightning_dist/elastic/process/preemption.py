@@ -6,14 +6,15 @@ import os
 import signal
 import socket
 import threading
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import FrameType
 from weakref import WeakSet
 
+from lightning_dist.log import warn
+
 PREEMPTED = "preemption notice"
-"""The reason where the check said that the machine is about to go."""
+"""The reason if the check reported a preemption of the machine."""
 
 _PATIENCE = 1.0
 """Seconds for the thread to end."""
@@ -59,10 +60,9 @@ class PreemptionListener:
         if threading.current_thread() is threading.main_thread():
             self._start_handlers()
         elif self._check is None:
-            warnings.warn(
+            warn(
                 "Signals reach the main thread only, and this training runs in another: SIGTERM "
-                "leads to no checkpoint; give preemption_check=, or train in the main thread",
-                stacklevel=2,
+                "leads to no checkpoint; give preemption_check=, or train in the main thread"
             )
         if self._check is not None:
             threading.Thread(target=self._poll, args=(self._check,), daemon=True).start()
@@ -117,10 +117,9 @@ class PreemptionListener:
                     self.give(PREEMPTED)
                     return
             except Exception as error:
-                warnings.warn(
+                warn(
                     "preemption_check() failed and will not be called again: "
-                    f"{type(error).__name__}: {error}",
-                    stacklevel=2,
+                    f"{type(error).__name__}: {error}"
                 )
                 return
 

@@ -208,7 +208,7 @@ class RecoveringAgent(PlannedStops):
         self._ended[local_rank] = code
         worker = self._node.workers[local_rank]
         how = _how(code)
-        self._node.tell_end(worker, how)
+        self._node.report_end(worker, how)
         if how:
             log.warning("recovery: worker %s exited: %s", worker, how)
 
@@ -308,7 +308,7 @@ class RecoveringAgent(PlannedStops):
         if self._is_recovering and self._node is not None and self._pcontext is not None:
             with suppress(RuntimeError):
                 for local_rank, _ in self._running():
-                    self._node.tell_end(self._node.workers[local_rank], "its launcher ends it")
+                    self._node.report_end(self._node.workers[local_rank], "its launcher ends it")
         self._close_recovery()
 
 

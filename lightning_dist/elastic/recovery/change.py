@@ -24,7 +24,7 @@ class Change:
         pause_s: from the moment when this rank knew of it until all go on.
         norm_lost: norm of the residuals of the lost ranks, estimated from those of the others: the
             root of the sum of as many mean squares. 0 where other ranks have taken them over.
-        taken_over: lost workers whose residuals another rank has a copy of, and owes from now on.
+        taken_over: lost workers whose residuals another rank takes over from its copy.
     """
 
     generation: int
@@ -43,14 +43,14 @@ class Change:
         """The event in one line, for people."""
         what = self.reason or "process groups rebuilt"
         next_step = f"step {self.step + 1} is repeated" if self.is_redone else ""
-        owed = f"residuals of norm {self.norm_lost:.3g} lost" if self.norm_lost else ""
-        if self.taken_over:
-            owed = f"{owed and owed + ', '}residuals of {', '.join(self.taken_over)} taken over"
+        lost = f"residuals of norm {self.norm_lost:.3g} lost" if self.norm_lost else ""
+        taken = f"residuals of {', '.join(self.taken_over)} taken over" if self.taken_over else ""
+        residuals = ", ".join(filter(None, (lost, taken)))
         ranks = f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"
-        said = filter(None, (what, next_step, owed, f"paused {self.pause_s:.2f} s"))
+        parts = filter(None, (what, next_step, residuals, f"paused {self.pause_s:.2f} s"))
         return (
             f"elastic: {ranks} after step {self.step}, within the process "
-            f"(generation {self.generation}): {'; '.join(said)}"
+            f"(generation {self.generation}): {'; '.join(parts)}"
         )
 
 
@@ -62,10 +62,10 @@ class Pause:
         members: of the last step.
         since: when this rank first knew that it cannot go on with them; None: it can.
         is_redone: a rank has begun the next step, which is taken again.
-        norm: of what this rank owed when it began; None on a newcomer.
+        norm: of the residuals of this rank at the start; None on a newcomer.
         reasons: of the generations since then.
         norm_lost: as of a :class:`Change`.
-        taken_over: lost workers whose residuals others owe now.
+        taken_over: lost workers whose residuals others have taken over.
     """
 
     members: Sequence[str] = ()

@@ -47,14 +47,14 @@ class RecoverySettings:
     def __post_init__(self) -> None:
         if not 1 <= self.min_workers <= self.max_workers:
             raise ValueError(
-                f"recovery needs 1 <= workers at least <= workers at most, they are "
+                f"recovery needs 1 <= minimum workers <= maximum workers, got "
                 f"{self.min_workers} and {self.max_workers}: "
                 "see LIGHTNING_DIST_MIN_WORKERS and --nnodes"
             )
         if min(self.beat_timeout, self.report_timeout) <= 0:
             raise ValueError(
-                f"Timeouts of recovery must be above 0 s, they are {self.beat_timeout:g} s without "
-                f"a beat and {self.report_timeout:g} s without a report"
+                f"Timeouts of recovery must be above 0 s, got {self.beat_timeout:g} s without "
+                f"a heartbeat and {self.report_timeout:g} s without a report"
             )
 
     @classmethod
@@ -74,9 +74,7 @@ class RecoverySettings:
             try:
                 return float(text or default)
             except ValueError:
-                raise ValueError(
-                    f"LIGHTNING_DIST_{name} must be a number, it is {text!r}"
-                ) from None
+                raise ValueError(f"LIGHTNING_DIST_{name} must be a number, got {text!r}") from None
 
         return cls(
             min_workers=int(number("MIN_WORKERS", nodes[0])),

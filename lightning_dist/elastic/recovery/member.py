@@ -186,7 +186,7 @@ class Member:
             come = self.store.add(key, 1)
             while come < size and not self.is_broken:
                 if time.monotonic() > end:
-                    raise RuntimeError(f"{size - come} members did not come within {_PATIENCE:g} s")
+                    raise RuntimeError(f"{size - come} members did not join within {_PATIENCE:g} s")
                 time.sleep(_BUSY)
                 come = self.store.add(key, 0)
         if come < size:
@@ -195,7 +195,7 @@ class Member:
     def waits_for_another(self) -> bool:
         """Whether another member has not come as far as this one. From any thread."""
         own, others = self._where, [n for n in self.generation.members if n != self.name]
-        with suppress(RuntimeError):  # of the store; others are told so
+        with suppress(RuntimeError):  # of the store; the others are notified
             store = self.connect()
             beats = [
                 store.get(Keys.beat(n)).decode() for n in others if store.check([Keys.beat(n)])

@@ -73,7 +73,7 @@ class RecoveryNode:
 
     Args:
         address: of the store.
-        min_workers: told to the workers.
+        min_workers: passed to the workers.
     """
 
     def __init__(
@@ -125,18 +125,18 @@ class RecoveryNode:
         key = Keys.dead(str(worker))
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
-    def tell_end(self, worker: Worker, reason: str) -> None:
+    def report_end(self, worker: Worker, reason: str) -> None:
         """A process has ended; with 0 if ``reason`` is empty."""
         if not reason:
             self._store.set(Keys.done(str(worker)), "1")
             return
         self._store.set(Keys.dead(str(worker)), reason)
-        told = None
+        notified = None
         # The coordinator looks for the dead when it has made a generation, so it is enough that
-        # the one that is the newest after this is told.
-        while (newest := self.newest()) != told and str(worker) in newest.members:
+        # the one that is the newest after this is notified.
+        while (newest := self.newest()) != notified and str(worker) in newest.members:
             self._store.set(Keys.broken(newest.number), f"worker {worker}: {reason}")
-            told = newest
+            notified = newest
 
     def leave(self) -> None:
         """This launcher does not need the store any more."""

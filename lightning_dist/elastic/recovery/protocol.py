@@ -232,7 +232,7 @@ def next_generation(
             return None
     elif len(newcomers) < min_workers:
         return None
-    reasons = [f"worker {name} is gone: {gone[name]}" for name in now.members if name in gone]
+    reasons = [f"worker {name} was lost: {gone[name]}" for name in now.members if name in gone]
     number = now.number + 1
 
     def end(why: str, refused: Sequence[str] = ()) -> Generation:

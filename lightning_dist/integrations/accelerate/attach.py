@@ -36,11 +36,11 @@ _TWO_ON_CPU = (
 )
 
 
-def tell(accelerator: Accelerator, resolved: Resolved) -> None:
+def print_outside(accelerator: Accelerator, resolved: Resolved) -> None:
     """Print on rank 0 which settings come from outside of the code, and from where."""
-    if accelerator.is_main_process and (told := resolved.told()):
+    if accelerator.is_main_process and (changed := resolved.outside_text()):
         # Not logged: Accelerate shows no log below a warning, and this is none.
-        print(prefixed(f"set outside of the code: {told}"), file=sys.stderr)
+        print(prefixed(f"set outside of the code: {changed}"), file=sys.stderr)
 
 
 def kind_of(accelerator: Accelerator) -> str:

@@ -105,7 +105,7 @@ class Compression(CommReport):
             owner.close()
 
     def save(self, folder: str) -> None:
-        """Write what all ranks owe beside what Accelerate or Trainer writes. Collective."""
+        """Write the residuals of all ranks beside the other files. Collective."""
         owners = residuals.owners(self._accelerator)
         if owners and self._accelerator.project_configuration.save_on_each_node:
             raise ValueError(

@@ -15,7 +15,7 @@ from lightning_dist.codecs import Codec
 from lightning_dist.configuration import LEFT_OUT, Resolved, resolve
 from lightning_dist.configuration.options import OF_SHARDS, require_of_shards
 from lightning_dist.integrations.accelerate import private
-from lightning_dist.integrations.accelerate.attach import is_wrapped_by, tell, wrap_method
+from lightning_dist.integrations.accelerate.attach import is_wrapped_by, print_outside, wrap_method
 from lightning_dist.integrations.accelerate.compression import Compression
 from lightning_dist.integrations.torch.checks import require_one_momentum
 from lightning_dist.integrations.torch.fsdp.attach import (
@@ -88,7 +88,7 @@ class CompressedFSDPPlugin:
         settings = self._settings()
         _require_attachable(accelerator, replicas=isinstance(settings, Settings))
         compression = ShardedCompression(accelerator, settings)
-        tell(accelerator, self._resolved)
+        print_outside(accelerator, self._resolved)
         return compression
 
     def _settings(self) -> Settings | ShardSettings:
@@ -99,7 +99,7 @@ class CompressedFSDPPlugin:
 
 
 class ShardedParallelism(ParallelismConfig):  # type: ignore[misc]  # it has no types
-    """The user's configuration, of which FSDP is told the dimension of the shards alone."""
+    """The user's configuration, of which FSDP gets only the dimension of the shards."""
 
     @property
     def fsdp_dim_names(self) -> list[str]:

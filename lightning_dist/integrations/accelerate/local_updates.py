@@ -15,7 +15,7 @@ from lightning_dist.configuration.options import OF_LOCAL, require_only
 from lightning_dist.integrations.accelerate.attach import (
     is_wrapped_by,
     kind_of,
-    tell,
+    print_outside,
     wrap_method,
 )
 from lightning_dist.integrations.accelerate.private import prepared_models, prepared_optimizers
@@ -73,7 +73,7 @@ def local_updates(
     if is_wrapped_by(accelerator, LocalUpdatesPlugin):
         raise ValueError(
             "The model is trained in local steps by a LocalUpdatesPlugin, which `lightning-dist "
-            "config` may have asked for with method=; leave the call out, or the plugin"
+            "config` may have set with method=; leave the call out, or the plugin"
         )
     return _attach(accelerator, model, optimizer, outer_optimizer, settings)
 
@@ -88,7 +88,7 @@ def _attach(
     given = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
     optimizers = [getattr(each, "optimizer", each) for each in given]
     resolved, schedule, compression = _resolved(settings, outer_optimizer)
-    tell(accelerator, resolved)
+    print_outside(accelerator, resolved)
     updates = attach(
         model,
         optimizers,

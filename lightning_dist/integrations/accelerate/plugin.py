@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from lightning_dist.codecs import Codec
 from lightning_dist.configuration import LEFT_OUT, Resolved, resolve
 from lightning_dist.configuration.options import OF_DDP, require_known, require_only
-from lightning_dist.integrations.accelerate.attach import require_attachable, tell
+from lightning_dist.integrations.accelerate.attach import print_outside, require_attachable
 from lightning_dist.integrations.accelerate.compression import Compression
 from lightning_dist.integrations.refusals import refuse_codec_options
 from lightning_dist.settings import Settings
@@ -81,7 +81,7 @@ class CompressedDDPPlugin:
         """
         require_attachable(accelerator)
         compression = Compression(accelerator, self._settings())
-        tell(accelerator, self._resolved)
+        print_outside(accelerator, self._resolved)
         return compression
 
     def _settings(self) -> Settings:

@@ -12,14 +12,13 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lightning_dist.elastic.launcher.launch import Launch
 from lightning_dist.elastic.launcher.rendezvous import attempt_store
+from lightning_dist.integrations import rank_zero
 from lightning_dist.integrations.lightning.private import group_timeout, init_process_group_over
-from lightning_dist.log import prefixed
 
 
 class ElasticEnvironment(TorchElasticEnvironment):
@@ -33,7 +32,7 @@ class ElasticEnvironment(TorchElasticEnvironment):
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Warn where Lightning refuses: ``num_devices * num_nodes`` is not the world size."""
         if num_devices * num_nodes != self.world_size():
-            rank_zero_warn(
+            rank_zero.warn(
                 f"The launcher started {self.world_size()} ranks, and devices * num_nodes is "
                 f"{num_devices} * {num_nodes}. Lightning's own distributed sampler shards the "
                 "data by the latter, so samples are skipped or repeated: use a sampler of your "
@@ -143,15 +142,15 @@ def local_devices(given: list[torch.device], launch: Launch) -> list[torch.devic
 
 
 def _report(given: list[torch.device], num_nodes: int, launch: Launch) -> None:
-    """Say what was set otherwise. What may be Lightning's default (1, or all GPUs) is not told."""
+    """Log settings that differ from the launcher's, and cannot be defaults (1, or all GPUs)."""
     every_gpu = given and given[0].type != "cpu" and len(given) == torch.accelerator.device_count()
-    told = []
+    differing = []
     if len(given) not in (1, launch.local_world_size) and not every_gpu:
-        told.append(f"{launch.local_world_size} ranks on this node, not devices={len(given)}")
+        differing.append(f"{launch.local_world_size} ranks on this node, not devices={len(given)}")
     if num_nodes not in (1, launch.nodes):
-        told.append(f"{launch.nodes} nodes, not num_nodes={num_nodes}")
-    if told:
-        rank_zero_info(prefixed(f"lightning_dist follows the launcher: {' and '.join(told)}."))
+        differing.append(f"{launch.nodes} nodes, not num_nodes={num_nodes}")
+    if differing:
+        rank_zero.info(f"lightning_dist follows the launcher: {' and '.join(differing)}.")
 
 
 def init_process_group(strategy: Any) -> None:

@@ -156,9 +156,9 @@ def saved(callback: ModelCheckpoint) -> tuple[Any, ...]:
     return callback.dirpath, callback._last_global_step_saved, callback._last_checkpoint_saved
 
 
-def set_saved(callback: ModelCheckpoint, told: tuple[Any, ...]) -> None:
+def set_saved(callback: ModelCheckpoint, saved: tuple[Any, ...]) -> None:
     """Take over what :func:`saved` has returned on another rank."""
-    callback.dirpath, callback._last_global_step_saved, callback._last_checkpoint_saved = told
+    callback.dirpath, callback._last_global_step_saved, callback._last_checkpoint_saved = saved
 
 
 # Ours, which overrides it, is static as well.

@@ -60,8 +60,8 @@ class RecoversInProcess:
         """Make the process group: of all that are there at the start, or of this process alone."""
         if dist.is_initialized():
             raise ValueError(
-                "recovery='in_process' makes the process group itself, and there is one already; "
-                "leave out init_process_group, and call fit() once in a process"
+                "recovery='in_process' creates the process group itself, and one exists already; "
+                "leave out init_process_group, and call fit() once per process"
             )
         self.generations = generations = Generations(environment)
         self.cluster_environment = MembersEnvironment()
@@ -183,8 +183,8 @@ class RecoversInProcess:
         if generations.is_broken or is_of_a_peer(exception):
             generations.break_off(str(exception))
             generations.end(
-                "a rank is lost outside of training steps and validations, in a collective that is "
-                "not the strategy's and cannot be done again; use those of trainer.strategy, and "
+                "a rank was lost outside training steps and validation, in a collective that "
+                "cannot be repeated; use those of trainer.strategy, and "
                 f"validate between two optimizer steps: {str(exception)[:200]}",
                 code=EXIT_RESTART,
             )

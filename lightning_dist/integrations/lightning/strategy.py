@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
+from lightning_dist.integrations import rank_zero
 from lightning_dist.integrations.lightning.base import CompressingStrategy
 from lightning_dist.integrations.lightning.checkpoint.session_io import CheckpointerIO
 from lightning_dist.integrations.lightning.fit_results import ResultsLauncher
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 class CompressedDDPStrategy(
     CompressingStrategy, CompressionArguments, RecoversInProcess, FollowsLauncher, DDPStrategy
 ):
-    """DDP whose gradients travel compressed. Works on every device and backend DDP works on.
+    """DDP with compressed gradients, on every device and backend that DDP supports.
 
     Arguments: see :class:`.CompressionArguments`, and everything ``DDPStrategy`` takes.
 
-    Residuals of all ranks are in the checkpoint under ``"lightning_dist"``. Such a checkpoint loads
-    under plain ``ddp`` and a plain one loads here.
+    Checkpoints hold the residuals of all ranks under ``"lightning_dist"``. They load under plain
+    ``ddp``, and checkpoints of ``ddp`` load here.
     """
 
     _can_recover = True
@@ -79,9 +79,9 @@ class CompressedDDPStrategy(
         if environment is not None:
             self.begin_recovery(environment)
             return
-        rank_zero_warn(
-            "recovery='in_process' takes effect under `lightning-dist launch` only; where a rank "
-            "is lost here, all ranks restart"
+        rank_zero.warn(
+            "recovery='in_process' takes effect under `lightning-dist launch` only; here all "
+            "ranks restart if one is lost"
         )
 
     @override
@@ -94,8 +94,9 @@ class CompressedDDPStrategy(
         super().setup(trainer)
         if self._settings.delay and len(self.optimizers) > 1:
             raise ValueError(
-                "With delay=1 a backward pass gets the mean of the one before, which must be of "
-                f"the same optimizer, got {len(self.optimizers)} optimizers; use one, or leave "
+                "With delay=1 a backward pass gets the mean of the previous one, which must "
+                "belong to the same optimizer, got {len(self.optimizers)} optimizers; use one, or "
+                "leave "
                 "delay out"
             )
         if self._reducer is not None and self.optimizers:

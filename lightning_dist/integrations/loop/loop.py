@@ -21,10 +21,9 @@ from lightning_dist.integrations.loop.placement import LoopPlacement
 
 
 class ElasticLoop:
-    """Saves, and goes on by itself from the newest whole checkpoint, in a loop of your own.
+    """Saves checkpoints and resumes from the newest complete one, in a loop of your own.
 
-    What :class:`~lightning_dist.ElasticRestart` is for a Trainer, for Accelerate, Fabric and plain
-    DDP::
+    The equivalent of :class:`~lightning_dist.ElasticRestart` for Accelerate, Fabric and plain DDP::
 
         state = {"model": model, "optimizer": optimizer}
         with ElasticLoop("ckpts/", loader=loader, state=state, every_n_train_steps=50) as loop:
@@ -37,11 +36,12 @@ class ElasticLoop:
                         optimizer.zero_grad()
                         loop.step_done()
 
-    Every rank makes one. Entering it is collective, and loads; leave it by an exception or at the
-    end only. Gradients are exchanged in the last micro-batch of a step: no ``no_sync`` is needed.
+    Every rank creates one. Entering it is collective and loads the checkpoint; leave it only at the
+    end or by an exception. Gradients are exchanged in the last micro-batch of a step: no
+    ``no_sync`` is needed.
 
     Args:
-        dirpath: folder of the checkpoints, one for each run; all ranks have to see it.
+        dirpath: folder of the checkpoints, one per run; all ranks must see it.
         loader: as for one process: not from ``accelerator.prepare``, nor ``setup_dataloaders``.
         state: what is saved, by name: models (as ``prepare``, ``setup`` or DDP returned them),
             optimizers, schedulers, a GradScaler, anything with a ``state_dict``. Residuals of
@@ -50,33 +50,33 @@ class ElasticLoop:
             only.
         every_n_epochs: epochs between two checkpoints at the end of an epoch. None: 1, unless
             ``every_n_train_steps`` is given.
-        max_to_keep: how many of the newest stay; a damaged one is passed over for the one before.
-        batch_policy: what stays when the number of ranks changes, as of ``ElasticRestart``.
+        max_to_keep: number of newest checkpoints to keep; a damaged one is skipped.
+        batch_policy: what is kept when the number of ranks changes, as in ``ElasticRestart``.
         gradient_accumulation_steps: micro-batches per optimizer step of the first start.
-        device: where batches are moved to. None: they stay where the loader makes them.
-        seed: of the order of the samples; None: a random one that the run keeps.
-        signals: that end the training at a checkpoint of all ranks.
+        device: device that batches are moved to. None: they are not moved.
+        seed: seed of the sample order; None: a random one, kept for the run.
+        signals: signals after which all ranks write a checkpoint and exit.
         weights_only: as of ``ElasticRestart``, like the next three.
-        preemption_check: whether this machine is about to go.
-        preemption_poll_interval: seconds between two such questions.
+        preemption_check: returns whether this machine will be preempted.
+        preemption_poll_interval: seconds between two such calls.
         grace_period: seconds from a signal to the end of the process.
         hang_timeout: seconds without a batch after which the process ends itself (exit code 76).
-            What you do between epochs counts, call :meth:`heartbeat` there if it is longer. None:
+            Time between epochs counts; call :meth:`heartbeat` there if it takes longer. None:
             never.
         format: ``"single"``: one file, written by rank 0. ``"sharded"``: a folder to which every
             rank writes an equal part; not with ``recovery="in_process"`` or local steps.
         checkpoint: how checkpoints are written, ``CheckpointSettings(...)``. None: copied at once,
             written in the background.
-        recovery: ``"in_process"``: where a rank is lost, the others take the interrupted step again
-            without it, in their processes, and the one that the launcher starts in its place joins
-            them between two steps. Needs ``lightning-dist launch``,
-            ``init_process_group(recovery="in_process")``, and one model in DDP on the CPU with
-            ``compress_ddp(..., commit="deferred")``. ``"restart"``: all ranks are started again.
+        recovery: ``"in_process"``: if a rank is lost, the others repeat the interrupted step
+            without it, in the same processes, and its replacement joins between two steps. Needs
+            ``lightning-dist launch``, ``init_process_group(recovery="in_process")``, and one model
+            in DDP on the CPU with ``compress_ddp(..., commit="deferred")``. ``"restart"``: all
+            ranks are restarted.
         mirror_residuals: with ``recovery="in_process"``, keep a copy of the residuals of each rank
             on the next one, which takes them over if the rank is lost. True: copied after every
-            step; a number: after so many. Each copy sends 4 bytes per compressed element while the
-            training waits, and takes as much memory. A copy that is some steps old is of use where
-            residuals change slowly, as with ``topk``.
+            step; a number: steps between two copies. Training is blocked while a copy sends 4 bytes
+            per compressed element; it takes as much memory. An older copy is useful if residuals
+            change slowly, as with ``topk``.
 
     Raises:
         ValueError: a setting that is out of range or cannot take effect.
@@ -145,7 +145,7 @@ class ElasticLoop:
     def __enter__(self) -> ElasticLoop:
         run = self._run
         if run.is_open or run.is_complete:
-            raise ValueError("An ElasticLoop is entered once; make a new one")
+            raise ValueError("An ElasticLoop can be entered only once; create a new one")
         try:
             run.open(self._loader, self._given)
         except BaseException as error:
@@ -170,7 +170,7 @@ class ElasticLoop:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the optimizer has to step after this micro-batch."""
+        """Whether the optimizer must step after this micro-batch."""
         return self._this is not None and self._this.ends_step
 
     @property
@@ -180,28 +180,29 @@ class ElasticLoop:
 
     @property
     def run_id(self) -> str:
-        """A name that stays over restarts: ``id=`` of a wandb run, with ``resume="allow"``."""
+        """Name of the run, the same after restarts: ``id=`` of a wandb run, with
+        ``resume="allow"``."""
         return self._run.session.history.run_id
 
     def metrics(self) -> dict[str, float]:
         """``elastic/*`` and ``checkpoint/*`` of the run so far, under the names of a Trainer's.
 
-        For ``accelerator.log``, ``fabric.log_dict`` or ``wandb.log``, as often as you log, and
-        once more after the ``with``. Of rank 0, which is who logs: empty on the others, and before
-        ``epochs()``. What is not known yet is left out: times of saves before the first, and
-        ``elastic/lost_time_s`` until training is where it was before the restart.
+        For ``accelerator.log``, ``fabric.log_dict`` or ``wandb.log``, as often as you log, and once
+        more after the ``with``. Empty on other ranks than 0, and before ``epochs()``. Unknown
+        values are left out: times of saves before the first, and ``elastic/lost_time_s`` until
+        training reaches the step before the restart.
         """
         costs = self._run.session.costs
         return {**costs, **self._run.session.metrics.by_name()} if costs else {}
 
     def heartbeat(self) -> None:
-        """There is progress, outside of batches too; see ``hang_timeout``."""
+        """Report progress outside of batches; see ``hang_timeout``."""
         self._run.session.lifecycle.heartbeat()
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The epochs of the training that are left, of ``count``."""
+        """Epochs left of the ``count`` of the training."""
         if not self._run.is_open:
-            raise ValueError("epochs() is for the inside of `with ElasticLoop(...) as loop:`")
+            raise ValueError("epochs() must be called inside `with ElasticLoop(...) as loop:`")
         if not self._run.begin(epochs=count):
             return
         for epoch in range(self._run.position.epoch, count):
@@ -227,14 +228,14 @@ class ElasticLoop:
         self._run.settle()
 
     def batches(self) -> Iterator[Any]:
-        """This rank's batches of the epoch that are left.
+        """Batches left for this rank in the epoch.
 
         Raises:
             ValueError: the micro-batch before had no :meth:`scale_loss`, or its step no
                 :meth:`step_done`.
         """
         if not self._in_epoch:
-            raise ValueError("batches() is for the inside of a loop over epochs(), once in each")
+            raise ValueError("batches() must be called inside a loop over epochs(), once per epoch")
         self._run.is_current = False
         while not self._run.is_current:  # other members are dealt what is left of the epoch
             yield from self._batches_of_members()
@@ -254,16 +255,16 @@ class ElasticLoop:
             self._index = index
             with run.objects.exchanging(self._this.ends_step):
                 yield batch if self._move is None else self._move(batch)
-            self._require_told()
+            self._require_step_done()
             run.session.lifecycle.heartbeat()
             if not run.is_current:
                 return
 
-    def _require_told(self) -> None:
+    def _require_step_done(self) -> None:
         if not self._is_weighted:
             raise ValueError(
-                "A micro-batch ended whose loss was not scaled, so on another number of ranks the "
-                "gradients would be wrong; use loop.scale_loss(loss).backward()"
+                "The loss of a micro-batch was not scaled, so gradients would be wrong on another "
+                "number of ranks; use loop.scale_loss(loss).backward()"
             )
         if self.sync_gradients and not self._has_stepped:
             raise ValueError(
@@ -278,23 +279,23 @@ class ElasticLoop:
         ranks there are.
         """
         if self._this is None:
-            raise ValueError("scale_loss() is for the loss of a batch of batches()")
+            raise ValueError("scale_loss() must be called for the loss of a batch of batches()")
         self._is_weighted = True
         weight = self._this.weight / self._run.data.layouts[1].accumulate
         return loss if weight == 1.0 else loss * weight
 
     def step_done(self) -> None:
-        """The optimizer has stepped. Collective: saves if it is due, and ends if a rank was told.
+        """End an optimizer step. Collective: saves if due, exits if a rank was asked to stop.
 
         Raises:
             ValueError: the optimizer should not have stepped after this micro-batch.
             CheckpointError: an earlier save has failed, on all ranks.
-            SystemExit: a rank was told to end; code 74 where the last checkpoint was not written.
+            SystemExit: a rank was asked to stop; code 74 where the last checkpoint was not written.
         """
         if not self.sync_gradients or self._has_stepped:
             raise ValueError(
-                "step_done() is for the last micro-batch of a step, once; ask loop.sync_gradients "
-                "before the optimizer steps"
+                "step_done() must be called once, for the last micro-batch of a step; check "
+                "loop.sync_gradients before the optimizer steps"
             )
         self._has_stepped = True
         recovery = self._run.recovery

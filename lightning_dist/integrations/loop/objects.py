@@ -53,7 +53,8 @@ class Objects:
         if world_size > 1 and not self._wrapped and not self.updates:
             raise ValueError(
                 f"No model in state= is in DistributedDataParallel, so {world_size} ranks would "
-                "train apart; give the one that prepare(), fabric.setup() or DDP returned, or the "
+                "train independently; give the one that prepare(), fabric.setup() or DDP "
+                "returned, or the "
                 "updates that local_updates() returned beside the model"
             )
         for name, each in given.items():
@@ -81,8 +82,8 @@ class Objects:
         """
         if self.updates:
             raise ValueError(
-                "recovery='in_process' takes a step of all ranks again, and local steps are of one "
-                "worker alone; use recovery='restart'"
+                "recovery='in_process' repeats a step on all ranks, and a local step belongs to "
+                "one worker; use recovery='restart'"
             )
         if len(self._wrapped) != 1:
             raise ValueError(
@@ -162,9 +163,9 @@ class Objects:
             )
         for name, each in self._given.items():
             _inside(each).load_state_dict(saved[name])
-        owed = checkpoint["reducers"]
+        states = checkpoint["reducers"]
         for index, reducer in enumerate(self._reducers):
-            reducer.load_state_dict(owed[index] if index < len(owed) else None)
+            reducer.load_state_dict(states[index] if index < len(states) else None)
         return place
 
     @contextmanager

@@ -41,7 +41,7 @@ class LoopPlacement(RecoverablePlacement):
     Args:
         session: of the loop.
         accumulate: micro-batches per optimizer step of the first start.
-        signals: that end the training at a checkpoint of all ranks.
+        signals: signals after which all ranks write a checkpoint and exit.
         recovery: what the ranks that are left do when one is lost.
         mirror_every: as of StepRecovery.
     """
@@ -78,15 +78,15 @@ class LoopPlacement(RecoverablePlacement):
             self.session.meet()
             if self._mode == "in_process":
                 self.warn(
-                    "recovery='in_process' takes effect under `lightning-dist launch` only; where "
-                    "a rank is lost here, all ranks restart"
+                    "recovery='in_process' takes effect under `lightning-dist launch` only; here "
+                    "all ranks restart if one is lost"
                 )
             self._open(given, world_size=self.session.members.world_size)
             return
         if dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
-                "recovery='in_process' begins with a process group of this process alone, since "
-                "ranks come and go; make it with lightning_dist.init_process_group("
+                "recovery='in_process' starts with a process group of this process alone, since "
+                "ranks join and leave; create it with lightning_dist.init_process_group("
                 "recovery='in_process'), before DistributedDataParallel"
             )
         self.objects = Objects(given, world_size=1)
@@ -266,7 +266,7 @@ class LoopPlacement(RecoverablePlacement):
         self.session.members.ranks.on_each(save)
 
     @override
-    def tell(self, text: str) -> None:
+    def info(self, text: str) -> None:
         self._say(text, logging.INFO)
 
     @override

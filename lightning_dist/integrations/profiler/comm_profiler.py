@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections import deque
 from contextlib import ExitStack
 from functools import partial
@@ -18,17 +17,18 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_prefixed_message, rank_zero_warn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_dist.integrations import rank_zero
 from lightning_dist.integrations.lightning.private import without_fabric
 from lightning_dist.integrations.profiler.live import LiveProfile, Upload, log_summary
 from lightning_dist.integrations.profiler.local import LocalModel
 from lightning_dist.integrations.profiler.run import ProfileRun
 from lightning_dist.integrations.profiler.sharded import as_ddp
 from lightning_dist.integrations.profiler.sigterm import CODE, Sigterm, sigterm_raises
+from lightning_dist.log import warn
 from lightning_dist.private import before_compile
 from lightning_dist.profiling.analysis.imbalance import ResidualAlarm
 from lightning_dist.profiling.analysis.parts import Summary
@@ -37,7 +37,7 @@ from lightning_dist.profiling.capture.session import SessionSettings
 from lightning_dist.profiling.capture.torch_tools import require_traceable
 
 _NO_WANDB = (
-    "upload='all' needs a WandbLogger of Lightning's trainer, and there is none; leave upload out"
+    "upload='all' needs a WandbLogger in the Trainer, and it has none; add one, or leave upload out"
 )
 _ONE_PROCESS = "one process exchanges no gradients"
 _MOST_ERRORS = 1024
@@ -45,13 +45,13 @@ _LONGEST_REASON = 200
 
 
 class CommProfiler(pl.Callback):
-    """Profile of communication: its share of a step, its parts, the rank that others wait for.
+    """Communication profile: its share of a step, its parts, and the late rank.
 
     As a callback::
 
         trainer = L.Trainer(strategy="compressed_ddp", callbacks=[CommProfiler()])
 
-    Around any other loop, with the model that DDP, Fabric or Accelerate have wrapped::
+    In any other loop, with the model that DDP, Fabric or Accelerate has wrapped::
 
         with CommProfiler(model) as profiler:
             train()
@@ -62,7 +62,7 @@ class CommProfiler(pl.Callback):
 
     Every rank appends its records to ``rank<r>.jsonl``; at the end, also after an exception, rank 0
     prints a summary and writes ``summary.json``, ``report.html`` and ``trace.json.gz`` beside them.
-    Nothing is synchronised for it; ranks compare their clocks at the begin and the end. During the
+    It adds no synchronisation; ranks compare their clocks at the start and the end. During the
     training, progress bar and loggers show the newest steps of rank 0; the summary is of all ranks.
 
     The compression error is sampled too, of one bucket at a time. Where a residual grows without
@@ -170,8 +170,7 @@ class CommProfiler(pl.Callback):
     def __enter__(self) -> Self:
         if self._model is None:
             raise ValueError(
-                "CommProfiler profiles a model outside of Lightning if it is given one; write "
-                "with CommProfiler(model)"
+                "Outside of Lightning CommProfiler needs the model; write with CommProfiler(model)"
             )
         self._open(_unwrapped(self._model), Path("comm_profile"))
         # Lightning does that itself.
@@ -205,7 +204,7 @@ class CommProfiler(pl.Callback):
         self.summary = self._run = self._live = None
         self._nothing = _why_nothing(trainer)
         if self._nothing:
-            rank_zero_warn(self._nothing)
+            rank_zero.warn(self._nothing)
             return
         assert trainer.strategy.model is not None
         model = as_ddp(trainer.strategy.model)
@@ -244,7 +243,7 @@ class CommProfiler(pl.Callback):
             **how,
         )
         for reason in self._run.reasons:
-            rank_zero_warn(f"CommProfiler: {reason}")
+            rank_zero.warn(f"CommProfiler: {reason}")
 
     def _on_error(self, error: ErrorRecord) -> None:
         self.errors.append(error)
@@ -287,16 +286,16 @@ class CommProfiler(pl.Callback):
             return
         lost = run.close(reason, together=together)
         for problem in lost:  # on every rank: of its lines rank 0 knows only that none came
-            warnings.warn(f"CommProfiler, rank {run.metadata.rank}: {problem}", stacklevel=2)
+            warn(f"CommProfiler, rank {run.metadata.rank}: {problem}")
         if not run.reports:
             return
         try:
             self.summary, written = run.report(**self._files)
         except ValueError as error:
-            rank_zero_warn(f"CommProfiler: no report: {error}")
+            rank_zero.warn(f"CommProfiler: no report: {error}")
             return
         for problem in written.problems:
-            rank_zero_warn(f"CommProfiler: {problem}")
+            rank_zero.warn(f"CommProfiler: {problem}")
         if self._print_summary:
             from lightning_dist.profiling.report.terminal import print_summary
 
@@ -308,7 +307,7 @@ def _why_nothing(trainer: pl.Trainer) -> str:
     """A sentence for the user where this training is not profiled; empty if it is."""
     because = ""
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
-        because = "fast_dev_run only tries the training out"
+        because = "fast_dev_run is a test run"
     elif trainer.strategy.model is None or as_ddp(trainer.strategy.model) is None:
         wanted = "strategy='ddp' or 'compressed_ddp'"
         name = type(trainer.strategy).__name__
@@ -327,7 +326,7 @@ def _unwrapped(model: nn.Module) -> DistributedDataParallel:
     inner = as_ddp(before_compile(without_fabric(model)))
     if inner is None:
         raise ValueError(
-            f"CommProfiler profiles a DistributedDataParallel, got {type(model).__name__}; give "
+            f"CommProfiler needs a DistributedDataParallel, got {type(model).__name__}; give "
             "it the model that DDP, fabric.setup() or accelerator.prepare() returned. Without "
             f"other processes these do not make one: {_ONE_PROCESS}, so leave CommProfiler out"
         )
@@ -335,9 +334,8 @@ def _unwrapped(model: nn.Module) -> DistributedDataParallel:
 
 
 def _warn_here(text: str) -> None:
-    """On the rank that sees it: rank 0 may not know."""
-    rank = dist.get_rank()
-    warnings.warn(rank_prefixed_message(f"CommProfiler: {text}", rank), stacklevel=2)
+    """Warn on the rank that sees it: rank 0 may not know."""
+    warn(f"CommProfiler, rank {dist.get_rank()}: {text}")
 
 
 def _reason(error: BaseException) -> str:

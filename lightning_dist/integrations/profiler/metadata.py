@@ -122,9 +122,9 @@ def why_not_in_detail(model: DistributedDataParallel, reducer: Reducer | None = 
     if kind == "cpu":
         return ""
     if not has_streams(model.device):
-        return f"the times of work on {kind} are not taken, it has no streams"
+        return f"the times of work on {kind} are not measured, because it has no streams"
     if model.is_multi_device_module:
-        return "the model is on several GPUs of one process, and the times of one are taken"
+        return "the model is on several GPUs of one process, and only one is timed"
     backends = dist.get_backend_config(model.process_group)
     if dict(pair.split(":") for pair in backends.split(",")).get(kind) in (None, "gloo", "mpi"):
         return f"work on a GPU is timed where NCCL exchanges the gradients, here it is {backends}"

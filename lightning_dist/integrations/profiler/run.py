@@ -65,8 +65,8 @@ _TOGETHER = 2.0
 """Seconds in which ranks end that end by the same error."""
 NO_LINKS = "n/a, ranks that recover in process synchronise at the end only"
 _WAITING = (
-    "waiting for the other ranks: all of them have to enter CommProfiler, at the same point of the "
-    "program; those that do not are waited for until the timeout of the process group"
+    "waiting for the other ranks until the timeout of the process group: every rank must enter "
+    "CommProfiler at the same point of the program"
 )
 
 
@@ -303,7 +303,7 @@ class ProfileRun:
     def _how_to_copy(self) -> str:
         of_rank = ", ".join(f"rank{rank}.jsonl of {self._hosts[rank]}" for rank in self._apart)
         return (
-            "not all ranks have come to the end, so records outside of rank 0's folder were not "
+            "not all ranks reached the end, so records outside of rank 0's folder were not "
             f"gathered; copy {of_rank} into {self.folder} of {self._hosts[0]}, then make the "
             f"report with `lightning-dist profile report {self.folder}`"
         )

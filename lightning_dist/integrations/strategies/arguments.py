@@ -48,41 +48,39 @@ class CompressionArguments:
         """Check the arguments; nothing here may depend on rank or device.
 
         Args:
-            codec: a name of ``lightning_dist.CODECS``, with options as in ``"topk:ratio=0.01"``,
-                a codec object, or a policy (``by_name``, ``by_size``, ``warmup``, ``after_steps``).
-                Where the exchange is hierarchical it is the codec between hosts, and inside
-                gradients travel as they are; ``{"intra": "bf16", "inter": "int4"}`` names both.
-            error_feedback: keep what the codec loses and send it with the next gradient; 4 bytes
-                per compressed element. ``"auto"``: where the codec needs it.
-            hierarchical: reduce inside every host first, so that only a share of the gradient
-                crosses from each rank. ``"auto"``: where there are several hosts, one of them with
-                several ranks. True: and fail where there are not. ``"leader"``: one rank of a host
-                crosses for all; also the form for hosts with different numbers of ranks. False:
-                flat.
-            min_compress_numel: smaller tensors, and 1-D ones, travel uncompressed; 0 compresses
-                all. None: the codec's own choice (0 for casts, 4096 for most others).
+            codec: a name of ``lightning_dist.CODECS``, with options as in ``"topk:ratio=0.01"``, a
+                codec object, or a policy (``by_name``, ``by_size``, ``warmup``, ``after_steps``).
+                In a hierarchical exchange it is the codec between hosts, and gradients inside a
+                host are uncompressed; ``{"intra": "bf16", "inter": "int4"}`` names both.
+            error_feedback: keep the compression error and add it to the next gradient; 4 bytes per
+                compressed element. ``"auto"``: where the codec needs it.
+            hierarchical: reduce inside every host first, so that each rank sends only a share of
+                the gradient to other hosts. ``"auto"``: if there are several hosts, one of them
+                with several ranks. True: the same, and raise otherwise. ``"leader"``: one rank of
+                each host communicates with other hosts; also for hosts with different numbers of
+                ranks. False: flat.
+            min_compress_numel: smaller tensors, and 1-D ones, are uncompressed; 0 compresses all.
+                None: the codec's own choice (0 for casts, 4096 for most others).
             start_step: synchronised steps before compression starts.
             compile_kernels: fuse the codec's kernels at set-up (about 20 s the first time).
-                ``"auto"``: for models of 4 Mi elements or more where a compiler is there.
-            ranks_per_host: hosts of so many ranks that follow each other, instead of the hosts'
-                names.
-            rank_groups: any groups instead of hosts, such as ``[[0, 1, 2], [3]]``.
+                ``"auto"``: for models of 4 Mi elements or more if a compiler is found.
+            ranks_per_host: number of consecutive ranks on each host, instead of the host names.
+            rank_groups: groups of ranks instead of hosts, such as ``[[0, 1, 2], [3]]``.
             commit: when residuals are written. ``"immediate"``: in the pass that encodes, and each
-                bucket is decoded when it has landed; a step that is not applied loses the residuals
-                it has sent. ``"deferred"``: once every bucket of a step has landed and all ranks
-                know that it is finite; a skipped step does not change residuals. ``"auto"``:
-                deferred with a GradScaler or ``find_unused_parameters``, else immediate.
-            delay: 1 applies the mean of a step in the next one, so that its exchange has a whole
-                step; the first step gets zeros. For slow links, at some cost in loss. Not with a
-                GradScaler, ``find_unused_parameters``, several optimizers or OneBitAdam.
+                bucket is decoded on arrival; a step that is not applied loses the residuals it has
+                sent. ``"deferred"``: once every bucket of a step has arrived and all ranks know
+                that it is finite; a skipped step does not change residuals. ``"auto"``: deferred
+                with a GradScaler or ``find_unused_parameters``, else immediate.
+            delay: 1 applies the mean of a step in the next one, so that its exchange overlaps with
+                a whole step; the first step gets zeros. For slow links, at some cost in loss. Not
+                with a GradScaler, ``find_unused_parameters``, several optimizers or OneBitAdam.
             exchange_timeout: seconds that one wait for other ranks may take before the step fails
-                on a CPU, and that a strategy that ends gives an accelerator to complete what it
-                was given. None: the timeout of the process group.
-            recovery: ``"in_process"``, for a Trainer with ``ElasticRestart`` under
-                ``lightning-dist launch``: where a rank is lost, the others take the interrupted
-                step again without it, in their processes, and the one that the launcher starts in
-                its place joins them between two steps; ``commit`` is ``"deferred"``. On CPUs.
-                ``"restart"``: all ranks are started again.
+                on a CPU, and that a strategy waits for an accelerator at the end. None: the timeout
+                of the process group.
+            recovery: ``"in_process"``, for a Trainer with ``ElasticRestart`` under ``lightning-dist
+                launch``: if a rank is lost, the others repeat the interrupted step without it, in
+                the same processes, and its replacement joins between two steps; ``commit`` is
+                ``"deferred"``. On CPUs. ``"restart"``: all ranks are restarted.
             mirror_residuals: with ``recovery="in_process"``, keep a copy of the residuals of each
                 rank on the next one; as of :class:`~lightning_dist.ElasticLoop`. The exchange is
                 then flat.
@@ -102,7 +100,8 @@ class CompressionArguments:
         if recovery == "in_process":
             if not self._can_recover:
                 raise ValueError(
-                    f"{type(self).__name__} cannot go on in its process where a rank is lost; use "
+                    f"{type(self).__name__} cannot continue in the same process after a rank is "
+                    "lost; use "
                     "the Trainer's CompressedDDPStrategy, ElasticLoop(recovery='in_process'), or "
                     "recovery='restart'"
                 )
@@ -136,6 +135,6 @@ def require_held_back(*, commit: str, delay: int) -> None:
     for name, (is_wrong, remedy) in wrong.items():
         if is_wrong:
             raise ValueError(
-                f"recovery='in_process' takes a step again that fails, which is not possible with "
+                f"recovery='in_process' repeats a failed step, which is not possible with "
                 f"{name}; {remedy}, or use recovery='restart'"
             )

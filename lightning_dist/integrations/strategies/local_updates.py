@@ -138,7 +138,8 @@ class LocalUpdateArguments(CompressionArguments):
         samples, self._samples = self._samples, None
         if samples is None and self._schedule.weigh_by == "samples":
             raise ValueError(
-                "weigh_by='samples' needs to know them; call strategy.count_samples(len(batch)) "
+                "weigh_by='samples' needs the number of samples; call "
+                "strategy.count_samples(len(batch)) "
                 "before the optimizer's step"
             )
         self._updates.step(samples)

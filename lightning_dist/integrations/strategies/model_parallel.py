@@ -91,9 +91,9 @@ class ModelParallelArguments(CommReport):
             parameters: for one replica, sharded over all ranks: codec of the parameters in FSDP's
                 all-gather; gradients are reduce-scattered in ``codec``, which has to be unbiased,
                 such as ``"qsgd:bits=8"``, or to have ``error_feedback=True``, then in 8 bits.
-            error_feedback: keep what the codec loses and send it with the next gradient; 4 bytes
-                per compressed element of a shard. ``"auto"``: where the codec needs it.
-            min_compress_numel: smaller parameters, and 1-D ones, travel uncompressed; 0 compresses
+            error_feedback: keep the compression error and add it to the next gradient; 4 bytes per
+                compressed element of a shard. ``"auto"``: where the codec needs it.
+            min_compress_numel: smaller parameters, and 1-D ones, are uncompressed; 0 compresses
                 all. None: the codec's own choice.
             start_step: synchronised steps before compression starts.
             compile_kernels: fuse the codec's kernels at set-up (about 20 s the first time).

@@ -1,4 +1,4 @@
-"""Models that cannot be compressed, or not in the way that is asked for: said at the start."""
+"""Models that cannot be compressed, or not in the requested way: refused at the start."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def require_begun(reducer: Reducer, optimizers: Sequence[object], *, steps: floa
     begins = first_compressed_step(reducer.settings.policy, shapes)
     if begins is not None and begins >= reducer.step + steps:
         raise ValueError(
-            f"Compression must begin before the training ends, got step {begins} as its first "
+            f"Compression must start before training ends, got step {begins} as its first "
             f"(start_step, warmup or after_steps) and a training of {reducer.step + steps} steps; "
             "set it lower, or use strategy='ddp'"
         )

@@ -29,7 +29,7 @@ from lightning_dist.integrations.torch.checks import (
     require_effect,
     require_one_momentum,
 )
-from lightning_dist.integrations.torch.in_force import tell_in_force
+from lightning_dist.integrations.torch.in_force import log_in_force
 from lightning_dist.integrations.torch.networks import Groups, network_for
 from lightning_dist.kernels.inductor import should_fuse
 from lightning_dist.log import get_logger
@@ -70,38 +70,39 @@ def compress_ddp(
     Args:
         model: a DistributedDataParallel without a communication hook.
         codec: a name of ``lightning_dist.CODECS``, with options as in ``"topk:ratio=0.01"``, a
-            codec object, or a policy (``by_name``, ``by_size``, ``warmup``, ``after_steps``). Where
-            the exchange is hierarchical it is the codec between hosts, and inside gradients travel
-            as they are; ``{"intra": "bf16", "inter": "int4"}`` names both.
-        error_feedback: keep what the codec loses and send it with the next gradient; 4 bytes per
+            codec object, or a policy (``by_name``, ``by_size``, ``warmup``, ``after_steps``). In a
+            hierarchical exchange it is the codec between hosts, and gradients inside a host are
+            uncompressed; ``{"intra": "bf16", "inter": "int4"}`` names both.
+        error_feedback: keep the compression error and add it to the next gradient; 4 bytes per
             compressed element. ``"auto"``: where the codec needs it.
-        hierarchical: reduce inside every host first, so that only a share of the gradient crosses
-            from each rank. ``"auto"``: where there are several hosts, one of them with several
-            ranks. True: and fail where there are not. ``"leader"``: one rank of a host crosses for
-            all; also the form for hosts with different numbers of ranks. False: flat.
-        ranks_per_host: hosts of so many ranks that follow each other, instead of the hosts' names.
-        rank_groups: any groups instead of hosts, such as ``[[0, 1, 2], [3]]``.
-        min_compress_numel: smaller tensors, and 1-D ones, travel uncompressed; 0 compresses all.
-            None: the codec's own choice (0 for casts, 4096 for most others).
+        hierarchical: reduce inside every host first, so that each rank sends only a share of the
+            gradient to other hosts. ``"auto"``: if there are several hosts, one of them with
+            several ranks. True: the same, and raise otherwise. ``"leader"``: one rank of each host
+            communicates with other hosts; also for hosts with different numbers of ranks. False:
+            flat.
+        ranks_per_host: number of consecutive ranks on each host, instead of the host names.
+        rank_groups: groups of ranks instead of hosts, such as ``[[0, 1, 2], [3]]``.
+        min_compress_numel: smaller tensors, and 1-D ones, are uncompressed; 0 compresses all. None:
+            the codec's own choice (0 for casts, 4096 for most others).
         start_step: synchronised steps before compression starts.
         compile_kernels: fuse the codec's kernels now (about 20 s the first time). ``"auto"``: for
-            models of 4 Mi elements or more where a compiler is there, and for all on a GPU with
+            models of 4 Mi elements or more if a compiler is found, and for all on a GPU with
             Triton, whose kernels exchange whole buckets. Equal on all ranks.
         commit: when residuals are written. ``"immediate"``: in the pass that encodes, and each
-            bucket is decoded when it has landed; a step that is not applied loses what it has sent.
-            ``"deferred"``: once every bucket of a step has landed and all ranks know that it is
-            finite; a step that is not applied leaves no trace. ``"auto"``: deferred with a
-            GradScaler or ``find_unused_parameters``, else immediate.
-        delay: 1 applies the mean of a step in the next one, so that its exchange has a whole
-            step; the first step gets zeros. For slow links, at some cost in loss. Not with a
+            bucket is decoded on arrival; a step that is not applied loses the residuals it has
+            sent. ``"deferred"``: once every bucket of a step has arrived and all ranks know that it
+            is finite; a step that is not applied does not change residuals. ``"auto"``: deferred
+            with a GradScaler or ``find_unused_parameters``, else immediate.
+        delay: 1 applies the mean of a step in the next one, so that its exchange overlaps with a
+            whole step; the first step gets zeros. For slow links, at some cost in loss. Not with a
             GradScaler, ``find_unused_parameters``, several optimizers or OneBitAdam.
         exchange_timeout: seconds that one wait for other ranks may take before the step fails on a
-            CPU, and that ``close()`` gives an accelerator to complete what it was given. None: the
-            timeout of the process group.
+            CPU, and that ``close()`` waits for an accelerator. None: the timeout of the process
+            group.
         grad_scaler: the GradScaler in use, so that residuals are kept unscaled.
-        groups: two process groups over the ranks of ``model``, for payloads and for flags; where
-            the exchange is hierarchical also this rank's, from the inside out. Used by nothing
-            else. None makes them.
+        groups: two process groups over the ranks of ``model``, for payloads and for flags; in a
+            hierarchical exchange also this rank's groups, innermost first. Not to be used for
+            anything else. None: created here.
 
     Returns:
         The reducer: ``comm_stats()``, ``state_dict()``, ``load_state_dict()``, ``close()``.
@@ -197,7 +198,7 @@ def attach(
     model.register_comm_hook(buckets, lightning_dist_hook)
     remember(model.module, reducer)
     if first:
-        tell_in_force(reducer, begins=begins)
+        log_in_force(reducer, begins=begins)
     return reducer
 
 
@@ -262,8 +263,8 @@ def connect_optimizers(optimizers: Iterable[Any], reducer: Reducer, *, clips: bo
         if isinstance(optimizer, OneBitAdam):
             if settings.delay:
                 raise ValueError(
-                    "delay=1 applies means of gradients one step late, and OneBitAdam exchanges "
-                    "momenta, which it has to know at once; leave delay out, or use another "
+                    "delay=1 applies means of gradients one step late, and OneBitAdam needs "
+                    "exchanged momenta in the same step; leave delay out, or use another "
                     "optimizer"
                 )
             if clips:

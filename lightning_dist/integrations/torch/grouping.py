@@ -55,12 +55,12 @@ def view_of(settings: Settings, *, world_size: int) -> str:
     """Settings of the groups on this rank, to be compared with those of the others."""
     try:
         tree = _declared(settings, world_size=world_size)
-    except ValueError:  # raised again once it is known that all ranks were told the same
+    except ValueError:  # raised again once it is known that all ranks have the same settings
         return f"ranks_per_host={settings.ranks_per_host}, rank_groups={settings.rank_groups}"
     if tree is None:
-        return "as the names of the hosts say"
-    told = "ranks_per_host" if settings.rank_groups is None else "rank_groups"
-    return f"{describe_counts([len(group) for group in tree])}: {tree} ({told})"
+        return "by host name"
+    setting = "ranks_per_host" if settings.rank_groups is None else "rank_groups"
+    return f"{describe_counts([len(group) for group in tree])}: {tree} ({setting})"
 
 
 def _declared(settings: Settings, *, world_size: int) -> Hosts | None:

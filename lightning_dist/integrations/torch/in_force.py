@@ -25,7 +25,7 @@ _DELAYED = (
 log = get_logger(__name__)
 
 
-def tell_in_force(reducer: Reducer, *, begins: int | None) -> None:
+def log_in_force(reducer: Reducer, *, begins: int | None) -> None:
     """Say it; for rank 0 of a reducer that was attached just now.
 
     Args:
@@ -90,7 +90,7 @@ def _never_begun(stats: CommStats, begins: int) -> None:
     sent = stats.as_mapping()
     if sent["steps"] and sent["per_codec"].keys() <= {NoCompression.name, Uncompressed.name}:
         log.warning(
-            "Nothing was compressed in %d synchronised steps: compression begins at step %d "
+            "Nothing was compressed in %d synchronised steps: compression starts at step %d "
             "(start_step, warmup, after_steps), with OneBitAdam after its freeze_step; lower it",
             sent["steps"],
             begins,

@@ -26,7 +26,7 @@ from lightning_dist.elastic.recovery.generations import Generations
 from lightning_dist.elastic.recovery.member import StoreLostError
 from lightning_dist.elastic.recovery.protocol import Generation, Report, leader_of
 from lightning_dist.elastic.session import Placement, Session
-from lightning_dist.integrations.frameworks import tell_frameworks
+from lightning_dist.integrations.frameworks import set_framework_rank
 from lightning_dist.integrations.torch.ddp import describe_parameters, reducer_of
 from lightning_dist.integrations.torch.regroup import (
     compile_ahead,
@@ -70,7 +70,7 @@ class StepRecovery:
     ) -> None:
         if any(isinstance(each, OneBitAdam) for each in optimizers):
             raise ValueError(
-                "OneBitAdam exchanges in its step, which cannot be taken again; use another "
+                "OneBitAdam exchanges in its step, which cannot be repeated; use another "
                 "optimizer, or recovery='restart'"
             )
         self.generations, self._model, self._steps = generations, model, steps
@@ -80,8 +80,8 @@ class StepRecovery:
         self._scales = self._reducer.has_grad_scaler
         if self._scales and not any(isinstance(each, GradScaler) for each in counters.values()):
             raise ValueError(
-                "A step that is taken again needs the scale that its GradScaler had when the step "
-                "began, and newcomers need it too; give the GradScaler to ElasticLoop in state=, "
+                "Repeating a step needs the scale that its GradScaler had at the start of the "
+                "step, and new ranks need it too; give the GradScaler to ElasticLoop in state=, "
                 "or train in bfloat16 without one"
             )
         self._reducer.leave_failures_to(self)
@@ -99,7 +99,7 @@ class StepRecovery:
             compile_ahead(self._reducer, flat=mirror_every is not None)
         self._arrivals = 0
         generations.progress = lambda: self._arrivals + self._reducer.arrivals
-        self._taken_over = ""  # the lost worker whose residuals this rank owes since this pause
+        self._taken_over = ""  # the lost worker whose residuals this rank has
         self.pause = Pause()
         self._buffers_are_sent = model.forward_sync_buffers
         generations.on_broken = self._break
@@ -169,7 +169,7 @@ class StepRecovery:
         if closure is not None:
             raise ValueError(
                 "An optimizer that is given a closure computes gradients in its step, which "
-                "recovery='in_process' cannot take again; call backward before step(), or use "
+                "recovery='in_process' cannot repeat; call backward before step(), or use "
                 "recovery='restart'"
             )
         if not self.is_given_up:
@@ -267,7 +267,7 @@ class StepRecovery:
                     begins=generation.source is None,
                     flat=self._mirror is not None,
                 )
-                tell_frameworks(rank=members.rank, world_size=members.world_size)
+                set_framework_rank(rank=members.rank, world_size=members.world_size)
                 if self._mirror is not None and (taken := self._mirror.regroup(generation.members)):
                     self._taken_over = taken
                 return generation, members
@@ -313,9 +313,9 @@ class StepRecovery:
         """Facts of this rank for :meth:`.Pause.enter`."""
         return self.pause.norm, self._taken_over, self.pause.is_redone
 
-    def tell_observers(self, reason: str) -> None:
+    def notify_observers(self, reason: str) -> None:
         """Let a profile know that this generation has begun."""
-        self._reducer.tell_regrouped(self.generations.now.number, reason=reason)
+        self._reducer.notify_regrouped(self.generations.now.number, reason=reason)
 
     def _report(self, *, failed: bool, holds: bool = False, is_closed: bool = False) -> Report:
         failure = self._reducer.failure
@@ -418,16 +418,16 @@ class RecoverablePlacement(Placement):
                 break
             except RuntimeError as error:
                 recovery.generations.lost(error)
-        self.tell_change(recovery)
+        self.report_change(recovery)
         self.begin_step(recovery)
 
-    def tell_change(self, recovery: StepRecovery) -> None:
+    def report_change(self, recovery: StepRecovery) -> None:
         """Tell of the generations since the last call, if there were any."""
         if recovery.pause.reasons:
             generation = recovery.generations.now
             change = recovery.pause.change(generation, step=self.steps)
             recovery.pause = Pause(generation.members)
-            recovery.tell_observers(change.reason)
+            recovery.notify_observers(change.reason)
             self.session.change(change)
 
     def begin_step(self, recovery: StepRecovery) -> None:
@@ -438,20 +438,20 @@ class RecoverablePlacement(Placement):
         """Go on as a member of ``generation``; collective among them."""
         recovery = self.recovery
         assert recovery is not None
-        told = recovery.handed_over(generation, self._handover)
+        handed = recovery.handed_over(generation, self._handover)
         members.ranks.leader = leader_of(generation)
-        if told is not None:
-            self.take_over(told["states"], told["here"], members)
-            recovery.join(told["reducer"])
-        self.session.move(self, members, facts=None if told is None else told["session"])
-        state: ElasticState = self.here() if told is None else told["here"]
-        self.go_on(state, is_new=told is not None)
+        if handed is not None:
+            self.take_over(handed["states"], handed["here"], members)
+            recovery.join(handed["reducer"])
+        self.session.move(self, members, facts=None if handed is None else handed["session"])
+        state: ElasticState = self.here() if handed is None else handed["here"]
+        self.go_on(state, is_new=handed is not None)
         before, (_, now) = state.layout, self.data.layouts
         factor = lr_factor(self.session.settings.batch_policy, before=before, now=now)
         optimizers, schedulers = self.rates()
         scale_learning_rates(optimizers, schedulers, factor=factor)
         recovery.pause.enter(generation, members.ranks.gather(recovery.facts))
-        if told is not None:
+        if handed is not None:
             recovery.has_state()
 
     def _handover(self) -> dict[str, Any]:

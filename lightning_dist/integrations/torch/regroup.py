@@ -42,12 +42,12 @@ def require_recoverable(model: DistributedDataParallel, reducer: Reducer | None)
         )
     if model.device.type != "cpu":
         raise ValueError(
-            f"recovery='in_process' has been built for gloo on CPUs only, and the model is on "
+            f"recovery='in_process' supports gloo on CPUs only, and the model is on "
             f"{model.device}; use recovery='restart'"
         )
     if any(isinstance(each, nn.SyncBatchNorm) for each in model.modules()):
         raise ValueError(
-            "SyncBatchNorm exchanges in the forward pass, which fails where a rank is lost; use "
+            "SyncBatchNorm exchanges in the forward pass, which fails if a rank is lost; use "
             "BatchNorm, or recovery='restart'"
         )
     if model.static_graph or model.find_unused_parameters:
@@ -115,11 +115,11 @@ def regroup(
     assert world is not None
     own = {"host": this_host(), "levels": reducer.network.intra is not None}
     limit = WaitLimit(settings.exchange_timeout)
-    told = all_facts(own, group=control, device=_CPU, limit=limit)
+    facts = all_facts(own, group=control, device=_CPU, limit=limit)
     topology, tree = topology_of(
         replace(settings, hierarchical=False) if flat else settings,
-        hosts=[fact["host"] for fact in told],
-        claims=[None] * len(told),
+        hosts=[fact["host"] for fact in facts],
+        claims=[None] * len(facts),
         rank=world.rank(),
         needs_levels=begins,
     )
@@ -132,7 +132,7 @@ def regroup(
         network = in_levels(
             network, tree, leader=leader, new_group=lambda ranks: made[tuple(ranks)]
         )
-    reducer.rebind(network, averages=any(fact["levels"] for fact in told))
+    reducer.rebind(network, averages=any(fact["levels"] for fact in facts))
     model.forward_sync_buffers = False  # they are sent between steps, where that may fail
     rebuild_ddp(model, world)
 

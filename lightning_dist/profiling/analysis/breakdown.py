@@ -148,7 +148,7 @@ def unknown_wait(steps: Iterable[Analysed]) -> str:
         ranks = ", ".join(map(str, missing))
         return f"exchanges without a record of rank {ranks} count as transfer, waiting included"
     if any(each.arrival is None for each in exchanges):
-        return "exchanges that do not say who takes part count as transfer, waiting included"
+        return "exchanges without recorded members count as transfer, waiting included"
     return ""
 
 

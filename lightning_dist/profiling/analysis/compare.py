@@ -95,7 +95,7 @@ def verdict(differences: Sequence[Difference]) -> str:
         return f"Step time: {nothing}; but {others}." if others else f"There is {nothing}."
     share = f" ({format_value(abs(step.difference) / step.a, '%')})" if step.a else ""
     word = "longer" if step.difference > 0 else "shorter"
-    because = f": {others}" if others else "; no part alone says why"
+    because = f": {others}" if others else "; no single part explains it"
     return f"The step of B is {format_value(abs(step.difference), 'ms')}{share} {word}{because}."
 
 

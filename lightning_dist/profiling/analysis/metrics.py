@@ -37,7 +37,7 @@ _PARTS = {  # in the order in which they are drawn
     "forward": "forward pass and loss",
     "backward": "backward pass, with the communication that is hidden under it",
     "exposed_wait": "gradients are complete, but another rank is late",
-    "exposed_transfer": "all ranks are there, the collective is in flight",
+    "exposed_transfer": "all ranks have arrived, the collective is in flight",
     "exposed_codec": "encoding and decoding, with no collective in flight",
     "exposed_other": "exposed, but none of the three above",
     "optimizer": "clipping, callbacks before the step, updating the parameters",
@@ -106,7 +106,7 @@ _OF_RANKS_AND_BUCKETS = (
     metric(
         "relative_l2",
         "|p - C(p)| / |p| of p, what a rank encoded (gradient and residual), and C(p), what its "
-        "payload says: of one bucket in turn, on a random sample of its elements.",
+        "payload decodes to: of one bucket in turn, on a random sample of its elements.",
         label="relative error",
     ),
     metric("cosine", "Cosine of the angle between p and C(p)."),

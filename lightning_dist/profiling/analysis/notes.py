@@ -12,8 +12,8 @@ from lightning_dist.profiling.analysis.tables import MS, Sample, StepTable
 from lightning_dist.profiling.run import Run
 
 ONE_HOST = (
-    "all ranks are on one host: rates, and what is called its link, are of loopback or shared "
-    "memory, and say nothing of a network"
+    "all ranks are on one host: rates and link figures are those of loopback or shared memory, "
+    "not of a network"
 )
 
 _COMMUNICATION = ("breakdown_ms", "exposed_ms", "hidden_ms", "exposed_wait")
@@ -26,7 +26,7 @@ _LEAST = 0.005
 _OFTEN = 0.1
 """Share above which exchanges without a step are no accident, as those that a GradScaler skips."""
 _MOST_GENERATIONS = 10
-"""Changes of members that are told, the last ones."""
+"""Most recent changes of members that are listed."""
 _MOST_NAMED = 4
 """Number of ranks up to which they are named."""
 _DOUBTFUL = 0.1
@@ -100,8 +100,8 @@ def notes_of(run: Run, chosen: Sample, table: StepTable, summary: Summary) -> li
         ),
         (
             per_step < 1 + _OFTEN and 0 < optimizer_steps <= (1 - _OFTEN) * table.cells,
-            f"after {optimizer_steps / max(table.cells, 1):.0%} of the exchanges of gradients an "
-            f"optimizer has made a step, and each exchange is a step here: {spare}",
+            f"an optimizer stepped after {optimizer_steps / max(table.cells, 1):.0%} of the "
+            f"gradient exchanges, and each exchange counts as a step here: {spare}",
         ),
         (bool(table.unknown_wait), table.unknown_wait),
         (
@@ -147,17 +147,17 @@ def _ended_by(run: Run) -> list[str]:
     for rank in sorted(ends, key=times.__getitem__):
         if ends[rank].reason != "finished":
             ranks_of.setdefault(ends[rank].reason.rstrip(": "), []).append(rank)
-    told = [
+    endings = [
         f"{reason} (rank {', '.join(map(str, sorted(ranks)))})"
         if len(ranks) < run.world_size
         else reason
         for reason, ranks in ranks_of.items()
     ]
-    return [f"the training ended by {', '.join(told)}"] if told else []
+    return [f"the training ended by {', '.join(endings)}"] if endings else []
 
 
 def _phase_skew(phase_skew: Sequence[PhaseSkew], ranks: int) -> list[str]:
-    """Phases in which ranks differ, and who is late where that can be told."""
+    """Phases in which ranks differ, and the late rank where it can be identified."""
     if not phase_skew:
         return []
     phases = [
@@ -235,9 +235,7 @@ def _why_no_step(run: Run) -> str:
         return "the training was killed in its first second, or has not made a step yet"
     if endings != {"finished"}:
         return "the training ended before its first step was over"
-    return (
-        "no optimizer has stepped with parameters of the model; profile a training that makes a few"
-    )
+    return "no optimizer has stepped with parameters of the model; profile a few steps or more"
 
 
 def _no_errors(chosen: Sample) -> str:

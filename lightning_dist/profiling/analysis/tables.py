@@ -228,7 +228,7 @@ def sample(run: Run, *, warmup_steps: int) -> Sample:
     """
     if warmup_steps < 0:
         raise ValueError(
-            f"warmup_steps must not be negative, it is {warmup_steps}; 0 counts all steps"
+            f"warmup_steps must not be negative, got {warmup_steps}; 0 counts all steps"
         )
     ranks = {rank: each for rank, each in run.ranks.items() if each.steps}
     common = Run(ranks).common_steps

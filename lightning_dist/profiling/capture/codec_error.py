@@ -58,11 +58,11 @@ class CompressionErrorSampler:
             return
         begin = self._clock()
         for each in samples(self._sampler):
-            owed = each.gradient[:0] if each.residual is None else each.residual * scale
+            residual = each.gradient[:0] if each.residual is None else each.residual * scale
             lost = each.compensated - each.sent
             norms = [
                 torch.linalg.vector_norm(tensor, dtype=torch.float64)
-                for tensor in (each.gradient, each.compensated, each.sent, lost, owed)
+                for tensor in (each.gradient, each.compensated, each.sent, lost, residual)
             ]
             has = torch.full_like(norms[0], each.residual is not None)
             squares = torch.stack([*norms, has]).square()
@@ -79,13 +79,13 @@ class CompressionErrorSampler:
 
 
 def _record(step: int, bucket: int, squares: Sequence[Tensor]) -> ErrorRecord | None:
-    """From squared norms of gradient, what is compensated, sent, lost, and owed, if anything is.
+    """From squared norms of gradient, input, payload, error, and residual if there is one.
 
     In float64, on their way from an accelerator until the step is past there. None: there are no
     elements, only zeros, or an overflow.
     """
-    gradient, compensated, sent, lost, owed, has = torch.stack(list(squares)).sum(0).tolist()
-    if not compensated or not math.isfinite(gradient + compensated + sent + lost + owed):
+    gradient, compensated, sent, lost, residual, has = torch.stack(list(squares)).sum(0).tolist()
+    if not compensated or not math.isfinite(gradient + compensated + sent + lost + residual):
         return None
     cosine = ratio = None
     if sent:
@@ -93,5 +93,5 @@ def _record(step: int, bucket: int, squares: Sequence[Tensor]) -> ErrorRecord | 
         # The products of tiny norms are zero before these are.
         cosine = max(-1.0, min(1.0, product / math.sqrt(compensated) / math.sqrt(sent)))
     if has and gradient:
-        ratio = math.sqrt(owed) / math.sqrt(gradient)
+        ratio = math.sqrt(residual) / math.sqrt(gradient)
     return ErrorRecord(step, bucket, math.sqrt(lost / compensated), cosine, ratio)

@@ -58,7 +58,7 @@ class RankFile:
         self._lines: list[bytes] = []
         self._file: BufferedWriter | None = None
         if folder is not None:
-            with self._told("steps of this rank are not saved"):
+            with self._recording_loss("steps of this rank are not saved"):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 if appends and _is_torn(self._path):
                     self._lines.append(b"")
@@ -73,7 +73,7 @@ class RankFile:
         """Have all of them in the file."""
         lines, self._lines = self._lines, []
         if self._file is not None:
-            with self._told("further steps of this rank are not saved"):
+            with self._recording_loss("further steps of this rank are not saved"):
                 self._file.write(b"".join(each + b"\n" for each in lines))
                 self._file.flush()
 
@@ -82,11 +82,11 @@ class RankFile:
         self.flush()
         file, self._file = self._file, None
         if file is not None:
-            with self._told("it may be incomplete"), file:
+            with self._recording_loss("it may be incomplete"), file:
                 os.fsync(file.fileno())
 
     @contextmanager
-    def _told(self, loss: str) -> Iterator[None]:
+    def _recording_loss(self, loss: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:

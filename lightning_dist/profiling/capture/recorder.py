@@ -301,7 +301,7 @@ class ThreadCompletionWatcher:
             work, on_completion = task
             try:
                 work.wait()
-            except Exception:  # whoever needs it is told, and it is no time of a transfer
+            except Exception:  # raised where it is waited for; it is no time of a transfer
                 pass
             else:
                 on_completion(self._now())

@@ -116,7 +116,7 @@ class Session:
         self.recorder.on_regrouped = self._regrouped
         self._begin_step()
         self.timer = StepTimer(self._device_clock.now, self.recorder, self._close)
-        """Is told of passes and of steps of optimizers."""
+        """The listener to passes and to steps of optimizers."""
         self.note(metadata)
         self._file.flush()  # a rank that is killed at once has said at least who it was
 
@@ -141,7 +141,7 @@ class Session:
             because = str(error).split("\n")[0]
         if self._over or because:
             first = self._over[0].number if self._over else self._step
-            because = because or f"the device did not come to their end within {timeout:g} s"
+            because = because or f"the device did not complete them within {timeout:g} s"
             self._on_problem(f"steps from {first} on are not in the profile: {because}")
         self.recorder.close()
         self.note(EndRecord(reason, at))

@@ -95,7 +95,9 @@ class TorchTracer:
         if self._profiler is not None:
             self._write(self._profiler)
         elif self._steps and self._first is None:
-            self._on_problem(f"torch_profiler={self._steps}: none of these steps came; no trace")
+            self._on_problem(
+                f"torch_profiler={self._steps}: none of these steps was run; no trace was written"
+            )
         with suppress(ValueError):  # of a thread that closes for the main one: the process ends
             self._restore()
         self._restore = lambda: None

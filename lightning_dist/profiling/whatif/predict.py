@@ -193,8 +193,9 @@ def _prediction(
 def _ranked(found: Iterable[Prediction], own_ms: float, tolerance: float) -> list[Prediction]:
     """Predictions with positions: one within the tolerance of the one before it shares its own.
 
-    Those of a position that cannot be told from its fastest are listed by what they send, because
-    more bytes lose less, first those that are faster than the run's own by more than the tolerance.
+    Those of a position that cannot be distinguished from its fastest are listed by what they send,
+    because more bytes lose less, first those that are faster than the run's own by more than the
+    tolerance.
     A prediction with an assumption has no position, and comes after all that have.
     """
     position, fastest, before, number = 0, 0.0, -inf, 0

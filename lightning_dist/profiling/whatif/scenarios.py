@@ -90,7 +90,7 @@ class Scenario:
             raise ValueError(f"sync_every must be 1 or more local steps, got {self.sync_every}")
         if self.fragments < 1 or self.sync_every % self.fragments:
             raise ValueError(
-                "Local steps must be a multiple of fragments, which take turns at equal distances, "
+                "Local steps must be a multiple of fragments, which take turns at equal intervals, "
                 f"got {self.sync_every} local steps and {self.fragments} fragments"
             )
         if not 0 <= self.overlap_steps < max(self.interval, 1):
@@ -136,7 +136,7 @@ class Scenario:
             "DDP itself is not hierarchical": self.codec == DDP,
             "one rank per host: nothing is reduced inside a host": max(self.counts) == 1,
             "one host: nothing crosses between hosts": self.hosts == 1,
-            "the hosts hold different numbers of ranks, which takes the leader form": (
+            "the hosts hold different numbers of ranks, which needs the leader form": (
                 self.form == HIERARCHICAL and len(set(self.counts)) > 1
             ),
             "no exchange inside a host was measured; give its rate with --inside-gbps": (

@@ -29,7 +29,7 @@ log = get_logger(__name__)
 
 
 class AsyncStateCheckpointer:
-    """Saves and loads an Accelerator's state in the background, complete or not at all.
+    """Saves an Accelerator's state in the background, atomically, and loads it.
 
     Accelerate writes its files into memory; a writer puts them in a folder that appears under its
     name once everything is durable, with a manifest of checksums. Stock ``accelerator.load_state``
@@ -50,7 +50,7 @@ class AsyncStateCheckpointer:
             in, else ``tempfile.gettempdir()``.
         weights_only: loading runs no code of the files, also where Accelerate unpickles registered
             objects, and a first save that could not be loaded so is refused. False: anything is
-            saved and loaded; for folders to which only those can write whom you trust.
+            saved and loaded; only for folders whose writers you trust.
 
     Raises:
         ValueError: a setting that cannot take effect, or an Accelerator that writes its checkpoints

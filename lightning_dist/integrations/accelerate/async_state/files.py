@@ -73,8 +73,8 @@ def stage(
             error = problem_in(scratch.files, _PICKLED) if restricted else None
         except Exception as raised:
             error = CheckpointError(
-                f"Rank {ranks.rank} could not write its files: {raised!r}; if it was for want of "
-                "room, staging_dir= chooses where accelerate's files wait for the writer"
+                f"Rank {ranks.rank} could not write its files: {raised!r}; if the disk is full, "
+                "set staging_dir= to a folder on another file system"
             )
             error.__cause__ = raised
         held = [facts["names"] for facts in ranks.all({"names": names}, error=error)]

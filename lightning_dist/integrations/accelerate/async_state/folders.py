@@ -202,7 +202,7 @@ def require_separable(accelerator: Accelerator) -> None:
     if is_alone():
         raise ValueError(
             "an AsyncStateCheckpointer saves with the ranks of its start, and with "
-            "recovery='in_process' ranks come and go; leave it out: ElasticLoop saves, and "
+            "recovery='in_process' ranks join and leave; leave it out: ElasticLoop saves, and "
             "accelerator.save_state works inside of it"
         )
     kind = kind_of(accelerator)

@@ -8,13 +8,13 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.integrations import rank_zero
 from lightning_dist.integrations.lightning.checkpoint.file_names import (
     CheckpointNames,
     callbacks_of,
@@ -42,7 +42,7 @@ _PATIENCE = 120.0
 
 
 class AsyncCheckpoint(CheckpointNames):
-    """A ``ModelCheckpoint`` that writes in the background and never loses a checkpoint.
+    """``ModelCheckpoint`` that writes in the background and never removes a checkpoint too early.
 
     It takes the arguments of ``ModelCheckpoint``, keeps the same files, names and state, and can
     replace it anywhere. Differences: a file appears when it is complete and durable; the file that
@@ -59,16 +59,17 @@ class AsyncCheckpoint(CheckpointNames):
         max_in_flight: saves that may be under way; each has a copy of the state in host memory.
         on_busy: at that limit, ``"wait"``, or ``"skip"`` the save with a warning.
         writer: ``"process"``, which finishes its work when the trainer is killed; ``"thread"``;
-            ``"auto"``: process, where others can see the files.
+            ``"auto"``: process, unless the files are in memory of this process.
         format: ``"single"``: one file that ``torch.load`` and plain Lightning read, written by rank
             0. ``"sharded"``: a folder to which every rank writes an equal part; any number of ranks
             loads it, and ``lightning-dist ckpt consolidate`` makes one file of it.
-        verify: ``"resume"``: what training goes on from is compared with its checksums first.
-            ``"always"``: also everything written, before what it replaces is removed. ``"never"``.
+        verify: ``"resume"``: checksums of the checkpoint to resume from are verified first.
+            ``"always"``: also of every checkpoint written, before the one that it replaces is
+            removed. ``"never"``.
         on_error: when a checkpoint could not be written, ``"raise"`` within one step, or
             ``"warn"`` and keep the earlier ones.
-        host_memory_limit: bytes that the copies may take on a rank.
-        lock: keep other trainings from the folder with a file lock. ``False``, for file systems
+        host_memory_limit: limit of the copies on a rank, in bytes.
+        lock: lock the folder, so that no other trainer writes to it. ``False``, for file systems
             without locks: other trainers are not detected, and killed writers leave files behind.
         **kwargs: as of ``ModelCheckpoint``.
 
@@ -191,9 +192,9 @@ class AsyncCheckpoint(CheckpointNames):
                 return
             if trainer.world_size > 1 and not isinstance(exception, SIGTERMException):
                 # Saving takes all ranks, and others may be waiting in a collective of the step.
-                rank_zero_warn(
+                rank_zero.warn(
                     f"With {trainer.world_size} ranks save_on_exception saves on SIGTERM only, not "
-                    f"after a {type(exception).__name__}, which may be of one rank"
+                    f"after a {type(exception).__name__}, which one rank alone may have raised"
                 )
             elif self._is_idle_by(deadline, trainer):
                 super().on_exception(trainer, pl_module, exception)

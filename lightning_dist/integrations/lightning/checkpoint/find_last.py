@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.folder_owner import Lock, is_owned, is_settled, own
@@ -18,6 +17,7 @@ from lightning_dist.checkpoint.disk.scan import newest_valid
 from lightning_dist.checkpoint.disk.storage import LocalStorage, storage_of
 from lightning_dist.checkpoint.disk.verify import Description, describe, verify
 from lightning_dist.checkpoint.saves import cannot_open
+from lightning_dist.integrations import rank_zero
 
 _PATIENCE = 60.0
 """Seconds that other ranks wait for rank 0 to own a folder."""
@@ -101,8 +101,8 @@ class LastCheckpoint:
         if some and not strategy.reduce_boolean_decision(found, all=True):
             raise ValueError(
                 f"ckpt_path='last' found a checkpoint in {self._folder} on some ranks, and none on "
-                "others; put the folder where all ranks see it, or give the path of a file that is "
-                f"there on every host{f' ({problem})' if problem else ''}"
+                "others; put the folder where all ranks see it, or give the path of a file that "
+                "exists on every host{f' ({problem})' if problem else ''}"
             )
 
     def choose(self) -> str | None:
@@ -148,7 +148,7 @@ def newest_checkpoint(folder: str, others: Iterable[str], *, check: bool = True)
             # or else it is the same checkpoint under the name that Lightning expects
             best, time_ns = path, _modified_ns(path) if is_newer else time_ns
         except (CheckpointError, OSError) as error:
-            rank_zero_warn(f"Skipping a damaged checkpoint: {error}")
+            rank_zero.warn(f"Skipping a damaged checkpoint: {error}")
     return best
 
 

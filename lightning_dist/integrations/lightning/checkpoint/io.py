@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
@@ -17,15 +16,16 @@ from lightning_dist.checkpoint.ranks import Ranks
 from lightning_dist.checkpoint.reading import load
 from lightning_dist.checkpoint.saves import Saves
 from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.integrations import rank_zero
 
 
 class AsyncTorchCheckpointIO(TorchCheckpointIO):
     """Writes what a strategy saves in the background: atomic, durable, with checksums.
 
     For a stock ``ModelCheckpoint`` or ``fabric.save``. The files are those of ``torch.save``. A
-    checkpoint that is to be removed stays until a later one is durable. An error of the background
-    is raised by the next save, or at the end, once.
-    :class:`~lightning_dist.AsyncCheckpoint` does all that and copies while training goes on.
+    checkpoint is removed only when a later one is durable. An error in the background is raised
+    once, by the next save or at the end. :class:`~lightning_dist.AsyncCheckpoint` does all that and
+    copies while training goes on.
 
     Args:
         snapshot: ``"blocking"``: everything is copied at once, and written in the background;
@@ -48,8 +48,8 @@ class AsyncTorchCheckpointIO(TorchCheckpointIO):
     ) -> None:
         if snapshot not in ("blocking", "sync"):
             raise ValueError(
-                f"A CheckpointIO does not know the optimizers, so it cannot copy beside the "
-                f"training: snapshot is 'blocking' or 'sync', got {snapshot!r}; use AsyncCheckpoint"
+                "A CheckpointIO does not know the optimizers, so it cannot copy while training "
+                f"goes on: snapshot is 'blocking' or 'sync', got {snapshot!r}; use AsyncCheckpoint"
             )
         self.settings = CheckpointSettings(
             snapshot, max_in_flight, "wait", writer, verify, on_error, host_memory_limit, lock
@@ -153,7 +153,7 @@ class AsyncTorchCheckpointIO(TorchCheckpointIO):
             ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
             checkpointer = Checkpointer(self.settings, ranks=ranks)
             alone = Ranks(None)  # others do not write, and this rank does not tell them
-            self._saves = Saves(checkpointer, self.settings, ranks=alone, warn=rank_zero_warn)
+            self._saves = Saves(checkpointer, self.settings, ranks=alone, warn=rank_zero.warn)
         assert self._saves.checkpointer is not None
         self._saves.checkpointer.open(folder, alone=self._alone)
         return self._saves.checkpointer

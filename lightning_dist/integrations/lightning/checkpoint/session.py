@@ -11,7 +11,6 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
@@ -21,6 +20,7 @@ from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.ranks import Facts, Ranks, destroy
 from lightning_dist.checkpoint.saves import Saves
 from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.integrations import rank_zero
 from lightning_dist.integrations.lightning.checkpoint.bookkeeping import (
     Displaced,
     Scores,
@@ -29,7 +29,6 @@ from lightning_dist.integrations.lightning.checkpoint.bookkeeping import (
 from lightning_dist.integrations.lightning.checkpoint.trainer_saves import TrainerSaves
 from lightning_dist.integrations.lightning.private import checkpoint_folder
 from lightning_dist.integrations.lightning.recovering import meet
-from lightning_dist.log import prefixed
 
 
 class CheckpointSession:
@@ -65,7 +64,7 @@ class CheckpointSession:
             writer = Checkpointer(settings, group=self._group, ranks=trainer.world_size)
         self._ranks = _TrainerRanks(trainer)
         self.saves = Saves(
-            writer, settings, ranks=self._ranks, warn=rank_zero_warn, ended=self._ended
+            writer, settings, ranks=self._ranks, warn=rank_zero.warn, ended=self._ended
         )
         self._of_trainer = TrainerSaves(trainer, self.saves, sharded=sharded)
 
@@ -228,7 +227,7 @@ class CheckpointSession:
         """Wait until everything is written, linked and removed, and take the outcomes."""
         if self._checkpointer is not None:
             if self._checkpointer.busy:
-                rank_zero_info(prefixed("Waiting until the last checkpoint is written"))
+                rank_zero.info("Waiting until the last checkpoint is written")
             self._checkpointer.wait(timeout)
             self.saves.poll()
 
@@ -247,14 +246,14 @@ class CheckpointSession:
         failures = self.saves.take().values()
         self._correct([each.target for each in failures])
         for each in failures:
-            rank_zero_warn(each.message)
+            rank_zero.warn(each.message)
         if deadline is None:
             self._end_in_order()
             return
         try:  # and leave the group, whose destruction would wait for a peer that hangs
             self._checkpointer.close(max(deadline - time.monotonic(), 1.0))
         except CheckpointError as error:
-            rank_zero_warn(f"Training ended before its checkpoints were complete: {error}")
+            rank_zero.warn(f"Training ended before its checkpoints were complete: {error}")
 
     def _end_in_order(self) -> None:
         try:

@@ -44,8 +44,8 @@ def require_supported(strategy: Strategy, *, sharded: bool) -> None:
     io = type(strategy.checkpoint_io)
     if io not in (TorchCheckpointIO, ResumeCheckpointIO):
         raise ValueError(
-            f"AsyncCheckpoint writes its checkpoints itself, so {io.__name__} could not take "
-            "effect; leave that plugin out, or use ModelCheckpoint with it"
+            f"AsyncCheckpoint writes its checkpoints itself, so {io.__name__} cannot take effect; "
+            "leave that plugin out, or use ModelCheckpoint with it"
         )
 
 

@@ -7,14 +7,13 @@ from importlib import import_module
 from importlib.util import find_spec
 
 import lightning.pytorch as pl
-from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.checkpoint.saves import Saves, committed_line
+from lightning_dist.integrations import rank_zero
 from lightning_dist.integrations.lightning import private
 from lightning_dist.integrations.lightning.checkpoint.session_io import CheckpointerIO
 from lightning_dist.integrations.lightning.recovering import meet
-from lightning_dist.log import prefixed
 
 
 class TrainerSaves:
@@ -77,7 +76,7 @@ class TrainerSaves:
         """Tell user and loggers that a checkpoint is durable; on rank 0."""
         blocking_ms = self._blocking.pop(event.target, 0.0)
         if self._trainer.is_global_zero:
-            rank_zero_info(prefixed(committed_line(event, blocking_ms=blocking_ms)))
+            rank_zero.info(committed_line(event, blocking_ms=blocking_ms))
             self.log(self._saves.metrics.by_name())
 
     def log(self, values: dict[str, float]) -> None:

@@ -16,13 +16,12 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_dist.elastic.data.workers import keep_workers
+from lightning_dist.integrations import rank_zero
 from lightning_dist.integrations.lightning import private
 from lightning_dist.integrations.lightning.elastic.data import TrainerDeal
-from lightning_dist.log import prefixed
 
 
 class RestartConnector(private.CheckpointConnector):
@@ -60,11 +59,9 @@ class RestartConnector(private.CheckpointConnector):
             super().resume_start(checkpoint_path, weights_only=weights_only)
             return
         if self._path and checkpoint_path and str(checkpoint_path) != self._path:
-            rank_zero_info(
-                prefixed(
-                    f"elastic: resuming from the newest checkpoint of this run; ckpt_path="
-                    f"{str(checkpoint_path)!r} is not loaded"
-                )
+            rank_zero.info(
+                f"elastic: resuming from the newest checkpoint of this run; ckpt_path="
+                f"{str(checkpoint_path)!r} is not loaded"
             )
         policy = self._weights_only if weights_only is None else weights_only
         super().resume_start(self._path or checkpoint_path, weights_only=policy)
@@ -133,7 +130,7 @@ def requeue(environment: Any, reasons: list[str]) -> None:
     try:
         subprocess.run(["scontrol", "requeue", name], check=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
-        rank_zero_warn(f"The job was not requeued: scontrol requeue {name}: {error}")
+        rank_zero.warn(f"The job was not requeued: scontrol requeue {name}: {error}")
 
 
 class KeptSource(private.DataLoaderSource):

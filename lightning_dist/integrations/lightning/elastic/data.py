@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_dist.elastic.data.plan import EpochPlan, Layout, Position
@@ -17,6 +16,7 @@ from lightning_dist.elastic.data.sharding import (
     Remembered,
     StatefulLoader,
 )
+from lightning_dist.integrations import rank_zero
 from lightning_dist.integrations.lightning import private
 
 
@@ -64,7 +64,7 @@ class TrainerDeal(Deal):
         """Take a loader as it is."""
         if self.policy not in ("fixed_global_batch", "fixed_micro_batch"):
             raise ValueError(
-                f"batch_policy={self.policy!r} could not take effect: {reason}; or set "
+                f"batch_policy={self.policy!r} cannot take effect: {reason}; or set "
                 "batch_policy='fixed_micro_batch'"
             )
         if isinstance(loader, StatefulLoader):
@@ -75,9 +75,10 @@ class TrainerDeal(Deal):
             return self.remembered
         if self._exact:
             raise ValueError(
-                f"{reason}; or set strict_data=False: then a restart begins the epoch anew"
+                f"{reason}; or set strict_data=False: then a restart repeats the epoch from its "
+                "start"
             )
-        rank_zero_warn(
+        rank_zero.warn(
             f"Not exact: {reason}. A restart resumes at the start of its epoch, whose samples "
             "are seen again, in an order that depends on the number of ranks"
         )
@@ -98,7 +99,7 @@ class TrainerDeal(Deal):
             raise ValueError(
                 f"This loader keeps its position itself, on each rank, and that of {before} ranks "
                 f"does not serve {now}; start {before} ranks, use a map-style dataset, or set "
-                "strict_data=False: then the epoch starts anew"
+                "strict_data=False: then the epoch is repeated from its start"
             )
         return None
 
@@ -167,7 +168,7 @@ class TrainerDeal(Deal):
         """No more batches are wanted; give the trainer back what its user has set.
 
         Where validation fails, Lightning leaves the workers of training to the garbage collector,
-        which closes their queues before they are told to end, and then waits 5 s for each.
+        which closes their queues before they are asked to end, and then waits 5 s for each.
         """
         trainer: Any = self._trainer
         super().close()  # before the loop forgets iterators that are not torch's own

@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_dist.checkpoint.disk.jobs import Committed
@@ -15,6 +14,7 @@ from lightning_dist.elastic.data.plan import MicroBatch, Position
 from lightning_dist.elastic.membership import Membership
 from lightning_dist.elastic.progress import KEY, Generators
 from lightning_dist.elastic.session import Placement, Session
+from lightning_dist.integrations import rank_zero
 from lightning_dist.integrations.lightning import private
 from lightning_dist.integrations.lightning.checkpoint.supported import weights_may_change
 from lightning_dist.integrations.lightning.checkpoint.trainer_saves import TrainerSaves
@@ -27,7 +27,6 @@ from lightning_dist.integrations.lightning.elastic.loops import (
     place_at_epoch_begin,
     place_within_epoch,
 )
-from lightning_dist.log import prefixed
 
 
 class TrainerPlacement(Placement):
@@ -65,12 +64,12 @@ class TrainerPlacement(Placement):
         return self._trainer.current_epoch
 
     @override
-    def tell(self, text: str) -> None:
-        rank_zero_info(prefixed(text))
+    def info(self, text: str) -> None:
+        rank_zero.info(text)
 
     @override
     def warn(self, text: str) -> None:
-        rank_zero_warn(text)
+        rank_zero.warn(text)
 
     @override
     def stopping(self, reasons: list[str]) -> None:
@@ -204,11 +203,9 @@ class TrainerPlacement(Placement):
             return
         if state.stopped:
             self._trainer.should_stop = True
-            rank_zero_info(
-                prefixed(
-                    f"elastic: training was stopped at step {state.total_steps} before its last "
-                    "epoch; nothing is left to do"
-                )
+            rank_zero.info(
+                f"elastic: training was stopped at step {state.total_steps} before its last "
+                "epoch; nothing is left to do"
             )
         private.forget_loader_states(self._trainer)
         self._loop.setup_data()

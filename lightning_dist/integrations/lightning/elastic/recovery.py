@@ -101,8 +101,8 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
         recovery = self._recovery
         if recovery.is_given_up:
             recovery.generations.end(
-                "gradients were exchanged outside of the closure of optimizer.step(), which cannot "
-                "be computed again where a rank is lost",
+                "gradients were exchanged outside the closure of optimizer.step(), so they cannot "
+                "be recomputed after a rank is lost",
                 code=EXIT_RESTART,
             )
         recovery.generations.took_step()
@@ -157,7 +157,7 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
             self.settle()
             return
         self._has_to_settle = True
-        self.tell_change(self._recovery)
+        self.report_change(self._recovery)
         self.log_costs()
 
     @property

@@ -25,7 +25,7 @@ def require_plain_trainer(trainer: pl.Trainer) -> None:
     """Raise a ValueError for settings that ElasticRestart could not keep over a restart."""
     if trainer.overfit_batches > 0:  # type: ignore[attr-defined]
         raise ValueError(
-            "ElasticRestart uses every sample once per epoch, so overfit_batches could not take "
+            "ElasticRestart uses every sample once per epoch, so overfit_batches cannot take "
             "effect; set overfit_batches=0, or leave ElasticRestart out"
         )
     strategy: Any = trainer.strategy
@@ -40,7 +40,7 @@ def require_plain_trainer(trainer: pl.Trainer) -> None:
         if isinstance(callback, GradientAccumulationScheduler):
             raise ValueError(
                 "ElasticRestart decides how many micro-batches a step takes, so a "
-                "GradientAccumulationScheduler could not take effect; set accumulate_grad_batches="
+                "GradientAccumulationScheduler cannot take effect; set accumulate_grad_batches="
             )
         if isinstance(callback, FINDERS):
             name = type(callback).__name__
@@ -61,7 +61,7 @@ def require_recoverable_fit(trainer: pl.Trainer, data: TrainerDeal) -> None:
         "a GradScaler under a Trainer": getattr(trainer.precision_plugin, "scaler", None)
         is not None,
         "LBFGS, which computes gradients several times in a step": "LBFGS" in kinds,
-        "a train dataloader whose samples cannot be dealt to other ranks": not data.is_dealt,
+        "a train dataloader whose samples cannot be resharded": not data.is_dealt,
     }
     sharded = [each for each in trainer.checkpoint_callbacks if _is_sharded(each)]
     wrong["a checkpoint with format='sharded', which all of the first ranks write"] = bool(sharded)
@@ -90,8 +90,8 @@ def require_own_folder(trainer: pl.Trainer, own: str) -> None:
             private.checkpoint_folder(other, trainer) == own
         ):
             raise ValueError(
-                f"{type(other).__name__} saves into {own} too, and a start would go on from "
-                "its checkpoints; give it a folder of its own with dirpath="
+                f"{type(other).__name__} saves into {own} too, and a start could resume from its "
+                "checkpoints; give it a folder of its own with dirpath="
             )
 
 
@@ -100,8 +100,8 @@ def refuse_choices(arguments: dict[str, Any]) -> None:
     if taken := sorted(arguments.keys() & signature(ModelCheckpoint).parameters.keys()):
         raise ValueError(
             "ElasticRestart keeps the newest checkpoints (max_to_keep=), so "
-            f"{', '.join(taken)} could not take effect; use an AsyncCheckpoint beside it, with a "
-            "folder of its own, for the best"
+            f"{', '.join(taken)} cannot take effect; add an AsyncCheckpoint with a folder of its "
+            "own for the best"
         )
 
 

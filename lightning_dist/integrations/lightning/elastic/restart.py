@@ -54,41 +54,41 @@ _UNRESUMABLE = "You're resuming from a checkpoint that ended before the epoch en
 
 
 class ElasticRestart(BeforeSetup, Checkpoint):
-    """Saves, and goes on by itself from the newest whole checkpoint of ``dirpath`` at every start.
+    """Saves checkpoints, and resumes from the newest complete one in ``dirpath`` at every start.
 
-    Under ``torchrun`` the number of ranks may be another one after every restart. Parameters,
-    optimizer, schedulers, scaler, callbacks, loops, residuals, random number generators and the
-    position in the data are what they were; the sequence of global batches is that of a run
-    without a fault. A signal to end (SIGTERM, SLURM's requeue signal, ``preemption_check``) on any
-    rank leads to one checkpoint of all ranks, and to the end of the process. For the best of a
-    metric put any ``ModelCheckpoint`` or ``AsyncCheckpoint`` beside it, with a folder of its own.
+    Under ``torchrun`` the number of ranks may change at every restart. Parameters, optimizer,
+    schedulers, scaler, callbacks, loops, residuals, random number generators and the position in
+    the data are restored, and global batches keep their order. On SIGTERM, SLURM's requeue signal
+    or a positive ``preemption_check`` on any rank, all ranks write one checkpoint and exit. To keep
+    the best checkpoints of a metric, add a ``ModelCheckpoint`` or ``AsyncCheckpoint`` with a folder
+    of its own.
 
     Args:
-        dirpath: folder of the checkpoints, one for each run; all ranks have to see it.
+        dirpath: folder of the checkpoints, one per run; all ranks must see it.
         every_n_train_steps: optimizer steps between two checkpoints. None: at
             the end of epochs only.
         every_n_epochs: epochs between two checkpoints at the end of an epoch. None: 1, unless
             ``every_n_train_steps`` is given.
-        max_to_keep: how many of the newest stay; a damaged one is passed over for the one before.
+        max_to_keep: number of newest checkpoints to keep; a damaged one is skipped.
         batch_policy: when the number of ranks changes, ``"fixed_global_batch"`` keeps the global
             batch: micro-batches per step change, losses are weighted by samples. ``"scale_lr"`` and
-            ``"scale_lr:sqrt"`` let it grow with the ranks and the learning rate with it, or with
-            its square root; ``"fixed_micro_batch"`` leaves the learning rate.
-        strict_data: raise for a train dataloader whose samples cannot be kept track of; False:
-            warn, and begin the epoch anew after a restart.
-        seed: of the order of the samples; None: that of ``seed_everything``, or a random one.
-        preemption_check: asked on a thread of local rank 0; whether the machine is about to go.
-        preemption_poll_interval: seconds between two such questions.
-        grace_period: seconds from a signal to the forced end of the process; less than what the
+            ``"scale_lr:sqrt"`` scale it with the number of ranks, and the learning rate with it
+            or with its square root; ``"fixed_micro_batch"`` keeps the learning rate.
+        strict_data: raise for a train dataloader whose samples cannot be tracked; False: warn, and
+            repeat the epoch after a restart.
+        seed: seed of the sample order; None: that of ``seed_everything``, or a random one.
+        preemption_check: called on a thread of local rank 0; returns whether the machine will be
+            preempted.
+        preemption_poll_interval: seconds between two such calls.
+        grace_period: seconds from a signal to the forced exit of the process; less than the
             launcher waits (torchrun: 30).
-        hang_timeout: seconds without a batch (from the set-up on: without one, or the next stage of
-            the start) after which a process ends itself (exit code 76), so that the launcher starts
-            all anew; the bound for a rank that stops answering. While the last checkpoint is
-            written it is enough that all ranks answer. None: never.
+        hang_timeout: seconds without a batch, or without progress at the start, after which a
+            process exits with code 76, so that the launcher restarts all ranks. While the last
+            checkpoint is written, it is enough that all ranks respond. None: never.
         weights_only: checkpoints are read by the restricted unpickler of ``torch.load``, which runs
-            no code of theirs, and a state that it could not read is refused before training and at
-            the first save. False: anything is saved and loaded; for folders to which only those can
-            write whom you trust. ``fit(weights_only=...)`` comes first.
+            no code from the file. A state that it cannot read is refused before training and at the
+            first save. False: anything is saved and loaded; only for folders whose writers you
+            trust. ``fit(weights_only=...)`` comes first.
         format: ``"single"``: one file that ``torch.load`` reads, written by rank 0. ``"sharded"``:
             a folder to which every rank writes an equal part.
         **saving: of the checkpoints, as of :class:`~lightning_dist.AsyncCheckpoint`: ``snapshot``,
@@ -210,7 +210,9 @@ class ElasticRestart(BeforeSetup, Checkpoint):
                 process.terminate()
 
         signals = notice_signals(private.cluster_environment(trainer))
-        self._session.lifecycle.note(signals, asks=trainer.local_rank == 0, on_told=end_the_others)
+        self._session.lifecycle.note(
+            signals, asks=trainer.local_rank == 0, on_notice=end_the_others
+        )
 
     @override
     def before_setup(self, trainer: pl.Trainer) -> None:
@@ -365,7 +367,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
     def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         self._session.lifecycle.heartbeat()
         if self._polls_validation and self._at is not None and not trainer.sanity_checking:
-            self._session.stop_if_told()
+            self._session.stop_if_requested()
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

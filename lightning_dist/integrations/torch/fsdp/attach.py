@@ -91,10 +91,10 @@ def compress_fsdp(
         fully_shard(model, mesh=mesh["shard"])
         gradients = compress_fsdp(model, "int8", mesh=mesh)
 
-    Gradients are reduce-scattered inside a replica as always. Each rank's shard alone crosses
-    between replicas, compressed: ``4 n / shards`` bytes of residual per rank, and ``1 / shards`` of
-    the bytes that DDP with this codec sends. Parameters and buffers are first made those of the
-    first replica.
+    Gradients are reduce-scattered inside a replica as usual. Each rank exchanges its shard between
+    replicas, compressed: ``4 n / shards`` bytes of residual per rank, and ``1 / shards`` of the
+    bytes that DDP with this codec sends. Parameters and buffers are first made those of the first
+    replica.
 
     Args:
         codec: as for :func:`~lightning_dist.compress_ddp`, between replicas. ``"none"`` gives the
@@ -108,10 +108,10 @@ def compress_fsdp(
         compile_kernels: fuse the codec's kernels now (about 20 s the first time). ``"auto"``: for
             shards of 4 Mi elements or more if there is a compiler, and on an accelerator with
             Triton; with ``parameters`` on a CPU only. Same bytes on the wire either way.
-        commit, grad_scaler: as for :func:`~lightning_dist.compress_ddp`.
+        commit: as for :func:`~lightning_dist.compress_ddp`, like ``grad_scaler``.
 
     Returns:
-        The exchange of the gradients: ``no_sync()``, ``comm_stats()``, ``state_dict()``,
+        Handle of the gradient exchange: ``no_sync()``, ``comm_stats()``, ``state_dict()``,
         ``load_state_dict()``, ``close()``; with ``parameters`` without ``no_sync()``.
 
     Raises:

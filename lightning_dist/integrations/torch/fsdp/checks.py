@@ -62,7 +62,7 @@ def trained_groups(model: nn.Module, mesh: DeviceMesh) -> list[ParameterGroup]:
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise ValueError(
             "compress_fsdp needs fully_shard (FSDP2), got FullyShardedDataParallel (FSDP1), which "
-            "has no place for it; call fully_shard on the blocks and the model instead"
+            "has no hook for it; call fully_shard on the blocks and the model instead"
         )
     found = list(_groups_of(model, trained=True))
     if not found:

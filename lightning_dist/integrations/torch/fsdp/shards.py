@@ -134,7 +134,7 @@ class CompressedShards:
         return {"steps": {name: each.step for name, each in self._reductions.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from :meth:`state_dict`, the same object on every rank; nothing is owed then.
+        """Restore :meth:`state_dict`, the same object on every rank, without residuals.
 
         None starts afresh.
         """

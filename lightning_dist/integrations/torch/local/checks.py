@@ -1,4 +1,4 @@
-"""Models, optimizers and codecs that cannot take local steps: said at the start."""
+"""Models, optimizers and codecs that cannot take local steps: refused at the start."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def require_stepped(parameters: Iterable[nn.Parameter]) -> None:
     total = sum(float(torch.linalg.vector_norm(each)) for each in gradients)
     if 0 < total < float("inf"):
         raise ValueError(
-            "updates.step() counts steps of the optimizer, and gradients are there that it has not "
-            "used, as in the middle of gradient accumulation; call it once after every "
+            "updates.step() must follow a step of the optimizer, and some gradients are not used "
+            "yet, as in the middle of gradient accumulation; call it once after every "
             "optimizer.step(), and give local_updates the optimizer that steps"
         )

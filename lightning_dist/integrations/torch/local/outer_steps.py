@@ -110,7 +110,8 @@ class LocalUpdates:
             self._hooks.pop().remove()
         if (samples is None) == (self.schedule.weigh_by == "samples"):
             raise ValueError(
-                f"step(samples=) is for weigh_by='samples' and needed there, got {samples!r} with "
+                "step(samples=) must be given with weigh_by='samples', and only then, got "
+                f"{samples!r} with "
                 f"weigh_by={self.schedule.weigh_by!r}"
             )
         self._gradients.samples.seen += samples or 0.0

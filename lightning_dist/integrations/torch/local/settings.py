@@ -83,8 +83,8 @@ class LocalUpdateSettings:
         """Why the outer steps of so many local ones are too few; empty if they are enough."""
         outer = int(steps) // self.sync_every
         for need, least, why in (
-            (self.method == "sparseloco", 64, "it sends a 64th of what has changed at a time"),
-            (self.outer_momentum > 0, 20, "outer momentum takes as many to come to its rate"),
+            (self.method == "sparseloco", 64, "an exchange sends 1/64 of the change"),
+            (self.outer_momentum > 0, 20, "outer momentum needs as many to build up"),
         ):
             if need and outer < least:
                 return (
@@ -112,7 +112,7 @@ class LocalUpdateSettings:
                 raise ValueError(f"{name} must be {limit} or more, got {value!r}")
         if self.sync_every % self.fragments:
             raise ValueError(
-                "sync_every must be a multiple of fragments, which take turns at equal distances, "
+                "sync_every must be a multiple of fragments, which take turns at equal intervals, "
                 f"got sync_every={self.sync_every} and fragments={self.fragments}"
             )
         if self.overlap_steps >= self.interval and self.overlap_steps:
