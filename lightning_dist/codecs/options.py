@@ -20,6 +20,8 @@ def parse_codec(text: object, table: Mapping[str, type[Codec]]) -> Codec:
     """
     name, colon, options = text.partition(":") if isinstance(text, str) else ("", "", "")
     if name not in table:
+        if isinstance(text, type) and issubclass(text, Codec):
+            raise ValueError(f"codec must be an object, got the class: write {text.__name__}(...)")
         meant = " or ".join(repr(near + colon + options) for near in _nearest(name, table))
         raise ValueError(
             f"codec must be one of {', '.join(map(repr, table))}, with options as in "
@@ -33,9 +35,10 @@ def parse_codec(text: object, table: Mapping[str, type[Codec]]) -> Codec:
         key, equals, value = (part.strip() for part in option.partition("="))
         if not equals or key not in known:
             listed = ", ".join(f"{f.name}={f.default}" for f in known.values()) or "no options"
+            near = _nearest(key, known) if equals else []
+            remedy = f"did you mean {near[0]!r}?" if near else f"write '{name}:option=value,...'"
             raise ValueError(
-                f"codec {name!r} takes {listed}; got {option.strip()!r} in {text!r}, write "
-                f"'{name}:option=value,option=value'"
+                f"codec {name!r} takes {listed}; got {option.strip()!r} in {text!r}; {remedy}"
             )
         values[key] = _value(value, known[key], kind, text)
     return kind(**values)

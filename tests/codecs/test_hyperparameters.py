@@ -86,7 +86,7 @@ def test_options_in_text(text: str, codec: Codec) -> None:
     [
         ("topq", ["'topq'", "'topk'", "'none'", "int8:block_size=128"]),
         ("", ["''", "'topk'"]),
-        ("topk:rato=1", ["ratio=0.01", "block_size=4096", "rato=1"]),
+        ("topk:rato=1", ["ratio=0.01", "block_size=4096", "rato=1", "did you mean 'ratio'"]),
         ("topk:0.5", ["ratio=0.01", "0.5", "option=value"]),
         ("topk:ratio=a", ["ratio", "a number", "'a'"]),
         ("topk:block_size=1e3", ["block_size", "a whole number", "'1e3'"]),
@@ -206,3 +206,8 @@ def test_stage_changes_exactly_when_the_answer_does(codec: Codec) -> None:
     for step in range(1, 30):
         assert (phases[step] != phases[step - 1]) == (answers[step] != answers[step - 1])
     assert set(answers) <= set(codec.leaves())
+
+
+def test_a_class_is_no_codec() -> None:
+    with pytest.raises(ValueError, match=r"got the class: write Int8\(\.\.\.\)"):
+        resolve_codec(Int8)  # type: ignore[arg-type]

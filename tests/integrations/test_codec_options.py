@@ -106,7 +106,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (
         {"codec": "topk:size=3"},
         r"codec 'topk' takes ratio=0.01, block_size=4096, values=bf16, decay=1.0; got 'size=3' in "
-        r"'topk:size=3', write 'topk:option=value,option=value'",
+        r"'topk:size=3'; write 'topk:option=value,...'",
     ),
     ({"codec": "none:ratio=1"}, "codec 'none' takes no options; got 'ratio=1'"),
     ({"codec": "powersgd:rank"}, "codec 'powersgd' takes rank=4, two_phase=False, seed=0; got"),

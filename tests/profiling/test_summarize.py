@@ -243,7 +243,7 @@ def test_several_stragglers_are_none() -> None:
     summary = summarize(run, warmup_steps=0)
     assert summary.straggler is None
     assert summary.unavailable["straggler"] == (
-        "no rank is clearly the last: only 33 % of it is for one rank, 0"
+        "no rank is clearly the last: only 33 % of the waiting is for rank 0"
     )
 
 

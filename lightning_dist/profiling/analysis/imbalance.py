@@ -46,7 +46,7 @@ def straggler(table: StepTable, phase_skew: Sequence[PhaseSkew]) -> tuple[int | 
         return None, f"waiting is {format_value(waiting / duration, '%')} of the step"
     rank, waiters = table.ranks[row], max(len(table.ranks) - 1, 1)
     if (share := total[row] / waiting) < SHARE:
-        doubt = f"only {format_value(share, '%')} of it is for one rank, {rank}"
+        doubt = f"only {format_value(share, '%')} of the waiting is for rank {rank}"
     elif total[row] <= table.of("uncertainty").max(axis=1).sum() * waiters:
         doubt = f"the clock uncertainty is as large as the delay of rank {rank}"
     # If it were a matter of chance, each step could as well have been the other way round.
