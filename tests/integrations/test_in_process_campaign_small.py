@@ -14,7 +14,7 @@ from tests.campaigns.in_process.oracle import PROBLEMS
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("adapter", "faults"), [("loop", "20"), ("trainer", "10")])
+@pytest.mark.parametrize(("adapter", "faults"), [("loop", "20"), ("trainer", "15")])
 def test_nothing_is_lost_in_a_small_campaign(
     adapter: str, faults: str, tmp_path: Path, quick_python: list[str]
 ) -> None:
