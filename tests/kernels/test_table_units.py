@@ -106,7 +106,8 @@ def run(
 
         def call(channel: Channel, output: Tensor, own: Tensor, *sizes: Any) -> Any:
             payload = own.contiguous().view(torch.uint8).numpy().tobytes()
-            sent[channel.group.rank()].append(f"{op} {hashlib.sha256(payload).hexdigest()}")
+            if channel.name not in ("facts", "state"):  # which are not of a step
+                sent[channel.group.rank()].append(f"{op} {hashlib.sha256(payload).hexdigest()}")
             return begin(channel, output, own, *sizes)
 
         return patch.object(Channel, op, call)
