@@ -81,7 +81,8 @@ def _hand_on(made: Plan, environ: Mapping[str, str], file: Path) -> None:
             made.notes.append(f"{CONFIG} is {named} already: {sidecar} is not passed on")
     else:
         made.environment[CONFIG] = str(sidecar)
-        made.notes.append(f"{CONFIG}={sidecar} (read by a script that uses lightning_dist, or is run with -m lightning_dist.run)")
+        reader = "a script that uses lightning_dist, or python -m lightning_dist.run"
+        made.notes.append(f"{CONFIG}={sidecar} (read by {reader})")
 
 
 def _as_several(
