@@ -15,7 +15,9 @@ from lightning_dist.integrations.torch.local.settings import LocalUpdateSettings
 
 def test_samples_are_given_where_they_count() -> None:
     def train(world: World) -> None:
-        with pytest.raises(ValueError, match="needed there"):
+        with pytest.raises(
+            ValueError, match="must be given with weigh_by='samples', and only then, got None"
+        ):
             world.worker(plain(), weigh_by="samples").updates.step()
         with pytest.raises(ValueError, match="must be given with weigh_by='samples'"):
             world.worker(plain()).updates.step(32)

@@ -55,7 +55,7 @@ def test_a_second_start_goes_on_in_the_data(data: str, tmp_path: Path) -> None:
     [
         (
             LOADERS["stateful stream"](),
-            "does not say how it is sharded; give it __len__",
+            "does not define how it is sharded; give it __len__",
         ),
         (DataLoader(SilentStream(), batch_size=4), "or use a map-style dataset"),
         (DataLoader(range(8), batch_size=None), "give the DataLoader batch_size= and a sampler"),

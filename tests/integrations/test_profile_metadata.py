@@ -47,7 +47,7 @@ def test_it_can(device: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> N
         ),
         ("cuda", "cpu:nccl,cuda:gloo", 1, "is timed where NCCL exchanges"),
         ("cuda", "nccl", 2, "on several GPUs of one process"),
-        ("mps", "gloo", 1, "the times of work on mps are not taken"),
+        ("mps", "gloo", 1, "the times of work on mps are not measured"),
     ],
 )
 def test_it_cannot_and_says_why(

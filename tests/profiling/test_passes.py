@@ -84,7 +84,7 @@ def test_exchanges_that_could_be_spared_are_told() -> None:
     several = note_of(TWICE)
     assert several.startswith("gradients are exchanged 2 times in a step of an optimizer: ")
     often = without_optimizer(Planted(steps=32).run(), every=3)
-    assert note_of(often).startswith("after 33% of the exchanges of gradients an optimizer has")
+    assert note_of(often).startswith("an optimizer stepped after 33% of the gradient exchanges")
 
 
 def test_steps_that_a_scaler_skips_and_loops_without_optimizers_are_no_such_exchanges() -> None:

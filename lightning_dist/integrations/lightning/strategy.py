@@ -95,7 +95,7 @@ class CompressedDDPStrategy(
         if self._settings.delay and len(self.optimizers) > 1:
             raise ValueError(
                 "With delay=1 a backward pass gets the mean of the previous one, which must "
-                "belong to the same optimizer, got {len(self.optimizers)} optimizers; use one, or "
+                f"belong to the same optimizer, got {len(self.optimizers)} optimizers; use one, or "
                 "leave "
                 "delay out"
             )
