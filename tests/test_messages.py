@@ -5,11 +5,15 @@ Each says the rule, the value received, and what to do.
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import lightning_dist
 from lightning_dist.codecs import Int8, resolve_codec
 from lightning_dist.settings import Settings
 
@@ -69,3 +73,13 @@ def test_settings_at_their_edges_are_taken() -> None:
     settings = Settings.check(min_compress_numel=0, start_step=0, hierarchical=False)
     assert (settings.min_compress_numel, settings.start_step) == (0, 0)
     assert (Int8(16).block, Int8(65536).block) == (16, 65536)
+
+
+def test_every_placeholder_of_an_error_is_filled_in() -> None:
+    """A string that is split over lines needs its ``f`` on each of them."""
+    left = re.compile(r"\{(f'|[a-z_][\w.()\[\]]*(![rs])?\})")
+    for path in Path(lightning_dist.__file__).parent.rglob("*.py"):
+        raises = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Raise))
+        for node in (each for one in raises for each in ast.walk(one)):
+            text = node.value if isinstance(node, ast.Constant) else ""
+            assert not left.search(str(text)), f"{path}: {text}"
