@@ -32,7 +32,8 @@ def test_the_example_trains_and_goes_on(tmp_path: Path, quick_python: list[str])
         torchrun(example, *arguments, ranks=2, limit=60, python=quick_python).require_success()
         for _ in range(2)
     )
-    losses = [float(x) for x in re.findall(r"mean squared error ([\d.]+)", first.output + second.output)]
+    shown = first.output + second.output
+    losses = [float(x) for x in re.findall(r"mean squared error ([\d.]+)", shown)]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
     assert "going on from" not in first.output
