@@ -103,6 +103,54 @@ IN_PROCESS = Table(
 )
 
 
+def _ways(rows: Rows) -> list[Row]:
+    """Recovery within the process first."""
+    own = [
+        {**row, "way": "recovery within the process", "next_s": row["left_s"]}
+        | {"next_max_s": row["left_max_s"]}
+        for row in rows
+        if row["kind"] == "in_process"
+    ]
+    return [*own, *(row for row in rows if row["kind"] == "others")]
+
+
+def _without_kills(meta: Any, rows: Rows) -> str:
+    """What was measured beside kills, each in one sentence."""
+    of = {row["kind"]: row for row in rows}
+    text = "3 ranks, 1 M parameters, steps of 20 ms of sleep, in one run; medians."
+    if stopped := of.get("stopped"):
+        text += (
+            f" Of a rank that is stopped (SIGSTOP, {stopped['trials']} times) the others learn "
+            f"after {stopped['detection_s']:g} s, and their next step ends "
+            f"{stopped['undetected_s']:.2f} s later, at most {stopped['undetected_max_s']:.2f} s."
+        )
+    if cost := of.get("cost"):
+        text += (
+            f" Without faults: {cost['with_ms']:.2f} ms a step of 50 ms of sleep, beside "
+            f'{cost["without_ms"]:.2f} ms with `recovery="restart"`.'
+        )
+    if goodput := of.get("goodput"):
+        text += (
+            f" With 4 ranks, steps of 0.5 s and a kill every 2.75 s ({goodput['trials']} kills): "
+            f"{goodput['steps_share']:.0%} of the steps that would fit, with "
+            f"{goodput['mean_ranks']:.1f} ranks on average."
+        )
+    return text
+
+
+IN_PROCESS_OTHERS = Table(
+    kinds=("in_process", "others", "stopped", "cost", "goodput"),
+    lines=_ways,
+    columns=[
+        ("", "{way}"),
+        ("trials", "{trials}"),
+        ("kill to the next step", "{next_s:.2f} s"),
+        ("at most", "{next_max_s:.2f} s"),
+    ],
+    text=_without_kills,
+)
+
+
 RENDEZVOUS = Table(
     has="finished",
     columns=[

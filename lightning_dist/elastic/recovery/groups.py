@@ -17,6 +17,7 @@ import os
 import socket
 import stat
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -155,8 +156,11 @@ class GenerationGroups:
 
 def _delete(groups: list[object]) -> None:
     """Give back the descriptors and threads of ``groups``, also of those in reference cycles."""
+    left = [weakref.ref(each) for each in groups]
     groups.clear()
-    gc.collect()
+    # A collection holds the interpreter for a tenth of a second, in which others wait for a step.
+    if any(each() is not None for each in left):
+        gc.collect()
 
 
 def _descriptors() -> set[tuple[int, int]]:
