@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_dist.elastic.recovery.generations import Generations
 from lightning_dist.elastic.recovery.groups import GenerationGroups
-from lightning_dist.exchange.channel import Channel
+from lightning_dist.exchange.channel import Channel, PendingWork
 from lightning_dist.integrations.torch import recovery
 from lightning_dist.integrations.torch.recovery import RecoverablePlacement
 from tests.campaigns.in_process.drawing import BATCH, RANKS, SIZE, Strike
@@ -47,6 +48,19 @@ def loader_of_samples(*, shuffle: bool) -> DataLoader[Any]:
 def loss_of(net: nn.Module, x: Tensor) -> Tensor:
     loss: Tensor = (net(x) - x.flip(1)).square().mean()
     return loss
+
+
+@dataclass
+class _Vote:
+    """The vote on a step, under way. No class for each: it would hold the work until collected."""
+
+    work: PendingWork
+    strikes: Strikes
+
+    def wait(self) -> object:
+        found = self.work.wait()
+        self.strikes.met("after the answer")
+        return found
 
 
 class Strikes:
@@ -99,16 +113,7 @@ class Strikes:
             if channel.name != "control":
                 return launch(channel, *arguments, **named)
             strikes.met("before the vote")
-            work = launch(channel, *arguments, **named)
-            wait = work.wait
-
-            class Answer:
-                def wait(self) -> object:
-                    found = wait()
-                    strikes.met("after the answer")
-                    return found
-
-            return Answer()
+            return _Vote(launch(channel, *arguments, **named), strikes)
 
         def making(groups: GenerationGroups, *arguments: Any, **named: Any) -> Any:
             strikes.met("groups")
