@@ -122,7 +122,7 @@ class Job:
         """Processes, once as many as wanted train together."""
 
         def found() -> list[int] | None:
-            steps, now = self.steps(), self.ranks()
+            now, steps = self.ranks(), self.steps()  # in which all of them are
             whole = all(steps[process][-1]["world"] == self._ranks for process in now)
             return sorted(now) if whole and len(now) == self._ranks else None
 
