@@ -100,7 +100,7 @@ class RowExchange(Exchange):
     """Buffer into which callers encode."""
     received_bytes: Tensor
     mean_bytes: Tensor
-    """What every rank said of this rank's row, and the mean of that, where owners reduce."""
+    """Payloads of all ranks for this rank's row, and their mean, where owners reduce."""
     payload_bytes: Tensor
     """Payloads that every rank received."""
 

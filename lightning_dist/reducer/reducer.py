@@ -152,8 +152,7 @@ class Reducer(StatefulPipeline):
         if self._sharded:
             raise ValueError(
                 "A failed step can be repeated only if every rank has the whole model, and this "
-                "model is sharded; use "
-                "DistributedDataParallel"
+                "model is sharded; use DistributedDataParallel"
             )
         self._failures.recovery = recovery
 

@@ -12,7 +12,7 @@ import pytest
 from processes import run
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_dist.elastic.data.workers import ToldOnce, keep_workers
+from lightning_dist.elastic.data.workers import EndsAtSecondSignal, keep_workers
 
 SCRIPT = textwrap.dedent("""
     import os, signal, subprocess, sys
@@ -93,7 +93,7 @@ def test_what_the_user_wants_of_a_worker_still_happens() -> None:
     loader = DataLoader(range(4), num_workers=1, worker_init_fn=first)
     keep_workers(loader, [signal.SIGTERM])
     keep_workers(loader, [signal.SIGTERM])  # a second fit
-    assert isinstance(loader.worker_init_fn, ToldOnce)
+    assert isinstance(loader.worker_init_fn, EndsAtSecondSignal)
     assert loader.worker_init_fn.usual is first
     again = pickle.loads(pickle.dumps(loader.worker_init_fn))  # for workers that are not forks
     assert again.usual is first

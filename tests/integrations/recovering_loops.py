@@ -47,8 +47,11 @@ LIMIT = 80.0
 
 
 class Samples(Dataset[Any]):
+    def __init__(self, size: int = SIZE) -> None:
+        self._size = size
+
     def __len__(self) -> int:
-        return SIZE
+        return self._size
 
     def __getitem__(self, index: int) -> tuple[int, Tensor]:
         generator = torch.Generator().manual_seed(index)

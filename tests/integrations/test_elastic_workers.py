@@ -18,7 +18,7 @@ from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSourc
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader
 
-from lightning_dist.elastic.data.workers import ToldOnce
+from lightning_dist.elastic.data.workers import EndsAtSecondSignal
 from lightning_dist.integrations.lightning.elastic.connectors import KeptSource
 
 
@@ -28,7 +28,7 @@ def test_workers_have_the_seeds_of_seed_everything(tmp_path: Path) -> None:
         tmp_path, loader=lambda: make_loader(num_workers=1), max_epochs=1, validate=False
     )
     begin = trainer.train_dataloader.worker_init_fn
-    assert isinstance(begin, ToldOnce)
+    assert isinstance(begin, EndsAtSecondSignal)
     assert isinstance(begin.usual, partial)
     assert begin.usual.func is pl_worker_init_function
 
@@ -101,7 +101,7 @@ def test_each_of_several_loaders_is_kept(several: Callable[..., Any]) -> None:
     usual = _DataLoaderSource(several(*loaders), "train_dataloader")
     given = KeptSource(usual, trainer=L.Trainer(logger=False, accelerator="cpu")).dataloader()
     assert given is usual.instance
-    assert all(isinstance(loader.worker_init_fn, ToldOnce) for loader in loaders)
+    assert all(isinstance(loader.worker_init_fn, EndsAtSecondSignal) for loader in loaders)
 
 
 def test_the_trainers_own_sources_are_given_back(tmp_path: Path) -> None:

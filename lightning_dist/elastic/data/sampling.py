@@ -45,8 +45,7 @@ class EpochOrder:
         except TypeError:
             raise ValueError(
                 "A sampler must know the number of samples of an epoch, and "
-                f"{type(self._sampler)!r} has "
-                "no len(); give it a __len__"
+                f"{type(self._sampler)!r} has no len(); give it a __len__"
             ) from None
 
     def of(self, epoch: int) -> Sequence[Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from lightning_dist.private import end_persistent_workers
 
 
-class ToldOnce:
+class EndsAtSecondSignal:
     """A ``worker_init_fn``: a signal from elsewhere is left to the process that has the worker.
 
     A launcher sends its signal to the whole process group. A worker that ends at it takes the
@@ -57,9 +57,9 @@ class ToldOnce:
 def keep_workers(loader: Any, signals: Sequence[signal.Signals]) -> None:
     """Let the workers of ``loader`` outlive the first of ``signals``, if it has workers."""
     usual = getattr(loader, "worker_init_fn", None)
-    if getattr(loader, "num_workers", 0) > 0 and not isinstance(usual, ToldOnce):
+    if getattr(loader, "num_workers", 0) > 0 and not isinstance(usual, EndsAtSecondSignal):
         _keep_garbage_from_forks()
-        loader.worker_init_fn = ToldOnce(usual, signals)
+        loader.worker_init_fn = EndsAtSecondSignal(usual, signals)
 
 
 @cache

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import gc
 import os
 import socket
 import stat
 import threading
-import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -80,9 +78,7 @@ class GenerationGroups:
         self.shut()
         self._ports = {port}
         left, self._before[:] = [*self._before], all_groups()
-        self._deletes = threading.Thread(
-            target=_delete, args=[left], name="recovery groups", daemon=True
-        )
+        self._deletes = threading.Thread(target=left.clear, name="recovery groups", daemon=True)
         self._deletes.start()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -152,15 +148,6 @@ class GenerationGroups:
             with suppress(OSError):  # the peer was faster
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
-
-
-def _delete(groups: list[object]) -> None:
-    """Give back the descriptors and threads of ``groups``, also of those in reference cycles."""
-    left = [weakref.ref(each) for each in groups]
-    groups.clear()
-    # A collection holds the interpreter for a tenth of a second, in which others wait for a step.
-    if any(each() is not None for each in left):
-        gc.collect()
 
 
 def _descriptors() -> set[tuple[int, int]]:

@@ -57,7 +57,7 @@ class BlockPlan:
 
     @property
     def kind(self) -> ExchangeKind:
-        """How payloads travel between the ranks of the network."""
+        """Exchange of payloads between the ranks of the network."""
         return EXCHANGES[self.codec.exchange].among(self.network.world_size)
 
     @property

@@ -116,7 +116,7 @@ class Planner:
         return self._kernels[codec, dtype]
 
     def _factors(self, codec: BlockCodec) -> Factors:
-        """Where in a flat exchange the sum over ranks becomes their mean."""
+        """Factors by which a flat exchange makes a mean of the sum over ranks."""
         world = self.network.world_size
         kind = EXCHANGES[codec.exchange].among(world)
         if kind.reduced_by == "owners":

@@ -14,7 +14,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from recovering_loops import Net
+from recovering_loops import Net, Samples
 from torch import Tensor
 
 from lightning_dist import CompressedDDPStrategy, ElasticRestart
@@ -26,7 +26,6 @@ from tests.campaigns.in_process.worker import (
     MOMENTUM,
     RATE,
     SEED,
-    Samples,
     Worker,
     loader_of_samples,
     loss_of,

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recovering_loops import await_newcomers, digest
+from recovering_loops import Samples, await_newcomers, digest
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_dist.elastic.recovery.generations import Generations
 from lightning_dist.elastic.recovery.groups import GenerationGroups
@@ -32,17 +32,8 @@ BUCKET_CAP_MB: Any = 0.0001
 SEED, RATE, MOMENTUM = 5, 0.05, 0.9
 
 
-class Samples(Dataset[Any]):
-    def __len__(self) -> int:
-        return SIZE
-
-    def __getitem__(self, index: int) -> tuple[int, Tensor]:
-        generator = torch.Generator().manual_seed(index)
-        return index, torch.randn(6, generator=generator, dtype=torch.float64)
-
-
 def loader_of_samples(*, shuffle: bool) -> DataLoader[Any]:
-    return DataLoader(Samples(), batch_size=BATCH, shuffle=shuffle)
+    return DataLoader(Samples(SIZE), batch_size=BATCH, shuffle=shuffle)
 
 
 def loss_of(net: nn.Module, x: Tensor) -> Tensor:
