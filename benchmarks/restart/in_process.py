@@ -6,7 +6,7 @@ Loops around DDP with ``recovery="in_process"`` under ``lightning-dist launch``:
   which are left have done without it, and to the first one with the process that is started in its
   place; and of the latter the pause of the others.
 - stopped: the same with SIGSTOP, which only missing beats tell, after ``--detection`` seconds.
-- cost: the time of a step without faults, beside recovery="restart", in turns.
+- cost: the time of a step without faults, beside recovery="restart" with either commit, in turns.
 - goodput: ranks killed one after the other, and how many steps of those that would have fit are
   done.
 - others: a restart of all, torchrun, and torchft where it is installed: kill to the next step.
@@ -223,24 +223,27 @@ def measure_strikes(
 
 
 def measure_cost(root: str, *, rounds: int, steps: int, told: Line) -> list[Line]:
-    """One row: medians of steps of 2 ranks without faults, in turns with those of a restart."""
-    found: dict[str, list[float]] = {"restart": [], "in_process": []}
-    for way in [*found] * rounds:
-        settings = {**told, "recovery": way, "seconds": _COST_STEP}
+    """One row: medians of steps of 2 ranks without faults, in turns.
+
+    Beside steps with ``recovery="restart"`` and the immediate commit, those with the deferred one,
+    which a recovery needs. Kernels are compiled, as they are by default.
+    """
+    ways = {
+        "without_ms": {"recovery": "restart"},
+        "deferred_ms": {"recovery": "restart", "commit": "deferred"},
+        "with_ms": {"recovery": "in_process"},
+    }
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for name in [*ways] * rounds:
+        settings = {**told, **ways[name], "seconds": _COST_STEP, "compile_kernels": True}
         with running("ours", root, ranks=2, told=settings) as job:
             job.all_there()
             times = job.wait_for(partial(job.times, steps + 20), "enough steps")[20:]
-        gaps = [after - before for before, after in pairwise(times)]
-        found[way].append(median(gaps))
-        print("cost:", way, f"{median(gaps) * 1e3:.3f} ms", flush=True)
-    without, with_it = (median(values) for values in found.values())
-    about = {
-        "kind": "cost",
-        "trials": rounds,
-        "without_ms": without * 1e3,
-        "with_ms": with_it * 1e3,
-    }
-    return [{**about, "cost": with_it / without - 1}]
+        found[name].append(1e3 * median(after - before for before, after in pairwise(times)))
+        print("cost:", name, f"{found[name][-1]:.3f}", flush=True)
+    row = {name: median(values) for name, values in found.items()}
+    row["cost"] = row["with_ms"] / row["without_ms"] - 1
+    return [{"kind": "cost", "trials": rounds, **row}]
 
 
 def measure_goodput(root: str, draw: random.Random, *, kills: int, told: Line) -> list[Line]:

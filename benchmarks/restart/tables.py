@@ -127,7 +127,8 @@ def _without_kills(meta: Any, rows: Rows) -> str:
     if cost := of.get("cost"):
         text += (
             f" Without faults: {cost['with_ms']:.2f} ms a step of 50 ms of sleep, beside "
-            f'{cost["without_ms"]:.2f} ms with `recovery="restart"`.'
+            f'{cost["without_ms"]:.2f} ms with `recovery="restart"` and '
+            f'{cost["deferred_ms"]:.2f} ms with that and `commit="deferred"`.'
         )
     if goodput := of.get("goodput"):
         text += (

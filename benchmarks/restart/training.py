@@ -35,8 +35,9 @@ def with_ours(folder: Path, told: dict[str, Any], note: Callable[[int, int], Non
     init_process_group("gloo", **({"recovery": "in_process"} if recovers else {}))
     net, inputs = model_of(told)
     model = DistributedDataParallel(net)
-    commit = "deferred" if recovers else "auto"
-    compress_ddp(model, told["codec"], commit=commit, compile_kernels=False)
+    commit = told.get("commit", "deferred" if recovers else "auto")
+    kernels = {"commit": commit, "compile_kernels": told.get("compile_kernels", False)}
+    compress_ddp(model, told["codec"], **kernels)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with ElasticLoop(
         folder / "ckpt",
