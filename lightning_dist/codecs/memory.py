@@ -25,10 +25,12 @@ class Memory(ABC):
     """Rule of what is encoded and what is kept. Pure: the caller stores the new state.
 
     Subclasses are frozen dataclasses. ``kinds`` names the state tensors, each of the shape of the
-    gradient: ``"residual"``, which is sent later, and ``"momentum"``.
+    gradient: ``"residual"``, which is sent later, and ``"momentum"``. ``in_tables``: whether the
+    kernels over tables of slices (``kernels/triton``) compute it.
     """
 
     kinds: ClassVar[tuple[str, ...]]
+    in_tables: ClassVar[bool] = False
 
     @abstractmethod
     def compensated(self, x: Tensor, state: State, scale: Tensor) -> Tensor:
@@ -53,6 +55,7 @@ class NoMemory(Memory):
     """No state: ``p = g``."""
 
     kinds: ClassVar[tuple[str, ...]] = ()
+    in_tables: ClassVar[bool] = True
 
     def compensated(self, x: Tensor, state: State, scale: Tensor) -> Tensor:
         return x
@@ -72,6 +75,7 @@ class ErrorFeedback(Memory):
     """
 
     kinds: ClassVar[tuple[str, ...]] = ("residual",)
+    in_tables: ClassVar[bool] = True
 
     def compensated(self, x: Tensor, state: State, scale: Tensor) -> Tensor:
         return x + state[0] * scale
@@ -90,6 +94,7 @@ class DecayedErrorFeedback(ErrorFeedback):
     """
 
     decay: float
+    in_tables: ClassVar[bool] = False
 
     def compensated(self, x: Tensor, state: State, scale: Tensor) -> Tensor:
         return x + state[0] * self.decay * scale

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from lightning_dist.codecs.base import Payload
-from lightning_dist.codecs.memory import MomentumCorrection
 from lightning_dist.codecs.scales import HEADROOM
 from lightning_dist.codecs.threshold import Threshold
 from lightning_dist.exchanges import EXCHANGES
@@ -80,7 +79,7 @@ def block_passes(passes: Passes, dtype: torch.dtype, received: int) -> dict[str,
             k=native.k,
             values=_VALUES.index(native.values),
             received=received,
-            momentum=memory.momentum if isinstance(memory, MomentumCorrection) else 0.0,
+            momentum=getattr(memory, "momentum", 0.0),
             encode_factor=factors.encode,
             own_factor=factors.own,
             weight=factors.mean,

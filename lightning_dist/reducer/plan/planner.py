@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lightning_dist.accelerator import is_accelerator
 from lightning_dist.codecs.base import BlockCodec, Codec
-from lightning_dist.codecs.memory import ErrorFeedback, Memory, NoMemory
 from lightning_dist.codecs.policies import raw_beside
 from lightning_dist.exchange.traffic import ring_allreduce
 from lightning_dist.exchange.wire import PayloadMemory
@@ -283,11 +282,6 @@ class Planner:
         """Cut of a block codec for gradients of ``dtype`` of a flat exchange."""
         kernels = self.kernels(codec, dtype)
         by_owners = EXCHANGES[codec.exchange].reduced_by == "owners"
-        in_tables = self.tables and by_owners and _in_tables(kernels.memory)
+        in_tables = self.tables and by_owners and kernels.memory.in_tables
         tables = kernels_of(codec, dtype=dtype) if in_tables else None
         return BlockPlan(codec, dtype, kernels, self.network, self.state, self._payloads, tables)
-
-
-def _in_tables(memory: Memory) -> bool:
-    """Whether the kernels over tables of slices know ``memory``."""
-    return type(memory) in (NoMemory, ErrorFeedback)
