@@ -40,8 +40,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file that takes minutes comes first: as the last one, one worker would run it alone."""
-    items.sort(key=lambda item: "simulated_device" not in item.nodeid)
+    """Files that take minutes come first: as the last one, one worker would run it alone."""
+    items.sort(key=lambda item: not re.search("simulated_device|test_documents", item.nodeid))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -14,7 +14,7 @@ from calls import program
 from click.testing import Result
 from processes import run
 
-PROGRAM = [sys.executable, "-c", "from lightning_dist.cli import main; main()", "launch"]
+PROGRAM = ["-c", "from lightning_dist.cli import main; main()", "launch"]
 SCRIPT = """
 import json, os, sys
 from accelerate import Accelerator
@@ -230,8 +230,11 @@ def test_files_that_are_missing(tmp_path: Path, script: Path, words: list[str]) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["MULTI_CPU", "MULTI_GPU"])
-def test_two_processes_are_one_training(tmp_path: Path, script: Path, kind: str) -> None:
+def test_two_processes_are_one_training(
+    tmp_path: Path, script: Path, kind: str, quick_executable: str
+) -> None:
     file = configure(tmp_path / "two.yaml", distributed_type=kind)
-    done = run([*PROGRAM, "--config_file", file, script, "--lr", "1"], limit=100).require_success()
+    command = [quick_executable, *PROGRAM, "--config_file", file, script, "--lr", "1"]
+    done = run(command, limit=100).require_success()
     said = [json.loads(x.split("SAID")[1]) for x in done.output.splitlines() if "SAID" in x]
     assert said == [[2, "MULTI_CPU", str(tmp_path / "lightning_dist.yaml"), ["--lr", "1"]]] * 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -62,11 +61,11 @@ def test_a_codec_that_is_registered(package: Path, quick_python: list[str]) -> N
 
 
 @pytest.mark.slow
-def test_a_codec_that_a_package_brings(package: Path) -> None:
+def test_a_codec_that_a_package_brings(package: Path, torch_python: list[str]) -> None:
     names = {"rowint8": "RowInt8", "int8_decay": "DecayInt8", "int8_broadcast": "BroadcastInt8"}
     install(package, "\n".join(f"{k} = own_package.codecs:{v}" for k, v in names.items()))
-    run_script([sys.executable], package, "-c", LISTED)
-    run_script([sys.executable], package, SCRIPT, "installed")
+    run_script(torch_python, package, "-c", LISTED)
+    run_script(torch_python, package, SCRIPT, "installed")
 
 
 def test_the_example_is_short() -> None:

@@ -100,7 +100,7 @@ def test_hydra_builds_the_strategy(argument: str, said: str, quick_python: list[
 
 
 def test_the_lightning_script(tmp_path: Path, quick_executable: str) -> None:
-    done = start(quick_executable, tmp_path, "lightning_train.py", "--steps", "6")
+    done = start(quick_executable, tmp_path, "lightning_train.py", "--steps", "8")
     assert "`Trainer.fit` stopped" in done.output
 
 

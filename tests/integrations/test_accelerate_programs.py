@@ -43,11 +43,11 @@ def test_the_example_trains_and_goes_on(tmp_path: Path, quick_python: list[str])
     assert (tmp_path / "out" / "state" / "lightning_dist_reducer_0.bin").exists()
 
 
-def test_the_example_under_accelerate_launch(tmp_path: Path, quick_python: list[str]) -> None:
+def test_the_example_under_accelerate_launch(tmp_path: Path, quick_executable: str) -> None:
     """As its first lines say."""
     launch = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
     command = [
-        *(*quick_python, "-m", "accelerate.commands.launch", *launch),
+        *(quick_executable, "-m", "accelerate.commands.launch", *launch),
         *("--main_process_port", str(port()), EXAMPLES / "accelerate_train.py"),
         *("--epochs", "1", "--folder", tmp_path / "out"),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ def test_nothing_is_lost_in_a_small_campaign(
 ) -> None:
     result = tmp_path / "campaign.json"
     words = ["--adapter", adapter, "--trials", faults, "--seed", "5", "--beat-timeout", "8"]
+    words += ["--python", shlex.join(quick_python)]
     command = [*quick_python, "-m", "tests.campaigns.in_process", *words]
     done = run([*command, "--folder", tmp_path, "--json", result], limit=350)
     rows = json.loads(result.read_text())["rows"] if result.exists() else []

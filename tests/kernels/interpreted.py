@@ -9,11 +9,13 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from quick_interpreter import quicken_interpreter
 
 from lightning_dist.kernels.triton import table
 from lightning_dist.reducer.plan import planner
 
 passes = pytest.importorskip("lightning_dist.kernels.triton.passes")
+quicken_interpreter()
 
 _turn = threading.RLock()  # the interpreter's state is the process's, and ranks are threads
 

@@ -10,6 +10,7 @@ from eager import Eager, bits, hard_numbers, laid_out, same, same_payload, span_
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_device import DEVICE, on_device
+from quick_interpreter import quicken_interpreter
 from torch import Tensor
 
 from lightning_dist.codecs import (
@@ -32,6 +33,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed: pip inst
 passes = pytest.importorskip("lightning_dist.kernels.triton.passes")
 registry = pytest.importorskip("lightning_dist.kernels.triton.registry")
 codecs = pytest.importorskip("lightning_dist.kernels.triton.codecs")
+quicken_interpreter()
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of inf and NaN

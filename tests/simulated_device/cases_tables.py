@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from quick_interpreter import quicken_interpreter
 from reducer.feeding import Fed, Tensors, backward, compressed, digest, feed, gradients, held
 from torch import Tensor
 from worlds import Rank, run_threads
@@ -25,6 +26,7 @@ from lightning_dist.reducer.plan import planner
 from lightning_dist.reducer.units.table import TableUnit
 
 sim = install()
+quicken_interpreter()
 _turn = threading.RLock()  # the interpreter's state is the process's
 SHAPES = {"first": (40, 48), "odd": (257,), "bias": (40,)}
 

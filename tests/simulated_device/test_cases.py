@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,9 +18,9 @@ LIMIT_OF_BUILDING = 900
 @pytest.mark.timeout(LIMIT + LIMIT_OF_BUILDING)
 @pytest.mark.skipif(not can_build(), reason="needs g++")
 @pytest.mark.parametrize("file", sorted(path.name for path in HERE.glob("cases_*.py")))
-def test_cases(file: str) -> None:
+def test_cases(file: str, quick_python: list[str]) -> None:
     if file == "cases_tables.py":
         pytest.importorskip("triton")
     build()
-    command = [sys.executable, "-m", "pytest", HERE / file, "-p", "no:cacheprovider", "-m", ""]
+    command = [*quick_python, "-m", "pytest", HERE / file, "-p", "no:cacheprovider", "-m", ""]
     run(command, limit=LIMIT).require_success()

@@ -16,10 +16,12 @@ struck: faults that were met.
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -159,14 +161,17 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=250, help="faults")
     parser.add_argument("--adapter", choices=ADAPTERS, default="loop")
     parser.add_argument("--beat-timeout", type=float, default=2.0)
+    parser.add_argument("--python", help="words of a fork server; without: one is started")
     given = parser.parse_args()
+    words = vars(given).pop("python")  # they name this machine's paths, so no record has them
+    server = nullcontext(shlex.split(words)) if words else fork_server(*EVERYTHING)
     trials = trials_of(
         given.trials, adapter=given.adapter, seed=given.seed, beat_timeout=given.beat_timeout
     )
     with (
         recording(given, seed=given.seed) as record,
         tempfile.TemporaryDirectory(prefix="in-process") as temporary,
-        fork_server(*EVERYTHING) as python,
+        server as python,
     ):
         root = given.folder or Path(temporary)
         verdicts = run_trials(
