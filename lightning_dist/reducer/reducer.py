@@ -265,7 +265,10 @@ class Reducer(StatefulPipeline):
         The process groups stay, and so does :meth:`state_dict`. A step in flight has half a second
         to complete, with kernels of an accelerator a minute or ``exchange_timeout``; then it is
         given up, and the groups must not be used again. An executor that is shared is not stopped.
+        A second call changes nothing.
         """
+        if self.closed:
+            return
         self.closed = True
         for call in self.at_close:
             call()

@@ -372,6 +372,8 @@ def test_a_reducer_on_a_stream_that_does_not_end_is_closed(
             release()
             closer.join()
             assert returned
+            del reducer._executor  # which a second call does not wait for again
+            reducer.close()
 
     run_on_devices(body, 1)
 
