@@ -44,9 +44,9 @@ def fork_server(*modules: str, at_once: bool = False) -> Iterator[list[str]]:
         listener.bind(path)
         listener.listen()  # clients may come while it still imports
         end, ended = os.pipe()
-        starts = threading.Thread(
-            target=_serve, args=(listener, end, modules, at_once), daemon=True
-        )
+        # A test may replace sys.executable before the server starts.
+        words = [sys.executable, str(HERE / "fork_server.py"), str(listener.fileno()), *modules]
+        starts = threading.Thread(target=_serve, args=(listener, end, words, at_once), daemon=True)
         starts.start()
         stack.callback(os.close, end)
         stack.callback(starts.join)
@@ -54,12 +54,12 @@ def fork_server(*modules: str, at_once: bool = False) -> Iterator[list[str]]:
         yield [sys.executable, "-IS", str(HERE / "fork_client.py"), path]
 
 
-def _serve(listener: socket.socket, end: int, modules: Sequence[str], at_once: bool) -> None:
+def _serve(listener: socket.socket, end: int, words: Sequence[str], at_once: bool) -> None:
     """Until the other end of the pipe ``end`` is closed."""
     if not at_once and end in select.select([listener, end], [], [])[0]:
         return
     with subprocess.Popen(
-        [sys.executable, str(HERE / "fork_server.py"), str(listener.fileno()), *modules],
+        words,
         env=environment_of({}),
         stdin=subprocess.PIPE,  # its end, however this process ends, is that of the server
         pass_fds=[listener.fileno()],

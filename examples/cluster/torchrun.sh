@@ -3,9 +3,9 @@
 #
 #   HEAD=node0 NODES=1:4 RANKS=8 examples/cluster/torchrun.sh examples/elastic_train.py
 #
-# HEAD is a node that all others reach, itself too; NODES as many as there are at least, and at most.
-# `lightning-dist launch --nnodes $NODES --rdzv-endpoint $HEAD:$PORT ...` runs the same, but that nodes which
-# are told to end do not use up --max-restarts: here every such stop costs the others one.
+# HEAD is a node that all nodes can reach, itself included; NODES the minimum and maximum number of nodes.
+# `lightning-dist launch --nnodes $NODES --rdzv-endpoint $HEAD:$PORT ...` does the same, except that
+# a node that is stopped does not use up one of the others' --max-restarts.
 set -euo pipefail
 : "${HEAD:?the host at which the nodes meet}" "${1:?a script, and its arguments}"
 NODES=${NODES:-1:2} RANKS=${RANKS:-1} PORT=${PORT:-29400}

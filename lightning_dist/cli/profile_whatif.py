@@ -111,9 +111,10 @@ def whatif_command(
         typer.echo(to_json(found.as_dict()))
         return
     console, own = stdout_console(), found.baseline
+    predicted = where(found.scenarios[0], link_given=link_gbps is not None)
     measured = format_value(found.measured_ms, "ms")
     console.print(Text(f"Measured: {measured} a step ({own.codec}, {where(own)})."))
-    console.print(Text(f"{LABEL}, {where(found.scenarios[0])}, ms:", style="bold"))
+    console.print(Text(f"{LABEL}, {predicted}, ms:", style="bold"))
     table = predictions_table(found)
     console.print(draw_table(table, table.rows))
     for note in notes(found):

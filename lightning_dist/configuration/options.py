@@ -184,18 +184,22 @@ def require_known(name: str, *, where: str) -> Option:
     raise ValueError(unknown(name, tuple(OPTIONS), where=where))
 
 
-def unknown(name: object, known: tuple[str, ...], *, where: str, prefix: str = "") -> str:
+def unknown(
+    name: object, known: tuple[str, ...], *, where: str, prefix: str = "", listed: str = ""
+) -> str:
     """The message for a name that is not there: the nearest one, otherwise all of them.
 
     Args:
         prefix: of all names, which makes none of them a near match.
+        listed: text in the place of all names.
     """
     bare = [each.removeprefix(prefix) for each in known]
     given = str(name).removeprefix(prefix)
     words = set(given.split("_"))
     longer = [each for each in bare if words <= set(each.split("_"))]  # a word was left out
     near = difflib.get_close_matches(given, longer or bare, n=1)
-    remedy = f"did you mean {prefix + near[0]!r}?" if near else f"valid names: {', '.join(known)}"
+    valid = f"valid names: {listed or ', '.join(known)}"
+    remedy = f"did you mean {prefix + near[0]!r}?" if near else valid
     return f"Unknown setting {str(name)!r} in {where}: {remedy}"
 
 

@@ -54,15 +54,20 @@ def refuse_unknown(
     callbacks to a class of Lightning's, whose name the user has not written.
     """
     constructors = [vars(cls)["__init__"] for cls in of.__mro__ if "__init__" in vars(cls)]
-    known = {
-        name
-        for function in (*constructors, handed_to)
-        for name, parameter in signature(function).parameters.items()
-        if parameter.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-    } - {"self", "module"}
+    names: dict[bool, dict[str, None]] = {True: {}, False: {}}
+    for function in (*constructors, handed_to):
+        is_own = getattr(function, "__module__", "").startswith("lightning_dist.")
+        for name, parameter in signature(function).parameters.items():
+            if parameter.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
+                names[is_own][name] = None
+    known = tuple(name for name in names[True] | names[False] if name not in ("self", "module"))
+    own = [name for name in known if name not in names[False]]
+    base = next(cls for cls in of.__mro__ if not cls.__module__.startswith("lightning_dist."))
+    rest = f", and those of {base.__name__}" if len(own) < len(known) else ""
     for name in arguments:
         if name not in known:
-            raise ValueError(unknown(name, tuple(sorted(known)), where=of.__name__))
+            listed = ", ".join(own) + rest
+            raise ValueError(unknown(name, known, where=of.__name__, listed=listed))
 
 
 def shows_arguments_of(base: type) -> Callable[[F], F]:

@@ -240,7 +240,7 @@ def _examples(variant: Variant) -> Mapping[str, tuple[Any, ...]]:
     received = tuple(payload(rows) for _ in range(variant.received))
     now = variant.immediate and bool(state)
     finished = () if variant.immediate else state
-    sent_with = None if variant.only else keys(rows)  # whoever decodes rows has no keys
+    sent_with = None if variant.only else keys(rows)  # decoders of rows have no keys
     examples: dict[str, tuple[Any, ...]] = {
         "encode_and_commit" if now else "encode": (grad, state, scale, keys(rows), payload(rows)),
         "decode_and_commit": (grad, finished, scale, sent_with, payload(rows), received),

@@ -33,7 +33,7 @@ def calibrate(
     fused: bool = False,
     units: int | None = None,
     rounds: int = _ROUNDS,
-    where: str = "on this machine",
+    where: str = "on this machine now",
     device: torch.device | str = "cpu",
 ) -> dict[str, CodecCost]:
     """Cost of each of ``codecs``, by name: medians of the passes that training runs.
@@ -141,7 +141,7 @@ def _cost(
         encode / elements,
         min(decode, decode_one) / elements,
         max(decode_one - decode, 0.0) / elements,
-        source=f"{'' if one.is_fused else 'not '}compiled, {where}",
+        source=f"measured alone {where}, {'' if one.is_fused else 'not '}compiled",
         assumption=assumption,
         compiled=one.is_fused,
     )

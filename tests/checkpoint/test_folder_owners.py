@@ -39,7 +39,7 @@ from lightning_dist.checkpoint.settings import CheckpointSettings
 STORAGE = LocalStorage()
 
 
-def test_another_process_is_refused_and_told_by_whom(tmp_path: Path) -> None:
+def test_another_process_is_refused_with_the_name_of_the_owner(tmp_path: Path) -> None:
     with owner(tmp_path, "own") as other:
         with pytest.raises(ValueError, match="Only one trainer may write") as error:
             own(str(tmp_path))
@@ -58,7 +58,7 @@ def test_the_lock_of_a_dead_owner_is_free(tmp_path: Path, number: int) -> None:
     lock.release()
 
 
-def test_whoever_takes_the_place_of_another_waits_for_its_end(tmp_path: Path) -> None:
+def test_a_successor_waits_for_the_end_of_the_owner(tmp_path: Path) -> None:
     """A leader that was evicted is still there when the next one opens the folder."""
     with owner(tmp_path, "own") as other, ThreadPoolExecutor(1) as pool:
         waits = pool.submit(own, str(tmp_path), trainer_patience=60.0)

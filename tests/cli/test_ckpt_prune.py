@@ -57,7 +57,7 @@ def test_leftovers_are_the_next_runs(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == [LEFTOVER, "1.ckpt"], "no lock file stays either"
 
 
-def test_prune_goes_on_without_locks_if_told_to(
+def test_prune_continues_without_locks_on_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps(tmp_path, 1, 2)

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from calls import program
 from click.testing import Result
 from processes import run
 
 import lightning_dist
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable
-from lightning_dist.cli.doctor import Finding
+from lightning_dist.cli.doctor import Finding, command
 from lightning_dist.cli.doctor.command import show, two_ranks
 from lightning_dist.cli.doctor.host import (
     devices,
@@ -55,11 +56,13 @@ def in_network(environ: Mapping[str, str], hostname: str = "localhost") -> dict[
 
 
 def test_two_ranks_meet(monkeypatch: pytest.MonkeyPatch, quick_executable: str) -> None:
-    """The whole command, for programs: all findings, no status where nobody looks."""
+    """The whole command, for programs: all findings on stdout, and that it is busy on stderr."""
     monkeypatch.setattr(sys, "executable", quick_executable)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     result = doctor("--json")
-    assert result.stderr == ""
+    assert result.stderr == (
+        "Checking this environment and starting two ranks; this takes several seconds.\n"
+    )
     findings = json.loads(result.stdout)["findings"]
     found = {each.pop("name"): Finding(**each) for each in findings}
     assert len(found) == len(findings)
@@ -72,6 +75,16 @@ def test_two_ranks_meet(monkeypatch: pytest.MonkeyPatch, quick_executable: str) 
     assert {"torch", "gloo", "interfaces", "open files", "compiler"} <= found.keys()
     last = found["2 ranks here"]
     assert (last.state, last.what.split(";")[0]) == ("ok", "gloo works")
+
+
+def test_a_line_comes_before_the_checks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = []
+    monkeypatch.setattr(command, "versions", lambda: printed.append(capsys.readouterr().err) or {})
+    with pytest.raises(typer.Exit):
+        command.doctor(run=False)
+    assert printed == ["Checking this environment; this takes several seconds.\n"]
 
 
 def test_two_ranks_that_cannot_meet(monkeypatch: pytest.MonkeyPatch, quick_executable: str) -> None:

@@ -164,7 +164,7 @@ def test_a_variable_of_the_user_stays(
     assert f"is {tmp_path}/mine.yaml already: {tmp_path}/x/lightning_dist.yaml is" in result.stderr
 
 
-def test_settings_that_are_not_beside_the_file_are_told(
+def test_settings_that_are_not_beside_the_file_are_reported(
     home: Path, tmp_path: Path, script: Path
 ) -> None:
     (home / "lightning_dist.yaml").write_text("codec: sign\n")

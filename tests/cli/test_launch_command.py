@@ -106,7 +106,7 @@ def test_a_module() -> None:
     assert planned("-m", "package.train", "--x")[1][-2:] == ["package.train", "--x"]
 
 
-def test_every_setting_is_told_in_a_line(script: Path) -> None:
+def test_every_setting_is_printed_in_a_line(script: Path) -> None:
     result = invoke("--dry-run", script)
     assert [line.split()[:2] for line in result.stderr.splitlines()] == [
         ["lightning-dist:", "torchrun"],
@@ -117,7 +117,7 @@ def test_every_setting_is_told_in_a_line(script: Path) -> None:
 
 
 @pytest.mark.parametrize(("more", "patience"), [([], 600), (["--rdzv-conf=join_timeout=60"], 60)])
-def test_what_too_few_nodes_lead_to_is_told(script: Path, more: list[str], patience: int) -> None:
+def test_too_few_nodes_are_explained(script: Path, more: list[str], patience: int) -> None:
     result = invoke("--dry-run", "--nnodes=2:4", "--rdzv-endpoint=node0:29400", *more, script)
     assert "RendezvousTimeoutError means that fewer than 2 nodes joined" in result.stderr
     assert f"in {patience} s" in result.stderr

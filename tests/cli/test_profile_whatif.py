@@ -64,7 +64,8 @@ def test_the_run_and_the_error_come_first(folder: Path) -> None:
         notes[0],
     )
     assert notes[1] == f"note: {CHANGE_BASELINE}"
-    assert "note: cost of fp16: not compiled, on this machine" in notes
+    here = "note: codec costs: fp16 measured alone on this machine now, not compiled"
+    assert here in notes
     assert any(note.startswith("note: latency: n/a, ") for note in notes)
 
 
@@ -128,10 +129,10 @@ def test_what_the_run_has_measured_is_taken_and_the_rest_is_measured_here(folder
     write_costs(folder, Costs({"fp16": FP16}))
     # the only run of a folder is taken
     kept = profile("whatif", folder.parent, "--codec", "fp16", "--codec", "bf16").stdout
-    assert "note: cost of fp16: on a after this run" in kept
-    assert "note: cost of bf16: not compiled, on this machine" in kept
+    here = "measured alone on this machine now, not compiled"
+    assert f"note: codec costs: fp16 on a after this run; bf16 {here}\n" in kept
     anew = profile("whatif", folder, "--codec", "fp16", "--measure").stdout
-    assert "note: cost of fp16: not compiled, on this machine" in anew
+    assert f"note: codec costs: fp16 {here}\n" in anew
     (folder / "costs.json").write_text("{")
     damaged = profile("whatif", folder, "--codec", "fp16")
     assert damaged.exit_code == 0
@@ -178,11 +179,14 @@ def test_of_another_link_the_change_is_against_the_runs_own_setting_there(folder
     assert [each["change"] < 0 for each in found["scenarios"]] == [True, False]
 
 
-def test_of_one_host_nothing_is_told_of_several_without_a_rate_between_them(tmp_path: Path) -> None:
+def test_one_host_predicts_nothing_for_several_without_a_rate_between_them(tmp_path: Path) -> None:
     folder = save(tmp_path / "run", replace(DDP, hosts=("a",)).run())
     write_costs(folder, KEPT)
     first, *_ = profile("whatif", folder, "--codec", "ddp").stdout.splitlines()
-    assert "(ddp, 2 ranks on 1 host, 836 Mbit/s per rank, no network)" in first
+    assert "(ddp, 2 ranks on 1 host, 836 Mbit/s per rank inside the host)" in first
+    given = profile("whatif", folder, "--codec", "ddp", "--link-gbps", "0.1").stdout.splitlines()
+    assert given[0] == first
+    assert "2 ranks on 1 host, each with a link of 100 Mbit/s, ms:" in given[1]
     asked = ["--codec", "ddp", "--codec", "fp16", "--hosts", "64"]
     for more in ([], ["--json"]):
         assert refusal("whatif", folder, *asked, *more) == (
@@ -192,7 +196,7 @@ def test_of_one_host_nothing_is_told_of_several_without_a_rate_between_them(tmp_
     assert {(each["codec"], each["hosts"]) for each in found} == {("ddp", 64), ("fp16", 64)}
 
 
-def test_what_alone_cannot_be_told_is_a_note_with_the_option(tmp_path: Path) -> None:
+def test_what_alone_cannot_be_predicted_is_a_note_with_the_option(tmp_path: Path) -> None:
     folder = save(tmp_path / "run", replace(DDP, world_size=4).run())
     write_costs(folder, KEPT)
     result = profile("whatif", folder, "--codec", "fp16")

@@ -188,7 +188,9 @@ def test_errors_of_the_settings_say_where_they_come_from(home: dict[str, str]) -
         raise ValueError("no good")
 
 
-def test_what_differs_from_the_defaults_is_told_with_its_source(home: dict[str, str]) -> None:
+def test_settings_that_are_not_defaults_are_listed_with_their_source(
+    home: dict[str, str],
+) -> None:
     beside = sidecar(home, "codec: int4\nhierarchical: auto\nmin_compress_numel: 0")
     found = resolve({"start_step": 3}, environ={**home, "LIGHTNING_DIST_ERROR_FEEDBACK": "true"})
     assert found.outside_text() == (

@@ -65,7 +65,7 @@ def test_under_stock_torchrun_a_planned_stop_costs_a_restart(start: Start) -> No
     assert starts == 2
 
 
-def test_an_agent_whose_machine_goes_ends_as_if_it_were_told(start: Start) -> None:
+def test_an_agent_whose_machine_is_lost_ends_as_after_a_signal(start: Start) -> None:
     """It does not come back to be lost, which would be a failure to all others."""
     done, starts = start(OURS, [77, 0], max_restarts=3)
     assert done.returncode == 1

@@ -46,7 +46,7 @@ def codes_of(
     return codes
 
 
-def test_who_was_told_ends_well_and_others_ask_for_a_restart(
+def test_preempted_ranks_exit_with_0_and_others_ask_for_a_restart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     codes = codes_of(monkeypatch, ["", "SIGTERM", "", ""])

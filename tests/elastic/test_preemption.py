@@ -79,7 +79,7 @@ def test_a_signal_is_noted_while_the_main_thread_is_in_a_call_that_does_not_retu
     here.close()
 
 
-def test_the_first_reason_counts_and_is_told_once() -> None:
+def test_the_first_reason_counts_and_is_reported_once() -> None:
     heard = Heard()
     notices = started(signal.SIGUSR1, signal.SIGUSR2, heard=heard)
     os.kill(os.getpid(), signal.SIGUSR2)

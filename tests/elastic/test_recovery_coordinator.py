@@ -260,7 +260,7 @@ def test_a_second_fault_while_the_first_is_recovered(three: Job) -> None:
     assert three.look().members == ("0.0.0",)
 
 
-def test_whoever_reported_and_died_is_not_a_member(three: Job) -> None:
+def test_a_worker_that_reported_and_died_is_not_a_member(three: Job) -> None:
     three.report("0.0.0", "0.1.0")
     three.store.set(Keys.dead("0.1.0"), "SIGKILL")
     three.report("0.2.0")

@@ -99,7 +99,7 @@ def test_what_was_passed_over_goes_first_and_its_name_is_free(
     assert again.names == names
 
 
-def test_a_failure_is_raised_once_by_whoever_asks_first(start: Callable[..., Kept]) -> None:
+def test_a_failure_is_raised_once_by_the_first_caller(start: Callable[..., Kept]) -> None:
     kept = start(on_error="raise")
     kept.failing = {1}
     kept.save(1)

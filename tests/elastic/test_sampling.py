@@ -126,7 +126,7 @@ def test_a_distributed_sampler_stands_for_its_whole_dataset(shuffle: bool, size:
     assert (list(order.of(0)) == list(range(size))) is not shuffle
 
 
-def test_a_sampler_is_told_the_epoch() -> None:
+def test_a_sampler_gets_the_epoch() -> None:
     class Told(Sampler[int]):
         epoch = -1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import shlex
 from pathlib import Path
 
@@ -102,6 +103,12 @@ def test_hydra_builds_the_strategy(argument: str, said: str, quick_python: list[
 def test_the_lightning_script(tmp_path: Path, quick_executable: str) -> None:
     done = start(quick_executable, tmp_path, "lightning_train.py", "--steps", "8")
     assert "`Trainer.fit` stopped" in done.output
+
+
+def test_a_sharded_model_in_two_replicas(tmp_path: Path, quick_executable: str) -> None:
+    done = start(quick_executable, tmp_path, "fsdp2_train.py", "--steps", "4")
+    assert re.search(r"perplexity \d.*, accuracy 0\.\d", done.output)
+    assert "3.9 times fewer bytes between replicas" in done.output
 
 
 def test_the_profiler_around_a_loop(tmp_path: Path, quick_python: list[str]) -> None:

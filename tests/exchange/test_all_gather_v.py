@@ -151,7 +151,7 @@ def test_many_in_flight_do_not_mix() -> None:
 
 
 @pytest.mark.parametrize("ranks_per_host", [1, 2])
-def test_bytes_that_leave_the_host_are_told_apart(ranks_per_host: int) -> None:
+def test_bytes_that_leave_the_host_are_counted_separately(ranks_per_host: int) -> None:
     """A ring: only what goes to the next rank counts, and that is on one host or on another."""
 
     def body(rank: Rank) -> tuple[int, int]:

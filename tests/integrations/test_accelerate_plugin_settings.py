@@ -73,7 +73,7 @@ def test_equal_is_what_is_in_force(sidecar: Path) -> None:
     assert dataclasses.replace(plugin, codec="int4").start_step == 7
 
 
-def test_it_is_told_once_what_is_from_outside(sidecar: Path, said: Any) -> None:
+def test_settings_from_outside_are_logged_once(sidecar: Path, said: Any) -> None:
     plugin = CompressedDDPPlugin("int4")
     assert said() == [], "who makes a plugin may never attach it"
     plugin.attach(accelerate.Accelerator(cpu=True))
@@ -89,7 +89,7 @@ def test_our_accelerator_takes_them_too(sidecar: Path, said: Any) -> None:
     assert "codec='sign'" in message
 
 
-def test_what_is_as_without_a_file_is_not_told(sidecar: Path, said: Any) -> None:
+def test_settings_that_equal_the_defaults_are_not_logged(sidecar: Path, said: Any) -> None:
     sidecar.write_text("codec: int8\n")  # which is the default
     CompressedDDPPlugin(start_step=3).attach(accelerate.Accelerator(cpu=True))
     assert said() == []

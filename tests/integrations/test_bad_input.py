@@ -31,7 +31,7 @@ BAD: list[tuple[Mapping[str, Any], str]] = [
     ({"mixed_precision": object()}, "mixed_precision= installs .* use precision='bf16-mixed'"),
     ({"codek": "int8"}, "'codek' in CompressedDDPStrategy: did you mean 'codec'"),
     ({"bucket_cap": 5}, "'bucket_cap' in CompressedDDPStrategy: did you mean 'bucket_cap_mb'"),
-    ({"module": None}, "'module' in CompressedDDPStrategy: valid names: accelerator, .*, timeout$"),
+    ({"module": None}, "'module' in .*: valid names: codec, .*, and those of DDPStrategy$"),
 ]
 
 

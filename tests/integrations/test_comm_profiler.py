@@ -80,7 +80,7 @@ def test_weights_are_those_without_it(folders: dict[str, Path]) -> None:
         assert found["None True"] != found["int8 True"]
 
 
-def test_a_residual_that_grows_without_end_is_told_once(folders: dict[str, Path]) -> None:
+def test_a_residual_that_grows_without_end_is_reported_once(folders: dict[str, Path]) -> None:
     profiled, summary = profile(folders["residual growing"])
     (note,) = [note for note in summary["notes"] if "residual of bucket" in note]
     assert "has grown from" in note

@@ -86,7 +86,7 @@ def test_a_model_is_for_loops_only() -> None:
         CommProfiler(nn.Linear(1, 1)).on_train_start(SimpleNamespace(), SimpleNamespace())
 
 
-def test_an_error_is_told_without_the_places_of_its_source() -> None:
+def test_an_error_is_reported_without_its_source_locations() -> None:
     error = RuntimeError("lightning_dist: [/__w/gloo/transport/tcp/pair.cc:553] " + "closed " * 60)
     told = _reason(error)
     assert told.startswith("RuntimeError: lightning_dist: closed closed")

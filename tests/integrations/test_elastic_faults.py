@@ -244,7 +244,7 @@ def test_a_rank_that_hangs_is_not_waited_for(outcomes: Any) -> None:
     assert result["seconds"] < 25, "hang_timeout is 4 s, and the agent kills after 30 s"
 
 
-def test_who_is_told_ends_well_and_who_is_not_asks_for_a_restart(outcomes: Any) -> None:
+def test_signalled_ranks_exit_with_0_and_others_ask_for_a_restart(outcomes: Any) -> None:
     _, all_told = outcomes["all told to end"]
     assert all_told["codes"] == ["ok", "ok"]
     given, result = outcomes["2, then 3, then 2 ranks"]

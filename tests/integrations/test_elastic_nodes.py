@@ -58,7 +58,7 @@ def test_fewer_nodes_than_the_minimum_end_the_job(tmp_path: Path, program: list[
     assert not (tmp_path / "ended").exists()
 
 
-def test_a_launcher_that_is_told_to_end_leaves_a_checkpoint(
+def test_a_launcher_that_gets_sigterm_leaves_a_checkpoint(
     tmp_path: Path, program: list[str]
 ) -> None:
     script = SCRIPT.with_name("elastic_told.py")

@@ -64,7 +64,7 @@ def test_fabric_save_and_load_carry_the_residuals(two: Results) -> None:
     require_replicas(pick(ranks, "resumed"))
 
 
-def test_another_number_of_ranks_owes_what_was_owed(two: Results, three: Results) -> None:
+def test_another_number_of_ranks_keeps_the_mean_residual(two: Results, three: Results) -> None:
     """What is owed to the model is the mean over ranks."""
     before = [facts["half"]["residuals"] for facts in two("fabric_resumes")]
     after = [facts["start"]["residuals"] for facts in three("fabric_two_to_three")]
@@ -77,7 +77,7 @@ def test_another_number_of_ranks_owes_what_was_owed(two: Results, three: Results
     require_replicas(pick(three("fabric_two_to_three"), "resumed"))
 
 
-def test_a_plain_checkpoint_leaves_nothing_owed(two: Results) -> None:
+def test_a_plain_checkpoint_leaves_no_residual(two: Results) -> None:
     """As in Lightning: what was owed belonged to the weights that the load replaced."""
     for facts in two("fabric_other_files"):
         assert any(residual.any() for residual in facts["before"]["residuals"].values())

@@ -103,7 +103,7 @@ def test_one_process_exchanges_nothing(capsys: Any, caplog: Any) -> None:
     ]
 
 
-def test_parameters_that_are_too_small_are_told_once(caplog: Any) -> None:
+def test_parameters_that_are_too_small_are_reported_once(caplog: Any) -> None:
     """And not at the end, with the advice to begin earlier."""
 
     def body(rank: Rank) -> bool:
@@ -121,7 +121,7 @@ def test_bytes_of_a_warm_up_are_those_of_its_end(capsys: Any, caplog: Any) -> No
     assert " per step from step 50 on, " in line
 
 
-def test_levels_are_told_apart(capsys: Any, caplog: Any) -> None:
+def test_levels_are_reported_separately(capsys: Any, caplog: Any) -> None:
     def body(rank: Rank) -> None:
         tree = [[0, 1], [2, 3]]
         groups = rank.groups(tree)

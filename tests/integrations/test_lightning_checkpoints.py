@@ -54,7 +54,7 @@ def test_a_checkpoint_of_ours_loads_under_plain_ddp(two: Results) -> None:
     assert KEY not in torch.load(two.folder / "ddp.ckpt", weights_only=True)
 
 
-def test_a_plain_checkpoint_loads_under_ours_and_nothing_is_owed(two: Results) -> None:
+def test_a_plain_checkpoint_loads_under_ours_without_residuals(two: Results) -> None:
     """Not even what the strategy still owed from a fit before it."""
     ranks = two("ddp_under_ours")
     for facts in ranks:

@@ -30,7 +30,7 @@ def test_fits_do_not_pile_up_threads_and_sockets(two: Results) -> None:
 
 
 @pytest.mark.parametrize("scenario", ["fit_after_a_failure", "fit_after_uneven_failures"])
-def test_a_fit_after_a_failed_one_goes_on_with_what_is_owed(two: Results, scenario: str) -> None:
+def test_a_fit_after_a_failed_one_continues_with_its_residuals(two: Results, scenario: str) -> None:
     """The failure came in a backward pass with buckets on their way: its step never happened."""
     ranks = two(scenario)
     for facts in ranks:

@@ -100,7 +100,7 @@ def test_few_outer_steps_are_said_with_their_number(caplog: pytest.LogCaptureFix
     assert line.startswith(f"[lightning_dist] {says}")
 
 
-def test_ranks_that_want_different_things_are_told() -> None:
+def test_ranks_with_different_settings_are_refused() -> None:
     def train(world: World) -> str:
         with pytest.raises(ValueError, match="local updates") as error:
             world.worker(plain(), sync_every=4 + world.rank.rank)

@@ -202,7 +202,7 @@ def test_a_loss_that_is_not_weighted(tmp_path: Path) -> None:
                 loop.step_done()
 
 
-def test_a_step_that_nobody_told_of(tmp_path: Path) -> None:
+def test_a_step_that_was_not_announced(tmp_path: Path) -> None:
     with (  # noqa: PT012
         pytest.raises(ValueError, match="call it after the optimizer's step"),
         loop_in(tmp_path) as loop,

@@ -206,7 +206,7 @@ def compressed(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]
     )
 
 
-def test_events_are_told_in_one_line_each_and_counted(compressed: Job) -> None:
+def test_events_are_logged_in_one_line_each_and_counted(compressed: Job) -> None:
     told = [line for line in compressed.output.splitlines() if "elastic: " in line]
     (lost,) = [line for line in told if "worker 0.0.0 was lost" in line]
     assert f"2 ranks after step {STEP + 1}, within the process (generation 1)" in lost
@@ -242,7 +242,7 @@ def test_the_profile_has_all_ranks_and_says_when_members_changed(compressed: Job
     assert "generation 1" in page
 
 
-def test_compressed_ranks_stay_equal_and_whoever_misses_the_answer_commits(
+def test_compressed_ranks_stay_equal_and_a_rank_that_misses_the_answer_commits(
     compressed: Job,
 ) -> None:
     job = compressed

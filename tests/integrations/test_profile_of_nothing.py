@@ -34,7 +34,7 @@ def fit(folder: Path, profiler: CommProfiler, **settings: Any) -> None:
     trainer.fit(Net(), make_loader())
 
 
-def test_one_process_is_told_at_the_begin_and_where_the_summary_would_be(
+def test_one_process_is_reported_at_the_start_and_where_the_summary_would_be(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(2):  # Python shows a warning once
@@ -46,7 +46,7 @@ def test_one_process_is_told_at_the_begin_and_where_the_summary_would_be(
     assert not list(tmp_path.rglob("*"))
 
 
-def test_one_process_is_told_outside_of_lightning() -> None:
+def test_one_process_is_reported_outside_of_lightning() -> None:
     with pytest.raises(ValueError, match=r"got Linear; .* one process exchanges no gradients"):
         CommProfiler(torch.nn.Linear(1, 1)).__enter__()
 

@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from lightning_dist import AsyncCheckpoint, CompressedDDPStrategy, ElasticRestart, TopK
+from lightning_dist import (
+    AsyncCheckpoint,
+    CompressedDDPStrategy,
+    ElasticRestart,
+    LocalUpdateStrategy,
+    TopK,
+)
 from lightning_dist.codecs import resolve_codec
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
 
@@ -75,6 +81,19 @@ def test_a_callback_names_itself_and_what_was_meant(callback: type, tmp_path: Pa
     assert message(callback, tmp_path, every_n_steps=5) == (
         f"Unknown setting 'every_n_steps' in {callback.__name__}: did you mean "
         "'every_n_train_steps'?"
+    )
+
+
+def test_a_name_like_no_other_lists_those_of_this_package_first() -> None:
+    assert message(LocalUpdateStrategy, zebra=1) == (
+        "Unknown setting 'zebra' in LocalUpdateStrategy: valid names: evaluate, method, "
+        "sync_every, fragments, overlap_steps, mixing, ddp_steps, outer_lr, outer_momentum, "
+        "outer_optimizer, replicas, offload, weigh_by, codec, error_feedback, hierarchical, "
+        "min_compress_numel, start_step, compile_kernels, ranks_per_host, rank_groups, commit, "
+        "delay, exchange_timeout, recovery, mirror_residuals, and those of DDPStrategy"
+    )
+    assert message(LocalUpdateStrategy, find_unused=True).endswith(
+        "did you mean 'find_unused_parameters'?"  # an argument of DDP
     )
 
 

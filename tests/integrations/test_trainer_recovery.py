@@ -172,7 +172,7 @@ def test_a_rank_is_lost_before_the_first_batch_of_a_newcomer(
 
 
 @pytest.mark.slow
-def test_compressed_ranks_stay_equal_and_whoever_misses_the_answer_commits(
+def test_compressed_ranks_stay_equal_and_a_rank_that_misses_the_answer_commits(
     tmp_path: Path, quick_python: list[str]
 ) -> None:
     """Rank 0 dies after a vote whose answer rank 1 has not heard, and rank 2 has."""

@@ -192,7 +192,7 @@ def a_whatif(*, ranks: int = 2) -> Predictions:
 
     def told(codec: str, step: float, *, sent_mb: float = 16.0, **more: Any) -> Prediction:
         of_run = {"step_ms": step, "exposed_ms": step - 70, "sent_mb": sent_mb}
-        source = "not compiled, on node-00.cluster after this run"
+        source = "measured alone on node-00.cluster after this run, not compiled"
         return Prediction(codec, "flat", 2, ranks, 0.196, **of_run, source=source, **more)
 
     return Predictions(

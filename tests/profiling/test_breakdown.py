@@ -172,7 +172,7 @@ def test_an_exchange_that_does_not_say_who_takes_part_is_transfer(
     assert "without recorded members" in unknown_wait(analyse(run, 0))
 
 
-def test_groups_of_one_name_are_told_apart_by_their_ranks() -> None:
+def test_groups_of_one_name_are_distinguished_by_their_ranks() -> None:
     run = Planted(world_size=4, late={1: 50, 3: 20}).run()
     for rank, group in {0: [0, 1], 1: [0, 1], 2: [2, 3], 3: [2, 3]}.items():
         run = replaced(

@@ -10,7 +10,7 @@ from lightning_dist.profiling.analysis.summarize import summarize
 
 
 @pytest.mark.parametrize(("uncertainty", "stop_requested"), [(2.2, False), (2.3, True)])
-def test_uncertain_clocks_are_told(uncertainty: float, stop_requested: bool) -> None:
+def test_uncertain_clocks_are_reported(uncertainty: float, stop_requested: bool) -> None:
     notes = summarize(Planted(uncertainty=uncertainty).run()).notes
     assert bool(notes) == stop_requested
     if stop_requested:
@@ -20,7 +20,7 @@ def test_uncertain_clocks_are_told(uncertainty: float, stop_requested: bool) -> 
         ]
 
 
-def test_clocks_that_were_never_compared_are_told() -> None:
+def test_clocks_that_were_never_compared_are_reported() -> None:
     summary = summarize(Planted(late={1: 50}, shift={1: 1e6}, uncertainty=None).run())
     assert summary.notes == [
         "no clock of rank 1 was compared with rank 0's: waiting is estimated from the duration of "

@@ -28,6 +28,7 @@ from lightning_dist.profiling.report.tables import (
     links_table,
     parts_table,
     ranks_table,
+    run_table,
 )
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.costs import Costs
@@ -167,6 +168,11 @@ def test_the_matrix_has_all_bits_over_all_seconds() -> None:
         ("", "1.60"),
         ("", ""),
     ]
+
+
+def test_hosts_are_listed_once_with_their_number_of_ranks() -> None:
+    rows = run_table(a_summary(ranks=3, hosts=["vm", "vm", "b"])).rows
+    assert ("hosts", "vm (2 ranks), b (1 rank)") in rows
 
 
 def test_names_of_hosts_are_escaped_once() -> None:

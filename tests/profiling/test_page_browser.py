@@ -86,7 +86,7 @@ def test_it_asks_for_nothing_but_itself_and_complains_about_nothing(
     assert shown.errors == []
 
 
-def test_plotly_knows_everything_that_it_is_told(shown: Opened) -> None:
+def test_plotly_knows_every_property_of_the_figures(shown: Opened) -> None:
     told = shown.page.evaluate(
         "[...document.querySelectorAll('.picture')].map("
         "  each => [each.id, (Plotly.validate(each.data, each.layout) || []).map(x => x.msg)])"

@@ -80,7 +80,7 @@ def without_optimizer(run: Run, every: int) -> Run:
     return run
 
 
-def test_exchanges_that_could_be_spared_are_told() -> None:
+def test_exchanges_that_could_be_spared_are_reported() -> None:
     several = note_of(TWICE)
     assert several.startswith("gradients are exchanged 2 times in a step of an optimizer: ")
     often = without_optimizer(Planted(steps=32).run(), every=3)

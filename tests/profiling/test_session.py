@@ -120,7 +120,7 @@ def test_lines_are_in_the_file_after_a_second(tmp_path: Path) -> None:
     assert from_line(path.read_text().splitlines()[-1]) == last
 
 
-def test_what_is_kept_nowhere_is_told(tmp_path: Path) -> None:
+def test_records_that_are_kept_nowhere_are_reported(tmp_path: Path) -> None:
     clock, told = Clock(), []
     about = Planted(steps=0).run().ranks[0].metadata
     session = Session(None, about, settings=SessionSettings(), on_step=told.append, clock=clock)
@@ -142,7 +142,7 @@ def test_what_a_profile_needs_is_counted_in_its_step(tmp_path: Path) -> None:
     assert [each.overhead for each in told[1:]] == [0, 0]
 
 
-def test_a_disk_that_fails_is_told_and_no_reason_to_stop(tmp_path: Path) -> None:
+def test_a_disk_that_fails_is_reported_and_no_reason_to_stop(tmp_path: Path) -> None:
     clock, told = Clock(), []
     about = Planted(steps=0).run().ranks[1].metadata
     settings = SessionSettings()
@@ -173,7 +173,7 @@ print(*told)
 """
 
 
-def test_a_disk_that_is_full_in_the_middle_of_a_line_is_told(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_in_the_middle_of_a_line_is_reported(tmp_path: Path) -> None:
     done = run([sys.executable, "-c", FULL_IN_A_LINE, tmp_path], limit=60)
     path = tmp_path / "rank0.jsonl"
     told = f"{path}: File too large; further steps of this rank are not saved\n"
@@ -181,7 +181,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_line_is_told(tmp_path: Path) -> 
     assert path.read_text() == '{"kind":"end","reason":"xxxxxx'
 
 
-def test_a_disk_that_fails_at_the_end_is_told(
+def test_a_disk_that_fails_at_the_end_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []

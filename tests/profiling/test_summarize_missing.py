@@ -46,7 +46,7 @@ def test_missing_ranks() -> None:
     assert len(pick_steps(run, summary)) == 1
 
 
-def test_one_exchange_without_a_record_is_told() -> None:
+def test_one_exchange_without_a_record_is_reported() -> None:
     run = Planted().run()
     steps = dict(run.ranks[1].steps)
     steps[2] = replace(steps[2], spans=[each for each in steps[2].spans if each.bucket])
@@ -85,7 +85,7 @@ def test_no_steps() -> None:
         assert pick_steps(run, summary) == []
 
 
-def test_what_ended_a_training_without_a_step_is_told_once() -> None:
+def test_the_end_of_a_training_without_a_step_is_reported_once() -> None:
     error = "OSError: no data in /a/folder " + 20 * "again, " + "and again"
     run = replaced(Planted(steps=0).run(), 1, end=EndRecord(error))
     summary = with_whatif(summarize(run), run, lambda observed: Costs(reason="not asked"))
@@ -102,7 +102,7 @@ def test_what_ended_a_training_without_a_step_is_told_once() -> None:
     ]
 
 
-def test_what_came_first_is_told_first_whichever_clock_is_ahead() -> None:
+def test_the_first_error_is_reported_first_whichever_clock_is_ahead() -> None:
     """The clock of rank 1 is 5 s ahead; an older version has left no time."""
     run = Planted(world_size=3, shift={1: 5_000}).run()
     at, ahead = 10 * 10**9, 5 * 10**9
@@ -116,7 +116,7 @@ def test_what_came_first_is_told_first_whichever_clock_is_ahead() -> None:
         assert summarize(ended).notes[0] == f"the training ended by {told}"
 
 
-def test_no_rate_is_told_of_half_a_run() -> None:
+def test_half_a_run_has_no_rate() -> None:
     run = Planted(world_size=4, hosts=["a", "a", "b", "b"]).run()
     summary = summarize(Run({rank: each for rank, each in run.ranks.items() if rank != 3}))
     assert summary.traffic is not None

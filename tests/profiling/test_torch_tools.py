@@ -11,7 +11,7 @@ from processes import run
 from lightning_dist.profiling.capture.torch_tools import TorchTracer
 
 
-def test_a_trace_that_cannot_be_written_is_told_and_no_reason_to_stop(tmp_path: Path) -> None:
+def test_a_trace_that_cannot_be_written_is_reported_and_no_reason_to_stop(tmp_path: Path) -> None:
     (tmp_path / "taken").touch()
     told: list[str] = []
     folder = tmp_path / "taken" / "run-0"
@@ -31,7 +31,7 @@ def test_the_step_in_which_the_trace_is_written_is_disturbed_too(tmp_path: Path)
     assert (tmp_path / "torch-trace-rank0-step1.json.gz").is_file()
 
 
-def test_steps_that_never_come_are_told(tmp_path: Path) -> None:
+def test_steps_that_never_come_are_reported(tmp_path: Path) -> None:
     told: list[str] = []
     tracer = TorchTracer(tmp_path, rank=0, wanted=range(100, 103), on_problem=told.append)
     assert not any(tracer.begin_step(step) for step in range(6))

@@ -58,7 +58,7 @@ def test_waiting_that_exchanges_show_is_no_news(planted: Planted) -> None:
     assert what(planted) == []
 
 
-def test_waiting_before_the_exchange_is_told() -> None:
+def test_waiting_before_the_exchange_is_reported() -> None:
     summary = found(BUFFERS)
     assert summary.ranks[1].wait_ms == pytest.approx(0), "in exchanges"
     assert [*summary.phase_skew] == [
@@ -73,7 +73,7 @@ def test_of_many_that_wait_none_is_left_out() -> None:
     assert "forward (11 of 12 ranks: +40.0 ms)" in found(replace(FOUR, world_size=12)).notes[0]
 
 
-def test_who_waits_longer_than_half_as_long_is_told_too() -> None:
+def test_a_rank_that_waits_longer_than_half_as_long_is_reported_too() -> None:
     planted = replace(FOUR, late_data={0: 40, 1: 10, 2: 25})
     assert what(planted) == [("between_steps", [0, 2], 3, 40), ("forward", [3, 1], 0, 40)]
 

@@ -140,6 +140,6 @@ def test_measuring_draws_nothing_from_the_generator() -> None:
     before = torch.random.get_rng_state()
     threads = torch.get_num_threads()
     found = calibrate(["powersgd"], units=4, rounds=1, where="here")
-    assert found["powersgd"].source == "not compiled, here"
+    assert found["powersgd"].source == "measured alone here, not compiled"
     assert torch.equal(torch.random.get_rng_state(), before)
     assert torch.get_num_threads() == threads

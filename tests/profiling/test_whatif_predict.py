@@ -144,7 +144,7 @@ def test_bytes_and_times_of_the_runs_own_codec_are_those_of_the_run() -> None:
     found = asked(heavy, {})
     assert found.error == pytest.approx(0.0, abs=1e-6)
     assert found.scenarios[0].sent_mb == pytest.approx(8 * UNIT_ELEMENTS / 1e6)
-    assert found.scenarios[0].source == "this run"
+    assert found.scenarios[0].source == "as in this run, while training"
 
 
 def test_other_numbers_of_hosts() -> None:

@@ -74,7 +74,7 @@ def test_where_nothing_is_faster_it_says_so() -> None:
         ({"change": 0.5}, NOTHING),
     ],
 )
-def test_what_is_told_of_the_best(changes: dict[str, Any], sentence: str) -> None:
+def test_the_headline_names_the_best_setting(changes: dict[str, Any], sentence: str) -> None:
     assert headline(with_best(**changes)) == sentence
 
 
@@ -163,7 +163,7 @@ def test_a_fault_in_a_prediction_costs_only_the_prediction() -> None:
     )
 
 
-def test_what_was_not_measured_is_told() -> None:
+def test_costs_that_were_not_measured_are_reported() -> None:
     run = DDP.run()
     found = with_whatif(summarize(run), run, lambda observed: Costs(COSTS, "no time was left"))
     assert found.predictions is not None
@@ -174,7 +174,7 @@ def test_what_was_not_measured_is_told() -> None:
     assert "N/a for int8 flat: the cost of int8 was not measured." in table.caption
 
 
-def test_what_is_not_known_is_told_once_for_each_reason() -> None:
+def test_each_reason_for_a_missing_prediction_is_reported_once() -> None:
     run = replace(DDP, world_size=4, hosts=("a",)).run()
     found = with_whatif(summarize(run), run, lambda observed: Costs(COSTS))
     table = whatif_table(found)

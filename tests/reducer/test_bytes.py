@@ -191,7 +191,7 @@ def require(codec: str, hosts: int, per_host: int = 1, *, shape: tuple[int, ...]
     compresses_fewer_bytes(Settings.check(codec), names, planner(hosts, per_host))
 
 
-def test_a_model_that_is_merely_small_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_is_merely_small_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     require("int8", 1024, shape=(64, 64))
     assert "Nothing is compressed: all 1 parameters" in caplog.text
 

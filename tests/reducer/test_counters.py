@@ -76,7 +76,7 @@ def test_int8_sends_about_a_quarter() -> None:
         assert stats["ratio"] == pytest.approx(3.97, abs=0.005)
 
 
-def test_codecs_are_told_apart() -> None:
+def test_codecs_are_counted_separately() -> None:
     """Small tensors beside int8 show up as `none`; the parts add up to the whole."""
 
     def body(rank: Rank) -> Mapping[str, Any]:
@@ -95,7 +95,7 @@ def test_codecs_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("ranks_per_host", [1, 2])
-def test_bytes_that_leave_the_host_are_told_apart(ranks_per_host: int) -> None:
+def test_bytes_that_leave_the_host_are_counted_separately(ranks_per_host: int) -> None:
     """Two-shot on 2 hosts x 2: two thirds of the shards leave, the ring at its last rank only."""
 
     def body(rank: Rank) -> Mapping[str, Any]:

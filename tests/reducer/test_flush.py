@@ -145,7 +145,7 @@ def test_a_step_that_is_not_finite_at_the_switch_sends_it_in_the_next(
 
 @pytest.mark.parametrize("scale", [None, 1024.0])
 @pytest.mark.parametrize("last", ["none", "bf16", "fp16", "qsgd:block_size=64"])
-def test_what_is_owed_arrives_in_one_step(last: str, scale: float | None) -> None:
+def test_residuals_arrive_in_one_step(last: str, scale: float | None) -> None:
     """With gradients of zero from the switch on."""
 
     def body(rank: Rank) -> tuple[Tensors, Tensors, Tensors]:
@@ -216,7 +216,7 @@ def test_a_codec_without_a_residual_sends_what_a_checkpoint_owes() -> None:
     assert all(not each.names for each in loaded)
 
 
-def test_a_parameter_that_is_not_used_at_the_switch_stays_owed_until_it_is() -> None:
+def test_the_residual_of_an_unused_parameter_is_kept_until_it_is_used() -> None:
     def body(rank: Rank) -> tuple[list[set[str]], Tensor, Tensor]:
         arguments = {"ddp": {"find_unused_parameters": True}, "min_compress_numel": 256}
         codec = warmup({0: TOPK, 1: "none"})
@@ -246,7 +246,7 @@ def test_momentum_ends_with_the_codec_that_brings_it() -> None:
     assert "momenta" not in ranks[0].state
 
 
-def test_momentum_that_goes_on_does_not_multiply_what_is_owed() -> None:
+def test_momentum_that_goes_on_does_not_multiply_the_residual() -> None:
     """Beside ``dgc`` uncompressed tensors have momentum too; a residual of dgc is a sum of momenta.
 
     With gradients of zero all that comes out is the residual and the tail of the momentum.

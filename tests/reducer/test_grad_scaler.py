@@ -40,7 +40,7 @@ def test_mass_is_conserved_in_unscaled_units(size: int) -> None:
     assert lost(run_threads(scaled_run, size)) < 1e-11
 
 
-def test_a_reducer_that_is_not_told_the_scale_loses_mass() -> None:
+def test_a_reducer_without_the_scale_loses_mass() -> None:
     """Otherwise the test above says nothing."""
     assert lost(run_threads(lambda rank: scaled_run(rank, told=False), 2)) > 1e-3
 

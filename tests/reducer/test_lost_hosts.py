@@ -47,7 +47,7 @@ def owed(model: Model) -> Tensor:
 
 @pytest.mark.parametrize("where", ["before the vote", "in the host", "in the exchange"])
 @pytest.mark.parametrize("left", [[0, 1, 2], [0, 1]], ids=["a rank", "a host"])
-def test_nothing_is_lost_but_what_lost_ranks_owed(left: list[int], where: str) -> None:
+def test_only_residuals_of_lost_ranks_are_lost(left: list[int], where: str) -> None:
     """In float64: of survivors, and of those that join them again."""
     before = [torch.zeros(())] * 4
     fours, lefts = threading.Barrier(4, timeout=60), threading.Barrier(len(left), timeout=60)

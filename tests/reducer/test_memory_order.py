@@ -100,7 +100,7 @@ def test_a_checkpoint_of_another_order_is_refused(codec: str) -> None:
             run_threads(lambda r, o=not first, s=wrote: body(r, o, s), 2)
 
 
-def test_a_new_memory_format_between_two_fits_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_new_memory_format_between_two_fits_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     """What is owed lies as the parameter did, and would reach other elements."""
 
     def body(rank: Rank) -> None:

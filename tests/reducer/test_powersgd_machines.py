@@ -62,7 +62,7 @@ def test_mass_is_conserved_where_the_training_multiplies_in_tf32(
 
 @pytest.mark.parametrize("tree", [None, [[0, 1], [2]]], ids=str)
 @pytest.mark.parametrize(("commit", "told_in"), [("immediate", 100), ("deferred", 101)])
-def test_ranks_that_have_drifted_apart_are_told(tree: Any, commit: str, told_in: int) -> None:
+def test_ranks_that_have_drifted_apart_are_reported(tree: Any, commit: str, told_in: int) -> None:
     """The factors of one rank are a little different, as another LAPACK would have them.
 
     Every 100 steps gradients are compared: in that step, or with the flags of the next one.

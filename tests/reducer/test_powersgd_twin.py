@@ -199,7 +199,7 @@ def test_a_constant_gradient_of_its_rank_is_exact_from_the_second_step_on(size: 
 
 
 @worlds
-def test_with_memory_nothing_of_it_is_owed_after_two_steps(size: int) -> None:
+def test_with_memory_no_residual_is_left_after_two_steps(size: int) -> None:
     """The second step also brings what the first has left out, and so does every second one."""
     mean = torch.stack([low_rank(rank, size) for rank in range(size)]).mean(0)
     ranks = run_threads(lambda rank: constant(rank, 6, low_rank(rank.rank, size)), size)

@@ -168,7 +168,7 @@ def mean_residual(rank: Rank, model: Model) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(("old", "new"), [(None, PAIRS), (PAIRS, None), (UNEVEN, PAIRS)], ids=str)
-def test_another_hierarchy_keeps_what_is_owed(codec: str, old: Any, new: Any) -> None:
+def test_another_hierarchy_keeps_the_residual(codec: str, old: Any, new: Any) -> None:
     def body(rank: Rank) -> list[str]:
         model = Model(rank.network(old, leader=old is UNEVEN), codec)
         for step in range(3):

@@ -45,7 +45,7 @@ def left_by(layout: Layout, codec: str, steps: int, state: State | None = None) 
 
 @pytest.mark.parametrize(("before", "after"), CHANGES, ids=str)
 @pytest.mark.parametrize("codec", CODECS)
-def test_another_layout_conserves_what_is_owed(before: Layout, after: Layout, codec: str) -> None:
+def test_another_layout_conserves_the_residual(before: Layout, after: Layout, codec: str) -> None:
     """The mean over rows stays; then it comes out, or is held still, of steps without gradients."""
     first = left_by(before, codec, 3)
     owed = mean_of_rows(first)

@@ -194,7 +194,7 @@ def test_an_error_in_8_bits_is_sent_later() -> None:
                 assert not mean.any()
 
 
-def test_what_was_sent_and_what_is_owed_is_what_was_given() -> None:
+def test_payload_and_residual_add_up_to_the_input() -> None:
     """Up to the rounding of the memory: half a scale, 0.4 % of the largest error, at every step."""
     steps, size, codec = 40, 3, "int4:block_size=64"
 

@@ -13,7 +13,6 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from lightning_dist.cli.doctor import Finding
@@ -52,12 +51,13 @@ def doctor(
       lightning-dist doctor
       srun --nodes 4 --ntasks-per-node 1 lightning-dist doctor --json
     """
+    ranks = " and starting two ranks" if run else ""
+    typer.echo(f"Checking this environment{ranks}; this takes several seconds.", err=True)
     findings = {name: Finding("ok", version) for name, version in versions().items()}
     findings |= {**devices(), "launcher variables": launcher(os.environ)}
     findings |= {**network(os.environ), **limits(), **machine(os.environ)}
     if run:
-        with Console(stderr=True).status("starting two ranks"):
-            findings["2 ranks here"] = two_ranks(os.environ)
+        findings["2 ranks here"] = two_ranks(os.environ)
     else:
         findings["2 ranks here"] = Finding("n/a", "skipped by --no-run")
     raise typer.Exit(show(findings, as_json=as_json))

@@ -1,4 +1,4 @@
-"""Metadata of a profile: the first line of every rank, and ``meta.json`` for whoever finds it."""
+"""Metadata of a profile: the first line of every rank, and ``meta.json`` beside them."""
 
 from __future__ import annotations
 

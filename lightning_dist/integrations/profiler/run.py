@@ -201,7 +201,7 @@ class ProfileRun:
         self._apart = ranks_apart(self.folder, self._group)
 
     def _agreed_folder(self, parent: Path, environment: RecoveryEnvironment) -> Path:
-        """The folder of this start of the job: that of whoever comes first."""
+        """Folder of this start of the job, as the first rank to arrive has named it."""
         store, key = environment.connect(), f"profile/{parent.resolve()}"
         if not store.check([key]):
             own = new_run_folder(parent, on_problem=self.reasons.append)

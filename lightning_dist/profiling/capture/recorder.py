@@ -307,7 +307,7 @@ class ThreadCompletionWatcher:
                 on_completion(self._now())
             del work, on_completion, task  # or what was sent lives on until the next one
             after = time.thread_time_ns()
-            with self._changed:  # last: whoever has drained it reads the rest
+            with self._changed:  # last: a reader that has drained it reads the rest
                 self.spent += after - before
                 self._pending -= 1
                 if not self._pending:

@@ -276,6 +276,8 @@ def _settings(prefix: str, settings: Mapping[str, Any]) -> list[tuple[str, str]]
         if isinstance(value, Mapping):
             rows += _settings(f"{label}: ", value)
         elif isinstance(value, (list, tuple)):
+            if name == "hosts":  # of every rank
+                value = [f"{host} ({count(n, 'rank')})" for host, n in Counter(value).items()]
             rows.append((label, ", ".join(map(str, value)) or "none"))
         else:
             rows.append((label, "none" if value in (None, "") else str(value)))

@@ -142,7 +142,9 @@ def _cost_in_run(observed: Observed, costs: Mapping[str, CodecCost]) -> dict[str
     slower = observed.decode / observed.elements / expected if expected else 1.0
     decode, store = cost.decode * slower, cost.store * slower
     encode = observed.encode / observed.elements
-    cost = replace(cost, encode=encode, decode=decode, store=store, source="this run")
+    cost = replace(
+        cost, encode=encode, decode=decode, store=store, source="as in this run, while training"
+    )
     return {cost.name: cost}
 
 

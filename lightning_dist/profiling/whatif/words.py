@@ -51,11 +51,16 @@ def name_of(each: Prediction, baseline: Prediction) -> str:
     return f"{words}, leader form" if each.form == LEADER else words
 
 
-def where(each: Prediction) -> str:
-    """Hosts of a scenario, and the rate of their links."""
-    between = "between them" if each.hosts > 1 else "per rank, no network"
-    ranks, hosts = count(each.world_size, "rank"), count(each.hosts, "host")
-    return f"{ranks} on {hosts}, {format_value(each.gbps, 'Gbit/s')} {between}"
+def where(each: Prediction, *, link_given: bool = False) -> str:
+    """Hosts of a scenario, and the rate of their links.
+
+    Args:
+        link_given: the rate is not that of the run. On one host each rank then has such a link.
+    """
+    rate, hosts = format_value(each.gbps, "Gbit/s"), count(each.hosts, "host")
+    inside = f"each with a link of {rate}" if link_given else f"{rate} per rank inside the host"
+    network = f"{rate} between them" if each.hosts > 1 else inside
+    return f"{count(each.world_size, 'rank')} on {hosts}, {network}"
 
 
 def remark(each: Prediction, found: Predictions) -> str:
@@ -79,12 +84,13 @@ def notes(found: Predictions) -> list[str]:
     for each in found.scenarios:
         if each.reason:
             missing.setdefault(each.reason, []).append(each)
+    costs = [f"{', '.join(codecs)} {source}" for source, codecs in names.items() if source]
     error = format_value(found.error, "%", signed=True)
     least = f"differences within {format_value(found.tolerance, '%')} are not ranked"
     return [
         f"this run simulated: {format_value(baseline.step_ms, 'ms')} ({error}); {least}",
         f"change: against {baseline.codec} {baseline.form} with the same link and hosts",
-        *(f"cost of {', '.join(codecs)}: {source}" for source, codecs in names.items() if source),
+        *([f"codec costs: {'; '.join(costs)}"] if costs else []),
         *(f"{name}: n/a, {reason}" for name, reason in found.unavailable.items()),
         *(f"n/a for {_codecs_and_forms(of)}: {reason}" for reason, of in missing.items()),
     ]
