@@ -25,7 +25,7 @@ class Ended(SystemExit):
 
 
 class Generations:
-    """This worker among those that train together, whoever they are.
+    """This worker among those that train together.
 
     Args:
         environment: of the worker.

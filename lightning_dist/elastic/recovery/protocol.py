@@ -2,7 +2,7 @@
 
 A *generation* is a list of workers that train together; process groups live as long as one. The
 coordinator, a thread of the launcher that hosts the store, is the only one that makes generations,
-so there is never a second opinion about who takes part: whoever cannot reach the store stops.
+so there is never a second opinion about who takes part: a worker that cannot reach the store stops.
 
 - A worker that is ready to train writes a :class:`Report` with ``generation=-1`` and waits for a
   generation that has it.
