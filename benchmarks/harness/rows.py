@@ -8,8 +8,8 @@ no-comm, ddp, torch-fp16-hook, torch-powersgd, ...
 onebit-adam:CODEC   `compress_ddp` with an optimizer that is attached to it
 METHOD@H[:SETTING=VALUE,...][/CODEC]
                     `local_updates` with H local steps
-fsdp/CODEC[@N], fsdp/native-hsdp[-deferred][@N], fsdp/all-ranks[-int8][@N]
-                    a sharded model, N micro-batches a step
+fsdp/CODEC[@N], fsdp/native-hsdp[-deferred][@N], fsdp/all-ranks[-int8][@N], fsdp/no-comm[@N]
+                    a sharded model, N micro-batches a step; no-comm: within hosts only
 ROW*F               F times the learning rate
 """
 
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -120,6 +120,11 @@ class RowName:
         """Whether nothing of lightning_dist is in it."""
         return self.codec in (*BASELINES, *RISKY_BASELINES, NATIVE, DEFERRED, ALL)
 
+    @property
+    def silent(self) -> bool:
+        """Whether hosts do not communicate; ranks of a host do where the model is sharded."""
+        return self.codec == COMPUTE_ROW
+
 
 class Row:
     """A model with its optimizer and what communicates for it. Collective.
@@ -155,13 +160,21 @@ class Row:
         bare = mesh is not None or bool(name.local)
         self.model: Any = model if bare else DistributedDataParallel(model, bucket_cap_mb=cap_mb)
         self.optimizer = optimizer(model)
+        if compile_kernels is None and _has_blocks(name):
+            compile_kernels = True  # what a model of the size of ours gets, but certain
+        compiles: bool | Literal["auto"] = "auto" if compile_kernels is None else compile_kernels
         if name.is_torch:
             _attach_torch(self.model, text)
         elif mesh is not None:
             # Quantises parameters too where no rank holds what another holds.
             parameters = {"parameters": "int8"} if name.all_ranks else {}
             self.handle = compress_fsdp(
-                model, name.codec, mesh=mesh, min_compress_numel=least, **parameters
+                model,
+                name.codec,
+                mesh=mesh,
+                min_compress_numel=least,
+                compile_kernels=compiles,
+                **parameters,
             )
         elif name.local:
             self.handle = self.updates = local_updates(
@@ -173,8 +186,6 @@ class Row:
                 **name.local,
             )
         else:
-            if compile_kernels is None and isinstance(resolve_codec(name.codec), BlockCodec):
-                compile_kernels = True  # what a model of the size of ours gets, but certain
             self.handle = compress_ddp(
                 self.model,
                 {"intra": name.intra, "inter": name.codec} if name.intra else name.codec,
@@ -183,7 +194,7 @@ class Row:
                 delay=int(name.form == DELAY),
                 min_compress_numel=least,
                 start_step=start_step,
-                compile_kernels="auto" if compile_kernels is None else compile_kernels,
+                compile_kernels=compiles,
                 groups=groups,
             )
         if name.onebit:
@@ -209,7 +220,7 @@ class Row:
                 loss(self.model).backward()
 
     def _silent(self, last: bool) -> AbstractContextManager[object]:
-        if self.name.codec == COMPUTE_ROW:
+        if self.name.silent and not self.is_sharded:
             return self.model.no_sync()  # type: ignore[no-any-return]
         has_own = self.is_sharded and not self.name.all_ranks and self.handle is not None
         return nullcontext() if last or not has_own else self.handle.no_sync()
@@ -228,10 +239,14 @@ def _shard(model: nn.Module, name: RowName, blocks: Iterable[nn.Module], shards:
         mesh = own = init_device_mesh("cpu", (world,))
     else:
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-        own = mesh if name.is_torch else mesh["shard"]
+        own = mesh if name.codec in (NATIVE, DEFERRED) else mesh["shard"]
     for each in (*blocks, model):
         fully_shard(each, mesh=own)
     return mesh
+
+
+def _has_blocks(name: RowName) -> bool:
+    return not name.is_torch and isinstance(resolve_codec(name.codec), BlockCodec)
 
 
 def _attach_torch(ddp: DistributedDataParallel, row: str) -> None:

@@ -30,6 +30,8 @@ step by step, a different one first in each round. Between links only the limit 
     FORM/INTRA+INTER as codec: `{"intra": INTRA, "inter": INTER}`. Other codecs are between hosts
                      only, with nothing compressed within
 
+    fsdp/no-comm     the model sharded by `fully_shard` within hosts, which do not communicate: the
+                     floor for the other rows of sharded models with as many micro-batches
     fsdp/native-hsdp  the model sharded by `fully_shard` within hosts, and averaged between them by
                      torch, at every micro-batch
     fsdp/native-hsdp-deferred  the same with `set_requires_all_reduce(False)` before the last one
@@ -54,15 +56,16 @@ all forms, `fsdp` those of sharded models, with the three of DDP. In a row of th
     lo_bytes       bytes that host 0's loopback sent in a step (median), also for torch's rows
     raw_bytes      what an fp32 allreduce would send per rank, within hosts too: our counter of rank
                    0; for torch's rows 2 (W - 1) / W times the gradients
-    wire_limit_pct (bytes sent by a host / link rate) / (median step - median no-comm step) x 100:
+    wire_limit_pct (bytes sent by a host / link rate) / (median step - median step of the floor, a
+                   no-comm row) x 100; null where that was not measured:
                    how much of the link is used in the time that communication adds to the step.
                    Overlap with the backward pass can bring it above 100; headers keep plain TCP at
                    about 96 without
     tail_ms        from the last bucket's last gradient to the last mean, of the slowest rank
                    (median); null for torch's rows
     last_bucket_ms bytes of the last bucket sent by a host / link rate: what the tail has to send
-    bound_ms       median no-comm step + bytes sent by a host / link rate: the step if encoding cost
-                   nothing and nothing overlapped
+    bound_ms       median step of the floor + bytes sent by a host / link rate: the step if encoding
+                   cost nothing and nothing overlapped
     replicas_identical
                    whether after every timed step all ranks held the same parameters, bit by bit;
                    null where no rank has what another has
@@ -117,10 +120,10 @@ FORM_ROWS = [
     ),
     *(f"leader/{codec}" for codec in ("none", "bf16", "int8", "int4")),
 ]
-_SHARDED = (NATIVE, ALL, ALL_INT8, "none", "bf16", "int8", "int4")
+_SHARDED = (COMPUTE_ROW, NATIVE, ALL, ALL_INT8, "none", "bf16", "int8", "int4")
 SHARDED_ROWS = [
     *(f"{FSDP}/{name}" for name in _SHARDED),
-    *(f"{FSDP}/{name}@4" for name in (NATIVE, DEFERRED, *_SHARDED[1:])),
+    *(f"{FSDP}/{name}@4" for name in (DEFERRED, *_SHARDED)),
 ]
 SUBJECTS = {
     "codecs": (step_times, CODEC_ROWS, ["2x1", "4x1"]),
@@ -176,6 +179,13 @@ def impossible(row: str, layout: Layout) -> str | None:
     if form == "hierarchical" and not layout.even:
         return "the hosts hold different numbers of ranks, which needs the leader form"
     return None
+
+
+def floor_of(row: str) -> str:
+    """The row of the same computation whose hosts do not communicate."""
+    form, codec = split_row(row)
+    _, mark, micro_batches = codec.partition("@")
+    return f"{FSDP}/{COMPUTE_ROW}{mark}{micro_batches}" if form == FSDP else COMPUTE_ROW
 
 
 def measure(layout: Layout, given: argparse.Namespace) -> Iterator[Row]:
@@ -253,8 +263,8 @@ def summarize(
     for name, samples in samples_of.items():
         form, codec = split_row(name)
         row_name = RowName.parse(name)
-        step_ms, silent, last = medians[name], name == COMPUTE_ROW, samples[-1]
-        added_ms = step_ms - medians[COMPUTE_ROW]
+        step_ms, silent, last = medians[name], row_name.silent, samples[-1]
+        floor_ms = medians.get(floor_of(name))
         host_bytes = float(np.median([s["tx_bytes"] for s in samples], axis=0).max())
         raw_bytes, inter_bytes = last["raw_bytes"], last["inter_bytes"]
         if inter_bytes is None:  # torch's: an allreduce, or nothing
@@ -264,10 +274,9 @@ def summarize(
             tail_ms = median(1e3 * sample["tail_s"] for sample in samples)
             if link_mbit is not None:
                 last_bucket_ms = max(last["last_bucket_bytes"]) * 8 / (link_mbit * 1e3)
-        # Compute is measured for one pass.
-        if link_mbit is not None and not silent and row_name.micro_batches == 1:
-            wire_ms = host_bytes * 8 / (link_mbit * 1e3)
-            bound_ms = step_ms - added_ms + wire_ms
+        if link_mbit is not None and not silent and floor_ms is not None:
+            wire_ms, added_ms = host_bytes * 8 / (link_mbit * 1e3), step_ms - floor_ms
+            bound_ms = floor_ms + wire_ms
             limit_pct = wire_ms / added_ms * 100 if added_ms > 0 else None
         row = {
             "codec": codec,

@@ -44,6 +44,7 @@ _QUESTIONS = {
     "start_step": "Steps before compression starts",
     "compile_kernels": "Compile the codec's kernels at the start? true, false or auto",
     "commit": "When are residuals written? auto, immediate or deferred",
+    "parameters": "Codec of the parameters of a model without replicas; null: it has replicas",
     "delay": "Apply each mean one step late, so that its exchange has a whole step? 0 or 1",
 }
 
@@ -214,7 +215,7 @@ def _answer(name: str, known: Mapping[str, Any]) -> Any:
         try:
             value = parse(text)
             require_fit(OPTIONS[name], value, where="your answer")
-            if name == "codec":
+            if name in ("codec", "parameters") and value is not None:
                 _require_codec(value)
         except ValueError as error:
             typer.echo(f"  {error}")
@@ -235,12 +236,15 @@ def require_possible(options: Mapping[str, Any]) -> None:
     Raises:
         ValueError: with the rule, the value and what to do.
     """
-    from lightning_dist.integrations.torch.local.updates import checked  # torch
+    from lightning_dist.integrations.torch.fsdp.settings import checked_settings  # torch
+    from lightning_dist.integrations.torch.local.updates import checked
     from lightning_dist.settings import Settings
 
     if "codec" in options:
         _require_codec(options["codec"])
-    if options.get("method") is None:
+    if options.get("parameters") is not None:
+        checked_settings(**{"codec": OPTIONS["codec"].default, **require_of_shards(options)})
+    elif options.get("method") is None:
         Settings.check(**require_only(options, OF_DDP, under="without a method"))
     else:
         local = require_only(options, OF_LOCAL, under="with local updates")

@@ -14,7 +14,7 @@ _OF_METHOD = "(the method's default)"
 
 @dataclass(frozen=True)
 class Option:
-    """One setting of ``compress_ddp`` or ``local_updates``, by the same name.
+    """One setting of ``compress_ddp``, ``compress_fsdp`` or ``local_updates``, by the same name.
 
     Args:
         takes: what a value must be, for messages and documents.
@@ -129,6 +129,12 @@ OPTIONS: dict[str, Option] = {
             lambda value: value in (None, "workers", "samples"),
         ),
         Option("offload", None, "true, false or null (false)", lambda v: v in (None, True, False)),
+        Option(
+            "parameters",
+            None,
+            "a codec such as int8, or null (FSDP gathers parameters as they are)",
+            lambda value: value is None or _is_text(value),
+        ),
     )
 }
 
@@ -147,8 +153,6 @@ OF_DDP = (
     "exchange_timeout",
 )
 """Options of ``compress_ddp``."""
-OF_LOCAL = (*(name for name in OPTIONS if name not in OF_DDP), *OF_DDP[:6])
-"""Options of ``local_updates``."""
 OF_SHARDS = (
     "codec",
     "error_feedback",
@@ -156,8 +160,11 @@ OF_SHARDS = (
     "start_step",
     "compile_kernels",
     "commit",
+    "parameters",
 )
 """Options of ``compress_fsdp``."""
+OF_LOCAL = (*(name for name in OPTIONS if name not in OF_DDP + OF_SHARDS), *OF_DDP[:6])
+"""Options of ``local_updates``."""
 
 
 def require_of_shards(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,10 +176,11 @@ def require_only(options: Mapping[str, Any], names: Sequence[str], *, under: str
     """The options of these names; raises ValueError for others in force, ``under`` what."""
     for name, value in options.items():
         if name not in names and value != OPTIONS[name].default:
+            owners = {"DDP": OF_DDP, "FSDP2": OF_SHARDS, "local updates": OF_LOCAL}
+            owner = next(each for each, options in owners.items() if name in options)
             raise ValueError(
-                f"{name} is a setting of {'DDP' if name in OF_DDP else 'local updates'} and cannot "
-                f"take effect {under}, got {value!r}; remove it, or set it to "
-                f"{OPTIONS[name].default!r}"
+                f"{name} is a setting of {owner} and cannot take effect {under}, got {value!r}; "
+                f"remove it, or set it to {OPTIONS[name].default!r}"
             )
     return {name: value for name, value in options.items() if name in names}
 

@@ -95,7 +95,8 @@ class Passes:
 
     def decoded(self, own: Payload, dtype: torch.dtype, keys: Tensor | None) -> Tensor:
         """Decoded payload of this rank."""
-        return self.codec.decode(own, dtype, keys) * self.factors.own
+        sent = self.codec.decode(own, dtype, keys)
+        return sent * self.factors.own if self.factors.own != 1 else sent
 
     def server_feedback(
         self, residual: Tensor, scale: Tensor, shards: Payload, mean: Payload
@@ -174,16 +175,19 @@ class Kernels:
         return bool(self._fused)
 
     def _call(self, name: str, *tensors: Any) -> None:
-        first = _tensors(tensors)[0]
+        first = tensors[0] if isinstance(tensors[0], Tensor) else tensors[0][0]
         rows, blocks, _ = first.shape
         if name in self._fused and blocks >= self._fused_from:
             self._fused[name](*tensors)
             return
+        eager = getattr(self.passes, name)
         # A GPU wants one launch, a CPU tiles that stay in its cache.
         in_cache = max(1, _CACHE_ELEMENTS // (rows * self.codec.block))
-        step = blocks if is_accelerator(first.device) else in_cache
-        for start in range(0, blocks, step):
-            getattr(self.passes, name)(*_cut(tensors, slice(start, start + step)))
+        if blocks <= in_cache or is_accelerator(first.device):
+            eager(*tensors)
+            return
+        for start in range(0, blocks, in_cache):
+            eager(*_cut(tensors, slice(start, start + in_cache)))
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -200,17 +204,7 @@ def _write(out: Payload, values: Payload) -> None:
         plane.copy_(value)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    if isinstance(tree, Tensor):
-        return [tree]
-    return [leaf for part in tree for leaf in _tensors(part)] if _is_tree(tree) else []
-
-
 def _cut(tree: Any, blocks: slice) -> Any:
-    if _is_tree(tree):
-        return tuple(_cut(part, blocks) for part in tree)
-    return tree[:, blocks] if isinstance(tree, Tensor) and tree.dim() == 3 else tree
-
-
-def _is_tree(tree: Any) -> bool:
-    return isinstance(tree, (tuple, list))
+    if isinstance(tree, Tensor):
+        return tree[:, blocks] if tree.dim() == 3 else tree
+    return None if tree is None else tuple(_cut(part, blocks) for part in tree)

@@ -187,10 +187,12 @@ def test_under_fsdp2_only_what_takes_effect_is_asked(
     monkeypatch.setattr(config_accelerate, "ask", lambda: answers)
     terminal = SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr(config_command, "sys", terminal)
-    result = program("config", "--config_file", theirs, input="int4\n\n1000\n\n\n\n")
+    result = program("config", "--config_file", theirs, input="qsgd\n\n1000\n\n\n\nint9\nint8\n")
     assert result.exit_code == 0, result.output
-    expected = {"codec": "int4", "error_feedback": "auto", "min_compress_numel": 1000}
-    assert read(ours) == {**expected, "start_step": 0, "compile_kernels": "auto", "commit": "auto"}
+    assert "codec must be one of" in result.output
+    expected = {"codec": "qsgd", "error_feedback": "auto", "min_compress_numel": 1000}
+    expected |= {"start_step": 0, "compile_kernels": "auto", "commit": "auto"}
+    assert read(ours) == {**expected, "parameters": "int8"}
     assert yaml.safe_load(theirs.read_text())["fsdp_config"] == {"fsdp_version": 2}
 
 
@@ -221,6 +223,16 @@ def test_under_fsdp2_settings_of_ddp_are_refused(tmp_path: Path) -> None:
     done("--defaults", "--set", "codec=int4", *words, "--config_file", theirs)
     assert read(ours) == {**DEFAULTS, "codec": "int4"}
     assert yaml.safe_load(theirs.read_text())["distributed_type"] == "FSDP"
+
+
+def test_codecs_of_parameters_and_of_gradients_must_fit(tmp_path: Path) -> None:
+    theirs, ours = files(tmp_path)
+    words = ["--set", "parameters=int8", "--config_file", theirs]
+    result = invoke("--set", "codec=int8", *words)
+    assert result.exit_code == 2
+    assert "is biased" in result.stderr
+    done("--set", "codec=qsgd:bits=8", *words)
+    assert read(ours) == {"codec": "qsgd:bits=8", "parameters": "int8"}
 
 
 def test_the_questions_on_a_terminal(folder: Path, quick_python: list[str]) -> None:

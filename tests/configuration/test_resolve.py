@@ -14,7 +14,7 @@ import pytest
 import lightning_dist
 from lightning_dist.configuration import CODE, LEFT_OUT, OPTIONS, SIDECAR, Resolved, resolve
 from lightning_dist.configuration.files import accelerate_default
-from lightning_dist.configuration.options import METHODS, OF_DDP, OF_LOCAL, require_only
+from lightning_dist.configuration.options import METHODS, OF_DDP, OF_LOCAL, OF_SHARDS, require_only
 from lightning_dist.integrations.strategies.arguments import CompressionArguments
 from lightning_dist.integrations.torch.local.settings import Method
 from lightning_dist.settings import Settings
@@ -224,9 +224,19 @@ def test_local_updates_have_their_options() -> None:
     assert set(known) - others == set(OF_LOCAL)
 
 
+def test_compress_fsdp_has_its_options_and_defaults() -> None:
+    parameters = inspect.signature(lightning_dist.compress_fsdp).parameters
+    others = {"model", "mesh", "grad_scaler"}
+    assert {name: p.default for name, p in parameters.items() if name not in others} == {
+        name: OPTIONS[name].default for name in OF_SHARDS
+    }
+
+
 def test_options_that_the_training_has_not_are_refused() -> None:
     with pytest.raises(ValueError, match="setting of local updates and cannot take effect here"):
         require_only({"codec": "int4", "sync_every": 8}, OF_DDP, under="here")
+    with pytest.raises(ValueError, match="parameters is a setting of FSDP2 and cannot take effect"):
+        require_only({"parameters": "int8"}, OF_DDP, under="here")
     with pytest.raises(ValueError, match=r"got 3; remove it, or set it to 0"):
         require_only({"start_step": 3}, OF_LOCAL, under="here")
     assert require_only({"codec": "int4", "delay": 0}, OF_LOCAL, under="") == {"codec": "int4"}

@@ -17,7 +17,7 @@ import accelerate
 from scenarios.accelerating import forget_accelerators
 
 from lightning_dist import CompressedDDPStrategy
-from lightning_dist.accelerate import Accelerator, CompressedDDPPlugin
+from lightning_dist.accelerate import Accelerator, CompressedDDPPlugin, CompressedFSDPPlugin
 from lightning_dist.configuration import OPTIONS
 from lightning_dist.configuration.options import OF_DDP
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
@@ -121,3 +121,17 @@ def test_a_setting_that_does_not_exist() -> None:
 def test_the_strategies_take_nothing_from_outside(sidecar: Path) -> None:
     for strategy in (CompressedDDPStrategy(), FabricStrategy()):
         assert strategy._settings == Settings.check()
+
+
+def test_settings_of_a_sharded_model_are_from_outside(
+    sidecar: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sidecar.write_text("codec: qsgd:bits=8\nparameters: int8\n")
+    plugin = CompressedFSDPPlugin()
+    assert (plugin.codec, plugin.parameters) == ("qsgd:bits=8", "int8")
+    assert CompressedFSDPPlugin(parameters=None).parameters is None, "the code takes precedence"
+    monkeypatch.setenv("LIGHTNING_DIST_CODEC", "int8")
+    with pytest.raises(ValueError, match=r"biased.*set outside of the code: .*parameters from "):
+        CompressedFSDPPlugin()
+    with pytest.raises(ValueError, match="parameters is a setting of FSDP2"):
+        CompressedDDPPlugin()

@@ -15,7 +15,13 @@ pytest.importorskip("jsonargparse", reason="LightningCLI needs jsonargparse")
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_dist import BF16, AsyncCheckpoint, CompressedDDPStrategy, Int8
+from lightning_dist import (
+    BF16,
+    AsyncCheckpoint,
+    CompressedDDPStrategy,
+    CompressedModelParallelStrategy,
+    Int8,
+)
 
 
 class Model(L.LightningModule):
@@ -84,6 +90,26 @@ def test_by_class_path_with_a_codec_object(tmp_path: Path) -> None:
 """,
     ).strategy
     assert strategy._settings.codec == Int8(block_size=128)
+
+
+def test_a_sharded_model_with_quantised_parameters(tmp_path: Path) -> None:
+    strategy = trainer_from(
+        tmp_path,
+        """
+    class_path: lightning_dist.CompressedModelParallelStrategy
+    init_args:
+      codec: qsgd:bits=8
+      parameters: int8
+      replicate_size: 1
+      data_parallel_size: auto
+      min_compress_numel: 0
+      timeout: "0:00:40"
+""",
+    ).strategy
+    assert type(strategy) is CompressedModelParallelStrategy
+    assert strategy._shard_settings is not None
+    assert strategy._shard_settings.parameters.leaves()[0] == Int8()
+    assert strategy._timeout == timedelta(seconds=40)
 
 
 def test_a_bad_value_is_refused_with_our_message(tmp_path: Path) -> None:

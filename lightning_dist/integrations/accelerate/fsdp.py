@@ -23,7 +23,7 @@ from lightning_dist.integrations.torch.fsdp.attach import (
     attach_replicas,
     attach_shards,
 )
-from lightning_dist.integrations.torch.fsdp.settings import ShardSettings, sharded_settings
+from lightning_dist.integrations.torch.fsdp.settings import ShardSettings, checked_settings
 from lightning_dist.private import loss_scale_of
 from lightning_dist.settings import Settings
 
@@ -40,8 +40,8 @@ class CompressedFSDPPlugin:
 
     For an ``Accelerator`` with ``FullyShardedDataParallelPlugin(fsdp_version=2)`` and a
     ``ParallelismConfig`` of several replicas (HSDP): those are averaged by us, compressed; or, with
-    ``parameters``, without replicas. What is left out, but ``parameters``, comes from variables
-    and files, as for :class:`CompressedDDPPlugin`.
+    ``parameters``, without replicas. What is left out comes from variables and files, as for
+    :class:`CompressedDDPPlugin`.
 
     Args:
         codec: a name of ``lightning_dist.CODECS``, with options as in ``"topk:ratio=0.01"``, a
@@ -57,7 +57,7 @@ class CompressedFSDPPlugin:
 
     codec: str | Codec = LEFT_OUT
     _: KW_ONLY
-    parameters: str | Codec | None = None
+    parameters: str | Codec | None = LEFT_OUT
     error_feedback: bool | Literal["auto"] = LEFT_OUT
     min_compress_numel: int | None = LEFT_OUT
     start_step: int = LEFT_OUT
@@ -92,10 +92,7 @@ class CompressedFSDPPlugin:
         return compression
 
     def _settings(self) -> Settings | ShardSettings:
-        settings = sharded_settings(**{name: getattr(self, name) for name in OF_SHARDS})
-        if self.parameters is None:
-            return settings
-        return ShardSettings.check(settings, self.parameters)
+        return checked_settings(**{name: getattr(self, name) for name in OF_SHARDS})
 
 
 class ShardedParallelism(ParallelismConfig):  # type: ignore[misc]  # it has no types

@@ -22,7 +22,7 @@ from lightning_dist.integrations.torch.fsdp.checks import (
     trained_groups,
 )
 from lightning_dist.integrations.torch.fsdp.replicas import ShardedGradients, layout_of, local_of
-from lightning_dist.integrations.torch.fsdp.settings import ShardSettings, sharded_settings
+from lightning_dist.integrations.torch.fsdp.settings import ShardSettings, checked_settings
 from lightning_dist.integrations.torch.fsdp.shards import CompressedShards
 from lightning_dist.integrations.torch.networks import sharded_network
 from lightning_dist.private import loss_scale_of, name_before_compile
@@ -118,8 +118,9 @@ def compress_fsdp(
         ValueError: a model that ``fully_shard`` did not shard over one dimension of ``mesh``, or in
             a way in which gradients cannot be exchanged afterwards; ranks whose settings differ.
     """
-    settings = sharded_settings(
+    settings = checked_settings(
         codec,
+        parameters=parameters,
         error_feedback=error_feedback,
         min_compress_numel=min_compress_numel,
         start_step=start_step,
@@ -127,9 +128,8 @@ def compress_fsdp(
         commit=commit,
     )
     scale = loss_scale_of(grad_scaler)
-    if parameters is not None:
-        checked = ShardSettings.check(settings, parameters)
-        return attach_shards(model, checked, mesh=mesh, grad_scale=scale)
+    if isinstance(settings, ShardSettings):
+        return attach_shards(model, settings, mesh=mesh, grad_scale=scale)
     return attach_replicas(model, settings, mesh=mesh, grad_scale=scale)
 
 

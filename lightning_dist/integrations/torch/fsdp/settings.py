@@ -85,3 +85,18 @@ class ShardSettings:
     def memory(self) -> bool:
         """Whether what the codec of the gradients loses is kept, in 8 bits."""
         return self.given.error_feedback is True
+
+
+def checked_settings(
+    codec: str | Codec | Mapping[str, str | Codec],
+    *,
+    parameters: str | Codec | None,
+    **settings: Any,
+) -> Settings | ShardSettings:
+    """The checked settings of :func:`compress_fsdp`, of either kind.
+
+    Raises:
+        ValueError: a setting is out of range, or cannot take effect.
+    """
+    given = sharded_settings(codec, **settings)
+    return given if parameters is None else ShardSettings.check(given, parameters)
