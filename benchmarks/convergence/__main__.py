@@ -34,14 +34,6 @@ The batch is divided among the ranks. Rows:
                 fsdp/all-ranks-int8: sharded over all ranks, parameters in int8 and gradients in
                 qsgd of 8 bits
 
-With --outer-sweep METHOD those are rows of local updates with codec int8, for every H of
-OUTER_SWEEP, outer momentum and gain; the gain is outer_lr / (1 - outer_momentum), the factor that
-pseudo-gradients which agree are applied with. A momentum needs some 100 outer steps to show what it
-does, so at least 100 times the largest H is the number of --steps to ask for:
-
-    python -m benchmarks.convergence --outer-sweep diloco --task gpt --ranks 2 --steps 1600 \
-        --seeds 3 --json benchmarks/results/convergence_outer.json
-
 All rows of a task start a seed with the same weights and see the same batches with the same
 learning rates, tuned for no row; differences to ddp are paired by seed. A codec that brings
 momentum of its own (dgc) runs with SGD without momentum, and not in gpt: beside AdamW it is
@@ -67,7 +59,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from itertools import product
 from statistics import mean, stdev
 from typing import Any
 
@@ -81,8 +72,6 @@ from lightning_dist.codecs import CODECS, resolve_codec
 TASKS = ("gpt", "digits")
 WARM_CODECS = ("sign", "topk", "powersgd")
 ONEBIT_CODECS = ("none", "sign")
-OUTER_SWEEP = {"sync_every": (4, 16), "momentum": (0.0, 0.3, 0.6, 0.9), "gain": (1.0, 2.0, 7.0)}
-"""Momentum 0 with gain 1 is local SGD; 0.9 with gain 7 are the defaults of diloco."""
 MIN_COMPRESS_NUMEL = 256
 """Codecs leave tensors below some thousand elements alone, which are most of these small models."""
 
@@ -152,19 +141,11 @@ def measure(given: argparse.Namespace, record: Record) -> None:
                 left = left[broken + 1 :]
 
 
-def outer_sweep(method: str | None) -> Iterator[str]:
-    """Rows of ``method`` with every setting of :data:`OUTER_SWEEP`; none without a method."""
-    for every, momentum, gain in product(*OUTER_SWEEP.values()) if method else ():
-        rates = f"outer_lr={round(gain * (1 - momentum), 6):g},outer_momentum={momentum:g}"
-        yield f"{method}@{every:g}:{rates}/int8"
-
-
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line, with what is repeatable filled in."""
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--codec", action="append", metavar="NAME", help="default: all there are; repeatable")
-    add("--outer-sweep", metavar="METHOD", help="rows of local updates; codecs only if asked for")
     add("--task", action="append", choices=TASKS, help="default: both; repeatable")
     add("--ranks", action="append", type=int, choices=(2, 4), help="default: 2 and 4; repeatable")
     add("--steps", type=int, metavar="N", help="of every training; default: the task's own")
@@ -172,8 +153,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--lr", type=float, metavar="RATE", help="of all rows; default: the task's own")
     add("--seeds", type=positive, default=5, metavar="N", help="0 to N - 1 (%(default)s)")
     given = parser.parse_args(argv)
-    codecs = given.codec or ([] if given.outer_sweep else [*CODECS, "powersgd:two_phase=true"])
-    given.codec = list(dict.fromkeys([*codecs, *outer_sweep(given.outer_sweep)]))
+    given.codec = list(dict.fromkeys(given.codec or [*CODECS, "powersgd:two_phase=true"]))
     given.task = list(dict.fromkeys(given.task or TASKS))
     given.ranks = list(dict.fromkeys(given.ranks or (2, 4)))
     return given
