@@ -13,26 +13,18 @@ codec loses.
              80 % of a rank's images are of its own labels only. test_accuracy (percent) and
              test_loss on 449 images
 
-The batch is divided among the ranks. Rows:
+The batch is divided among the ranks. Names of rows are those of `harness/rows.py`; ddp is always
+there. Rows of a codec have its default error feedback, and bring along
 
-    ddp         DistributedDataParallel as it is, fp32: the reference
-    NAME        `compress_ddp(ddp, NAME)` with the codec's default error feedback
-    NAME-noef   without error feedback, where the default has it (2 ranks only)
-    NAME-warm   the first fifth of the steps uncompressed (`start_step`), for the codecs that keep
-                little of a gradient
-    onebit-adam:NAME
-                `OneBitAdam` in place of AdamW (gpt), its variance frozen after a fifth of the steps
-                and momenta through codec NAME; with `none` what the frozen variance alone does.
-                Not clipped, unlike AdamW
-    delay/NAME  `compress_ddp(ddp, NAME, delay=1)`: the mean of a step is applied in the next one
-    METHOD@H/NAME, METHOD@H:outer_lr=1,mixing=0.5/NAME
-                `local_updates` with that method, H local steps and the codec NAME: each rank steps
-                alone on its part of the batch. Evaluated on the anchor
-    ROW*F       any of these with F times the learning rate, ddp too: `local_sgd@8/int8*2`
-    fsdp/NAME   the model sharded over pairs of 4 ranks by `fully_shard`, `compress_fsdp` with the
-                codec between the two replicas; fsdp/native-hsdp: by torch alone;
-                fsdp/all-ranks-int8: sharded over all ranks, parameters in int8 and gradients in
-                qsgd of 8 bits
+    -noef           where the codec has error feedback (2 ranks only)
+    -warm           the first fifth of the steps uncompressed, for codecs that keep little of a
+                    gradient
+    onebit-adam:    (gpt) `OneBitAdam` in place of AdamW, its variance frozen after a fifth of the
+                    steps and momenta through the codec; with `none` what the frozen variance alone
+                    does. Not clipped, unlike AdamW
+
+With local updates each rank steps alone on its part of the batch, and the anchor is evaluated.
+Sharded models (fsdp) are so over pairs of 4 ranks.
 
 All rows of a task start a seed with the same weights and see the same batches with the same
 learning rates, tuned for no row; differences to ddp are paired by seed. A codec that brings

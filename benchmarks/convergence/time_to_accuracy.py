@@ -4,14 +4,9 @@
 
 Two hosts on one machine (`harness/testbed.py`; needs root) train the demo's byte-level GPT, with
 1.4 M parameters (5.6 MB of fp32 gradients), each on other packages of Python's standard library.
-AdamW with warm-up and clipping, then a constant learning rate, the same for all rows. Rows:
-
-    no-comm          the same steps under `no_sync`: compute only; it has no target
-    ddp              DistributedDataParallel as it is, fp32
-    torch-fp16-hook  with torch's own `fp16_compress_hook`
-    NAME             with `lightning_dist.compress_ddp(ddp, NAME)`, all other settings default
-    delay/NAME       the same with `delay=1`
-    METHOD@H/NAME    with `lightning_dist.local_updates`, as in `python -m benchmarks.convergence`
+AdamW with warm-up and clipping, then a constant learning rate, the same for all rows, whose names
+are those of `harness/rows.py`: no-comm, ddp and torch-fp16-hook are always there, no-comm has no
+target.
 
 Every seed trains all rows from the same weights over the same batches, in blocks of `--every` steps
 by turns. After each block the row is evaluated on 64 fixed windows of files that nobody trains on;

@@ -9,34 +9,10 @@ Several hosts on one machine (`harness/testbed.py`; needs root), a DDP model of
 which `fsdp` has by default, the demo's byte-level GPT (5.6 MB) on windows of 64 bytes. A layout is
 `2x2`, hosts x ranks of each, or `3+1`, the ranks of every host. For each layout one set of
 processes holds all rows: every row has a DDP instance of its own in it, and the rows take turns
-step by step, a different one first in each round. Between links only the limit changes. Rows:
-
-    no-comm          the same step under `no_sync`: compute only, the floor for every other row
-    ddp              DistributedDataParallel as it is, fp32
-    torch-fp16-hook  with torch's own `fp16_compress_hook`; these three are always measured
-    torch-powersgd, torch-powersgd-one-bucket, torch-quant-pertensor, torch-quant-perchannel
-                     with torch's hooks of these names (PowerSGD: rank 4, from the third step on);
-                     tried in processes of their own before, and where one fails there its figures
-                     are null and `reason` says why
-    CODEC            `lightning_dist.compress_ddp(ddp, CODEC)`, default options: for sparse and
-                     low-rank codecs these choose how much is sent
-    CODEC-noef       the same without error feedback
-    flat/CODEC       `hierarchical=False`: hosts do not matter
-    hierarchical/CODEC  `hierarchical=True`: reduce-scatter within hosts, the compressed exchange
-                     between the ranks of one local number, all-gather within hosts
-    leader/CODEC     `hierarchical="leader"`: reduce to one rank of each host, which exchanges for
-                     all, and broadcast
-    delay/CODEC      `delay=1`: the mean of a step is applied in the next one
-    FORM/INTRA+INTER as codec: `{"intra": INTRA, "inter": INTER}`. Other codecs are between hosts
-                     only, with nothing compressed within
-
-    fsdp/native-hsdp  the model sharded by `fully_shard` within hosts, and averaged between them by
-                     torch, at every micro-batch
-    fsdp/native-hsdp-deferred  the same with `set_requires_all_reduce(False)` before the last one
-    fsdp/all-ranks   sharded over all ranks
-    fsdp/CODEC       sharded within hosts, and `lightning_dist.compress_fsdp(model, CODEC)` between
-                     them, under `no_sync()` before the last micro-batch
-    fsdp/NAME@4      a step of four micro-batches, each of --batch samples
+step by step, a different one first in each round. Between links only the limit changes. Names of
+rows are those of `harness/rows.py`: no-comm, ddp and torch-fp16-hook are always measured; torch's
+other hooks are tried in processes of their own before, and where one fails there its figures are
+null and `reason` says why. A micro-batch has --batch samples.
 
 `codecs` measures by default every codec in layouts of one rank per host, `forms` some codecs in
 all forms, `fsdp` those of sharded models, with the three of DDP. In a row of the JSON:
