@@ -49,12 +49,11 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from statistics import mean, stdev
 from typing import Any
 
-from benchmarks.convergence.rank import Job, train
+from benchmarks.convergence.rank import Job, named, train
 from benchmarks.convergence.tables import convergence
 from benchmarks.harness.launch import RankFailed, run_ranks
 from benchmarks.harness.results import Record, parser_of, positive, recording, say
@@ -76,23 +75,23 @@ Result = Mapping[str, Any]
 
 def jobs_of(task: str, codecs: Sequence[str], *, ranks: int) -> Iterator[Job]:
     """DDP first, then every codec as it is, and the rows that show what its setting does."""
-    yield Job(task, DDP_ROW)
+    yield task, DDP_ROW
     for name in codecs:
         try:
             codec = resolve_codec(name)
         except ValueError:
-            yield Job(task, name)  # the row itself will say why
+            yield task, name  # the row itself will say why
             continue
         if codec.momentum_correction and task == "gpt":
             continue
-        yield Job(task, name)
+        yield task, name
         if codec.name in WARM_CODECS:
-            yield Job(task, name + WARM_SUFFIX)
+            yield task, name + WARM_SUFFIX
         has_feedback = codec.keeps_residual and not codec.lossless
         if has_feedback and not codec.momentum_correction and ranks == 2:
-            yield Job(task, name + NO_FEEDBACK_SUFFIX)
+            yield task, name + NO_FEEDBACK_SUFFIX
         if task == "gpt" and codec.name in ONEBIT_CODECS:
-            yield Job(task, ONEBIT_PREFIX + name)
+            yield task, ONEBIT_PREFIX + name
 
 
 def measure(given: argparse.Namespace, record: Record) -> None:
@@ -119,7 +118,7 @@ def measure(given: argparse.Namespace, record: Record) -> None:
                     ranks=ranks,
                     timeout_s=_START_S + _RUN_S * len(left) * given.seeds,
                     on_result=partial(add, ranks=ranks),
-                    jobs=[asdict(job) for job in left],
+                    jobs=left,
                     seeds=list(range(given.seeds)),
                     tasks=dict.fromkeys(TASKS, changed),
                     min_compress_numel=MIN_COMPRESS_NUMEL,
@@ -129,7 +128,9 @@ def measure(given: argparse.Namespace, record: Record) -> None:
                 if not results:
                     raise  # nothing runs here
                 broken = (len(results) - before) // given.seeds
-                add({**left[broken].named, "seed": None, "reason": f"broke: {error.reason}"}, ranks)
+                add(
+                    {**named(left[broken]), "seed": None, "reason": f"broke: {error.reason}"}, ranks
+                )
                 left = left[broken + 1 :]
 
 

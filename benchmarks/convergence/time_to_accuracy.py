@@ -34,12 +34,12 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from statistics import geometric_mean, mean, median
 from typing import Any
 
-from benchmarks.convergence.rank import Job, smoothed, train
+from benchmarks.convergence.rank import smoothed, train
 from benchmarks.convergence.tables import time_to_accuracy
+from benchmarks.convergence.tasks import DEMO_GPT
 from benchmarks.harness.results import parser_of, positive, recording, require_testbeds
 from benchmarks.harness.rows import BASELINES, COMPUTE_ROW, DDP_ROW, FP16_ROW
 from benchmarks.harness.testbed import Testbed
@@ -51,17 +51,6 @@ HOSTS = 2
 WANTED_CODECS = ("int8", "int4", "qsgd", "terngrad", "powersgd:rank=16", "topk:ratio=0.05")
 WANTED_SHARE_PCT = 80.0
 PATIENCE = 4.0
-TASK = {
-    "context": 64,
-    "d_model": 192,
-    "n_layers": 3,
-    "n_heads": 4,
-    "batch": 8,
-    "lr": 1e-3,  # of 1, 1.5 and 2e-3 the one with which fp32 DDP is fastest and smoothest
-    "warmup_steps": 20,
-    "final_lr": 1.0,  # no row's end is known beforehand
-    "val_windows": 64,
-}
 _SETUP_S = 600.0  # imports and, with a cold cache, compiling every codec's kernels
 _STEP_S = 3.0  # of the slowest row; only a hang gets there
 
@@ -72,14 +61,14 @@ Result = Mapping[str, Any]
 
 def measure(given: argparse.Namespace) -> list[Result]:
     """All trainings of all seeds."""
-    jobs = [Job("gpt", name) for name in (*BASELINES, *given.codec)]
+    jobs = [("gpt", name) for name in (*BASELINES, *given.codec)]
     with Testbed(HOSTS, link_mbit=given.link) as testbed:
         return testbed.run(
             train,
             timeout_s=_SETUP_S + _STEP_S * given.seeds * len(jobs) * PATIENCE * given.steps,
-            jobs=[asdict(job) for job in jobs],
+            jobs=jobs,
             seeds=list(range(given.seeds)),
-            tasks={"gpt": {**TASK, "steps": given.steps}},
+            tasks={"gpt": {**DEMO_GPT, "steps": given.steps}},
             interleaved=True,
             evaluate_every=given.every,
             patience=PATIENCE,

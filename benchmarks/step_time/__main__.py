@@ -75,7 +75,6 @@ from benchmarks.harness.rows import (
     split_row,
 )
 from benchmarks.harness.testbed import Testbed
-from benchmarks.step_time.models import MODELS
 from benchmarks.step_time.rank import FEWEST_ROUNDS, MOST_ROUNDS, Samples, run
 from benchmarks.step_time.tables import forms, sharded, step_times
 from lightning_dist.codecs import CODECS
@@ -119,7 +118,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=positive, metavar="N", help=f"timed steps of each row; {bounds}")
     add("--seconds", type=float, default=150.0, metavar="S", help="for each link (%(default)s)")
     add("--warmup", type=positive, default=3, metavar="N", help="untimed steps of the first link")
-    add("--model", choices=MODELS, help="linear; of fsdp gpt")
+    add("--model", choices=("linear", "gpt"), help="linear; of fsdp gpt")
     add("--batch", type=positive, metavar="N", help="samples per rank and micro-batch (16; gpt 1)")
     add("--timeout", type=float, default=3600.0, metavar="S", help="for a layout (%(default)s)")
     add("--seed", type=int, default=0, metavar="N")
@@ -197,9 +196,7 @@ def measure(layout: Layout, given: argparse.Namespace) -> Iterator[Row]:
             reasons |= dict.fromkeys(worked, ended)
             samples = together()
     for link, of_link in zip(given.link, samples, strict=True):
-        yield from summarize(
-            of_link, layout=layout, link_mbit=link, reasons=reasons, model=given.model
-        )
+        yield from summarize(of_link, layout=layout, link_mbit=link, reasons=reasons)
 
 
 def summarize(
@@ -208,7 +205,6 @@ def summarize(
     layout: Layout,
     link_mbit: float | None,
     reasons: Mapping[str, str],
-    model: str,
 ) -> Iterator[Row]:
     """The samples of one link as rows of the JSON, one per row measured.
 
@@ -223,8 +219,7 @@ def summarize(
         "layout": layout.name,
         "link_mbit": link_mbit,
     }
-    world, ranks = layout.world_size, layout.world_size / layout.hosts
-    gradient_bytes = MODELS[model].gradient_bytes
+    ranks = layout.world_size / layout.hosts
     row: Row = {}
     for name, samples in samples_of.items():
         form, codec = split_row(name)
@@ -232,9 +227,7 @@ def summarize(
         step_ms, silent, last = medians[name], name == COMPUTE_ROW, samples[-1]
         added_ms = step_ms - medians[COMPUTE_ROW]
         host_bytes = float(np.median([s["tx_bytes"] for s in samples], axis=0).max())
-        raw_bytes, inter_bytes = last["raw_bytes"], last["inter_bytes"]
-        if inter_bytes is None:  # torch's: an allreduce, or nothing
-            raw_bytes = 0 if silent else round(gradient_bytes * 2 * (world - 1) / world)
+        inter_bytes = last["inter_bytes"]
         limit_pct = bound_ms = tail_ms = last_bucket_ms = None
         if last["tail_s"] is not None:
             tail_ms = median(1e3 * sample["tail_s"] for sample in samples)
@@ -256,7 +249,7 @@ def summarize(
             "step_ms_p90": float(np.quantile(steps_ms[name], 0.9)),
             "wire_bytes": round(host_bytes / ranks),
             "counted_wire_bytes": inter_bytes and round(max(inter_bytes) / ranks),
-            "raw_bytes": raw_bytes,
+            "raw_bytes": last["raw_bytes"],
             # Of host 0, in the last step: our counters say the same in every one.
             "inter_bytes": inter_bytes and inter_bytes[0],
             "intra_bytes": last["intra_bytes"] and last["intra_bytes"][0],
