@@ -13,34 +13,18 @@ codec loses.
              80 % of a rank's images are of its own labels only. test_accuracy (percent) and
              test_loss on 449 images
 
-The batch is divided among the ranks. Rows:
+The batch is divided among the ranks. Names of rows are those of `harness/rows.py`; ddp is always
+there. Rows of a codec have its default error feedback, and bring along
 
-    ddp         DistributedDataParallel as it is, fp32: the reference
-    NAME        `compress_ddp(ddp, NAME)` with the codec's default error feedback
-    NAME-noef   without error feedback, where the default has it (2 ranks only)
-    NAME-warm   the first fifth of the steps uncompressed (`start_step`), for the codecs that keep
-                little of a gradient
-    onebit-adam:NAME
-                `OneBitAdam` in place of AdamW (gpt), its variance frozen after a fifth of the steps
-                and momenta through codec NAME; with `none` what the frozen variance alone does.
-                Not clipped, unlike AdamW
-    delay/NAME  `compress_ddp(ddp, NAME, delay=1)`: the mean of a step is applied in the next one
-    METHOD@H/NAME, METHOD@H:outer_lr=1,mixing=0.5/NAME
-                `local_updates` with that method, H local steps and the codec NAME: each rank steps
-                alone on its part of the batch. Evaluated on the anchor
-    ROW*F       any of these with F times the learning rate, ddp too: `local_sgd@8/int8*2`
-    fsdp/NAME   the model sharded over pairs of 4 ranks by `fully_shard`, `compress_fsdp` with the
-                codec between the two replicas; fsdp/native-hsdp: by torch alone;
-                fsdp/all-ranks-int8: sharded over all ranks, parameters in int8 and gradients in
-                qsgd of 8 bits
+    -noef           where the codec has error feedback (2 ranks only)
+    -warm           the first fifth of the steps uncompressed, for codecs that keep little of a
+                    gradient
+    onebit-adam:    (gpt) `OneBitAdam` in place of AdamW, its variance frozen after a fifth of the
+                    steps and momenta through the codec; with `none` what the frozen variance alone
+                    does. Not clipped, unlike AdamW
 
-With --outer-sweep METHOD those are rows of local updates with codec int8, for every H of
-OUTER_SWEEP, outer momentum and gain; the gain is outer_lr / (1 - outer_momentum), the factor that
-pseudo-gradients which agree are applied with. A momentum needs some 100 outer steps to show what it
-does, so at least 100 times the largest H is the number of --steps to ask for:
-
-    python -m benchmarks.convergence --outer-sweep diloco --task gpt --ranks 2 --steps 1600 \
-        --seeds 3 --json benchmarks/results/convergence_outer.json
+With local updates each rank steps alone on its part of the batch, and the anchor is evaluated.
+Sharded models (fsdp) are so over pairs of 4 ranks.
 
 All rows of a task start a seed with the same weights and see the same batches with the same
 learning rates, tuned for no row; differences to ddp are paired by seed. A codec that brings
@@ -65,13 +49,11 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
-from itertools import product
 from statistics import mean, stdev
 from typing import Any
 
-from benchmarks.convergence.rank import Job, train
+from benchmarks.convergence.rank import Job, named, train
 from benchmarks.convergence.tables import convergence
 from benchmarks.harness.launch import RankFailed, run_ranks
 from benchmarks.harness.results import Record, parser_of, positive, recording, say
@@ -81,8 +63,6 @@ from lightning_dist.codecs import CODECS, resolve_codec
 TASKS = ("gpt", "digits")
 WARM_CODECS = ("sign", "topk", "powersgd")
 ONEBIT_CODECS = ("none", "sign")
-OUTER_SWEEP = {"sync_every": (4, 16), "momentum": (0.0, 0.3, 0.6, 0.9), "gain": (1.0, 2.0, 7.0)}
-"""Momentum 0 with gain 1 is local SGD; 0.9 with gain 7 are the defaults of diloco."""
 MIN_COMPRESS_NUMEL = 256
 """Codecs leave tensors below some thousand elements alone, which are most of these small models."""
 
@@ -95,23 +75,23 @@ Result = Mapping[str, Any]
 
 def jobs_of(task: str, codecs: Sequence[str], *, ranks: int) -> Iterator[Job]:
     """DDP first, then every codec as it is, and the rows that show what its setting does."""
-    yield Job(task, DDP_ROW)
+    yield task, DDP_ROW
     for name in codecs:
         try:
             codec = resolve_codec(name)
         except ValueError:
-            yield Job(task, name)  # the row itself will say why
+            yield task, name  # the row itself will say why
             continue
         if codec.momentum_correction and task == "gpt":
             continue
-        yield Job(task, name)
+        yield task, name
         if codec.name in WARM_CODECS:
-            yield Job(task, name + WARM_SUFFIX)
+            yield task, name + WARM_SUFFIX
         has_feedback = codec.keeps_residual and not codec.lossless
         if has_feedback and not codec.momentum_correction and ranks == 2:
-            yield Job(task, name + NO_FEEDBACK_SUFFIX)
+            yield task, name + NO_FEEDBACK_SUFFIX
         if task == "gpt" and codec.name in ONEBIT_CODECS:
-            yield Job(task, ONEBIT_PREFIX + name)
+            yield task, ONEBIT_PREFIX + name
 
 
 def measure(given: argparse.Namespace, record: Record) -> None:
@@ -138,7 +118,7 @@ def measure(given: argparse.Namespace, record: Record) -> None:
                     ranks=ranks,
                     timeout_s=_START_S + _RUN_S * len(left) * given.seeds,
                     on_result=partial(add, ranks=ranks),
-                    jobs=[asdict(job) for job in left],
+                    jobs=left,
                     seeds=list(range(given.seeds)),
                     tasks=dict.fromkeys(TASKS, changed),
                     min_compress_numel=MIN_COMPRESS_NUMEL,
@@ -148,15 +128,10 @@ def measure(given: argparse.Namespace, record: Record) -> None:
                 if not results:
                     raise  # nothing runs here
                 broken = (len(results) - before) // given.seeds
-                add({**left[broken].named, "seed": None, "reason": f"broke: {error.reason}"}, ranks)
+                add(
+                    {**named(left[broken]), "seed": None, "reason": f"broke: {error.reason}"}, ranks
+                )
                 left = left[broken + 1 :]
-
-
-def outer_sweep(method: str | None) -> Iterator[str]:
-    """Rows of ``method`` with every setting of :data:`OUTER_SWEEP`; none without a method."""
-    for every, momentum, gain in product(*OUTER_SWEEP.values()) if method else ():
-        rates = f"outer_lr={round(gain * (1 - momentum), 6):g},outer_momentum={momentum:g}"
-        yield f"{method}@{every:g}:{rates}/int8"
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -164,7 +139,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--codec", action="append", metavar="NAME", help="default: all there are; repeatable")
-    add("--outer-sweep", metavar="METHOD", help="rows of local updates; codecs only if asked for")
     add("--task", action="append", choices=TASKS, help="default: both; repeatable")
     add("--ranks", action="append", type=int, choices=(2, 4), help="default: 2 and 4; repeatable")
     add("--steps", type=int, metavar="N", help="of every training; default: the task's own")
@@ -172,8 +146,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--lr", type=float, metavar="RATE", help="of all rows; default: the task's own")
     add("--seeds", type=positive, default=5, metavar="N", help="0 to N - 1 (%(default)s)")
     given = parser.parse_args(argv)
-    codecs = given.codec or ([] if given.outer_sweep else [*CODECS, "powersgd:two_phase=true"])
-    given.codec = list(dict.fromkeys([*codecs, *outer_sweep(given.outer_sweep)]))
+    given.codec = list(dict.fromkeys(given.codec or [*CODECS, "powersgd:two_phase=true"]))
     given.task = list(dict.fromkeys(given.task or TASKS))
     given.ranks = list(dict.fromkeys(given.ranks or (2, 4)))
     return given

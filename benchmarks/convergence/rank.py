@@ -37,17 +37,14 @@ WARM_SHARE = 0.2
 """Of the steps, after which rows with a warm-up begin to compress, and 1-bit Adam freezes."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """One row of one task: everything but the seed."""
+Job = tuple[str, str]
+"""A task and a row: everything of a training but the seed."""
 
-    task: str
-    row: str
 
-    @property
-    def named(self) -> dict[str, Any]:
-        """What results say of it."""
-        return {"task": self.task, "row": self.row, "codec": RowName.parse(self.row).codec}
+def named(job: Job) -> dict[str, str]:
+    """What results say of it."""
+    task, row = job
+    return {"task": task, "row": row, "codec": RowName.parse(row).codec}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +52,7 @@ class Settings:
     """What is trained.
 
     Args:
-        jobs: fields of the rows, each of which is trained with every one of ``seeds``.
+        jobs: each of which is trained with every one of ``seeds``.
         tasks: settings of tasks that are not their own, by name of the task.
         interleaved: the jobs of a seed take turns in blocks of steps. Else they follow each other.
         evaluate_every: steps of a block, after which a training is evaluated; None: all of them.
@@ -65,7 +62,7 @@ class Settings:
         compile_kernels: of `compress_ddp`.
     """
 
-    jobs: Sequence[Mapping[str, Any]]
+    jobs: Sequence[Job]
     seeds: Sequence[int]
     tasks: Mapping[str, Mapping[str, Any]]
     interleaved: bool = False
@@ -82,19 +79,19 @@ def smoothed(losses: Sequence[float]) -> list[float]:
 
 
 class Training:
-    """A job with a seed, which decides its first weights and its batches.
+    """A row with a seed, which decides its first weights and its batches.
 
     Raises ValueError where `compress_ddp` refuses the settings: on every rank alike.
     """
 
     def __init__(
-        self, task: Task, job: Job, *, seed: int, settings: Settings, groups: Groups | None
+        self, task: Task, row: str, *, seed: int, settings: Settings, groups: Groups | None
     ) -> None:
         self._began = time.perf_counter()
         torch.manual_seed(seed)
-        self.task, self.job, self.seed = task, job, seed
+        self.task, self.seed = task, seed
         self.curve: list[dict[str, Any]] = []
-        name = RowName.parse(job.row)
+        name = RowName.parse(row)
         warm_steps = round(WARM_SHARE * task.settings.steps)
         optimizing: dict[str, Any] = {"own_momentum": False, "rate": name.rate}
         if name.onebit:
@@ -119,7 +116,7 @@ class Training:
 
         self.model = task.model()
         shards = max(1, dist.get_world_size() // 2)
-        self.row = Row(job.row, self.model, optimizer, shards=shards, **options)
+        self.row = Row(row, self.model, optimizer, shards=shards, **options)
         self._batches = task.batches(seed)
 
     def run(self, steps: int) -> None:
@@ -137,7 +134,7 @@ class Training:
         tx = tx_bytes_of(link) - tx_before
         dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
         metrics = [{}]
-        if self.job.row != COMPUTE_ROW:  # its replicas do not learn together
+        if self.row.text != COMPUTE_ROW:  # its replicas do not learn together
             updates = self.row.updates
             with updates.anchor_weights() if updates else contextlib.nullcontext():
                 # All ranks of a sharded model hold the whole only together.
@@ -207,7 +204,7 @@ def race(trainings: Sequence[Training], settings: Settings) -> float | None:
     steps = trainings[0].task.settings.steps
     every = settings.evaluate_every or steps
     rounds = steps // every
-    ddp = next((each for each in trainings if each.job.row == DDP_ROW), None)
+    ddp = next((each for each in trainings if each.row.text == DDP_ROW), None)
     for index in range(rounds):
         for training in rotated(trainings, index):
             training.run(every)
@@ -229,27 +226,27 @@ def train(**given: Any) -> Iterator[dict[str, Any]]:
     settings = Settings(**given)
     # That compression does not pay on a loopback is no news here.
     logging.getLogger("lightning_dist").setLevel(logging.ERROR)
-    jobs = [Job(**job) for job in settings.jobs]
     place = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
     tasks = {
         name: make_task(name, settings.tasks.get(name, {}), **place)
-        for name in {job.task for job in jobs}
+        for name in {task for task, _ in settings.jobs}
     }
-    heats = [[(job, seed)] for job in jobs for seed in settings.seeds]
+    heats = [[(job, seed)] for job in settings.jobs for seed in settings.seeds]
     if settings.interleaved:
-        heats = [[(job, seed) for job in jobs] for seed in settings.seeds]
+        heats = [[(job, seed) for job in settings.jobs] for seed in settings.seeds]
     # Once for all runs: a gloo group that is destroyed right after its last collective may hang.
     groups = [new_groups(dist.group.WORLD, timeout=TIMEOUT) for _ in heats[0]]
     for heat in heats:
-        trainings = []
+        trainings = {}
         for (job, seed), own in zip(heat, groups, strict=True):
+            task, row = job
             try:
-                training = Training(tasks[job.task], job, seed=seed, settings=settings, groups=own)
+                training = Training(tasks[task], row, seed=seed, settings=settings, groups=own)
             except ValueError as error:
-                yield {**job.named, "seed": seed, "reason": str(error)}
+                yield {**named(job), "seed": seed, "reason": str(error)}
             else:
-                trainings.append(training)
+                trainings[tuple(job)] = training
         if trainings:
-            target = race(trainings, settings)
-            for each in trainings:
-                yield {**each.job.named, "seed": each.seed, **each.end(), "target": target}
+            target = race([*trainings.values()], settings)
+            for job, each in trainings.items():
+                yield {**named(job), "seed": each.seed, **each.end(), "target": target}

@@ -1,10 +1,10 @@
-"""What is trained: models, data and optimizers of the convergence benchmarks."""
+"""What is trained: models, data and optimizers."""
 
 from __future__ import annotations
 
 import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -26,7 +26,8 @@ class Task(ABC):
 
     Subclasses have `model`, with weights from torch's global generator; `optimizer` with its
     schedule, the same for all rows, but for a codec with momentum of its own; `batch` of samples
-    of this rank; `loss`, cross-entropy in nats; `evaluate`: metrics on data that no rank trains on.
+    of this rank; `loss`; and, where an end is looked at, `evaluate`: metrics on data that no rank
+    trains on.
     """
 
     samples: int  # that this rank has to draw from
@@ -47,12 +48,19 @@ class Task(ABC):
     def before_step(self, model: nn.Module) -> None:  # noqa: B027  (most do nothing)
         """Between backward and the optimizer's step."""
 
+    def blocks(self, model: Any) -> Iterable[nn.Module]:
+        """Parts of the model that are sharded by themselves."""
+        return model
+
 
 def make_task(name: str, chosen: Mapping[str, Any], *, rank: int, world_size: int) -> Task:
     """A task with its data; ``chosen``: settings other than its own."""
-    if name == "gpt":
-        return GptTask(GptSettings(**chosen), rank=rank, world_size=world_size)
-    return DigitsTask(DigitsSettings(**chosen), rank=rank, world_size=world_size)
+    kind, settings = {
+        "gpt": (GptTask, GptSettings),
+        "digits": (DigitsTask, DigitsSettings),
+        "linear": (LinearTask, LinearSettings),
+    }[name]
+    return kind(settings(**chosen), rank=rank, world_size=world_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +81,18 @@ class GptSettings:
     val_windows: int = 256
 
 
+DEMO_GPT = {
+    "context": 64,
+    "d_model": 192,
+    "n_layers": 3,
+    "n_heads": 4,
+    "batch": 8,
+    "lr": 1e-3,  # of 1, 1.5 and 2e-3 the one with which fp32 DDP is fastest and smoothest
+    "warmup_steps": 20,
+    "final_lr": 1.0,  # no row's end is known beforehand
+    "val_windows": 64,
+}
+"""Settings of a GPT as large as the demo's: 1.4 M parameters, 5.6 MB of gradients."""
 _VAL_BATCH = 32
 
 
@@ -91,6 +111,9 @@ class GptTask(Task):
         stride = sum(path.stat().st_size for path in held_out) // settings.val_windows
         validation = ByteWindows(held_out, context=context, stride=max(context, stride))
         self._val = torch.stack([validation[i] for i in range(settings.val_windows)])
+
+    def blocks(self, model: Any) -> Iterable[nn.Module]:
+        return model.blocks
 
     def model(self) -> nn.Module:
         s = self.settings
@@ -227,3 +250,41 @@ class DigitsTask(Task):
         logits = model(inputs)
         right = (logits.argmax(dim=1) == targets).float().mean().item()
         return {"test_accuracy": 100 * right, "test_loss": F.cross_entropy(logits, targets).item()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearSettings:
+    """Layers with 42 MB of gradients, for times of steps."""
+
+    batch: int  # of all ranks together
+    steps: int = 1
+    width: int = 1024
+    layers: int = 10
+    samples: int = 64  # made up, of each rank
+    lr: float = 1e-3
+
+
+class LinearTask(Task):
+    """Layers that are all alike, on made-up data."""
+
+    def __init__(self, settings: LinearSettings, *, rank: int, world_size: int) -> None:
+        super().__init__(settings, rank=rank, world_size=world_size)
+        generator = torch.Generator().manual_seed(rank)
+        self.samples = settings.samples
+        data = torch.randn(2, settings.samples, settings.width, generator=generator)
+        self._inputs, self._targets = data
+
+    def model(self) -> nn.Module:
+        width = self.settings.width
+        return nn.Sequential(*(nn.Linear(width, width) for _ in range(self.settings.layers)))
+
+    def optimizer(self, model: nn.Module, **_: Any) -> tuple[torch.optim.Optimizer, LambdaLR]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=self.settings.lr)
+        return optimizer, LambdaLR(optimizer, lambda step: 1.0)
+
+    def batch(self, chosen: Tensor) -> Batch:
+        return self._inputs[chosen], self._targets[chosen]
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        inputs, targets = batch
+        return (model(inputs) - targets).square().sum(dim=1).mean()

@@ -4,14 +4,9 @@
 
 Two hosts on one machine (`harness/testbed.py`; needs root) train the demo's byte-level GPT, with
 1.4 M parameters (5.6 MB of fp32 gradients), each on other packages of Python's standard library.
-AdamW with warm-up and clipping, then a constant learning rate, the same for all rows. Rows:
-
-    no-comm          the same steps under `no_sync`: compute only; it has no target
-    ddp              DistributedDataParallel as it is, fp32
-    torch-fp16-hook  with torch's own `fp16_compress_hook`
-    NAME             with `lightning_dist.compress_ddp(ddp, NAME)`, all other settings default
-    delay/NAME       the same with `delay=1`
-    METHOD@H/NAME    with `lightning_dist.local_updates`, as in `python -m benchmarks.convergence`
+AdamW with warm-up and clipping, then a constant learning rate, the same for all rows, whose names
+are those of `harness/rows.py`: no-comm, ddp and torch-fp16-hook are always there, no-comm has no
+target.
 
 Every seed trains all rows from the same weights over the same batches, in blocks of `--every` steps
 by turns. After each block the row is evaluated on 64 fixed windows of files that nobody trains on;
@@ -39,12 +34,12 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from statistics import geometric_mean, mean, median
 from typing import Any
 
-from benchmarks.convergence.rank import Job, smoothed, train
+from benchmarks.convergence.rank import smoothed, train
 from benchmarks.convergence.tables import time_to_accuracy
+from benchmarks.convergence.tasks import DEMO_GPT
 from benchmarks.harness.results import parser_of, positive, recording, require_testbeds
 from benchmarks.harness.rows import BASELINES, COMPUTE_ROW, DDP_ROW, FP16_ROW
 from benchmarks.harness.testbed import Testbed
@@ -56,17 +51,6 @@ HOSTS = 2
 WANTED_CODECS = ("int8", "int4", "qsgd", "terngrad", "powersgd:rank=16", "topk:ratio=0.05")
 WANTED_SHARE_PCT = 80.0
 PATIENCE = 4.0
-TASK = {
-    "context": 64,
-    "d_model": 192,
-    "n_layers": 3,
-    "n_heads": 4,
-    "batch": 8,
-    "lr": 1e-3,  # of 1, 1.5 and 2e-3 the one with which fp32 DDP is fastest and smoothest
-    "warmup_steps": 20,
-    "final_lr": 1.0,  # no row's end is known beforehand
-    "val_windows": 64,
-}
 _SETUP_S = 600.0  # imports and, with a cold cache, compiling every codec's kernels
 _STEP_S = 3.0  # of the slowest row; only a hang gets there
 
@@ -77,14 +61,14 @@ Result = Mapping[str, Any]
 
 def measure(given: argparse.Namespace) -> list[Result]:
     """All trainings of all seeds."""
-    jobs = [Job("gpt", name) for name in (*BASELINES, *given.codec)]
+    jobs = [("gpt", name) for name in (*BASELINES, *given.codec)]
     with Testbed(HOSTS, link_mbit=given.link) as testbed:
         return testbed.run(
             train,
             timeout_s=_SETUP_S + _STEP_S * given.seeds * len(jobs) * PATIENCE * given.steps,
-            jobs=[asdict(job) for job in jobs],
+            jobs=jobs,
             seeds=list(range(given.seeds)),
-            tasks={"gpt": {**TASK, "steps": given.steps}},
+            tasks={"gpt": {**DEMO_GPT, "steps": given.steps}},
             interleaved=True,
             evaluate_every=given.every,
             patience=PATIENCE,

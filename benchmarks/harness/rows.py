@@ -1,15 +1,32 @@
 """Rows of the benchmarks: models that communicate as the name of the row says.
 
-no-comm, ddp, torch-fp16-hook, torch-powersgd, ...
-                    DDP, without communication, as it is, or with a hook of torch
-[FORM/]CODEC[-noef][-warm]
-                    `compress_ddp`; -noef: without error feedback; -warm: from some step on;
-                    FORM: flat, hierarchical, leader, or delay; CODEC: also INTRA+INTER
-onebit-adam:CODEC   `compress_ddp` with an optimizer that is attached to it
+no-comm             the same step under `no_sync`: compute only
+ddp                 DistributedDataParallel as it is, fp32: the reference
+torch-fp16-hook     with torch's own `fp16_compress_hook`
+torch-powersgd, torch-powersgd-one-bucket, torch-quant-pertensor, torch-quant-perchannel
+                    with torch's hooks of these names (PowerSGD: rank 4, from the third step on)
+CODEC               `compress_ddp(ddp, CODEC)` with default options
+CODEC-noef          without error feedback
+CODEC-warm          uncompressed up to some step (`start_step`)
+onebit-adam:CODEC   with an optimizer that is attached to it
+flat/CODEC          `hierarchical=False`: hosts do not matter
+hierarchical/CODEC  `hierarchical=True`: reduce-scatter within hosts, the compressed exchange
+                    between the ranks of one local number, all-gather within hosts
+leader/CODEC        `hierarchical="leader"`: reduce to one rank of each host, which exchanges for
+                    all, and broadcast
+FORM/INTRA+INTER    as codec: `{"intra": INTRA, "inter": INTER}`
+delay/CODEC         `delay=1`: the mean of a step is applied in the next one
 METHOD@H[:SETTING=VALUE,...][/CODEC]
-                    `local_updates` with H local steps
-fsdp/CODEC[@N], fsdp/native-hsdp[-deferred][@N], fsdp/all-ranks[-int8][@N], fsdp/no-comm[@N]
-                    a sharded model, N micro-batches a step; no-comm: within hosts only
+                    `local_updates` with H local steps: `diloco@16:outer_lr=1/int8`
+fsdp/CODEC          a model sharded within hosts by `fully_shard`; `compress_fsdp` between them,
+                    under `no_sync()` before the last micro-batch
+fsdp/native-hsdp    averaged between hosts by torch, at every micro-batch
+fsdp/native-hsdp-deferred
+                    with `set_requires_all_reduce(False)` before the last one
+fsdp/all-ranks[-int8]
+                    sharded over all ranks; with parameters in int8 and gradients in qsgd of 8 bits
+fsdp/no-comm        the hosts do not communicate: the floor of the other rows of sharded models
+fsdp/NAME@N         N micro-batches a step
 ROW*F               F times the learning rate
 """
 

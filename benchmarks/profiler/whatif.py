@@ -45,18 +45,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
-from typing_extensions import override
 
-from benchmarks.convergence.rank import TIMEOUT, Job, Settings, Training
-from benchmarks.convergence.tasks import Task, make_task
-from benchmarks.convergence.time_to_accuracy import TASK
+from benchmarks.convergence.rank import TIMEOUT, Settings, Training
+from benchmarks.convergence.tasks import DEMO_GPT, make_task
 from benchmarks.harness.launch import Layout
 from benchmarks.harness.results import (
     Record,
@@ -78,7 +73,6 @@ from benchmarks.harness.rows import (
 from benchmarks.harness.tables import of_link
 from benchmarks.harness.testbed import Testbed
 from benchmarks.profiler.tables import WHATIF_ERRORS, WHATIF_SCALING
-from benchmarks.step_time.models import MODELS, Batch
 from benchmarks.step_time.tables import local_steps
 from lightning_dist.integrations.profiler.run import ProfileRun
 from lightning_dist.integrations.torch.networks import new_groups
@@ -119,32 +113,6 @@ _TURN_S = 2.0
 _LEAST_TURNS, _MOST_TURNS = 2, 4
 
 
-class LinearTask(Task):
-    """The model of `step_time/`, with one batch for all steps."""
-
-    samples = 1
-
-    def __init__(self, *, batch: int, seed: int, **place: int) -> None:
-        super().__init__(SimpleNamespace(batch=place["world_size"], steps=1), **place)
-        torch.manual_seed(seed + 1 + place["rank"])
-        self._workload = MODELS["linear"]
-        self._batch = self._workload.batch(batch)
-
-    def model(self) -> nn.Module:
-        return self._workload.make()
-
-    def optimizer(self, model: nn.Module, **_: Any) -> tuple[torch.optim.Optimizer, LambdaLR]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        return optimizer, LambdaLR(optimizer, lambda step: 1.0)
-
-    @override
-    def batch(self, chosen: Tensor) -> Batch:
-        return self._batch
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return self._workload.loss(model(batch[0]), batch[1])
-
-
 def run(
     *,
     subject: str,
@@ -167,11 +135,8 @@ def run(
     """
     torch.set_num_threads(1)
     place = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
-    if subject == LOCAL:
-        settings = {**TASK, "batch": batch * place["world_size"], "steps": 1}
-        task = make_task("gpt", settings, **place)
-    else:
-        task = LinearTask(batch=batch, seed=seed, **place)
+    name, settings = ("gpt", DEMO_GPT) if subject == LOCAL else ("linear", {})
+    task = make_task(name, {**settings, "batch": batch * place["world_size"]}, **place)
     common = Settings(jobs=(), seeds=(seed,), tasks={}, compile_kernels=True)
 
     def make(name: str) -> Training:
@@ -179,7 +144,7 @@ def run(
             print(f"  {name}", flush=True)  # where a set-up fails, this is the row
         # Groups of a form in levels are its own.
         groups = new_groups(dist.group.WORLD, timeout=TIMEOUT) if subject == LOCAL else None
-        training = Training(task, Job("gpt", name), seed=seed, settings=common, groups=groups)
+        training = Training(task, name, seed=seed, settings=common, groups=groups)
         # A first exchange, in which buffers are made, up to where nothing is under way; DDP puts
         # its buckets in another order after the first.
         updates = training.row.updates

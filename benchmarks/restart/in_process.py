@@ -5,14 +5,13 @@ Loops around DDP with ``recovery="in_process"`` under ``lightning-dist launch``:
 - killed: a rank, drawn at random, again and again. From the signal to the first step that all ranks
   which are left have done without it, and to the first one with the process that is started in its
   place; and of the latter the pause of the others.
-- stopped: the same with SIGSTOP, which only missing beats tell, after ``--detection`` seconds.
+- stopped: the same with SIGSTOP, which only missing heartbeats show.
 - cost: the time of a step without faults, beside recovery="restart" with either commit, in turns.
 - goodput: ranks killed one after the other, and how many steps of those that would have fit are
   done.
 - others: a restart of all, torchrun, and torchft where it is installed: kill to the next step.
 
     python -m benchmarks.restart.in_process --trials N --seed S --json FILE
-    python -m benchmarks.restart.in_process --quick
 """
 
 from __future__ import annotations
@@ -37,12 +36,16 @@ from benchmarks.harness.results import parser_of, recording
 from benchmarks.harness.testbed import exit_on_signals
 from benchmarks.restart.jobs import start
 
-_STEP_SECONDS = 0.02
+_RANKS, _CODEC, _PARAMETERS = 3, "int8", 1_000_000
+_TRAINING = {"codec": _CODEC, "parameters": _PARAMETERS, "seconds": 0.02}
+_RECOVERING = {**_TRAINING, "recovery": "in_process"}
+_DETECTION = 5.0
+"""Seconds without a beat, after which a rank counts as lost."""
 _LIMIT = 120.0
 _LINES = 400
 """Of a rank: looked at."""
 _GOODPUT_RANKS, _GOODPUT_STEP, _KILL_EVERY = 4, 0.5, 2.75
-_COST_STEP = 0.05
+_COST_STEP, _COST_STEPS = 0.05, 150
 _TORCHFT = {"": {}, " (heartbeat_timeout_ms=1000)": {"heartbeat_timeout_ms": 1000}}
 
 Line = dict[str, Any]
@@ -53,22 +56,28 @@ class Job:
 
     Args:
         way: of ``training.py``.
-        told: its settings.
+        options: its settings.
         launched: by our launcher, or by this process.
         settings: variables of the launcher.
     """
 
     def __init__(
-        self, way: str, folder: Path, *, ranks: int, told: dict[str, Any], **settings: str
+        self, way: str, folder: Path, *, ranks: int, options: dict[str, Any], **settings: str
     ) -> None:
         folder.mkdir()
         self._folder, self._ranks = folder, ranks
-        self._training = ["-m", "benchmarks.restart.training", way, str(folder), json.dumps(told)]
+        self._training = [
+            "-m",
+            "benchmarks.restart.training",
+            way,
+            str(folder),
+            json.dumps(options),
+        ]
         self._settings = settings
-        options = ["--standalone", f"--nproc-per-node={ranks}", "--max-restarts=1000000"]
+        agent = ["--standalone", f"--nproc-per-node={ranks}", "--max-restarts=1000000"]
         launcher = {
-            "ours": ["-m", "lightning_dist.elastic.agent", "--monitor-interval=0.05", *options],
-            "torchrun": ["-m", "torch.distributed.run", *options],
+            "ours": ["-m", "lightning_dist.elastic.agent", "--monitor-interval=0.05", *agent],
+            "torchrun": ["-m", "torch.distributed.run", *agent],
         }
         self._by_us = way not in launcher
         self._processes = (
@@ -136,7 +145,7 @@ class Job:
 
         def first(world: int, after: float) -> float | None:
             firsts = [
-                min((line["time"] for line in lines if _is(line, world, after)), default=None)
+                min((t for t in times_of(lines, world) if t > after), default=None)
                 for each, lines in self.steps().items()
                 if each != process and lines[-1]["time"] > after
             ]
@@ -148,10 +157,10 @@ class Job:
             self._processes.append(self._start(self._training))
         joined = self.wait_for(lambda: first(self._ranks, left), "a step with another")
         before = [
-            line["time"]
+            t
             for each, lines in self.steps().items()
-            for line in lines
-            if each != process and line["world"] == self._ranks - 1 and line["time"] < joined
+            for t in times_of(lines, self._ranks - 1)
+            if each != process and t < joined
         ]
         return {"left_s": left - began, "joined_s": joined - began, "pause_s": joined - max(before)}
 
@@ -178,30 +187,29 @@ class Job:
                 process.wait()
 
 
+def times_of(lines: list[Line], world: int) -> list[float]:
+    """Times of the steps of so many ranks."""
+    return [line["time"] for line in lines if line["world"] == world]
+
+
 @contextmanager
 def running(
-    way: str, root: str, *, ranks: int, told: dict[str, Any], **settings: str
+    way: str, root: str, *, ranks: int, options: dict[str, Any], **settings: str
 ) -> Iterator[Job]:
     """A job in a folder of its own, which is ended."""
     folder = Path(tempfile.mkdtemp(dir=root)) / "job"
-    job = Job(way, folder, ranks=ranks, told=told, **settings)
+    job = Job(way, folder, ranks=ranks, options=options, **settings)
     try:
         yield job
     finally:
         job.close()
 
 
-def _is(line: Line, world: int, after: float) -> bool:
-    return bool(line["world"] == world and line["time"] > after)
-
-
-def measure_strikes(
-    root: str, draw: random.Random, *, kills: int, stops: int, ranks: int, told: Line, beats: float
-) -> list[Line]:
+def measure_strikes(root: str, draw: random.Random, *, kills: int, stops: int) -> list[Line]:
     """Two rows: ranks that are killed, and stopped; medians and the worst."""
     killed, stopped = [], []
-    settings = {"LIGHTNING_DIST_BEAT_TIMEOUT": f"{beats:g}"}
-    with running("ours", root, ranks=ranks, told=told, **settings) as job:
+    settings = {"LIGHTNING_DIST_BEAT_TIMEOUT": f"{_DETECTION:g}"}
+    with running("ours", root, ranks=_RANKS, options=_RECOVERING, **settings) as job:
         for number in range(kills + stops):
             is_kill = number < kills
             signal_ = signal.SIGKILL if is_kill else signal.SIGSTOP
@@ -209,20 +217,21 @@ def measure_strikes(
             (killed if is_kill else stopped).append(found)
             print(number + 1, "of", kills + stops, signal_.name, found, flush=True)
     rows = []
+    about: Line = {"codec": _CODEC, "parameters": _PARAMETERS, "ranks": _RANKS}
     if killed:
-        row: Line = {"ranks": ranks, "kind": "in_process", "trials": len(killed)}
+        row = {**about, "kind": "in_process", "trials": len(killed)}
         for name in ("left_s", "joined_s", "pause_s"):
             values = [each[name] for each in killed]
             row |= {name: median(values), f"{name.removesuffix('_s')}_max_s": max(values)}
         rows.append(row)
     if stopped:
-        values = [each["left_s"] - beats for each in stopped]
-        about = {"ranks": ranks, "kind": "stopped", "trials": len(stopped), "detection_s": beats}
-        rows.append({**about, "undetected_s": median(values), "undetected_max_s": max(values)})
+        values = [each["left_s"] - _DETECTION for each in stopped]
+        row = {**about, "kind": "stopped", "trials": len(stopped), "detection_s": _DETECTION}
+        rows.append({**row, "undetected_s": median(values), "undetected_max_s": max(values)})
     return rows
 
 
-def measure_cost(root: str, *, rounds: int, steps: int, told: Line) -> list[Line]:
+def measure_cost(root: str, *, rounds: int) -> list[Line]:
     """One row: medians of steps of 2 ranks without faults, in turns.
 
     Beside steps with ``recovery="restart"`` and the immediate commit, those with the deferred one,
@@ -235,10 +244,10 @@ def measure_cost(root: str, *, rounds: int, steps: int, told: Line) -> list[Line
     }
     found: dict[str, list[float]] = {name: [] for name in ways}
     for name in [*ways] * rounds:
-        settings = {**told, **ways[name], "seconds": _COST_STEP, "compile_kernels": True}
-        with running("ours", root, ranks=2, told=settings) as job:
+        settings = {**_TRAINING, **ways[name], "seconds": _COST_STEP, "compile_kernels": True}
+        with running("ours", root, ranks=2, options=settings) as job:
             job.all_there()
-            times = job.wait_for(partial(job.times, steps + 20), "enough steps")[20:]
+            times = job.wait_for(partial(job.times, _COST_STEPS + 20), "enough steps")[20:]
         found[name].append(1e3 * median(after - before for before, after in pairwise(times)))
         print("cost:", name, f"{found[name][-1]:.3f}", flush=True)
     row = {name: median(values) for name, values in found.items()}
@@ -246,13 +255,13 @@ def measure_cost(root: str, *, rounds: int, steps: int, told: Line) -> list[Line
     return [{"kind": "cost", "trials": rounds, **row}]
 
 
-def measure_goodput(root: str, draw: random.Random, *, kills: int, told: Line) -> list[Line]:
+def measure_goodput(root: str, draw: random.Random, *, kills: int) -> list[Line]:
     """One row: steps that were done of those that would have fit, a rank killed every few seconds.
 
     The last one left is spared. As many samples a rank as ever: a step takes as long with fewer.
     """
-    settings = {**told, "seconds": _GOODPUT_STEP, "policy": "fixed_micro_batch"}
-    with running("ours", root, ranks=_GOODPUT_RANKS, told=settings) as job:
+    settings = {**_RECOVERING, "seconds": _GOODPUT_STEP, "policy": "fixed_micro_batch"}
+    with running("ours", root, ranks=_GOODPUT_RANKS, options=settings) as job:
         job.all_there()
         began, done = time.time(), 0
         for number in range(kills):
@@ -271,9 +280,7 @@ def measure_goodput(root: str, draw: random.Random, *, kills: int, told: Line) -
     return [{"kind": "goodput", "trials": done, "steps_share": share, "mean_ranks": world}]
 
 
-def measure_others(
-    root: str, draw: random.Random, *, trials: int, ranks: int, told: Line
-) -> list[Line]:
+def measure_others(root: str, draw: random.Random, *, trials: int) -> list[Line]:
     """A row for each way: from the kill of a rank to the next step."""
     rows = []
 
@@ -284,18 +291,18 @@ def measure_others(
         rows[-1]["next_max_s"] = worst
 
     for name, way in (("restart of all, ours", "ours"), ("torchrun, DDP", "torchrun")):
-        with running(way, root, ranks=ranks, told={**told, "recovery": "restart"}) as job:
+        with running(way, root, ranks=_RANKS, options={**_TRAINING, "recovery": "restart"}) as job:
             add(name, [job.restart(draw.choice(job.all_there())) for _ in range(trials)])
     if importlib.util.find_spec("torchft") is None:
         print("torchft is not installed, so it is left out: pip install torchft==0.2.0")
         return rows
     for label, settings in _TORCHFT.items():
         with ExitStack() as stack:
-            server = stack.enter_context(running("lighthouse", root, ranks=1, told=settings))
+            server = stack.enter_context(running("lighthouse", root, ranks=1, options=settings))
             path = server._folder / "lighthouse"
             server.wait_for(path.exists, "the lighthouse")
-            given = {**told, "lighthouse": path.read_text()}
-            job = stack.enter_context(running("torchft", root, ranks=ranks, told=given))
+            options = {**_TRAINING, "lighthouse": path.read_text()}
+            job = stack.enter_context(running("torchft", root, ranks=_RANKS, options=options))
             found = [job.strike(draw.choice(job.all_there()))["left_s"] for _ in range(trials)]
             add(f"torchft 0.2{label}", found)
     return rows
@@ -304,40 +311,26 @@ def measure_others(
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--trials", type=int, default=30, help="ranks killed")
-    parser.add_argument("--stops", type=int, default=10, help="ranks stopped")
-    parser.add_argument("--kills", type=int, default=40, help="ranks killed for the goodput")
-    parser.add_argument("--rounds", type=int, default=5, help="of steps without faults")
-    parser.add_argument("--others", type=int, default=10, help="ranks killed of each other way")
-    parser.add_argument("--quick", action="store_true", help="fewer of all, about 8 minutes")
-    parser.add_argument("--ranks", type=int, default=3)
-    parser.add_argument("--codec", default="int8")
-    parser.add_argument("--parameters", type=int, default=1_000_000)
-    parser.add_argument("--detection", type=float, default=5.0, help="seconds without a beat")
+    parser.add_argument("--stops", type=int, default=4, help="ranks stopped")
+    parser.add_argument("--kills", type=int, default=12, help="ranks killed for the goodput")
+    parser.add_argument("--rounds", type=int, default=2, help="of steps without faults")
+    parser.add_argument("--others", type=int, default=3, help="ranks killed of each other way")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
-    if given.quick:
-        few = {"trials": 30, "stops": 4, "kills": 12, "rounds": 2, "others": 3}
-        for name, most in few.items():
-            setattr(given, name, min(most, getattr(given, name)))
     draw = random.Random(given.seed)
-    told = {"codec": given.codec, "parameters": given.parameters, "seconds": _STEP_SECONDS}
-    recovers = {**told, "recovery": "in_process"}
     with (
         recording(given, seed=given.seed) as record,
         exit_on_signals(),
         tempfile.TemporaryDirectory(prefix="in-process") as root,
     ):
-        counts = {"kills": given.trials, "stops": given.stops, "ranks": given.ranks}
         if given.trials or given.stops:
-            rows = measure_strikes(root, draw, told=recovers, beats=given.detection, **counts)
-            record.add([{"codec": given.codec, "parameters": given.parameters, **x} for x in rows])
+            record.add(measure_strikes(root, draw, kills=given.trials, stops=given.stops))
         if given.rounds:
-            record.add(measure_cost(root, rounds=given.rounds, steps=150, told=told))
+            record.add(measure_cost(root, rounds=given.rounds))
         if given.kills:
-            record.add(measure_goodput(root, draw, kills=given.kills, told=recovers))
+            record.add(measure_goodput(root, draw, kills=given.kills))
         if given.others:
-            counts = {"trials": given.others, "ranks": given.ranks}
-            record.add(measure_others(root, draw, told=told, **counts))
+            record.add(measure_others(root, draw, trials=given.others))
 
 
 if __name__ == "__main__":

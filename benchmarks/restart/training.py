@@ -27,30 +27,30 @@ EVERY = 50
 """Steps between checkpoints of torchrun."""
 
 
-def with_ours(folder: Path, told: dict[str, Any], note: Callable[[int, int], None]) -> None:
+def with_ours(folder: Path, options: dict[str, Any], note: Callable[[int, int], None]) -> None:
     """An ElasticLoop that recovers within the process, or by a restart."""
     from lightning_dist import ElasticLoop, compress_ddp, init_process_group
 
-    recovers = told["recovery"] == "in_process"
+    recovers = options["recovery"] == "in_process"
     init_process_group("gloo", **({"recovery": "in_process"} if recovers else {}))
-    net, inputs = model_of(told)
+    net, inputs = model_of(options)
     model = DistributedDataParallel(net)
-    commit = told.get("commit", "deferred" if recovers else "auto")
-    kernels = {"commit": commit, "compile_kernels": told.get("compile_kernels", False)}
-    compress_ddp(model, told["codec"], **kernels)
+    commit = options.get("commit", "deferred" if recovers else "auto")
+    kernels = {"commit": commit, "compile_kernels": options.get("compile_kernels", False)}
+    compress_ddp(model, options["codec"], **kernels)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with ElasticLoop(
         folder / "ckpt",
         loader=DataLoader(TensorDataset(torch.randn(SAMPLES, 1)), batch_size=2),
         state={"model": model, "optimizer": optimizer},
         every_n_train_steps=None if recovers else EVERY,
-        batch_policy=told.get("policy", "fixed_global_batch"),
-        recovery=told["recovery"],
+        batch_policy=options.get("policy", "fixed_global_batch"),
+        recovery=options["recovery"],
     ) as loop:
         for _ in loop.epochs(1):
             for (x,) in loop.batches():
                 before = loop.steps
-                time.sleep(told["seconds"])
+                time.sleep(options["seconds"])
                 loop.scale_loss(loss_of(model, inputs, x)).backward()
                 if not loop.sync_gradients:
                     continue
@@ -62,10 +62,10 @@ def with_ours(folder: Path, told: dict[str, Any], note: Callable[[int, int], Non
                     note(loop.steps, world)
 
 
-def with_torchrun(folder: Path, told: dict[str, Any], note: Callable[[int, int], None]) -> None:
+def with_torchrun(folder: Path, options: dict[str, Any], note: Callable[[int, int], None]) -> None:
     """DDP, and a checkpoint of rank 0 every few steps, as in torch's documentation."""
     torch.distributed.init_process_group("gloo")
-    net, inputs = model_of(told)
+    net, inputs = model_of(options)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     path, step = folder / "checkpoint.pt", 0
     if path.exists():
@@ -75,7 +75,7 @@ def with_torchrun(folder: Path, told: dict[str, Any], note: Callable[[int, int],
         step = saved["step"]
     model = DistributedDataParallel(net)
     while True:
-        time.sleep(told["seconds"])
+        time.sleep(options["seconds"])
         loss_of(model, inputs, torch.randn(2, 1)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -87,12 +87,12 @@ def with_torchrun(folder: Path, told: dict[str, Any], note: Callable[[int, int],
             (folder / "new.pt").rename(path)
 
 
-def with_torchft(folder: Path, told: dict[str, Any], note: Callable[[int, int], None]) -> None:
+def with_torchft(folder: Path, options: dict[str, Any], note: Callable[[int, int], None]) -> None:
     """A replica of one rank, as in torchft's README."""
     import torchft
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported silently
 
-    net, inputs = model_of(told)
+    net, inputs = model_of(options)
     inner = torch.optim.SGD(net.parameters(), lr=0.01)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
@@ -110,14 +110,14 @@ def with_torchft(folder: Path, told: dict[str, Any], note: Callable[[int, int], 
         store_port=store.port,
         rank=0,
         world_size=1,
-        lighthouse_addr=told["lighthouse"],
+        lighthouse_addr=options["lighthouse"],
         hostname="127.0.0.1",
     )
     optimizer = torchft.Optimizer(manager, inner)
     while True:
         before = manager.current_step()
         optimizer.zero_grad()
-        time.sleep(told["seconds"])
+        time.sleep(options["seconds"])
         loss_of(net, inputs, torch.randn(2, 1)).backward()
         # Its DistributedDataParallel fails with an assertion in the hook, with torch 2.13.
         for work in [manager.allreduce(each.grad) for each in net.parameters()]:
@@ -127,11 +127,11 @@ def with_torchft(folder: Path, told: dict[str, Any], note: Callable[[int, int], 
             note(manager.current_step(), manager.num_participants())
 
 
-def lighthouse(folder: Path, told: dict[str, Any], note: Callable[[int, int], None]) -> None:
+def lighthouse(folder: Path, options: dict[str, Any], note: Callable[[int, int], None]) -> None:
     """torchft's coordinator, for as long as this process lives."""
     from torchft.coordination import LighthouseServer
 
-    timeout = {k: told[k] for k in ("heartbeat_timeout_ms",) if k in told}
+    timeout = {k: options[k] for k in ("heartbeat_timeout_ms",) if k in options}
     server = LighthouseServer(
         bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=10_000, quorum_tick_ms=100, **timeout
     )
@@ -141,9 +141,9 @@ def lighthouse(folder: Path, told: dict[str, Any], note: Callable[[int, int], No
         time.sleep(1)
 
 
-def model_of(told: dict[str, Any]) -> tuple[nn.Module, int]:
+def model_of(options: dict[str, Any]) -> tuple[nn.Module, int]:
     """A model of so many parameters, and the width of what it takes."""
-    width = max(8, int((told["parameters"] / 2) ** 0.5))
+    width = max(8, int((options["parameters"] / 2) ** 0.5))
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)), width
 
@@ -163,13 +163,13 @@ WAYS = {
 
 def main(way: str, place: str, settings: str) -> None:
     torch.set_num_threads(1)
-    folder, told = Path(place), json.loads(settings)
+    folder, options = Path(place), json.loads(settings)
     file = (folder / f"{os.getpid()}.steps").open("w", buffering=1)
 
     def note(step: int, world: int) -> None:
         print(json.dumps({"step": step, "time": time.time(), "world": world}), file=file)
 
-    WAYS[way](folder, told, note)
+    WAYS[way](folder, options, note)
 
 
 if __name__ == "__main__":

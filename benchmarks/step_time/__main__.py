@@ -9,36 +9,10 @@ Several hosts on one machine (`harness/testbed.py`; needs root), a DDP model of
 which `fsdp` has by default, the demo's byte-level GPT (5.6 MB) on windows of 64 bytes. A layout is
 `2x2`, hosts x ranks of each, or `3+1`, the ranks of every host. For each layout one set of
 processes holds all rows: every row has a DDP instance of its own in it, and the rows take turns
-step by step, a different one first in each round. Between links only the limit changes. Rows:
-
-    no-comm          the same step under `no_sync`: compute only, the floor for every other row
-    ddp              DistributedDataParallel as it is, fp32
-    torch-fp16-hook  with torch's own `fp16_compress_hook`; these three are always measured
-    torch-powersgd, torch-powersgd-one-bucket, torch-quant-pertensor, torch-quant-perchannel
-                     with torch's hooks of these names (PowerSGD: rank 4, from the third step on);
-                     tried in processes of their own before, and where one fails there its figures
-                     are null and `reason` says why
-    CODEC            `lightning_dist.compress_ddp(ddp, CODEC)`, default options: for sparse and
-                     low-rank codecs these choose how much is sent
-    CODEC-noef       the same without error feedback
-    flat/CODEC       `hierarchical=False`: hosts do not matter
-    hierarchical/CODEC  `hierarchical=True`: reduce-scatter within hosts, the compressed exchange
-                     between the ranks of one local number, all-gather within hosts
-    leader/CODEC     `hierarchical="leader"`: reduce to one rank of each host, which exchanges for
-                     all, and broadcast
-    delay/CODEC      `delay=1`: the mean of a step is applied in the next one
-    FORM/INTRA+INTER as codec: `{"intra": INTRA, "inter": INTER}`. Other codecs are between hosts
-                     only, with nothing compressed within
-
-    fsdp/no-comm     the model sharded by `fully_shard` within hosts, which do not communicate: the
-                     floor for the other rows of sharded models with as many micro-batches
-    fsdp/native-hsdp  the model sharded by `fully_shard` within hosts, and averaged between them by
-                     torch, at every micro-batch
-    fsdp/native-hsdp-deferred  the same with `set_requires_all_reduce(False)` before the last one
-    fsdp/all-ranks   sharded over all ranks
-    fsdp/CODEC       sharded within hosts, and `lightning_dist.compress_fsdp(model, CODEC)` between
-                     them, under `no_sync()` before the last micro-batch
-    fsdp/NAME@4      a step of four micro-batches, each of --batch samples
+step by step, a different one first in each round. Between links only the limit changes. Names of
+rows are those of `harness/rows.py`: no-comm, ddp and torch-fp16-hook are always measured; torch's
+other hooks are tried in processes of their own before, and where one fails there its figures are
+null and `reason` says why. A micro-batch has --batch samples.
 
 `codecs` measures by default every codec in layouts of one rank per host, `forms` some codecs in
 all forms, `fsdp` those of sharded models, with the three of DDP. In a row of the JSON:
@@ -102,7 +76,6 @@ from benchmarks.harness.rows import (
     split_row,
 )
 from benchmarks.harness.testbed import Testbed
-from benchmarks.step_time.models import MODELS
 from benchmarks.step_time.rank import FEWEST_ROUNDS, MOST_ROUNDS, Samples, run
 from benchmarks.step_time.tables import forms, sharded, step_times
 from lightning_dist.codecs import CODECS
@@ -146,7 +119,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=positive, metavar="N", help=f"timed steps of each row; {bounds}")
     add("--seconds", type=float, default=150.0, metavar="S", help="for each link (%(default)s)")
     add("--warmup", type=positive, default=3, metavar="N", help="untimed steps of the first link")
-    add("--model", choices=MODELS, help="linear; of fsdp gpt")
+    add("--model", choices=("linear", "gpt"), help="linear; of fsdp gpt")
     add("--batch", type=positive, metavar="N", help="samples per rank and micro-batch (16; gpt 1)")
     add("--timeout", type=float, default=3600.0, metavar="S", help="for a layout (%(default)s)")
     add("--seed", type=int, default=0, metavar="N")
@@ -231,9 +204,7 @@ def measure(layout: Layout, given: argparse.Namespace) -> Iterator[Row]:
             reasons |= dict.fromkeys(worked, ended)
             samples = together()
     for link, of_link in zip(given.link, samples, strict=True):
-        yield from summarize(
-            of_link, layout=layout, link_mbit=link, reasons=reasons, model=given.model
-        )
+        yield from summarize(of_link, layout=layout, link_mbit=link, reasons=reasons)
 
 
 def summarize(
@@ -242,7 +213,6 @@ def summarize(
     layout: Layout,
     link_mbit: float | None,
     reasons: Mapping[str, str],
-    model: str,
 ) -> Iterator[Row]:
     """The samples of one link as rows of the JSON, one per row measured.
 
@@ -257,8 +227,7 @@ def summarize(
         "layout": layout.name,
         "link_mbit": link_mbit,
     }
-    world, ranks = layout.world_size, layout.world_size / layout.hosts
-    gradient_bytes = MODELS[model].gradient_bytes
+    ranks = layout.world_size / layout.hosts
     row: Row = {}
     for name, samples in samples_of.items():
         form, codec = split_row(name)
@@ -266,9 +235,7 @@ def summarize(
         step_ms, silent, last = medians[name], row_name.silent, samples[-1]
         floor_ms = medians.get(floor_of(name))
         host_bytes = float(np.median([s["tx_bytes"] for s in samples], axis=0).max())
-        raw_bytes, inter_bytes = last["raw_bytes"], last["inter_bytes"]
-        if inter_bytes is None:  # torch's: an allreduce, or nothing
-            raw_bytes = 0 if silent else round(gradient_bytes * 2 * (world - 1) / world)
+        inter_bytes = last["inter_bytes"]
         limit_pct = bound_ms = tail_ms = last_bucket_ms = None
         if last["tail_s"] is not None:
             tail_ms = median(1e3 * sample["tail_s"] for sample in samples)
@@ -289,7 +256,7 @@ def summarize(
             "step_ms_p90": float(np.quantile(steps_ms[name], 0.9)),
             "wire_bytes": round(host_bytes / ranks),
             "counted_wire_bytes": inter_bytes and round(max(inter_bytes) / ranks),
-            "raw_bytes": raw_bytes,
+            "raw_bytes": last["raw_bytes"],
             # Of host 0, in the last step: our counters say the same in every one.
             "inter_bytes": inter_bytes and inter_bytes[0],
             "intra_bytes": last["intra_bytes"] and last["intra_bytes"][0],

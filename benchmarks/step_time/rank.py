@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from benchmarks.harness.rows import Row, digest_of, rotated, tx_bytes_of
+from benchmarks.convergence.tasks import DEMO_GPT, Task, make_task
+from benchmarks.harness.rows import COMPUTE_ROW, Row, digest_of, rotated, tx_bytes_of
 from benchmarks.harness.tables import of_link
 from benchmarks.harness.testbed import shape
-from benchmarks.step_time.models import MODELS, Batch, Workload
 from lightning_dist.reducer.observer import Observer
 from lightning_dist.reducer.units.base import CodecGroup
 
@@ -39,20 +39,22 @@ def run(
     """Make all rows, then measure them on one link after the other; samples of each link.
 
     Args:
-        model: one of `MODELS`.
+        model: name of a task.
+        batch: samples of this rank.
         shaped: namespaces and devices whose rate the links are; rank 0 changes it.
         warmup: rounds before the timed ones, on the first link.
         rounds: None: as many as fit into ``seconds`` of a link, warm-up included.
     """
     rank0 = dist.get_rank() == 0
     made: list[TimedRow] = []
-    workload = MODELS[model]
+    place = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    settings = {**(DEMO_GPT if model == "gpt" else {}), "batch": batch * place["world_size"]}
+    task = make_task(model, settings, **place)
     for name in rows:
-        made.append(TimedRow(name, seed=seed, workload=workload))
+        made.append(TimedRow(name, task, seed=seed))
         if rank0:
             print(f"  {name}", flush=True)  # where a set-up fails, this is the row before
-    torch.manual_seed(seed + 1 + dist.get_rank())
-    data = workload.batch(batch)
+    data = next(task.batches(seed))
     for index, link_mbit in enumerate(links):
         dist.barrier()
         if rank0:
@@ -67,7 +69,7 @@ def run(
 
 
 def measure_link(
-    rows: list[TimedRow], batch: Batch, *, warmup: int, rounds: int | None, seconds: float
+    rows: list[TimedRow], batch: Any, *, warmup: int, rounds: int | None, seconds: float
 ) -> Samples:
     """Round robin over the rows, another one first in every round."""
     samples: Samples = {row.text: [] for row in rows}
@@ -90,17 +92,17 @@ def measure_link(
     return samples
 
 
-def measure(row: TimedRow, batch: Batch) -> dict[str, Any]:
+def measure(row: TimedRow, batch: Any) -> dict[str, Any]:
     """Time one step between two barriers, which are outside the time, not outside the bytes.
 
     Lists have an element for every host; counters of ours are None where nothing of ours is
-    attached.
+    attached, but for ``raw_bytes``: torch has an allreduce there, or nothing.
     """
     link, host = os.environ["GLOO_SOCKET_IFNAME"], int(os.environ["GROUP_RANK"])
     dist.barrier()
     tx_before, lo_before = tx_bytes_of(link), tx_bytes_of("lo")
     start_ns = time.perf_counter_ns()
-    row.step(*batch)
+    row.step(batch)
     elapsed_ns = time.perf_counter_ns() - start_ns
     dist.barrier()  # now every rank has received what this one sent
     tx, lo = tx_bytes_of(link) - tx_before, tx_bytes_of("lo") - lo_before
@@ -114,13 +116,16 @@ def measure(row: TimedRow, batch: Batch) -> dict[str, Any]:
     table = torch.stack(everyone)
     elapsed, digests, hosts = table[:, :3].unbind(dim=1)
     of_host = [table[hosts == each, 3:] for each in range(int(hosts.max()) + 1)]
-    ours = row.reducer is not None
+    ours, world = row.reducer is not None, dist.get_world_size()
+    raw_bytes = (
+        0 if row.text == COMPUTE_ROW else round(row.gradient_bytes * 2 * (world - 1) / world)
+    )
     return {
         "step_s": elapsed.max().item() / 1e9,  # of the slowest rank
         "tx_bytes": [int(ranks[0, 0]) for ranks in of_host],  # its ranks see the same counter
         "lo_bytes": int(of_host[0][0, 1]),  # of host 0's loopback
         "identical": bool((digests == digests[0]).all()),  # parameters of all ranks, bit by bit
-        "raw_bytes": row.counted("raw_bytes") if ours else None,  # of rank 0
+        "raw_bytes": row.counted("raw_bytes") if ours else raw_bytes,  # of rank 0
         "inter_bytes": [int(ranks[:, 2].sum()) for ranks in of_host] if ours else None,
         "intra_bytes": [int(ranks[:, 3].sum()) for ranks in of_host] if ours else None,
         "tail_s": table[:, -2].max().item() / 1e9 if ours else None,  # of the slowest rank
@@ -145,25 +150,26 @@ class Tail(Observer):
 
 
 class TimedRow(Row):
-    """A row with the model of a workload and SGD."""
+    """A row with the model of a task and SGD."""
 
-    def __init__(self, text: str, *, seed: int, workload: Workload = MODELS["linear"]) -> None:
+    def __init__(self, text: str, task: Task, *, seed: int) -> None:
         torch.manual_seed(seed)
-        model = workload.make()
+        model = task.model()
+        self.gradient_bytes = sum(4 * parameter.numel() for parameter in model.parameters())
         super().__init__(
             text,
             model,
             lambda model: torch.optim.SGD(model.parameters(), lr=LEARNING_RATE),
-            blocks=workload.blocks(model),
+            blocks=task.blocks(model),
             shards=int(os.environ["LOCAL_WORLD_SIZE"]),
         )
-        self._loss, self.tail = workload.loss, Tail()
+        self._task, self.tail = task, Tail()
         if self.reducer is not None:
             self.reducer.observe(self.tail)
 
-    def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    def step(self, batch: Any) -> None:
         """One training step; returns when the parameters are updated."""
-        self.backward(lambda model: self._loss(model(inputs), targets))
+        self.backward(lambda model: self._task.loss(model, batch))
         self.optimizer.step()
 
     def digest(self) -> int:

@@ -270,7 +270,7 @@ def hostile() -> Summary:
 
 def hostile_timeline() -> Timeline:
     spans = [
-        TimelineSpan(text, 0, 10, 20 + index, 15, op=text, group=text)
+        TimelineSpan(text, 0, 10, 20 + index, arrival=15, op=text, group=text)
         for index, text in enumerate([*HOSTILE, "exchange"])
     ]
     phases = [(text, index, index + 1) for index, text in enumerate(HOSTILE)]

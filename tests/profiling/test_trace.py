@@ -27,7 +27,8 @@ def gather(
     came = None if arrival is None else round(arrival * MS)
     known = {} if arrival is None else {"last": 1, "collective_id": bucket}
     values = {"op": "all_gather", "group": "flat", "sent": 1_000_000, **known, **kwargs}
-    return TimelineSpan("exchange", bucket, round(begin * MS), round(end * MS), came, **values)
+    times = round(begin * MS), round(end * MS)
+    return TimelineSpan("exchange", bucket, *times, arrival=came, **values)
 
 
 def step(
@@ -268,7 +269,13 @@ def timelines(draw: st.DrawFn) -> Timeline:
         spans={
             rank: [
                 TimelineSpan(
-                    phase, index % 2, min(one, two), max(one, two), at, "all_reduce", "flat", 9
+                    phase,
+                    index % 2,
+                    *sorted((one, two)),
+                    "all_reduce",
+                    "flat",
+                    9,
+                    arrival=at,
                 )
                 for index, (phase, one, two, at) in enumerate(draw(of_rank))
             ]

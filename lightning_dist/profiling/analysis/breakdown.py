@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from lightning_dist.profiling.analysis.intervals import (
     Interval,
@@ -21,7 +21,6 @@ from lightning_dist.profiling.capture.events import (
     OF_NO_BUCKET,
     PHASES,
     BucketTimes,
-    Span,
     StepRecord,
 )
 from lightning_dist.profiling.run import Run
@@ -84,7 +83,9 @@ def spans_of(run: Run, step: int) -> dict[int, list[TimelineSpan]]:
         for rank, each in run.ranks.items()
         if step in each.steps and each.head(step).detailed
     }
-    spans = {rank: [_unknown(span) for span in of.spans] for rank, of in records.items()}
+    spans = {
+        rank: [TimelineSpan(*astuple(span)) for span in of.spans] for rank, of in records.items()
+    }
     groups: dict[tuple[str, tuple[int, ...]], int] = {}  # their numbers in this step
     collectives: dict[tuple[int, int], dict[int, int]] = {}  # index of the span on every rank
     for rank, record in records.items():
@@ -107,12 +108,6 @@ def spans_of(run: Run, step: int) -> dict[int, list[TimelineSpan]]:
         for rank, index in indices.items():
             spans[rank][index] = replace(of_members[rank], collective_id=number, **known[rank])
     return spans
-
-
-def _unknown(span: Span) -> TimelineSpan:
-    """A span of one rank, before it is compared with those of others."""
-    times = span.begin, span.end
-    return TimelineSpan(span.phase, span.bucket, *times, None, span.op, span.group, span.sent)
 
 
 def _arrivals(

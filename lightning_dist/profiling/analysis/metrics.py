@@ -32,7 +32,7 @@ def metric(key: str, meaning: str = "", *, label: str = "", unit: str = "") -> M
     return Metric(key, label, unit or known, meaning)
 
 
-_PARTS = {  # in the order in which they are drawn
+MEANING_OF_PARTS = {  # in the order in which they are drawn
     "between_steps": "waiting for a batch, callbacks, loggers, checkpoints",
     "forward": "forward pass and loss",
     "backward": "backward pass, with the communication that is hidden under it",
@@ -123,7 +123,7 @@ _WITHOUT_MEANING = (
 METRICS: Mapping[str, Metric] = {
     each.key: each
     for each in (
-        *(metric(name, meaning, unit="ms") for name, meaning in _PARTS.items()),
+        *(metric(name, meaning, unit="ms") for name, meaning in MEANING_OF_PARTS.items()),
         *_OF_RUN,
         *_OF_RANKS_AND_BUCKETS,
         *map(metric, _WITHOUT_MEANING),

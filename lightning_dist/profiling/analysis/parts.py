@@ -11,39 +11,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct
-
 from lightning_dist.profiling.analysis.intervals import Interval, Intervals
+from lightning_dist.profiling.analysis.metrics import MEANING_OF_PARTS
+from lightning_dist.profiling.capture.events import Span
 
 if TYPE_CHECKING:
     from lightning_dist.profiling.whatif.predictions import Predictions
 
 SCHEMA = 2
 
-PARTS = (
-    "between_steps",
-    "forward",
-    "backward",
-    "exposed_wait",
-    "exposed_transfer",
-    "exposed_codec",
-    "exposed_other",
-    "optimizer",
-    "other",
-)
+PARTS = tuple(MEANING_OF_PARTS)
 """They add up to the step. Communication that compute does not hide is in the parts of
 :data:`EXPOSED`: between the last gradient of the backward pass and the mean of all gradients, and
 where FSDP's own collectives hold up a pass. What is hidden under the backward pass is in
 ``backward``."""
 
-EXPOSED = ("exposed_wait", "exposed_transfer", "exposed_codec", "exposed_other")
+EXPOSED = tuple(name for name in PARTS if name.startswith("exposed_"))
 
 
-class TimelineSpan(Struct, frozen=True, gc=False):
-    """A span of a rank in a step, in nanoseconds from the begin of the step on this rank.
+class TimelineSpan(Span, frozen=True, gc=False):
+    """A span of a rank in a step, and what the records of other ranks say of it.
 
-    In a :class:`Timeline` they count from its begin on the first rank that began it. None: unknown,
-    or not an exchange.
+    Times are nanoseconds from the begin of the step on this rank; in a :class:`Timeline` they count
+    from its begin on the first rank that began it. None: unknown, or not an exchange.
 
     Args:
         arrival, last: launch on the last member, and that member; the lowest of several.
@@ -52,14 +42,7 @@ class TimelineSpan(Struct, frozen=True, gc=False):
         missing: members of which there is no record of it.
     """
 
-    phase: str
-    bucket: int
-    begin: int
-    end: int
     arrival: int | None = None
-    op: str = ""
-    group: str = ""
-    sent: int = 0
     last: int | None = None
     collective_id: int | None = None
     over: int | None = None
