@@ -1,4 +1,4 @@
-"""Triton's interpreter, without what most of its time goes to."""
+"""Triton's interpreter patches its language once per module and launch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from unittest.mock import patch
 import pytest
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _patch_once_per_launch() -> Iterator[None]:
     """The interpreter patches Triton's language at every call of a device function.
 
-    One patch for every module lasts until the end of a launch.
+    Half of its time goes to that, and what one call of a module has patched holds for a launch.
     """
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     patch_language: Callable[[Any], Any] = interpreter._patch_lang
     patched: set[int] = set()
 
-    class Scope(interpreter._LangPatchScope):  # type: ignore[misc, name-defined]
+    class Scope(interpreter._LangPatchScope):
         def restore(self) -> None:
             super().restore()
             patched.clear()
