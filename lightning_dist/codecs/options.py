@@ -5,11 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, fields
+from functools import cache
 from typing import Any, get_type_hints
 
 from lightning_dist.codecs.base import Codec
 
 _TRUTH = {"true": True, "false": False}
+_types = cache(get_type_hints)  # it compiles every annotation
 
 
 def parse_codec(text: object, table: Mapping[str, type[Codec]]) -> Codec:
@@ -56,7 +58,7 @@ def _nearest(name: str, table: Iterable[str]) -> list[str]:
 
 
 def _value(value: str, field: Field[Any], kind: type[Codec], text: object) -> Any:
-    wanted = get_type_hints(kind)[field.name]
+    wanted = _types(kind)[field.name]
     try:
         if wanted is bool:
             return _TRUTH[value.lower()]

@@ -18,7 +18,8 @@ from worlds import Rank, run_threads
 
 from lightning_dist.codecs import Int8
 from lightning_dist.exchange.channel import Channel
-from lightning_dist.measurement.microbenchmark import Passes
+from lightning_dist.measurement import microbenchmark
+from lightning_dist.measurement.microbenchmark import WIDTH, Passes
 from lightning_dist.reducer.codec_sample import Sampler
 from lightning_dist.reducer.observer import Observer
 from lightning_dist.reducer.plan import intra
@@ -186,6 +187,7 @@ def test_calibration_measures_the_kernels_that_training_uses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Planner, "fuse", lambda *_, **__: None)  # of the CPU
+    monkeypatch.setattr(microbenchmark, "UNIT_ELEMENTS", 16 * WIDTH)  # interpreted: few tiles
     with in_tables() as launched:
         measured = Passes(
             Int8(), feedback=True, fused=True, device=torch.device("cpu"), units=1, ranks=2

@@ -5,6 +5,8 @@ A codec learns the digits task, or refuses the optimizer; it never trains to cha
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from feeding import Fed, backward, compressed, feed
@@ -18,9 +20,14 @@ WORLD_SIZE = 2
 LEAST = 75.0  # percent of the test images; chance is 10, without compression it is 94
 
 
+@cache
+def task_of(rank: int) -> DigitsTask:
+    return DigitsTask(SETTINGS, rank=rank, world_size=WORLD_SIZE)
+
+
 def accuracy(rank: Rank, codec: str, *, momentum: float) -> float:
     """Percent of the test images that are classified correctly after training."""
-    task = DigitsTask(SETTINGS, rank=rank.rank, world_size=WORLD_SIZE)
+    task = task_of(rank.rank)
     module = task.model()  # DDP gives all ranks the parameters of the first
     generator = torch.Generator().manual_seed(0)
     for parameter in module.parameters():
