@@ -94,6 +94,13 @@ bench: install
 	  --codec streaming@16:fragments=4,overlap_steps=3/int8 \
 	  --codec diloco@16:overlap_steps=6/int8 --codec sparseloco@4 \
 	  --json benchmarks/results/convergence_local_overlap.json
+	$(BIN)/python -m benchmarks.convergence --steps 1600 --ranks 2 --task gpt \
+	  --codec diloco@16:$(OUTER)/int8 \
+	  --codec streaming@16:fragments=4,overlap_steps=1,$(OUTER),mixing=0/int8 \
+	  --codec streaming@16:fragments=4,overlap_steps=3/int8 \
+	  --json benchmarks/results/convergence_local_long.json
+	$(BIN)/python -m benchmarks.convergence --steps 1600 --lr 0.0042 --ranks 2 --task gpt \
+	  --codec diloco@16:$(OUTER)/int8 --json benchmarks/results/convergence_local_long_tuned.json
 	$(BIN)/python -m benchmarks.convergence --steps 800 --lr 0.0042 --ranks 2 --task gpt \
 	  --codec 'local_sgd@4/int8*1.4' --codec 'local_sgd@8/int8*1.4' \
 	  --json benchmarks/results/convergence_local_tuned.json

@@ -52,6 +52,11 @@ SECTIONS: dict[str, tuple[str | tuple[str, ...], Callable[..., str | None]]] = {
     "convergence-gpt-long": ("convergence_long", partial(convergence, task="gpt")),
     "convergence-digits": ("convergence", partial(convergence, task="digits")),
     "convergence-local": ("convergence_local", partial(convergence, task="gpt")),
+    "convergence-local-long": ("convergence_local_long", partial(convergence, task="gpt")),
+    "convergence-local-long-tuned": (
+        "convergence_local_long_tuned",
+        partial(convergence, task="gpt"),
+    ),
     "convergence-local-tuned": ("convergence_local_tuned", partial(convergence, task="gpt")),
     "convergence-local-overlap": ("convergence_local_overlap", partial(convergence, task="gpt")),
     "convergence-fsdp": ("convergence_fsdp", partial(convergence, task="gpt")),
