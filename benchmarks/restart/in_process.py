@@ -235,7 +235,7 @@ def measure_cost(root: str, *, rounds: int) -> list[Line]:
     """One row: medians of steps of 2 ranks without faults, in turns.
 
     Beside steps with ``recovery="restart"`` and the immediate commit, those with the deferred one,
-    which a recovery needs. Kernels are compiled, as they are by default.
+    which a recovery needs. Kernels are compiled, as those of large models are by default.
     """
     ways = {
         "without_ms": {"recovery": "restart"},
