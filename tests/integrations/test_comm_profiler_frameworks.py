@@ -59,7 +59,8 @@ def test_what_would_help_is_measured_when_it_is_over(folders: dict[str, Path]) -
     kept = read_costs(folder / "comm_profile" / "run-0")
     assert set(kept.by_name) >= told - {"ddp"}
     source = kept.by_name["int8"].source
-    assert source.startswith("measured alone on ") and source.endswith(", not compiled")
+    assert source.startswith("measured alone on ")
+    assert source.endswith(", not compiled")
     assert "after this run" in kept.by_name["int8"].source
     assert re.search(
         r" (Predicted with .*: \d.*x|No other setting is predicted .* of the model)\.$",
