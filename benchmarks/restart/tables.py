@@ -117,7 +117,7 @@ def _ways(rows: Rows) -> list[Row]:
 def _without_kills(meta: Any, rows: Rows) -> str:
     """What was measured beside kills, each in one sentence."""
     of = {row["kind"]: row for row in rows}
-    text = "3 ranks, 1 M parameters, steps of 20 ms of sleep, in two runs in turn; medians."
+    text = "3 ranks, 1 M parameters, steps of 20 ms of sleep; medians."
     if stopped := of.get("stopped"):
         text += (
             f" Of a rank that is stopped (SIGSTOP, {stopped['trials']} times) the others learn "

@@ -36,8 +36,8 @@ def with_ours(folder: Path, options: dict[str, Any], note: Callable[[int, int], 
     net, inputs = model_of(options)
     model = DistributedDataParallel(net)
     commit = options.get("commit", "deferred" if recovers else "auto")
-    kernels = {"commit": commit, "compile_kernels": options.get("compile_kernels", False)}
-    compress_ddp(model, options["codec"], **kernels)
+    compiled = options.get("compile_kernels", False)
+    compress_ddp(model, options["codec"], commit=commit, compile_kernels=compiled)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with ElasticLoop(
         folder / "ckpt",

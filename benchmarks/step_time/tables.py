@@ -138,8 +138,8 @@ def sharded(result: Result) -> str | None:
     model = _MODELS[result["meta"]["arguments"].get("model", "linear")]
     text = (
         f"Median step of {model}, {rows[0]['layout']} hosts x ranks: sharded within hosts but for "
-        "`all-ranks`; MB that a rank sends to other hosts in a step (interface); `no-comm`: hosts "
-        "do not communicate. Kernels are compiled. All ranks share two cores."
+        "`all-ranks`; MB that a rank sends to other hosts in a step (interface). Kernels are "
+        "compiled. All ranks share two cores."
     )
     table = markdown(columns, pivot(rows, of=["codec"], by="link_mbit"))
     return f"{table}\n\n{caption(text, result['meta'])}"

@@ -54,19 +54,20 @@ def refuse_unknown(
     callbacks to a class of Lightning's, whose name the user has not written.
     """
     constructors = [vars(cls)["__init__"] for cls in of.__mro__ if "__init__" in vars(cls)]
-    names: dict[bool, dict[str, None]] = {True: {}, False: {}}
+    own: dict[str, None] = {}  # in their order
+    theirs: dict[str, None] = dict.fromkeys(("self", "module"))
     for function in (*constructors, handed_to):
         is_own = getattr(function, "__module__", "").startswith("lightning_dist.")
         for name, parameter in signature(function).parameters.items():
             if parameter.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
-                names[is_own][name] = None
-    known = tuple(name for name in names[True] | names[False] if name not in ("self", "module"))
-    own = [name for name in known if name not in names[False]]
+                (own if is_own else theirs)[name] = None
+    listed = ", ".join(name for name in own if name not in theirs)
+    known = tuple(name for name in own | theirs if name not in ("self", "module"))
     base = next(cls for cls in of.__mro__ if not cls.__module__.startswith("lightning_dist."))
-    rest = f", and those of {base.__name__}" if len(own) < len(known) else ""
+    if theirs.keys() & known:
+        listed += f", and those of {base.__name__}"
     for name in arguments:
         if name not in known:
-            listed = ", ".join(own) + rest
             raise ValueError(unknown(name, known, where=of.__name__, listed=listed))
 
 
