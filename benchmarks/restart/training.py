@@ -35,7 +35,7 @@ def with_ours(folder: Path, options: dict[str, Any], note: Callable[[int, int], 
     init_process_group("gloo", **({"recovery": "in_process"} if recovers else {}))
     net, inputs = model_of(options)
     model = DistributedDataParallel(net)
-    commit = options.get("commit", "deferred" if recovers else "auto")
+    commit = options.get("commit", "auto")
     compiled = options.get("compile_kernels", False)
     compress_ddp(model, options["codec"], commit=commit, compile_kernels=compiled)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -12,7 +12,7 @@ step by itself.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from lightning_dist.reducer.executor import Executor
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.plans import Handle
 from lightning_dist.reducer.state import ReducerState
+from lightning_dist.reducer.state_copy import StateCopy
 from lightning_dist.reducer.units.base import CodecGroup, decode_all
 
 
@@ -196,24 +197,6 @@ def sum_of_bits(group: CodecGroup, bucket: Tensor) -> Tensor:
     return torch.stack([part.of(bucket).view(as_int).sum() for part in group.slices]).sum()
 
 
-Kept: TypeAlias = Mapping[str, Sequence[tuple[Tensor, Tensor]]]
-"""State of this rank by parameter, each tensor with a copy of it."""
-
-
-def kept_of(
-    groups: Sequence[CodecGroup], state: ReducerState, *, of: Collection[str] | None = None
-) -> Kept:
-    """Copies of the state of the parameters ``of`` these names in ``groups``; None: of all."""
-    names = [p.name for group in groups for p in group.slices if of is None or p.name in of]
-    return {name: [(held, held.clone()) for held in state.tensors(name)] for name in names}
-
-
-def put_back(kept: Kept) -> None:
-    """Restore the state that was copied."""
-    for tensor, value in (pair for pairs in kept.values() for pair in pairs):
-        tensor.copy_(value)
-
-
 def decode_groups(
     groups: Sequence[CodecGroup],
     bucket: Tensor,
@@ -222,7 +205,7 @@ def decode_groups(
     scale: Tensor,
     unused: Collection[str],
     finite: bool,
-    before: Kept | None = None,
+    before: StateCopy | None = None,
 ) -> None:
     """Decode ``groups`` into their ``bucket`` and commit state, except that of ``unused`` ones.
 
@@ -236,11 +219,12 @@ def decode_groups(
         before: they are decoded already, and this is the state before that.
     """
     stateful = [p for g in groups for p in g.slices if g.keeps_state or p.name in g.residuals_sent]
-    undone = {part.name for part in stateful if not finite or part.name in unused}
+    undone = [part.name for part in stateful if not finite or part.name in unused]
     if before is None:
-        before = kept_of(groups, state, of=undone)
+        before = StateCopy(state, undone)
+        before.take()
         decode_all([unit for group in groups for unit in group.units], scale)
-    put_back({name: kept for name, kept in before.items() if name in undone})
+    before.restore(undone)
     for part in () if finite else stateful:
         part.of(bucket).fill_(torch.nan)
     for group in groups if finite else ():

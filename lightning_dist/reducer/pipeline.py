@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -21,12 +20,9 @@ from lightning_dist.reducer.adjust import Adjustment, add_residuals, clip_group
 from lightning_dist.reducer.commit import (
     Answer,
     Failures,
-    Kept,
     agree,
     ask,
     decode_groups,
-    kept_of,
-    put_back,
     sum_of_bits,
 )
 from lightning_dist.reducer.delayed import DelayedMeans
@@ -168,7 +164,7 @@ class Pipeline:
             turn=len(self._in_flight) % 2,
             waiting=self._waits,
         )
-        handle.load(plan)
+        handle.load(plan, keeps_state=self.recovers and self._decodes_before_the_vote)
         self._adjust(handle)
         with working(self._observers, handle.key, "encode"):
             for unit in staggered(handle.units()):
@@ -181,7 +177,8 @@ class Pipeline:
         before = self._in_flight[:-1]
         if self.immediate and before:  # while this one is on its way
             self._decode(before[-1])
-            before[-1].done.set_result(before[-1].given)
+            if not self.recovers:  # else it is not known yet whether the step is applied
+                before[-1].done.set_result(before[-1].given)
         with working(self._observers, handle.key, "decode"):
             for unit in handle.units():
                 unit.start_second()
@@ -191,22 +188,14 @@ class Pipeline:
         if self.immediate:
             for handle in handles[-1:]:
                 self._decode(handle)
-        before: list[Kept] = []
-        try:
-            if self.recovers and self.network.intra is not None:
-                # Means come from other ranks of the host, which may be lost after the vote.
-                for handle in handles:
-                    before.append(kept_of(handle.groups, self.state))
-                    with working(self._observers, handle.key, "decode"):
-                        decode_all(handle.units(), self._scale)
-            answer = self._ask(handles)
-        except BaseException:
-            for kept in before:
-                put_back(kept)
-            raise
+        elif self.recovers and self._decodes_before_the_vote:
+            for handle in handles:
+                with working(self._observers, handle.key, "decode"):
+                    decode_all(handle.units(), self._scale)
+        answer = self._ask(handles)
         if not self.immediate:
-            for handle, kept in zip_longest(handles, before):
-                self._decode(handle, unused=answer.unused, finite=answer.finite, before=kept)
+            for handle in handles:
+                self._decode(handle, unused=answer.unused, finite=answer.finite)
         self.answer = answer
         for observer in tuple(self._observers):
             observer.finished([(handle.key, handle.groups) for handle in handles])
@@ -225,7 +214,6 @@ class Pipeline:
         *,
         unused: Collection[str] = (),
         finite: bool = True,
-        before: Kept | None = None,
     ) -> None:
         with working(self._observers, handle.key, "decode"):
             decode_groups(
@@ -235,7 +223,7 @@ class Pipeline:
                 scale=self._scale,
                 unused=unused,
                 finite=finite,
-                before=before,
+                before=None if self.immediate else handle.before,
             )
             for group in handle.groups:
                 self._count(group, handle.flat, compare=finite)
@@ -257,9 +245,17 @@ class Pipeline:
         for handle in self._in_flight:
             for unit in () if handle.done.done() else handle.units():
                 unit.wait()
-        self._in_flight, self._finite, self._sums = [], [], []
-        self.stats.drop_step()
+        self._give_up()
         self._delayed.clear()  # some of its means are in buckets that are not applied
+
+    def _give_up(self) -> list[Handle]:
+        """Undo the step, as far as state was kept; the tensors that were in flight."""
+        handles, self._in_flight = self._in_flight, []
+        for handle in handles:
+            handle.undo()
+        self._finite, self._sums = [], []
+        self.stats.drop_step()
+        return handles
 
     def _ask(self, handles: Sequence[Handle]) -> Answer:
         finite, self._finite = self._finite, []
@@ -305,13 +301,22 @@ class Pipeline:
             task()
         except BaseException as error:  # of any kind: a future that is left pending blocks DDP
             self._failures.note(error)
-            waiting, self._in_flight = self._in_flight, []
-            self._failures.end([*waiting, *([] if handle is None else [handle])], error)
+            waiting = [*self._give_up(), *([] if handle is None else [handle])]
+            self._failures.end(waiting, error)
 
     @property
     def failure(self) -> BaseException | None:
         """First error of an exchange; nothing is exchanged after it."""
         return self._failures.first
+
+    @property
+    def _decodes_before_the_vote(self) -> bool:
+        """Whether state may change in a step that is not applied in the end.
+
+        In a hierarchical exchange means come from other ranks of the host, which may be lost after
+        the vote.
+        """
+        return self.immediate or self.network.intra is not None
 
     @property
     def recovers(self) -> bool:

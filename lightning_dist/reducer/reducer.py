@@ -131,18 +131,19 @@ class Reducer(StatefulPipeline):
     def leave_failures_to(self, recovery: Recovery) -> None:
         """From now on an exchange that fails does not raise, and ``recovery`` decides.
 
-        A tensor whose exchange has failed stays as it is; where the exchange is hierarchical its
-        contents are lost. :attr:`step` counts a step that was committed as soon as the futures of
-        its tensors are ready; if it was not committed, all state is as before it. After a failure
-        nothing is exchanged until :meth:`rebind`.
+        The contents of a tensor whose exchange has failed are lost. :attr:`step` counts a step that
+        was committed as soon as the futures of its tensors are ready; if it was not committed, all
+        state is as before it: under the immediate commit, and where the exchange is hierarchical,
+        restored from a copy, of 4 bytes an element. After a failure nothing is exchanged until
+        :meth:`rebind`.
 
         Raises:
             ValueError: a setting with which steps cannot be committed without other ranks.
         """
-        if self.immediate:
+        if self.settings.delay:
             raise ValueError(
-                "A failed step can be repeated only with the deferred commit; use "
-                "compress_ddp(..., commit='deferred')"
+                f"A failed step can be repeated only if its own means are applied, and delay="
+                f"{self.settings.delay} applies those of the step before; leave it out"
             )
         if self._allow_absent:
             raise ValueError(
@@ -217,11 +218,9 @@ class Reducer(StatefulPipeline):
                 has to follow.
         """
         self._stop(patience=0.0)
-        self._failures.end(self._in_flight, RuntimeError("the reducer was bound to other groups"))
-        self._in_flight, self._finite, self._sums = [], [], []
+        self._failures.end(self._give_up(), RuntimeError("the reducer was bound to other groups"))
         self._delayed.clear()  # not there on every rank
         self.answer = Answer()
-        self.stats.drop_step()
         old = self.network
         for channel in network.channels:
             channel.watch = old.data.watch or old.channels[0].watch
@@ -285,7 +284,8 @@ class Reducer(StatefulPipeline):
         self._release()
 
     def _release(self) -> None:
-        self._failures.end(self._in_flight, RuntimeError("the reducer was closed in a step"))
+        in_step = self.in_step
+        self._failures.end(self._give_up(), RuntimeError("the reducer was closed in a step"))
         self._plans.clear()
         self.state.to(torch.device("cpu"))
-        self._delayed.to(torch.device("cpu")) if self.in_step else self._delayed.clear()
+        self._delayed.to(torch.device("cpu")) if in_step else self._delayed.clear()

@@ -102,6 +102,14 @@ class ReducerState:
         """Drop the state of ``kind`` for ``name`` on this rank; all ranks do it at once."""
         self._held.pop((kind, name), None)
 
+    def held_of(self, names: Collection[str]) -> dict[tuple[str, str], Held]:
+        """All that differs from rank to rank of ``names``, by kind and name."""
+        return {key: held for key, held in self._held.items() if key[1] in names}
+
+    def hold(self, held: Mapping[tuple[str, str], Held]) -> None:
+        """Take over :meth:`held_of`."""
+        self._held.update(held)
+
     def tensors(self, name: str) -> list[Tensor]:
         """All state of a parameter that this rank works with."""
         held = [self._held[kind, name] for kind in _KINDS if (kind, name) in self._held]

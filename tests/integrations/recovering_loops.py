@@ -194,11 +194,7 @@ class Made:
     """A collective of the framework's."""
 
 
-COMPRESSION: dict[str, Any] = {
-    "min_compress_numel": 0,
-    "commit": "deferred",
-    "compile_kernels": False,
-}
+COMPRESSION: dict[str, Any] = {"min_compress_numel": 0, "compile_kernels": False}
 BUCKETS = {"bucket_cap_mb": 0.0001}
 
 

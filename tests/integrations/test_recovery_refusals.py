@@ -37,7 +37,7 @@ def wrapped(module: nn.Module | None = None, **ddp: Any) -> DistributedDataParal
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        (wrapped, r"needs the hook of compress_ddp.*commit='deferred'"),
+        (wrapped, r"needs the hook of compress_ddp.*call compress_ddp\(model, codec\) before"),
         (lambda: compressed(static_graph=True), "without static_graph and find_unused_parameters"),
         (lambda: compressed(find_unused_parameters=True), "without static_graph and find_unused"),
         (lambda: compressed(ranks_per_host=1), "ranks_per_host and rank_groups name ranks"),
@@ -61,7 +61,6 @@ def compressed(
     model.keeps = compress_ddp(  # type: ignore[assignment]  # nobody else holds it
         model,
         codec,
-        commit="deferred",
         compile_kernels=False,
         grad_scaler=grad_scaler,
         ranks_per_host=ranks_per_host,

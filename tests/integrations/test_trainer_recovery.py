@@ -423,11 +423,9 @@ def test_what_it_cannot_take_again_is_refused(
         fit(module, elastic, *others)
 
 
-@pytest.mark.parametrize("arguments", [{"commit": "immediate"}, {"delay": 1}])
-def test_arguments_that_commit_at_once_are_refused(arguments: dict[str, Any]) -> None:
-    (name,) = arguments
-    with pytest.raises(ValueError, match=f"repeats a failed step.*{name}"):
-        lightning_dist.CompressedDDPStrategy(recovery="in_process", **arguments)
+def test_delayed_means_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"repeats a failed step.*delay=1"):
+        lightning_dist.CompressedDDPStrategy(recovery="in_process", delay=1)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from functools import partial
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -11,7 +12,14 @@ import pytest
 import torch
 from fed_model import SHAPES, Model, among
 from feeding import digest, feed
-from test_lost_ranks import Told, leave_before_the_vote, lose_answer, state_of
+from test_lost_ranks import (
+    Commit,
+    Told,
+    both_commits,
+    leave_before_the_vote,
+    lose_answer,
+    state_of,
+)
 from torch import Tensor
 from worlds import Rank, run_threads
 
@@ -47,14 +55,16 @@ def owed(model: Model) -> Tensor:
 
 @pytest.mark.parametrize("where", ["before the vote", "in the host", "in the exchange"])
 @pytest.mark.parametrize("left", [[0, 1, 2], [0, 1]], ids=["a rank", "a host"])
-def test_only_residuals_of_lost_ranks_are_lost(left: list[int], where: str) -> None:
+@both_commits
+def test_only_residuals_of_lost_ranks_are_lost(commit: Commit, left: list[int], where: str) -> None:
     """In float64: of survivors, and of those that join them again."""
     before = [torch.zeros(())] * 4
     fours, lefts = threading.Barrier(4, timeout=60), threading.Barrier(len(left), timeout=60)
 
     def body(rank: Rank) -> list[str]:
         own, digests = rank.rank, []
-        model = Model(among(rank, FOUR, "first", per_host=2), EXACT, dtype=torch.float64)
+        exact = partial(Model, codec=EXACT, commit=commit, dtype=torch.float64)
+        model = exact(among(rank, FOUR, "first", per_host=2))
         assert model.reducer.network.intra is not None
         model.reducer.leave_failures_to(Told())
         for step in range(2):
@@ -68,7 +78,7 @@ def test_only_residuals_of_lost_ranks_are_lost(left: list[int], where: str) -> N
                 leave_in_the_host(model.reducer.network.intra.data)
                 model.step(own, 2)
             model.reducer.close()
-            model = Model(among(rank, [own], "alone"), EXACT, dtype=torch.float64)
+            model = exact(among(rank, [own], "alone"))
             model.reducer.leave_failures_to(Told())
         else:
             model.reducer.network.limit.seconds = 0.3
@@ -112,13 +122,14 @@ def test_only_residuals_of_lost_ranks_are_lost(left: list[int], where: str) -> N
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_rank_that_has_missed_the_answer_commits_by_itself(codec: str) -> None:
+@both_commits
+def test_a_rank_that_has_missed_the_answer_commits_by_itself(commit: Commit, codec: str) -> None:
     """To the bits of a run in which it has heard the answer, while all others are gone."""
 
     def body(rank: Rank) -> tuple[list[str], list[str]]:
         ends = []
         for misses in (False, True):
-            model = Model(among(rank, FOUR, f"{misses}", per_host=2), codec)
+            model = Model(among(rank, FOUR, f"{misses}", per_host=2), codec, commit=commit)
             told = Told(verdict=True)
             model.reducer.leave_failures_to(told)
             model.step(rank.rank, 0)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import pytest
 import torch
 from fed_model import SHAPES, Model, among
-from feeding import Tensors, digest, feed, fitting, held
+from feeding import FakeBucket, Tensors, digest, feed, fitting, held
 from torch import Tensor
 from worlds import Rank, run_threads
 
@@ -25,6 +25,10 @@ LAST = 2
 SURVIVORS = [0, 1]
 EVERY = [fitting(name) for name in CODECS]
 FEW = ["none", "int8", "topk:ratio=0.1,block_size=128", "powersgd:rank=2", "threshold:tau=1.5"]
+
+
+Commit = Literal["immediate", "deferred"]
+both_commits = pytest.mark.parametrize("commit", ["immediate", "deferred"])
 
 
 class Told:
@@ -85,8 +89,9 @@ def take(model: Model, rank: int, step: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("where", ["in the exchange", "before the vote"])
 @pytest.mark.parametrize("codec", FEW)
+@both_commits
 def test_a_step_that_nobody_has_committed_is_given_up_and_taken_again(
-    codec: str, where: str
+    commit: Commit, codec: str, where: str
 ) -> None:
     """The hook does not raise, and state is as before; what survivors owe is conserved."""
     before: list[Tensors] = [{}, {}]
@@ -94,7 +99,7 @@ def test_a_step_that_nobody_has_committed_is_given_up_and_taken_again(
     both = threading.Barrier(2, timeout=60)
 
     def body(rank: Rank) -> list[str]:
-        model = Model(rank.network(), codec)
+        model = Model(rank.network(), codec, commit=commit)
         told = Told()
         model.reducer.leave_failures_to(told)
         for step in range(2):
@@ -138,7 +143,32 @@ def test_a_step_that_nobody_has_committed_is_given_up_and_taken_again(
     assert first
 
 
-def test_what_ranks_owe_is_that_of_a_naive_twin() -> None:
+@both_commits
+@pytest.mark.parametrize("codec", FEW)
+def test_a_step_that_is_abandoned_changes_no_state(commit: Commit, codec: str) -> None:
+    """Though the first bucket was decoded while the second one travelled: it is not ready yet."""
+    shapes = {"first": (40, 48), "second": (33, 50), "third": (16, 16)}
+
+    def body(rank: Rank) -> None:
+        model = Model(rank.network(), codec, commit=commit, shapes=shapes)
+        model.reducer.leave_failures_to(Told())
+        model.step(rank.rank, 0)
+        state, given = state_of(model), feed(rank.rank, 1, shapes)
+        for number, (name, parameter) in enumerate([*model.parameters.items()][:2]):
+            bucket = FakeBucket(given[name].flatten().clone(), [parameter], number, last=False)
+            future = model.buckets.reduce(bucket)
+            model.reducer._executor.drain()
+            assert not future.done()
+        model.reducer.abandon()
+        model.reducer._executor.drain()
+        assert state_of(model) == state
+        model.reducer.close()
+
+    run_threads(body, 2)
+
+
+@both_commits
+def test_what_ranks_owe_is_that_of_a_naive_twin(commit: Commit) -> None:
     """In float64: one is lost in a step that is taken again without it, and another one joins."""
     codec = resolve_codec("topk:ratio=0.1,block_size=128,values=fp32")
     phases = [[0, 1, LAST], SURVIVORS, [0, 1, LAST]]
@@ -147,7 +177,7 @@ def test_what_ranks_owe_is_that_of_a_naive_twin() -> None:
 
     def body(rank: Rank) -> list[tuple[Tensors, Tensors]]:
         own, found = rank.rank, []
-        model = Model(rank.network(), codec, dtype=torch.float64)
+        model = Model(rank.network(), codec, commit=commit, dtype=torch.float64)
         model.reducer.leave_failures_to(Told())
         for phase, members in enumerate(phases):
             if phase == 1 and own == LAST:
@@ -162,7 +192,7 @@ def test_what_ranks_owe_is_that_of_a_naive_twin() -> None:
             if own in members and phase:
                 network = among(rank, members, str(phase))
                 if own == LAST:
-                    model = Model(network, codec, dtype=torch.float64)
+                    model = Model(network, codec, commit=commit, dtype=torch.float64)
                     model.reducer.leave_failures_to(Told())
                     model.reducer.join({"step": phase * count, "factors": {}})
                 else:
@@ -240,13 +270,14 @@ def decoded(codec: Codec, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("codec", EVERY)
-def test_a_rank_that_has_missed_the_answer_commits_by_itself(codec: str) -> None:
+@both_commits
+def test_a_rank_that_has_missed_the_answer_commits_by_itself(commit: Commit, codec: str) -> None:
     """To the bits of a run in which it has heard the answer, with nobody's help."""
 
     def body(rank: Rank) -> tuple[list[str], list[str]]:
         ends = []
         for misses in (False, True):
-            model = Model(rank.network(), codec)
+            model = Model(rank.network(), codec, commit=commit)
             told = Told(verdict=True)
             model.reducer.leave_failures_to(told)
             digests = [digest(model.step(rank.rank, 0))]
@@ -293,26 +324,28 @@ def test_the_verdict_that_a_step_was_not_finite_is_taken_as_it_was() -> None:
     assert found[0] == found[1] == found[2]
 
 
-def test_nobody_votes_before_all_its_payloads_have_landed(monkeypatch: pytest.MonkeyPatch) -> None:
+@both_commits
+def test_nobody_votes_before_all_its_payloads_have_landed(
+    commit: Commit, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever has the answer knows that all others can commit without any other rank."""
-    landed: dict[int, int] = {}
+    landed: dict[int, set[Exchange]] = {}
     votes: list[int] = []
     wait = Exchange.wait
 
     def noted(exchange: Exchange) -> None:
         wait(exchange)
-        name = threading.get_ident()
-        landed[name] = landed.get(name, 0) + 1
+        landed.setdefault(threading.get_ident(), set()).add(exchange)
 
     monkeypatch.setattr(Exchange, "wait", noted)
 
     def body(rank: Rank) -> None:
-        model = Model(rank.network(), "none")
+        model = Model(rank.network(), "none", commit=commit)
         model.reducer.leave_failures_to(Told())
         vote = model.reducer.network.control.all_reduce
 
         def counted(*arguments: Any, **named: Any) -> PendingWork:
-            votes.append(landed.get(threading.get_ident(), 0))
+            votes.append(len(landed.get(threading.get_ident(), ())))
             return vote(*arguments, **named)
 
         model.reducer.network.control.all_reduce = counted  # type: ignore[method-assign]
@@ -390,20 +423,20 @@ def test_mistakes_are_still_raised() -> None:
 
 
 @pytest.mark.parametrize(
-    ("commit", "absent", "match"),
+    ("settings", "absent", "match"),
     [
-        ("immediate", False, r"commit='deferred'"),
-        ("deferred", True, r"find_unused_parameters"),
+        ({"delay": 1}, False, r"delay=1"),
+        ({"commit": "deferred"}, True, r"find_unused_parameters"),
     ],
 )
 def test_settings_that_need_other_ranks_to_commit_are_refused(
-    commit: Any, absent: bool, match: str
+    settings: Any, absent: bool, match: str
 ) -> None:
     def body(rank: Rank) -> None:
         names: dict[Tensor, str] = {torch.zeros(4, 4): "weight"}
         reducer = Reducer(
             names,
-            settings=Settings.check("int8", commit=commit),
+            settings=Settings.check("int8", **settings),
             network=rank.network(),
             allow_absent=absent,
         )

@@ -12,11 +12,12 @@ so there is never a second opinion about who takes part: a worker that cannot re
   that a generation has left out although they may still live.
 - The coordinator asks :func:`next_generation` again and again.
 
-The step protocol is a deferred commit: nothing of a step is applied before every rank has all its
-payloads, and the answer to one all-reduce, the vote, says so. A rank that dies before or in it
-leaves every survivor at step ``s``, or some at ``s`` that hold all payloads and miss the answer
-only, and some at ``s + 1``. In the second case the generation tells the first ones to commit
-(``Generation.commits``); they need nobody's help for that. Otherwise the step is taken again.
+Nothing of a step is applied before every rank has all its payloads, and the answer to one
+all-reduce, the vote, says so. A rank that dies before or in it leaves every survivor at step ``s``,
+or some at ``s`` that hold all payloads and miss the answer only, and some at ``s + 1``. In the
+second case the generation tells the first ones to commit (``Generation.commits``); they need
+nobody's help for that. Otherwise the step is taken again, and residuals that were written while
+encoding are restored from a copy.
 """
 
 from __future__ import annotations

@@ -32,8 +32,7 @@ class CompressedDDPStrategy(CommReport, CompressionArguments, FollowsLauncher, D
     residuals under ``"lightning_dist"``; ``fabric.load`` after ``fabric.setup`` restores them.
 
     After ``lightning_dist.init_process_group(recovery="in_process")`` ranks are those of the
-    present generation: see ``ElasticLoop(recovery="in_process")``, which needs
-    ``commit="deferred"``.
+    present generation: see ``ElasticLoop(recovery="in_process")``.
     """
 
     reducers: list[Reducer]

@@ -70,8 +70,7 @@ class ElasticLoop:
         recovery: ``"in_process"``: if a rank is lost, the others repeat the interrupted step
             without it, in the same processes, and its replacement joins between two steps. Needs
             ``lightning-dist launch``, ``init_process_group(recovery="in_process")``, and one model
-            in DDP on the CPU with ``compress_ddp(..., commit="deferred")``. ``"restart"``: all
-            ranks are restarted.
+            in DDP on the CPU with ``compress_ddp``. ``"restart"``: all ranks are restarted.
         mirror_residuals: with ``recovery="in_process"``, keep a copy of the residuals of each rank
             on the next one, which takes them over if the rank is lost. True: copied after every
             step; a number: steps between two copies. Training is blocked while a copy sends 4 bytes

@@ -79,8 +79,8 @@ class CompressionArguments:
                 of the process group.
             recovery: ``"in_process"``, for a Trainer with ``ElasticRestart`` under ``lightning-dist
                 launch``: if a rank is lost, the others repeat the interrupted step without it, in
-                the same processes, and its replacement joins between two steps; ``commit`` is
-                ``"deferred"``. On CPUs. ``"restart"``: all ranks are restarted.
+                the same processes, and its replacement joins between two steps. On CPUs.
+                ``"restart"``: all ranks are restarted.
             mirror_residuals: with ``recovery="in_process"``, keep a copy of the residuals of each
                 rank on the next one; as of :class:`~lightning_dist.ElasticLoop`. The exchange is
                 then flat.
@@ -105,8 +105,11 @@ class CompressionArguments:
                     "the Trainer's CompressedDDPStrategy, ElasticLoop(recovery='in_process'), or "
                     "recovery='restart'"
                 )
-            require_held_back(commit=commit, delay=delay)
-            commit = "deferred"
+            if delay:
+                raise ValueError(
+                    f"recovery='in_process' repeats a failed step, which is not possible with "
+                    f"delay={delay}; leave it out, or use recovery='restart'"
+                )
         self._settings = Settings.check(
             codec,
             error_feedback=error_feedback,
@@ -124,17 +127,3 @@ class CompressionArguments:
             require_flat(self._settings)
             self._settings = replace(self._settings, hierarchical=False)
         super().__init__(**kwargs)
-
-
-def require_held_back(*, commit: str, delay: int) -> None:
-    """Raise ValueError for arguments with which a step cannot be taken again without a rank."""
-    wrong = {
-        "commit='immediate'": (commit == "immediate", "leave it at 'auto'"),
-        f"delay={delay}": (delay != 0, "leave it out"),
-    }
-    for name, (is_wrong, remedy) in wrong.items():
-        if is_wrong:
-            raise ValueError(
-                f"recovery='in_process' repeats a failed step, which is not possible with "
-                f"{name}; {remedy}, or use recovery='restart'"
-            )

@@ -37,8 +37,8 @@ def require_recoverable(model: DistributedDataParallel, reducer: Reducer | None)
     if reducer is None:
         raise ValueError(
             "recovery='in_process' needs the hook of compress_ddp, since DDP's own exchange raises "
-            "in the backward pass; call compress_ddp(model, codec, commit='deferred') before "
-            "ElasticLoop (codec='none' compresses nothing)"
+            "in the backward pass; call compress_ddp(model, codec) before ElasticLoop "
+            "(codec='none' compresses nothing)"
         )
     if model.device.type != "cpu":
         raise ValueError(

@@ -16,6 +16,7 @@ from lightning_dist.codecs import Codec, NoCompression
 from lightning_dist.codecs.base import Shape
 from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.plan.slices import ParameterSlice, by_codec
+from lightning_dist.reducer.state_copy import StateCopy
 from lightning_dist.reducer.units.base import CodecGroup, CommUnit
 
 
@@ -24,13 +25,14 @@ class Plan:
     """The groups of a tensor of one ``layout``, with views of ``flat``.
 
     ``moves``: how often the tensor has been in other memory; from the second time on ``flat`` is
-    memory of the reducer, to which it is copied.
+    memory of the reducer, to which it is copied. ``before``: for the state before a step.
     """
 
     layout: object
     flat: Tensor
     groups: Sequence[CodecGroup]
     moves: int
+    before: StateCopy
 
 
 def future_on(device: torch.device) -> Future[Any]:
@@ -56,6 +58,7 @@ class Handle:
     done: Future[Tensor] = field(init=False)
     flat: Tensor = field(init=False, repr=False)  # in flight: where its groups are planned for
     groups: Sequence[CodecGroup] = ()
+    before: StateCopy | None = field(default=None, repr=False)
     _kept: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -65,9 +68,16 @@ class Handle:
         """All exchanges of the tensor, in their order."""
         return [unit for group in self.groups for unit in group.units]
 
-    def load(self, plan: Plan) -> None:
-        """Copy the values in, and keep a copy of absent slices, for :meth:`restore`."""
+    def load(self, plan: Plan, *, keeps_state: bool = False) -> None:
+        """Copy the values in, and keep a copy of absent slices, for :meth:`restore`.
+
+        Args:
+            keeps_state: keep a copy of the state of the groups, for :meth:`undo`.
+        """
         self.flat, self.groups = plan.flat, plan.groups
+        if keeps_state:
+            plan.before.take()
+            self.before = plan.before
         if self.flat.data_ptr() != self.given.data_ptr():
             self.flat.copy_(self.given)
         self._kept = {
@@ -82,6 +92,11 @@ class Handle:
         for part in group.slices:
             if part.name in absent:
                 part.of(self.flat).copy_(self._kept[part.name])
+
+    def undo(self) -> None:
+        """Restore the state of before the step, if it was kept."""
+        if self.before is not None:
+            self.before.restore()
 
     def store(self) -> None:
         """Copy the mean to the tensor that was given."""
@@ -147,7 +162,9 @@ class Plans:
         )
         cut = self._by_codec(policy, slices, flat.dtype, step)
         groups = self.planner.groups(cut, flat, turn=turn, waits=waiting)
-        self._plans[key] = Plan(layout, flat, groups, moves)
+        names = list(dict.fromkeys(part.name for part in slices))
+        before = StateCopy(self.planner.state, names)
+        self._plans[key] = Plan(layout, flat, groups, moves, before)
         return self._plans[key]
 
     def reserve(self, slices: Sequence[ParameterSlice], dtype: torch.dtype, *, step: int) -> None:
@@ -169,7 +186,8 @@ class Plans:
         """Bytes of all buffers."""
         own = sum(unit.nbytes for group in self.groups() for unit in group.units)
         staging = sum(memory.nbytes for memory in self._staging.values())
-        return own + self.planner.nbytes + staging
+        copies = sum(plan.before.nbytes for plan in self._plans.values())
+        return own + self.planner.nbytes + staging + copies
 
     def _staged(self, place: int, size: int) -> Tensor:
         found = self._staging.get(place)

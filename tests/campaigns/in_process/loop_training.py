@@ -37,7 +37,7 @@ def train(folder: Path) -> None:
     if recovers:
         init_process_group("gloo", recovery="in_process")
         model = DistributedDataParallel(net, bucket_cap_mb=BUCKET_CAP_MB)
-        compress_ddp(model, plan["codec"], commit="deferred", **COMPRESSION)
+        compress_ddp(model, plan["codec"], **COMPRESSION)
     net.layers[1].weight.register_hook(lambda _: met("between buckets"))
     optimizer = torch.optim.SGD(net.parameters(), lr=RATE, momentum=MOMENTUM)
     register_optimizer_step_pre_hook(lambda *_: met("after the vote"))
