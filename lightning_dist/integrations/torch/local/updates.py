@@ -25,6 +25,7 @@ from lightning_dist.integrations.torch.local.settings import (
     Weight,
     default_codec,
 )
+from lightning_dist.integrations.torch.local.shards import WorkerShards, reshard, workers_of
 from lightning_dist.integrations.torch.networks import Groups, network_over
 from lightning_dist.settings import Settings
 
@@ -183,18 +184,24 @@ def attach(
     if world is None:
         raise ValueError("Local updates need a process group; call init_process_group first")
     require_workers(module, synced, schedule, world_size=world.size())
+    reshard(module)  # a forward pass leaves parameters that are no shards
     inside = 1 if synced is None or schedule.ddp_steps else synced.process_group.size()
+    device = next(module.parameters()).device
+    workers = workers_of(module, settings, groups=groups, device=device)
     network = network_over(
         world,
         settings,
-        device=next(module.parameters()).device,
+        device=device,
         facts={
             "parameters": describe_parameters(module),
             "local updates": repr(schedule),
             "outer optimizer": None if outer_optimizer is None else "given",
         },
         groups=groups,
+        tree=workers,
     )
+    shards = None if network.intra is None or workers is None else WorkerShards(network)
+    inside = inside if shards is None else shards.size
     updates = LocalUpdates(
         module,
         schedule,
@@ -204,6 +211,7 @@ def attach(
         outer_optimizer=outer_optimizer,
         synced=synced if schedule.ddp_steps else None,
         ranks_per_worker=inside,
+        shards=shards,
     )
     _attached[module] = ref(updates)
     return updates
