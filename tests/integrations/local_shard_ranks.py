@@ -40,7 +40,7 @@ FOLDER = Path(sys.argv[1])
 STREAMING = {
     "method": "streaming",
     "sync_every": 16,
-    "fragments": 8,
+    "fragments": 8,  # an exchange every other step
     "overlap_steps": 1,
     "codec": "int4",
     "min_compress_numel": 0,
@@ -140,7 +140,7 @@ def anchors_are_equal(mesh: DeviceMesh) -> dict[str, bool]:
         with training(net, **settings) as ours:
             equal, apart, moved = [], [], []
             begin = ours.anchors()
-            for _ in range(20):
+            for _ in range(9):
                 ours.train(1)
                 equal.append(same_in_replicas(ours.anchors(), mesh))
                 apart.append(not replicas_are_equal(net, mesh))
@@ -178,7 +178,7 @@ def resumed(mesh: DeviceMesh) -> dict[str, bool]:
         dist.broadcast_object_list(shared)
         net = sharded(mesh["shard"], unequal=True)
         with training(net, **settings) as ours:
-            own = torch.load(path, weights_only=False)
+            own = torch.load(path, weights_only=True)
             net.load_state_dict(own["model"])
             ours.optimizer.load_state_dict(own["optimizer"])
             ours.updates.load_state_dict(shared[0])
@@ -245,16 +245,16 @@ def metrics(mesh: DeviceMesh) -> dict[str, bool]:
             worker, rank = mesh["replicate"].get_local_rank(), dist.get_rank()
             share = [0.5, 0.5] if weigh_by == "workers" else [3 / 10, 7 / 10]  # 1 + 2, 3 + 4
             for _ in range(2):  # the second time by the weights of the first
-                begin = [p.full_tensor() for p in net.parameters()]
+                begin = [p.detach().full_tensor() for p in net.parameters()]
                 ours.learn()
-                ends = [p.full_tensor() for p in net.parameters()]
+                ends = [p.detach().full_tensor() for p in net.parameters()]
                 own = torch.cat([(a - b).reshape(-1) for a, b in zip(begin, ends, strict=True)])
                 both = [own.clone() for _ in range(2)]
                 for index, each in enumerate(both):
                     dist.broadcast(each, group_src=index, group=mesh["replicate"].get_group())
                 ours.updates.step(*([float(rank + 1)] if weigh_by == "samples" else []))
             mean = share[0] * both[0] + share[1] * both[1]
-            moved = [p.full_tensor() for p in net.parameters()]
+            moved = [p.detach().full_tensor() for p in net.parameters()]
             moved = torch.cat([(a - b).reshape(-1) for a, b in zip(begin, moved, strict=True)])
             said = ours.updates.metrics()
             a, b = (2 * s * each for s, each in zip(share, both, strict=True))
@@ -277,8 +277,7 @@ def evaluated(mesh: DeviceMesh) -> dict[str, bool]:
     for evaluates in (False, True):
         net = sharded(mesh["shard"])
         with training(net, sync_every=2, codec="int8", min_compress_numel=0) as ours:
-            (probe,) = (torch.ones(1, WIDTH) for _ in range(1))
-            outputs = []
+            probe, outputs = torch.ones(1, WIDTH), []
             for _ in range(5):
                 ours.learn()
                 if evaluates:
@@ -291,6 +290,7 @@ def evaluated(mesh: DeviceMesh) -> dict[str, bool]:
                         with ours.updates.anchor_weights():
                             outputs.append(net(probe))
                         assert torch.equal(own, net(probe))
+            net.reshard()
             trained.append(weights(net))
             equal = same_in_replicas(outputs, mesh)
             ours.updates.finish()

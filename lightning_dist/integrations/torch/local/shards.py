@@ -143,9 +143,10 @@ class WorkerShards:
         shards: list[Tensor] = []
 
         def keep(tensor: Tensor) -> Tensor:
-            if tensor.dim():
-                shards.append(tensor.detach().cpu())
-            return tensor.detach().cpu()
+            if not tensor.dim():
+                return tensor.detach().cpu().clone()
+            shards.append(tensor.detach().cpu())
+            return shards[-1]
 
         tree, group = map_tensors(keep, tree), self._inside.group
         gathered: list[list[Tensor]] | None = None

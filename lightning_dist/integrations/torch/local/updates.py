@@ -74,7 +74,8 @@ def local_updates(
 
     Args:
         model: on its device. A DistributedDataParallel over some of the ranks, such as those of a
-            host, is one worker; one over all ranks needs ``ddp_steps``.
+            host, is one worker; one over all ranks needs ``ddp_steps``. So is a model that
+            ``fully_shard`` has sharded over the ranks of a host; each rank exchanges its shard.
         optimizer: of the local steps, or several. Their state stays local and differs.
         method: defaults of the arguments that follow. ``"local_sgd"``: the mean of the weights;
             ``"post_local_sgd"``: after ``ddp_steps`` steps of plain DDP (Lin et al., arXiv
