@@ -69,6 +69,7 @@ BEFORE = {
     "local-steps 0": ACCELERATE[: ACCELERATE.index("compression")] + LOCAL,
     "local-steps 1": ACCELERATE[: ACCELERATE.index("compression")] + LOCAL,
     "local-steps 2": GROUP + LOCAL,
+    "local-steps 3": GROUP,
     "profiling 1": DDP + "def train():\n    loss_of(model(data[:2][0])).backward()\n",
     "quick-start 3": GROUP,
     "two-machines 0": "os.environ['LOCAL_RANK'] = '0'  # the first of its machine\n",
@@ -85,6 +86,12 @@ profiler = CommProfiler()
 module = type("Own", (Module, Regression), {})(profiler)
 trainer = L.Trainer(strategy="compressed_ddp", callbacks=[profiler], max_steps=3)
 trainer.fit(module)
+""",
+    "local-steps 3": """
+loss_of(model(data[:2][0])).backward()
+optimizer.step()
+updates.step()
+updates.finish()
 """,
     "write-your-own-codec 0+1+2": "del trainer  # as above, and the group is the model's\n",
 }

@@ -64,7 +64,7 @@ def trained_groups(model: nn.Module, mesh: DeviceMesh) -> list[ParameterGroup]:
             "compress_fsdp needs fully_shard (FSDP2), got FullyShardedDataParallel (FSDP1), which "
             "has no hook for it; call fully_shard on the blocks and the model instead"
         )
-    found = list(_groups_of(model, trained=True))
+    found = list(sharded_groups(model))
     if not found:
         raise ValueError(
             "compress_fsdp needs a model with parameters that fully_shard has sharded, got "
@@ -97,7 +97,7 @@ def gathered_groups(model: nn.Module, mesh: DeviceMesh) -> list[ParameterGroup]:
         ValueError: there is none, or there are several replicas; or a group is of a kind whose
             collectives cannot be replaced.
     """
-    found = list(_groups_of(model, trained=False))
+    found = list(sharded_groups(model, trained=False))
     ranks = sorted(mesh.mesh.flatten().tolist())
     own = sorted({tuple(sorted(dist.get_process_group_ranks(each.group))) for each in found})
     if own != [tuple(ranks)] or len(ranks) == 1:
@@ -151,7 +151,7 @@ def _line_of(mesh: DeviceMesh, dimension: int) -> tuple[int, ...]:
     return tuple(mesh.mesh.select(1 - dimension, coordinate[1 - dimension]).tolist())
 
 
-def _groups_of(model: nn.Module, *, trained: bool) -> Iterator[ParameterGroup]:
+def sharded_groups(model: nn.Module, *, trained: bool = True) -> Iterator[ParameterGroup]:
     """Groups of all parameters, or of ``trained`` ones; raises ValueError for what FSDP changes."""
     for module in model.modules():
         groups = parameter_groups_of(module) if isinstance(module, FSDPModule) else ()
@@ -172,8 +172,8 @@ def _checked(module: FSDPModule, group: Any, fsdp_params: Sequence[Any]) -> Para
     name = type(module).__name__
     if averages_replicas(group):
         raise ValueError(
-            f"fully_shard({name}) over two dimensions averages over replicas itself, uncompressed; "
-            "call it with mesh['shard'], and give compress_fsdp the whole mesh"
+            f"fully_shard({name}) over two dimensions averages over replicas itself, uncompressed "
+            "and in every step; call it with mesh['shard']"
         )
     if isinstance(group.offload_policy, CPUOffloadPolicy):
         raise ValueError(

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dist.integrations.torch.checks import brings_momentum
+from lightning_dist.integrations.torch.fsdp.replicas import local_of
 from lightning_dist.integrations.torch.local.settings import LocalUpdateSettings
 from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.settings import Settings
@@ -39,12 +39,7 @@ def require_workers(
     *,
     world_size: int,
 ) -> None:
-    """Raise ValueError unless every worker has the whole model and changes it alone."""
-    if any(isinstance(each, DTensor) for each in module.parameters()):
-        raise ValueError(
-            "Local updates need whole parameters on every rank, got a model that is sharded; use "
-            "lightning_dist.compress_fsdp, or DistributedDataParallel inside the hosts"
-        )
+    """Raise ValueError unless every worker changes its model alone."""
     if any(isinstance(each, DistributedDataParallel) for each in module.modules()):
         raise ValueError(
             f"{type(module).__name__} has a DistributedDataParallel inside, which averages "
@@ -64,14 +59,21 @@ def require_workers(
         )
 
 
-def require_stepped(parameters: Iterable[nn.Parameter]) -> None:
+def norm_of_gradients(parameters: Iterable[nn.Parameter]) -> float:
+    """Sum of the norms of this rank's gradients."""
+    found = (local_of(p.grad) for p in parameters if p.grad is not None)
+    return sum(float(torch.linalg.vector_norm(each)) for each in found)
+
+
+def require_stepped(gradients: float) -> None:
     """Raise ValueError where finite gradients wait for the first step of an optimizer.
 
     A GradScaler skips a step whose gradients are not finite, and a worker without a batch has none.
+
+    Args:
+        gradients: norm of all gradients of the worker.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    total = sum(float(torch.linalg.vector_norm(each)) for each in gradients)
-    if 0 < total < float("inf"):
+    if 0 < gradients < float("inf"):
         raise ValueError(
             "updates.step() must follow a step of the optimizer, and some gradients are not used "
             "yet, as in the middle of gradient accumulation; call it once after every "

@@ -6,11 +6,14 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import prod
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from lightning_dist.reducer.plan.slices import ParameterSlice, as_real, slices_of
+from lightning_dist.integrations.torch.fsdp.replicas import local_of
+from lightning_dist.reducer.plan.slices import ParameterSlice, as_real, strides_in_bucket
 
 
 @dataclass
@@ -18,12 +21,12 @@ class Fragment:
     """Parameters that are exchanged together, and what all workers agree on of them."""
 
     parameters: Sequence[nn.Parameter]
-    anchors: Sequence[nn.Parameter]  # in float32 or wider, shaped as the real parameters
-    slices: Sequence[ParameterSlice]  # of the flat pseudo-gradient
+    anchors: Sequence[nn.Parameter]  # of this rank's parts, real and in float32 or wider
+    slices: Sequence[ParameterSlice]  # of the flat pseudo-gradient of these parts
 
     @property
     def numel(self) -> int:
-        """Elements of the pseudo-gradient."""
+        """Elements of the pseudo-gradient on this rank."""
         return sum(part.numel for part in self.slices)
 
     def rows(self) -> Iterable[tuple[nn.Parameter, nn.Parameter, ParameterSlice]]:
@@ -44,8 +47,9 @@ def cut(
             f"fragments must be at most the number of trained parameters, {len(trained)}, got "
             f"{count}"
         )
-    wide = all(as_real(p).dtype == torch.float64 for p in trained.values())
+    wide = all(own_part(p).dtype == torch.float64 for p in trained.values())
     dtype = torch.float64 if wide else torch.float32
+    # By all elements, not this rank's alone: the cut is equal on all ranks.
     ends = list(accumulate(p.numel() for p in trained.values()))
     middles = [end - p.numel() / 2 for end, p in zip(ends, trained.values(), strict=True)]
     bounds = [0]
@@ -60,10 +64,32 @@ def cut(
         # With the strides of the parameters, which an outer optimizer may keep in its state.
         anchors = [
             nn.Parameter(
-                as_real(p).detach().to("cpu" if offload else p.device, dtype, copy=True),
+                own_part(p).to("cpu" if offload else p.device, dtype, copy=True),
                 requires_grad=True,
             )
             for p in parameters
         ]
-        fragments.append(Fragment(parameters, anchors, slices_of(names, parameters)))
+        fragments.append(Fragment(parameters, anchors, slices_of_parts(names, parameters)))
     return fragments
+
+
+def own_part(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter, in real numbers; all of it where it is not sharded."""
+    return as_real(local_of(parameter.detach()))
+
+
+def slices_of_parts(names: Sequence[str], parameters: Sequence[Tensor]) -> list[ParameterSlice]:
+    """This rank's parts of parameters, one after the other in a flat tensor."""
+    found, offset = [], 0
+    for name, parameter in zip(names, parameters, strict=True):
+        part = own_part(parameter)
+        start = rest = 0
+        if isinstance(parameter, DTensor):
+            mesh, row = parameter.device_mesh, prod(part.shape[1:])
+            rows = -(-parameter.shape[0] // mesh.size())
+            start = min(mesh.get_local_rank() * rows, parameter.shape[0]) * row
+            rest = parameter.shape[0] * row - start - part.numel()
+        shape, strides = tuple(part.shape), strides_in_bucket(part)
+        found.append(ParameterSlice(name, offset, shape, start, rest, strides))
+        offset += part.numel()
+    return found

@@ -8,19 +8,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dist.integrations.torch.checks import require_effect
-from lightning_dist.integrations.torch.local.checks import require_stepped
-from lightning_dist.integrations.torch.local.fragments import Fragment, cut
+from lightning_dist.integrations.torch.fsdp.replicas import local_of
+from lightning_dist.integrations.torch.local.checks import norm_of_gradients, require_stepped
+from lightning_dist.integrations.torch.local.fragments import Fragment, cut, own_part
 from lightning_dist.integrations.torch.local.pseudo_gradients import Exchange, PseudoGradients
 from lightning_dist.integrations.torch.local.settings import LocalUpdateSettings
+from lightning_dist.integrations.torch.local.shards import (
+    WorkerShards,
+    own_state,
+    reshard,
+    whole_state,
+)
 from lightning_dist.log import get_logger
 from lightning_dist.private import name_before_compile
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.parts import Stripes
-from lightning_dist.reducer.plan.slices import as_real
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
 
@@ -44,16 +51,25 @@ class LocalUpdates:
         outer_optimizer: OuterOptimizer | None = None,
         synced: DistributedDataParallel | None = None,
         ranks_per_worker: int = 1,
+        shards: WorkerShards | None = None,
     ) -> None:
         self.schedule, self.module, self._synced = schedule, module, synced
+        self.shards = shards
+        """Those of this rank's worker; None where the model is not sharded."""
         named = {name_before_compile(name): p for name, p in module.named_parameters()}
         self._trained = {name: p for name, p in named.items() if p.requires_grad}
         self.reducer = Reducer(
-            {p: name for name, p in named.items()}, settings=settings, network=network
+            {p: name for name, p in named.items()},
+            settings=settings,
+            network=network,
+            sharded=shards is not None,
+            in_order=shards is not None,  # FSDP launches collectives of its own
         )
         require_effect(settings, self.reducer.names, says=network.rank == 0)
         for tensor in [*module.parameters(), *module.buffers()]:
-            network.data.broadcast(tensor.detach(), owner=0).wait()
+            is_shard = isinstance(tensor, DTensor)
+            among = shards.between if shards is not None and is_shard else network
+            among.data.broadcast(local_of(tensor.detach()), owner=0).wait()
         self._fragments = cut(self._trained, schedule.fragments, offload=schedule.offload)
         anchors = [anchor for each in self._fragments for anchor in each.anchors]
         self.outer_optimizer = (
@@ -72,6 +88,7 @@ class LocalUpdates:
             self.reducer,
             weigh_by=schedule.weigh_by,
             ranks_per_worker=ranks_per_worker,
+            shards=shards,
         )
         self.attempted = 0
         """Optimizer steps that were attempted so far."""
@@ -105,7 +122,10 @@ class LocalUpdates:
                 there and no optimizer has stepped, as in the middle of accumulation.
         """
         if not self._has_stepped:
-            require_stepped(self._trained.values())
+            gradients = norm_of_gradients(self._trained.values())
+            if self.shards is not None:
+                (gradients,) = self.shards.total(gradients)
+            require_stepped(gradients)
         while self._has_stepped and self._hooks:
             self._hooks.pop().remove()
         if (samples is None) == (self.schedule.weigh_by == "samples"):
@@ -185,12 +205,16 @@ class LocalUpdates:
             yield
         finally:
             own, self._set_aside = self._set_aside, None
+            reshard(self.module)
             with torch.no_grad():
                 for name, parameter in self._trained.items():
                     parameter.copy_(own[name])
 
     def worker_weights(self) -> dict[str, Tensor]:
-        """This worker's own trained parameters by name, also inside :meth:`anchor_weights`."""
+        """This worker's own trained parameters by name, also inside :meth:`anchor_weights`.
+
+        Of a sharded model the shards of this rank.
+        """
         if self._set_aside is not None:
             return self._set_aside
         return {name: p.detach().clone() for name, p in self._trained.items()}
@@ -210,7 +234,7 @@ class LocalUpdates:
                 found[key] = value.detach() if isinstance(value, Tensor) else value
                 continue
             found[key] = torch.empty_like(value, requires_grad=False)
-            as_real(found[key]).copy_(anchors[name].detach())
+            own_part(found[key]).copy_(anchors[name].detach())
         return found
 
     def metrics(self) -> Mapping[str, float]:
@@ -234,11 +258,15 @@ class LocalUpdates:
     def state_dict(self) -> dict[str, Any] | None:
         """State that the workers share, and their residuals, on rank 0; None elsewhere. Collective.
 
-        Parameters and optimizers differ between workers inside a window: each saves its own.
+        Parameters and optimizers differ between workers inside a window: each saves its own. Of a
+        sharded model the state has whole parameters, and any number of shards loads it.
         """
         gradients = self._gradients.state_dict()
-        residuals = self.reducer.state_dict()
-        return None if self.reducer.network.rank else self._described(gradients, residuals)
+        state = self._described(gradients, self.reducer.state_dict())
+        if self.shards is not None:
+            optimizer, fragments = self.outer_optimizer, self._fragments
+            state = whole_state(state, self.shards, optimizer=optimizer, fragments=fragments)
+        return None if self.reducer.network.rank else state
 
     def striped_state_dict(self) -> tuple[dict[str, Any], list[Stripes]]:
         """:meth:`state_dict` on every rank, with residuals left where they are. Collective.
@@ -286,6 +314,9 @@ class LocalUpdates:
                 f"The state must be of the same trained parameters, and differs in {different[:3]};"
                 " use the model that it was saved with"
             )
+        if self.shards is not None:
+            optimizer, fragments = self.outer_optimizer, self._fragments
+            state = own_state(state, optimizer=optimizer, fragments=fragments)
         with torch.no_grad():
             for name, anchor in anchors.items():
                 anchor.copy_(state["anchor"][name])
@@ -300,6 +331,7 @@ class LocalUpdates:
     def load_worker(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Give this worker its own weights and buffers of before."""
         held = self.buffers()
+        reshard(self.module)
         for name, value in weights.items():
             self._trained[name].copy_(value)
         for name, value in buffers.items():
@@ -314,7 +346,7 @@ class LocalUpdates:
         """Let the anchor be the model's weights, which must be equal on all ranks."""
         for fragment in self._fragments:
             for parameter, anchor, _ in fragment.rows():
-                anchor.data.copy_(as_real(parameter.detach()))
+                anchor.data.copy_(own_part(parameter))
 
     def is_of(self, module: nn.Module) -> bool:
         """Whether it is the model that is trained, in DDP or not."""
@@ -357,12 +389,12 @@ class LocalUpdates:
     def _has_changed(self) -> bool:
         """Whether a worker's weights are not the anchor's. Collective."""
         network = self.reducer.network
-        own = any(
-            not torch.equal(as_real(p.detach()), anchor.to(p.device, as_real(p).dtype))
+        changed = any(
+            not torch.equal(own := own_part(p), anchor.to(own.device, own.dtype))
             for fragment in self._fragments
             for p, anchor, _ in fragment.rows()
         )
-        flag = torch.tensor([own], dtype=torch.int32, device=network.device)
+        flag = torch.tensor([changed], dtype=torch.int32, device=network.device)
         network.control.all_reduce(flag).wait()
         return bool(flag)
 
@@ -386,8 +418,9 @@ class LocalUpdates:
 
     @torch.no_grad()
     def _take_anchor(self, fragment: Fragment, *, keep: float) -> None:
+        reshard(self.module)
         for parameter, anchor, _ in fragment.rows():
-            own = as_real(parameter.detach())
+            own = own_part(parameter)
             if not keep:
                 own.copy_(anchor)
                 continue

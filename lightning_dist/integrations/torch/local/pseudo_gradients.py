@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from lightning_dist.exchange.traffic import ring_allreduce
-from lightning_dist.integrations.torch.local.fragments import Fragment
+from lightning_dist.integrations.torch.local.fragments import Fragment, own_part
 from lightning_dist.integrations.torch.local.settings import Weight
+from lightning_dist.integrations.torch.local.shards import WorkerShards
 from lightning_dist.log import get_logger
 from lightning_dist.reducer.plan.plans import Handle
-from lightning_dist.reducer.plan.slices import as_real
 from lightning_dist.reducer.reducer import Reducer
 
 log = get_logger(__name__)
@@ -55,6 +55,7 @@ class PseudoGradients:
         reducer: which averages.
         weigh_by: what a worker counts by.
         ranks_per_worker: ranks of this rank's worker, which may differ between workers.
+        shards: of this rank's worker; None: each rank of it has a whole pseudo-gradient.
     """
 
     def __init__(
@@ -64,8 +65,10 @@ class PseudoGradients:
         *,
         weigh_by: Weight,
         ranks_per_worker: int = 1,
+        shards: WorkerShards | None = None,
     ) -> None:
         self._fragments, self._reducer, self._weigh_by = fragments, reducer, weigh_by
+        self._shards = shards
         self.share = 1 / ranks_per_worker
         """Of a worker that this rank is."""
         self._usual_share = self._mean_of(self.share)
@@ -94,7 +97,8 @@ class PseudoGradients:
     def average(self, index: int, *, attempted: int) -> tuple[Exchange, Tensor]:
         """Average a fragment's now, uncompressed and without residuals."""
         exchange, flat = self._prepare(index, due=0, attempted=attempted)
-        network, stats = self._reducer.network, self._reducer.stats
+        stats = self._reducer.stats
+        network = self._reducer.network if self._shards is None else self._shards.between
         network.data.all_reduce(flat).wait()
         flat.div_(network.world_size)
         sent = ring_allreduce(flat.nbytes, network.topology)
@@ -111,12 +115,16 @@ class PseudoGradients:
         for parameter, anchor, part in fragment.rows():
             difference = part.shaped(part.of(flat))
             there = anchor.to(difference.device)
-            torch.sub(there, as_real(parameter.detach()).to(anchor.dtype), out=difference)
+            torch.sub(there, own_part(parameter).to(anchor.dtype), out=difference)
         weight, usual = self.share, self._usual_share
         if self._weigh_by == "samples":
             weight = self.samples.take(index)
             usual = self.samples.usual or self._mean_of(weight)
         squares = float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2
+        if self._shards is not None:  # they have one weight, and all take part or none
+            squares, samples = self._shards.total(squares, weight)
+            if self._weigh_by == "samples":
+                weight = samples / self._shards.size
         if not squares < float("inf"):  # or NaN
             flat.zero_()  # this worker goes on from the anchor, and the others without it
             log.warning(
@@ -155,6 +163,8 @@ class PseudoGradients:
             mean.mul_(expected / weight)
         squares *= (shares / weight) ** 2 if weight else 0.0
         of_mean = float(torch.linalg.vector_norm(mean, dtype=torch.float64)) ** 2
+        if self._shards is not None:
+            (of_mean,) = self._shards.total(of_mean)
         self.metrics = {
             "outer/pseudo_gradient_norm": of_mean**0.5,
             "outer/drift": (squares / max(workers, 1)) ** 0.5,

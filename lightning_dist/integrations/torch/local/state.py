@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates
@@ -32,6 +33,9 @@ class WorkerStates:
         updates: their outer steps.
         optimizers: of this worker, always in the same order.
         scaler: of this worker, which skips steps of its own.
+
+    Raises:
+        ValueError: the model is sharded.
     """
 
     def __init__(
@@ -41,6 +45,12 @@ class WorkerStates:
         *,
         scaler: GradScaler | None = None,
     ) -> None:
+        if any(isinstance(each, DTensor) for each in updates.module.parameters()):
+            raise ValueError(
+                "Strategies and ElasticLoop save workers whose ranks have the whole model, got one "
+                "that fully_shard has sharded; call lightning_dist.local_updates in a loop of your "
+                "own, and save its state_dict() and the model and optimizer of every rank"
+            )
         self._updates, self._optimizers, self._scaler = updates, optimizers, scaler
 
     def state_dict(self) -> dict[str, Any] | None:

@@ -25,6 +25,7 @@ from lightning_dist.integrations.torch.local.settings import (
     Weight,
     default_codec,
 )
+from lightning_dist.integrations.torch.local.shards import WorkerShards, reshard, workers_of
 from lightning_dist.integrations.torch.networks import Groups, network_over
 from lightning_dist.settings import Settings
 
@@ -73,7 +74,8 @@ def local_updates(
 
     Args:
         model: on its device. A DistributedDataParallel over some of the ranks, such as those of a
-            host, is one worker; one over all ranks needs ``ddp_steps``.
+            host, is one worker; one over all ranks needs ``ddp_steps``. So is a model that
+            ``fully_shard`` has sharded over the ranks of a host; each rank exchanges its shard.
         optimizer: of the local steps, or several. Their state stays local and differs.
         method: defaults of the arguments that follow. ``"local_sgd"``: the mean of the weights;
             ``"post_local_sgd"``: after ``ddp_steps`` steps of plain DDP (Lin et al., arXiv
@@ -183,18 +185,24 @@ def attach(
     if world is None:
         raise ValueError("Local updates need a process group; call init_process_group first")
     require_workers(module, synced, schedule, world_size=world.size())
+    reshard(module)  # a forward pass leaves parameters that are no shards
     inside = 1 if synced is None or schedule.ddp_steps else synced.process_group.size()
+    device = next(module.parameters()).device
+    workers = workers_of(module, settings, groups=groups, device=device)
     network = network_over(
         world,
         settings,
-        device=next(module.parameters()).device,
+        device=device,
         facts={
             "parameters": describe_parameters(module),
             "local updates": repr(schedule),
             "outer optimizer": None if outer_optimizer is None else "given",
         },
         groups=groups,
+        tree=workers,
     )
+    shards = None if network.intra is None or workers is None else WorkerShards(network)
+    inside = inside if shards is None else shards.size
     updates = LocalUpdates(
         module,
         schedule,
@@ -204,6 +212,7 @@ def attach(
         outer_optimizer=outer_optimizer,
         synced=synced if schedule.ddp_steps else None,
         ranks_per_worker=inside,
+        shards=shards,
     )
     _attached[module] = ref(updates)
     return updates

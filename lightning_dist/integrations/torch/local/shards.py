@@ -1,0 +1,240 @@
+"""Workers whose ranks hold a model in shards, as ``fully_shard`` (FSDP2) has made them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_dist.exchange.channel import Channel
+from lightning_dist.exchange.handshake import all_facts
+from lightning_dist.integrations.torch.fsdp.checks import sharded_groups
+from lightning_dist.integrations.torch.local.fragments import Fragment
+from lightning_dist.private import map_tensors
+from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.plan.slices import ParameterSlice
+from lightning_dist.settings import Settings
+from lightning_dist.topology import this_host
+from lightning_dist.topology.groups import Hosts
+
+
+def reshard(module: nn.Module) -> None:
+    """Free gathered parameters: the next forward pass would use them, not what shards are now."""
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            each.reshard()
+
+
+def workers_of(
+    module: nn.Module, settings: Settings, *, groups: object, device: torch.device
+) -> Hosts | None:
+    """Ranks of each worker of a sharded model; None where each rank has all of it. Collective.
+
+    Raises:
+        ValueError: a model that is not sharded as a whole over the ranks of a host, or settings
+            that would group ranks in another way.
+    """
+    trained = [each for each in module.parameters() if each.requires_grad]
+    if not any(isinstance(each, DTensor) for each in module.parameters()):
+        return None
+    found = list(sharded_groups(module))
+    covered = {id(parameter) for group in found for parameter in group.parameters}
+    plain = sum(id(each) not in covered for each in trained)
+    if plain:
+        raise ValueError(
+            f"Every trained parameter must be sharded by fully_shard, and {plain} of "
+            f"{len(trained)} are not: nothing would average their gradients inside a worker; call "
+            "fully_shard on the whole model after its blocks"
+        )
+    if any(each.device_mesh.ndim > 1 for each in trained if isinstance(each, DTensor)):
+        raise ValueError(
+            "Local updates need a model that is sharded over one dimension, got one with tensor "
+            "parallelism; leave parallelize_module out, or use lightning_dist.compress_fsdp"
+        )
+    given = {
+        "groups": groups is not None,
+        "ranks_per_host": settings.ranks_per_host is not None,
+        "rank_groups": settings.rank_groups is not None,
+        "hierarchical": settings.hierarchical != "auto",
+        "a codec inside a host": not settings.intra.lossless,
+    }
+    if any(given.values()):
+        raise ValueError(
+            "The ranks of a worker are those of the mesh of fully_shard, where FSDP reduces "
+            f"gradients itself, got {', '.join(n for n, is_given in given.items() if is_given)}; "
+            "leave it out"
+        )
+    world = dist.group.WORLD
+    assert world is not None
+    own = {tuple(dist.get_process_group_ranks(group.group)) for group in found}
+    facts = all_facts({"ranks": sorted(own), "host": this_host()}, group=world, device=device)
+    if any(len(fact["ranks"]) > 1 for fact in facts):
+        raise ValueError(
+            f"All parameters must be sharded over the same ranks, got {facts[0]['ranks']}; call "
+            "fully_shard with one mesh"
+        )
+    workers = tuple(dict.fromkeys(tuple(fact["ranks"][0]) for fact in facts))
+    _require_workers_of_hosts(workers, [fact["host"] for fact in facts])
+    return workers
+
+
+def _require_workers_of_hosts(workers: Hosts, hosts: Sequence[str]) -> None:
+    if len(workers) == 1:
+        raise ValueError(
+            f"Local updates need several workers, got a model that is sharded over all "
+            f"{len(hosts)} ranks; call fully_shard over the ranks of a host: mesh['shard'] of "
+            "init_device_mesh(device, (hosts, ranks), mesh_dim_names=('replicate', 'shard'))"
+        )
+    if len({len(ranks) for ranks in workers}) > 1:
+        raise ValueError(
+            "Workers must have equally many ranks, so that shards are equal, got "
+            f"{[len(ranks) for ranks in workers]}; shard over as many ranks of every host"
+        )
+    assert sorted(chain(*workers)) == list(range(len(hosts))), "a rank has one group of shards"
+    places = [{hosts[rank] for rank in ranks} for ranks in workers]
+    for index, own in enumerate(places):
+        others = set[str]().union(*places[:index], *places[index + 1 :])
+        if len(own) > 1 and own & others:
+            raise ValueError(
+                "A model must be sharded inside a host, where FSDP communicates in every step, got "
+                f"the ranks {list(workers[index])} of the hosts {sorted(own)}, on which other "
+                "workers have ranks too; call fully_shard with mesh['shard'], whose ranks are "
+                "those of one host"
+            )
+
+
+class WorkerShards:
+    """The shards of this rank's worker.
+
+    Args:
+        network: of all ranks, its hosts being the workers.
+    """
+
+    def __init__(self, network: Network) -> None:
+        assert network.intra is not None
+        assert network.intra.inter is not None, "every rank goes on with its shard"
+        self.between = network.intra.inter
+        """Network of the ranks that hold the same shard."""
+        group = network.intra.data.group
+        self._inside = Channel(group, name="control", limit=network.limit)
+        self._device = network.device
+        self.size = group.size()
+
+    def total(self, *own: float) -> list[float]:
+        """Sums over the ranks of the worker. Collective among them."""
+        totals = torch.tensor(own, dtype=torch.float64, device=self._device)
+        self._inside.all_reduce(totals).wait()
+        found: list[float] = totals.tolist()
+        return found
+
+    def gather(self, tree: Any) -> Any:
+        """Nested collections with whole tensors in the place of shards, on the worker's first rank.
+
+        Tensors without dimensions are equal on all ranks. Collective among the worker's ranks; the
+        tensors of other ranks are those that they had.
+        """
+        shards: list[Tensor] = []
+
+        def keep(tensor: Tensor) -> Tensor:
+            if not tensor.dim():
+                return tensor.detach().cpu().clone()
+            shards.append(tensor.detach().cpu())
+            return shards[-1]
+
+        tree, group = map_tensors(keep, tree), self._inside.group
+        gathered: list[list[Tensor]] | None = None
+        if group.rank() == 0:
+            gathered = [[] for _ in range(self.size)]
+        dist.gather_object(shards, gathered, group=group, group_dst=0)
+        if gathered is None:
+            return tree
+        wholes = map(torch.cat, zip(*gathered, strict=True))
+        return map_tensors(lambda each: next(wholes) if each.dim() else each, tree)
+
+
+def whole_state(
+    state: Mapping[str, Any],
+    shards: WorkerShards,
+    *,
+    optimizer: Optimizer,
+    fragments: Sequence[Fragment],
+) -> dict[str, Any]:
+    """State of outer steps with whole parameters, on the worker's first rank. Collective in it.
+
+    Args:
+        optimizer: the outer one.
+
+    Raises:
+        ValueError: the outer optimizer has state of another shape than its parameters.
+    """
+    for index, anchor in enumerate(_parameters_of(optimizer)):
+        for key, held in state["outer_optimizer"]["state"].get(index, {}).items():
+            if isinstance(held, Tensor) and held.dim() and held.shape != anchor.shape:
+                raise ValueError(
+                    "State of the outer optimizer must have the shape of its parameter to be put "
+                    f"together from shards, got {key!r} of {type(optimizer).__name__}; use SGD or "
+                    "AdamW"
+                )
+    exchange, mean = state["exchange"], []
+    if exchange is not None:
+        parts = fragments[exchange["fragment"]].slices
+        mean = [part.shaped(part.of(exchange["mean"])) for part in parts]
+    whole = shards.gather(
+        {"anchor": state["anchor"], "outer_optimizer": state["outer_optimizer"], "mean": mean}
+    )
+    mean = whole.pop("mean")
+    if exchange is not None:
+        exchange = {**exchange, "mean": torch.cat([each.reshape(-1) for each in mean])}
+    return {**state, **whole, "exchange": exchange}
+
+
+def own_state(
+    state: Mapping[str, Any],
+    *,
+    optimizer: Optimizer,
+    fragments: Sequence[Fragment],
+) -> dict[str, Any]:
+    """This rank's part of :func:`whole_state`."""
+    parts: dict[Tensor, ParameterSlice] = {}
+    for fragment in fragments:
+        parts.update(zip(fragment.anchors, fragment.slices, strict=True))
+    by_name = {part.name: part for part in parts.values()}
+    anchor = {name: _part_of(whole, by_name[name]) for name, whole in state["anchor"].items()}
+    outer = dict(state["outer_optimizer"])
+    outer["state"] = {
+        index: {
+            key: _part_of(held, parts[each]) if isinstance(held, Tensor) and held.dim() else held
+            for key, held in outer["state"][index].items()
+        }
+        for index, each in enumerate(_parameters_of(optimizer))
+        if index in outer["state"]
+    }
+    exchange = state["exchange"]
+    if exchange is not None and exchange["fragment"] < len(fragments):
+        of_mean = fragments[exchange["fragment"]].slices
+        wholes = exchange["mean"].split([part.whole for part in of_mean])
+        own = [_part_of(each, part).reshape(-1) for each, part in zip(wholes, of_mean, strict=True)]
+        exchange = {**exchange, "mean": torch.cat(own)}
+    return {**state, "anchor": anchor, "outer_optimizer": outer, "exchange": exchange}
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """In the order of the numbers in its state."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _part_of(whole: Tensor, part: ParameterSlice) -> Tensor:
+    if whole.numel() != part.whole:
+        raise ValueError(
+            f"The state of {part.name!r} has {whole.numel()} elements, the parameter {part.whole}; "
+            "use the model that it was saved with"
+        )
+    return whole.reshape(-1)[part.start : part.start + part.numel].view(part.shape)
