@@ -77,6 +77,9 @@ def _receive(channel: socket.socket) -> tuple[bytes, list[int]] | None:
 
 def _reason_not_to_fork() -> str:
     """Why a fork of this process could hang or fail; empty if it could not."""
+    if (fork := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(fork, 0)  # OpenBLAS ends its threads before a fork, and starts them when needed
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         return f"its imports started {threads - 1} threads"
     torch = sys.modules.get("torch")

@@ -34,18 +34,14 @@ _ENDED = "it has ended"
 def installed_modules() -> list[str]:
     """Modules of installed packages that this process has imported, in their order.
 
-    Not those of the user: to import them may have effects that belong into a worker. Nor those of
-    the inductor: they start a thread.
+    Not those of the user: to import them may have effects that belong into a worker.
     """
     folders = (*site.getsitepackages(), site.getusersitepackages())
     return [
         name
         for name, module in [*sys.modules.items()]
         if name.startswith("lightning_dist.")
-        or (
-            str(getattr(module, "__file__", None)).startswith(folders)
-            and not name.startswith("torch._inductor")
-        )
+        or str(getattr(module, "__file__", None)).startswith(folders)
     ]
 
 
@@ -77,7 +73,7 @@ class ForkServer:
         python, unbuffered, *script = command
         shared = {key: environment[key] for key in environment if key not in _OF_ONE_WORKER}
         with other:
-            self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
+            self.process: subprocess.Popen[bytes] | None = subprocess.Popen(
                 [python, unbuffered, fork_server.__file__, str(other.fileno()), *script],
                 env=shared,
                 pass_fds=[other.fileno()],
@@ -86,25 +82,25 @@ class ForkServer:
         try:
             self._channel.send(json.dumps(modules).encode())
         except OSError as error:
-            self._fail(str(error))
+            self.close(str(error))
 
     @property
     def is_starting(self) -> bool:
         """Whether the server still imports: a worker that waits for it starts sooner."""
-        if self._process is None or self._is_ready:
+        if self.process is None or self._is_ready:
             return False
         self._channel.settimeout(0)
         try:
             message = self._channel.recv(MESSAGE_BYTES)
         except BlockingIOError:
             if time.monotonic() > self._start_by:
-                self._fail(f"it has not imported its modules in {START_SECONDS:g} s")
-            return self._process is not None
+                self.close(f"it has not imported its modules in {START_SECONDS:g} s")
+            return self.process is not None
         except OSError as error:
             message = str(error).encode()
         self._is_ready = message == READY
         if not self._is_ready:
-            self._fail(message.decode() or _ENDED)
+            self.close(message.decode() or _ENDED)
         return False
 
     def start(
@@ -117,7 +113,7 @@ class ForkServer:
         Args:
             outputs: descriptors of its stdout and stderr.
         """
-        if self._process is None:
+        if self.process is None:
             return None
         request = {"command": [*command[2:]], "environment": dict(environment)}
         accepted, accept = os.pipe()
@@ -131,7 +127,7 @@ class ForkServer:
             os.write(accept, b"1")
             return ForkedProcess(int(worker))
         except OSError as error:
-            self._fail(str(error))
+            self.close(str(error))
             return None
         finally:
             os.close(accepted)
@@ -139,12 +135,13 @@ class ForkServer:
             with suppress(OSError):
                 prctl(PR_SET_CHILD_SUBREAPER, 0)
 
-    def _fail(self, reason: str) -> None:
+    def close(self, reason: str) -> None:
+        """Fork no more: workers are started as usual."""
         log.warning("recovery: workers start without the fork server: %s", reason)
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
-        self._process = None
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+        self.process = None
         self._channel.close()
 
 
