@@ -123,11 +123,11 @@ class ForkServer:
             files = [*outputs, accepted]
             socket.send_fds(self._channel, [json.dumps(request).encode()], files)
             if not (worker := self._channel.recv(MESSAGE_BYTES)):
-                raise OSError(_ENDED)
+                raise BrokenPipeError
             os.write(accept, b"1")
             return ForkedProcess(int(worker))
         except OSError as error:
-            self.close(str(error))
+            self.close(_ENDED if isinstance(error, BrokenPipeError) else str(error))
             return None
         finally:
             os.close(accepted)
