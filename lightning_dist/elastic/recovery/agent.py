@@ -252,7 +252,7 @@ class RecoveringAgent(PlannedStops):
         """A server for newcomers, where all workers run the same script of Python."""
         assert self._node is not None
         context, spec = self._context, self._worker_group.spec
-        command = (context.entrypoint, *map(str, context.args[0]))
+        command = [*map(str, (context.entrypoint, *context.args[0]))]
         if spec.numa_options is not None or not runs_python(command):
             return None
         environment = {**os.environ, **context.envs[0]}
