@@ -11,6 +11,7 @@ module is imported.
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import ctypes
 import gc
@@ -54,6 +55,7 @@ def main() -> None:
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # the collector would write to pages that workers share with this process
+    atexit.register(gc.unfreeze)  # or extension modules report leaks at the end
     if why := _reason_not_to_fork():
         channel.send(why.encode())
         return
