@@ -7,8 +7,8 @@ Loops around DDP with ``recovery="in_process"`` under ``lightning-dist launch``:
   place; and of the latter the pause of the others.
 - stopped: the same with SIGSTOP, which only missing heartbeats show.
 - cost: the time of a step without faults, beside recovery="restart" with either commit, in turns.
-- goodput: ranks killed one after the other, and how many steps of those that would have fit are
-  done.
+- goodput: ranks killed one after the other, and how many steps are done of those that another job
+  does in the same time without kills.
 - others: a restart of all, torchrun, and torchft where it is installed: kill to the next step.
 
     python -m benchmarks.restart.in_process --trials N --seed S --json FILE
@@ -24,7 +24,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import pairwise
@@ -45,6 +45,8 @@ _LIMIT = 120.0
 _LINES = 400
 """Of a rank: looked at."""
 _GOODPUT_RANKS, _GOODPUT_STEP, _KILL_EVERY = 4, 0.5, 2.75
+_WARM_UP = 10.0
+"""Seconds of steps in which the launcher's fork server imports."""
 _COST_STEP, _COST_STEPS = 0.05, 150
 _TORCHFT = {"": {}, " (heartbeat_timeout_ms=1000)": {"heartbeat_timeout_ms": 1000}}
 
@@ -256,13 +258,28 @@ def measure_cost(root: str, *, rounds: int) -> list[Line]:
 
 
 def measure_goodput(root: str, draw: random.Random, *, kills: int) -> list[Line]:
-    """One row: steps that were done of those that would have fit, a rank killed every few seconds.
+    """One row: steps while a rank is killed every few seconds, and in the same time without."""
+    seconds = (kills + 1) * _KILL_EVERY
+    _, free = _steps_in(seconds, root, draw, kills=0)
+    done, worlds = _steps_in(seconds, root, draw, kills=kills)
+    row = {"kind": "goodput", "trials": done, "seconds": seconds, "steps": len(worlds)}
+    row |= {"steps_without_kills": len(free), "steps_share": len(worlds) / len(free)}
+    row["mean_ranks"] = sum(worlds) / len(worlds)
+    print(row, flush=True)
+    return [row]
+
+
+def _steps_in(
+    seconds: float, root: str, draw: random.Random, *, kills: int
+) -> tuple[int, Sequence[int]]:
+    """Ranks that were killed, and the number of ranks of each step, in a job of its own.
 
     The last one left is spared. As many samples a rank as ever: a step takes as long with fewer.
     """
     settings = {**_RECOVERING, "seconds": _GOODPUT_STEP, "policy": "fixed_micro_batch"}
     with running("ours", root, ranks=_GOODPUT_RANKS, options=settings) as job:
         job.all_there()
+        time.sleep(_WARM_UP)
         began, done = time.time(), 0
         for number in range(kills):
             time.sleep(max(0.0, began + (number + 1) * _KILL_EVERY - time.time()))
@@ -270,14 +287,10 @@ def measure_goodput(root: str, draw: random.Random, *, kills: int) -> list[Line]
                 with suppress(ProcessLookupError):
                     os.kill(draw.choice(sorted(there)), signal.SIGKILL)
                     done += 1
-        end = began + (kills + 1) * _KILL_EVERY
+        end = began + seconds
         time.sleep(max(0.0, end - time.time()))
         lines = [x for every in job.steps().values() for x in every if began < x["time"] < end]
-    worlds = {line["step"]: line["world"] for line in lines}
-    share = len(worlds) * _GOODPUT_STEP / (end - began)
-    world = sum(worlds.values()) / len(worlds)
-    print(f"goodput: {share:.1%} of steps, {done} kills, {world:.2f} ranks", flush=True)
-    return [{"kind": "goodput", "trials": done, "steps_share": share, "mean_ranks": world}]
+    return done, [*{line["step"]: line["world"] for line in lines}.values()]
 
 
 def measure_others(root: str, draw: random.Random, *, trials: int) -> list[Line]:

@@ -133,7 +133,8 @@ def _without_kills(meta: Any, rows: Rows) -> str:
     if goodput := of.get("goodput"):
         text += (
             f" With 4 ranks, steps of 0.5 s and a kill every 2.75 s ({goodput['trials']} kills): "
-            f"{goodput['steps_share']:.0%} of the steps that would fit, with "
+            f"{goodput['steps']} steps in {goodput['seconds']:.0f} s, {goodput['steps_share']:.0%} "
+            f"of the {goodput['steps_without_kills']} without kills, with "
             f"{goodput['mean_ranks']:.1f} ranks on average."
         )
     return text

@@ -46,6 +46,7 @@ class Job:
         folder: Path,
         *options: str,
         launcher: Sequence[str] = (),
+        without_python: bool = True,
         also: Mapping[str, str] | None = None,
         **environment: str,
     ) -> None:
@@ -53,8 +54,9 @@ class Job:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         settings = {f"LIGHTNING_DIST_{name}": value for name, value in environment.items()}
         words = ["-m", "lightning_dist.elastic.agent", "--monitor-interval=0.05", *options]
+        worker = ["--no-python", *python, str(WORKER)] if without_python else [str(WORKER)]
         self._process = subprocess.Popen(
-            [*(launcher or python), *words, "--no-python", *python, str(WORKER), str(folder)],
+            [*(launcher or python), *words, *worker, str(folder)],
             env=environment_of({"LIGHTNING_DIST_BEAT_TIMEOUT": FAR, **settings, **(also or {})}),
             stdin=subprocess.DEVNULL,
             stdout=self._log,
@@ -318,6 +320,50 @@ def test_output_of_replacements_follows_that_of_the_dead(
     (log,) = logs.glob("*/attempt_0/1/stdout.log")
     assert log.read_text() == "worker 0.1.0 has come\nworker 0.1.1 has come\n"
     assert "[default1]:worker 0.1.1 has come" in job.output
+
+
+@SLOW
+def test_newcomers_are_forks(start: Callable[..., Job], tmp_path: Path) -> None:
+    """As any other worker to the launcher; without the server they are started as usual."""
+    options = ("--max-restarts=9", f"--log-dir={tmp_path / 'logs'}", "--tee=3")
+    launcher = [sys.executable]
+    job = start(
+        "--standalone", "--nproc-per-node=2", *options, launcher=launcher, without_python=False
+    )
+    job.wait_for("0.0.0", "0.1.0")
+    job.signal("0.1.0", signal.SIGKILL)
+    job.wait_for("0.0.0", "0.1.1")
+    job.tell("exit", "0.1.1", "1")
+    job.wait_for("0.0.0", "0.1.2")
+    job.signal("0.1.2", signal.SIGKILL)
+    job.wait_for("0.0.0", "0.1.3")
+    workers = job.workers()
+    (server,) = {*forks_of(job)} - {*workers.values()}
+    assert workers["0.1.3"] in forks_of(job)
+    os.kill(server, signal.SIGKILL)
+    job.signal("0.0.0", signal.SIGKILL)
+    job.wait_for("0.0.1", "0.1.3")
+    assert forks_of(job) == [workers["0.1.3"]]
+    assert job.workers()["0.1.3"] == workers["0.1.3"]
+    os.kill(job.pid, signal.SIGTERM)
+    assert job.wait() == 1
+    assert not [pid for pid in job.workers().values() if Path(f"/proc/{pid}").exists()]
+    (log,) = tmp_path.glob("logs/*/attempt_0/1/stdout.log")
+    assert log.read_text().splitlines() == [f"worker 0.1.{n} has come" for n in range(4)]
+    for line in (
+        "[default1]:worker 0.1.1 has come",
+        "worker 0.1.1 exited: exit code 1",
+        "worker 0.1.2 exited: SIGKILL",
+        "workers start without the fork server: it has ended",
+    ):
+        assert job.output.count(line) == 1, job.output
+
+
+def forks_of(job: Job) -> list[int]:
+    """Children of the launcher that are its fork server or forks of that."""
+    children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+    commands = {int(each): Path(f"/proc/{each}/cmdline").read_text() for each in children}
+    return [pid for pid, command in commands.items() if "fork_server.py" in command]
 
 
 @SLOW

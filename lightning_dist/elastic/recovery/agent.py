@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from lightning_dist.elastic.launcher.planned_stops import PlannedStops
 from lightning_dist.elastic.process.lifecycle import EXIT_LEAVE, EXIT_RESTART, EXIT_UNSAVED
 from lightning_dist.elastic.recovery.coordinator import RecoverySettings
+from lightning_dist.elastic.recovery.forks import ForkServer, runs_python
 from lightning_dist.elastic.recovery.node import RecoveryHost, RecoveryNode
 from lightning_dist.log import get_logger
 from lightning_dist.private import close_output, store_of_rendezvous
@@ -57,6 +58,8 @@ class RecoveringAgent(PlannedStops):
     """The address of the store that was used last."""
     _is_recovering = False
     """A generation has been made in this start."""
+    _forks: ForkServer | None = None
+    """From the first generation to the end of this launcher; None where workers cannot be forks."""
     _ended: dict[int, int]
     """Exit codes of processes that are not replaced, or not yet, by local rank."""
     _end_by: float
@@ -168,6 +171,7 @@ class RecoveringAgent(PlannedStops):
     def _recover(self, worker_group: WorkerGroup) -> RunResult:
         """Watch processes, and replace them, until all have ended or have to be restarted."""
         store_at = nodes_at = 0.0
+        self._forks = self._forks or self._start_fork_server()
         while True:
             now = time.monotonic()
             for local_rank, handler in self._running():
@@ -238,9 +242,21 @@ class RecoveringAgent(PlannedStops):
             if self._remaining_restarts == 0:
                 log.warning("recovery: max_restarts is reached; worker %s is not replaced", name)
                 return RunResult(WorkerState.FAILED, failures=self._failures())
+            if self._forks and self._forks.is_starting:
+                continue
             self._remaining_restarts -= 1
             self._replace(worker_group.workers[local_rank])
         return None
+
+    def _start_fork_server(self) -> ForkServer | None:
+        """A server for newcomers, where all workers run the same script of Python."""
+        assert self._node is not None
+        context, spec = self._context, self._worker_group.spec
+        command = [*map(str, (context.entrypoint, *context.args[0]))]
+        if spec.numa_options is not None or not runs_python(command):
+            return None
+        environment = {**os.environ, **context.envs[0]}
+        return ForkServer(command, environment=environment, modules=self._node.modules())
 
     def _replace(self, worker: Worker) -> None:
         """Start the next process in the place of one that has ended."""
@@ -259,6 +275,7 @@ class RecoveringAgent(PlannedStops):
             stderr=context.stderrs[local_rank],
             local_rank_id=local_rank,
             numa_options=self._worker_group.spec.numa_options,
+            forks=self._forks,
         )
         context.subprocess_handlers[local_rank] = handler
         worker.id = handler.proc.pid
@@ -313,15 +330,20 @@ class RecoveringAgent(PlannedStops):
 
 
 class _Replacement(SubprocessHandler):
-    """A process whose output follows that of the one before."""
+    """A process, a fork if possible, whose output follows that of the one before."""
 
-    def __init__(self, *, stdout: str, stderr: str, **others: Any) -> None:
+    def __init__(
+        self, *, stdout: str, stderr: str, forks: ForkServer | None, **others: Any
+    ) -> None:
         self._files = [open(path, "a") if path else None for path in (stdout, stderr)]  # noqa: SIM115
+        self._forks = forks
         super().__init__(stdout=None, stderr=None, **others)
 
     def _popen(self, args: Any, env: dict[str, str]) -> Any:
         self._stdout, self._stderr = self._files
-        return super()._popen(args, env)
+        outputs = [file.fileno() if file else own for own, file in enumerate(self._files, 1)]
+        forked = self._forks and self._forks.start(args, env, outputs=outputs)
+        return forked or super()._popen(args, env)
 
 
 def _how(code: int) -> str:

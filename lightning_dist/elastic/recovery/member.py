@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import threading
 import time
@@ -17,6 +18,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
     TCPStore,
 )
 
+from lightning_dist.elastic.recovery.forks import installed_modules
 from lightning_dist.elastic.recovery.protocol import (
     NOT_YET,
     ROOT,
@@ -143,6 +145,8 @@ class Member:
             StoreLostError: the store is gone.
         """
         with _one_error():
+            if not self.store.check([Keys.modules]):
+                self.store.set(Keys.modules, json.dumps(installed_modules()))
             self.store.set(
                 Keys.report(NOT_YET, self.name),
                 encode(Report(self.name, fingerprint=fingerprint)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import timedelta
 
 from torch.distributed import (  # type: ignore[attr-defined]  # torch re-exports them silently
@@ -115,6 +116,13 @@ class RecoveryNode:
                 self._newest = decode_generation(self._store.get(Keys.generation(each)))
                 self.refused.update(self._newest.refused)
         return self._newest
+
+    def modules(self) -> list[str]:
+        """Modules that the first workers have imported; none where no worker has written them."""
+        if not self._store.check([Keys.modules]):
+            return []
+        found: list[str] = json.loads(self._store.get(Keys.modules))
+        return found
 
     def is_over(self) -> bool:
         """Whether all workers of the newest generation, on all nodes, have ended with 0."""
