@@ -21,9 +21,13 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 FILES = (
-    "test_model_checkpoint.py",
-    "test_checkpoint_callback_frequency.py",
-    "test_trainer_checkpoint.py",
+    "checkpointing/test_model_checkpoint.py",
+    "checkpointing/test_checkpoint_callback_frequency.py",
+    "checkpointing/test_trainer_checkpoint.py",
+    "callbacks/test_model_checkpoint_additional_cases.py",
+    "callbacks/test_model_checkpoint_edge_cases.py",
+    "callbacks/test_model_checkpoint_manual_opt.py",
+    "callbacks/test_model_checkpoint_step_interval_val_metric.py",
 )
 _CAMPAIGNS = Path(__file__).resolve().parent
 _SUBSTITUTES = "LIGHTNING_DIST_SUBSTITUTES"
@@ -31,13 +35,16 @@ _SUBSTITUTES = "LIGHTNING_DIST_SUBSTITUTES"
 
 
 def pytest_configure() -> None:
-    """Give tests that import ModelCheckpoint from now on AsyncCheckpoint."""
+    """Give AsyncCheckpoint to tests that import ModelCheckpoint, and to trainers without one."""
     from lightning.pytorch import callbacks
+    from lightning.pytorch.callbacks import model_checkpoint
+    from lightning.pytorch.trainer.connectors import callback_connector
 
     from lightning_dist import AsyncCheckpoint
 
     if _SUBSTITUTES in os.environ:
-        callbacks.ModelCheckpoint = AsyncCheckpoint  # type: ignore[misc]
+        for module in (callbacks, model_checkpoint, callback_connector):
+            module.ModelCheckpoint = AsyncCheckpoint  # type: ignore[attr-defined]
 
 
 def outcomes(tests: Path, *options: str, substitutes: bool) -> dict[str, str]:
@@ -78,7 +85,7 @@ def main() -> int:
     parser.add_argument("-k", default="", metavar="EXPRESSION", help="tests to run, as of pytest")
     given = parser.parse_args()
     tests = (given.checkout / "tests").resolve()
-    files = [str(tests / "tests_pytorch" / "checkpointing" / name) for name in FILES]
+    files = [str(tests / "tests_pytorch" / name) for name in FILES]
     ours = outcomes(tests, *files, "-k", given.k, substitutes=True)
     failed = {name: o for name, o in ours.items() if o not in ("passed", "skipped")}
     stock = outcomes(tests, *failed, substitutes=False) if failed else {}

@@ -52,6 +52,18 @@ def test_everything_is_damaged(tmp_path: Path) -> None:
         fit(callback(tmp_path), steps, ckpt_path="last")
 
 
+@pytest.mark.parametrize(("save_last", "newest"), [(True, "last.pt"), (None, "step=3.pt")])
+def test_another_extension(tmp_path: Path, save_last: bool | None, newest: str) -> None:
+    class Renamed(AsyncCheckpoint):
+        FILE_EXTENSION = ".pt"
+
+    for epochs in (1, 2):
+        saves = Renamed(tmp_path, "{step}", save_top_k=-1, save_last=save_last, writer="thread")
+        trainer = fit(saves, ckpt_path="last", max_epochs=epochs)
+    assert Path(str(trainer.ckpt_path)).name == newest
+    assert {path.suffix for path in tmp_path.iterdir()} == {".pt"}
+
+
 def test_weights_alone_are_passed_over(tmp_path: Path) -> None:
     fit(callback(tmp_path), max_epochs=1)
     fit(AsyncCheckpoint(tmp_path, "w-{step}", save_weights_only=True), max_epochs=2)

@@ -29,10 +29,10 @@ class Found:
     problem: str = ""
 
 
-def checkpoints(folder: str) -> list[Found]:
+def checkpoints(folder: str, *, suffix: str = SUFFIX) -> list[Found]:
     """Everything in ``folder`` that is a checkpoint or should be one, the newest first.
 
-    Files and folders whose name ends in ``.ckpt``, and folders with a manifest. The newest is the
+    Files and folders whose name ends in ``suffix``, and folders with a manifest. The newest is the
     one with the greatest :attr:`.Origin.order`. Damaged ones come last, foreign ones are sorted in
     by nothing but their name, before those.
     """
@@ -43,7 +43,7 @@ def checkpoints(folder: str) -> list[Found]:
     found = []
     for name in storage.names(inside):
         path = f"{base}/{name}"
-        if not name.startswith(".") and is_checkpoint(storage, f"{inside}/{name}"):
+        if not name.startswith(".") and is_checkpoint(storage, f"{inside}/{name}", suffix=suffix):
             found.append(_describe(path))
     if isinstance(storage, LocalStorage):
         found += [_describe(path) for path in cut_off(storage, inside)]
@@ -88,13 +88,14 @@ def is_original(description: Description) -> bool:
     return origin is not None and origin.name == name
 
 
-def newest_valid(folder: str, *, check: bool = True) -> Description | None:
+def newest_valid(folder: str, *, check: bool = True, suffix: str = SUFFIX) -> Description | None:
     """The newest checkpoint of ours in ``folder`` to go on from, with all bytes as written.
 
     Damaged ones are named in a warning and passed over. Weights alone do not count.
 
     Args:
         check: read everything and compare; otherwise headers have to do.
+        suffix: of the names of checkpoints.
 
     Raises:
         CheckpointError: there are some, and none is whole.
@@ -102,7 +103,7 @@ def newest_valid(folder: str, *, check: bool = True) -> Description | None:
     while True:
         names = _names(folder)
         try:
-            found, problems = _newest(folder, check=check)
+            found, problems = _newest(folder, check=check, suffix=suffix)
         except FileNotFoundError:  # removed since it was listed, for something newer is there
             continue
         if found is not None or _names(folder) == names:  # no writer has replaced them meanwhile
@@ -118,9 +119,9 @@ def newest_valid(folder: str, *, check: bool = True) -> Description | None:
     return found
 
 
-def _newest(folder: str, *, check: bool) -> tuple[Description | None, list[str]]:
+def _newest(folder: str, *, check: bool, suffix: str) -> tuple[Description | None, list[str]]:
     """Result of :func:`newest_valid` for the checkpoints of now, and what it skips."""
-    everything = checkpoints(folder)
+    everything = checkpoints(folder, suffix=suffix)
     # Those of unknown age may have been the newest.
     problems = [found.problem for found in everything if found.description is None]
     for found in everything:
@@ -141,9 +142,9 @@ def _names(folder: str) -> list[str]:
     return [name for name in storage.names(inside) if not name.startswith(".")]
 
 
-def is_checkpoint(storage: Storage, path: str) -> bool:
+def is_checkpoint(storage: Storage, path: str, *, suffix: str = SUFFIX) -> bool:
     """Whether it is called one, or has a manifest; it may be damaged."""
-    return path.endswith(SUFFIX) or storage.exists(f"{path}/{NAME}")
+    return path.endswith(suffix) or storage.exists(f"{path}/{NAME}")
 
 
 def _describe(path: str) -> Found:

@@ -270,5 +270,10 @@ class AsyncCheckpoint(CheckpointNames):
     @override
     def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
         folder, usual = checkpoint_folder(self, trainer), super()._find_last_checkpoints
-        found = self._last.find(trainer, folder, lambda: list_in(folder, usual(trainer)))
+        found = self._last.find(
+            trainer,
+            folder,
+            lambda: list_in(folder, usual(trainer)),
+            suffix=self.FILE_EXTENSION,
+        )
         return set() if found is None else {found}

@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.folder_owner import Lock, is_owned, is_settled, own
 from lightning_dist.checkpoint.disk.manifest import NAME
-from lightning_dist.checkpoint.disk.scan import newest_valid
+from lightning_dist.checkpoint.disk.scan import SUFFIX, newest_valid
 from lightning_dist.checkpoint.disk.storage import LocalStorage, storage_of
 from lightning_dist.checkpoint.disk.verify import Description, describe, verify
 from lightning_dist.checkpoint.saves import cannot_open
@@ -41,23 +41,30 @@ class LastCheckpoint:
     found: str | None = None
     """The path that was returned to Lightning."""
     _folder: str = ""
+    _suffix: str = SUFFIX
     _list_others: Callable[[], Iterable[str]] = tuple
     _problem: Exception | None = None
     _lock: Lock | None = None
 
     def find(
-        self, trainer: pl.Trainer, folder: str, list_others: Callable[[], Iterable[str]]
+        self,
+        trainer: pl.Trainer,
+        folder: str,
+        list_others: Callable[[], Iterable[str]],
+        *,
+        suffix: str = SUFFIX,
     ) -> str | None:
         """The newest by its headers; a failure of one of several ranks is raised by :meth:`agree`.
 
         Args:
             list_others: see :func:`newest_checkpoint`; asked when the folder is at rest.
+            suffix: of the names of checkpoints.
         """
         self.forget()
-        self._folder, self._list_others = folder, list_others
+        self._folder, self._list_others, self._suffix = folder, list_others, suffix
         try:
             self._settle(trainer)
-            newest = newest_checkpoint(folder, list_others(), check=False)
+            newest = newest_checkpoint(folder, list_others(), check=False, suffix=suffix)
             self.found = None if newest is None else _for_lightning(newest)
         except (CheckpointError, ValueError, OSError) as error:
             self.release()
@@ -111,7 +118,8 @@ class LastCheckpoint:
         Raises:
             CheckpointError: none of them is whole.
         """
-        return newest_checkpoint(self._folder, self._list_others(), check=self.check)
+        others = self._list_others()
+        return newest_checkpoint(self._folder, others, check=self.check, suffix=self._suffix)
 
     def release(self) -> None:
         """Release the folder, unless this process owns it otherwise too."""
@@ -125,17 +133,20 @@ class LastCheckpoint:
         self.found = self._problem = None
 
 
-def newest_checkpoint(folder: str, others: Iterable[str], *, check: bool = True) -> str | None:
+def newest_checkpoint(
+    folder: str, others: Iterable[str], *, check: bool = True, suffix: str = SUFFIX
+) -> str | None:
     """The newest whole checkpoint of ours in ``folder``, or one of ``others`` if that is newer.
 
     Args:
         others: paths of checkpoints that somebody else may have written, with torch.save.
         check: read everything; otherwise headers have to do.
+        suffix: of the names of checkpoints.
 
     Raises:
         CheckpointError: there are some of ours, and none is whole.
     """
-    ours = newest_valid(folder, check=check)
+    ours = newest_valid(folder, check=check, suffix=suffix)
     best, time_ns = (None, 0) if ours is None else (ours.path, _created_ns(ours))
     for path in sorted(others):
         try:
