@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_utilities.core import rank_zero
 from processes import torchrun
 from torch import nn
 from worlds import Rank, run_threads
 
 from lightning_dist import after_steps, by_name, by_size, compress_ddp, warmup
+from lightning_dist.integrations.torch.in_force import show
 
 SCRIPT = Path(__file__).with_name("in_force_runs.py")
 LINE = (
@@ -56,6 +58,15 @@ def said(codec: Any, capsys: Any, caplog: Any, *, size: int = 2, **settings: Any
     with caplog.at_level("INFO"):
         raised = run_threads(body, size)
     return [*filter(None, raised), *caplog.messages]
+
+
+def test_a_line_that_is_not_shown_is_not_composed(caplog: Any) -> None:
+    composed = []
+    for level in ("WARNING", "INFO"):
+        for name in ("lightning_dist", rank_zero.log.name):
+            caplog.set_level(level, logger=name)
+        show(lambda level=level: composed.append(level) or level)  # type: ignore[misc]
+    assert composed == ["INFO"]
 
 
 @pytest.mark.parametrize(

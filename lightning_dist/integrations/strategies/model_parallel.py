@@ -216,8 +216,10 @@ class ModelParallelArguments(CommReport):
             self._exchanges.append(shards)
             if dist.get_rank() == 0:
                 show(
-                    f"compressed FSDP2 over {own.size()} ranks: parameters in "
-                    f"{settings.parameters}, gradients in {settings.gradients}"
+                    lambda: (
+                        f"compressed FSDP2 over {own.size()} ranks: parameters in "
+                        f"{settings.parameters}, gradients in {settings.gradients}"
+                    )
                 )
             return shards
         if mesh[DIMENSIONS[0]].size() == 1:
@@ -232,7 +234,7 @@ class ModelParallelArguments(CommReport):
         )
         if dist.get_rank() == 0:
             sizes = dict(zip(DIMENSIONS, mesh.shape, strict=True))
-            show(f"compressed FSDP2: codec {self._settings.codec}, mesh {sizes}")
+            show(lambda: f"compressed FSDP2: codec {self._settings.codec}, mesh {sizes}")
         self._exchanges.append(gradients)
         return gradients
 

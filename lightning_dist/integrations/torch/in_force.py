@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from weakref import finalize
 
 from lightning_utilities.core import rank_zero
@@ -40,7 +41,7 @@ def log_in_force(reducer: Reducer, *, begins: int | None) -> None:
             reducer.settings.codec,
         )
         return
-    show(in_force(reducer))
+    show(lambda: in_force(reducer))
     if begins is not None:
         reducer.never_compressed = finalize(reducer, _never_begun, reducer.stats, begins)
 
@@ -72,18 +73,19 @@ def _amount(nbytes: int) -> str:
     return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e6 else f"{nbytes / 1e3:.1f} kB"
 
 
-def show(line: str) -> None:
+def show(line: Callable[[], str]) -> None:
     """Show what is in force, where nobody has configured logging, too.
 
     Python shows no more than warnings there. Lightning shows its own log. A level that was set for
-    the logger ``lightning_dist`` holds.
+    the logger ``lightning_dist`` holds. ``line`` is called only if its result is shown.
     """
     if "lightning" in sys.modules:
-        rank_zero.log.info(prefixed(line))
-    elif logging.getLogger(_OURS).level or log.isEnabledFor(logging.INFO):
-        log.info(line)
-    else:
-        print(prefixed(line), file=sys.stderr)
+        if rank_zero.log.isEnabledFor(logging.INFO):
+            rank_zero.log.info(prefixed(line()))
+    elif log.isEnabledFor(logging.INFO):
+        log.info(line())
+    elif not logging.getLogger(_OURS).level:
+        print(prefixed(line()), file=sys.stderr)
 
 
 def _never_begun(stats: CommStats, begins: int) -> None:
