@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, singledispatch
+from functools import singledispatch
 from typing import TYPE_CHECKING
 
 import torch
@@ -127,7 +127,6 @@ def rows_of(codec: BlockCodec, ranks: int) -> int:
     return EXCHANGES[codec.exchange].among(ranks).rows(ranks)
 
 
-@cache
 def fitted(codec: BlockCodec, numel: int, *, ranks: int, dtype: torch.dtype) -> BlockCodec:
     """``codec`` with the largest block that pads ``numel`` elements by no more than a quarter.
 
