@@ -25,7 +25,8 @@ from lightning_dist.elastic.session import Session
 from lightning_dist.elastic.settings import RecoveryMode, require_recovery
 from lightning_dist.integrations.loop.objects import Objects
 from lightning_dist.integrations.torch.local.state import NOT_SHARDED
-from lightning_dist.integrations.torch.recovery import RecoverablePlacement, StepRecovery
+from lightning_dist.integrations.torch.placement import RecoverablePlacement
+from lightning_dist.integrations.torch.recovery import StepRecovery
 from lightning_dist.log import get_logger
 
 log = get_logger(__name__)

@@ -22,7 +22,7 @@ from lightning_dist.elastic.recovery.generations import Generations
 from lightning_dist.elastic.recovery.groups import GenerationGroups
 from lightning_dist.exchange.channel import Channel, PendingWork
 from lightning_dist.integrations.torch import recovery
-from lightning_dist.integrations.torch.recovery import RecoverablePlacement
+from lightning_dist.integrations.torch.placement import RecoverablePlacement
 from tests.campaigns.in_process.drawing import BATCH, RANKS, SIZE, Strike
 
 PAUSE, LONG_PAUSE = 0.5, 3.0

@@ -25,7 +25,8 @@ from lightning_dist.integrations.lightning.elastic.loops import place_at_step
 from lightning_dist.integrations.lightning.elastic.placement import TrainerPlacement
 from lightning_dist.integrations.lightning.elastic.sections import Sections
 from lightning_dist.integrations.lightning.recovering import RecoversInProcess
-from lightning_dist.integrations.torch.recovery import RecoverablePlacement, StepRecovery
+from lightning_dist.integrations.torch.placement import RecoverablePlacement
+from lightning_dist.integrations.torch.recovery import StepRecovery
 
 
 class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
