@@ -1,7 +1,7 @@
 # make install   environment in .venv        make demo   train with and without compression, compare
 # make test      the fast tests, minutes       make test-slow   whole jobs, browsers, campaigns
 # make test-gpu  the kernels on a GPU         make test-lowest some, with the lowest Lightning and Accelerate
-# make test-all  the first two, as CI does
+# make test-all  both in one run, as CI does
 # make lint      style                        make types   mypy
 # make bench     all measurements (root)      make tables     their tables in README.md and docs/
 # make docs      the documents as a site in site/, or SITE=folder
@@ -38,7 +38,9 @@ test-slow: install
 test-gpu: install
 	$(BIN)/python -m pytest -m gpu
 
-test-all: test test-slow
+# In one run: while a slow test waits for its processes, others use the cores.
+test-all: install
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "slow or not slow"
 
 # Beside the packages of .venv, which are found where there is no other version.
 $(LOWEST)/installed: .venv/installed constraints-lowest.txt

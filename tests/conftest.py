@@ -41,7 +41,12 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that take minutes come first: as the last one, one worker would run it alone."""
-    items.sort(key=lambda item: not re.search("simulated_device|test_documents", item.nodeid))
+    items.sort(
+        key=lambda item: (
+            not re.search("simulated_device|test_documents", item.nodeid),
+            item.get_closest_marker("slow") is None,
+        )
+    )
 
 
 @pytest.hookimpl(optionalhook=True)
