@@ -47,7 +47,8 @@ _LINES = 400
 _GOODPUT_RANKS, _GOODPUT_STEP, _KILL_EVERY = 4, 0.5, 2.75
 _WARM_UP = 10.0
 """Seconds of steps in which the launcher's fork server imports."""
-_COST_STEP, _COST_STEPS = 0.05, 150
+_COST_STEP, _COST_WARMUP, _COST_STEPS = 0.05, 150, 150
+"""Seconds of sleep in a step, and steps while the fork server imports, and after."""
 _TORCHFT = {"": {}, " (heartbeat_timeout_ms=1000)": {"heartbeat_timeout_ms": 1000}}
 
 Line = dict[str, Any]
@@ -249,7 +250,8 @@ def measure_cost(root: str, *, rounds: int) -> list[Line]:
         settings = {**_TRAINING, **ways[name], "seconds": _COST_STEP, "compile_kernels": True}
         with running("ours", root, ranks=2, options=settings) as job:
             job.all_there()
-            times = job.wait_for(partial(job.times, _COST_STEPS + 20), "enough steps")[20:]
+            steps = _COST_WARMUP + _COST_STEPS
+            times = job.wait_for(partial(job.times, steps), "enough steps")[_COST_WARMUP:]
         found[name].append(1e3 * median(after - before for before, after in pairwise(times)))
         print("cost:", name, f"{found[name][-1]:.3f}", flush=True)
     row = {name: median(values) for name, values in found.items()}

@@ -108,7 +108,7 @@ class ExposureWatch(Observer):
             "Compression costs more than it saves here, or ranks wait for one that is late: "
             "exposed communication is %.1f ms a step; estimate for plain DDP: %.1f ms at the %.2f "
             "Gbit/s measured at start-up. CommProfiler() separates codec, transfer and waiting and "
-            "names the late rank; if there is none, use strategy='ddp' here, or codec='bf16'.",
+            "names the late rank; if there is none, use codec='none' or plain DDP on this link.",
             ours * 1e3,
             ddps * 1e3,
             self._link * 8 / 1e9,

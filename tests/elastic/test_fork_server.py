@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -102,6 +103,22 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scripts
     for server in found.servers:
         if server.process is not None:
             server.close("the test ends")
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_a_launcher_that_ends_without_a_fork_leaves_no_error(
+    is_ready: bool, scripts: Scripts, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whether or not the server has imported its modules by then."""
+    server = scripts.serve(scripts.command(""))
+    if is_ready:
+        server._channel.settimeout(LIMIT)
+        assert server._channel.recv(16, socket.MSG_PEEK)
+    server._channel.close()
+    assert server.process is not None
+    assert server.process.wait(LIMIT) == 0
+    assert capfd.readouterr().err == ""
+    server.process = None
 
 
 @pytest.mark.parametrize("as_module", [False, True])

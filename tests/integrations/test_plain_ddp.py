@@ -144,7 +144,7 @@ def test_compressing_twice_is_refused() -> None:
         return str(refused.value)
 
     assert all(
-        "lightning_dist_hook is registered already" in said for said in run_threads(attempt, 2)
+        "that of compress_ddp is registered already" in said for said in run_threads(attempt, 2)
     )
 
 

@@ -56,10 +56,11 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # the collector would write to pages that workers share with this process
     atexit.register(gc.unfreeze)  # or extension modules report leaks at the end
-    if why := _reason_not_to_fork():
-        channel.send(why.encode())
+    why = _reason_not_to_fork()
+    with suppress(ConnectionError):  # the launcher has ended
+        channel.send(why.encode() or READY)
+    if why:
         return
-    channel.send(READY)
     while (request := _receive(channel)) is not None:
         message, files = request
         if (worker := _fork()) == 0:
@@ -73,7 +74,10 @@ def main() -> None:
 
 def _receive(channel: socket.socket) -> tuple[bytes, list[int]] | None:
     """A request and its files; None when the launcher has ended."""
-    message, files, _, _ = socket.recv_fds(channel, MESSAGE_BYTES, 3)
+    try:
+        message, files, _, _ = socket.recv_fds(channel, MESSAGE_BYTES, 3)
+    except ConnectionResetError:  # it has never looked whether this process is ready
+        return None
     return (message, files) if message else None
 
 

@@ -45,11 +45,14 @@ def require_ddp(model: nn.Module) -> None:
             "DistributedDataParallel(skip_all_reduce_unused_params=True) skips buckets, and the "
             "compressed step ends with the last one; leave it out"
         )
-    hooks = [hook.__qualname__ for hook, _ in communication_hooks(model)]
+    hooks = [hook for hook, _ in communication_hooks(model)]
     if hooks:
+        other, remedy = hooks[0].__qualname__, "remove that registration"
+        if hooks[0].__module__.startswith(f"{__package__}."):
+            other, remedy = "that of compress_ddp", "call compress_ddp once"
         raise ValueError(
-            f"A model takes one communication hook, and {hooks[0]} is registered already; remove "
-            "that registration, or wrap the model in a new DistributedDataParallel"
+            f"A model takes one communication hook, and {other} is registered already; {remedy}, "
+            "or wrap the model in a new DistributedDataParallel"
         )
 
 

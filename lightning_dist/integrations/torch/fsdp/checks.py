@@ -57,7 +57,8 @@ def trained_groups(model: nn.Module, mesh: DeviceMesh) -> list[ParameterGroup]:
     if mesh.ndim != 2:
         raise ValueError(
             f"mesh must have two dimensions, replicas and shards, got {mesh.ndim}; give "
-            "init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard'))"
+            "init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard')), "
+            "or parameters='int8' if the model is sharded over all ranks"
         )
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise ValueError(
