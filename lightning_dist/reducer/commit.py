@@ -11,7 +11,7 @@ step by itself.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -110,6 +110,7 @@ def agree(
     network: Network,
     *,
     pauses: bool = False,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Answer:
     """Result of a step.
 
@@ -122,6 +123,7 @@ def agree(
             unless DDP looks for unused parameters.
         sums: of bits that all ranks should have in common, 0-d int64; see :func:`sum_of_bits`.
         pauses: whether this rank wants all to stop after this step.
+        meanwhile: called while the flags travel.
 
     Raises:
         DriftError: ranks have other sums.
@@ -134,7 +136,10 @@ def agree(
         # Numbers that float32 holds; if the largest is the smallest, all are equal.
         flags[-1] = torch.stack(list(sums)).sum() % (1 << 24)
         flags[-2] = -flags[-1]
-    network.control.all_reduce(flags, op=dist.ReduceOp.MAX).wait()
+    work = network.control.all_reduce(flags, op=dist.ReduceOp.MAX)
+    if meanwhile is not None:
+        meanwhile()
+    work.wait()
     infinite, *of_parameters, pause, least, most = flags.tolist()
     if least != -most:
         raise DriftError(
@@ -156,6 +161,7 @@ def ask(
     sums: Sequence[Tensor],
     depends: bool,
     finds_unused: bool,
+    meanwhile: Callable[[], None],
 ) -> Answer:
     """Agreement of all ranks on the step of ``handles``; see :func:`agree`.
 
@@ -163,6 +169,7 @@ def ask(
         depends: whether residuals depend on it. Without any use for an answer there is no
             all-reduce.
         finds_unused: whether DDP looks for unused parameters.
+        meanwhile: what can be done with all payloads here, while the vote of a recovery travels.
     """
     recovery = failures.recovery
     if not (finds_unused or depends or sums or recovery is not None):
@@ -180,7 +187,8 @@ def ask(
         for unit in handle.units():
             unit.wait()
     try:
-        return agree(finite, used, sums, network, pauses=recovery.pauses())
+        pauses = recovery.pauses()
+        return agree(finite, used, sums, network, pauses=pauses, meanwhile=meanwhile)
     except DriftError:
         raise
     except RuntimeError as error:

@@ -185,14 +185,21 @@ class Pipeline:
 
     def _finish(self) -> None:
         handles = self._in_flight
-        if self.immediate:
-            for handle in handles[-1:]:
-                self._decode(handle)
-        elif self.recovers and self._decodes_before_the_vote:
+        rest = handles[-1:] if self.immediate else []
+
+        def decode_rest() -> None:
+            while rest:
+                self._decode(rest[-1])
+                rest.pop()  # now: what has failed is not left out
+
+        if not self.recovers or self.network.intra is not None:
+            decode_rest()
+        if self.recovers and not self.immediate and self._decodes_before_the_vote:
             for handle in handles:
                 with working(self._observers, handle.key, "decode"):
                     decode_all(handle.units(), self._scale)
-        answer = self._ask(handles)
+        answer = self._ask(handles, meanwhile=decode_rest)
+        decode_rest()
         if not self.immediate:
             for handle in handles:
                 self._decode(handle, unused=answer.unused, finite=answer.finite)
@@ -207,6 +214,8 @@ class Pipeline:
         for handle in handles:
             if not handle.done.done():
                 handle.done.set_result(handle.given)
+        for handle in handles:
+            handle.keep()
 
     def _decode(
         self,
@@ -257,7 +266,7 @@ class Pipeline:
         self.stats.drop_step()
         return handles
 
-    def _ask(self, handles: Sequence[Handle]) -> Answer:
+    def _ask(self, handles: Sequence[Handle], *, meanwhile: Callable[[], None]) -> Answer:
         finite, self._finite = self._finite, []
         sums, self._sums = self._sums, []
         if self._sharded and sums:  # which only ranks with the same shard have in common
@@ -271,6 +280,7 @@ class Pipeline:
             sums=sums,
             depends=self._asks,
             finds_unused=self._allow_absent,
+            meanwhile=meanwhile,
         )
 
     def _enter(self, handle: Handle) -> None:

@@ -104,7 +104,7 @@ class ReducerState:
 
     def held_of(self, names: Collection[str]) -> dict[tuple[str, str], Held]:
         """All that differs from rank to rank of ``names``, by kind and name."""
-        return {key: held for key, held in self._held.items() if key[1] in names}
+        return {key: held for key, held in [*self._held.items()] if key[1] in names}
 
     def hold(self, held: Mapping[tuple[str, str], Held]) -> None:
         """Take over :meth:`held_of`."""

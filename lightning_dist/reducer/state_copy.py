@@ -17,6 +17,9 @@ class StateCopy:
     Its memory is used again by the next copy.
     """
 
+    is_current = False
+    """It was taken after the last step, and the next one has not begun."""
+
     def __init__(self, state: ReducerState, names: Sequence[str]) -> None:
         self._state, self._names = state, names
         self._held: Mapping[tuple[str, str], Held] = {}

@@ -76,8 +76,10 @@ class Handle:
         """
         self.flat, self.groups = plan.flat, plan.groups
         if keeps_state:
-            plan.before.take()
+            if not plan.before.is_current:
+                plan.before.take()
             self.before = plan.before
+            self.before.is_current = False
         if self.flat.data_ptr() != self.given.data_ptr():
             self.flat.copy_(self.given)
         self._kept = {
@@ -97,6 +99,12 @@ class Handle:
         """Restore the state of before the step, if it was kept."""
         if self.before is not None:
             self.before.restore()
+
+    def keep(self) -> None:
+        """Copy the state for the next step, so that it does not wait for that."""
+        if self.before is not None:
+            self.before.take()
+            self.before.is_current = True
 
     def store(self) -> None:
         """Copy the mean to the tensor that was given."""
