@@ -168,6 +168,34 @@ def test_a_step_that_is_abandoned_changes_no_state(commit: Commit, codec: str) -
 
 
 @both_commits
+def test_a_step_after_loading_is_undone_to_what_was_loaded(commit: Commit) -> None:
+    """Not to the copy of the state that was taken after the step before."""
+    files: list[Any] = []
+    both = threading.Barrier(2, timeout=60)
+
+    def body(rank: Rank) -> None:
+        model = Model(rank.network(), commit=commit)
+        model.reducer.leave_failures_to(Told())
+        model.step(rank.rank, 0)
+        state, saved = state_of(model), model.reducer.state_dict()
+        if rank.rank == 0:
+            files.append(saved)
+        both.wait()
+        model.step(rank.rank, 1)
+        assert state_of(model) != state
+        model.reducer.load_state_dict(files[0])
+        name, parameter = next(iter(model.parameters.items()))
+        given = feed(rank.rank, 1, SHAPES)[name].flatten().clone()
+        model.buckets.reduce(FakeBucket(given, [parameter], 0, last=False))
+        model.reducer.abandon()
+        model.reducer._executor.drain()
+        assert state_of(model) == state
+        model.reducer.close()
+
+    run_threads(body, 2)
+
+
+@both_commits
 def test_what_ranks_owe_is_that_of_a_naive_twin(commit: Commit) -> None:
     """In float64: one is lost in a step that is taken again without it, and another one joins."""
     codec = resolve_codec("topk:ratio=0.1,block_size=128,values=fp32")
