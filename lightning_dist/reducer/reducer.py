@@ -284,8 +284,9 @@ class Reducer(StatefulPipeline):
         self._release()
 
     def _release(self) -> None:
-        in_step = self.in_step
-        self._failures.end(self._give_up(), RuntimeError("the reducer was closed in a step"))
+        for handle in self._in_flight:  # which stay: the groups are out of step
+            handle.undo()
+        self._failures.end(self._in_flight, RuntimeError("the reducer was closed in a step"))
         self._plans.clear()
         self.state.to(torch.device("cpu"))
-        self._delayed.to(torch.device("cpu")) if in_step else self._delayed.clear()
+        self._delayed.to(torch.device("cpu")) if self.in_step else self._delayed.clear()

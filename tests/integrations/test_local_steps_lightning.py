@@ -128,7 +128,7 @@ def test_by_name_with_statistics_and_metrics(two: Results) -> None:
         ("one level", "needs several hosts"),
         ("no outer step", "must have an outer step"),
         ("zero", "exchanges between ranks in every step"),
-        ("sharded", "use lightning_dist.compress_fsdp, or DistributedDataParallel inside the"),
+        ("sharded", "sharded over all 2 ranks; call fully_shard over the ranks of a host"),
     ],
 )
 def test_what_cannot_work_is_refused(two: Results, case: str, says: str) -> None:
