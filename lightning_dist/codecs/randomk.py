@@ -85,8 +85,11 @@ class RandomK(BlockCodec):
         values = payload[0].to(dtype)
         if self.unbiased:
             values = values * (self.block_size / self.k)
-        zeros = values.new_zeros(*values.shape[:-1], self.block_size)
-        return zeros.scatter_(-1, self._places(keys), values)
+        # The last block of a tensor may have sent only its padding: of such a block too, what is
+        # not finite is seen.
+        first = values[..., :1]
+        rest = torch.where(first.isnan(), first, 0).expand(*values.shape[:-1], self.block_size)
+        return rest.scatter(-1, self._places(keys), values)
 
     def error_bound(self, x: Tensor) -> Tensor:
         gain = self.block_size / self.k if self.unbiased else 1.0

@@ -4,6 +4,7 @@
 // memory.py): the same products and sums, each rounded on its own, in the same order. Hence
 // -ffp-contract=off and nothing of -ffast-math.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -156,6 +157,8 @@ void load(const Call& c, int64_t from, int64_t n, float* out) {
 }
 
 struct TopK {
+  static bool is_lost(float) { return false; }
+
   static void encode(const Call& c, const Planes& own, int64_t b) {
     const int n = static_cast<int>(c.block), k = static_cast<int>(c.k), half = k / 2;
     alignas(64) float x[kLargestBlock];
@@ -213,6 +216,9 @@ struct TopK {
 };
 
 struct RandomK {
+  // Whether the first value is of a block that is not finite; all of it then decodes to NaN.
+  static bool is_lost(float first) { return first != first; }
+
   // noise.py
   static uint32_t mix(uint32_t x) {
     x = (x ^ (x >> 16)) * 0x7feb352du;
@@ -295,6 +301,7 @@ void commit(const Call& c, const Planes& own, int64_t b, Sent& sent) {
   const float scale = *c.scale;
   float *e = c.residual + from, *u = c.velocity ? c.velocity + from : nullptr;
   Codec::decode(c, own, b, sent.at.data(), sent.value.data());
+  if (Codec::is_lost(sent.value[0])) return;
   for (int64_t i = 0; i < k; ++i) {
     const int64_t place = sent.at[i];
     sent.value[i] *= c.own_factor;
@@ -338,6 +345,7 @@ void decode_all(const Call& c, const Planes& own, const Planes* received) {
       const uint16_t* at = sent.at.data();
       const float* value = sent.value.data();
       Codec::decode(c, received[r], b, sent.at.data(), sent.value.data());
+      if (Codec::is_lost(value[0])) std::fill_n(g, n, value[0]);
       if (r == 0)
         for (int64_t i = 0; i < k; ++i) g[at[i]] = value[i] * c.weight;
       else
