@@ -73,6 +73,9 @@ def main() -> None:
             each.kill()
         del store
         print(name, [each.exitcode for each in ranks], flush=True)
+        for number, each in enumerate(ranks):
+            if each.exitcode:
+                print((folder / f"output-{number}.txt").read_text()[-2000:], flush=True)
 
 
 if __name__ == "__main__":
