@@ -132,8 +132,9 @@ def test_post_local_sgd_is_ddp_until_it_starts() -> None:
     assert torch.equal(first[-1], second[-1])
 
 
-@pytest.mark.parametrize("overlap", [0, 2])
-def test_the_anchor_is_the_same_everywhere_with_every_codec(overlap: int) -> None:
+@pytest.mark.parametrize(("overlap", "size"), [(0, 3), (2, 2)])
+def test_the_anchor_is_the_same_everywhere_with_every_codec(overlap: int, size: int) -> None:
+    """After every step."""
     codecs = [name for name in CODECS if name != "dgc"]
 
     def train(world: World) -> dict[str, list[Tensor]]:
@@ -142,19 +143,35 @@ def test_the_anchor_is_the_same_everywhere_with_every_codec(overlap: int) -> Non
             worker = world.worker(
                 plain(dtype=torch.float32), codec=codec, sync_every=3, overlap_steps=overlap
             )
-            worker.train(7)
-            found[codec] = worker.anchors()
+            found[codec] = []
+            for _ in range(7):
+                worker.train(1)
+                found[codec] += worker.anchors()
             worker.updates.close()
         return found
 
-    first, second = run(train, 2)
+    first, *others = run(train, size)
     for codec in codecs:
-        assert all(map(torch.equal, first[codec], second[codec])), codec
+        for other in others:
+            assert all(map(torch.equal, first[codec], other[codec])), codec
         assert all(each.isfinite().all() for each in first[codec]), codec
 
 
-@pytest.mark.parametrize("rounds", [20, pytest.param(1000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("codec", ["int4", "topk:ratio=0.1"])
+FED_BACK = [
+    codec.name for codec in map(resolve_codec, CODECS) if codec.keeps_residual and codec.name != "dgc"
+]
+
+
+@pytest.mark.parametrize(
+    ("codec", "rounds"),
+    [
+        ("int4", 20),
+        ("topk:ratio=0.1", 20),
+        pytest.param("int4", 1000, marks=pytest.mark.slow),
+        pytest.param("topk:ratio=0.1", 1000, marks=pytest.mark.slow),
+        *(pytest.param(name, 100, marks=pytest.mark.slow) for name in FED_BACK),
+    ],
+)
 def test_nothing_is_lost(codec: str, rounds: int) -> None:
     """What was applied and what is owed is the sum of the exact means of the pseudo-gradients."""
 
