@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pty
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,24 @@ def test_a_table_has_no_frame_and_no_markup(capsys: pytest.CaptureFixture[str]) 
     assert rows[0].split() == ["[red]x", "1"]
     assert rows[0].endswith("1")  # aligned to the right
     assert len(rows) == 2
+
+
+def test_a_column_that_is_not_optional_is_folded_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pty.openpty()
+    for name, value in (("COLUMNS", "30"), ("NO_COLOR", "1")):
+        monkeypatch.setenv(name, value)
+    with open(ours, "rb", buffering=0) as terminal, open(theirs, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        print_table(("a", "b", "c"), [("1" * 12, "2" * 25, "3" * 9)], optional=("c",))
+        print("end", flush=True)
+        text = b""
+        while b"end" not in text:
+            text += terminal.read(4096)
+    header, *rows, end = text.decode().splitlines()
+    assert (header.split(), end) == (["a", "b"], "end")
+    assert "Columns left out for 30 columns: c (use" in " ".join(map(str.strip, rows))
+    assert max(map(len, rows)) <= 30
+    assert ("".join(rows).count("1"), "".join(rows).count("2")) == (12, 25)
 
 
 def test_nobody_makes_another_one() -> None:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.filesize import decimal
+from rich.text import Text
 
 from lightning_dist.cli.errors import BAD_INPUT, reported
-from lightning_dist.console import print_table
+from lightning_dist.console import print_table, stdout_console
 from lightning_dist.profiling.analysis.metrics import format_value
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def print_report(report: Report) -> None:
     hosts = list(dict.fromkeys(report.hosts[rank] for rank in report.ranks))
     names = ", ".join(hosts) if len(hosts) <= 8 else f"{', '.join(hosts[:8])}, ..."
     ranks = f"{len(report.ranks)} ranks ({report.scope}) on {names}"
-    typer.echo(f"{ranks}; {report.backend}, {report.device}")
+    stdout_console().print(Text(f"{ranks}; {report.backend}, {report.device}"))
     if report.pair_gbps is not None:
         _print_pairs(report, report.pair_gbps)
         return
@@ -154,8 +155,13 @@ def print_report(report: Report) -> None:
     ]
     figures = ("median", "min", "max", "algbw", "busbw", "% of best")
     columns = ("op", "size (B)", "count", "dtype", *figures)
-    print_table(columns, rows, right=("size (B)", "count", *figures))
-    typer.echo(LEGEND)
+    print_table(
+        columns,
+        rows,
+        right=("size (B)", "count", *figures),
+        optional=("dtype", "count", "% of best", "max", "min"),
+    )
+    stdout_console().print(Text(LEGEND))
 
 
 def _time(seconds: float) -> str:
@@ -168,7 +174,7 @@ def _print_pairs(report: Report, rates: Sequence[Sequence[float | None]]) -> Non
         (name, *("-" if rate is None else f"{rate:.3f}" for rate in row))
         for name, row in zip(names, rates, strict=True)
     ]
-    print_table(("Gbit/s from \\ to", *names), rows, right=names)
+    print_table(("Gbit/s from \\ to", *names), rows, right=names, optional=names[::-1])
     of_pairs = [
         (rate, source, target)
         for source, row in zip(report.ranks, rates, strict=True)
@@ -176,9 +182,10 @@ def _print_pairs(report: Report, rates: Sequence[Sequence[float | None]]) -> Non
         if rate is not None
     ]
     (slowest, source, target), (fastest, *_) = min(of_pairs), max(of_pairs)
-    typer.echo(
+    slowest_pair = (
         f"slowest: rank {source} on {report.hosts[source]} to rank {target} on "
         f"{report.hosts[target]}, {format_value(slowest, 'Gbit/s')}, "
         f"{format_value(slowest / fastest, '%')} of the fastest; "
         f"{decimal(report.pair_nbytes or 0)} each, one pair at a time"
     )
+    stdout_console().print(Text(slowest_pair))

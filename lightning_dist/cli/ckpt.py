@@ -59,7 +59,13 @@ def ls(folder: Folder, as_json: Json = False) -> None:
     if found:
         columns = ("name", "step", "created", "size", "kind", "ranks", "status")
         right = ("step", "size", "ranks")
-        print_table(columns, map(_cells, found), right=right, fold=("name", "status"))
+        print_table(
+            columns,
+            map(_cells, found),
+            right=right,
+            fold=("name", "status"),
+            optional=("ranks", "kind", "size", "created"),
+        )
     else:
         typer.echo(f"no checkpoints in {folder}")
     if owner is not None:

@@ -38,7 +38,13 @@ def codecs(
         typer.echo(json.dumps({"codecs": rows}, indent=2))
         return
     columns = ("codec", "options", "bytes", "residual", "for")
-    print_table(columns, map(_cells, rows), right=("bytes",), fold=("options", "for"))
+    print_table(
+        columns,
+        map(_cells, rows),
+        right=("bytes",),
+        fold=("options", "for"),
+        optional=("residual", "bytes", "options"),
+    )
     typer.echo(
         f"\nbytes: sent per float32 element (4 bytes) of a {_WIDTH} x {_WIDTH} matrix;\n"
         "n/a if they depend on the gradients.\n"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from lightning_dist.cli import config_accelerate as theirs
 from lightning_dist.cli.codecs import codec_names
@@ -25,7 +26,7 @@ from lightning_dist.configuration.options import (
     require_of_shards,
     require_only,
 )
-from lightning_dist.console import print_table
+from lightning_dist.console import print_table, stdout_console
 
 _WORDS = ("true", "false", "auto", "leader", "immediate", "deferred", "null", *METHODS)
 """Values that shells complete, of the settings that take them."""
@@ -87,7 +88,8 @@ def config(
       lightning-dist config
     Without one:
       lightning-dist config --defaults --set codec=int4
-      lightning-dist config --set accelerate.num_processes=2 --config_file two.yaml
+      lightning-dist config --config_file two.yaml \\
+        --set accelerate.num_processes=2
     Effective settings:
       lightning-dist config --show
     """
@@ -264,9 +266,8 @@ def _show(resolved: Resolved, *, config: Path, as_json: bool) -> None:
         return
     cells = [(name, _text(row["value"]), row["from"]) for name, row in rows.items()]
     print_table(("option", "value", "from"), cells, fold=("value", "from"))
-    typer.echo(
-        f"accelerate: {there or f'{config} does not exist; lightning-dist config creates it'}"
-    )
+    found = there or f"{config} does not exist; lightning-dist config creates it"
+    stdout_console().print(Text(f"accelerate: {found}"))
 
 
 def _text(value: Any) -> str:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from lightning_dist.cli.errors import BAD_INPUT, reported
 from lightning_dist.cli.profile_whatif import whatif_command
-from lightning_dist.console import print_table
+from lightning_dist.console import print_table, stdout_console
 from lightning_dist.profiling.analysis.compare import Difference, compare, measured, verdict
 from lightning_dist.profiling.analysis.metrics import METRICS, MISSING, count, format_value
 from lightning_dist.profiling.analysis.parts import PARTS, SCHEMA, Summary
@@ -96,7 +97,7 @@ def compare_command(
     Exit code 2 if one of them has no step; it says why.
 
     \b
-      lightning-dist profile compare before/comm_profile/run-0 after/comm_profile/run-0
+      lightning-dist profile compare comm_profile/run-0 comm_profile/run-1
     """
     a, b = (str(run_folder(each)) for each in (a, b))
     runs = (read_run(a), read_run(b))
@@ -112,15 +113,16 @@ def compare_command(
     else:
         for folder, (name, each) in zip((a, b), summaries.items(), strict=True):
             typer.echo(f"{name}: {folder} ({describe(each)})")
-        typer.echo(verdict(found))
+        console = stdout_console()
+        console.print(Text(verdict(found)))
         print_differences(found)
-        typer.echo(
+        legend = (
             "medians over the steps in detail (a report has means), parts as means over ranks; "
             "'all steps' is over all"
         )
-        for name, each in summaries.items():
-            for note in each.notes:
-                typer.echo(f"note: {name}: {note}")
+        notes = [f"note: {name}: {note}" for name, each in summaries.items() for note in each.notes]
+        for line in (legend, *notes):
+            console.print(Text(line))
     _require_steps(dict(zip((a, b), summaries.values(), strict=True)))
 
 
@@ -151,7 +153,13 @@ def describe(summary: Summary) -> str:
 def print_differences(differences: Sequence[Difference]) -> None:
     """Print one row for everything that was compared."""
     figures = ("A", "B", "B - A", "spread")
-    print_table(("", *figures, " "), map(_cells, differences), right=figures, fold=(" ",))
+    print_table(
+        ("", *figures, " "),
+        map(_cells, differences),
+        right=figures,
+        fold=(" ",),
+        optional=("spread",),
+    )
 
 
 def _cells(each: Difference) -> tuple[str, ...]:

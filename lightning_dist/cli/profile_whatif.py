@@ -83,9 +83,9 @@ def whatif_command(
 
     \b
       lightning-dist profile whatif comm_profile/run-0
-      lightning-dist profile whatif comm_profile/run-0 --codec int4 --codec powersgd:rank=8
+      lightning-dist profile whatif comm_profile/run-0 --codec powersgd:rank=8
       lightning-dist profile whatif comm_profile/run-0 --link-gbps 10 --hosts 8
-    Local updates, of every codec with the number of steps that keeps waiting below 5 %:
+    Local updates: for each codec the fewest steps with waiting below 5 %:
       lightning-dist profile whatif comm_profile/run-0 --link-gbps 0.05 --below 5
     """
     folder = str(run_folder(folder))

@@ -10,6 +10,8 @@ import click
 import pytest
 from calls import PROGRAM, program
 from cli_saves import damage, save_file
+from planted import Planted
+from profile_calls import save
 from terminals import on_terminal
 
 from lightning_dist import CODECS
@@ -125,6 +127,48 @@ def test_terminals_have_colors_and_boxes(tmp_path: Path, command: list[str]) -> 
     for text in (on_terminal(show).terminal, on_terminal(show, piped=True).pipe):
         assert "Usage: lightning-dist" in text
         assert not set("╭│\x1b") & set(text), text
+
+
+TABLES = """
+import sys
+from lightning_dist.cli import app
+from lightning_dist.cli.bench import print_report
+from lightning_dist.cli.bench_run import Report
+from lightning_dist.cli.doctor import Finding
+from lightning_dist.cli.doctor.command import show
+from lightning_dist.profiling.links import Measurement
+for words in sys.argv[1:]:
+    app(words.split(), standalone_mode=False)
+show({"gloo address": Finding("warning", "10.0.0.1 " * 20, "a fix")}, as_json=False)
+hosts = [f"node{rank}" for rank in range(12)]
+rows = [Measurement("all_gather", 1 << 26, 12, (0.25, 0.5))]
+print_report(Report(hosts, range(12), "flat", "gloo", "cpu", rows))
+rates = [[None if a == b else 0.9 for b in hosts] for a in hosts]
+print_report(Report(hosts, range(12), "flat", "gloo", "cpu", (), 1 << 20, rates))
+"""
+
+
+def test_tables_fit_80_columns_or_name_the_columns_left_out(
+    tmp_path: Path, quick_python: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", "cache")
+    save_file(f"ckpts/a-checkpoint-with-a-long-name-epoch=3-step={10**9}.ckpt", step=10**9)
+    save(Path("run"), Planted(steps=8, codec="ddp", encode=0, decode=0).run())
+    commands = [
+        *("codecs", "config --show", "ckpt ls ckpts", "profile report run --no-html"),
+        *("profile compare run run", "profile whatif run --codec ddp"),
+    ]
+    command = [*quick_python, "-c", TABLES, *commands]
+    shown = on_terminal(command, COLUMNS="80", NO_COLOR="1")
+    lines = shown.terminal.splitlines()
+    assert shown.returncode == 0, shown.terminal
+    assert [line for line in lines if len(line) > 80] == []
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown.terminal
+    left_out = [line for line in lines if line.startswith("Columns left out for 80 columns: ")]
+    assert len(left_out) == 3, left_out
+    wide = on_terminal(command, piped=True, COLUMNS="80").pipe
+    assert "Columns left out" not in wide
 
 
 def test_without_a_terminal_there_are_no_codes_and_no_bars(tmp_path: Path) -> None:

@@ -86,6 +86,10 @@ def test_words_are_those_of_the_snapshot(name: str, texts: Callable[[], str]) ->
     assert texts() == (SNAPSHOTS / f"{name}.txt").read_text()
 
 
+def test_help_fits_a_terminal_of_80_columns() -> None:
+    assert [line for line in help_texts().splitlines() if len(line) > 80] == []
+
+
 if __name__ == "__main__":
     SNAPSHOTS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
