@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -10,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore
 
-from lightning_dist.elastic.recovery.groups import GenerationGroups
+from lightning_dist.elastic.recovery.groups import GenerationGroups, init_alone
 
 
 @pytest.fixture
@@ -38,3 +39,26 @@ def test_connections_of_other_threads_stay_open(groups: GenerationGroups) -> Non
         groups.shut()
         other.sendall(b"x")
         assert peer.recv(1) == b"x"
+
+
+def test_a_line_of_a_traceback_has_one_rank(
+    groups: GenerationGroups, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That of the last generation; none before the first, when each process is alone."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    limit = timedelta(seconds=30)
+    server = TCPStore("127.0.0.1", 0, is_master=True, timeout=limit, wait_for_workers=False)
+
+    def connect() -> Store:
+        return TCPStore("127.0.0.1", server.port, is_master=False, timeout=limit)
+
+    def printed() -> str:
+        sys.excepthook(ValueError, ValueError("x"), None)
+        return capsys.readouterr().err
+
+    init_alone()
+    assert printed() == "ValueError: x\n"
+    for number in range(3):
+        with groups.made(connect, port=server.port, number=number, rank=0, world_size=1):
+            pass
+        assert printed() == "[rank0]: ValueError: x\n"

@@ -15,6 +15,7 @@ import ctypes
 import os
 import socket
 import stat
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -38,9 +39,11 @@ _LAST_SECONDS = 2.0
 
 def init_alone(*, timeout: timedelta | None = None) -> None:
     """A default process group of this process only, for what is made before it is admitted."""
+    plain = sys.excepthook
     dist.init_process_group(
         "gloo", store=HashStore(), rank=0, world_size=1, timeout=timeout or default_pg_timeout
     )
+    sys.excepthook = plain  # torch's begins every line with [rank0], which is not known here
 
 
 def is_alone() -> bool:
@@ -62,6 +65,9 @@ class GenerationGroups:
         # Not at the end of the process: a group that is deleted waits for its peers.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._before))
         self._deletes = threading.Thread()
+        # torch's, which begins every line with [rank0] and calls the one before it, and that one:
+        # a line would have a rank of every generation.
+        self._excepthook = self._plain_excepthook = sys.excepthook
         atexit.register(self._end)
 
     @contextmanager
@@ -83,6 +89,9 @@ class GenerationGroups:
         if dist.is_initialized():
             dist.destroy_process_group()
         forget_group_numbers()  # of one that could not be made
+        if sys.excepthook is self._excepthook:
+            sys.excepthook = self._plain_excepthook
+        self._plain_excepthook = sys.excepthook
         with self.growing():
             dist.init_process_group(
                 "gloo",
@@ -91,6 +100,7 @@ class GenerationGroups:
                 world_size=world_size,
                 timeout=_CONNECT,
             )
+            self._excepthook = sys.excepthook
             yield
 
     @contextmanager
