@@ -42,7 +42,9 @@ class Script:
         if not name or name.startswith("-"):
             raise ValueError("No script: python -m lightning_dist.run script.py [ARGUMENTS]")
         if not is_module and not Path(name).exists():
-            raise ValueError(f"There is no script {name}")
+            raise ValueError(
+                f"There is no script {name}; give its path from the current folder, or -m MODULE"
+            )
         return cls(name, arguments, is_module)
 
     def run(self) -> None:

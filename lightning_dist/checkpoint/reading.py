@@ -59,7 +59,9 @@ def opened(path: str, *, check: bool) -> Iterator[Any]:
     """
     storage, inside = storage_of(path)
     if not storage.exists(inside):
-        raise FileNotFoundError(f"There is no checkpoint at {path}")
+        raise FileNotFoundError(
+            f"There is no checkpoint at {path}; lightning-dist ckpt ls DIR lists those of a folder"
+        )
     description = verify(path) if check else describe(path)
     if description.kind == "folder":
         raise CheckpointError(

@@ -199,11 +199,14 @@ def consolidate(
     """
     storage, inside = storage_of(source)
     if not storage.exists(inside):
-        raise FileNotFoundError(f"There is no checkpoint at {source}")
+        raise FileNotFoundError(
+            f"There is no checkpoint at {source}; lightning-dist ckpt ls DIR lists those of a "
+            "folder"
+        )
     goal, path = storage_of(target)
     parent = path.rsplit("/", 1)[0] or "/"
     if isinstance(goal, LocalStorage) and not goal.is_folder(parent):
-        raise FileNotFoundError(f"There is no folder {parent}")
+        raise FileNotFoundError(f"There is no folder {parent}; create it first")
 
     from lightning_dist.checkpoint import reading  # torch
 
@@ -225,7 +228,9 @@ def _require_folder(folder: str) -> tuple[Storage, str]:
     """The storage of a folder of checkpoints, and the path within it."""
     storage, inside = storage_of(folder)
     if not storage.exists(inside):
-        raise FileNotFoundError(f"There is no folder {folder}")
+        raise FileNotFoundError(
+            f"There is no folder {folder}; give the one that checkpoints are saved to (dirpath)"
+        )
     if not storage.is_folder(inside):
         raise ValueError(f"{folder} is a file, not a folder of checkpoints")
     if storage.exists(f"{inside}/{NAME}"):
@@ -237,13 +242,18 @@ def _checkpoints_at(path: str) -> list[str]:
     """``path`` if it is a checkpoint or should be one, else the paths of those in this folder."""
     storage, inside = storage_of(path)
     if not storage.exists(inside):
-        raise FileNotFoundError(f"There is no checkpoint or folder at {path}")
+        raise FileNotFoundError(
+            f"There is no checkpoint or folder at {path}; lightning-dist ckpt ls DIR lists the "
+            "checkpoints of a folder"
+        )
     is_one = is_checkpoint(storage, inside) or not storage.is_folder(inside)
     if is_one or any(map(_SHARD.fullmatch, storage.names(inside))):
         return [path]
     found = [each.path for each in checkpoints(path)]
     if not found:
-        raise ValueError(f"There are no checkpoints in {path}")
+        raise ValueError(
+            f"There are no checkpoints in {path}; give the folder that they are saved to (dirpath)"
+        )
     return found
 
 

@@ -179,7 +179,10 @@ def parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> Any:
 def require_script(given: Any) -> None:
     """Refuse a script that is not there."""
     if is_missing(given):
-        raise ValueError(f"There is no script {given.training_script}")
+        raise ValueError(
+            f"There is no script {given.training_script}; give its path from the current folder, "
+            "or -m MODULE"
+        )
 
 
 def is_missing(given: Any) -> bool:

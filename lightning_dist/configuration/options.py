@@ -192,6 +192,10 @@ def require_known(name: str, *, where: str) -> Option:
     raise ValueError(unknown(name, tuple(OPTIONS), where=where))
 
 
+_OTHER_WORDS = {"compression": "codec", "compressor": "codec"}
+"""Names in other packages, and ours."""
+
+
 def unknown(
     name: object, known: tuple[str, ...], *, where: str, prefix: str = "", listed: str = ""
 ) -> str:
@@ -205,7 +209,8 @@ def unknown(
     given = str(name).removeprefix(prefix)
     words = set(given.split("_"))
     longer = [each for each in bare if words <= set(each.split("_"))]  # a word was left out
-    near = difflib.get_close_matches(given, longer or bare, n=1)
+    other = _OTHER_WORDS.get(given)
+    near = [other] if other in bare else difflib.get_close_matches(given, longer or bare, n=1)
     valid = f"valid names: {listed or ', '.join(known)}"
     remedy = f"did you mean {prefix + near[0]!r}?" if near else valid
     return f"Unknown setting {str(name)!r} in {where}: {remedy}"

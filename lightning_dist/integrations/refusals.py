@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import wraps
 from inspect import Parameter, signature
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from lightning_dist.codecs import CODECS
 from lightning_dist.configuration.options import unknown
 
 F = TypeVar("F", bound=Callable[..., None])
+G = TypeVar("G", bound=Callable[..., Any])
 _HOOK_ARGUMENTS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 
 
@@ -89,7 +91,41 @@ def shows_arguments_of(base: type) -> Callable[[F], F]:
     return decorate
 
 
-def refuse_codec_options(arguments: Mapping[str, Any], codec: object, *, of: type) -> None:
+def refuses_unknown(wrapper: Callable[..., Any]) -> Callable[[G], G]:
+    """Decorator of a function that takes a model: ValueError for arguments that it does not have.
+
+    Args:
+        wrapper: has wrapped the model before, and takes some that are given here by mistake.
+    """
+
+    def decorate(function: G) -> G:
+        known = signature(function)
+        name_of = function.__name__
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            others = {name: kwargs[name] for name in kwargs if name not in known.parameters}
+            if others:
+                own = {name: kwargs[name] for name in kwargs if name not in others}
+                codec = known.bind_partial(*args, **own).arguments.get("codec", "int8")
+                refuse_codec_options(others, codec, of=function)
+                for name in others:
+                    if name in signature(wrapper).parameters:
+                        raise ValueError(
+                            f"Unknown setting {name!r} in {name_of}: it is an argument of "
+                            f"{wrapper.__name__}, give it there"
+                        )
+                    raise ValueError(unknown(name, tuple(known.parameters)[1:], where=name_of))
+            return function(*args, **kwargs)
+
+        return cast(G, call)
+
+    return decorate
+
+
+def refuse_codec_options(
+    arguments: Mapping[str, Any], codec: object, *, of: Callable[..., Any]
+) -> None:
     """Raise ValueError for an option of a codec that was given beside the codec."""
     for name, value in arguments.items():
         own = {

@@ -30,10 +30,14 @@ def test_consolidate_refuses(mixed: Path, tmp_path: Path) -> None:
     def said(source: Path, target: Path = target, code: int = 2) -> str:
         return refusal("consolidate", source, target, code=code)
 
-    assert said(mixed / "no") == f"There is no checkpoint at {mixed}/no"
+    assert said(mixed / "no") == (
+        f"There is no checkpoint at {mixed}/no; lightning-dist ckpt ls DIR lists those of a folder"
+    )
     assert "Only a folder of shards" in said(mixed / "a.ckpt")
     assert "Only a folder of shards" in said(mixed / "c")
-    assert said(mixed / "b.ckpt", tmp_path / "x" / "y.pt") == f"There is no folder {tmp_path}/x"
+    assert said(mixed / "b.ckpt", tmp_path / "x" / "y.pt") == (
+        f"There is no folder {tmp_path}/x; create it first"
+    )
     assert not target.exists()
     target.write_bytes(b"precious")
     assert "exists; remove it first" in said(mixed / "b.ckpt")

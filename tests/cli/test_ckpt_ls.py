@@ -111,7 +111,9 @@ def test_what_is_no_folder_of_checkpoints(mixed: Path, command: tuple[str, ...])
     def said(path: str | Path) -> str:
         return refusal(*command, path)
 
-    assert said(mixed / "no") == f"There is no folder {mixed}/no"
+    assert said(mixed / "no") == (
+        f"There is no folder {mixed}/no; give the one that checkpoints are saved to (dirpath)"
+    )
     assert said(mixed / "a.ckpt") == f"{mixed}/a.ckpt is a file, not a folder of checkpoints"
     assert "b.ckpt is one checkpoint, not a folder" in said(mixed / "b.ckpt")
     assert "nosuchstore" in said("nosuchstore://bucket/x")

@@ -65,7 +65,10 @@ def test_verify_of_shards_without_their_manifest(tmp_path: Path) -> None:
 
 def test_verify_refuses_what_is_not_there(mixed: Path, tmp_path: Path) -> None:
     said = refusal("verify", mixed / "a.ckpt", mixed / "no.ckpt")
-    assert said == f"There is no checkpoint or folder at {mixed}/no.ckpt"
+    assert said == (
+        f"There is no checkpoint or folder at {mixed}/no.ckpt; lightning-dist ckpt ls DIR lists "
+        "the checkpoints of a folder"
+    )
     (tmp_path / "empty").mkdir()
     assert refusal("verify", tmp_path / "empty").startswith("There are no checkpoints in ")
 

@@ -45,7 +45,10 @@ def test_the_program_ends_with_its_exit_codes_and_no_traceback(tmp_path: Path) -
         [PROGRAM, "ckpt", "ls", tmp_path / "no"], capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"lightning-dist: There is no folder {tmp_path}/no\n"
+    assert done.stderr == (
+        f"lightning-dist: There is no folder {tmp_path}/no; give the one that checkpoints are "
+        "saved to (dirpath)\n"
+    )
 
 
 def test_prune_owns_the_folder_while_it_asks(tmp_path: Path) -> None:

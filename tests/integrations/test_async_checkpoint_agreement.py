@@ -14,7 +14,8 @@ def test_rank_0_verifies_and_all_raise_what_it_found(two: Results) -> None:
         assert facts["verified"] == (1 if rank == 0 else 0)
         assert facts["missing"] == (
             "FileNotFoundError",
-            "There is no checkpoint at FOLDER/async-agreement/none.ckpt",
+            "There is no checkpoint at FOLDER/async-agreement/none.ckpt; lightning-dist ckpt ls "
+            "DIR lists those of a folder",
         )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from lightning_dist import (
     AsyncCheckpoint,
@@ -14,6 +15,9 @@ from lightning_dist import (
     ElasticRestart,
     LocalUpdateStrategy,
     TopK,
+    compress_ddp,
+    compress_fsdp,
+    local_updates,
 )
 from lightning_dist.codecs import resolve_codec
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
@@ -74,6 +78,45 @@ def test_an_option_of_the_codec_given_to_the_plugin() -> None:
     told = "Unknown setting 'ratio' in CompressedDDPPlugin: it is an option of the codec, write "
     assert message(plugin, "topk", ratio=0.01) == f"{told}codec='topk:ratio=0.01'"
     assert message(plugin, codec="topk", ratio=0.01) == f"{told}codec='topk:ratio=0.01'"
+
+
+OF_DDP = "it is an argument of DistributedDataParallel, give it there"
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "remedy"),
+    [
+        (compress_ddp, {"compression": "int8"}, "did you mean 'codec'?"),
+        (compress_ddp, {"bucket_cap_mb": 5}, OF_DDP),
+        (
+            compress_ddp,
+            {"codec": "topk", "ratio": 0.1},
+            "it is an option of the codec, write codec='topk:ratio=0.1'",
+        ),
+        (compress_fsdp, {"compression": "int8"}, "did you mean 'codec'?"),
+        (
+            compress_fsdp,
+            {"reshard_after_forward": True},
+            "it is an argument of fully_shard, give it there",
+        ),
+        (local_updates, {"sync_each": 4}, "did you mean 'sync_every'?"),
+        (local_updates, {"process_group": None}, OF_DDP),
+    ],
+)
+def test_an_argument_that_a_function_does_not_have(
+    function: Callable[..., object], given: dict[str, Any], remedy: str
+) -> None:
+    wrong = [*given][-1]
+    assert message(function, nn.Linear(2, 2), **given) == (
+        f"Unknown setting {wrong!r} in {function.__name__}: {remedy}"
+    )
+
+
+def test_the_word_of_other_packages_for_a_codec() -> None:
+    for strategy in (CompressedDDPStrategy, FabricStrategy, LocalUpdateStrategy):
+        assert message(strategy, compression="int8") == (
+            f"Unknown setting 'compression' in {strategy.__name__}: did you mean 'codec'?"
+        )
 
 
 @pytest.mark.parametrize("callback", [ElasticRestart, AsyncCheckpoint])

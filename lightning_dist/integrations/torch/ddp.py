@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lightning_dist.codecs import Codec
 from lightning_dist.exchange.handshake import all_facts, require_equal
+from lightning_dist.integrations.refusals import refuses_unknown
 from lightning_dist.integrations.torch.buckets import DDPBuckets
 from lightning_dist.integrations.torch.checks import (
     brings_momentum,
@@ -48,6 +49,7 @@ log = get_logger(__name__)
 _attached: WeakKeyDictionary[nn.Module, ref[Reducer]] = WeakKeyDictionary()
 
 
+@refuses_unknown(DistributedDataParallel)
 def compress_ddp(
     model: DistributedDataParallel,
     codec: str | Codec | Mapping[str, str | Codec] = "int8",

@@ -272,7 +272,10 @@ class AsyncStateCheckpointer:
             project = self._accelerator.project_configuration
             folder = folders.automatic(project, needed="load_state needs input_dir=")
             if not os.path.isdir(folder):
-                raise FileNotFoundError(f"There is no checkpoint: {folder} does not exist")
+                raise FileNotFoundError(
+                    f"There is no checkpoint: {folder} does not exist; save one first, or give "
+                    "another folder (input_dir=)"
+                )
             self._checkpointer.open(folder)  # a writer of a dead trainer may have one to finish
             description = folders.newest(folder, check=check)
             path = description.path

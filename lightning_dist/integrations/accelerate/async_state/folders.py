@@ -166,8 +166,12 @@ def newest(folder: str, *, check: bool) -> Description:
         return chosen
     if passed:
         reasons = "; ".join(f"{os.path.basename(path)}: {why}" for path, why in passed.items())
-        raise CheckpointError(f"There is no complete checkpoint in {folder}: {reasons}")
-    raise FileNotFoundError(f"There is no checkpoint in {folder}")
+        raise CheckpointError(
+            f"There is no complete checkpoint in {folder}: {reasons}; give another one (input_dir=)"
+        )
+    raise FileNotFoundError(
+        f"There is no checkpoint in {folder}; save one first, or give another folder (input_dir=)"
+    )
 
 
 def given(path: str, *, check: bool) -> Description | None:
@@ -179,7 +183,9 @@ def given(path: str, *, check: bool) -> Description | None:
         ValueError: it holds something else.
     """
     if not os.path.isdir(path):
-        raise FileNotFoundError(f"There is no folder {path}")
+        raise FileNotFoundError(
+            f"There is no folder {path}; give one that save_state has written (input_dir=)"
+        )
     if not os.path.exists(os.path.join(path, NAME)):
         if not os.listdir(path):
             raise CorruptCheckpointError(path, "the folder is empty")

@@ -107,7 +107,10 @@ class ResumeCheckpointIO(AsyncTorchCheckpointIO):
         path = without_manifest(path)
         storage, inside = storage_of(path)
         if not storage.exists(inside):
-            raise FileNotFoundError(f"There is no checkpoint at {path}")
+            raise FileNotFoundError(
+                f"There is no checkpoint at {path}; lightning-dist ckpt ls DIR lists those of a "
+                "folder"
+            )
         if self.settings.verify != "never" and path != self.verified:
             verify(path)
         return path

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from lightning_dist.codecs import Codec
+from lightning_dist.integrations.refusals import refuses_unknown
 from lightning_dist.integrations.torch.checks import require_effect
 from lightning_dist.integrations.torch.ddp import compile_kernels as compile_at_set_up
 from lightning_dist.integrations.torch.ddp import describe_parameters, remember
@@ -66,6 +68,7 @@ def compress_fsdp(
 ) -> CompressedShards: ...
 
 
+@refuses_unknown(fully_shard)
 def compress_fsdp(
     model: nn.Module,
     codec: str | Codec | Mapping[str, str | Codec] = "int8",

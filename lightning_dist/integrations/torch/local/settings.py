@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -60,8 +61,10 @@ class LocalUpdateSettings:
             ValueError: with the rule, the value received and what to do.
         """
         if method not in get_args(Method):
+            near = difflib.get_close_matches(str(method), get_args(Method), n=1)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
             known = ", ".join(get_args(Method))
-            raise ValueError(f"method must be one of {known}, got {method!r}")
+            raise ValueError(f"method must be one of {known}, got {method!r}{meant}")
         chosen = {key: value for key, value in given.items() if value is not None}
         if outer_optimizer is not None and chosen.keys() & {"outer_lr", "outer_momentum"}:
             raise ValueError(

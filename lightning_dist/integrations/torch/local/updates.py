@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_dist.codecs import Codec
 from lightning_dist.configuration.options import unknown
+from lightning_dist.integrations.refusals import refuses_unknown
 from lightning_dist.integrations.torch.checks import require_compressible
 from lightning_dist.integrations.torch.ddp import describe_parameters
 from lightning_dist.integrations.torch.local.checks import require_local, require_workers
@@ -32,6 +33,7 @@ from lightning_dist.settings import Settings
 _attached: WeakKeyDictionary[nn.Module, ref[LocalUpdates]] = WeakKeyDictionary()
 
 
+@refuses_unknown(DistributedDataParallel)
 def local_updates(
     model: nn.Module,
     optimizer: Optimizer | Iterable[Optimizer],
