@@ -21,7 +21,8 @@ def facts(folder: Path, scenario: str) -> list[dict[str, object]]:
 
 
 def launch(folder: Path, python: list[str], *scenarios: str) -> Path:
-    torchrun(RANKS, folder, *scenarios, ranks=4, limit=LIMIT, python=python).require_success()
+    done = torchrun(RANKS, folder, *scenarios, ranks=4, limit=LIMIT, python=python)
+    (folder / "output.txt").write_text(done.require_success().output)
     return folder
 
 
@@ -35,6 +36,19 @@ def test_facts(ran: Path, scenario: str) -> None:
     for each in facts(ran, scenario):
         assert each
         assert all(each.values()), each
+
+
+def test_one_line_has_what_is_in_force(ran: Path) -> None:
+    (line, *_) = [
+        line
+        for line in (ran / "output.txt").read_text().splitlines()
+        if "local updates: streaming" in line
+    ]
+    assert line == (
+        "[lightning_dist] local updates: streaming, an outer step every 16 steps in 8 fragments "
+        "with overlap_steps=1; codec Int4(block_size=128, hadamard=False), 2 workers x 2 ranks, "
+        "each exchanges its shard, 1 host x 4 ranks, world size 4"
+    )
 
 
 @pytest.mark.slow

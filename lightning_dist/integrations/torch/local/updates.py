@@ -18,6 +18,7 @@ from lightning_dist.configuration.options import unknown
 from lightning_dist.integrations.refusals import refuses_unknown
 from lightning_dist.integrations.torch.checks import require_compressible
 from lightning_dist.integrations.torch.ddp import describe_parameters
+from lightning_dist.integrations.torch.in_force import show
 from lightning_dist.integrations.torch.local.checks import require_local, require_workers
 from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates, OuterOptimizer
 from lightning_dist.integrations.torch.local.settings import (
@@ -217,7 +218,31 @@ def attach(
         shards=shards,
     )
     _attached[module] = ref(updates)
+    if network.rank == 0 and network.world_size > 1:
+        show(lambda: _in_force(updates, ranks_per_worker=inside))
     return updates
+
+
+def _in_force(updates: LocalUpdates, *, ranks_per_worker: int) -> str:
+    """``local updates: diloco, an outer step every 16 steps, codec Int8(block_size=256), ...``"""
+    schedule, config = updates.schedule, updates.reducer.comm_config()
+    every = f"every {schedule.sync_every} steps"
+    if schedule.fragments > 1:
+        every += f" in {schedule.fragments} fragments"
+    if schedule.overlap_steps:
+        every += f" with overlap_steps={schedule.overlap_steps}"
+    if schedule.ddp_steps:
+        every += f", after {schedule.ddp_steps} steps of plain DDP"
+    size: int = config["world_size"]
+    ranks = f"{ranks_per_worker} rank{'s' * (ranks_per_worker > 1)}"
+    is_even = size % ranks_per_worker == 0  # hosts may have different numbers of ranks
+    workers = f"{size // ranks_per_worker} workers x {ranks}" if is_even else "hosts as workers"
+    how = f"{config['exchange']} exchange" if updates.shards is None else "each exchanges its shard"
+    return (
+        f"local updates: {schedule.method}, an outer step {every}; codec "
+        f"{updates.reducer.settings.codec}, {workers}, {how}, {config['topology']}, world size "
+        f"{size}"
+    )
 
 
 def updates_of(module: nn.Module) -> LocalUpdates | None:
