@@ -75,6 +75,19 @@ def test_settings_at_their_edges_are_taken() -> None:
     assert (Int8(16).block, Int8(65536).block) == (16, 65536)
 
 
+PRIVATE = re.compile(r"\b(told|said|is there|let them meet)\b", re.IGNORECASE)
+
+
+def test_strings_that_users_read_have_no_private_words() -> None:
+    """Of the package all but docstrings; of the command line these too, which are its help."""
+    for path in Path(lightning_dist.__file__).parent.rglob("*.py"):
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        documents = [node.value for node in nodes if isinstance(node, ast.Expr)]
+        for node in nodes:
+            if isinstance(node, ast.Constant) and ("cli" in path.parts or node not in documents):
+                assert not PRIVATE.search(str(node.value)), f"{path}: {node.value}"
+
+
 def test_every_placeholder_of_an_error_is_filled_in() -> None:
     """A string that is split over lines needs its ``f`` on each of them."""
     left = re.compile(r"\{(f'|[a-z_][\w.()\[\]]*(![rs])?\})")

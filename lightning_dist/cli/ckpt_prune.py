@@ -44,7 +44,7 @@ def check(path: str) -> Verdict:
 
 
 def without_path(problem: str, path: str) -> str:
-    """``problem`` for where the path is said already."""
+    """``problem`` without the path, for where that is printed already."""
     return problem.removeprefix(f"{path} ").removeprefix(f"{path}: ")
 
 

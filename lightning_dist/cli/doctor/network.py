@@ -150,7 +150,7 @@ def _gloo(
 def _master(
     environ: Mapping[str, str], found: Sequence[Interface]
 ) -> tuple[Interface | None, Finding]:
-    """The interface on the way to ``MASTER_ADDR``; None where that cannot be said."""
+    """The interface on the way to ``MASTER_ADDR``; None where it is not known."""
     fix = "export MASTER_ADDR=ADDRESS  # of the host of rank 0, such as 10.0.0.1"
     if not (master := environ.get("MASTER_ADDR")):
         return None, Finding("n/a", "not set; a launcher sets it")
