@@ -158,7 +158,9 @@ def test_the_anchor_is_the_same_everywhere_with_every_codec(overlap: int, size: 
 
 
 FED_BACK = [
-    codec.name for codec in map(resolve_codec, CODECS) if codec.keeps_residual and codec.name != "dgc"
+    codec.name
+    for codec in map(resolve_codec, CODECS)
+    if codec.keeps_residual and codec.name != "dgc"
 ]
 
 
