@@ -18,6 +18,7 @@ from typer.main import get_command
 
 import lightning_dist
 from benchmarks import docs_tables
+from benchmarks.figures import FIGURES
 from lightning_dist import CODECS
 from lightning_dist.cli import app
 from lightning_dist.cli.launch_plan import FLAGS
@@ -26,11 +27,28 @@ from lightning_dist.codecs.options import parse_codec
 ROOT = Path(__file__).resolve().parents[1]
 
 
+RESULTS = docs_tables.load_results(ROOT / "benchmarks/results")
+
+
 def test_the_measured_tables_are_made_from_the_kept_results() -> None:
     for document in docs_tables.DOCUMENTS:
         text = (ROOT / document).read_text()
-        fresh = docs_tables.render(text, docs_tables.load_results(ROOT / "benchmarks/results"))
+        fresh = docs_tables.render(text, RESULTS)
         assert fresh == text, f"{document} is not up to date: make tables"
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_the_figures_are_drawn_from_the_kept_results(name: str) -> None:
+    is_fresh = FIGURES[name](RESULTS) == (ROOT / name).read_text()
+    assert is_fresh, f"{name} is not up to date: make tables"
+
+
+def test_the_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150
+    tables = re.findall(r"(?m)^\|[ :|-]+\|\n((?:\|.*\n)+)", text)
+    assert len(tables) >= 4
+    assert [table for table in tables if table.count("\n") > 6] == []
 
 
 SUMS = {"allreduce": "by the network", "two_shot": "decoded", "gather": "all payloads gathered"}
