@@ -11,6 +11,7 @@ import torch
 from lightning_dist._version import __version__
 from lightning_dist.codecs import (
     CODECS,
+    POLICIES,
     BlockCodec,
     Codec,
     NoCompression,
@@ -45,7 +46,7 @@ class Settings:
     @classmethod
     def check(
         cls,
-        codec: str | Codec | Mapping[str, str | Codec] = "int8",
+        codec: str | Codec | Mapping[str, Any] = "int8",
         *,
         error_feedback: bool | Literal["auto"] = "auto",
         hierarchical: bool | Literal["auto", "leader"] = "auto",
@@ -143,10 +144,10 @@ class Settings:
 
 
 def _by_level(
-    codec: str | Codec | Mapping[str, str | Codec],
+    codec: str | Codec | Mapping[str, Any],
 ) -> tuple[Codec, BlockCodec | None]:
     """The codec between hosts, and the one inside where it is named."""
-    if not isinstance(codec, Mapping):
+    if not isinstance(codec, Mapping) or (codec and set(codec) <= POLICIES.keys()):
         return resolve_codec(codec), None
     if set(codec) != {"intra", "inter"}:
         raise ValueError(

@@ -228,7 +228,8 @@ def _answer(name: str, known: Mapping[str, Any]) -> Any:
 def _require_codec(value: Any) -> None:
     from lightning_dist.codecs import resolve_codec  # torch
 
-    for each in value.values() if isinstance(value, Mapping) else [value]:
+    levels = isinstance(value, Mapping) and "inter" in value
+    for each in value.values() if levels else [value]:
         resolve_codec(each)
 
 

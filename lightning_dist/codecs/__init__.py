@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from inspect import signature
+from typing import Any, TypeVar
 
 from lightning_dist.codecs.base import BlockCodec, Codec, Payload, Plane
 from lightning_dist.codecs.cast import BF16, FP16
@@ -70,16 +71,18 @@ def register_codec(codec: type[_C]) -> type[_C]:
     return codec
 
 
-def resolve_codec(codec: str | Codec) -> Codec:
-    """Codec object of a name with options; an object is returned as it is.
+def resolve_codec(codec: str | Codec | Mapping[str, Any]) -> Codec:
+    """Codec object of a name with options, or of a policy as a mapping; an object as it is.
 
     Raises:
         ValueError: unknown name or option, or not a codec; the message lists the known ones.
     """
+    if isinstance(codec, Mapping):
+        return _policy(codec)
     return codec if isinstance(codec, Codec) else parse_codec(codec, CODECS)
 
 
-def by_size(codec: str | Codec, *, min_numel: int | None = None) -> Codec:
+def by_size(codec: str | Codec | Mapping[str, Any], *, min_numel: int | None = None) -> Codec:
     """``codec`` for tensors of two or more dimensions and at least ``min_numel`` elements.
 
     The others are sent uncompressed. None: the codec's own limit; 0: everything is compressed.
@@ -92,7 +95,8 @@ def by_size(codec: str | Codec, *, min_numel: int | None = None) -> Codec:
 
 
 def by_name(
-    codec: str | Codec, rules: Mapping[str, str | Codec] = {NORMS_BIASES_EMBEDDINGS: "none"}
+    codec: str | Codec | Mapping[str, Any],
+    rules: Mapping[str, str | Codec | Mapping[str, Any]] = {NORMS_BIASES_EMBEDDINGS: "none"},
 ) -> Codec:
     """Codec of the first rule whose regular expression matches a part of the parameter's name.
 
@@ -102,16 +106,43 @@ def by_name(
     return ByName(resolve_codec(codec), pairs)
 
 
-def warmup(phases: Mapping[int, str | Codec]) -> Codec:
+def warmup(phases: Mapping[int, str | Codec | Mapping[str, Any]]) -> Codec:
     """Codecs by synchronised step: ``warmup({0: "none", 200: "int8", 1000: "int4"})``."""
     return Schedule(tuple((step, resolve_codec(codec)) for step, codec in phases.items()))
 
 
-def after_steps(steps: int, codec: str | Codec, *, before: str | Codec = "none") -> Codec:
+def after_steps(
+    steps: int,
+    codec: str | Codec | Mapping[str, Any],
+    *,
+    before: str | Codec | Mapping[str, Any] = "none",
+) -> Codec:
     """``before`` for the first ``steps`` synchronised steps, then ``codec``."""
     if steps < 0:
         raise ValueError(f"steps must be 0 or more synchronised steps, got {steps}")
     return warmup({0: before, steps: codec}) if steps else resolve_codec(codec)
+
+
+POLICIES: dict[str, Callable[..., Codec]] = {
+    policy.__name__: policy for policy in (by_size, by_name, warmup, after_steps)
+}
+
+
+def _policy(written: Mapping[str, Any]) -> Codec:
+    """The policy of a mapping from its name to its arguments, or to the phases of `warmup`."""
+    name, arguments = next(iter(written.items()), ("", None))
+    if len(written) != 1 or name not in POLICIES or not isinstance(arguments, Mapping):
+        raise ValueError(
+            f"A policy is a mapping from one of {', '.join(POLICIES)} to its arguments, such as "
+            f"{{'by_size': {{'codec': 'int4', 'min_numel': 65536}}}}, got {dict(written)!r}"
+        )
+    try:
+        return warmup(arguments) if name == "warmup" else POLICIES[name](**arguments)
+    except (AttributeError, TypeError) as error:  # of an argument that is missing or no mapping
+        raise ValueError(
+            f"{name} takes {', '.join(signature(POLICIES[name]).parameters)}, got "
+            f"{dict(arguments)!r}: {error}"
+        ) from error
 
 
 __all__ = [
@@ -120,6 +151,7 @@ __all__ = [
     "DGC",
     "FP8",
     "FP16",
+    "POLICIES",
     "QSGD",
     "BlockCodec",
     "Codec",

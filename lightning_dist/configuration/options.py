@@ -9,6 +9,8 @@ from typing import Any
 
 METHODS = ("local_sgd", "post_local_sgd", "diloco", "streaming", "sparseloco")
 """Of local updates; here without torch."""
+POLICIES = ("by_size", "by_name", "warmup", "after_steps")
+"""Codecs that choose codecs; here without torch."""
 _OF_METHOD = "(the method's default)"
 
 
@@ -41,9 +43,11 @@ def _is_commit(value: object) -> bool:
 
 
 def _is_codec(value: object) -> bool:
-    if isinstance(value, Mapping):
-        return set(value) == {"intra", "inter"} and all(map(_is_text, value.values()))
-    return _is_text(value)
+    if not isinstance(value, Mapping):
+        return _is_text(value)
+    if set(value) == {"intra", "inter"}:
+        return all(map(_is_codec, value.values()))
+    return len(value) == 1 and set(value) <= set(POLICIES)
 
 
 def _is_text(value: object) -> bool:
@@ -74,7 +78,8 @@ OPTIONS: dict[str, Option] = {
         Option(
             "codec",
             "int8",
-            "a codec such as int8 or topk:ratio=0.01, or {intra: CODEC, inter: CODEC}",
+            "a codec such as int8 or topk:ratio=0.01, a policy such as {by_size: {codec: int4}}, "
+            "or {intra: CODEC, inter: CODEC}",
             _is_codec,
         ),
         Option("error_feedback", "auto", "true, false or auto", _switch("auto")),

@@ -131,6 +131,7 @@ def test_other_variables_of_ours_are_no_settings(home: dict[str, str]) -> None:
         ({"RANKS_PER_HOST": "0"}, ["1 or more ranks", "got 0"]),
         ({"RANK_GROUPS": "[0, 1]"}, ["rank_groups must be", "[0, 1]"]),
         ({"CODEC": "{inter: int4}"}, ["{intra: CODEC, inter: CODEC}"]),
+        ({"CODEC": "{by_sise: {codec: int4}}"}, ["a policy such as {by_size: {codec: int4}}"]),
         ({"CODEC": "'int8"}, ["LIGHTNING_DIST_CODEC", "is not a valid YAML value; quote it"]),
         ({"CODEC": "2026-13-01"}, ["LIGHTNING_DIST_CODEC", "is not a valid YAML value; quote it"]),
         ({"CONFIG": "/no/such.yaml"}, ["LIGHTNING_DIST_CONFIG names /no/such.yaml", "unset it"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,15 @@ from lightning.fabric import Fabric
 from processes import torchrun
 from results import Facts, Results, pick, require_compressed, require_equal, require_replicas
 
-from lightning_dist import CODECS, CompressedDDPStrategy
-from lightning_dist.codecs import DGC, QSGD, Codec, Int4, PowerSGD, TopK
+from lightning_dist import CODECS, CompressedDDPStrategy, by_name, by_size, warmup
+from lightning_dist.codecs import DGC, POLICIES, QSGD, Codec, Int4, PowerSGD, TopK
+from lightning_dist.configuration import resolve
+from lightning_dist.configuration.options import POLICIES as POLICIES_OF_FILES
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
+from lightning_dist.settings import Settings
 
 RUNNER = Path(__file__).with_name("run_scenarios.py")
+GUIDE = Path(__file__).resolve().parents[2] / "docs/guide.md"
 WEIGHTS, BIAS = 2 * 16 * 256, 256  # elements; the bias stays uncompressed
 STEPS, FREEZE = 8, 5
 
@@ -97,6 +102,20 @@ def test_yaml_takes_an_object_with_options(tmp_path: Path, monkeypatch: pytest.M
     assert codec_of_yaml(tmp_path, monkeypatch, written) == PowerSGD(rank=3, two_phase=True)
 
 
+def test_yaml_takes_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LightningCLI and the settings file take the example of the guide."""
+    (written,) = re.findall(r"```yaml\n(codec:.*?)```", GUIDE.read_text(), re.DOTALL)
+    large = by_size("int8", min_numel=65536)
+    named = by_name("int4", {r"head\.weight": "int8", "embed": "none"})
+    expected = warmup({0: "none", 200: large, 1000: named})
+    inside = textwrap.indent(written.removeprefix("codec:"), " " * 6)
+    assert codec_of_yaml(tmp_path, monkeypatch, inside) == expected
+    (tmp_path / "ours.yaml").write_text(written)
+    found = resolve(environ={"LIGHTNING_DIST_CONFIG": str(tmp_path / "ours.yaml"), "HF_HOME": "/"})
+    assert Settings.check(**found.options).codec == expected
+    assert set(POLICIES) == set(POLICIES_OF_FILES)
+
+
 def test_yaml_refuses_a_bad_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"codec 'topk' takes ratio=0.01, .* got 'size=3'"):
         codec_of_yaml(tmp_path, monkeypatch, "topk:size=3")
@@ -109,6 +128,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
         r"'topk:size=3'; write 'topk:option=value,...'",
     ),
     ({"codec": "none:ratio=1"}, "codec 'none' takes no options; got 'ratio=1'"),
+    ({"codec": {"by_size": "int8"}}, "A policy is a mapping from one of by_size, by_name, .* got"),
+    (
+        {"codec": {"by_size": {"codec": "int8", "numel": 9}}},
+        "by_size takes codec, min_numel, got {'codec': 'int8', 'numel': 9}: .* 'numel'",
+    ),
+    ({"codec": {"warmup": {"1": "int8"}}}, "warmup: steps must be whole numbers that start at 0"),
+    ({"codec": {"by_sizes": {}}}, r"A codec for each level is .* got the keys \['by_sizes'\]"),
     ({"codec": "powersgd:rank"}, "codec 'powersgd' takes rank=4, two_phase=False, seed=0; got"),
     (
         {"codec": "powersgd:rank=x"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import KW_ONLY, dataclass, field
@@ -55,7 +56,7 @@ class CompressedFSDPPlugin:
         ValueError: a setting that is out of range or cannot take effect.
     """
 
-    codec: str | Codec = LEFT_OUT
+    codec: str | Codec | Mapping[str, Any] = LEFT_OUT
     _: KW_ONLY
     parameters: str | Codec | None = LEFT_OUT
     error_feedback: bool | Literal["auto"] = LEFT_OUT

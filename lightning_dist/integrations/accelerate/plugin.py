@@ -35,7 +35,7 @@ class CompressedDDPPlugin:
             where it is from.
     """
 
-    codec: str | Codec | Mapping[str, str | Codec] = LEFT_OUT
+    codec: str | Codec | Mapping[str, Any] = LEFT_OUT
     _: KW_ONLY
     error_feedback: bool | Literal["auto"] = LEFT_OUT
     hierarchical: bool | Literal["auto", "leader"] = LEFT_OUT

@@ -35,7 +35,7 @@ class CompressedModelParallelStrategy(
     def __init__(
         self,
         parallelize_fn: Callable[[Any, DeviceMesh], Module],
-        codec: str | Codec = "int8",
+        codec: str | Codec | dict[str, Any] = "int8",
         **kwargs: Any,
     ) -> None:
         super().__init__(codec, parallelize_fn=parallelize_fn, **kwargs)

@@ -55,7 +55,7 @@ class LocalUpdateArguments(CompressionArguments):
         replicas: Literal["rank", "host"] = "rank",
         offload: bool = False,
         weigh_by: Weight = "workers",
-        codec: str | Codec | dict[str, str | Codec] | None = None,
+        codec: str | Codec | dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         """Check the arguments; nothing here may depend on rank or device.

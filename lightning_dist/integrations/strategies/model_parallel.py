@@ -65,7 +65,7 @@ class ModelParallelArguments(CommReport):
 
     def __init__(
         self,
-        codec: str | Codec = "int8",
+        codec: str | Codec | dict[str, Any] = "int8",
         *,
         replicate_size: int | Literal["auto"] = "auto",
         data_parallel_size: int | Literal["auto"] = "auto",

@@ -52,7 +52,7 @@ _attached: WeakKeyDictionary[nn.Module, ref[Reducer]] = WeakKeyDictionary()
 @refuses_unknown(DistributedDataParallel)
 def compress_ddp(
     model: DistributedDataParallel,
-    codec: str | Codec | Mapping[str, str | Codec] = "int8",
+    codec: str | Codec | Mapping[str, Any] = "int8",
     *,
     error_feedback: bool | Literal["auto"] = "auto",
     hierarchical: bool | Literal["auto", "leader"] = "auto",
@@ -72,9 +72,10 @@ def compress_ddp(
     Args:
         model: a DistributedDataParallel without a communication hook.
         codec: a name of ``lightning_dist.CODECS``, with options as in ``"topk:ratio=0.01"``, a
-            codec object, or a policy (``by_name``, ``by_size``, ``warmup``, ``after_steps``). In a
-            hierarchical exchange it is the codec between hosts, and gradients inside a host are
-            uncompressed; ``{"intra": "bf16", "inter": "int4"}`` names both.
+            codec object, or a policy (``by_name``, ``by_size``, ``warmup``, ``after_steps``), also
+            as a mapping, ``{"by_size": {"codec": "int4"}}``. In a hierarchical exchange it is the
+            codec between hosts, and gradients inside a host are uncompressed; ``{"intra": "bf16",
+            "inter": "int4"}`` names both, inside one of none, fp16 and bf16.
         error_feedback: keep the compression error and add it to the next gradient; 4 bytes per
             compressed element. ``"auto"``: where the codec needs it.
         hierarchical: reduce inside every host first, so that each rank sends only a share of the

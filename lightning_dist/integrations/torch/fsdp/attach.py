@@ -41,7 +41,7 @@ _attached: WeakValueDictionary[int, ShardedExchange] = WeakValueDictionary()
 @overload
 def compress_fsdp(
     model: nn.Module,
-    codec: str | Codec | Mapping[str, str | Codec] = "int8",
+    codec: str | Codec | Mapping[str, Any] = "int8",
     *,
     mesh: DeviceMesh,
     parameters: None = None,
@@ -57,7 +57,7 @@ def compress_fsdp(
 @overload
 def compress_fsdp(
     model: nn.Module,
-    codec: str | Codec,
+    codec: str | Codec | Mapping[str, Any],
     *,
     mesh: DeviceMesh,
     parameters: str | Codec,
@@ -71,7 +71,7 @@ def compress_fsdp(
 @refuses_unknown(fully_shard)
 def compress_fsdp(
     model: nn.Module,
-    codec: str | Codec | Mapping[str, str | Codec] = "int8",
+    codec: str | Codec | Mapping[str, Any] = "int8",
     *,
     mesh: DeviceMesh,
     parameters: str | Codec | None = None,

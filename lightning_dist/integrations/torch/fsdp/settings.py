@@ -11,7 +11,7 @@ from lightning_dist.codecs.policies import sized
 from lightning_dist.settings import Settings
 
 
-def sharded_settings(codec: str | Codec | Mapping[str, str | Codec], **settings: Any) -> Settings:
+def sharded_settings(codec: str | Codec | Mapping[str, Any], **settings: Any) -> Settings:
     """The checked settings of :func:`compress_fsdp`.
 
     Raises:
@@ -88,7 +88,7 @@ class ShardSettings:
 
 
 def checked_settings(
-    codec: str | Codec | Mapping[str, str | Codec],
+    codec: str | Codec | Mapping[str, Any],
     *,
     parameters: str | Codec | None,
     **settings: Any,

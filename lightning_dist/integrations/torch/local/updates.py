@@ -50,7 +50,7 @@ def local_updates(
     outer_optimizer: OuterOptimizer | None = None,
     weigh_by: Weight = "workers",
     offload: bool = False,
-    codec: str | Codec | Mapping[str, str | Codec] | None = None,
+    codec: str | Codec | Mapping[str, Any] | None = None,
     error_feedback: bool | Literal["auto"] = "auto",
     hierarchical: bool | Literal["auto", "leader"] = "auto",
     ranks_per_host: int | None = None,
@@ -136,7 +136,7 @@ def checked(
     *,
     method: Method = "diloco",
     outer_optimizer: OuterOptimizer | None = None,
-    codec: str | Codec | Mapping[str, str | Codec] | None = None,
+    codec: str | Codec | Mapping[str, Any] | None = None,
     **given: Any,
 ) -> tuple[LocalUpdateSettings, Settings]:
     """Settings of the outer steps and of their exchange, of the arguments of :func:`local_updates`.
