@@ -30,7 +30,7 @@ from benchmarks.harness.launch import REPOSITORY
 from benchmarks.harness.tables import Result
 from benchmarks.profiler import tables as profiler
 from benchmarks.restart import tables as restart
-from benchmarks.step_time.tables import forms, local_steps, overview, sharded, step_times
+from benchmarks.step_time.tables import choice, forms, local_steps, overview, sharded, step_times
 
 DOCUMENTS = (
     "README.md",
@@ -41,6 +41,7 @@ DOCUMENTS = (
 
 SECTIONS: dict[str, tuple[str | tuple[str, ...], Callable[..., str | None]]] = {
     "overview": (("allreduce", "convergence"), overview),
+    "choice": (("allreduce", "convergence"), choice),
     "steps-2-hosts": ("allreduce", partial(step_times, hosts=2)),
     "steps-4-hosts": ("allreduce", partial(step_times, hosts=4)),
     "fsdp": ("fsdp", sharded),
