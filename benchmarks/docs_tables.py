@@ -1,4 +1,4 @@
-"""Writes the measured tables and figures of README.md and docs/ from the JSON of the benchmarks.
+"""Writes the tables and figures of README.md and docs/: those of the benchmarks, and of arguments.
 
     python -m benchmarks.docs_tables            # or `make tables`
     python -m benchmarks.docs_tables --check    # exit status 1 where a document is not up to date
@@ -9,7 +9,8 @@ Measures nothing. A document says where a table belongs:
     ... whatever stands here is replaced ...
     <!-- /measured:NAME -->
 
-NAME is one of `SECTIONS`. What the figures mean is in the benchmark that measured them.
+NAME is one of `SECTIONS`. What the figures mean is in the benchmark that measured them. With
+`arguments` in the place of `measured`, it is one of `arguments.TABLES`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from benchmarks import codecs
+from benchmarks import arguments, codecs
 from benchmarks.checkpoint import tables as checkpoint
 from benchmarks.convergence.tables import convergence, time_to_accuracy
 from benchmarks.figures import FIGURES
@@ -32,10 +33,12 @@ from benchmarks.profiler import tables as profiler
 from benchmarks.restart import tables as restart
 from benchmarks.step_time.tables import choice, forms, local_steps, overview, sharded, step_times
 
+_OF_ARGUMENTS = ("checkpoints", "elastic", "fsdp2", "hierarchical", "local-steps", "profiling")
 DOCUMENTS = (
     "README.md",
     "docs/choosing-a-codec.md",
     "docs/measurements.md",
+    *(f"docs/{page}.md" for page in _OF_ARGUMENTS),
 )
 
 
@@ -87,10 +90,11 @@ SECTIONS: dict[str, tuple[str | tuple[str, ...], Callable[..., str | None]]] = {
 
 
 _SECTION = re.compile(
-    r"(?P<start><!-- measured:(?P<name>[\w-]+) -->\n).*?(?P<end><!-- /measured:(?P=name) -->)",
+    r"(?P<start><!-- (?P<kind>measured|arguments):(?P<name>[\w-]+) -->\n).*?"
+    r"(?P<end><!-- /(?P=kind):(?P=name) -->)",
     re.DOTALL,
 )
-_MARKER = re.compile(r"<!-- /?measured:")
+_MARKER = re.compile(r"<!-- /?(measured|arguments):")
 
 
 def render(text: str, results: Mapping[str, Result]) -> str:
@@ -100,6 +104,8 @@ def render(text: str, results: Mapping[str, Result]) -> str:
     """
 
     def fresh(match: re.Match[str]) -> str:
+        if match["kind"] == "arguments":
+            return f"{match['start']}{arguments.table(match['name'])}\n{match['end']}"
         source, make = SECTIONS[match["name"]]
         sources = (source,) if isinstance(source, str) else source
         body = make(*(results[name] for name in sources))

@@ -41,7 +41,7 @@ class ElasticLoop:
     ``no_sync`` is needed.
 
     Args:
-        dirpath: folder of the checkpoints, one per run; all ranks must see it.
+        dirpath: folder of the checkpoints, one per run: a path or an fsspec URL that all ranks see.
         loader: as for one process: not from ``accelerator.prepare``, nor ``setup_dataloaders``.
         state: what is saved, by name: models (as ``prepare``, ``setup`` or DDP returned them),
             optimizers, schedulers, a GradScaler, anything with a ``state_dict``. Residuals of
@@ -50,14 +50,16 @@ class ElasticLoop:
             only.
         every_n_epochs: epochs between two checkpoints at the end of an epoch. None: 1, unless
             ``every_n_train_steps`` is given.
-        max_to_keep: number of newest checkpoints to keep; a damaged one is skipped.
+        max_to_keep: number of newest checkpoints to keep over all restarts.
         batch_policy: what is kept when the number of ranks changes, as in ``ElasticRestart``.
-        gradient_accumulation_steps: micro-batches per optimizer step of the first start.
+        gradient_accumulation_steps: micro-batches per optimizer step of the first start; leave
+            that of an ``Accelerator`` at 1.
         device: device that batches are moved to. None: they are not moved.
         seed: seed of the sample order; None: a random one, kept for the run.
         signals: signals after which all ranks write a checkpoint and exit.
-        weights_only: as of ``ElasticRestart``, like the next three.
-        preemption_check: returns whether this machine will be preempted.
+        weights_only: as in ``ElasticRestart``.
+        preemption_check: called on a thread of local rank 0; returns whether the machine will be
+            preempted.
         preemption_poll_interval: seconds between two such calls.
         grace_period: seconds from a signal to the end of the process.
         hang_timeout: seconds without a batch after which the process ends itself (exit code 76).

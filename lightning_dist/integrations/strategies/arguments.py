@@ -59,14 +59,15 @@ class CompressionArguments:
             hierarchical: reduce inside every host first, so that each rank sends only a share of
                 the gradient to other hosts. ``"auto"``: if there are several hosts, one of them
                 with several ranks. True: the same, and raise otherwise. ``"leader"``: one rank of
-                each host communicates with other hosts; also for hosts with different numbers of
-                ranks. False: flat.
+                each host communicates with other hosts; for hosts with one network card and slow
+                CPUs, and with different numbers of ranks. False: flat.
             min_compress_numel: smaller tensors, and 1-D ones, are uncompressed; 0 compresses all.
                 None: the codec's own choice (0 for casts, 4096 for most others).
             start_step: synchronised steps before compression starts.
             compile_kernels: fuse the codec's kernels at set-up (about 20 s the first time).
                 ``"auto"``: for models of 4 Mi elements or more if a compiler is found.
-            ranks_per_host: number of consecutive ranks on each host, instead of the host names.
+            ranks_per_host: number of consecutive ranks on each host, whatever its name. None: by
+                host name.
             rank_groups: groups of ranks instead of hosts, such as ``[[0, 1, 2], [3]]``.
             commit: when residuals are written. ``"immediate"``: in the pass that encodes, and each
                 bucket is decoded on arrival; a step that is not applied loses the residuals it has

@@ -70,7 +70,8 @@ class LocalUpdateArguments(CompressionArguments):
             outer_lr: of the outer SGD.
             outer_momentum: of the outer SGD, Nesterov.
             outer_optimizer: another one, made from the anchor's tensors.
-            replicas: a worker is a rank, or all ranks of a host with DDP between them.
+            replicas: a worker is a rank, or all ranks of a host with DDP between them; hosts have
+                equal weight, whatever their number of ranks.
             offload: keep the anchor and the outer optimizer's state in the host's memory.
             weigh_by: a worker counts as one of the ``"workers"``, or by the ``"samples"`` of its
                 batches; under Fabric :meth:`count_samples` says how many.

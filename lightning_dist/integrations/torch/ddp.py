@@ -81,9 +81,10 @@ def compress_ddp(
         hierarchical: reduce inside every host first, so that each rank sends only a share of the
             gradient to other hosts. ``"auto"``: if there are several hosts, one of them with
             several ranks. True: the same, and raise otherwise. ``"leader"``: one rank of each host
-            communicates with other hosts; also for hosts with different numbers of ranks. False:
-            flat.
-        ranks_per_host: number of consecutive ranks on each host, instead of the host names.
+            communicates with other hosts; for hosts with one network card and slow CPUs, and with
+            different numbers of ranks. False: flat.
+        ranks_per_host: number of consecutive ranks on each host, whatever its name. None: by host
+            name.
         rank_groups: groups of ranks instead of hosts, such as ``[[0, 1, 2], [3]]``.
         min_compress_numel: smaller tensors, and 1-D ones, are uncompressed; 0 compresses all. None:
             the codec's own choice (0 for casts, 4096 for most others).

@@ -23,7 +23,7 @@ from lightning_dist.integrations.accelerate.async_state.scratch import Scratch, 
 from lightning_dist.log import get_logger
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator as AnyAccelerator
+    import accelerate
 
 log = get_logger(__name__)
 
@@ -44,8 +44,14 @@ class AsyncStateCheckpointer:
         accelerator: of one process, or of DDP.
         snapshot: ``"blocking"`` (also ``"auto"``): ``save_state`` returns when the files are in
             memory. ``"sync"``: when they are durable.
-        max_in_flight: this and the next five as for :class:`~lightning_dist.AsyncCheckpoint`; each
-            save under way has its files in memory.
+        max_in_flight: saves that may be under way; each has its files in memory. This and the next
+            five are as for :class:`~lightning_dist.AsyncCheckpoint`.
+        on_busy: at that limit, ``"wait"``, or ``"skip"`` the save with a warning.
+        writer: ``"process"`` or ``"thread"``; ``"auto"``: process.
+        verify: ``"resume"``: checksums of what is loaded. ``"always"``: also of every checkpoint
+            written. ``"never"``.
+        on_error: when a checkpoint could not be written, ``"raise"``, or ``"warn"``.
+        lock: lock the folder, so that no other trainer writes to it.
         staging_dir: where accelerate's files wait for the writer. None: ``/dev/shm`` if they fit
             in, else ``tempfile.gettempdir()``.
         weights_only: loading runs no code of the files, also where Accelerate unpickles registered
@@ -59,7 +65,7 @@ class AsyncStateCheckpointer:
 
     def __init__(
         self,
-        accelerator: AnyAccelerator,
+        accelerator: accelerate.Accelerator,
         *,
         snapshot: Literal["auto", "overlap", "blocking", "sync"] = "auto",
         max_in_flight: int = 1,

@@ -61,14 +61,15 @@ class AsyncCheckpoint(CheckpointNames):
         writer: ``"process"``, which finishes its work when the trainer is killed; ``"thread"``;
             ``"auto"``: process, unless the files are in memory of this process.
         format: ``"single"``: one file that ``torch.load`` and plain Lightning read, written by rank
-            0. ``"sharded"``: a folder to which every rank writes an equal part; any number of ranks
-            loads it, and ``lightning-dist ckpt consolidate`` makes one file of it.
+            0. ``"sharded"``: a folder; every rank copies and writes an equal part of parameters and
+            optimizer state, its own residuals, and with local steps its own worker. Any number of
+            ranks loads it, and ``lightning-dist ckpt consolidate`` makes one file of it.
         verify: ``"resume"``: checksums of the checkpoint to resume from are verified first.
             ``"always"``: also of every checkpoint written, before the one that it replaces is
             removed. ``"never"``.
         on_error: when a checkpoint could not be written, ``"raise"`` within one step, or
             ``"warn"`` and keep the earlier ones.
-        host_memory_limit: limit of the copies on a rank, in bytes.
+        host_memory_limit: bytes that copies may take on a rank. None: no limit.
         lock: lock the folder, so that no other trainer writes to it. ``False``, for file systems
             without locks: other trainers are not detected, and killed writers leave files behind.
         **kwargs: as of ``ModelCheckpoint``.

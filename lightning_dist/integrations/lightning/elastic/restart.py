@@ -64,12 +64,13 @@ class ElasticRestart(BeforeSetup, Checkpoint):
     of its own.
 
     Args:
-        dirpath: folder of the checkpoints, one per run; all ranks must see it.
+        dirpath: folder of the checkpoints, one per run: a path or an fsspec URL that all ranks see.
         every_n_train_steps: optimizer steps between two checkpoints. None: at
             the end of epochs only.
         every_n_epochs: epochs between two checkpoints at the end of an epoch. None: 1, unless
             ``every_n_train_steps`` is given.
-        max_to_keep: number of newest checkpoints to keep; a damaged one is skipped.
+        max_to_keep: number of newest checkpoints to keep over all restarts; only files that this
+            run has saved are removed.
         batch_policy: when the number of ranks changes, ``"fixed_global_batch"`` keeps the global
             batch: micro-batches per step change, losses are weighted by samples. ``"scale_lr"`` and
             ``"scale_lr:sqrt"`` scale it with the number of ranks, and the learning rate with it
@@ -80,11 +81,12 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         preemption_check: called on a thread of local rank 0; returns whether the machine will be
             preempted.
         preemption_poll_interval: seconds between two such calls.
-        grace_period: seconds from a signal to the forced exit of the process; less than the
-            launcher waits (torchrun: 30).
+        grace_period: seconds from a signal to the forced exit of the process; more than two steps
+            and a checkpoint take, less than the launcher waits (torchrun: 30).
         hang_timeout: seconds without a batch, or without progress at the start, after which a
-            process exits with code 76, so that the launcher restarts all ranks. While the last
-            checkpoint is written, it is enough that all ranks respond. None: never.
+            process exits with code 76, so that the launcher restarts all ranks; more than the
+            longest pause between batches. While the last checkpoint is written, it is enough that
+            all ranks respond. None: never.
         weights_only: checkpoints are read by the restricted unpickler of ``torch.load``, which runs
             no code from the file. A state that it cannot read is refused before training and at the
             first save. False: anything is saved and loaded; only for folders whose writers you

@@ -86,22 +86,32 @@ def local_updates(
             ``"streaming"``: fragments, applied while training goes on (arXiv 2501.18512);
             ``"sparseloco"``: the mean of the 64 largest of every 4096 changes, with two-bit values
             and an error feedback that fades (arXiv 2508.15706).
-        sync_every: attempted steps between two outer steps of a parameter; 8 for the SGD methods,
-            4 for sparseloco, 16 for the others.
-        fragments: parts of the model that are exchanged in turn; a peak as many times lower.
-        overlap_steps: attempted steps that an exchange has, before its mean is used; 0 waits.
-        mixing: weight of a worker's own parameters when the anchor has moved, 0 to 1.
-        outer_lr: of the outer SGD: 0.7 (diloco), 0.4 (streaming) or 1.
-        outer_momentum: Nesterov: 0.6 (diloco), 0.9 (streaming) or 0.
+        sync_every: attempted optimizer steps, also those that a GradScaler skips, between two outer
+            steps of a parameter. None: 16; SGD methods 8; sparseloco 4.
+        fragments: parts of the model that are exchanged in turn, which divides the peak on the
+            link. None: 1; streaming 4.
+        overlap_steps: attempted steps during which an exchange runs before its mean is used; 0
+            waits for it. None: 0; streaming 3.
+        mixing: weight of a worker's own parameters when the anchor has moved, 0 to 1. None: 0;
+            streaming 0.5.
+        ddp_steps: steps of plain DDP before the first local one. None: 0.
+        outer_lr: learning rate of the outer SGD. None: 1; diloco 0.7; streaming 0.4.
+        outer_momentum: Nesterov momentum of the outer SGD. None: 0; diloco 0.6; streaming 0.9.
         outer_optimizer: another one, made from the anchor's tensors, as ``lambda tensors:
-            torch.optim.AdamW(tensors, lr=0.1)``.
+            torch.optim.AdamW(tensors, lr=0.1)``. None: SGD.
         weigh_by: what a worker counts by in the mean: ``"workers"``, all the same, or
             ``"samples"``, those that it gives to :meth:`~LocalUpdates.step` (or tokens), for
             workers with unequal shards.
         offload: keep the anchor and the outer optimizer's state in the host's memory, from where
             they are copied at outer steps.
-        codec: of the pseudo-gradient, by default int8, of sparseloco its own; this and what follows
-            as for :func:`~lightning_dist.compress_ddp`.
+        codec: codec of the pseudo-gradient, as for :func:`~lightning_dist.compress_ddp`. None:
+            int8, of sparseloco its own.
+        error_feedback: as for :func:`~lightning_dist.compress_ddp`, and so are the next five.
+        hierarchical: reduce inside every host first.
+        ranks_per_host: number of consecutive ranks on each host. None: by host name.
+        rank_groups: groups of ranks instead of hosts.
+        min_compress_numel: elements; smaller tensors, and 1-D ones, are uncompressed.
+        groups: process groups over the ranks of ``model``. None: created here.
 
     Raises:
         ValueError: a setting that is out of range or cannot take effect, a model or an optimizer
