@@ -54,7 +54,8 @@ test-lowest: $(LOWEST)/installed
 	$(LOWEST)/bin/python -m pytest $(addprefix tests/integrations/test_,private_names.py lightning_versions.py \
 	  async_checkpoint_files.py async_checkpoint_resume.py elastic_resume.py accelerate_state.py \
 	  wrong_strategy.py trainer_mixin.py recovery_refusals.py loop.py::test_later_starts_go_on_to_the_same_end) \
-	  $(addprefix tests/,cli/test_profile_command.py profiling/test_page.py profiling/test_terminal.py) \
+	  $(addprefix tests/,cli/test_profile_command.py profiling/test_page.py profiling/test_terminal.py)
+	$(LOWEST)/bin/python -m pytest -m slow "tests/test_documents.py::test_blocks_run_on_two_ranks[accelerate]" \
 	  tests/integrations/test_accelerate_programs.py::test_the_trainer_example_resumes_bit_for_bit
 
 demo: install

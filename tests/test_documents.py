@@ -7,12 +7,13 @@ import inspect
 import re
 import shlex
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
-from processes import torchrun
+from processes import Finished, run, torchrun
 from torch.distributed.run import get_args_parser
 from typer.main import get_command
 
@@ -91,19 +92,27 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 RUN_PAGE = ROOT / "tests/documents/run_page.py"
 JOINED = {"fsdp2": ["4+5"], "write-your-own-codec": ["0+1+2"]}
 """Blocks that go on where the one before ends."""
-NOT_RUN = {
-    "accelerate 1": "transformers is not among the packages of the tests",
-    "write-your-own-codec 3": "Triton functions of the reader's own codec",
-    "elastic-ray 0": "Ray is not either",
-    "fsdp2 3": "Accelerate has no FSDP on a CPU",
-    **dict.fromkeys(
-        (f"recovery {number}" for number in range(4)),
-        "a coordinator is needed: test_loop_recovery and test_trainer_recovery run such scripts",
-    ),
-}
+OPTIONAL = {"accelerate 1": "transformers", "write-your-own-codec 3": "triton"}
+"""Blocks that are run where a package is installed."""
+MISSING = {block: package for block, package in OPTIONAL.items() if find_spec(package) is None}
+NOT_RUN = {"elastic-ray 0": "Ray's controller starts the workers", **MISSING}
 """Blocks that cannot run here. CUDA is replaced by the CPU. Job files of SLURM and Kubernetes run
 with stand-ins in tests/examples. Commands are not run; the options of ours and of torchrun are
 checked, those of other programs (accelerate, make, pip, ufw) are not."""
+RANKS = {"fsdp2 3": 4}
+"""Of blocks that two are too few for."""
+
+
+def launch(
+    script: Path, *arguments: str | Path, ranks: int, limit: float, python: list[str]
+) -> Finished:
+    """As `torchrun`, with our agent, as ``lightning-dist launch``."""
+    options = ["--standalone", f"--nproc-per-node={ranks}", "--no-python"]
+    agent = [*python, "-m", "lightning_dist.elastic.agent", *options]
+    return run([*agent, *python, script, *arguments], limit=limit)
+
+
+LAUNCHED = {"recovery": launch}
 
 
 def python_blocks(page: Path) -> list[str]:
@@ -124,14 +133,15 @@ def runs_of(page: Path) -> list[str]:
 def test_blocks_run_on_two_ranks(page: Path, tmp_path: Path, quick_python: list[str]) -> None:
     """As they stand there, with stand-ins for the user's model and data, and a CPU for CUDA."""
     for number in runs_of(page):  # a process has one world: a second one may wait for ever
-        done = torchrun(RUN_PAGE, page, tmp_path, number, ranks=2, limit=60, python=quick_python)
+        start, ranks = LAUNCHED.get(page.stem, torchrun), RANKS.get(f"{page.stem} {number}", 2)
+        done = start(RUN_PAGE, page, tmp_path, number, ranks=ranks, limit=60, python=quick_python)
         ended = done.output.count(f"block {number} has run")
-        assert ended == 2, f"{page.name}, block {number}:\n{done.output[-4000:]}"
+        assert ended == ranks, f"{page.name}, block {number}:\n{done.output[-4000:]}"
 
 
 def test_all_that_is_not_run_exists() -> None:
     known = {f"{page.stem} {n}" for page in PAGES for n in range(len(python_blocks(page)))}
-    assert set(NOT_RUN) <= known
+    assert {*OPTIONAL, *NOT_RUN} <= known
 
 
 def shell_lines(page: Path) -> list[list[str]]:

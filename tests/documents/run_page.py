@@ -60,10 +60,50 @@ def train_step(x, y):
         optimizer.zero_grad()
         loop.step_done()
 """
+TRANSFORMERS = """
+from transformers import TrainingArguments
+class Model(Net):
+    def forward(self, x, labels):
+        return {"loss": criterion(super().forward(x), labels)}
+model, data = Model(), [{"x": x, "labels": y} for x, y in data]
+args = TrainingArguments("out", use_cpu=True, report_to=[], max_steps=3)
+"""
+HSDP = """
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+PartialState(cpu=True)
+# Accelerate shards on no CPU, so it is told that this is none.
+PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+"""
+RECOVERING = """
+from lightning_dist import init_process_group
+from lightning_dist.accelerate import Accelerator, CompressedDDPPlugin
+from lightning_dist.fabric import CompressedDDPStrategy
+"""
+RECOVERED = """
+state = {"model": model, "optimizer": optimizer}
+with ElasticLoop("ckpts/", loader=loader, state=state, recovery="in_process") as loop:
+    for epoch in loop.epochs(1):
+        for x, y in loop.batches():
+            loop.scale_loss(criterion(model(x), y)).backward()
+            if loop.sync_gradients:
+                optimizer.step()
+                optimizer.zero_grad()
+                loop.step_done()
+    assert (loop.steps, torch.distributed.get_world_size()) == (3, 2)
+"""
+TRITON = """
+from lightning_dist.codecs import Int8
+from lightning_dist.kernels.triton.codecs import int8_encode as my_encode, int8_level as my_level
+from lightning_dist.kernels.triton.registry import device_codec
+class MyCodec(Int8): ...
+"""
 BEFORE = {
+    "accelerate 1": TRANSFORMERS,
     "command-line 0": DDP + "from lightning_dist.configuration import resolve\n",
     "elastic 2": "lightning_dist.init_process_group()\n" + ACCELERATE + LOOP,
     "fsdp2 1": SHARDED,
+    "fsdp2 3": HSDP,
     "fsdp2 4+5": BATCHES,
     "fsdp2 6": GROUP,
     "local-steps 0": ACCELERATE[: ACCELERATE.index("compression")] + LOCAL,
@@ -72,14 +112,27 @@ BEFORE = {
     "local-steps 3": GROUP,
     "profiling 1": DDP + "def train():\n    loss_of(model(data[:2][0])).backward()\n",
     "quick-start 3": GROUP,
+    "recovery 2": RECOVERING,
+    "recovery 3": RECOVERING,
     "two-machines 0": "os.environ['LOCAL_RANK'] = '0'  # the first of its machine\n",
     "wandb 0": WANDB,
     "wandb 1": ACCELERATE + "step = 1\n",
     "write-your-own-codec 0+1+2": GROUP + "from lightning import Trainer\n",
+    "write-your-own-codec 3": TRITON,
     "write-your-own-codec 6": "class MyCodec(Codec): ...\n",
 }
 """What a block uses that the page does not show, by the page and the number."""
 AFTER = {
+    "accelerate 1": """
+assert trainer.state.global_step == 3
+assert trainer.compression.comm_stats()[0]["ratio"] > 3
+del trainer  # it is not Lightning's
+""",
+    "fsdp2 3": """
+accelerator.backward(loss_of(model(data[:2][0])))
+optimizer.step()
+assert compression.comm_stats()[0]["wire_bytes"] > 0
+""",
     "guide 1": "configure_optimizers(module)\n",
     "guide 2": """
 profiler = CommProfiler()
@@ -93,9 +146,17 @@ optimizer.step()
 updates.step()
 updates.finish()
 """,
+    "recovery 2": RECOVERED,
+    "recovery 3": RECOVERED,
+    "write-your-own-codec 3": "assert device_codec(MyCodec()).encode is my_encode\n",
     "write-your-own-codec 0+1+2": "del trainer  # as above, and the group is the model's\n",
 }
 
+FEWER = {
+    '"cuda"': '"cpu"',
+    "dp_replicate_size=4, dp_shard_size=8": "dp_replicate_size=2, dp_shard_size=2",
+}
+"""What the machine of the tests has less of."""
 STAND_INS = Path(__file__).with_name("stand_ins.py")
 
 
@@ -115,7 +176,9 @@ def run(code: str, folder: Path, place: str) -> None:
     os.chdir(folder)
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(STAND_INS.read_text(), str(STAND_INS), "exec"), names)
-    for part in (BEFORE.get(place, ""), code.replace('"cuda"', '"cpu"'), AFTER.get(place, "")):
+    for more, fewer in FEWER.items():
+        code = code.replace(more, fewer)
+    for part in (BEFORE.get(place, ""), code, AFTER.get(place, "")):
         exec(compile(part, f"<{place}>", "exec"), names)
     trainer = names.get("trainer")
     if trainer is not None and trainer.global_step == 0:
