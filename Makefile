@@ -1,6 +1,6 @@
 # make install   environment in .venv        make demo   train with and without compression, compare
 # make test      the fast tests, minutes       make test-slow   whole jobs, browsers, campaigns
-# make test-gpu  the kernels on a GPU         make test-lowest some, with the lowest Lightning and Accelerate
+# make test-gpu  the kernels on a GPU         make test-lowest some, with the lowest versions
 # make test-all  both in one run, as CI does
 # make lint      style                        make types   mypy
 # make bench     all measurements (root)      make tables     their tables in README.md and docs/

@@ -7,10 +7,14 @@ import shutil
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import zipfile
+from itertools import chain
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 from processes import run
 
 import lightning_dist
@@ -51,6 +55,20 @@ from setuptools import build_meta
 os.chdir(sys.argv[1])
 getattr(build_meta, f"build_{sys.argv[2]}")("dist")
 """
+
+
+def test_the_lowest_admitted_versions_are_tested() -> None:
+    """Those of `make test-lowest`: of its constraints, beside the versions of all other tests."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = (
+        project["optional-dependencies"][name] for name in ("accelerate", "transformers", "wandb")
+    )
+    texts = ((ROOT / name).read_text() for name in ("constraints.txt", "constraints-lowest.txt"))
+    tested = dict(re.findall(r"(?m)^([\w-]+)==(\S+)", "\n".join(texts)))
+    for each in map(Requirement, [*project["dependencies"], *chain(*extras)]):
+        least = [bound.version for bound in each.specifier if bound.operator == ">="]
+        is_own = each.name == "lightning-dist"
+        assert is_own or [Version(tested[each.name])] == list(map(Version, least)), each
 
 
 @pytest.fixture(scope="module")
