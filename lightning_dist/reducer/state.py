@@ -19,6 +19,8 @@ _KINDS = {"residual": "residuals", "momentum": "momenta"}
 
 
 Layout: TypeAlias = Sequence[tuple[str, str, int]]
+Parts: TypeAlias = Mapping[int, Sequence[Tensor]]
+"""Factors of each part of a parameter that ranks work with, by where it starts."""
 
 
 class ReducerState:
@@ -27,7 +29,8 @@ class ReducerState:
     def __init__(self) -> None:
         self._held: dict[tuple[str, str], Held] = {}  # by kind and name
         self.factors: dict[str, tuple[Tensor, Tensor]] = {}
-        self._loaded_factors: dict[str, tuple[Tensor, Tensor]] = {}  # not needed here so far
+        self._starts: dict[str, int] = {}  # elements of a parameter before the part with factors
+        self._loaded_factors: dict[str, Parts] = {}  # not needed here so far
         self.is_mean = False
         """It is that of :meth:`average`, whole on every rank: no step has been committed since."""
         self._adopted: list[Held] = []  # since then
@@ -124,15 +127,16 @@ class ReducerState:
             self._loaded_factors.pop(name, None)
 
     def adopt_factors(
-        self, name: str, first: tuple[Tensor, Tensor], *, device: torch.device
+        self, part: ParameterSlice, first: tuple[Tensor, Tensor], *, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Factors of a parameter, kept or loaded; ``first`` if there are none of that shape."""
-        found = self.factors.get(name, self._loaded_factors.pop(name, None))
+        """Factors of ``part``, kept or loaded; ``first`` if there are none of that shape."""
+        loaded = self._loaded_factors.pop(part.name, {})
+        found = self.factors.get(part.name, loaded.get(part.start, loaded.get(0)))
         if found is None or [factor.shape for factor in found] != [each.shape for each in first]:
             found = first
         # The rounding of a matrix product depends on the layout, which a checkpoint does not keep.
         left, right = (f.to(device=device, dtype=first[0].dtype).contiguous() for f in found)
-        self.factors[name] = left, right
+        self.factors[part.name], self._starts[part.name] = (left, right), part.start
         return left, right
 
     @property
@@ -227,11 +231,13 @@ class ReducerState:
         self._adopted, self.is_mean = [], False
         self.load_factors(gathered.get("factors", {}))
 
-    def load_factors(self, factors: Mapping[str, Sequence[Tensor]]) -> None:
-        """Take over factors in place of those that are held."""
+    def load_factors(self, factors: Mapping[str, Parts | Sequence[Tensor]]) -> None:
+        """Take over factors in place of those that are held; a pair is of the part at 0."""
+        parts = {n: of if isinstance(of, Mapping) else {0: of} for n, of in factors.items()}
         self.factors = {}
         self._loaded_factors = {
-            n: (left.clone(), right.clone()) for n, (left, right) in factors.items()
+            name: {start: [factor.clone() for factor in pair] for start, pair in of.items()}
+            for name, of in parts.items()
         }
 
     def average(self, network: Network, *, row: str | None) -> None:
@@ -261,9 +267,10 @@ class ReducerState:
         self.load_factors(factors)
 
     @property
-    def all_factors(self) -> dict[str, tuple[Tensor, Tensor]]:
+    def all_factors(self) -> dict[str, Parts]:
         """Those that this rank works with, and others that it has."""
-        return self._loaded_factors | self.factors
+        own = {name: {self._starts[name]: pair} for name, pair in self.factors.items()}
+        return self._loaded_factors | own
 
     @property
     def layout(self) -> Layout:
@@ -299,32 +306,34 @@ class ReducerState:
             for name in sorted(self.names(kind)):
                 yield kind, name, self._held[kind, name]
 
-    def _factors_of_all(self, network: Network, *, on_all: bool = False) -> dict[str, list[Tensor]]:
-        """Factors of every matrix, on rank 0 or on all ranks.
+    def _factors_of_all(self, network: Network, *, on_all: bool = False) -> dict[str, Any]:
+        """Factors of every matrix, on rank 0 or on all ranks: a pair, or :data:`Parts` of shards.
 
         On a host with several ranks only the owner of a matrix works with them.
         """
         channel, device = network.state, network.device
-        held = self.all_factors
-        own = {
-            name: [[*left.shape], [*right.shape], left.dtype == torch.float64, name in self.factors]
-            for name, (left, right) in held.items()
-        }
-        of_ranks = _of_all_ranks(own, network)
-        found = {}
-        for name in sorted({name for of_rank in of_ranks for name in of_rank}):
-            holders = [rank for rank, of_rank in enumerate(of_ranks) if name in of_rank]
-            holder = next((r for r in holders if of_ranks[r][name][-1]), holders[0])
-            *sizes, double, _ = of_ranks[holder][name]
+        held = {(n, at): pair for n, of in self.all_factors.items() for at, pair in of.items()}
+        own = [
+            [*key, [*p.shape], [*q.shape], p.dtype == torch.float64, key[0] in self.factors]
+            for key, (p, q) in held.items()
+        ]
+        facts = _of_all_ranks({"factors": own}, network)
+        of_ranks = [{(n, at): about for n, at, *about in fact["factors"]} for fact in facts]
+        found: dict[str, dict[int, list[Tensor]]] = {}
+        for key in sorted({key for of_rank in of_ranks for key in of_rank}):
+            holders = [rank for rank, of_rank in enumerate(of_ranks) if key in of_rank]
+            holder = next((r for r in holders if of_ranks[r][key][-1]), holders[0])
+            *sizes, double, _ = of_ranks[holder][key]
             dtype = torch.float64 if double else torch.float32
             pair = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
             if channel.group.rank() == holder:
-                for factor, mine in zip(pair, held[name], strict=True):
+                for factor, mine in zip(pair, held[key], strict=True):
                     factor.copy_(mine)
             for factor in pair if holder or on_all else ():
                 channel.broadcast(factor, owner=holder).wait()
-            found[name] = [factor.cpu() for factor in pair]
-        return found
+            name, start = key
+            found.setdefault(name, {})[start] = [factor.cpu() for factor in pair]
+        return {name: of[0] if of.keys() == {0} else of for name, of in found.items()}
 
 
 def _of_all_ranks(own: Facts, network: Network) -> list[Facts]:

@@ -105,7 +105,8 @@ class StatefulPipeline(Pipeline):
         as ``{parameter name: (W, numel)}`` on the CPU, unscaled; with a hierarchical exchange one
         row per outermost group. Rows lie as their parameter does in memory; ``"strides"`` has those
         of parameters that are not row-major. With ``dgc`` also ``"momenta"``, with ``powersgd``
-        ``"factors"``, with ``delay`` the means ``"delayed"``, which the next step applies.
+        ``"factors"``, of shards by the element that each starts at, with ``delay`` the means
+        ``"delayed"``, which the next step applies.
         """
         self.wait()
         if self._sharded or self.recovers:  # ranks have been in other worlds

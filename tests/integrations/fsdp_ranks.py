@@ -446,6 +446,38 @@ def resume(mesh: DeviceMesh) -> dict[str, bool]:
     return {"equal": equal, "a row for every replica": rows == {mesh.size(0)}, "whole": shapes}
 
 
+def resume_of_every_codec(mesh: DeviceMesh) -> dict[str, bool]:
+    """Gradients of an interrupted run, against those of one that was not, by codec."""
+    codecs = list(CODECS)
+    policy = by_name("none", {rf"\b{name}$": name for name in codecs})
+
+    def begin(state: Mapping[str, Any] | None = None) -> tuple[nn.Module, ShardedGradients]:
+        net = fully_shard(GivenGradients(codecs).float(), mesh=mesh["shard"])
+        ours = compress_fsdp(net, policy, mesh=mesh, min_compress_numel=0)
+        ours.load_state_dict(state)
+        return net, ours
+
+    def gradients(net: nn.Module, steps: range) -> Tensor:
+        """``(codecs, steps, rows, columns)`` of this shard."""
+        found = []
+        for step in steps:
+            net.zero_grad()
+            net(given(dist.get_rank(), step, codecs).float()).backward()
+            found.append(torch.stack([local(p.grad) for p in net.parameters()]))
+        return torch.stack(found, 1)
+
+    net, straight = begin()
+    gradients(net, range(3))
+    shared = [straight.state_dict()]
+    dist.broadcast_object_list(shared)
+    expected = gradients(net, range(3, 6))
+    straight.close()
+    net, resumed = begin(shared[0])
+    got = gradients(net, range(3, 6))
+    resumed.close()
+    return {name: torch.equal(*two) for name, *two in zip(net.weights, expected, got, strict=True)}
+
+
 def another_mesh(mesh: DeviceMesh) -> dict[str, bool]:
     """The residuals of two replicas of two shards, loaded by four replicas."""
     net = sharded(mesh["shard"])

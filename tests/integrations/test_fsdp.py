@@ -14,7 +14,7 @@ from lightning_dist.codecs import CODECS
 RANKS = Path(__file__).with_name("fsdp_ranks.py")
 LIMIT = 240.0
 pytestmark = pytest.mark.timeout(LIMIT + 30)
-FACTS = ("resume", "accumulation", "grad_scaler")
+FACTS = ("resume", "resume_of_every_codec", "accumulation", "grad_scaler")
 REST = ("another_mesh", "flushed", "overflow", "interrupted", "tensor_parallel", "memory", "drift")
 
 
@@ -54,11 +54,11 @@ def test_uncompressed_it_has_the_bits_of_torch(square: Path) -> None:
 def test_uncompressed_it_has_the_bits_of_torch_in_other_shapes(
     tmp_path: Path, quick_python: list[str], replicas: int, shards: int
 ) -> None:
-    launch(tmp_path, quick_python, replicas, shards, "equal_to_native", "resume")
-    for each in facts(tmp_path, "equal_to_native", f"{replicas}x{shards}"):
-        assert all(each.values()), each
-    for each in facts(tmp_path, "resume", f"{replicas}x{shards}"):
-        assert all(each.values()), each
+    scenarios = "equal_to_native", "resume", "resume_of_every_codec"
+    launch(tmp_path, quick_python, replicas, shards, *scenarios)
+    for scenario in scenarios:
+        for each in facts(tmp_path, scenario, f"{replicas}x{shards}"):
+            assert all(each.values()), each
 
 
 def test_replicas_stay_equal_and_fewer_bytes_travel(square: Path) -> None:

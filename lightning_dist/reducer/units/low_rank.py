@@ -206,7 +206,7 @@ def _matrix(codec: PowerSGD, part: ParameterSlice, bucket: Tensor, planner: Plan
     except RuntimeError:  # the bucket cannot be viewed as a matrix
         compensated = gradient.reshape(size).to(dtype)
     first = codec.first_factors(part.name, part.shape, dtype)
-    left, right = planner.state.adopt_factors(part.name, first, device=bucket.device)
+    left, right = planner.state.adopt_factors(part, first, device=bucket.device)
     residual = None
     if planner.kinds(codec):
         flat = planner.state.per_rank("residual", part, dtype=dtype, device=bucket.device)
