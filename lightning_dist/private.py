@@ -79,8 +79,9 @@ FSDP: Table = {
     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": "_fsdp_param_groups",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup": (
         "fsdp_params mesh_info mp_policy offload_policy reduce_grads _is_hsdp _all_gather_comm "
-        "_reduce_scatter_comm"
+        "_reduce_scatter_comm device gradient_divide_factor force_sum_reduction_for_comms"
     ),
+    "torch.distributed.fsdp._fully_shard._fsdp_collectives": "_get_gradient_divide_factors",
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": (
         "sharded_param padded_sharded_param_size fsdp_placement _orig_size"
     ),
@@ -388,6 +389,16 @@ def reduces_gradients(group: Any) -> bool:
     """Whether a parameter group reduces its gradients in the next backward pass."""
     found: bool = group.reduce_grads
     return found
+
+
+# FSDP tells nobody whether it divides within its reduction, or before and after it.
+def divides_after_reduction(group: Any, dtype: torch.dtype) -> bool:
+    """Whether a parameter group divides gradients in ``dtype`` after its all-reduce hook."""
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
+
+    how = group.device.type, group.gradient_divide_factor, group.force_sum_reduction_for_comms
+    _, after, *_ = _get_gradient_divide_factors(shard_group_of(group), None, dtype, *how)
+    return after not in (None, 1.0)
 
 
 # Whoever replaces them cannot ask what was there.

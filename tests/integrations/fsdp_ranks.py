@@ -697,6 +697,13 @@ def on_two_meshes(mesh: DeviceMesh) -> nn.Module:
     return net
 
 
+def summing(mesh: DeviceMesh) -> nn.Module:
+    """FSDP divides its gradients after they are summed."""
+    net = sharded(mesh["shard"])
+    net.set_force_sum_reduction_for_comms(True)
+    return net
+
+
 def refusals(mesh: DeviceMesh) -> dict[str, str]:
     """Messages by what is wrong."""
     cases: dict[str, Callable[[], object]] = {
@@ -710,6 +717,7 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
             sharded(mesh["shard"], mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)),
             mesh=mesh,
         ),
+        "sums": lambda: compress_fsdp(summing(mesh), mesh=mesh),
         "fp16": lambda: compress_fsdp(sharded(mesh["shard"], dtype=torch.float16), mesh=mesh),
         "FSDP1": lambda: compress_fsdp(WithoutAccelerator(), mesh=mesh),
         "placement": lambda: compress_fsdp(

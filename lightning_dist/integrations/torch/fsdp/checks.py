@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard
 
 from lightning_dist.private import (
     averages_replicas,
+    divides_after_reduction,
     parameter_groups_of,
     shard_group_of,
     size_before_sharding,
@@ -31,6 +32,7 @@ class ParameterGroup:
         padded: elements of each parameter's shard in the flat tensors that are exchanged.
         dtype: in which parameters are gathered.
         reduce_dtype: in which gradients are reduced.
+        divides_last: gradients are divided once more after FSDP's all-reduce hook.
     """
 
     module: FSDPModule
@@ -40,6 +42,7 @@ class ParameterGroup:
     padded: Sequence[int]
     dtype: torch.dtype
     reduce_dtype: torch.dtype
+    divides_last: bool
 
     def first_row(self, shape: Sequence[int]) -> int:
         """Row of a parameter of ``shape`` at which this rank's shard begins."""
@@ -75,18 +78,20 @@ def trained_groups(model: nn.Module, mesh: DeviceMesh) -> list[ParameterGroup]:
     for group in found:
         name = type(group.module).__name__
         for kept in dict.fromkeys(parameter.dtype for parameter in group.parameters):
-            if kept == torch.float16:
-                raise ValueError(
-                    f"fully_shard({name}) must not have parameters in float16, in which FSDP "
-                    "divides gradients once more after they are exchanged; keep parameters in "
-                    "bfloat16 or float32"
-                )
             if group.reduce_dtype != kept:
                 raise ValueError(
                     f"fully_shard({name}) must reduce gradients in the dtype of its parameters, "
                     f"got reduce_dtype {group.reduce_dtype} for parameters in {kept}: FSDP copies "
                     "the gradients before they are exchanged; set "
                     f"MixedPrecisionPolicy(reduce_dtype={kept})"
+                )
+            if kept == torch.float16 or group.divides_last:
+                raise ValueError(
+                    f"fully_shard({name}) must not divide gradients once more after they are "
+                    f"exchanged, as it does in float16, in float64 on three shards or more, and "
+                    f"after set_force_sum_reduction_for_comms(True), got parameters in {kept} on "
+                    f"{group.group.size()} shards; keep parameters in bfloat16 or float32, and "
+                    "leave that call out"
                 )
     return found
 
@@ -189,6 +194,7 @@ def _checked(module: FSDPModule, group: Any, fsdp_params: Sequence[Any]) -> Para
             )
     policy, parameters = group.mp_policy, [each.sharded_param for each in fsdp_params]
     compute = policy.param_dtype or parameters[0].dtype
+    reduce = policy.reduce_dtype or compute
     return ParameterGroup(
         module,
         shard_group_of(group),
@@ -196,5 +202,6 @@ def _checked(module: FSDPModule, group: Any, fsdp_params: Sequence[Any]) -> Para
         [size_before_sharding(each) for each in fsdp_params],
         [each.padded_sharded_param_size.numel() for each in fsdp_params],
         compute,
-        policy.reduce_dtype or compute,
+        reduce,
+        divides_after_reduction(group, reduce),
     )
