@@ -410,6 +410,7 @@ def lost(mesh: DeviceMesh, steps: int, **settings: Any) -> dict[str, float]:
         spread += (got - want).square()
     found = {}
     for name, want, error, squares in zip(net.weights, wanted, difference, spread, strict=True):
+        assert same_in_replicas([error], mesh), f"{name}: replicas differ"
         if name in UNBIASED:
             found[name] = float((error.abs() / squares.sqrt()).max())
         else:
