@@ -718,6 +718,10 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
             sharded(mesh["shard"], mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)),
             mesh=mesh,
         ),
+        "fp16 reduction": lambda: compress_fsdp(
+            sharded(mesh["shard"], mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16)),
+            mesh=mesh,
+        ),
         "sums": lambda: compress_fsdp(summing(mesh), mesh=mesh),
         "fp16": lambda: compress_fsdp(sharded(mesh["shard"], dtype=torch.float16), mesh=mesh),
         "FSDP1": lambda: compress_fsdp(WithoutAccelerator(), mesh=mesh),

@@ -341,6 +341,7 @@ def refusals() -> dict[str, str]:
         "native HSDP": lambda: fitted(ours(), Module(native=True)),
         "16-true": lambda: fitted(ours(), precision="16-true"),
         "sizes": lambda: fitted(ours(replicate_size=3)),
+        "hosts": on_unequal_hosts,
         "OneBitAdam": lambda: fitted(ours(), Module(optimizer=partial(OneBitAdam, freeze_step=2))),
         "second momentum": lambda: fitted(ours("dgc")),
         "replicas": lambda: ours("qsgd", parameters="int8", replicate_size=2),
@@ -355,6 +356,12 @@ def refusals() -> dict[str, str]:
         except (ValueError, TypeError) as error:
             found[name] = str(error)
     return found
+
+
+def on_unequal_hosts() -> object:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LIGHTNING_DIST_HOSTNAME", f"host{int(os.environ['RANK']) // 3}")
+        return fitted(ours())
 
 
 def parallelize(net: nn.Module, mesh: DeviceMesh) -> nn.Module:

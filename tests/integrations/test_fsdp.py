@@ -141,6 +141,7 @@ def test_compiled_blocks_and_tensor_parallel_shards(
         ("native HSDP", "call it with mesh"),
         ("offload", "CPUOffloadPolicy"),
         ("reduce dtype", "reduce_dtype"),
+        ("fp16 reduction", "got reduce_dtype torch.float16 for parameters in torch.float32"),
         ("sums", "after set_force_sum_reduction_for_comms(True)"),
         ("fp16", "keep parameters in bfloat16 or float32"),
         ("FSDP1", "call fully_shard on the blocks"),

@@ -123,6 +123,7 @@ def test_the_profiler_sees_both_dimensions(rest: Path) -> None:
         ("native HSDP", "call it with mesh"),
         ("16-true", "keep parameters in bfloat16 or float32"),
         ("sizes", "replicate_size * data_parallel_size"),
+        ("hosts", "got 2 hosts with 3, 1 ranks"),
         ("OneBitAdam", "use torch.optim.AdamW"),
         ("second momentum", "has its own"),
         ("replicas", "sharded over all ranks"),

@@ -11,9 +11,9 @@ import torch
 from elastic_runs import committed
 from processes import torchrun
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
-from lightning_dist.checkpoint.disk.verify import verify
-from lightning_dist.checkpoint.reading import consolidate
+from lightning_dist.cli import app
 
 RANKS = Path(__file__).with_name("model_parallel_checkpoints.py")
 LIMIT = 240.0
@@ -51,8 +51,14 @@ def facts(folder: Path, scenario: str, *, ranks: int = 4) -> list[dict[Any, Any]
 def single(saved: Path) -> Path:
     """The checkpoint as one file."""
     path = saved / "single.ckpt"
-    consolidate(str(saved / "epoch" / NAME), str(path))
+    assert ckpt("consolidate", saved / "epoch" / NAME, path)[0] == 0
     return path
+
+
+def ckpt(*words: str | Path) -> tuple[int, str]:
+    """Exit code of ``lightning-dist ckpt`` with these words, and what it printed."""
+    result = CliRunner().invoke(app, ["ckpt", *map(str, words)])
+    return result.exit_code, result.stdout
 
 
 def test_a_resumed_training_is_that_without_a_pause(saved: Path) -> None:
@@ -66,7 +72,15 @@ def test_every_rank_writes_its_share(saved: Path) -> None:
     first, *others = facts(saved, "resume")[0]["bytes"]
     assert max(others) - min(others) < 100
     assert first - max(others) < 8000, "and rank 0 what is not of tensors"
-    verify(str(saved / "epoch" / NAME))
+
+
+def test_the_program_verifies_it(saved: Path, single: Path) -> None:
+    for path in (saved / "epoch" / NAME, single):
+        code, said = ckpt("verify", path)
+        assert (code, said.split()[:2]) == (0, ["ok", f"{path}:"])
+    code, said = ckpt("verify", saved / "damaged.ckpt")
+    assert code == 1
+    assert "shard-00003-of-00004-" in said
 
 
 def test_parameters_and_optimizer_states_are_copied_while_training_goes_on(saved: Path) -> None:
