@@ -99,7 +99,7 @@ def _steps(axes: Axes, result: Result) -> None:
     axes.set_yscale("log")
     _plain_ticks(axes, "x", links, [of_link(link) for link in links])
     _plain_ticks(axes, "y", [0.1, 0.3, 1, 3, 10])
-    axes.set_title("seconds per step, 10.5 M parameters, 2 hosts", fontsize=10)
+    axes.set_title("seconds per step, 10.5 M parameters, 2 nodes", fontsize=10)
     axes.legend(frameon=False, fontsize=8)
 
 

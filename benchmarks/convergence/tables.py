@@ -65,7 +65,7 @@ def time_to_accuracy(result: Result) -> str | None:
     ]
     meta = result["meta"]
     text = (
-        f"Byte-level GPT on 2 hosts, {of_link(meta['arguments']['link'])}: training time until the "
+        f"Byte-level GPT on 2 nodes, {of_link(meta['arguments']['link'])}: training time until the "
         "validation loss is what fp32 DDP reaches; means over seeds. Communication is "
         f"{meta['communication_share_pct']:.0f} % of fp32 DDP's step."
     )

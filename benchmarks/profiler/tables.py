@@ -20,7 +20,7 @@ def _errors_text(meta: Mapping[str, Any], rows: Rows) -> str:
     return (
         "A step as measured, medians, and by how much its prediction is off. All from one profile, "
         f"of `{base['setting']}` at {base['link_mbit']:g} Mbit/s, with costs of codecs and small "
-        "collectives that were measured before the first step. 2 hosts of one rank with one core, "
+        "collectives that were measured before the first step. 2 nodes of one rank with one core, "
         f"42 MB of gradients. Error over {of['rows']:g} predictions: median "
         f"{100 * of['median']:.1f} %, largest {100 * of['largest']:.1f} %. From each of the "
         f"{len(rows)} runs as the profile, {any_of['rows']:g} predictions: median "
@@ -43,13 +43,13 @@ WHATIF_SCALING = Table(
     kinds=["scaling"],
     columns=lambda rows: [
         ("Predicted", "`{codec}`"),
-        *((f"{n:,} hosts", "{step_ms:,.0f}", n) for n in sorted({row["hosts"] for row in rows})),
+        *((f"{n:,} nodes", "{step_ms:,.0f}", n) for n in sorted({row["hosts"] for row in rows})),
     ],
     lines=partial(pivot, of=["form", "codec"], by="hosts"),
     text=lambda meta, rows: (
-        "Predicted, not measured: milliseconds of a step by the number of hosts, one rank each, "
+        "Predicted, not measured: milliseconds of a step by the number of nodes, one rank each, "
         f"flat, at {meta['base']['link_mbit']:g} Mbit/s, from the same profile of 2 "
-        "hosts. `topk` gathers what every rank has sent: its bytes grow with the number of ranks."
+        "nodes. `topk` gathers what every rank has sent: its bytes grow with the number of ranks."
     ),
 )
 
@@ -95,8 +95,8 @@ WIRE = Table(
     kinds=["wire"],
     columns=_wire_columns,
     text=lambda meta, rows: (
-        "2 hosts, 17 MB of gradients of one sample; Mbit/s of payload, which is 1448 of the 1514 "
-        "bytes of a frame. Limit: of the shaped link. Interface: packets of both hosts, with the "
+        "2 nodes, 17 MB of gradients of one sample; Mbit/s of payload, which is 1448 of the 1514 "
+        "bytes of a frame. Limit: of the shaped link. Interface: packets of both nodes, with the "
         "kernel's timestamps, in the interval over which the profile takes its rate. "
         f"Medians of {rows[0]['runs']} runs, with the lowest and the highest. "
         f"TCP's congestion control is {rows[0]['congestion_control']} where no other is named."
@@ -134,7 +134,7 @@ CLOCKS = Table(
         ("error within", "{within:x100.0f} %"),
     ],
     text=lambda meta, rows: (
-        "2 hosts that share one clock, so that the true offset is 0, "
+        "2 nodes that share one clock, so that the true offset is 0, "
         f"{rows[0]['link_mbit']:g} Mbit/s; within: readings whose error is within the stated "
         "uncertainty."
     ),

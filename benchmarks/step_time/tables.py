@@ -28,7 +28,7 @@ def step_times(result: Result, *, hosts: int | None = None) -> str | None:
     if not measured:
         return None
     links, hosts = links_of(measured), measured[0]["hosts"]
-    columns: list[Column] = [(f"{hosts} hosts", "{codec!n}"), ("MB sent", "{wire_bytes!b}")]
+    columns: list[Column] = [(f"{hosts} nodes", "{codec!n}"), ("MB sent", "{wire_bytes!b}")]
     columns += [of for link in links for of in _of_link(link)]
     by_link = sorted(measured, key=lambda row: links.index(row["link_mbit"]))
     order = list(dict.fromkeys(row["codec"] for row in measured))
@@ -38,7 +38,7 @@ def step_times(result: Result, *, hosts: int | None = None) -> str | None:
     rounds = {row["link_mbit"]: row["rounds"] for row in measured}
     timed = ", ".join(f"{rounds[link]} at {of_link(link)}" for link in links)
     text = (
-        f"Median step of 10 x Linear(1024, 1024), 42 MB of gradients, {hosts} hosts x "
+        f"Median step of 10 x Linear(1024, 1024), 42 MB of gradients, {hosts} nodes x "
         f"{rows[0]['ranks_per_host']} ranks; MB sent per rank and step, over the slowest of these "
         f"links. Codecs with their default options. Timed steps: {timed}."
     )
@@ -72,7 +72,7 @@ def overview(steps: Result, losses: Result) -> str | None:
     lines = {row["codec"]: row for row in pivot(rows, of=["codec"], by="link_mbit")}
     seeds = max(len(row["seeds"]) for row in losses["rows"])
     text = (
-        "Median step and speedup over fp32 DDP: 10.5 M parameters, 2 hosts on one machine, joined "
+        "Median step and speedup over fp32 DDP: 10.5 M parameters, 2 nodes on one machine, joined "
         f"by an emulated link. Loss: byte-level GPT, 2 ranks, AdamW, {seeds} seeds, mean "
         "and standard deviation of the difference after a short training."
     )
@@ -116,7 +116,7 @@ def choice(steps: Result, losses: Result) -> str | None:
     text = (
         "Codecs whose final loss (and accuracy) is within the spread of fp32 DDP's seeds on as "
         "many ranks; of these the fastest, all within 5 % of it, and its speedup. Step: 42 MB of "
-        "gradients, one rank per host. Losses: byte-level GPT with AdamW, digits classifier with "
+        "gradients, one rank per node. Losses: byte-level GPT with AdamW, digits classifier with "
         "SGD."
     )
     return f"{markdown(columns, lines)}\n\n{caption(text, steps['meta'])}"
@@ -132,7 +132,7 @@ def forms(result: Result) -> str | None:
         mean_ranks = shape.world_size / shape.hosts
         ranks = " and ".join(map(str, [shape.counts[0]] if shape.even else shape.counts))
         columns: list[Column] = [
-            (f"{shape.hosts} hosts x {ranks} ranks", _form_and_codec),
+            (f"{shape.hosts} nodes x {ranks} ranks", _form_and_codec),
             ("MB to others", lambda row, n=mean_ranks: megabytes(row["wire_bytes"] * n)),
             ("MB inside", "{lo_bytes!b}"),
         ]
@@ -140,7 +140,7 @@ def forms(result: Result) -> str | None:
             columns += [*_of_link(link), ("% of the link", "{wire_limit_pct:,.0f}", link)]
         tables.append(markdown(columns, pivot(of_layout, of=["form", "codec"], by="link_mbit")))
     text = (
-        "Median step of 10 x Linear(1024, 1024), 42 MB of gradients; MB that a host sends to "
+        "Median step of 10 x Linear(1024, 1024), 42 MB of gradients; MB that a node sends to "
         "others (interface) and to itself (loopback) in a step; % of the link: bytes over the "
         "link's rate, by the time that communication adds to the step. All ranks share two cores."
     )
@@ -179,8 +179,8 @@ def sharded(result: Result) -> str | None:
         columns += [("faster than HSDP", faster, link)]
     model = _MODELS[result["meta"]["arguments"].get("model", "linear")]
     text = (
-        f"Median step of {model}, {rows[0]['layout']} hosts x ranks: sharded within hosts but for "
-        "`all-ranks`; MB that a rank sends to other hosts in a step (interface). Kernels are "
+        f"Median step of {model}, {rows[0]['layout']} nodes x ranks: sharded within nodes but for "
+        "`all-ranks`; MB that a rank sends to other nodes in a step (interface). Kernels are "
         "compiled. All ranks share two cores."
     )
     table = markdown(columns, pivot(rows, of=["codec"], by="link_mbit"))
@@ -197,7 +197,7 @@ def local_steps(result: Result) -> str | None:
         cell = ["{step_ms:,.0f} ms", "{share:x100.0f} %", "{ratio:.2f}"]
         columns.append((f"{of_link(link)}: step / throughput / ratio", cell, link))
     text = (
-        "Byte-level GPT of 1.4 M parameters on 2 hosts, steps in whole windows of local ones: time "
+        "Byte-level GPT of 1.4 M parameters on 2 nodes, steps in whole windows of local ones: time "
         "of a step; throughput in percent of that without communication; ratio of the measured "
         "step to the one that `lightning-dist profile whatif` predicts from a profile of fp32 DDP "
         f"at {of_link(result['meta']['arguments']['base'])}. Codecs between local steps are not "

@@ -112,15 +112,15 @@ def members_of(scope: str, hosts: Sequence[str]) -> list[tuple[int, ...]]:
     if scope == "inter":
         if len(by_host) < 2:
             raise ValueError(
-                f"--group inter needs 2 hosts or more, and all {len(hosts)} ranks are on "
-                f"{hosts[0]}: start it on every host with torchrun; where hosts have the same "
+                f"--group inter needs 2 nodes or more, and all {len(hosts)} ranks are on "
+                f"{hosts[0]}: start it on every node with torchrun; where nodes have the same "
                 "name, give each its own LIGHTNING_DIST_HOSTNAME"
             )
         return [tuple(ranks[0] for ranks in by_host)]
     found = [ranks for ranks in by_host if len(ranks) > 1]
     if not found:
         raise ValueError(
-            "--group intra needs a host with 2 ranks or more, and every host has one: start "
+            "--group intra needs a node with 2 ranks or more, and every node has one: start "
             "more with --nproc-per-node"
         )
     return found

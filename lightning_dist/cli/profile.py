@@ -147,7 +147,7 @@ def describe(summary: Summary) -> str:
         steps = f"{in_detail} of {steps} in detail"
     ranks, hosts = run.get("world_size", 0), len(set(run.get("hosts", ())))
     codec = str(run.get("codec") or "codec not known")
-    return ", ".join((codec, count(ranks, "rank"), count(hosts, "host"), steps))
+    return ", ".join((codec, count(ranks, "rank"), count(hosts, "node"), steps))
 
 
 def print_differences(differences: Sequence[Difference]) -> None:

@@ -30,8 +30,8 @@ def whatif_command(
     folder: Annotated[
         str, typer.Argument(metavar="DIR", help="Folder that CommProfiler has written.")
     ],
-    link_gbps: Annotated[float | None, typer.Option(help="Rate of a host's link, Gbit/s.")] = None,
-    hosts: Annotated[int | None, typer.Option(help="Number of hosts, all of one size.")] = None,
+    link_gbps: Annotated[float | None, typer.Option(help="Rate of a node's link, Gbit/s.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Number of nodes, all of one size.")] = None,
     codec: Annotated[
         list[str] | None,
         typer.Option(
@@ -45,10 +45,10 @@ def whatif_command(
         list[str] | None, typer.Option(help="flat, hierarchical, leader; repeatable.")
     ] = None,
     inside_gbps: Annotated[
-        float | None, typer.Option(help="Rate of a rank inside its host, Gbit/s.")
+        float | None, typer.Option(help="Rate of a rank inside its node, Gbit/s.")
     ] = None,
     latency_us: Annotated[
-        float | None, typer.Option(help="Round trip between hosts, microseconds.")
+        float | None, typer.Option(help="Round trip between nodes, microseconds.")
     ] = None,
     local_steps: Annotated[
         list[int] | None,
@@ -73,25 +73,25 @@ def whatif_command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
-    """Predict step times with other codecs, links, hosts.
+    """Predict step times with other codecs, links, nodes.
 
     Simulates the buckets of the profile with the rates that the run itself had and with codec costs
     as measured at the end of the run (costs.json), otherwise on this machine now. The run itself is
     predicted too: differences within the error of that are not ranked. `change` is against the
-    run's own setting with the same link and hosts. Rates include packet headers, as nominal link
+    run's own setting with the same link and nodes. Rates include packet headers, as nominal link
     rates do.
 
     \b
       lightning-dist profile whatif comm_profile/run-0
       lightning-dist profile whatif comm_profile/run-0 --codec powersgd:rank=8
-      lightning-dist profile whatif comm_profile/run-0 --link-gbps 10 --hosts 8
+      lightning-dist profile whatif comm_profile/run-0 --link-gbps 10 --nodes 8
     Local updates: for each codec the fewest steps with waiting below 5 %:
       lightning-dist profile whatif comm_profile/run-0 --link-gbps 0.05 --below 5
     """
     folder = str(run_folder(folder))
     observed = observe(read_run(folder))
     network = {"link_gbps": link_gbps, "inside_gbps": inside_gbps, "latency_us": latency_us}
-    there = elsewhere(observed.scenario, hosts=hosts, **network)
+    there = elsewhere(observed.scenario, hosts=nodes, **network)
     scenarios = scenarios_of(observed.scenario, there, codecs=codec or (), forms=form or ())
     names = codec or [DDP, *CANDIDATES]
     costs = _costs(folder, names, observed, compiled=compiled, anew=measure or compiled is not None)

@@ -54,7 +54,7 @@ def test_groups() -> None:
     assert members_of("inter", hosts) == [(0, 1, 4)]
     for scope, few, rule in [
         ("flat", ["a"], "2 ranks or more"),
-        ("intra", ["a", "b"], "every host has one"),
+        ("intra", ["a", "b"], "every node has one"),
         ("inter", ["a", "a"], "all 2 ranks are on a"),
     ]:
         with pytest.raises(ValueError, match=rule):
@@ -180,7 +180,7 @@ def test_timeout_bounds_what_is_measured(quick_python: list[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ("--group inter", "--group inter needs 2 hosts or more"),
+        ("--group inter", "--group inter needs 2 nodes or more"),
         ("-b 4 -e 4 --ops all_reduce", "nbytes must be 8 or more"),
     ],
 )

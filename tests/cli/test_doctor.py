@@ -250,7 +250,7 @@ def test_the_interface_that_is_chosen(value: str, told: str | None) -> None:
 def test_a_hostname_that_is_loopback() -> None:
     assert in_network({})["gloo address"] == Finding(
         "warning",
-        "127.0.0.1 (the hostname localhost resolves to it): ranks of other hosts cannot connect",
+        "127.0.0.1 (the hostname localhost resolves to it): ranks of other nodes cannot connect",
         "export GLOO_SOCKET_IFNAME=eth0",
     )
     assert in_network(ELASTIC)["gloo address"].state == "error"

@@ -169,7 +169,7 @@ def test_compare_shows_what_differs(folder: Path, tmp_path: Path) -> None:
     result = profile("compare", folder, other)
     assert (result.exit_code, result.stderr) == (0, "")
     a, b, verdict, _, *rows = result.stdout.splitlines()
-    assert a == f"A: {folder} (int8, 2 ranks, 2 hosts, 10 steps)"
+    assert a == f"A: {folder} (int8, 2 ranks, 2 nodes, 10 steps)"
     assert b.startswith(f"B: {other} (")
     assert verdict.endswith("longer: forward +200 ms.")
     cells = {row.split()[0]: row.split() for row in rows}
@@ -218,7 +218,7 @@ def test_compare_counts_the_steps_that_its_figures_are_of(folder: Path, tmp_path
     assert (content["a"]["steps"], content["a"]["all_steps"]) == (10, 10)
     assert (content["b"]["steps"], content["b"]["all_steps"]) == (5, 10)
     told = profile("compare", folder, other).stdout.splitlines()[1]
-    assert told.endswith("(int8, 2 ranks, 2 hosts, 5 of 10 steps in detail)")
+    assert told.endswith("(int8, 2 ranks, 2 nodes, 5 of 10 steps in detail)")
 
 
 def test_the_commands_load_no_torch(folder: Path) -> None:

@@ -19,7 +19,7 @@ from lightning_dist.profiling.whatif.costs import Costs, write_costs
 DDP = Planted(steps=8, codec="ddp", encode=0, decode=0, sent=4_000_000, transfer=40)
 FP16 = CodecCost("fp16", "allreduce", 2.0, 0.0, 0.0, 0.0, source="on a after this run")
 KEPT = Costs({"fp16": FP16, "none": replace(FP16, name="none")})
-CHANGE_BASELINE = "change: against ddp flat with the same link and hosts"
+CHANGE_BASELINE = "change: against ddp flat with the same link and nodes"
 
 
 @pytest.fixture(autouse=True)
@@ -49,10 +49,10 @@ def test_the_run_and_the_error_come_first(folder: Path) -> None:
     assert (result.exit_code, result.stderr) == (0, "")
     measured, label, columns, own, best, other, *notes = result.stdout.splitlines()
     assert measured == (
-        "Measured: 197 ms a step (ddp, 2 ranks on 2 hosts, 836 Mbit/s between them)."
+        "Measured: 197 ms a step (ddp, 2 ranks on 2 nodes, 836 Mbit/s between them)."
     )
     assert (
-        label == "Predicted step time (simulated), 2 ranks on 2 hosts, 836 Mbit/s between them, ms:"
+        label == "Predicted step time (simulated), 2 ranks on 2 nodes, 836 Mbit/s between them, ms:"
     )
     assert "setting" in columns.split()
     assert own.split()[:4] == ["ddp", "(this", "run)", "197"]
@@ -70,7 +70,7 @@ def test_the_run_and_the_error_come_first(folder: Path) -> None:
 
 
 def test_json_and_nothing_else(folder: Path) -> None:
-    found = content(folder, "--link-gbps", "0.05", "--hosts", "4", "--codec", "ddp")
+    found = content(folder, "--link-gbps", "0.05", "--nodes", "4", "--codec", "ddp")
     assert (found["schema"], found["label"]) == (2, "Predicted step time (simulated)")
     assert found["error"] == pytest.approx(0, abs=1e-9)
     assert found["baseline"]["step_ms"] == pytest.approx(found["measured_ms"])
@@ -90,7 +90,7 @@ def test_all_codecs_measured_here_by_default(folder: Path) -> None:
 
 
 REFUSALS = {
-    "--hosts 1": "hosts must be 2 or more",
+    "--nodes 1": "nodes must be 2 or more",
     "--link-gbps 0": "link_gbps must be above 0 Gbit/s, got 0",
     "--inside-gbps nan": "inside_gbps must be above 0 Gbit/s, got nan",
     "--latency-us -1": "latency_us must be 0 or more, got -1",
@@ -99,7 +99,7 @@ REFUSALS = {
     "--codec int8 --codec threshold": "codec must have a size that does not depend on the grad",
     "--codec ddp --form leader": "Nothing of this can be predicted: DDP itself is not hierarchical",
     "--codec int8 --form hierarchical --link-gbps 1": (
-        "Nothing of this can be predicted: one rank per host: nothing is reduced"
+        "Nothing of this can be predicted: one rank per node: nothing is reduced"
     ),
 }
 
@@ -174,7 +174,7 @@ def test_of_another_link_the_change_is_against_the_runs_own_setting_there(folder
     assert re.fullmatch(r"-4\d\.\d", best[change])
     assert own[change] in ("+0.0", "0.0")
     assert f"note: {CHANGE_BASELINE}" in text
-    assert "2 ranks on 2 hosts, 100 Mbit/s between them, ms:" in text
+    assert "2 ranks on 2 nodes, 100 Mbit/s between them, ms:" in text
     found = content(*asked)
     assert [each["change"] < 0 for each in found["scenarios"]] == [True, False]
 
@@ -183,14 +183,14 @@ def test_one_host_predicts_nothing_for_several_without_a_rate_between_them(tmp_p
     folder = save(tmp_path / "run", replace(DDP, hosts=("a",)).run())
     write_costs(folder, KEPT)
     first, *_ = profile("whatif", folder, "--codec", "ddp").stdout.splitlines()
-    assert "(ddp, 2 ranks on 1 host, 836 Mbit/s per rank inside the host)" in first
+    assert "(ddp, 2 ranks on 1 node, 836 Mbit/s per rank inside the node)" in first
     given = profile("whatif", folder, "--codec", "ddp", "--link-gbps", "0.1").stdout.splitlines()
     assert given[0] == first
-    assert "2 ranks on 1 host, each with a link of 100 Mbit/s, ms:" in given[1]
-    asked = ["--codec", "ddp", "--codec", "fp16", "--hosts", "64"]
+    assert "2 ranks on 1 node, each with a link of 100 Mbit/s, ms:" in given[1]
+    asked = ["--codec", "ddp", "--codec", "fp16", "--nodes", "64"]
     for more in ([], ["--json"]):
         assert refusal("whatif", folder, *asked, *more) == (
-            "The run was on one host; give the rate of a link between hosts with --link-gbps"
+            "The run was on one node; give the rate of a link between nodes with --link-gbps"
         )
     found = content(folder, *asked, "--link-gbps", "10")["scenarios"]
     assert {(each["codec"], each["hosts"]) for each in found} == {("ddp", 64), ("fp16", 64)}
@@ -201,7 +201,7 @@ def test_what_alone_cannot_be_predicted_is_a_note_with_the_option(tmp_path: Path
     write_costs(folder, KEPT)
     result = profile("whatif", folder, "--codec", "fp16")
     assert result.exit_code == 0
-    assert "note: n/a for fp16 hierarchical, leader: no exchange inside a host" in result.stdout
+    assert "note: n/a for fp16 hierarchical, leader: no exchange inside a node" in result.stdout
     assert "with --inside-gbps" in result.stdout
 
 

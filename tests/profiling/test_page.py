@@ -132,7 +132,7 @@ def test_a_time_line_with_less_says_what_is_missing() -> None:
     [
         ({"ranks": 1, "late": 0}, "One rank: nothing to wait for."),
         ({"links": [{"rank": 0, "peer": None, "group": "flat", "sent": 10, "seconds": 1.0}]},
-         "n/a between two hosts: only groups of ranks were measured."),
+         "n/a between two nodes: only groups of ranks were measured."),
         ({"links": [], "unavailable": {"links": "no time"}}, "n/a: no time."),
         ({"errors": [], "unavailable": {"errors": "not asked for"}},
          "Compression errors: n/a, not asked for."),

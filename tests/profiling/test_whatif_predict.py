@@ -197,7 +197,7 @@ def test_what_is_not_known_is_none_and_says_why() -> None:
     assert first.step_ms is not None
     reasons = {each.codec: each.reason for each in others}
     assert reasons["topk"] == "the cost of topk was not measured"
-    assert reasons["int8"].startswith("one rank per host")
+    assert reasons["int8"].startswith("one rank per node")
     for each in others:
         assert (each.step_ms, each.exposed_ms, each.sent_mb, each.change, each.position) == (
             None,
@@ -211,7 +211,7 @@ def test_a_run_that_cannot_be_simulated_is_refused() -> None:
 
 def test_from_one_host_nothing_is_known_of_links_between_hosts() -> None:
     one = replace(DDP, hosts=("a",))
-    with pytest.raises(ValueError, match="give the rate of a link between hosts with --link-gbps"):
+    with pytest.raises(ValueError, match="give the rate of a link between nodes with --link-gbps"):
         only(one, hosts=4)
     given = only(one, hosts=4, link_gbps=1.0)
     assert given.step_ms is not None
@@ -222,7 +222,7 @@ def test_from_one_host_nothing_is_known_of_links_between_hosts() -> None:
     )
     assert here.scenarios[0].step_ms == free.scenarios[0].step_ms
     assert late.scenarios[0].step_ms > free.scenarios[0].step_ms
-    assert "latency between hosts is 0" in here.unavailable["latency"]
+    assert "latency between nodes is 0" in here.unavailable["latency"]
     assert "latency" not in late.unavailable
 
 
@@ -240,7 +240,7 @@ def test_scenarios() -> None:
     ddp, (flat, *by_hosts) = ("ddp", "flat"), [("int8", form) for form in FORMS]
     assert of(2, "ddp", "int8") == {ddp, flat}
     assert of(4, "ddp", "int8") == {ddp, flat, *by_hosts}
-    with pytest.raises(ValueError, match="no exchange inside a host was measured"):
+    with pytest.raises(ValueError, match="no exchange inside a node was measured"):
         of(4, "ddp", "int8", forms=("leader",))
     assert of(4, "ddp", "int8", forms=("leader",), inside=9.0) == {ddp, ("int8", "leader")}
     assert of(2, "int8") == {ddp, flat}, "with the run's own, which is what it is compared with"
@@ -254,7 +254,7 @@ def test_a_scenario_that_cannot_be_is_refused() -> None:
         with pytest.raises(ValueError, match=rule):
             replace(run, **change)
     for place, rule in [
-        ({"hosts": 1}, "hosts must be 2 or more"),
+        ({"hosts": 1}, "nodes must be 2 or more"),
         ({"link_gbps": 0.0}, "link_gbps must be above 0"),
         ({"inside_gbps": nan}, "inside_gbps must be above 0"),
         *(({"latency_us": bad}, "latency_us must be 0 or more") for bad in (-1.0, nan, inf)),

@@ -64,8 +64,8 @@ def test_where_nothing_is_faster_it_says_so() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"form": "hierarchical"}, "Predicted with int4 between hosts: 1.2x."),
-        ({"form": "leader"}, "Predicted with int4 between hosts, leader form: 1.2x."),
+        ({"form": "hierarchical"}, "Predicted with int4 between nodes: 1.2x."),
+        ({"form": "leader"}, "Predicted with int4 between nodes, leader form: 1.2x."),
         ({"change": -0.019}, NOTHING),
         (
             {"assumption": "matrices", "position": None},
@@ -178,10 +178,10 @@ def test_each_reason_for_a_missing_prediction_is_reported_once() -> None:
     run = replace(DDP, world_size=4, hosts=("a",)).run()
     found = with_whatif(summarize(run), run, lambda observed: Costs(COSTS))
     table = whatif_table(found)
-    assert "4 ranks on 1 host, " in table.caption
+    assert "4 ranks on 1 node, " in table.caption
     assert "N/a for int8, int4, sign, topk, powersgd flat: " not in table.caption
     assert "N/a for int8 flat, hierarchical, leader: the cost of int8 was not" in table.caption
-    assert "N/a for none, fp16 hierarchical, leader: one host: nothing crosses" in table.caption
+    assert "N/a for none, fp16 hierarchical, leader: one node: nothing crosses" in table.caption
 
 
 def test_the_terminal_has_the_best_few() -> None:

@@ -151,11 +151,11 @@ def test_what_is_not_supported_says_why() -> None:
     pair, four = (Scenario("int8", "hierarchical", counts, SLOW) for counts in ((1, 1), (3, 1)))
     leader = replace(four, form="leader")
     for scenario, reason in (
-        (pair, "one rank per host"),
+        (pair, "one rank per node"),
         (four, "leader"),
         (leader, "inside"),
         (replace(four, codec="ddp"), "DDP itself is not hierarchical"),
-        (replace(pair, counts=(2,)), "one host"),
+        (replace(pair, counts=(2,)), "one node"),
     ):
         assert reason in scenario.unsupported
     assert replace(leader, inside=SLOW).unsupported == ""

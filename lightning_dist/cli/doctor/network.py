@@ -139,7 +139,7 @@ def _gloo(
     if best is None:
         return Finding("ok", f"{address}, the only network")
     if _is_loopback(address):
-        what = f"{address} ({cause}): ranks of other hosts cannot connect"
+        what = f"{address} ({cause}): ranks of other nodes cannot connect"
         return Finding("error" if _has_several_hosts(environ) else "warning", what, fix)
     if not value and using and way and way.is_usable and using != way:
         what = f"{using.name} {address} ({cause}), and MASTER_ADDR is reached through {way.name}"

@@ -75,8 +75,8 @@ _OF_RUN = (
     ),
     metric(
         "traffic.wire_gbps",
-        "Bits sent over the time with a collective in flight, without waiting: of a host to other "
-        "hosts, or of a rank where there is one host.",
+        "Bits sent over the time with a collective in flight, without waiting: of a node to other "
+        "nodes, or of a rank where there is one node.",
         label="wire bandwidth",
     ),
     metric(
@@ -100,8 +100,8 @@ _OF_RANKS_AND_BUCKETS = (
     ),
     metric("waited_for_ms", "Time for which the other ranks waited for this one."),
     metric("clock_uncertainty_ms", "Bound of a clock's error against that of rank 0."),
-    metric("intra_gbps", label="inside its host"),
-    metric("inter_gbps", label="to other hosts"),
+    metric("intra_gbps", label="inside its node"),
+    metric("inter_gbps", label="to other nodes"),
     metric("bucket_codec", label="codec", unit=TEXT),
     metric(
         "relative_l2",

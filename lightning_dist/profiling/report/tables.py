@@ -109,7 +109,7 @@ def facts(summary: Summary) -> list[Fact]:
             f"per step and rank{'' if summary.is_of_all else ' with records'}, "
             f"{f'{ratio:.1f}x less than' if ratio >= 1.05 else 'compared to'} "
             f"{format_value(traffic.raw_bytes, 'B')} of uncompressed DDP; "
-            f"{format_value(traffic.inter_bytes, 'B')} to other hosts"
+            f"{format_value(traffic.inter_bytes, 'B')} to other nodes"
         )
         used = f"{format_value(traffic.link_utilization, '%')} used"
         if len(set(summary.run.get("hosts", ()))) == 1:
@@ -205,19 +205,19 @@ def buckets_table(summary: Summary) -> View:
 
 
 def links_table(summary: Summary) -> View:
-    """Gbit/s from the host of the row to that of the column: all bits over all seconds."""
-    title, hosts = "Bandwidth between hosts", {each.rank: each.host for each in summary.ranks}
+    """Gbit/s from the node of the row to that of the column: all bits over all seconds."""
+    title, hosts = "Bandwidth between nodes", {each.rank: each.host for each in summary.ranks}
     sent: Counter[tuple[str, str]] = Counter()
     seconds: Counter[tuple[str, str]] = Counter()
     for link in (each for each in summary.links if each.get("peer") is not None):
         source, target = (
-            hosts.get(link[end], f"host of rank {link[end]}") for end in ("rank", "peer")
+            hosts.get(link[end], f"node of rank {link[end]}") for end in ("rank", "peer")
         )
         sent[source, target] += link["sent"]
         seconds[source, target] += link["seconds"]
     rates = {pair: sent[pair] * 8e-9 / of for pair, of in seconds.items() if of > 0}
     if not rates:
-        sentence = "n/a between two hosts: only groups of ranks were measured."
+        sentence = "n/a between two nodes: only groups of ranks were measured."
         sentence = sentence if summary.links else missing(summary, "links")
         return View("links", title, missing=sentence)
     names = sorted({name for pair in rates for name in pair})
@@ -226,7 +226,7 @@ def links_table(summary: Summary) -> View:
         for row in names
     ]
     caption = (
-        "Gbit/s from the host of the row to that of the column, on the idle link; an empty cell "
+        "Gbit/s from the node of the row to that of the column, on the idle link; an empty cell "
         "was not measured."
     )
     columns = _text("from"), *(Metric(name, f"to {name}") for name in names)

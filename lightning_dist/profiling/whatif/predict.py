@@ -118,7 +118,7 @@ def predict(
     found = _ranked(found, own_there.step_ms, tolerance)
     if run.hosts == 1 and own.hosts > 1 and own.link.latency is None:
         unavailable["latency"] = (
-            "the run was on one host; latency between hosts is 0 without --latency-us"
+            "the run was on one node; latency between nodes is 0 without --latency-us"
         )
     link = {
         "gbps": run.link.gbps,

@@ -134,12 +134,12 @@ class Scenario:
             return ""
         reasons = {
             "DDP itself is not hierarchical": self.codec == DDP,
-            "one rank per host: nothing is reduced inside a host": max(self.counts) == 1,
-            "one host: nothing crosses between hosts": self.hosts == 1,
-            "the hosts hold different numbers of ranks, which needs the leader form": (
+            "one rank per node: nothing is reduced inside a node": max(self.counts) == 1,
+            "one node: nothing crosses between nodes": self.hosts == 1,
+            "the nodes hold different numbers of ranks, which needs the leader form": (
                 self.form == HIERARCHICAL and len(set(self.counts)) > 1
             ),
-            "no exchange inside a host was measured; give its rate with --inside-gbps": (
+            "no exchange inside a node was measured; give its rate with --inside-gbps": (
                 self.inside is None
             ),
         }
@@ -176,14 +176,14 @@ def elsewhere(
         ValueError: one of them is out of range, or the run does not know it.
     """
     if hosts is not None and hosts < 2:
-        raise ValueError(f"hosts must be 2 or more, got {hosts}; one host has no link between them")
+        raise ValueError(f"nodes must be 2 or more, got {hosts}; one node has no link between them")
     if hosts is not None and run.hosts == 1 and link_gbps is None:
         raise ValueError(
-            "The run was on one host; give the rate of a link between hosts with --link-gbps"
+            "The run was on one node; give the rate of a link between nodes with --link-gbps"
         )
     if inside_gbps is not None and run.form == FSDP:
         raise ValueError(
-            "inside_gbps is of an exchange of DDP, and what FSDP does inside a host is taken as it "
+            "inside_gbps is of an exchange of DDP, and what FSDP does inside a node is taken as it "
             "was in the run; leave it out"
         )
     for name, gbps in (("link_gbps", link_gbps), ("inside_gbps", inside_gbps)):

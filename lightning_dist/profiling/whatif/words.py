@@ -47,7 +47,7 @@ def name_of(each: Prediction, baseline: Prediction) -> str:
     steps += f" with {count(each.overlap_steps, 'step')} overlap" if each.overlap_steps else ""
     if each.form == FSDP:
         return each.codec
-    words = each.codec + steps + (flat if each.form == FLAT else " between hosts")
+    words = each.codec + steps + (flat if each.form == FLAT else " between nodes")
     return f"{words}, leader form" if each.form == LEADER else words
 
 
@@ -57,8 +57,8 @@ def where(each: Prediction, *, link_given: bool = False) -> str:
     Args:
         link_given: the rate is not that of the run. On one host each rank then has such a link.
     """
-    rate, hosts = format_value(each.gbps, "Gbit/s"), count(each.hosts, "host")
-    inside = f"each with a link of {rate}" if link_given else f"{rate} per rank inside the host"
+    rate, hosts = format_value(each.gbps, "Gbit/s"), count(each.hosts, "node")
+    inside = f"each with a link of {rate}" if link_given else f"{rate} per rank inside the node"
     network = f"{rate} between them" if each.hosts > 1 else inside
     return f"{count(each.world_size, 'rank')} on {hosts}, {network}"
 
@@ -89,7 +89,7 @@ def notes(found: Predictions) -> list[str]:
     least = f"differences within {format_value(found.tolerance, '%')} are not ranked"
     return [
         f"this run simulated: {format_value(baseline.step_ms, 'ms')} ({error}); {least}",
-        f"change: against {baseline.codec} {baseline.form} with the same link and hosts",
+        f"change: against {baseline.codec} {baseline.form} with the same link and nodes",
         *([f"codec costs: {'; '.join(costs)}"] if costs else []),
         *(f"{name}: n/a, {reason}" for name, reason in found.unavailable.items()),
         *(f"n/a for {_codecs_and_forms(of)}: {reason}" for reason, of in missing.items()),
