@@ -126,13 +126,20 @@ class RoundedError(Memory):
         return step.fill_(0.01), codes.random_(-127, 128, generator=generator)
 
     def compensated(self, x: Tensor, state: State, scale: Tensor) -> Tensor:
-        step, codes = state
-        return x + codes.to(x.dtype) * step.to(x.dtype)
+        return x + self.value(state, x.dtype)
 
     def after(
         self, x: Tensor, compensated: Tensor, sent: Tensor, state: State, scale: Tensor
     ) -> State:
-        error = compensated - sent
+        return self.rounded(compensated - sent)
+
+    def value(self, state: State, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The error that ``state`` stands for."""
+        step, codes = state
+        return codes.to(dtype) * step.to(dtype)
+
+    def rounded(self, error: Tensor) -> State:
+        """State that stands for ``error (rows, B, block)``."""
         step = block_scale(error.abs().amax(-1, keepdim=True), levels=127)
         codes = torch.round(error * per_step(step)).to(torch.int8)
         return step.to(torch.bfloat16), codes

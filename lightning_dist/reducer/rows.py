@@ -106,6 +106,18 @@ class Rows:
             for part in self._parts
         ]
 
+    def errors_of_slices(
+        self, errors: Sequence[tuple[Tensor, ...]]
+    ) -> dict[int, tuple[Tensor, ...]]:
+        """Views ``(ranks, blocks, ...)`` of ``errors``, by the offset of each slice in a row."""
+        found: dict[int, tuple[Tensor, ...]] = {}
+        for part, state in zip(self._parts, errors, strict=True):
+            sizes = [-(-numel // part.kernels.codec.block) for _, numel in part.slices]
+            of_slices = zip(*(held.split_with_sizes(sizes, dim=1) for held in state), strict=True)
+            offsets = [offset for offset, _ in part.slices]
+            found |= dict(zip(offsets, of_slices, strict=False))  # none of a lossless codec
+        return found
+
     def encode(
         self,
         rows: Tensor,

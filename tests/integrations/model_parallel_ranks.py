@@ -301,19 +301,22 @@ def sharded_over_all() -> dict[str, bool]:
 
 
 QUANTISED: dict[str, Any] = {"codec": "qsgd:bits=4,block_size=64", "parameters": "int8"}
+FED_BACK: dict[str, Any] = {"codec": "int4", "parameters": "int8", "error_feedback": True}
 
 
 def shards_resume() -> dict[str, bool]:
-    """Random rounding goes on where it was, from checkpoints of Lightning and AsyncCheckpoint."""
-    _, straight = fitted(ours(**QUANTISED))
-    folder = FOLDER / "shards"
-    saved = AsyncCheckpoint(folder, format="sharded", filename="async")
-    first, _ = fitted(ours(**QUANTISED), max_epochs=1, enable_checkpointing=True, callbacks=[saved])
-    first.save_checkpoint(folder / "theirs")
+    """Random rounding and errors go on, from checkpoints of Lightning and AsyncCheckpoint."""
     facts = {}
-    for name in ("async.ckpt", "theirs"):
-        _, again = fitted(ours(**QUANTISED), ckpt_path=folder / name)
-        facts[name] = same(weights(straight), weights(again))
+    for settings in (QUANTISED, FED_BACK):
+        _, straight = fitted(ours(**settings))
+        folder = FOLDER / f"shards {settings['codec']}"
+        saved = AsyncCheckpoint(folder, format="sharded", filename="async")
+        given = {"max_epochs": 1, "enable_checkpointing": True, "callbacks": [saved]}
+        first, _ = fitted(ours(**settings), **given)
+        first.save_checkpoint(folder / "theirs")
+        for name in ("async.ckpt", "theirs"):
+            _, again = fitted(ours(**settings), ckpt_path=folder / name)
+            facts[f"{settings['codec']}, {name}"] = same(weights(straight), weights(again))
     other, _ = fitted(ours("int4"), ckpt_path=folder / "theirs")
     facts["loads between replicas"] = other.strategy._reducer.step == BATCHES
     return facts

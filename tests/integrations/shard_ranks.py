@@ -5,10 +5,12 @@ torchrun shard_ranks.py FOLDER SCENARIO...
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from collections import Counter
 from collections.abc import Callable
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -255,9 +257,70 @@ def training(mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def resumed(mesh: DeviceMesh) -> dict[str, Any]:
-    """An interrupted run with random rounding has the bits of one that was not."""
-    settings = {"parameters": PARAMETERS, "min_compress_numel": 0}
-    codec = "qsgd:bits=4,block_size=64"
+    """An interrupted run has the bits of one that was not: random numbers and errors go on."""
+    random, _ = resumed_with(mesh, "qsgd:bits=4,block_size=64", {"min_compress_numel": 0})
+    codec = f"int8:block_size={BLOCK}"
+    fed_back, state = resumed_with(mesh, codec, FED_BACK)
+    found = {**random, **{f"{name}, errors": value for name, value in fed_back.items()}}
+    found["owed in other blocks"] = conserves(state, "int8:block_size=32", mesh)[0]
+    found["says what it drops"] = says_what_it_drops(state, mesh)
+    if mesh.size() == 4:
+        half = init_device_mesh("cpu", (2, 2), mesh_dim_names=("half", "shard"))["shard"]
+        found["owed by two ranks"], of_two = conserves(state, codec, half)
+        found["owed by four again"] = conserves(of_two, codec, mesh)[0]
+    return found
+
+
+def conserves(state: Any, codec: str, mesh: DeviceMesh) -> tuple[bool, Any]:
+    """Whether ranks that load ``state`` owe together what it owes, to 8 bits; and their state."""
+    ours = compress_fsdp(shard(small(), mesh), codec, mesh=mesh, parameters=PARAMETERS, **FED_BACK)
+    ours.load_state_dict(state)
+    shared = [ours.state_dict()]
+    dist.broadcast_object_list(shared, group=mesh.get_group(), group_src=0)
+    ours.close()
+    before, after = owed(state), owed(shared[0])
+    # A bias of two ranks has no error where its shards are too small for a block.
+    common = {"first.weight", "second.weight", "last.weight"} & before.keys() & after.keys()
+    equal = len(common) > 1
+    for name in common:
+        error, (now, largest) = before[name][0], after[name]
+        equal &= bool(error.any()) and bool(((now - error).abs() <= 0.0041 * largest).all())
+    return equal, shared[0]
+
+
+def says_what_it_drops(state: Any, mesh: DeviceMesh) -> bool:
+    """Whether the first rank warns of errors that are not kept here."""
+    heard = BufferingHandler(100)
+    logging.getLogger("lightning_dist").addHandler(heard)
+    ours = compress_fsdp(shard(small(), mesh), "qsgd", mesh=mesh, parameters=PARAMETERS)
+    ours.load_state_dict(state)
+    ours.close()
+    logging.getLogger("lightning_dist").removeHandler(heard)
+    numel = sum(codes[0].numel() for _, codes in state["errors"].values())
+    said = [each.getMessage() for each in heard.buffer if "dropped" in each.getMessage()]
+    return len(said) == (dist.get_rank() == 0) and all(
+        f" {numel} elements" in each for each in said
+    )
+
+
+def owed(state: Any) -> dict[str, tuple[Tensor, float]]:
+    """Mean of the ranks' errors of each parameter, and the largest error of one."""
+    found = {}
+    for name, parameter in small().named_parameters():
+        if name in state["errors"]:
+            scales, codes = state["errors"][name]
+            errors = codes.double() * scales.double()
+            numel = as_rows(parameter, codes.shape[1]).shape[1]
+            rows = errors.mean(0).flatten(1)[:, :numel]
+            found[name] = from_rows(rows, parameter), float(errors.abs().max())
+    return found
+
+
+def resumed_with(
+    mesh: DeviceMesh, codec: str, given: dict[str, Any]
+) -> tuple[dict[str, bool], Any]:
+    """A run that is interrupted, and its state then."""
+    settings = {"parameters": PARAMETERS, **given}
     straight = shard(small(), mesh)
     ours = compress_fsdp(straight, codec, mesh=mesh, **settings)
     fit(straight)
@@ -277,8 +340,8 @@ def resumed(mesh: DeviceMesh) -> dict[str, Any]:
         ours.close()
     return {
         "equal": all(map(torch.equal, weights(straight), weights(again))),
-        "other numbers": not all(map(torch.equal, weights(straight), weights(other))),
-    }
+        "else other bits": not all(map(torch.equal, weights(straight), weights(other))),
+    }, shared[0]
 
 
 def compiled_kernels(mesh: DeviceMesh) -> dict[str, bool]:

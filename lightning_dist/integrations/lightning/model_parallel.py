@@ -44,8 +44,9 @@ class CompressedModelParallelStrategy(
     Arguments: see :class:`.ModelParallelArguments`, and everything else that
     ``ModelParallelStrategy`` takes.
 
-    Residuals of all replicas are in the checkpoint under ``"lightning_dist"``. Such a checkpoint
-    loads under plain ``ModelParallelStrategy`` and a plain one loads here.
+    Residuals of all replicas, with ``parameters=`` of all ranks, are in the checkpoint under
+    ``"lightning_dist"``. Such a checkpoint loads under plain ``ModelParallelStrategy`` and a plain
+    one loads here.
     """
 
     _exchange: ShardedExchange | None = None
@@ -124,9 +125,10 @@ class CompressedModelParallelStrategy(
         self, io: CheckpointerIO | None, exchange: ShardedExchange
     ) -> dict[str, Any] | None:
         splits_layers = self.device_mesh[DIMENSIONS[2]].size() > 1
-        if io is None or splits_layers or not isinstance(exchange, ShardedGradients):
+        if io is None or splits_layers:
             return self._state_of(exchange)
-        return io.striped_state_of(exchange.reducer)
+        owner = exchange.reducer if isinstance(exchange, ShardedGradients) else exchange
+        return io.striped_state_of(owner)
 
     @override
     def load_checkpoint(
@@ -159,7 +161,7 @@ class CompressedModelParallelStrategy(
         ranks = Ranks(dist.group.WORLD, device=self.root_device)
         if ranks.on_each(lambda: describe(path)).kind != "sharded":
             return super().load_checkpoint(path, weights_only=weights_only)
-        rows = None if self._reducer is None else self._reducer.network.rows
+        rows = None if self._exchange is None else self._exchange.rows
         checkpoint = ranks.on_each(
             lambda: load_shards(path, module, self.optimizers, weights_only=weights_only, rows=rows)
         )

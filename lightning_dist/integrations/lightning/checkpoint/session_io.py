@@ -14,6 +14,7 @@ from typing_extensions import override
 if TYPE_CHECKING:
     from lightning_dist.checkpoint.checkpointer import Checkpointer
     from lightning_dist.checkpoint.snapshot.plan import Striped
+    from lightning_dist.integrations.torch.fsdp.shards import CompressedShards
     from lightning_dist.reducer.reducer import Reducer
 
 
@@ -35,11 +36,11 @@ class CheckpointerIO(TorchCheckpointIO):
         self._step, self.sharded, self._resumable = step, sharded, resumable
         self.striped: list[Striped] = []
 
-    def striped_state_of(self, reducer: Reducer) -> dict[str, Any]:
-        """State of a reducer for a sharded save: each rank keeps its own rows of it."""
+    def striped_state_of(self, owner: Reducer | CompressedShards) -> dict[str, Any]:
+        """State for a sharded save: each rank keeps its own rows of it."""
         from lightning_dist.checkpoint.snapshot.plan import Striped
 
-        state, stripes = reducer.striped_state_dict()
+        state, stripes = owner.striped_state_dict()
         self.striped += [Striped(each.whole, each.own) for each in stripes]
         return state
 

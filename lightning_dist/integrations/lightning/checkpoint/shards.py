@@ -87,17 +87,29 @@ def load_shards(
 def _own_row(value: Any, rows: Rows | None, lazy: LazyState) -> Any:
     """The state of a reducer, with this replica's row alone or the mean of all rows.
 
-    A reducer takes the mean of the rows that it is given: of one that row.
+    A reducer takes the mean of the rows that it is given: of one that row. Of errors of shards this
+    rank takes every ``rows.count``-th row, see :meth:`.CompressedShards.load_state_dict`.
     """
     if not isinstance(value, dict):
         return lazy.whole(value)
     found = {}
     for key, part in value.items():
-        if key not in ("residuals", "momenta"):
+        if key not in ("residuals", "momenta", "errors", "rows"):
             found[key] = lazy.whole(part)
-        elif rows is not None:
+        elif rows is not None and key == "errors":
+            found["rows"] = value["rows"][rows.own :: rows.count]
+            found[key] = {
+                name: [[_of_row(kind, row, lazy) for row in found["rows"]] for kind in each]
+                for name, each in part.items()
+            }
+        elif rows is not None and key != "rows":
             found[key] = {name: _row(each, rows, lazy) for name, each in part.items()}
     return found
+
+
+def _of_row(saved: Tensor, row: int, lazy: LazyState) -> Tensor:
+    numel = saved[0].numel()
+    return lazy.run(saved, row * numel, numel).view(saved.shape[1:])
 
 
 def _row(saved: Tensor, rows: Rows, lazy: LazyState) -> Tensor:

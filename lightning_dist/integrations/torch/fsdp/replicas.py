@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from lightning_dist.accelerator import is_accelerator
 from lightning_dist.integrations.torch.fsdp.checks import ParameterGroup
 from lightning_dist.private import at_end_of_backward, runs_after_accumulation
+from lightning_dist.reducer.network import Rows
 from lightning_dist.reducer.plan.plans import Handle
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.reducer import Reducer
@@ -78,6 +79,11 @@ class ShardedGradients:
     def topology(self) -> Topology:
         """Hosts and groups of the ranks."""
         return self.reducer.topology
+
+    @property
+    def rows(self) -> Rows:
+        """Rows of the gathered state: one per replica."""
+        return self.reducer.network.rows
 
     def comm_stats(self) -> Mapping[str, Any]:
         """Bytes this rank sent between replicas, as of ``Reducer.comm_stats``."""

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.functional import pad
 
 from lightning_dist.accelerator import is_accelerator
 from lightning_dist.codecs import Codec
 from lightning_dist.codecs.base import BlockCodec
-from lightning_dist.codecs.memory import RoundedError
+from lightning_dist.codecs.memory import RoundedError, State
 from lightning_dist.codecs.none import NoCompression
 from lightning_dist.exchange.channel import Channel, Watch
 from lightning_dist.exchange.handshake import all_facts, require_equal
@@ -29,7 +31,9 @@ from lightning_dist.private import (
     name_before_compile,
     parameter_groups_of,
 )
+from lightning_dist.reducer import network
 from lightning_dist.reducer.observer import untraced
+from lightning_dist.reducer.parts import Stripes
 from lightning_dist.reducer.rows import RowGather, RowReduceScatter, Rows
 from lightning_dist.reducer.stats import CommStats, Count, places, run_config
 from lightning_dist.topology import Topology, this_host
@@ -64,6 +68,7 @@ class CompressedShards:
         self._stats, self._in_backward = CommStats(), False
         self._trains = True  # whether the last forward pass was recorded by autograd
         self._reductions: dict[str, RowReduceScatter] = {}
+        self._errors: dict[str, tuple[Sequence[int], State]] = {}  # with the parameter's shape
         self._at_close = ExitStack()
         self._at_close.callback(model.register_forward_pre_hook(lambda *_: self.begin()).remove)
         every: list[RowGather | RowReduceScatter] = []
@@ -81,6 +86,8 @@ class CompressedShards:
                 self._reductions[name] = quantised["reduce_scatter"] = RowReduceScatter(
                     rows, self.topology, name=name, device=self.device
                 )
+                errors = rows.errors_of_slices(self._reductions[name].errors)
+                self._errors |= dict(_by_parameter(errors, each, names))
             every += quantised.values()
             # Before FSDP's own hook, which gathers without gradients in any case.
             hook = each.module.register_forward_pre_hook(untraced(self._note), prepend=True)  # type: ignore[attr-defined]
@@ -89,6 +96,11 @@ class CompressedShards:
                 replaced_collectives(each.module, partial(self._quantised, quantised))
             )
         self._compile(every)
+
+    @property
+    def rows(self) -> network.Rows:
+        """Rows of the errors in a state: one per rank."""
+        return network.Rows(tuple(range(self.group.size())), self.group.rank())
 
     def begin(self) -> None:
         """Give up what a backward pass that an exception has cut short has left.
@@ -128,21 +140,78 @@ class CompressedShards:
         return {"residual_bytes": sum(each.nbytes for each in self._reductions.values())}
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Where random numbers go on, on the first rank; None elsewhere. Errors are not saved."""
-        if self.group.rank():
-            return None
-        return {"steps": {name: each.step for name, each in self._reductions.items()}}
+        """State of all ranks on the first rank, None elsewhere. Collective; between passes.
+
+        ``{"steps"}``, where random numbers go on. With error feedback also ``"errors"``,
+        ``{parameter name: [scales, codes]}`` with a row of every rank: ranks times ``memory()``
+        bytes on the CPU of the first rank. A sharded checkpoint leaves each row on its rank.
+        """
+        state, stripes = self.striped_state_dict()
+        channel, first = Channel(self.group), self.group.rank() == 0
+        for each in stripes:
+            whole = each.whole.view(self.group.size(), len(each.own), -1)
+            for shard, (_, own) in enumerate(each.own):  # no more than a parameter at a time
+                of_ranks = [torch.empty_like(own) for _ in whole] if first else None
+                channel.gather(of_ranks, own, to=0).wait()
+                for row, received in enumerate(of_ranks or ()):
+                    whole[row, shard] = received
+        return state if first else None
+
+    def striped_state_dict(self) -> tuple[dict[str, Any], list[Stripes]]:
+        """:meth:`state_dict` on every rank, with the errors left on their ranks.
+
+        The tensors of the state are empty memory; the stripes are the parts that this rank has.
+        """
+        state: dict[str, Any] = {"steps": {n: each.step for n, each in self._reductions.items()}}
+        size, stripes = self.group.size(), []
+        for name, (_, errors) in self._errors.items():
+            for held in errors:
+                whole = torch.empty(size, *held.shape, dtype=held.dtype)
+                starts = range(self.group.rank() * held.numel(), whole.numel(), held[0].numel())
+                own = tuple(zip(starts, map(torch.flatten, held), strict=False))
+                stripes.append(Stripes(whole, own))
+                state.setdefault("errors", {}).setdefault(name, []).append(whole)
+        if stripes:
+            state |= {"world_size": size, "rows": list(range(size))}
+        return state, stripes
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restore :meth:`state_dict`, the same object on every rank, without residuals.
+        """Go on from :meth:`state_dict`, the same object on every rank; None starts afresh.
 
-        None starts afresh.
+        With another number of ranks each row of errors is given to one rank, weighted so that their
+        mean is as it was, but for the rounding to 8 bits. Errors of parameters that have none here
+        are dropped, with a warning.
         """
-        steps = {} if state is None else state["steps"]
+        state = {"steps": {}} if state is None else state
         for name, each in self._reductions.items():
-            each.step = int(steps.get(name, 0))
+            each.step = int(state["steps"].get(name, 0))
             for held in (of for errors in each.errors for of in errors):
                 held.zero_()
+        if "errors" in state:
+            self._load_errors(state)
+
+    def _load_errors(self, state: Mapping[str, Any]) -> None:
+        before, ranks, dropped = state["world_size"], self.group.size(), 0
+        mine = [i for i, row in enumerate(state["rows"]) if row % ranks == self.group.rank()]
+        for name, saved in state["errors"].items():
+            rows = [tuple(kind[i].to(self.device) for kind in saved) for i in mine]
+            shape, own = self._errors.get(name, ((), ()))
+            if not own:
+                dropped += sum(codes.numel() for _, codes in rows)
+            elif before == ranks and rows[0][1].shape == own[1].shape:
+                for held, found in zip(own, rows[0], strict=True):
+                    held.copy_(found)
+            elif rows:
+                whole = torch.stack([_whole(row, shape) for row in rows]).sum(0) * (ranks / before)
+                rounded = RoundedError().rounded(_cut(whole, shape, own))
+                for held, new in zip(own, rounded, strict=True):
+                    held.copy_(new)
+        if dropped and self.group.rank() == 0:
+            log.warning(
+                "The checkpoint has errors of %d elements that are not compressed with error "
+                "feedback in this run: they are dropped",
+                dropped,
+            )
 
     def close(self) -> None:
         """Leave the collectives to torch again."""
@@ -185,6 +254,38 @@ class CompressedShards:
             log.warning("Compiling the codecs' kernels (about 20 s the first time)")
         for each in every:
             each.fuse(self.device)
+
+
+def _by_parameter(
+    errors: Mapping[int, State], group: ParameterGroup, names: Mapping[Tensor, str]
+) -> Iterator[tuple[str, tuple[Sequence[int], State]]]:
+    """Name, whole shape and errors of each trained parameter, from those by offset."""
+    offset = 0
+    for parameter, shape, numel in zip(group.parameters, group.shapes, group.padded, strict=True):
+        if parameter.requires_grad:
+            if offset in errors:
+                yield names[parameter], (shape, errors[offset])
+            offset += numel
+
+
+def _whole(errors: State, shape: Sequence[int]) -> Tensor:
+    """``errors (ranks, blocks, ...)`` of a parameter of ``shape``, decoded and flat."""
+    decoded = RoundedError().value(errors).flatten(1)
+    numel = -(-shape[0] // len(decoded)) * prod(shape[1:])
+    if not 0 <= decoded.shape[1] - numel < errors[1].shape[2]:
+        raise ValueError(
+            f"A parameter of {tuple(shape)} has {numel} elements on each of {len(decoded)} ranks, "
+            f"and the saved error {decoded.shape[1]}; this state belongs to another model"
+        )
+    return decoded[:, :numel].reshape(-1)[: prod(shape)]
+
+
+def _cut(whole: Tensor, shape: Sequence[int], like: State) -> Tensor:
+    """The way back, to the ranks and blocks of ``like``."""
+    ranks, blocks, block = like[1].shape
+    numel = -(-shape[0] // ranks) * prod(shape[1:])
+    rows = pad(whole, (0, ranks * numel - len(whole))).view(ranks, numel)
+    return pad(rows, (0, blocks * block - numel)).view(ranks, blocks, block)
 
 
 def _rows(
