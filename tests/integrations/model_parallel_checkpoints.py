@@ -228,10 +228,10 @@ FAULTS = {
 """Optimizer steps before each hook at which a run fails, on all ranks."""
 
 
-def elastic_run(name: str, *, replicas: int, codec: str, fault: str = "") -> dict[str, Any]:
+def elastic_run(name: str, *, codec: str, fault: str = "", **given: Any) -> dict[str, Any]:
     """A start of a run; weights and residuals at its end."""
     noisy = codec != "none"
-    strategy = ours(codec, replicate_size=replicas)
+    strategy = ours(codec, **given)
     module = ShardedNet(noisy=noisy)
     callbacks = [FailAt(fault, FAULTS[fault])] if fault else []
     expected = pytest.raises(Fault, match=f"^{fault} at step") if fault else nullcontext()
@@ -251,26 +251,45 @@ def elastic_run(name: str, *, replicas: int, codec: str, fault: str = "") -> dic
     found = {n: whole(p) for n, p in module.named_parameters()}
     states: Any = module.optimizers().optimizer.state
     moments = [whole(each["momentum_buffer"]) for each in states.values()]
-    residuals = dict(strategy._reducer.residuals)
+    residuals = held_here(strategy)
     return {"weights": found, "momenta": moments, "residuals": residuals}
+
+
+def held_here(strategy: Any) -> dict[str, Tensor]:
+    """Residuals of this rank, those in 8 bits as their scales and codes."""
+    if strategy.shards is None:
+        return dict(strategy._reducer.residuals)
+    found = strategy.shards._errors.items()
+    return {f"{name} {kind}": x.clone() for name, (_, of) in found for kind, x in enumerate(of)}
 
 
 def restarts() -> dict[str, Any]:
     """Runs that fail at one hook after the other, on the same mesh."""
-    straight = elastic_run("straight", replicas=2, codec="int8")
+    return restarted("", codec="int8", replicate_size=2)
+
+
+def restarts_of_shards() -> dict[str, Any]:
+    """The same with one replica, quantised over all ranks."""
+    codec = "int8:block_size=16"
+    return restarted(" shards", codec=codec, parameters=codec, error_feedback=True)
+
+
+def restarted(name: str, **given: Any) -> dict[str, Any]:
+    straight = elastic_run(f"straight{name}", **given)
     for hook in FAULTS:
-        elastic_run("restarted", replicas=2, codec="int8", fault=hook)
-    return {"straight": straight, "restarted": elastic_run("restarted", replicas=2, codec="int8")}
+        elastic_run(f"restarted{name}", fault=hook, **given)
+    return {"straight": straight, "restarted": elastic_run(f"restarted{name}", **given)}
 
 
 def meshes() -> dict[str, Any]:
     """Runs that go on with other numbers of replicas and shards; four ranks begin, two end them."""
+    given = {"codec": "none", "replicate_size": 2}
     if dist_size() == 4:
-        straight = elastic_run("exact", replicas=2, codec="none")
-        elastic_run("meshes", replicas=2, codec="none", fault="on_train_batch_end")
+        straight = elastic_run("exact", **given)
+        elastic_run("meshes", fault="on_train_batch_end", **given)
         return {"straight": straight}
-    elastic_run("meshes", replicas=1, codec="none", fault="on_validation_batch_end")
-    return {"changed": elastic_run("meshes", replicas=2, codec="none")}
+    elastic_run("meshes", fault="on_validation_batch_end", **{**given, "replicate_size": 1})
+    return {"changed": elastic_run("meshes", **given)}
 
 
 class Reshaped(torch.optim.SGD):

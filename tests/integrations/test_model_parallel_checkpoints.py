@@ -32,7 +32,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> 
 @pytest.fixture(scope="module")
 def rest(saved: Path, quick_python: list[str]) -> Path:
     """The same folder, with restarts and what other worlds make of it."""
-    launch(saved, quick_python, ["load_others", "restarts", "meshes"], ranks=4)
+    launch(
+        saved, quick_python, ["load_others", "restarts", "restarts_of_shards", "meshes"], ranks=4
+    )
     launch(saved, quick_python, ["load_others", "meshes"], ranks=2)
     return saved
 
@@ -175,9 +177,10 @@ def test_what_is_refused(saved: Path, case: str, says: str) -> None:
         assert says in each[case], each
 
 
-def test_a_restarted_run_is_that_without_a_fault(rest: Path) -> None:
+@pytest.mark.parametrize("of", ["", " shards"])
+def test_a_restarted_run_is_that_without_a_fault(rest: Path, of: str) -> None:
     """Failed at six hooks: samples, weights, momenta and residuals to the bit."""
-    for each in facts(rest, "restarts"):
+    for each in facts(rest, "restarts_of_shards" if of else "restarts"):
         straight, restarted = each["straight"], each["restarted"]
         assert straight["residuals"]
         assert all(residual.any() for residual in straight["residuals"].values())
@@ -187,7 +190,7 @@ def test_a_restarted_run_is_that_without_a_fault(rest: Path) -> None:
                 assert torch.equal(restarted[kind][name], value), (kind, name)
         assert len(straight["momenta"]) == 4
         assert all(map(torch.equal, restarted["momenta"], straight["momenta"]))
-    require_same_samples(rest / "restarted", rest / "straight", worlds=[4] * 9)
+    require_same_samples(rest / f"restarted{of}", rest / f"straight{of}", worlds=[4] * 9)
 
 
 def test_other_meshes_go_on(rest: Path) -> None:
