@@ -25,13 +25,15 @@ class Held:
     """State of one kind for a parameter, flat and unscaled.
 
     A rank holds all of it, or the ``parts`` that it is responsible for on its host, by where they
-    start. What was ``loaded`` waits as a whole until it is asked for part by part.
+    start. What was ``loaded`` waits until it is asked for part by part: all of it, the same on the
+    ranks of a host, or if there is a ``start`` what this rank alone is responsible for.
     """
 
     numel: int  # of the parameter
     dtype: torch.dtype
     parts: dict[int, Tensor] = field(default_factory=dict)
     loaded: Tensor | None = None
+    start: int | None = None
 
     @classmethod
     def from_row(cls, row: Tensor) -> Held:
@@ -60,6 +62,8 @@ class Held:
         """
         if self.loaded is None:
             return self.in_order()
+        if self.start is not None:
+            return [(self.start, self.loaded)] if self.loaded.numel() else []
         return [(0, self.loaded)] if first else []
 
     def row(self, *, first: bool) -> Tensor:

@@ -66,7 +66,8 @@ class ReducerState:
         held = self.know(kind, part, dtype=dtype)
         found = held.parts.get(part.start)
         if found is None and held.loaded is not None:
-            found = held.loaded[part.start : part.start + part.numel].clone()
+            start = part.start - (held.start or 0)
+            found = held.loaded[start : start + part.numel].clone()
         if found is None:
             found = torch.zeros(part.numel, dtype=dtype, device=device)
         assert found.numel() == part.numel, "a parameter is cut in one way only"
@@ -219,10 +220,13 @@ class ReducerState:
         """Take over what :meth:`gather` returned, in place of everything held now.
 
         With the same number of rows each gets its own back. Otherwise each gets the mean: what is
-        still missing in the model is the mean over rows, and the mean of equal rows is that.
+        still missing in the model is the mean over rows, and the mean of equal rows is that. A rank
+        that has read its part of that by itself gives it as :class:`.Held`.
         """
         self._held = {
-            (kind, name): Held.from_row(
+            (kind, name): found
+            if isinstance(found, Held)
+            else Held.from_row(
                 (found[rows.own] if len(found) == rows.count else found.mean(0)).clone()
             )
             for kind, plural in _KINDS.items()

@@ -37,6 +37,7 @@ from lightning_dist import AsyncCheckpoint
 from lightning_dist.checkpoint.reading import consolidate
 from lightning_dist.checkpoint.reading import load as load_checkpoint
 from lightning_dist.checkpoint.snapshot.plan import Plan
+from lightning_dist.checkpoint.snapshot.shards import LazyState
 from lightning_dist.checkpoint.snapshot.snapshot import Snapshots
 
 FOLDER = Path(sys.argv[1])
@@ -77,7 +78,8 @@ def resume() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         copied = watch_copies(patch)
         fit(ours("int4"), saving(SAVED), max_epochs=1)
-    again, got = fitted(ours("int4"), ckpt_path=SAVED / NAME)  # no AsyncCheckpoint is needed
+        read = watch_reads(patch)
+        again, got = fitted(ours("int4"), ckpt_path=SAVED / NAME)  # no AsyncCheckpoint is needed
     before, after = held(straight.strategy), held(again.strategy)
     manifest = json.loads((SAVED / NAME / "manifest.json").read_text())["body"]
     return {
@@ -85,6 +87,7 @@ def resume() -> dict[str, Any]:
         "residuals": same(before, after) and any(bool(part.any()) for part in after),
         "steps": again.strategy._reducer.step,
         "copied": copied,
+        "read": sum(read),
         "bytes": [file["nbytes"] for file in manifest["files"]],
     }
 
@@ -104,6 +107,19 @@ def watch_copies(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
     patch.setattr(Snapshots, "take", take)
     return copied
+
+
+def watch_reads(patch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each part of a tensor that is read by itself."""
+    read: list[int] = []
+    usual = LazyState.run
+
+    def run(self: LazyState, value: Tensor, start: int, numel: int) -> Tensor:
+        read.append(numel * value.element_size())
+        return usual(self, value, start, numel)
+
+    patch.setattr(LazyState, "run", run)
+    return read
 
 
 def load(*replicas_of: int) -> dict[int, Any]:

@@ -68,6 +68,8 @@ def test_a_resumed_training_is_that_without_a_pause(saved: Path) -> None:
         assert each["equal"]
         assert each["residuals"]
         assert each["steps"] == 8
+        numel, shards = 2700, 2
+        assert each["read"] == 4 * 4 * numel // shards, "parameters, two of Adam, and residuals"
 
 
 def test_every_rank_writes_its_share(saved: Path) -> None:

@@ -161,8 +161,10 @@ class CompressedModelParallelStrategy(
         ranks = Ranks(dist.group.WORLD, device=self.root_device)
         if ranks.on_each(lambda: describe(path)).kind != "sharded":
             return super().load_checkpoint(path, weights_only=weights_only)
-        rows = None if self._exchange is None else self._exchange.rows
+        exchange, optimizers = self._exchange, self.optimizers
         checkpoint = ranks.on_each(
-            lambda: load_shards(path, module, self.optimizers, weights_only=weights_only, rows=rows)
+            lambda: load_shards(
+                path, module, optimizers, weights_only=weights_only, exchange=exchange
+            )
         )
         return checkpoint

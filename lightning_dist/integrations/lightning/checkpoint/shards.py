@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,7 +16,10 @@ from lightning_dist.checkpoint.snapshot.shards import LazyState, load_lazily, wi
 from lightning_dist.integrations.lightning.checkpoint.resume import require_same_model
 from lightning_dist.integrations.lightning.checkpoint.session_io import CheckpointerIO
 from lightning_dist.integrations.strategies.arguments import CHECKPOINT_KEY
-from lightning_dist.reducer.network import Rows
+from lightning_dist.integrations.torch.fsdp.attach import ShardedExchange
+from lightning_dist.integrations.torch.fsdp.replicas import ShardedGradients
+from lightning_dist.integrations.torch.fsdp.shards import CompressedShards
+from lightning_dist.reducer.parts import Held
 
 _SHARDED = ("state_dict", "optimizer_states")
 
@@ -59,14 +61,14 @@ def load_shards(
     optimizers: Sequence[Optimizer],
     *,
     weights_only: bool | None,
-    rows: Rows | None,
+    exchange: ShardedExchange | None,
 ) -> dict[str, Any]:
     """Load what module and optimizers have of the checkpoint at ``path``; returns all the rest.
 
-    Each rank reads its parts of the sharded tensors, and one row of the residuals.
+    Each rank reads its parts of the sharded tensors and of the residuals.
 
     Args:
-        rows: of residuals, as they are here; None where there are none.
+        exchange: what the residuals are for; None where there are none.
 
     Raises:
         ValueError: it is of another model.
@@ -80,46 +82,48 @@ def load_shards(
         residuals = checkpoint.pop(CHECKPOINT_KEY, None)
         whole: dict[str, Any] = lazy.whole(checkpoint)
         if residuals is not None:
-            whole[CHECKPOINT_KEY] = _own_row(residuals, rows, lazy)
+            whole[CHECKPOINT_KEY] = _own_rows(residuals, exchange, lazy)
         return whole
 
 
-def _own_row(value: Any, rows: Rows | None, lazy: LazyState) -> Any:
-    """The state of a reducer, with this replica's row alone or the mean of all rows.
+def _own_rows(value: Any, exchange: ShardedExchange | None, lazy: LazyState) -> Any:
+    """The state of a reducer, with this rank's part of its replica's row or of the mean of all.
 
-    A reducer takes the mean of the rows that it is given: of one that row. Of errors of shards this
-    rank takes every ``rows.count``-th row, see :meth:`.CompressedShards.load_state_dict`.
+    Of errors of shards a rank takes whole rows, see :meth:`.CompressedShards.load_state_dict`.
     """
     if not isinstance(value, dict):
         return lazy.whole(value)
-    found = {}
+    found: dict[str, Any] = {}
     for key, part in value.items():
-        if key not in ("residuals", "momenta", "errors", "rows"):
+        if key in ("residuals", "momenta"):
+            if isinstance(exchange, ShardedGradients):
+                found[key] = {
+                    name: _held(each, name, exchange, lazy) for name, each in part.items()
+                }
+        elif key == "errors":
+            if isinstance(exchange, CompressedShards):
+                ranks = exchange.group
+                found["rows"] = rows = value["rows"][ranks.rank() :: ranks.size()]
+                found[key] = {
+                    name: [[_row(kind, row, lazy) for row in rows] for kind in each]
+                    for name, each in part.items()
+                }
+        elif key != "rows":
             found[key] = lazy.whole(part)
-        elif rows is not None and key == "errors":
-            found["rows"] = value["rows"][rows.own :: rows.count]
-            found[key] = {
-                name: [[_of_row(kind, row, lazy) for row in found["rows"]] for kind in each]
-                for name, each in part.items()
-            }
-        elif rows is not None and key != "rows":
-            found[key] = {name: _row(each, rows, lazy) for name, each in part.items()}
     return found
 
 
-def _of_row(saved: Tensor, row: int, lazy: LazyState) -> Tensor:
+def _row(saved: Tensor, row: int, lazy: LazyState) -> Tensor:
     numel = saved[0].numel()
     return lazy.run(saved, row * numel, numel).view(saved.shape[1:])
 
 
-def _row(saved: Tensor, rows: Rows, lazy: LazyState) -> Tensor:
-    count, numel = saved.shape
-    if count == rows.count:
-        return lazy.run(saved, rows.own * numel, numel).view(1, numel)
-    total = torch.zeros(1, numel, dtype=saved.dtype)
-    for row in range(count):
-        total += lazy.run(saved, row * numel, numel)
-    return total / count
+def _held(saved: Tensor, name: str, exchange: ShardedGradients, lazy: LazyState) -> Held:
+    (count, whole), rows = saved.shape, exchange.reducer.network.rows
+    start, numel = exchange.parts.get(name, (None, whole))  # all of it if it is frozen here
+    taken = [rows.own] if count == rows.count else range(count)
+    read = [lazy.run(saved, row * whole + (start or 0), numel) for row in taken]
+    return Held(whole, saved.dtype, loaded=sum(read[1:], read[0]) / len(read), start=start)
 
 
 def _load_module(

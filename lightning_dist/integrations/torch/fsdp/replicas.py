@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from lightning_dist.accelerator import is_accelerator
 from lightning_dist.integrations.torch.fsdp.checks import ParameterGroup
 from lightning_dist.private import at_end_of_backward, runs_after_accumulation
-from lightning_dist.reducer.network import Rows
 from lightning_dist.reducer.plan.plans import Handle
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.reducer import Reducer
@@ -81,9 +80,10 @@ class ShardedGradients:
         return self.reducer.topology
 
     @property
-    def rows(self) -> Rows:
-        """Rows of the gathered state: one per replica."""
-        return self.reducer.network.rows
+    def parts(self) -> Mapping[str, tuple[int, int]]:
+        """``(start, elements)`` that this rank has of each trained parameter."""
+        slices = (part for group in self._groups for part in group.slices)
+        return {part.name: (part.start, part.numel) for part in slices}
 
     def comm_stats(self) -> Mapping[str, Any]:
         """Bytes this rank sent between replicas, as of ``Reducer.comm_stats``."""

@@ -31,7 +31,6 @@ from lightning_dist.private import (
     name_before_compile,
     parameter_groups_of,
 )
-from lightning_dist.reducer import network
 from lightning_dist.reducer.observer import untraced
 from lightning_dist.reducer.parts import Stripes
 from lightning_dist.reducer.rows import RowGather, RowReduceScatter, Rows
@@ -96,11 +95,6 @@ class CompressedShards:
                 replaced_collectives(each.module, partial(self._quantised, quantised))
             )
         self._compile(every)
-
-    @property
-    def rows(self) -> network.Rows:
-        """Rows of the errors in a state: one per rank."""
-        return network.Rows(tuple(range(self.group.size())), self.group.rank())
 
     def begin(self) -> None:
         """Give up what a backward pass that an exception has cut short has left.
