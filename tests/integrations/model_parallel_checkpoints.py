@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from elastic_runs import FailAt, Fault, Numbered, ShardedNet, make_loader
 from elastic_runs import fit as elastic_fit
+from lightning.pytorch.callbacks import LambdaCallback
 from model_parallel_ranks import (
     WIDTH,
     Module,
@@ -306,6 +307,33 @@ def meshes() -> dict[str, Any]:
         return {"straight": straight}
     elastic_run("meshes", fault="on_validation_batch_end", **{**given, "replicate_size": 1})
     return {"changed": elastic_run("meshes", **given)}
+
+
+def shards_elsewhere() -> dict[str, bool]:
+    """Whether two ranks begin with the mean error of each weight that four have saved."""
+    given = {"parameters": "int8", "error_feedback": True}
+    if dist_size() == 4:
+        fit(ours("int4", **given), saving(FOLDER / "shards"), max_epochs=1)
+        return {}
+    path, begun = FOLDER / "shards" / NAME, []
+    seen = LambdaCallback(on_train_start=lambda t, _: begun.append(t.strategy.shards.state_dict()))
+    fit(ours("int4", **given), saving(FOLDER / "other"), seen, ckpt_path=path)
+    if begun[0] is None:
+        return {}
+    saved, found = load_checkpoint(str(path)), begun[0]["errors"]
+    before = saved["lightning_dist"]["errors"]
+    return {n: owe_the_same(saved["state_dict"][n], before[n], found[n]) for n in before}
+
+
+def owe_the_same(weight: Tensor, *states: list[Tensor]) -> bool:
+    """Whether errors of different ranks have one mean, to the rounding to 8 bits."""
+    before, after = (codes.double() * scales.double() for scales, codes in states)
+    a, b = (
+        error.mean(0).flatten(1)[:, : -(-len(weight) // error.shape[1]) * weight.shape[1]]
+        for error in (before, after)
+    )
+    near = (a.flatten()[: weight.numel()] - b.flatten()[: weight.numel()]).abs()
+    return bool(a.any()) and bool((near <= 0.0041 * after.abs().max()).all())
 
 
 class Reshaped(torch.optim.SGD):

@@ -32,10 +32,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> 
 @pytest.fixture(scope="module")
 def rest(saved: Path, quick_python: list[str]) -> Path:
     """The same folder, with restarts and what other worlds make of it."""
-    launch(
-        saved, quick_python, ["load_others", "restarts", "restarts_of_shards", "meshes"], ranks=4
-    )
-    launch(saved, quick_python, ["load_others", "meshes"], ranks=2)
+    of_four = ["restarts", "restarts_of_shards"]
+    of_both = ["load_others", "meshes", "shards_elsewhere"]
+    launch(saved, quick_python, [*of_four, *of_both], ranks=4)
+    launch(saved, quick_python, of_both, ranks=2)
     return saved
 
 
@@ -202,6 +202,12 @@ def test_other_meshes_go_on(rest: Path) -> None:
     for kind in ("weights", "momenta"):
         torch.testing.assert_close(changed["changed"][kind], expected[kind], rtol=1e-5, atol=1e-6)
     require_same_samples(rest / "meshes", rest / "exact", worlds=[4] * 4 + [2] * 5)
+
+
+def test_errors_of_shards_go_to_another_number_of_ranks(rest: Path) -> None:
+    first, _ = facts(rest, "shards_elsewhere", ranks=2)
+    assert len(first) == 4
+    assert all(first.values()), first
 
 
 def require_same_samples(folder: Path, straight: Path, *, worlds: list[int]) -> None:
