@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
 from torch.distributed import TCPStore
 
+from lightning_dist.elastic.recovery import member as member_module
 from lightning_dist.elastic.recovery.generations import Generations
-from lightning_dist.elastic.recovery.member import Member, RecoveryEnvironment
-from lightning_dist.elastic.recovery.protocol import Generation, Worker
+from lightning_dist.elastic.recovery.member import Member, RecoveryEnvironment, StoreLostError
+from lightning_dist.elastic.recovery.protocol import Generation, Report, Worker
 
 
 @pytest.fixture
@@ -46,3 +50,57 @@ def test_a_step_that_fails_again_and_again_is_an_error(generations: Generations)
             enter(generations, number, size=3)
     with pytest.raises(RuntimeError, match="5 generations of the same step have failed"):
         enter(generations, 5, size=3)
+
+
+@contextmanager
+def member_of_another_process(report_timeout: float) -> Iterator[tuple[Member, int]]:
+    """A member, and the process that hosts its store, in which nobody makes generations."""
+    reading, writing = os.pipe()
+    if (host := os.fork()) == 0:
+        server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(writing, str(server.port).encode())
+        signal.pause()
+    port = int(os.read(reading, 16))
+    os.close(reading)
+    os.close(writing)
+    environment = RecoveryEnvironment("127.0.0.1", port, Worker(0, 0, 0), report_timeout)
+    member = Member(environment, on_broken=lambda: None)
+    try:
+        yield member, host
+    finally:
+        os.kill(host, signal.SIGKILL)
+        os.waitpid(host, 0)
+        member._stop()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("asks", ["finds_others", "announce", "report"])
+def test_a_stopped_store_is_lost_within_the_report_timeout(asks: str) -> None:
+    """torch waits for it without a bound, whatever the timeout of the client."""
+    with member_of_another_process(0.3) as (member, host):
+        os.kill(host, signal.SIGSTOP)
+        os.waitpid(host, os.WUNTRACED)
+        arguments = {"announce": [""], "report": [Report(member.name)]}.get(asks, [])
+        with pytest.raises(StoreLostError, match=r"within 0\.3 s.*LIGHTNING_DIST_REPORT_TIMEOUT"):
+            getattr(member, asks)(*arguments)
+
+
+@pytest.mark.timeout(60)
+def test_a_report_that_no_generation_follows_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store answers, and the launcher's coordinator does not."""
+    monkeypatch.setattr(member_module, "_PATIENCE", 0.1)
+    with (
+        member_of_another_process(0.2) as (member, _),
+        pytest.raises(StoreLostError, match=r"next generation within 0\.3 s.*got none"),
+    ):
+        member.report(Report(member.name))
+
+
+def test_the_report_timeout_is_that_of_the_launcher() -> None:
+    variables = {
+        "LIGHTNING_DIST_RECOVERY_STORE": "host:1",
+        "LIGHTNING_DIST_WORKER": "0.1.0",
+        "LIGHTNING_DIST_REPORT_TIMEOUT": "7",
+    }
+    found = RecoveryEnvironment.from_env(variables)
+    assert found == RecoveryEnvironment("host", 1, Worker(0, 1, 0), 7.0)

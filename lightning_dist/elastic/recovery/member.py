@@ -7,10 +7,12 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 from torch.distributed import (  # type: ignore[attr-defined]  # torch re-exports them silently
     PrefixStore,
@@ -18,6 +20,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
     TCPStore,
 )
 
+from lightning_dist.elastic.recovery.coordinator import RecoverySettings
 from lightning_dist.elastic.recovery.forks import installed_modules
 from lightning_dist.elastic.recovery.protocol import (
     NOT_YET,
@@ -30,12 +33,17 @@ from lightning_dist.elastic.recovery.protocol import (
     encode,
 )
 
+_T = TypeVar("_T")
+
 BEAT_SECONDS = 0.5
 _QUIET, _BUSY = 0.02, 0.003
 """Seconds between two looks at the store. (A wait for a key that times out writes a warning.)"""
 
 _PATIENCE = 120.0
 """Seconds that a member waits for the others of its generation."""
+
+_CONNECT = 30.0
+"""Seconds in which the store must accept a connection."""
 
 _REPORTED = 1 << 40
 """Progress of a member that has come to the end of its generation."""
@@ -49,11 +57,13 @@ class RecoveryEnvironment:
         host: of the launcher's store.
         port: of the same.
         worker: who this process is.
+        report_timeout: as in RecoverySettings; also of every answer of the store.
     """
 
     host: str
     port: int
     worker: Worker
+    report_timeout: float = RecoverySettings.report_timeout
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> RecoveryEnvironment | None:
@@ -62,11 +72,13 @@ class RecoveryEnvironment:
         if not store:
             return None
         host, _, port = store.rpartition(":")
-        return cls(host, int(port), Worker.parse(environ["LIGHTNING_DIST_WORKER"]))
+        worker = Worker.parse(environ["LIGHTNING_DIST_WORKER"])
+        seconds = environ.get("LIGHTNING_DIST_REPORT_TIMEOUT") or cls.report_timeout
+        return cls(host, int(port), worker, float(seconds))
 
     def connect(self) -> Store:
         """A client of the store of its own: one that waits blocks all others who use it."""
-        timeout = timedelta(seconds=30)
+        timeout = timedelta(seconds=_CONNECT)
         store = TCPStore(
             self.host, self.port, is_master=False, wait_for_workers=False, timeout=timeout
         )
@@ -107,6 +119,7 @@ class Member:
         self._lock = threading.Lock()
         self._is_over = False
         self._thread = threading.Thread(target=self._watch, name="recovery member", daemon=True)
+        self._asking = self._thread  # the last that has asked the store for something
         self._thread.start()
         atexit.register(self._stop)  # a thread in torch would abort a process that ends
 
@@ -135,8 +148,7 @@ class Member:
         Raises:
             StoreLostError: the store is gone.
         """
-        with _one_error():
-            return bool(self.store.check([Keys.newest]))
+        return self._ask(bool(self.store.check([key])) for key in [Keys.newest])
 
     def announce(self, fingerprint: str) -> Generation:
         """Say that this worker is ready to train; the first generation that has it.
@@ -144,7 +156,8 @@ class Member:
         Raises:
             StoreLostError: the store is gone.
         """
-        with _one_error():
+
+        def looks() -> Iterator[Generation | None]:
             if not self.store.check([Keys.modules]):
                 self.store.set(Keys.modules, json.dumps(installed_modules()))
             self.store.set(
@@ -152,30 +165,44 @@ class Member:
                 encode(Report(self.name, fingerprint=fingerprint)),
             )
             newest = -1
-            while True:
+            while True:  # a spare waits as long as all places are taken
                 number = self._newest(newest)
                 for each in range(newest + 1, number + 1):
                     found = self._read(each)
                     if self.name in (*found.members, *found.refused) or found.ends:
-                        return self._enter(found)
+                        yield found
                 newest = max(newest, number)
+                yield None
+
+        return self._enter(self._ask(looks()))
 
     def report(self, report: Report) -> Generation:
         """Write ``report``, which ends this generation here; the next one.
 
         Raises:
-            StoreLostError: the store is gone.
+            StoreLostError: the store is gone, or there is no next one in time.
         """
         number = self.generation.number
-        with _one_error():
+        limit = self._environment.report_timeout + _PATIENCE
+
+        def looks() -> Iterator[Generation | None]:
+            end = time.monotonic() + limit
             self.store.set(Keys.report(number, self.name), encode(report))
             self._has_reported = True
             if report.failed:
                 self._say_broken(report.reason)
             # The coordinator knows how long others may take, and tells if there is none.
             while (newest := self._newest(number)) <= number:
-                pass
-            return self._enter(self._read(newest))
+                if time.monotonic() > end:
+                    raise StoreLostError(
+                        f"the launcher must form the next generation within {limit:g} s of a "
+                        f"report, got none after generation {number}; see its output, and set "
+                        "LIGHTNING_DIST_REPORT_TIMEOUT higher if ranks compute for so long alone"
+                    )
+                yield None
+            yield self._read(newest)
+
+        return self._enter(self._ask(looks()))
 
     def meet(self) -> None:
         """Wait until all members of this generation are here.
@@ -199,12 +226,16 @@ class Member:
     def waits_for_another(self) -> bool:
         """Whether another member has not come as far as this one. From any thread."""
         own, others = self._where, [n for n in self.generation.members if n != self.name]
-        with suppress(RuntimeError):  # of the store; the others are notified
+
+        def looks() -> Iterator[bool]:
             store = self.connect()
             beats = [
                 store.get(Keys.beat(n)).decode() for n in others if store.check([Keys.beat(n)])
             ]
-            return any(_where_of(beat) < own for beat in beats)
+            yield any(_where_of(beat) < own for beat in beats)
+
+        with suppress(RuntimeError):  # of the store; the others are notified
+            return self._ask(looks(), limit=_CONNECT)
         return False
 
     @property
@@ -215,6 +246,39 @@ class Member:
     def break_off(self, reason: str) -> None:
         """Let all members of this generation know that it cannot go on. Returns at once."""
         self._note(self.generation.number, reason or "an exchange has failed")
+
+    def _ask(self, looks: Iterable[_T | None], *, limit: float | None = None) -> _T:
+        """The first of ``looks`` at the store that is not None, each within ``limit`` seconds.
+
+        In a thread: whoever asks a store that is stopped is blocked, whatever its timeout.
+        """
+        limit = self._environment.report_timeout if limit is None else limit
+        answers: SimpleQueue[_T | Exception | None] = SimpleQueue()
+
+        def ask() -> None:
+            try:
+                for found in looks:
+                    answers.put(found)
+                    if found is not None or self._is_over:
+                        return
+            except Exception as error:  # it is raised where the answer is waited for
+                answers.put(error)
+
+        self._asking = threading.Thread(target=ask, name="recovery look", daemon=True)
+        self._asking.start()
+        with _one_error():
+            while True:
+                try:
+                    found = answers.get(timeout=limit)
+                except Empty:
+                    raise RuntimeError(
+                        f"it must answer within {limit:g} s; see whether its launcher is stopped "
+                        "or cut off, or set LIGHTNING_DIST_REPORT_TIMEOUT higher"
+                    ) from None
+                if isinstance(found, Exception):
+                    raise found
+                if found is not None:
+                    return found
 
     def _say_broken(self, reason: str) -> None:
         self.store.set(Keys.broken(self.generation.number), reason or "?")
@@ -236,7 +300,8 @@ class Member:
 
     def _stop(self) -> None:
         self._is_over = True
-        self._thread.join(2.0)
+        for thread in (self._thread, self._asking):
+            thread.join(2.0)
 
     def _watch(self) -> None:
         beats, next_beat = 0, 0.0
