@@ -80,8 +80,16 @@ def digest(module: nn.Module) -> str:
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
 
 
+SIGNALS = {
+    "kill": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+    "segfault": signal.SIGSEGV,
+    "abort": signal.SIGABRT,
+}
+
+
 class Faults:
-    """Kills, stops, hangs or terminates this process where it is told to."""
+    """Kills, stops, hangs or terminates this process, or raises, where it is told to."""
 
     def __init__(self, folder: Path, told: list[list[Any]]) -> None:
         self.lifecycle: ProcessLifecycle
@@ -116,8 +124,10 @@ class Faults:
         elif action == "terminate":
             os.kill(os.getpid(), signal.SIGTERM)
             await_true(lambda: self.lifecycle.stop_requested, "the signal is noted")
+        elif action == "out of memory":
+            raise MemoryError("[test]")
         elif action is not None:
-            os.kill(os.getpid(), signal.SIGSTOP if action == "stop" else signal.SIGKILL)
+            os.kill(os.getpid(), SIGNALS[action])
 
 
 def await_true(is_true: Callable[[], bool], what: str) -> None:

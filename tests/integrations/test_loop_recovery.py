@@ -20,6 +20,12 @@ STEP = 6
 """The step in whose course a rank is killed, counted from 0; that of an epoch has 5."""
 PLACES = ("forward", "between buckets", "before the vote", "after the vote", "after the step")
 QUICK = ("0.1.0", "between buckets")
+OTHER_ENDS = {
+    ("0.0.0", "forward"): ("segfault", "SIGSEGV"),
+    ("0.1.0", "after the step"): ("abort", "SIGABRT"),
+    ("0.2.0", "between buckets"): ("out of memory", "exit code 1"),
+}
+"""Action and exit of those that are not killed."""
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -140,7 +146,9 @@ def test_a_killed_rank_costs_no_sample_and_changes_no_weight(
 ) -> None:
     """Whoever comes in its place takes part in the last steps."""
     new = f"{victim[:-1]}1"
-    job = Job(tmp_path, quick_python, faults=[[victim, place, STEP]], joins=10)
+    action, ends = OTHER_ENDS.get((victim, place), ("kill", "SIGKILL"))
+    job = Job(tmp_path, quick_python, faults=[[victim, place, STEP, action]], joins=10)
+    assert f"worker {victim} exited: {ends}" in job.output
     job.require_exact()
     job.require_weights(expected)
     assert job.weights()["passes"] == job.passes()

@@ -13,7 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from recovering_loops import EPOCHS, SIZE, train
-from test_loop_recovery import PLACES, STEP, TERMINATED, Job, require_saved_on_sigterm
+from test_loop_recovery import (
+    OTHER_ENDS,
+    PLACES,
+    STEP,
+    TERMINATED,
+    Job,
+    require_saved_on_sigterm,
+)
 from torch.utils.data import DataLoader
 
 import lightning_dist
@@ -64,7 +71,9 @@ def test_a_killed_rank_costs_no_sample_and_changes_no_weight(
     quick_python: list[str],
 ) -> None:
     """Whoever comes in its place takes part in the last steps."""
-    job = TrainerJob(tmp_path, quick_python, faults=[[victim, place, STEP]], joins=10)
+    action, ends = OTHER_ENDS.get((victim, place), ("kill", "SIGKILL"))
+    job = TrainerJob(tmp_path, quick_python, faults=[[victim, place, STEP, action]], joins=10)
+    assert f"worker {victim} exited: {ends}" in job.output
     job.require_exact()
     require_logged(job)
     assert job.weights()["passes"] == job.passes()
