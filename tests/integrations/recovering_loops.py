@@ -7,8 +7,9 @@ action]``, ``joins`` (from a step on, wait for all newcomers that replace lost r
 (wait until that worker does, at a step), ``waits`` (for a file, at a step), ``profile`` (a
 CommProfiler watches), ``mirror`` (of residuals), ``ranks``, ``per_host`` (ranks of a host),
 ``framework``, ``overflows`` (a GradScaler scales, and a step has an inf until it is taken again),
-``accumulate`` (of a process alone), ``epochs`` and ``hang_timeout``. Every rank writes what it
-computes and what it has committed to ``FOLDER/<worker>.jsonl``.
+``dropout`` (of the inputs of a worker), ``accumulate`` (of a process alone), ``epochs`` and
+``hang_timeout``. Every rank writes what it computes and what it has committed to
+``FOLDER/<worker>.jsonl``.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Dataset
@@ -351,7 +353,8 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
                         break
                     time.sleep(0.01)
                 faults.strike("forward")
-                loss = (model(x) - x.flip(1)).square().mean()
+                given = functional.dropout(x) if told.get("dropout") == own else x
+                loss = (model(given) - x.flip(1)).square().mean()
                 if (begun, number) == (told.get("overflows"), 0):
                     loss = loss * torch.inf  # of a step that is given up
                 loss = loop.scale_loss(loss)
