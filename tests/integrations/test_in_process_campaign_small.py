@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from processes import run
 
-from tests.campaigns.in_process.drawing import ADAPTERS, KINDS, draw
-from tests.campaigns.in_process.oracle import PROBLEMS
+from tests.campaigns.in_process.drawing import ADAPTERS, KINDS, Strike, draw
+from tests.campaigns.in_process.oracle import PROBLEMS, Verdict, judge
 
 
 @pytest.mark.slow
@@ -31,6 +31,20 @@ def test_nothing_is_lost_in_a_small_campaign(
     for row in rows:
         assert {name: row[name] for name in PROBLEMS} == dict.fromkeys(PROBLEMS, 0)
         assert row["struck"] == row["faults"]
+
+
+def test_a_straggler_that_is_evicted_is_a_problem(tmp_path: Path) -> None:
+    """A worker that was stopped for good may be."""
+    actions = {"0.0.0": "pause", "0.1.0": "pause", "0.2.0": "stop"}
+    said = "generation 1: 2 workers at step 3 (worker {} was lost: no heartbeat for 5.1 s)\n"
+    (tmp_path / "output.txt").write_text(said.format("0.1.0") + said.format("0.2.0"))
+    strikes = []
+    for number, (name, action) in enumerate(actions.items()):
+        strikes.append(Strike(number, number, "straggler", 0, number, "forward", action))
+        (tmp_path / f"struck-{number}").write_text(name)
+    verdict = Verdict("int8", 0)
+    judge(verdict, tmp_path, strikes, codec="int8", spared=None)
+    assert ("evicted", "stragglers: ['0.1.0']") in verdict.problems
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)

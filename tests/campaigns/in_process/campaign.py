@@ -5,10 +5,10 @@ Lightning Trainer, with real processes and signals: killed, stopped, with an exc
 two at once, in every place of a step, while checkpoints are saved, groups are made and newcomers
 healed; under a Trainer in validations and callbacks too. Four fifths of the faults are met by one
 job (codec none, float64) whose last worker is spared and must not grow; the others by one with
-codec int8. Every job is judged: it ends with 0 without a restart of all, every sample is committed
-once in each epoch, ranks have the same bits after every step, and the weights are those of one
-process without a fault to 1e-6 of the largest (codec none). oracle.py says what is counted.
-struck: faults that were met.
+codec int8. Every job is judged: it ends with 0 without a restart of all, no straggler is evicted,
+every sample is committed once in each epoch, ranks have the same bits after every step, and the
+weights are those of one process without a fault to 1e-6 of the largest (codec none). oracle.py
+says what is counted. struck: faults that were met.
 
     python -m tests.campaigns.in_process --adapter A --trials N --seed S --json FILE
 """

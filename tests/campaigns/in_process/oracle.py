@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -14,11 +15,14 @@ import torch
 from tests.campaigns import harness
 from tests.campaigns.in_process.drawing import EPOCH_STEPS, RANKS, SIZE, VALIDATIONS, Strike
 
-PROBLEMS = ("hang", "end", "restart", "ids", "hash", "weights", "validation", "growth", "report")
-"""hang: beyond the bound; end: not ended with 0; restart: all were started again; ids: an epoch
-whose committed samples are not those of the data, each once; hash: ranks that differ after a step;
-weights: not those of the run without a fault, or not finite; validation: left out, or a mean that
-is not that of all samples; growth: of memory, descriptors or
+PROBLEMS = (
+    *("hang", "end", "restart", "evicted", "ids", "hash", "weights", "validation", "growth"),
+    "report",
+)
+"""hang: beyond the bound; end: not ended with 0; restart: all were started again; evicted: a
+straggler was; ids: an epoch whose committed samples are not those of the data, each once; hash:
+ranks that differ after a step; weights: not those of the run without a fault, or not finite;
+validation: left out, or a mean that is not that of all samples; growth: of memory, descriptors or
 threads of the worker that is spared; report: the oracle itself failed."""
 
 TOLERANCE = 1e-6
@@ -56,6 +60,7 @@ def judge(
     }
     again = sorted(name for name, found in starts.items() if len(found) > 1)
     verdict.require(not again, "restart", f"started again: {again}")
+    _check_stragglers(verdict, folder, strikes)
     every = [line for name, found in lines.items() if name != "alone" for line in found]
     committed = [line for line in every if "committed" in line]
     steps = max((each.step for each in strikes), default=0) + 1
@@ -100,6 +105,19 @@ def _count(verdict: Verdict, folder: Path, strikes: list[Strike]) -> None:
     for fault, kind in {each.fault: each.kind for each in strikes}.items():
         verdict.drawn[kind] = verdict.drawn.get(kind, 0) + 1
         verdict.struck[kind] = verdict.struck.get(kind, 0) + (fault not in missed)
+
+
+def _check_stragglers(verdict: Verdict, folder: Path, strikes: list[Strike]) -> None:
+    """Workers that were paused for less than heartbeats may be absent, and not stopped too."""
+    by_action = defaultdict(set)
+    for each in strikes:
+        if (marker := folder / f"struck-{each.number}").exists():
+            by_action[each.action].add(marker.read_text())
+    output = (folder / "output.txt").read_text(errors="replace")
+    lost = re.findall(r"worker ([\d.]+) was lost: (?:no heartbeat|does not respond)", output)
+    paused = by_action["pause"] - by_action["stop"] - by_action["stop for long"]
+    evicted = sorted(paused & {*lost})
+    verdict.require(not evicted, "evicted", f"stragglers: {evicted}")
 
 
 def _compare(verdict: Verdict, folder: Path) -> None:

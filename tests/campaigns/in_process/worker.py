@@ -58,7 +58,7 @@ class Strikes:
     """Strikes that this process may meet; each is met once in a job."""
 
     def __init__(self, folder: Path, strikes: list[Strike], *, worker: str, spared: int | None):
-        self._folder, self._strikes = folder, strikes
+        self._folder, self._strikes, self._worker = folder, strikes, worker
         self._local_rank = int(worker.split(".")[1]) if worker else -2
         self._is_spared = self._local_rank == spared
         self.step = -1
@@ -74,7 +74,8 @@ class Strikes:
             if each.after >= 0 and not self._marker(each.after).exists():
                 continue
             try:
-                self._marker(each.number).open("x").close()
+                with self._marker(each.number).open("x") as marker:
+                    marker.write(self._worker)
             except FileExistsError:
                 continue
             self._do(each.action)
