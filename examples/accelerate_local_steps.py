@@ -7,6 +7,7 @@ Start it again: it goes on from the last checkpoint, which has the state of ever
 """
 
 import argparse
+import os
 from pathlib import Path
 
 import torch
@@ -26,8 +27,9 @@ def main() -> None:
     parser.add_argument("--folder", default="accelerate_local_out")
     arguments = parser.parse_args()
 
+    os.environ.setdefault("WANDB_MODE", "offline")  # "online" with an account
     set_seed(7)
-    accelerator = Accelerator(gradient_accumulation_steps=2)
+    accelerator = Accelerator(gradient_accumulation_steps=2, log_with="wandb")
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     x = torch.randn(1024, 64)
     data = DataLoader(TensorDataset(x, x.roll(1, dims=1)), batch_size=32, shuffle=True)
@@ -36,6 +38,9 @@ def main() -> None:
     updates = local_updates(
         accelerator, model, optimizer, method=arguments.method, sync_every=arguments.sync_every
     )
+    Path(arguments.folder).mkdir(parents=True, exist_ok=True)
+    trackers = {"wandb": {"dir": arguments.folder}}
+    accelerator.init_trackers("lightning_dist", init_kwargs=trackers)
     saved = Path(arguments.folder, "state")
     if saved.exists():
         accelerator.load_state(str(saved))
@@ -50,6 +55,8 @@ def main() -> None:
             if accelerator.sync_gradients:
                 updates.step()  # every fourth one exchanges
         mean = accelerator.reduce(loss.detach(), reduction="mean").item()
+        sent = {"comm/total_wire_bytes": updates.comm_stats()["wire_bytes"]}
+        accelerator.log({"loss": mean, **updates.metrics(), **sent}, step=updates.attempted)
         accelerator.print(f"epoch {epoch}: loss {mean:.4f}")
         accelerator.save_state(str(saved))
     updates.finish()  # every worker has the mean of all

@@ -7,6 +7,7 @@ Start it again: it goes on from the last checkpoint, residuals of every rank inc
 """
 
 import argparse
+import os
 from pathlib import Path
 
 import torch
@@ -25,9 +26,11 @@ def main() -> None:
     parser.add_argument("--folder", default="accelerate_out")
     arguments = parser.parse_args()
 
+    os.environ.setdefault("WANDB_MODE", "offline")  # "online" with an account
     set_seed(7)
     accelerator = Accelerator(
         gradient_accumulation_steps=2,
+        log_with="wandb",
         kwargs_handlers=[CompressedDDPPlugin(arguments.codec)],  # the only line that is ours
     )
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
@@ -35,6 +38,9 @@ def main() -> None:
     data = DataLoader(TensorDataset(x, x.roll(1, dims=1)), batch_size=32, shuffle=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    Path(arguments.folder).mkdir(parents=True, exist_ok=True)
+    trackers = {"wandb": {"dir": arguments.folder}}
+    accelerator.init_trackers("lightning_dist", init_kwargs=trackers)
     error = MeanSquaredError().to(accelerator.device)
     saved = Path(arguments.folder, "state")
     if saved.exists():
@@ -50,6 +56,7 @@ def main() -> None:
             error.update(prediction.detach(), target)
         mean = error.compute()  # collective: over the samples of all ranks
         error.reset()
+        accelerator.log({"mean_squared_error": mean, **accelerator.compression.metrics()})
         accelerator.print(f"epoch {epoch}: mean squared error {mean:.4f}")
         accelerator.save_state(str(saved))
     for stats in accelerator.compression.comm_stats():

@@ -7,12 +7,14 @@ again and it goes on from the checkpoint.
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import torch
 from byte_gpt.data import StdlibBytes
 from byte_gpt.model import ByteGPT
 from lightning.fabric import Fabric
+from lightning.pytorch.loggers import WandbLogger
 from torch.nn import functional as F
 
 from lightning_dist.fabric import LocalUpdateStrategy
@@ -26,8 +28,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("fabric_local_out"))
     arguments = parser.parse_args()
 
+    os.environ.setdefault("WANDB_MODE", "offline")  # "online" with an account
     strategy = LocalUpdateStrategy(arguments.method, sync_every=arguments.sync_every)
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    logger = WandbLogger(project="lightning_dist", save_dir=arguments.folder)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, loggers=logger)
     fabric.launch()
     fabric.seed_everything(7)
 
@@ -49,11 +53,14 @@ def main() -> None:
         optimizer.step()  # every fourth one exchanges
         optimizer.zero_grad()
         state["step"] += 1
+        fabric.log_dict({"loss": loss, **strategy.updates.metrics()}, step=state["step"])
         if state["step"] == first + arguments.steps:
             break
     fabric.save(checkpoint, state)
     strategy.updates.finish()  # every worker has the mean of all
     (stats,) = strategy.comm_stats()
+    fabric.log("comm/total_wire_bytes", stats["wire_bytes"], step=state["step"])
+    fabric.logger.finalize("success")  # Fabric leaves that to the loop
     fabric.print(
         f"steps {first} to {state['step']}, loss {loss.item():.3f}, "
         f"{stats['wire_bytes'] / 1e6:.2f} MB sent in {stats['steps']} exchanges"

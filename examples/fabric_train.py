@@ -7,13 +7,14 @@ and it goes on from the checkpoint.
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import torch
 from byte_gpt.data import StdlibBytes
 from byte_gpt.model import BYTES, ByteGPT, loss_of
 from lightning.fabric import Fabric
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import WandbLogger
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dist.fabric import CompressedDDPStrategy
@@ -29,8 +30,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("fabric_out"))
     arguments = parser.parse_args()
 
+    os.environ.setdefault("WANDB_MODE", "offline")  # "online" with an account
     strategy = CompressedDDPStrategy(arguments.codec)  # or its name: strategy="compressed_ddp"
-    logger = CSVLogger(arguments.folder)
+    logger = WandbLogger(project="lightning_dist", save_dir=arguments.folder)
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, loggers=logger)
     fabric.launch()
     fabric.seed_everything(7)

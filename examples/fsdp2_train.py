@@ -5,10 +5,12 @@ ranks stand for a node here; on a cluster leave `replicate_size` out, and each n
 """
 
 import argparse
+import os
 
 import lightning as L
 from byte_gpt.data import StdlibBytes
 from byte_gpt.model import ByteGPT
+from lightning.pytorch.loggers import WandbLogger
 from torch.distributed.fsdp import fully_shard
 
 from lightning_dist import CompressedModelParallelStrategy
@@ -27,6 +29,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--codec", default="int8")
     arguments = parser.parse_args()
+    os.environ.setdefault("WANDB_MODE", "offline")  # "online" with an account
     L.seed_everything(7)
     strategy = CompressedModelParallelStrategy(arguments.codec, replicate_size=2)
     trainer = L.Trainer(
@@ -35,7 +38,8 @@ def main() -> None:
         devices=4,
         max_epochs=1,
         limit_train_batches=arguments.steps,
-        logger=False,
+        logger=WandbLogger(project="lightning_dist"),
+        log_every_n_steps=2,
         enable_checkpointing=False,
     )
     trainer.fit(ShardedByteGPT(), StdlibBytes())

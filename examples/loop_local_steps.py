@@ -8,11 +8,13 @@ Run it again and it goes on from the checkpoint, of as many workers.
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import wandb
 from byte_gpt.data import StdlibBytes
 from byte_gpt.model import ByteGPT
 from torch.nn import functional as F
@@ -29,6 +31,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("loop_local_out"))
     arguments = parser.parse_args()
 
+    os.environ.setdefault("WANDB_MODE", "offline")  # "online" with an account
     dist.init_process_group("gloo")  # "nccl" on GPUs, and the model on the local one
     torch.manual_seed(7)
     data = StdlibBytes()
@@ -48,6 +51,12 @@ def main() -> None:
         optimizer.load_state_dict(saved["optimizer"])
         updates.load_state_dict(torch.load(shared))  # the same on every rank, after its own
 
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    run = wandb.init(
+        project="lightning_dist",
+        dir=arguments.folder,
+        mode="disabled" if dist.get_rank() else None,
+    )
     first, loss = updates.attempted, torch.nan
     sampler.set_epoch(first)
     for window in loader:
@@ -57,17 +66,19 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         updates.step()  # every fourth one exchanges
+        run.log({"loss": loss.item(), **updates.metrics()}, step=updates.attempted)
         if updates.attempted == first + arguments.steps:
             break
 
-    arguments.folder.mkdir(parents=True, exist_ok=True)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, own)
     state = updates.state_dict()  # collective: every rank calls it, rank 0 gets it
     if state is not None:
         torch.save(state, shared)
     updates.finish()  # every worker has the mean of all
+    stats = updates.comm_stats()
+    run.log({"comm/total_wire_bytes": stats["wire_bytes"]}, step=updates.attempted)
+    run.finish()
     if dist.get_rank() == 0:
-        stats = updates.comm_stats()
         print(
             f"steps {first} to {updates.attempted}, loss {loss:.3f}, "
             f"{stats['wire_bytes'] / 1e6:.2f} MB sent in {stats['steps']} exchanges"

@@ -6,6 +6,7 @@
 """
 
 import argparse
+import os
 
 import torch
 from torch import Tensor
@@ -39,6 +40,9 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     arguments = parser.parse_args()
 
+    os.environ.setdefault("WANDB_MODE", "offline")  # "online" with an account
+    os.environ.setdefault("WANDB_PROJECT", "lightning_dist")
+    os.environ.setdefault("WANDB_DIR", arguments.folder)
     torch.manual_seed(7)
     config = LlamaConfig(
         vocab_size=64,
@@ -60,7 +64,7 @@ def main() -> None:
             logging_steps=5,
             use_cpu=not torch.cuda.is_available(),
             disable_tqdm=True,
-            report_to=[],
+            report_to=["wandb"],
         ),
         train_dataset=Counting(),
         compression=CompressedDDPPlugin(arguments.codec, min_compress_numel=0),

@@ -8,6 +8,7 @@ Start several ranks with torchrun: then each of them reads the same command line
 starts them itself it has to know Hydra's folders.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from byte_gpt.model import ByteGPT
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(config: DictConfig) -> None:
+    os.environ.setdefault("WANDB_MODE", "offline")  # "online" with an account
     L.seed_everything(config.seed)
     strategy = hydra.utils.instantiate(config.strategy)
     trainer = hydra.utils.instantiate(config.trainer, strategy=strategy)

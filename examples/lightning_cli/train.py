@@ -4,6 +4,7 @@ python examples/lightning_cli/train.py fit --config examples/lightning_cli/confi
 ... --trainer.strategy.init_args.codec int4          # or another value of it
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import lightning_dist  # noqa: F401  (registers "compressed_ddp")
 
 
 def main() -> None:
+    os.environ.setdefault("WANDB_MODE", "offline")  # "online" with an account
     LightningCLI(ByteGPT, StdlibBytes)
 
 

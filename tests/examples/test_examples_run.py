@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import csv
+import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import Finished, run, torchrun
+from wandb_runs import history
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LIMIT = 110.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT * 2 + 20)]
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
 
 
 def start(python: str, folder: Path, script: str, *arguments: str) -> Finished:
@@ -29,11 +36,10 @@ def test_fabric_goes_on_from_its_checkpoint(tmp_path: Path, quick_executable: st
     assert "3.9 times fewer bytes" in first.output
     second = start(quick_executable, tmp_path, "fabric_train.py", "--steps", "10")
     assert "steps 10 to 20, " in second.output
-    logs = sorted(tmp_path.glob("fabric_out/**/metrics.csv"))
-    rows = [row for log in logs for row in read(log)]
-    assert [row["step"] for row in rows] == ["10", "20"]
-    assert all(3.5 < float(row["comm/compression_ratio"]) < 4 for row in rows)
-    assert all(0 < float(row["accuracy"]) < 1 for row in rows)
+    runs = logged(tmp_path / "fabric_out")
+    assert [run["trainer/global_step"] for run in runs] == [[10], [20]]
+    assert all(3.5 < run["comm/compression_ratio"][0] < 4 for run in runs)
+    assert all(0 < run["accuracy"][0] < 1 for run in runs)
 
 
 def test_fabric_in_local_steps_goes_on_from_its_checkpoint(
@@ -43,6 +49,9 @@ def test_fabric_in_local_steps_goes_on_from_its_checkpoint(
         done = start(quick_executable, tmp_path, "fabric_local_steps.py", "--steps", "6")
         assert said in done.output
         assert f"MB sent in {exchanges} exchanges" in done.output  # after 4 and 6; 8 and 12
+    runs = logged(tmp_path / "fabric_local_out")
+    assert [len(run["loss"]) for run in runs] == [6, 6]
+    assert all(run.keys() >= {"outer/drift", "comm/total_wire_bytes"} for run in runs)
 
 
 def test_a_loop_in_local_steps_goes_on_from_its_checkpoint(
@@ -54,6 +63,9 @@ def test_a_loop_in_local_steps_goes_on_from_its_checkpoint(
         done = torchrun(EXAMPLES / "loop_local_steps.py", *arguments, **options).require_success()
         assert said in done.output
         assert f"MB sent in {exchanges} exchanges" in done.output  # after 4 and 6; 8 and 12
+    runs = logged(tmp_path)
+    assert [len(run["loss"]) for run in runs] == [6, 6]
+    assert all(run.keys() >= {"outer/drift", "comm/total_wire_bytes"} for run in runs)
 
 
 def test_plain_ddp_goes_on_from_its_checkpoint(tmp_path: Path, quick_python: list[str]) -> None:
@@ -63,6 +75,11 @@ def test_plain_ddp_goes_on_from_its_checkpoint(tmp_path: Path, quick_python: lis
         done = torchrun(EXAMPLES / "ddp_train.py", *arguments, **options)
         assert said in done.require_success().output
     assert (tmp_path / "last.pt").exists()
+    first, second = logged(tmp_path)
+    assert (first["_step"][0], second["_step"][0]) == (1, 6)
+    assert all(7 < ratio < 8 for ratio in first["comm/compression_ratio"])
+    assert len(first["loss"]) == 5
+    assert 0 < second["accuracy"][0] < 1
 
 
 def test_lightning_cli_reads_strategy_profiler_and_checkpoints(
@@ -83,32 +100,44 @@ def test_lightning_cli_reads_strategy_profiler_and_checkpoints(
     )
     assert list(tmp_path.glob("cli_out/checkpoints/*.ckpt"))
     assert (tmp_path / "cli_out/profile/run-0/report.html").exists()
-    (log,) = tmp_path.glob("cli_out/**/metrics.csv")
-    names = {name for row in read(log) for name, value in row.items() if value}
-    assert {"comm/compression_ratio", "comm/exposed_fraction", "checkpoint/write_ms"} <= names
-    assert {"val_accuracy", "val_perplexity"} <= names
+    (names,) = logged(tmp_path / "cli_out")
+    assert names.keys() >= {
+        "comm/compression_ratio",
+        "comm/exposed_fraction",
+        "checkpoint/write_ms",
+    }
+    assert names.keys() >= {"val_accuracy", "val_perplexity"}
 
 
 @pytest.mark.parametrize(
     ("argument", "said"),
     [("strategy.codec=int4", "7.7 times fewer bytes"), ("strategy=ddp", "`Trainer.fit` stopped")],
 )
-def test_hydra_builds_the_strategy(argument: str, said: str, quick_python: list[str]) -> None:
+def test_hydra_builds_the_strategy(
+    tmp_path: Path, argument: str, said: str, quick_python: list[str]
+) -> None:
     pytest.importorskip("hydra", reason="the example needs hydra-core")
     script = EXAMPLES / "hydra" / "train.py"
-    done = torchrun(script, argument, "steps=4", ranks=2, limit=LIMIT, python=quick_python)
+    arguments = [argument, "steps=4", f"trainer.logger.save_dir={tmp_path}"]
+    done = torchrun(script, *arguments, ranks=2, limit=LIMIT, python=quick_python)
     assert said in done.require_success().output
+    (names,) = logged(tmp_path)
+    assert ("comm/wire_bytes" in names) == (argument != "strategy=ddp")
 
 
 def test_the_lightning_script(tmp_path: Path, quick_executable: str) -> None:
     done = start(quick_executable, tmp_path, "lightning_train.py", "--steps", "8")
     assert "`Trainer.fit` stopped" in done.output
+    (names,) = logged(tmp_path)
+    assert names.keys() >= {"train_loss", "val_perplexity", "val_accuracy", "comm/wire_bytes"}
 
 
 def test_a_sharded_model_in_two_replicas(tmp_path: Path, quick_executable: str) -> None:
     done = start(quick_executable, tmp_path, "fsdp2_train.py", "--steps", "4")
     assert re.search(r"perplexity \d.*, accuracy 0\.\d", done.output)
     assert "3.9 times fewer bytes between replicas" in done.output
+    (names,) = logged(tmp_path)
+    assert names.keys() >= {"train_loss", "val_perplexity", "val_accuracy", "comm/wire_bytes"}
 
 
 def test_the_profiler_around_a_loop(tmp_path: Path, quick_python: list[str]) -> None:
@@ -119,6 +148,7 @@ def test_the_profiler_around_a_loop(tmp_path: Path, quick_python: list[str]) -> 
     assert (tmp_path / "run-0" / "summary.json").exists()
 
 
-def read(log: Path) -> list[dict[str, str]]:
-    with log.open(newline="") as file:
-        return list(csv.DictReader(file))
+def logged(folder: Path) -> list[dict[str, list[Any]]]:
+    """Values by name, of each offline run of wandb, the oldest first."""
+    found = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
+    return [{k: [*map(json.loads, v)] for k, v in history(path).items()} for path in found]

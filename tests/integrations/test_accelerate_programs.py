@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from processes import Finished, port, run, torchrun
+from wandb_runs import history
 
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.slow
@@ -23,6 +24,12 @@ needs_transformers = pytest.mark.skipif(
 def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+
+def logged(folder: Path) -> list[dict[str, list[str]]]:
+    """JSON of values by name, of each offline run of wandb, the oldest first."""
+    return [history(path) for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))]
 
 
 def test_the_example_trains_and_goes_on(tmp_path: Path, quick_python: list[str]) -> None:
@@ -41,6 +48,10 @@ def test_the_example_trains_and_goes_on(tmp_path: Path, quick_python: list[str])
     assert "16 steps" in first.output, "2 epochs of 16 batches, by twos"
     assert re.search(r"(\d+\.\d) times less than DDP", first.output)
     assert (tmp_path / "out" / "state" / "lightning_dist_reducer_0.bin").exists()
+    runs = logged(tmp_path / "out")
+    assert [len(run["comm/wire_bytes"]) for run in runs] == [2, 2]
+    errors = [float(value) for run in runs for value in run["mean_squared_error"]]
+    assert errors == pytest.approx(losses, abs=1e-4)
 
 
 def test_the_example_under_accelerate_launch(tmp_path: Path, quick_executable: str) -> None:
@@ -66,6 +77,7 @@ def test_the_example_in_local_steps_goes_on(tmp_path: Path, quick_python: list[s
     assert losses[-1] < losses[0]
     assert "sent in 2 exchanges" in first.output, "8 steps, by fours"
     assert "going on from step 8" in second.output
+    assert ["comm/total_wire_bytes" in run for run in logged(tmp_path / "out")] == [True, True]
 
 
 def test_accelerates_own_checks_pass_under_the_plugin(quick_python: list[str]) -> None:
@@ -94,6 +106,8 @@ def test_the_trainer_example_resumes_bit_for_bit(
     whole = train("whole", 10)
     assert "10 steps" in whole.output
     assert "comm/wire_bytes" in whole.output, "in what the Trainer logs"
+    (run,) = logged(tmp_path / "whole")
+    assert len(run["train/comm/wire_bytes"]) == 2, "every 5 steps"
     (expected,) = _sums(whole)
     _sums(train("parts", 5))
     saved = tmp_path / "parts" / "checkpoint-5" / "lightning_dist_reducer_0.bin"
