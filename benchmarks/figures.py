@@ -33,6 +33,18 @@ _LABELS = {
 }
 """Codecs of the second figure, and where their names stand beside their points."""
 
+PANELS = {
+    "Loss": ("train_loss", "val_loss"),
+    "Perplexity": ("val_perplexity",),
+    "Accuracy": ("val_accuracy",),
+    "Compression ratio": ("comm/compression_ratio",),
+    "Exposed communication": ("comm/exposed_fraction",),
+    "Step time, ms": ("comm/step_ms", "comm/exposed_ms", "comm/codec_total_ms"),
+    "Bytes per step": ("comm/raw_bytes", "comm/wire_bytes"),
+    "Compression error": ("comm/error_relative_l2",),
+}
+"""Metrics of the third figure, by panel."""
+
 
 def overview(results: Mapping[str, Result]) -> str:
     """Step time over the rate of the link, and seconds to the loss that fp32 DDP reaches."""
@@ -81,9 +93,28 @@ def loss_over_bytes(results: Mapping[str, Result]) -> str:
         return _svg(figure)
 
 
+def panels(results: Mapping[str, Result]) -> str:
+    """Metrics over steps, as wandb shows them: history of one run of an example."""
+    rows = results["panels"]["rows"]
+    with _figure(9.0, 4.6, 4, rows=2) as (figure, places):
+        for axes, (title, metrics) in zip(places, PANELS.items(), strict=True):
+            for name, colour in zip(metrics, COLOURS.values(), strict=False):
+                points = [(row["step"], row[name]) for row in rows if name in row]
+                axes.plot(*zip(*points, strict=True), "o-", ms=2, lw=1, color=colour, label=name)
+            axes.set_title(title, fontsize=10)
+            highest = axes.dataLim.ymax
+            axes.set_ylim(0, highest * (1.1 + 0.1 * len(metrics)))  # room for the names
+            axes.legend(frameon=False, fontsize=7, loc="upper left", borderpad=0)
+            if "bytes" in metrics[0]:
+                axes.yaxis.set_major_formatter(matplotlib.ticker.EngFormatter())
+        figure.tight_layout()
+        return _svg(figure)
+
+
 FIGURES: dict[str, Callable[[Mapping[str, Result]], str]] = {
     "docs/figures/overview.svg": overview,
     "docs/figures/loss-over-bytes.svg": loss_over_bytes,
+    "docs/figures/panels.svg": panels,
 }
 """Each file, and what draws it of the results."""
 
@@ -135,7 +166,9 @@ def _plain_ticks(axes: Axes, which: str, at: list[Any], labels: list[str] | None
 
 
 @contextmanager
-def _figure(width: float, height: float, panels: int) -> Iterator[tuple[Figure, list[Axes]]]:
+def _figure(
+    width: float, height: float, columns: int, *, rows: int = 1
+) -> Iterator[tuple[Figure, list[Axes]]]:
     style = {
         **dict.fromkeys(
             ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), GREY
@@ -149,7 +182,7 @@ def _figure(width: float, height: float, panels: int) -> Iterator[tuple[Figure, 
     }
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(width, height))
-        yield figure, list(figure.subplots(1, panels))
+        yield figure, list(figure.subplots(rows, columns).flat)
 
 
 def _svg(figure: Figure) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 
 import torch
 from accelerate import Accelerator
@@ -28,8 +29,9 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     folder = arguments.folder
 
+    os.environ.setdefault("WANDB_MODE", "offline")  # "online" with an account
     init_process_group()  # Accelerator() takes it; over a store without the dead of earlier starts
-    accelerator = Accelerator()
+    accelerator = Accelerator(log_with="wandb")
     torch.manual_seed(0)
     x = torch.randn(512, 64)
     loader = DataLoader(TensorDataset(x, x.flip(1)), batch_size=16, shuffle=True)
@@ -51,6 +53,8 @@ def main() -> None:
         CommProfiler(model, dirpath=f"{folder}/profile"),
         elastic as loop,
     ):
+        run = {"dir": folder, "id": loop.run_id, "resume": "allow"}  # the same after a restart
+        accelerator.init_trackers("lightning_dist", init_kwargs={"wandb": run})
         for epoch in loop.epochs(arguments.epochs):
             for inputs, targets in loop.batches():
                 loss = nn.functional.mse_loss(model(inputs), targets)
@@ -60,6 +64,7 @@ def main() -> None:
                     optimizer.zero_grad()
                     loop.step_done()
             for_others.save_state(f"{folder}/epochs/epoch-{epoch}")
+            accelerator.log({"loss": loss.item(), **loop.metrics()}, step=loop.steps)
             accelerator.print(f"epoch {epoch}: step {loop.steps}, loss {loss.item():.4f}")
     accelerator.end_training()
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 from processes import port, run
+from wandb_runs import history
 
 import lightning_dist
 
@@ -22,7 +24,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) ->
         options = ["--master-addr=127.0.0.1", f"--master-port={port()}", "--no-python"]
         words = [EXAMPLE, "--folder", folder, "--epochs", epochs]
         command = [*launcher, *options, *quick_python, *words]
-        done = run(command, limit=120, ACCELERATE_USE_CPU="true").require_success()
+        done = run(
+            command, limit=120, ACCELERATE_USE_CPU="true", WANDB_MODE="offline"
+        ).require_success()
         (folder / f"output-{epochs}.txt").write_text(done.output)
     return folder
 
@@ -34,6 +38,17 @@ def test_the_second_start_goes_on(folder: Path) -> None:
     assert "epoch 0: step 16" in first
     assert "epoch 0" not in second.replace("(epoch 0", "")
     assert "epoch 1: step 32" in second
+
+
+def test_both_starts_log_to_the_same_run(folder: Path) -> None:
+    logs = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
+    assert len(logs) == 2
+    assert len({log.name for log in logs}) == 1
+    found = [history(log) for log in logs]
+    assert [json.loads(each["_step"][0]) for each in found] == [16, 32]
+    assert all(
+        each.keys() >= {"loss", "elastic/world_size", "checkpoint/write_ms"} for each in found
+    )
 
 
 def test_every_engine_has_left_what_it_leaves(folder: Path) -> None:
