@@ -15,19 +15,27 @@ from tests.campaigns.in_process.oracle import PROBLEMS, Verdict, judge
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("adapter", "faults"), [("loop", "20"), ("trainer", "15")])
+@pytest.mark.parametrize(
+    ("adapter", "drawn", "codecs"),
+    [
+        ("loop", "--trials 20 --seed 5", ["none", "int8"]),
+        ("trainer", "--trials 15 --seed 5", ["none", "int8"]),
+        # A newcomer joins where a step of several micro-batches is repeated.
+        ("trainer", "--trials 60 --seed 12 --number 1", ["int8"]),
+    ],
+)
 def test_nothing_is_lost_in_a_small_campaign(
-    adapter: str, faults: str, tmp_path: Path, quick_python: list[str]
+    adapter: str, drawn: str, codecs: list[str], tmp_path: Path, quick_python: list[str]
 ) -> None:
     result = tmp_path / "campaign.json"
-    words = ["--adapter", adapter, "--trials", faults, "--seed", "5", "--beat-timeout", "8"]
+    words = ["--adapter", adapter, *drawn.split(), "--beat-timeout", "8"]
     words += ["--python", shlex.join(quick_python)]
     command = [*quick_python, "-m", "tests.campaigns.in_process", *words]
     done = run([*command, "--folder", tmp_path, "--json", result], limit=350)
     rows = json.loads(result.read_text())["rows"] if result.exists() else []
     found = [row["problems"] for row in rows]
     assert done.returncode == 0, (found, done.output[-3000:])
-    assert [row["kind"] for row in rows] == ["none", "int8"]
+    assert [row["kind"] for row in rows] == codecs
     for row in rows:
         assert {name: row[name] for name in PROBLEMS} == dict.fromkeys(PROBLEMS, 0)
         assert row["struck"] == row["faults"]

@@ -356,6 +356,13 @@ def has_batch(trainer: pl.Trainer) -> bool:
     return bool(batches.ready > batches.processed)
 
 
+# Nobody else knows which hook runs.
+def is_between_micro_batches(trainer: pl.Trainer) -> bool:
+    """Whether a hook runs that is called before or after the training step of a batch."""
+    hook = trainer.lightning_module._current_fx_name
+    return hook in ("on_train_batch_start", "on_train_batch_end")
+
+
 # Loaders are made once, and the state of a loop is taken into account once.
 def begin_fit_again(trainer: pl.Trainer) -> None:
     """Let a fit that has not taken a batch begin where its loops have been placed."""

@@ -40,6 +40,7 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
         self._begins_epoch = self._hands_over = False
         self._has_settled, self._has_to_settle = True, False  # since the last step; before the end
         self._joined: Membership | None = None
+        self._is_new = self._joins_repeated = False
         self._logged: Sequence[Any] = ()
 
     def recover(self) -> None:
@@ -99,7 +100,7 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
 
     @override
     def end_step(self) -> None:
-        recovery = self._recovery
+        recovery, self._joins_repeated = self._recovery, False
         if recovery.is_given_up:
             recovery.generations.end(
                 "gradients were exchanged outside the closure of optimizer.step(), so they cannot "
@@ -166,6 +167,15 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
         """Whether a batch was taken for a step that is not over."""
         return private.has_batch(self._trainer) or private.is_accumulating(self._trainer)
 
+    @property
+    def is_alone_in_hook(self) -> bool:
+        """Whether the others, who repeat a step, do not call the hook that runs here.
+
+        They compute its micro-batches again, without ``on_train_batch_start`` and the end of those
+        before the last. A newcomer takes them as ever.
+        """
+        return self._joins_repeated and private.is_between_micro_batches(self._trainer)
+
     def _validate(self, run: Callable[[], Any]) -> Any:
         begin_again, put_generators_back = private.hold_validation(self._trainer), rng.hold()
 
@@ -190,6 +200,8 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
     def enter(self, generation: Generation, members: Membership) -> None:
         self.sections.passed = max(members.ranks.gather(self.sections.passed))
         super().enter(generation, members)
+        if self._is_new:
+            self._joins_repeated = self._recovery.pause.is_redone
 
     @override
     def here(self) -> ElasticState:
@@ -242,6 +254,7 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
             identify(trainer, run_id=run, takes_over=generations.name)
             if not was_leader and not self._has_ended:
                 self._show_progress()
+        self._is_new = is_new
         if is_new:
             self._strategy.meets()
             return

@@ -22,6 +22,10 @@ class Between(Protocol):
     def is_in_step(self) -> bool:
         """Whether a batch was taken for a step that is not over."""
 
+    @property
+    def is_alone_in_hook(self) -> bool:
+        """Whether the other ranks do not call the hook that runs here."""
+
     def enter(self, generation: Generation, members: Membership) -> None:
         """Go on as a member of ``generation``. Collective."""
 
@@ -112,6 +116,8 @@ class Sections:
         if instead is None or self._recovery.is_committed:
             with self.at("step"):
                 return body()
+        if self._placement.is_alone_in_hook:
+            return instead()
         try:
             return body()
         except RuntimeError as error:  # the step is given up at its end, and taken again
