@@ -129,12 +129,13 @@ def runs_of(page: Path) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", [each for each in PAGES if runs_of(each)], ids=lambda p: p.stem)
 def test_blocks_run_on_two_ranks(page: Path, tmp_path: Path, quick_python: list[str]) -> None:
     """As they stand there, with stand-ins for the user's model and data, and a CPU for CUDA."""
     for number in runs_of(page):  # a process has one world: a second one may wait for ever
         start, ranks = LAUNCHED.get(page.stem, torchrun), RANKS.get(f"{page.stem} {number}", 2)
-        done = start(RUN_PAGE, page, tmp_path, number, ranks=ranks, limit=60, python=quick_python)
+        done = start(RUN_PAGE, page, tmp_path, number, ranks=ranks, limit=150, python=quick_python)
         ended = done.output.count(f"block {number} has run")
         assert ended == ranks, f"{page.name}, block {number}:\n{done.output[-4000:]}"
 

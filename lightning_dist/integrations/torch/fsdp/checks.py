@@ -146,7 +146,8 @@ def shard_dimension(groups: Sequence[ParameterGroup], mesh: DeviceMesh) -> int:
             return dimension
     raise ValueError(
         f"parameters must be sharded over one dimension of mesh, got shards on the ranks "
-        f"{sorted(own)} and the mesh {mesh.mesh.tolist()}; call fully_shard with mesh['shard']"
+        f"{sorted(own)} and the mesh {mesh.mesh.tolist()}; call fully_shard with mesh['shard'], "
+        "in configure_model with self.device_mesh['data_parallel']"
     )
 
 
@@ -179,7 +180,8 @@ def _checked(module: FSDPModule, group: Any, fsdp_params: Sequence[Any]) -> Para
     if averages_replicas(group):
         raise ValueError(
             f"fully_shard({name}) over two dimensions averages over replicas itself, uncompressed "
-            "and in every step; call it with mesh['shard']"
+            "and in every step; call it with mesh['shard'], in configure_model with "
+            "self.device_mesh['data_parallel']"
         )
     if isinstance(group.offload_policy, CPUOffloadPolicy):
         raise ValueError(
