@@ -5,19 +5,32 @@ torchrun fsdp_ranks.py FOLDER REPLICAS SHARDS SCENARIO...
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import fsdp_codecs
 import torch
 import torch.distributed as dist
+from fsdp_models import (
+    STEPS,
+    WIDTH,
+    Net,
+    batches,
+    bytes_held,
+    counted_passes,
+    local,
+    raised,
+    replicas_are_equal,
+    same_in_replicas,
+    sharded,
+    train,
+    weights,
+)
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -27,112 +40,12 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 
-from lightning_dist.codecs import CODECS, by_name, resolve_codec, warmup
+from lightning_dist.codecs import warmup
 from lightning_dist.integrations.torch.fsdp.attach import compress_fsdp
-from lightning_dist.integrations.torch.fsdp.replicas import ShardedGradients
-from lightning_dist.kernels.passes import Kernels
 
-WIDTH = 33
-STEPS = 3
 KERNELS = 16 << 10
 """Bytes that passes of kernels keep, whatever the model."""
-
-
-class Net(nn.Module):
-    """Odd sizes, so that shards are padded; the head's weight is that of the first layer."""
-
-    def __init__(self, *, tied: bool = False, frozen: bool = False, inner: int = 35) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, inner), nn.Tanh(), nn.Linear(inner, WIDTH))
-            for _ in range(3)
-        )
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, WIDTH)
-        self.last = nn.Linear(WIDTH, 1)  # one row: some ranks have none of it
-        self.register_buffer("offset", torch.zeros(WIDTH))
-        if tied:
-            self.head.weight = self.first.weight
-        if frozen:
-            self.first.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        x = x + self.offset.to(x.dtype)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.last(self.head(x)) + x
-
-
-def sharded(
-    mesh: DeviceMesh,
-    *,
-    checkpoints: bool = False,
-    compiled: str | None = None,
-    tensor: DeviceMesh | None = None,
-    **given: Any,
-) -> Net:
-    """The net, sharded over ``mesh``; ``compiled``: its blocks, with this backend."""
-    net_keys = {key: given.pop(key) for key in ("tied", "frozen", "inner") if key in given}
-    torch.manual_seed(dist.get_rank() if given.pop("unequal", False) else 0)
-    net = Net(**net_keys).to(given.pop("dtype", torch.float32))
-    for i, block in enumerate(net.blocks):
-        if tensor is not None:
-            parallelize_module(block, tensor, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        net.blocks[i] = block = checkpoint_wrapper(block) if checkpoints else block
-        if compiled is not None:
-            net.blocks[i] = block = torch.compile(block, backend=compiled)
-        fully_shard(block, mesh=mesh, **given)
-    return fully_shard(net, mesh=mesh, **given)
-
-
-def batches(steps: int = STEPS) -> Iterator[list[Tensor]]:
-    generator = torch.Generator().manual_seed(100 + dist.get_rank())
-    for _ in range(steps):
-        yield [torch.randn(4, WIDTH, generator=generator) for _ in range(2)]
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def weights(net: nn.Module) -> list[Tensor]:
-    return [local(p.detach()).clone() for p in net.parameters()]
-
-
-def train(
-    net: Any,
-    *,
-    ours: ShardedGradients | None,
-    accumulate: bool = False,
-    clip: bool = False,
-    scale: float = 1.0,
-    after_step: Callable[[], object] = lambda: None,
-) -> list[Tensor]:
-    """Weights after `STEPS` steps; in every other one gradients accumulate, if asked for."""
-    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
-    for step, (first, second) in enumerate(batches()):
-        optimizer.zero_grad()
-        if accumulate and step % 2:
-            if ours is None:
-                net.set_requires_all_reduce(False)
-                (net(first).square().mean() * scale).backward()
-                net.set_requires_all_reduce(True)
-            else:
-                with ours.no_sync():
-                    (net(first).square().mean() * scale).backward()
-        (net(second).square().mean() * scale).backward()
-        if clip:
-            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-        optimizer.step()
-        after_step()
-    return weights(net)
 
 
 def both(mesh: DeviceMesh, *, shard: DeviceMesh | None = None, **given: Any) -> bool:
@@ -214,30 +127,6 @@ def compiled_kernels(mesh: DeviceMesh) -> dict[str, bool]:
     }
 
 
-@contextmanager
-def counted_passes(eager: Counter[str], compiled: Counter[str]) -> Iterator[None]:
-    """Calls of the passes of int8 by name."""
-    use, call = Kernels.use, Kernels._call
-
-    def counting(name: str, function: Callable[..., None]) -> Callable[..., None]:
-        def counted(*tensors: Any) -> None:
-            compiled[name] += 1
-            function(*tensors)
-
-        return counted
-
-    def used(kernels: Kernels, fused: Mapping[str, Callable[..., None]]) -> None:
-        use(kernels, {name: counting(name, function) for name, function in fused.items()})
-
-    def called(kernels: Kernels, name: str, *tensors: Any) -> None:
-        before = compiled.total()
-        call(kernels, name, *tensors)
-        eager[name] += compiled.total() == before and not kernels.codec.lossless
-
-    with patch.object(Kernels, "use", used), patch.object(Kernels, "_call", called):
-        yield
-
-
 def memory(mesh: DeviceMesh) -> dict[str, bool]:
     """Between passes there are beside what torch's HSDP has only shards: residuals, payloads, and a
     flat copy of the gradients. A whole copy of the model would be as large as two.
@@ -286,162 +175,6 @@ def memory_of_shards() -> dict[str, bool]:
     }
 
 
-def bytes_held() -> int:
-    """Bytes of all tensors of this process."""
-    gc.collect()
-    storages = [x.untyped_storage() for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def replicas_are_equal(net: nn.Module, mesh: DeviceMesh) -> bool:
-    return same_in_replicas(weights(net), mesh)
-
-
-def same_in_replicas(tensors: Iterable[Tensor], mesh: DeviceMesh) -> bool:
-    group = mesh["replicate"].get_group()
-    for held in tensors:
-        first = held.clone()
-        dist.broadcast(first, group_src=0, group=group)
-        if not torch.equal(first, held):
-            return False
-    return True
-
-
-def some_codecs(mesh: DeviceMesh) -> dict[str, tuple[bool, bool, int]]:
-    """One of each kind, as :func:`every_codec`."""
-    return of_codecs(mesh, ("none", "bf16", "int8", "topk", "threshold", "powersgd"))
-
-
-def every_codec(mesh: DeviceMesh) -> dict[str, tuple[bool, bool, int]]:
-    return of_codecs(mesh, CODECS)
-
-
-def of_codecs(mesh: DeviceMesh, codecs: Iterable[str]) -> dict[str, tuple[bool, bool, int]]:
-    """Replicas equal after every step, weights finite and bytes of the last step, by codec."""
-    found = {}
-    for name in codecs:
-        net = sharded(mesh["shard"], unequal=True)
-        ours = compress_fsdp(net, name, mesh=mesh, min_compress_numel=0)
-        equal: list[bool] = []
-        train(
-            net,
-            ours=ours,
-            accumulate=True,
-            after_step=lambda net=net, equal=equal: equal.append(replicas_are_equal(net, mesh)),
-        )
-        finite = all(bool(held.isfinite().all()) for held in weights(net))
-        sent = ours.comm_stats()["last_step"]["wire_bytes"]
-        found[name] = equal == [True] * STEPS, finite, int(sent)
-        ours.close()
-    return found
-
-
-def conservation(mesh: DeviceMesh) -> dict[str, float]:
-    """Relative difference of what was applied and is owed from the sum of the exact means."""
-    found = {}
-    for codec in ("int4", "topk:ratio=0.05", "powersgd:rank=2"):
-        net, exact = sharded(mesh["shard"]), sharded(mesh)
-        ours = compress_fsdp(net, codec, mesh=mesh, min_compress_numel=0)
-        applied = [torch.zeros_like(w, dtype=torch.float64) for w in weights(net)]
-        wanted = [torch.zeros_like(w, dtype=torch.float64) for w in weights(net)]
-        for first, _ in batches(20):
-            for model, sums in ((net, applied), (exact, wanted)):
-                model.zero_grad()
-                model(first).square().mean().backward()
-                for parameter, total in zip(model.parameters(), sums, strict=True):
-                    total += local(parameter.grad)
-        worst = 0.0
-        names = [name for name, _ in net.named_parameters()]
-        for name, got, want in zip(names, applied, wanted, strict=True):
-            if got.numel():
-                error = (got + owed(ours, name, got, mesh) - want).norm()
-                worst = max(worst, float(error / want.norm().clamp(min=1e-30)))
-        found[codec] = worst
-        ours.close()
-    return found
-
-
-def owed(ours: ShardedGradients, name: str, like: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Mean residual of this shard over the replicas."""
-    kept = torch.zeros_like(like)
-    kept += ours.reducer.residuals.get(name, kept).view_as(kept)
-    dist.all_reduce(kept, group=mesh["replicate"].get_group())
-    return kept / mesh["replicate"].size()
-
-
-EVERY = {name: name for name in CODECS} | {"dgc": "dgc:momentum=0.0"}
-"""Codecs by name; with a momentum, ``dgc`` sums momenta and not gradients."""
-FED_BACK = [name for name, codec in EVERY.items() if resolve_codec(codec).keeps_residual]
-"""Those with error feedback."""
-UNBIASED = ("qsgd", "terngrad")
-
-
-class GivenGradients(nn.Module):
-    """A matrix for each codec, whose gradient is the input: the mean over ranks is known."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        super().__init__()
-        weights = {name: nn.Parameter(torch.zeros(17, 12).double()) for name in names}
-        self.weights = nn.ParameterDict(weights)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (torch.stack(list(self.weights.values())) * x).sum()
-
-    @staticmethod
-    def compressed(
-        mesh: DeviceMesh, names: Sequence[str], **settings: Any
-    ) -> tuple[nn.Module, ShardedGradients]:
-        net = fully_shard(GivenGradients(names), mesh=mesh["shard"])
-        codec = by_name("none", {rf"\b{name}$": EVERY[name] for name in names})
-        return net, compress_fsdp(net, codec, mesh=mesh, min_compress_numel=0, **settings)
-
-
-def given(rank: int, step: int, names: Sequence[str]) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * rank + step)
-    return torch.randn(len(names), 17, 12, generator=generator, dtype=torch.float64)
-
-
-def conservation_of_a_long_run(mesh: DeviceMesh) -> dict[str, dict[str, float]]:
-    """What every codec loses in 1,000 steps, and in fewer where the commit is deferred."""
-    return {
-        commit: lost(mesh, steps, commit=commit)
-        for commit, steps in (("immediate", 1000), ("deferred", 60))
-    }
-
-
-def lost(mesh: DeviceMesh, steps: int, **settings: Any) -> dict[str, float]:
-    """Difference of what was applied and is owed from the sum of the exact means, relative.
-
-    For unbiased codecs, the largest difference of an element, in standard errors.
-    """
-    net, ours = GivenGradients.compressed(mesh, list(EVERY), **settings)
-    shard, shards = mesh["shard"].get_local_rank(), mesh["shard"].size()
-    wanted, difference, spread = torch.zeros(
-        3, *given(0, 0, EVERY).chunk(shards, 1)[shard].shape, dtype=torch.float64
-    )
-    for step in range(steps):
-        of_ranks = [given(rank, step, EVERY) for rank in range(dist.get_world_size())]
-        net.zero_grad()
-        net(of_ranks[dist.get_rank()]).backward()
-        got = torch.stack([local(parameter.grad) for parameter in net.parameters()])
-        want = torch.stack(of_ranks).mean(0).chunk(shards, 1)[shard]
-        wanted += want
-        difference += got - want
-        spread += (got - want).square()
-    found = {}
-    for name, want, error, squares in zip(net.weights, wanted, difference, spread, strict=True):
-        assert same_in_replicas([error], mesh), f"{name}: replicas differ"
-        if name in UNBIASED:
-            found[name] = float((error.abs() / squares.sqrt()).max())
-        else:
-            error = error + owed(ours, f"weights.{name}", error, mesh)
-            found[name] = float(error.norm() / want.norm())
-    kept = {name.removeprefix("weights.") for name in ours.reducer.residuals}
-    assert kept == set(FED_BACK), kept
-    ours.close()
-    return found
-
-
 def resume(mesh: DeviceMesh) -> dict[str, bool]:
     """Weights of an interrupted run, against those of one that was not."""
     straight = sharded(mesh["shard"])
@@ -465,38 +198,6 @@ def resume(mesh: DeviceMesh) -> dict[str, bool]:
     ours.close()
     equal = all(map(torch.equal, weights(straight), weights(again)))
     return {"equal": equal, "a row for every replica": rows == {mesh.size(0)}, "whole": shapes}
-
-
-def resume_of_every_codec(mesh: DeviceMesh) -> dict[str, bool]:
-    """Gradients of an interrupted run, against those of one that was not, by codec."""
-    codecs = list(CODECS)
-    policy = by_name("none", {rf"\b{name}$": name for name in codecs})
-
-    def begin(state: Mapping[str, Any] | None = None) -> tuple[nn.Module, ShardedGradients]:
-        net = fully_shard(GivenGradients(codecs).float(), mesh=mesh["shard"])
-        ours = compress_fsdp(net, policy, mesh=mesh, min_compress_numel=0)
-        ours.load_state_dict(state)
-        return net, ours
-
-    def gradients(net: nn.Module, steps: range) -> Tensor:
-        """``(codecs, steps, rows, columns)`` of this shard."""
-        found = []
-        for step in steps:
-            net.zero_grad()
-            net(given(dist.get_rank(), step, codecs).float()).backward()
-            found.append(torch.stack([local(p.grad) for p in net.parameters()]))
-        return torch.stack(found, 1)
-
-    net, straight = begin()
-    gradients(net, range(3))
-    shared = [straight.state_dict()]
-    dist.broadcast_object_list(shared)
-    expected = gradients(net, range(3, 6))
-    straight.close()
-    net, resumed = begin(shared[0])
-    got = gradients(net, range(3, 6))
-    resumed.close()
-    return {name: torch.equal(*two) for name, *two in zip(net.weights, expected, got, strict=True)}
 
 
 def another_mesh(mesh: DeviceMesh) -> dict[str, bool]:
@@ -544,35 +245,6 @@ def flushed(mesh: DeviceMesh) -> dict[str, bool]:
     freed = not ours.reducer.residuals
     ours.close()
     return {"all is sent": all(close), "freed": freed}
-
-
-def overflow(mesh: DeviceMesh) -> dict[str, bool]:
-    """An inf on one rank: seen everywhere, and the next step is clean; the deferred commit leaves
-    no trace of it.
-    """
-    facts = {}
-    for commit in ("immediate", "deferred"):
-        net, ours = GivenGradients.compressed(mesh, FED_BACK, commit=commit)
-
-        def gradients(factor: float = 1.0, net: nn.Module = net) -> list[Tensor]:
-            net.zero_grad()
-            x = given(dist.get_rank(), 0, FED_BACK)
-            net(x * (factor if dist.get_rank() == 0 else 1.0)).backward()
-            return [local(p.grad).clone() for p in net.parameters()]
-
-        gradients()
-        before = {n: held.clone() for n, held in ours.reducer.residuals.items()}
-        facts[f"{commit}: seen"] = not any(bool(g.isfinite().all()) for g in gradients(torch.inf))
-        held = ours.reducer.residuals
-        facts[f"{commit}: residuals"] = len(held) == len(FED_BACK) and all(
-            torch.equal(before[name], of) if commit == "deferred" else bool(of.isfinite().all())
-            for name, of in held.items()
-        )
-        clean = gradients()
-        facts[f"{commit}: clean"] = all(bool(g.isfinite().all()) for g in clean)
-        facts[f"{commit}: equal"] = same_in_replicas(clean, mesh)
-        ours.close()
-    return facts
 
 
 def grad_scaler(mesh: DeviceMesh) -> dict[str, bool]:
@@ -690,15 +362,6 @@ def accumulation(mesh: DeviceMesh) -> dict[str, bool]:
     }
 
 
-def raised(call: Callable[[], object]) -> str:
-    """The message of the error that ``call`` raises."""
-    try:
-        call()
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return ""
-
-
 class WithoutAccelerator(FullyShardedDataParallel):
     """FSDP1, which is made on accelerators alone."""
 
@@ -774,8 +437,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     shape = (int(replicas), int(shards))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    scenarios_of = {**vars(fsdp_codecs), **globals()}
     for name in scenarios:
-        facts = globals()[name](mesh)
+        facts = scenarios_of[name](mesh)
         path = Path(folder) / f"{name}.{replicas}x{shards}.{dist.get_rank()}.pt"
         torch.save({"facts": facts}, path)
     dist.destroy_process_group()

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_ranks import (
+from fsdp_models import (
     WIDTH,
     Net,
     bytes_held,

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_ranks import WIDTH, Net, counted_passes, local, sharded, train, weights
+from fsdp_models import WIDTH, Net, counted_passes, local, sharded, train, weights
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard

@@ -1,0 +1,175 @@
+"""Models that ranks of tests shard with ``fully_shard``, and their training."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    fully_shard,
+)
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from lightning_dist.integrations.torch.fsdp.replicas import ShardedGradients
+from lightning_dist.kernels.passes import Kernels
+
+WIDTH = 33
+STEPS = 3
+
+
+class Net(nn.Module):
+    """Odd sizes, so that shards are padded; the head's weight is that of the first layer."""
+
+    def __init__(self, *, tied: bool = False, frozen: bool = False, inner: int = 35) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, inner), nn.Tanh(), nn.Linear(inner, WIDTH))
+            for _ in range(3)
+        )
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, 1)  # one row: some ranks have none of it
+        self.register_buffer("offset", torch.zeros(WIDTH))
+        if tied:
+            self.head.weight = self.first.weight
+        if frozen:
+            self.first.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = x + self.offset.to(x.dtype)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(self.head(x)) + x
+
+
+def sharded(
+    mesh: DeviceMesh,
+    *,
+    checkpoints: bool = False,
+    compiled: str | None = None,
+    tensor: DeviceMesh | None = None,
+    **given: Any,
+) -> Net:
+    """The net, sharded over ``mesh``; ``compiled``: its blocks, with this backend."""
+    net_keys = {key: given.pop(key) for key in ("tied", "frozen", "inner") if key in given}
+    torch.manual_seed(dist.get_rank() if given.pop("unequal", False) else 0)
+    net = Net(**net_keys).to(given.pop("dtype", torch.float32))
+    for i, block in enumerate(net.blocks):
+        if tensor is not None:
+            parallelize_module(block, tensor, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        net.blocks[i] = block = checkpoint_wrapper(block) if checkpoints else block
+        if compiled is not None:
+            net.blocks[i] = block = torch.compile(block, backend=compiled)
+        fully_shard(block, mesh=mesh, **given)
+    return fully_shard(net, mesh=mesh, **given)
+
+
+def batches(steps: int = STEPS) -> Iterator[list[Tensor]]:
+    generator = torch.Generator().manual_seed(100 + dist.get_rank())
+    for _ in range(steps):
+        yield [torch.randn(4, WIDTH, generator=generator) for _ in range(2)]
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def weights(net: nn.Module) -> list[Tensor]:
+    return [local(p.detach()).clone() for p in net.parameters()]
+
+
+def train(
+    net: Any,
+    *,
+    ours: ShardedGradients | None,
+    accumulate: bool = False,
+    clip: bool = False,
+    scale: float = 1.0,
+    after_step: Callable[[], object] = lambda: None,
+) -> list[Tensor]:
+    """Weights after `STEPS` steps; in every other one gradients accumulate, if asked for."""
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+    for step, (first, second) in enumerate(batches()):
+        optimizer.zero_grad()
+        if accumulate and step % 2:
+            if ours is None:
+                net.set_requires_all_reduce(False)
+                (net(first).square().mean() * scale).backward()
+                net.set_requires_all_reduce(True)
+            else:
+                with ours.no_sync():
+                    (net(first).square().mean() * scale).backward()
+        (net(second).square().mean() * scale).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+        after_step()
+    return weights(net)
+
+
+@contextmanager
+def counted_passes(eager: Counter[str], compiled: Counter[str]) -> Iterator[None]:
+    """Calls of the passes of int8 by name."""
+    use, call = Kernels.use, Kernels._call
+
+    def counting(name: str, function: Callable[..., None]) -> Callable[..., None]:
+        def counted(*tensors: Any) -> None:
+            compiled[name] += 1
+            function(*tensors)
+
+        return counted
+
+    def used(kernels: Kernels, fused: Mapping[str, Callable[..., None]]) -> None:
+        use(kernels, {name: counting(name, function) for name, function in fused.items()})
+
+    def called(kernels: Kernels, name: str, *tensors: Any) -> None:
+        before = compiled.total()
+        call(kernels, name, *tensors)
+        eager[name] += compiled.total() == before and not kernels.codec.lossless
+
+    with patch.object(Kernels, "use", used), patch.object(Kernels, "_call", called):
+        yield
+
+
+def bytes_held() -> int:
+    """Bytes of all tensors of this process."""
+    gc.collect()
+    storages = [x.untyped_storage() for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def replicas_are_equal(net: nn.Module, mesh: DeviceMesh) -> bool:
+    return same_in_replicas(weights(net), mesh)
+
+
+def same_in_replicas(tensors: Iterable[Tensor], mesh: DeviceMesh) -> bool:
+    group = mesh["replicate"].get_group()
+    for held in tensors:
+        first = held.clone()
+        dist.broadcast(first, group_src=0, group=group)
+        if not torch.equal(first, held):
+            return False
+    return True
+
+
+def raised(call: Callable[[], object]) -> str:
+    """The message of the error that ``call`` raises."""
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
