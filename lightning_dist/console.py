@@ -26,6 +26,12 @@ def stdout_console() -> Console:
     )
 
 
+def print_lines(*lines: str) -> None:
+    """Print lines as they are, wrapped between words where the terminal is narrow."""
+    for line in lines:
+        stdout_console().print(Text(line))
+
+
 def print_table(
     columns: Sequence[str],
     rows: Iterable[Sequence[str | Text]],
@@ -72,7 +78,7 @@ def print_table(
     if left_out:
         names = ", ".join(name for name in columns if name in left_out)
         remedy = "use --json or a wider terminal"
-        console.print(Text(f"Columns left out for {console.width} columns: {names} ({remedy})"))
+        print_lines(f"Columns left out for {console.width} columns: {names} ({remedy})")
 
 
 def _width(cell: Text, *, folds: bool) -> int:

@@ -393,7 +393,7 @@ def reduces_gradients(group: Any) -> bool:
 
 # FSDP tells nobody whether it divides within its reduction, or before and after it.
 def divides_after_reduction(group: Any, dtype: torch.dtype) -> bool:
-    """Whether a parameter group divides gradients in ``dtype`` after its all-reduce hook."""
+    """True if a parameter group divides gradients of ``dtype`` after its all-reduce hook."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 
     how = group.device.type, group.gradient_divide_factor, group.force_sum_reduction_for_comms

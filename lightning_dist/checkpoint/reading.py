@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_dist.checkpoint.disk.archive import Archive, combined
-from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.disk.errors import CheckpointError, no_checkpoint
 from lightning_dist.checkpoint.disk.manifest import NAME, RECORD, Manifest, Part
 from lightning_dist.checkpoint.disk.storage import Sink, Storage, storage_of
 from lightning_dist.checkpoint.disk.verify import describe, read_manifest, verify
@@ -59,9 +59,7 @@ def opened(path: str, *, check: bool) -> Iterator[Any]:
     """
     storage, inside = storage_of(path)
     if not storage.exists(inside):
-        raise FileNotFoundError(
-            f"There is no checkpoint at {path}; lightning-dist ckpt ls DIR lists those of a folder"
-        )
+        raise no_checkpoint(path)
     description = verify(path) if check else describe(path)
     if description.kind == "folder":
         raise CheckpointError(

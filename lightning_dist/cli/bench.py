@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.filesize import decimal
-from rich.text import Text
 
 from lightning_dist.cli.errors import BAD_INPUT, reported
-from lightning_dist.console import print_table, stdout_console
+from lightning_dist.console import print_lines, print_table
 from lightning_dist.profiling.analysis.metrics import format_value
 
 if TYPE_CHECKING:
@@ -139,7 +138,7 @@ def print_report(report: Report) -> None:
     hosts = list(dict.fromkeys(report.hosts[rank] for rank in report.ranks))
     names = ", ".join(hosts) if len(hosts) <= 8 else f"{', '.join(hosts[:8])}, ..."
     ranks = f"{len(report.ranks)} ranks ({report.scope}) on {names}"
-    stdout_console().print(Text(f"{ranks}; {report.backend}, {report.device}"))
+    print_lines(f"{ranks}; {report.backend}, {report.device}")
     if report.pair_gbps is not None:
         _print_pairs(report, report.pair_gbps)
         return
@@ -161,7 +160,7 @@ def print_report(report: Report) -> None:
         right=("size (B)", "count", *figures),
         optional=("dtype", "count", "% of best", "max", "min"),
     )
-    stdout_console().print(Text(LEGEND))
+    print_lines(LEGEND)
 
 
 def _time(seconds: float) -> str:
@@ -182,10 +181,9 @@ def _print_pairs(report: Report, rates: Sequence[Sequence[float | None]]) -> Non
         if rate is not None
     ]
     (slowest, source, target), (fastest, *_) = min(of_pairs), max(of_pairs)
-    slowest_pair = (
+    print_lines(
         f"slowest: rank {source} on {report.hosts[source]} to rank {target} on "
         f"{report.hosts[target]}, {format_value(slowest, 'Gbit/s')}, "
         f"{format_value(slowest / fastest, '%')} of the fastest; "
         f"{decimal(report.pair_nbytes or 0)} each, one pair at a time"
     )
-    stdout_console().print(Text(slowest_pair))

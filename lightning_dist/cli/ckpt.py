@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.text import Text
 
+from lightning_dist.checkpoint.disk.errors import no_checkpoint
 from lightning_dist.checkpoint.disk.folder_owner import own, owner_of
 from lightning_dist.checkpoint.disk.manifest import NAME
 from lightning_dist.checkpoint.disk.scan import Found, checkpoints, is_checkpoint
@@ -199,10 +200,7 @@ def consolidate(
     """
     storage, inside = storage_of(source)
     if not storage.exists(inside):
-        raise FileNotFoundError(
-            f"There is no checkpoint at {source}; lightning-dist ckpt ls DIR lists those of a "
-            "folder"
-        )
+        raise no_checkpoint(source)
     goal, path = storage_of(target)
     parent = path.rsplit("/", 1)[0] or "/"
     if isinstance(goal, LocalStorage) and not goal.is_folder(parent):

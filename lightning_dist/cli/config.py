@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
 from lightning_dist.cli import config_accelerate as theirs
 from lightning_dist.cli.codecs import codec_names
@@ -22,11 +21,12 @@ from lightning_dist.configuration.options import (
     OF_DDP,
     OF_LOCAL,
     OF_SHARDS,
+    is_by_level,
     require_fit,
     require_of_shards,
     require_only,
 )
-from lightning_dist.console import print_table, stdout_console
+from lightning_dist.console import print_lines, print_table
 
 _WORDS = ("true", "false", "auto", "leader", "immediate", "deferred", "null", *METHODS)
 """Values that shells complete, of the settings that take them."""
@@ -228,8 +228,7 @@ def _answer(name: str, known: Mapping[str, Any]) -> Any:
 def _require_codec(value: Any) -> None:
     from lightning_dist.codecs import resolve_codec  # torch
 
-    levels = isinstance(value, Mapping) and "inter" in value
-    for each in value.values() if levels else [value]:
+    for each in value.values() if is_by_level(value) else [value]:
         resolve_codec(each)
 
 
@@ -268,7 +267,7 @@ def _show(resolved: Resolved, *, config: Path, as_json: bool) -> None:
     cells = [(name, _text(row["value"]), row["from"]) for name, row in rows.items()]
     print_table(("option", "value", "from"), cells, fold=("value", "from"))
     found = there or f"{config} does not exist; lightning-dist config creates it"
-    stdout_console().print(Text(f"accelerate: {found}"))
+    print_lines(f"accelerate: {found}")
 
 
 def _text(value: Any) -> str:

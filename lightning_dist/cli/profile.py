@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
 from lightning_dist.cli.errors import BAD_INPUT, reported
 from lightning_dist.cli.profile_whatif import whatif_command
-from lightning_dist.console import print_table, stdout_console
+from lightning_dist.console import print_lines, print_table
 from lightning_dist.profiling.analysis.compare import Difference, compare, measured, verdict
 from lightning_dist.profiling.analysis.metrics import METRICS, MISSING, count, format_value
 from lightning_dist.profiling.analysis.parts import PARTS, SCHEMA, Summary
@@ -113,16 +112,14 @@ def compare_command(
     else:
         for folder, (name, each) in zip((a, b), summaries.items(), strict=True):
             typer.echo(f"{name}: {folder} ({describe(each)})")
-        console = stdout_console()
-        console.print(Text(verdict(found)))
+        print_lines(verdict(found))
         print_differences(found)
         legend = (
             "medians over the steps in detail (a report has means), parts as means over ranks; "
             "'all steps' is over all"
         )
         notes = [f"note: {name}: {note}" for name, each in summaries.items() for note in each.notes]
-        for line in (legend, *notes):
-            console.print(Text(line))
+        print_lines(legend, *notes)
     _require_steps(dict(zip((a, b), summaries.values(), strict=True)))
 
 

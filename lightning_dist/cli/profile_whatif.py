@@ -10,7 +10,7 @@ from rich.text import Text
 
 from lightning_dist.cli.codecs import codec_names
 from lightning_dist.cli.errors import reported
-from lightning_dist.console import stdout_console
+from lightning_dist.console import print_lines, stdout_console
 from lightning_dist.measurement.costs import CANDIDATES, CodecCost
 from lightning_dist.profiling.analysis.metrics import format_value
 from lightning_dist.profiling.report.files import to_json
@@ -117,8 +117,7 @@ def whatif_command(
     console.print(Text(f"{LABEL}, {predicted}, ms:", style="bold"))
     table = predictions_table(found)
     console.print(draw_table(table, table.rows))
-    for note in notes(found):
-        console.print(Text(f"note: {note}"))
+    print_lines(*(f"note: {note}" for note in notes(found)))
 
 
 def _costs(

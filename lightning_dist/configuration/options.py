@@ -42,10 +42,15 @@ def _is_commit(value: object) -> bool:
     return value in ("auto", "immediate", "deferred")
 
 
+def is_by_level(codec: object) -> bool:
+    """Whether ``codec`` names those inside of a host and between hosts."""
+    return isinstance(codec, Mapping) and set(codec) == {"intra", "inter"}
+
+
 def _is_codec(value: object) -> bool:
     if not isinstance(value, Mapping):
         return _is_text(value)
-    if set(value) == {"intra", "inter"}:
+    if is_by_level(value):
         return all(map(_is_codec, value.values()))
     return len(value) == 1 and set(value) <= set(POLICIES)
 

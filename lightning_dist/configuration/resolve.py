@@ -20,6 +20,7 @@ from lightning_dist.configuration.files import (
 )
 from lightning_dist.configuration.options import (
     OPTIONS,
+    is_by_level,
     require_fit,
     require_known,
     unknown,
@@ -152,8 +153,7 @@ def _files(environ: Mapping[str, str]) -> list[Path]:
 def _refuse_contradictions(options: Mapping[str, Any], origins: Mapping[str, str]) -> None:
     """Which of two sources wins is settled by option; these options are about the same."""
     flat = options.get("hierarchical") is False
-    codec = options.get("codec")
-    levels = isinstance(codec, Mapping) and "inter" in codec
+    levels = is_by_level(options.get("codec"))
     has_count = options.get("ranks_per_host") is not None
     has_groups = options.get("rank_groups") is not None
     for wrong, names, why in (

@@ -11,12 +11,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lightning_dist.codecs.base import BlockCodec
-from lightning_dist.codecs.memory import Memory, NoMemory, RoundedError
+from lightning_dist.codecs.memory import Memory, NoMemory, RoundedError, State
 from lightning_dist.codecs.noise import block_keys
 from lightning_dist.exchange import traffic
 from lightning_dist.exchange.channel import Channel
@@ -170,6 +172,26 @@ def _keys(part: _Part, rows: int, salt: int, device: torch.device) -> Tensor | N
         return None
     numbers = torch.arange(rows * part.blocks, dtype=torch.int32, device=device)
     return block_keys(numbers.view(rows, part.blocks, 1), salt)
+
+
+def joined_errors(errors: State, shape: Sequence[int]) -> Tensor:
+    """``errors (ranks, blocks, ...)`` of a parameter of ``shape``, decoded and flat."""
+    decoded = RoundedError().value(errors).flatten(1)
+    numel = -(-shape[0] // len(decoded)) * prod(shape[1:])
+    if not 0 <= decoded.shape[1] - numel < errors[1].shape[2]:
+        raise ValueError(
+            f"A parameter of {tuple(shape)} has {numel} elements on each of {len(decoded)} ranks, "
+            f"and the saved error {decoded.shape[1]}; this state belongs to another model"
+        )
+    return decoded[:, :numel].reshape(-1)[: prod(shape)]
+
+
+def cut_errors(whole: Tensor, shape: Sequence[int], like: State) -> Tensor:
+    """Inverse of :func:`joined_errors`, not yet rounded: the ranks and blocks of ``like``."""
+    ranks, blocks, block = like[1].shape
+    numel = -(-shape[0] // ranks) * prod(shape[1:])
+    rows = pad(whole, (0, ranks * numel - len(whole))).view(ranks, numel)
+    return pad(rows, (0, blocks * block - numel)).view(ranks, blocks, block)
 
 
 class RowGather:

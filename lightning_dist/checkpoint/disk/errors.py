@@ -23,3 +23,10 @@ class CorruptCheckpointError(CheckpointError):
         super().__init__(f"{path} is not a complete checkpoint: {reason}")
         self.path = path
         self.reason = reason
+
+
+def no_checkpoint(path: str) -> FileNotFoundError:
+    """The error where nothing is at ``path``."""
+    return FileNotFoundError(
+        f"There is no checkpoint at {path}; lightning-dist ckpt ls DIR lists those of a folder"
+    )

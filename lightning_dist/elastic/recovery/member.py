@@ -148,7 +148,11 @@ class Member:
         Raises:
             StoreLostError: the store is gone.
         """
-        return self._ask(bool(self.store.check([key])) for key in [Keys.newest])
+
+        def looks() -> Iterator[bool]:
+            yield bool(self.store.check([Keys.newest]))
+
+        return self._ask(looks())
 
     def announce(self, fingerprint: str) -> Generation:
         """Say that this worker is ready to train; the first generation that has it.

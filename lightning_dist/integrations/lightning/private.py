@@ -358,7 +358,7 @@ def has_batch(trainer: pl.Trainer) -> bool:
 
 # Nobody else knows which hook runs.
 def is_between_micro_batches(trainer: pl.Trainer) -> bool:
-    """Whether a hook runs that is called before or after the training step of a batch."""
+    """True in ``on_train_batch_start`` and ``on_train_batch_end``."""
     hook = trainer.lightning_module._current_fx_name
     return hook in ("on_train_batch_start", "on_train_batch_end")
 

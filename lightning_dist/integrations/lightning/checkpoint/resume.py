@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
-from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.disk.errors import CheckpointError, no_checkpoint
 from lightning_dist.checkpoint.disk.storage import storage_of
 from lightning_dist.checkpoint.disk.verify import verify
 from lightning_dist.checkpoint.ranks import describe_error, error_from
@@ -107,10 +107,7 @@ class ResumeCheckpointIO(AsyncTorchCheckpointIO):
         path = without_manifest(path)
         storage, inside = storage_of(path)
         if not storage.exists(inside):
-            raise FileNotFoundError(
-                f"There is no checkpoint at {path}; lightning-dist ckpt ls DIR lists those of a "
-                "folder"
-            )
+            raise no_checkpoint(path)
         if self.settings.verify != "never" and path != self.verified:
             verify(path)
         return path

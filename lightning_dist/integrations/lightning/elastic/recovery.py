@@ -169,10 +169,10 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
 
     @property
     def is_alone_in_hook(self) -> bool:
-        """Whether the others, who repeat a step, do not call the hook that runs here.
+        """True in a hook that this rank calls and the others skip.
 
-        They compute its micro-batches again, without ``on_train_batch_start`` and the end of those
-        before the last. A newcomer takes them as ever.
+        Ranks that repeat a step recompute its micro-batches without ``on_train_batch_start`` and,
+        but for the last one, ``on_train_batch_end``. A rank that has joined in it calls both.
         """
         return self._joins_repeated and private.is_between_micro_batches(self._trainer)
 

@@ -24,7 +24,7 @@ class Between(Protocol):
 
     @property
     def is_alone_in_hook(self) -> bool:
-        """Whether the other ranks do not call the hook that runs here."""
+        """True in a hook that the other ranks skip."""
 
     def enter(self, generation: Generation, members: Membership) -> None:
         """Go on as a member of ``generation``. Collective."""

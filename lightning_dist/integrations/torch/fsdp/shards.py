@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.functional import pad
 
 from lightning_dist.accelerator import is_accelerator
 from lightning_dist.codecs import Codec
@@ -33,7 +31,13 @@ from lightning_dist.private import (
 )
 from lightning_dist.reducer.observer import untraced
 from lightning_dist.reducer.parts import Stripes
-from lightning_dist.reducer.rows import RowGather, RowReduceScatter, Rows
+from lightning_dist.reducer.rows import (
+    RowGather,
+    RowReduceScatter,
+    Rows,
+    cut_errors,
+    joined_errors,
+)
 from lightning_dist.reducer.stats import CommStats, Count, places, run_config
 from lightning_dist.topology import Topology, this_host
 
@@ -196,8 +200,9 @@ class CompressedShards:
                 for held, found in zip(own, rows[0], strict=True):
                     held.copy_(found)
             elif rows:
-                whole = torch.stack([_whole(row, shape) for row in rows]).sum(0) * (ranks / before)
-                rounded = RoundedError().rounded(_cut(whole, shape, own))
+                wholes = torch.stack([joined_errors(row, shape) for row in rows])
+                whole = wholes.sum(0) * (ranks / before)
+                rounded = RoundedError().rounded(cut_errors(whole, shape, own))
                 for held, new in zip(own, rounded, strict=True):
                     held.copy_(new)
         if dropped and self.group.rank() == 0:
@@ -260,26 +265,6 @@ def _by_parameter(
             if offset in errors:
                 yield names[parameter], (shape, errors[offset])
             offset += numel
-
-
-def _whole(errors: State, shape: Sequence[int]) -> Tensor:
-    """``errors (ranks, blocks, ...)`` of a parameter of ``shape``, decoded and flat."""
-    decoded = RoundedError().value(errors).flatten(1)
-    numel = -(-shape[0] // len(decoded)) * prod(shape[1:])
-    if not 0 <= decoded.shape[1] - numel < errors[1].shape[2]:
-        raise ValueError(
-            f"A parameter of {tuple(shape)} has {numel} elements on each of {len(decoded)} ranks, "
-            f"and the saved error {decoded.shape[1]}; this state belongs to another model"
-        )
-    return decoded[:, :numel].reshape(-1)[: prod(shape)]
-
-
-def _cut(whole: Tensor, shape: Sequence[int], like: State) -> Tensor:
-    """The way back, to the ranks and blocks of ``like``."""
-    ranks, blocks, block = like[1].shape
-    numel = -(-shape[0] // ranks) * prod(shape[1:])
-    rows = pad(whole, (0, ranks * numel - len(whole))).view(ranks, numel)
-    return pad(rows, (0, blocks * block - numel)).view(ranks, blocks, block)
 
 
 def _rows(
