@@ -137,7 +137,7 @@ def test_blocks_run_on_two_ranks(page: Path, tmp_path: Path, quick_python: list[
         start, ranks = LAUNCHED.get(page.stem, torchrun), RANKS.get(f"{page.stem} {number}", 2)
         done = start(RUN_PAGE, page, tmp_path, number, ranks=ranks, limit=150, python=quick_python)
         ended = done.output.count(f"block {number} has run")
-        assert ended == ranks, f"{page.name}, block {number}:\n{done.output[-4000:]}"
+        assert ended == ranks, f"{page.name}, block {number}:\n{done.output[-12000:]}"
 
 
 def test_all_that_is_not_run_exists() -> None:
