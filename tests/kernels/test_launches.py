@@ -196,6 +196,16 @@ def test_with_uncompressed_parameters_beside(
     assert counts["collectives"] <= 2, counts
 
 
+@pytest.mark.parametrize("per_host", [1, 2])
+@pytest.mark.parametrize("codec", ["int4", "fp8", "sign", "qsgd", "terngrad"])
+def test_other_codecs_launch_as_many(codec: str, per_host: int) -> None:
+    """Stochastic ones copy their salts to the device besides."""
+    counts = counted(codec, 384, 4, per_host=per_host, small=1000)
+    salts = resolve_codec(codec).stochastic
+    assert counts["aten._to_copy.default"] == salts, counts
+    assert counts["launches"] - salts <= (6 if per_host == 1 else 10), counts
+
+
 @pytest.mark.parametrize(
     ("dtype", "small"), [(torch.float32, 0), (torch.float32, 1000), (torch.bfloat16, 1000)]
 )
@@ -259,4 +269,5 @@ def test_hierarchical_with_uncompressed_parameters_beside(
         immediate=immediate,
         small=1000,
     )
+    assert counts["launches"] <= (10 if immediate else 12), counts
     assert counts["collectives"] <= 4, counts

@@ -6,6 +6,7 @@ Of all ranks, or of all hosts where they reduce first.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -115,6 +116,19 @@ def test_the_state_is_plain_and_of_all_ranks() -> None:
     for name, rows in residuals.items():
         assert torch.equal(rows, torch.stack([held[name] for held in trained.residuals]))
         assert all(row.any() for row in rows)
+
+
+@pytest.mark.parametrize("codec", ["int8", "dgc:ratio=0.1,block_size=128", "powersgd:rank=2"])
+def test_a_state_that_an_earlier_version_has_written_is_loaded(codec: str) -> None:
+    """By the code of commit dbfda91c, on two ranks after two steps."""
+    path = Path(__file__).with_name("state_of_version_1.pt")
+    state = torch.load(path, weights_only=True)[codec]
+    assert state["version"] == 1
+    again = train(2, range(2, 2), state, codec=codec).state
+    assert tensors(again) == tensors(state)
+    went_on, afresh = (train(2, range(2, 3), each, codec=codec) for each in (state, None))
+    assert went_on.state["step"] == 3
+    assert went_on.digests != afresh.digests, "residuals are used"
 
 
 def test_loading_replaces_what_was_held() -> None:
