@@ -19,7 +19,7 @@ from lightning_dist.checkpoint.disk.folder_owner import LOCK
 
 HERE = Path(__file__).parent
 RUNNER = HERE / "run_scenarios.py"
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 KILLED = HERE / "scenarios" / "accelerate_killed.py"
 
 

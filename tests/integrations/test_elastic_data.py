@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_data import LOADERS, SilentStream, Stream
+from elastic_data import LOADERS, SilentStream, Stream, some_slow
 from elastic_runs import SIZE, FailAt, Fault, Numbered, committed, fit, hash_of, make_loader
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
@@ -19,7 +19,7 @@ from lightning_dist.elastic.data.plan import Position
 from lightning_dist.integrations.lightning.elastic.data import TrainerDeal
 
 
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("kind", some_slow(LOADERS, "map-style, workers that stay", "stream"))
 def test_a_restart_goes_on_in_the_data(kind: str, tmp_path: Path) -> None:
     loader = LOADERS[kind]
     _, module = fit(tmp_path / "reference", loader=loader, max_epochs=2)

@@ -67,6 +67,7 @@ def test_a_finder_within_a_fit_is_refused(finder: Any, first: bool, tmp_path: Pa
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("find", ["lr", "batch size"])
 def test_a_tuner_before_the_fit(find: str, tmp_path: Path) -> None:
     """At every start of the script, as it is written; the run is that of a script without it."""

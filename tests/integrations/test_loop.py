@@ -46,9 +46,13 @@ def loop_in(folder: Path, **changed: Any) -> ElasticLoop:
     ("settings", "steps"),
     [
         ({}, 12),
-        ({"gradient_accumulation_steps": 3}, 4),
-        ({"every_n_train_steps": None}, 12),
-        ({"checkpoint": CheckpointSettings(snapshot="overlap", writer="thread")}, 12),
+        pytest.param({"gradient_accumulation_steps": 3}, 4, marks=pytest.mark.slow),
+        pytest.param({"every_n_train_steps": None}, 12, marks=pytest.mark.slow),
+        pytest.param(
+            {"checkpoint": CheckpointSettings(snapshot="overlap", writer="thread")},
+            12,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
@@ -73,8 +77,8 @@ def test_later_starts_go_on_to_the_same_end(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"every_n_train_steps": 5},
-        {"every_n_train_steps": None},
+        pytest.param({"every_n_train_steps": 5}, marks=pytest.mark.slow),
+        pytest.param({"every_n_train_steps": None}, marks=pytest.mark.slow),
         {"every_n_train_steps": 5, "every_n_epochs": 2},
     ],
     ids=str,
@@ -126,7 +130,9 @@ def await_notice(loop: ElasticLoop) -> None:
         os.sched_yield()
 
 
-@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "told", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)]
+)
 def test_a_signal_leads_to_one_checkpoint_and_handlers_are_given_back(
     told: signal.Signals, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

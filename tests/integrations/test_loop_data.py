@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_data import LOADERS, SilentStream
+from elastic_data import LOADERS, SilentStream, some_slow
 from elastic_runs import SIZE, committed
 from loop_runs import net, train
 from torch.utils.data import DataLoader
@@ -34,7 +34,7 @@ def ids_of(folder: Path) -> list[list[int]]:
     return [step.ids for step in committed(folder / "account").values()]
 
 
-@pytest.mark.parametrize("data", DEALT)
+@pytest.mark.parametrize("data", some_slow(DEALT, "map-style, stateful loader", "stream"))
 def test_a_second_start_goes_on_in_the_data(data: str, tmp_path: Path) -> None:
     def strike(place: str, step: int) -> None:
         if (place, step) == ("in_pass", 17):  # in the second epoch

@@ -17,7 +17,7 @@ from loop_runs import train
 from lightning_dist.checkpoint.disk.scan import newest_valid
 from lightning_dist.checkpoint.reading import load
 
-pytestmark = pytest.mark.timeout(300)  # the first test waits for all jobs
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # the first test waits for all jobs
 
 EXACT: Mapping[str, Any] = {"codec": "none", "fit": {"noisy": False}}
 FAULTS: Mapping[str, tuple[Fault, ...]] = {

@@ -214,6 +214,7 @@ def compressed(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]
     )
 
 
+@pytest.mark.slow
 def test_events_are_logged_in_one_line_each_and_counted(compressed: Job) -> None:
     told = [line for line in compressed.output.splitlines() if "elastic: " in line]
     (lost,) = [line for line in told if "worker 0.0.0 was lost" in line]
@@ -227,6 +228,7 @@ def test_events_are_logged_in_one_line_each_and_counted(compressed: Job) -> None
     assert 0 < metrics["elastic/residual_norm_lost"] < 1
 
 
+@pytest.mark.slow
 def test_the_profile_has_all_ranks_and_says_when_members_changed(compressed: Job) -> None:
     run = read_run(compressed.folder / "profile" / "run-0")
     assert [each.number for each in run.generations] == [1, 2]
@@ -250,6 +252,7 @@ def test_the_profile_has_all_ranks_and_says_when_members_changed(compressed: Job
     assert "generation 1" in page
 
 
+@pytest.mark.slow
 def test_compressed_ranks_stay_equal_and_a_rank_that_misses_the_answer_commits(
     compressed: Job,
 ) -> None:

@@ -70,7 +70,9 @@ def test_what_hooks_add_is_proved_at_the_first_save(tmp_path: Path) -> None:
     assert not list((tmp_path / "ckpt").glob("*.ckpt"))
 
 
-@pytest.mark.parametrize("how", ["callback", "fit", "allowed"])
+@pytest.mark.parametrize(
+    "how", ["callback", pytest.param("fit", marks=pytest.mark.slow), "allowed"]
+)
 def test_a_user_who_trusts_the_folder_goes_on(
     tmp_path: Path, how: str, request: pytest.FixtureRequest
 ) -> None:

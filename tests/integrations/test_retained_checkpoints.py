@@ -47,7 +47,9 @@ FINISH = {
     "ElasticRestart": lambda folder: fit(folder, validate=False),
 }
 OTHER = {"sampler": range(40), "shuffle": None}
-KINDS = pytest.mark.parametrize("kind", UNTIL)
+KINDS = pytest.mark.parametrize(
+    "kind", [pytest.param("ElasticLoop", marks=pytest.mark.slow), "ElasticRestart"]
+)
 
 
 @KINDS

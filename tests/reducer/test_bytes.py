@@ -98,7 +98,9 @@ def test_a_few_million_elements() -> None:
         assert sent.total <= 2 * (world - 1) * 3_000_017 * ITEM // world + 2 * (world - 1) * 8
 
 
-@pytest.mark.parametrize(("hosts", "per_host"), [(2, 2), (16, 4), (128, 8)])
+@pytest.mark.parametrize(
+    ("hosts", "per_host"), [(2, 2), (16, 4), pytest.param(128, 8, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("leader", [False, True])
 def test_between_hosts_too(leader: bool, hosts: int, per_host: int) -> None:
     """All ranks of a host together; each of their shares may be padded where it is uncompressed."""

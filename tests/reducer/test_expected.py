@@ -31,7 +31,7 @@ EVERY = ["dgc:warmup_steps=0" if name == "dgc" else name for name in CODECS]
 LAYOUTS = [
     flat(2),
     pytest.param(flat(3), marks=pytest.mark.slow),
-    flat(4),
+    pytest.param(flat(4), marks=pytest.mark.slow),
     Layout([[0, 1], [2, 3]]),
     Layout([[0, 1, 2], [3, 4]], True),
 ]

@@ -45,14 +45,16 @@ OF_HOSTS: Bad = {1: (1, "second", torch.inf), 2: (2, "bias", torch.nan)}
 CASES = [
     (flat(2), WITH_FEEDBACK[::4], OF_FLAT),
     pytest.param(flat(2), WITH_FEEDBACK, OF_FLAT, marks=pytest.mark.slow),
-    (flat(3), WITH_FEEDBACK, OF_FLAT),
+    (flat(3), WITH_FEEDBACK[2::4], OF_FLAT),
+    pytest.param(flat(3), WITH_FEEDBACK, OF_FLAT, marks=pytest.mark.slow),
     *((flat(3), ["int8"], bad) for bad in EACH_ALONE),
     *(pytest.param(flat(2), ["int8"], bad, marks=pytest.mark.slow) for bad in EACH_ALONE),
-    (Layout(PAIRS), ALL, OF_HOSTS),
+    (Layout(PAIRS), PER_LEVEL, OF_HOSTS),
+    pytest.param(Layout(PAIRS), ALL, OF_HOSTS, marks=pytest.mark.slow),
     (Layout(PAIRS, leader=True), SOME, OF_HOSTS),
     (Layout(UNEVEN), SOME, OF_HOSTS),  # uneven hosts are in the leader form
     pytest.param(Layout(UNEVEN), ALL, OF_HOSTS, marks=pytest.mark.slow),
-    (Layout(HOSTS_OF_FOUR), SOME, OF_HOSTS),
+    pytest.param(Layout(HOSTS_OF_FOUR), SOME, OF_HOSTS, marks=pytest.mark.slow),
 ]
 
 

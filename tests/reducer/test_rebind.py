@@ -166,7 +166,9 @@ def mean_residual(rank: Rank, model: Model) -> dict[str, Tensor]:
     return {name: rows.double().mean(0) for name, rows in state["residuals"].items()}
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(
+    "codec", [CODECS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in CODECS[1:])]
+)
 @pytest.mark.parametrize(("old", "new"), [(None, PAIRS), (PAIRS, None), (UNEVEN, PAIRS)], ids=str)
 def test_another_hierarchy_keeps_the_residual(codec: str, old: Any, new: Any) -> None:
     def body(rank: Rank) -> list[str]:

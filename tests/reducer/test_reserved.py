@@ -13,7 +13,15 @@ CODECS = ["int8", "dgc:ratio=0.1,block_size=128", "threshold:tau=1.5", "qsgd:blo
 
 
 @pytest.mark.parametrize(
-    "layout", [flat(2), flat(3), Layout(PAIRS), Layout(UNEVEN), Layout(HOSTS_OF_FOUR)], ids=str
+    "layout",
+    [
+        flat(2),
+        flat(3),
+        Layout(PAIRS),
+        Layout(UNEVEN),
+        pytest.param(Layout(HOSTS_OF_FOUR), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_the_first_step_allocates_no_residual(layout: Layout) -> None:
     def body(rank: Rank) -> None:

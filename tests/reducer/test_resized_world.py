@@ -43,7 +43,11 @@ def left_by(layout: Layout, codec: str, steps: int, state: State | None = None) 
     return through_a_file(found)
 
 
-@pytest.mark.parametrize(("before", "after"), CHANGES, ids=str)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [*CHANGES[:6], *(pytest.param(*each, marks=pytest.mark.slow) for each in CHANGES[6:])],
+    ids=str,
+)
 @pytest.mark.parametrize("codec", CODECS)
 def test_another_layout_conserves_the_residual(before: Layout, after: Layout, codec: str) -> None:
     """The mean over rows stays; then it comes out, or is held still, of steps without gradients."""
