@@ -37,13 +37,18 @@ NAMES: Table = {
     "torch": "_foreach_copy_",
     "torch:Tensor": "_indices _values _version",
     "torch:UntypedStorage": "_cdata _checkpoint_offset",
+    "torch.cuda": "_sleep",
     "torch.storage:TypedStorage": "_pickle_storage_type _size _untyped_storage",
     "torch.serialization": "location_tag normalize_storage_type",
     "torch.utils._pytree": "tree_leaves tree_map_only",
     "torch.autograd:Variable": "_execution_engine",
     "torch.amp.grad_scaler:GradScaler": "_scale",
     "torch.nn:Module": "_load_from_state_dict _load_state_dict_pre_hooks",
-    "torch.nn.parallel:DistributedDataParallel": "_comm_hooks",
+    "torch.nn.parallel:DistributedDataParallel": (
+        "_comm_hooks broadcast_bucket_size bucket_bytes_cap find_unused_parameters "
+        "forward_sync_buffers is_multi_device_module parameters_to_ignore "
+        "require_backward_grad_sync static_graph"
+    ),
     "torch.optim.lr_scheduler:LRScheduler": "_last_lr",
     "torch.optim.lr_scheduler:SequentialLR": "_schedulers",
     "torch.utils.data:DataLoader": "_iterator",
@@ -257,6 +262,20 @@ def communication_hooks(model: DistributedDataParallel) -> Sequence[tuple[Any, A
     """Communication hooks of a model, each with its state."""
     require_torch()
     return model._comm_hooks
+
+
+# torch has no function that says so.
+def steps_in_backward(parameter: Tensor) -> bool:
+    """Whether an optimizer steps in the backward pass, as soon as the gradient is there."""
+    return hasattr(parameter, "_in_backward_optimizers")
+
+
+# An event that is recorded while a stream is idle is past at once.
+def hold_stream(module: Any, *, cycles: int) -> None:
+    """Keep the current stream of a device module busy for so many cycles, on CUDA only."""
+    sleep = getattr(module, "_sleep", None)
+    if sleep is not None:
+        sleep(cycles)
 
 
 # There is no way to ask a module what it does before it loads.

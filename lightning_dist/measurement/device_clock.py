@@ -11,6 +11,7 @@ from typing import Protocol, TypeAlias, cast
 import torch
 
 from lightning_dist.accelerator import DeviceEvent, DeviceStream, device_module, has_streams
+from lightning_dist.private import hold_stream
 
 _COMPARING = 50_000
 """Nanoseconds that a comparison of clocks may take of a step."""
@@ -105,9 +106,7 @@ class StreamClock:
 
     def hold(self, cycles: int) -> None:
         """Keep the caller's stream busy for so many cycles, on CUDA only."""
-        sleep = getattr(self._module, "_sleep", None)  # of CUDA alone
-        if sleep is not None:
-            sleep(cycles)
+        hold_stream(self._module, cycles=cycles)
 
     def now(self) -> Timestamp:
         return Mark(self._event(self._module.current_stream(self._device)), self._anchor)

@@ -18,8 +18,11 @@ from lightning_dist.integrations.lightning import private as of_lightning
 from lightning_dist.private import Table, is_there, require_names
 
 PACKAGE = Path(lightning_dist.__file__).parent
-ROOMS = ("integrations", "elastic", "cli", "checkpoint", "profiling", "reducer")
+COMPILERS = PACKAGE / "kernels"
+"""Uses those of torch's compiler, which is not there on every platform."""
 DOCUMENTED = {("os", "_exit")}
+DOCUMENTED_FIELDS = {"_fields"}  # of named tuples
+BY_NAME = ("getattr", "hasattr", "setattr")
 
 
 def tables() -> Iterator[tuple[str, Table]]:
@@ -127,9 +130,10 @@ def violations(source: str, *, own: set[str]) -> list[str]:
             if of_others and any(map(is_private, [*module.split("."), *names])):
                 found.append(ast.unparse(node))
             found += [name for name in names if (module, name) in undocumented]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in BY_NAME:
             name = node.args[1]
-            if isinstance(name, ast.Constant) and is_private(str(name.value)):
+            known_name = isinstance(name, ast.Constant) and name.value in DOCUMENTED_FIELDS
+            if isinstance(name, ast.Constant) and is_private(str(name.value)) and not known_name:
                 found.append(ast.unparse(node))
         elif isinstance(node, ast.FunctionDef) and re.match(r"_[A-Z]\w*__", node.name):
             found += [node.name] if node.name not in known else []
@@ -138,13 +142,13 @@ def violations(source: str, *, own: set[str]) -> list[str]:
 
 def test_private_names_are_used_nowhere_else() -> None:
     own = own_names()
-    files = [file for room in ROOMS for file in (PACKAGE / room).rglob("*.py")]
+    files = [each for each in PACKAGE.rglob("*.py") if COMPILERS not in each.parents]
     found = {
         str(file.relative_to(PACKAGE)): bad
         for file in files
         if file.name != "private.py" and (bad := violations(file.read_text(), own=own))
     }
-    assert len(files) > 80
+    assert len(files) > 250
     assert found == {}
 
 
@@ -159,6 +163,7 @@ def test_private_names_are_used_nowhere_else() -> None:
         "from torch.utils import _pytree",
         "from torch.distributed.run import get_args_parser",
         "getattr(model, '_orig_mod')",
+        "hasattr(parameter, '_in_backward_optimizers')",
         "def _ModelCheckpoint__unheard_of(self): ...",
     ],
 )

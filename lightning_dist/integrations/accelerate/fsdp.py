@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from accelerate.utils import ParallelismConfig
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from typing_extensions import override
 
 from lightning_dist.codecs import Codec
 from lightning_dist.configuration import LEFT_OUT, Resolved, resolve
@@ -100,6 +101,7 @@ class ShardedParallelism(ParallelismConfig):  # type: ignore[misc]  # it has no 
     """The user's configuration, of which FSDP gets only the dimension of the shards."""
 
     @property
+    @override
     def fsdp_dim_names(self) -> list[str]:
         return [_MESH[1]]
 

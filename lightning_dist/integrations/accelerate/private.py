@@ -18,6 +18,7 @@ NAMES: Table = {
     "accelerate:Accelerator": (
         "_custom_objects _models _optimizers ddp_handler init_handler prepare_model"
     ),
+    "accelerate:ParallelismConfig": "fsdp_dim_names",
     "accelerate.utils.other": "load",
 }
 COMMANDS: Table = {

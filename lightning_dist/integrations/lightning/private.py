@@ -86,8 +86,9 @@ NAMES: Table = {
     ),
     f"{_PYTORCH}:LightningModule": "_current_fx_name _device_mesh _on_before_batch_transfer",
     f"{_PYTORCH}.strategies.launchers:_MultiProcessingLauncher": (
-        "get_extra_results update_main_process_results"
+        "get_extra_results procs update_main_process_results"
     ),
+    f"{_PYTORCH}.strategies.launchers:_SubprocessScriptLauncher": "procs",
     "torchmetrics:Metric": "_computed _update_count",
     "lightning.fabric.strategies.ddp:DDPStrategy": (
         "_backward_sync_control _configure_launcher _ddp_kwargs _get_process_group_backend "
@@ -183,6 +184,13 @@ def set_loaded_path(trainer: pl.Trainer, path: str) -> None:
 def cluster_environment(trainer: pl.Trainer) -> Any:
     """The environment from which a trainer takes its ranks."""
     return trainer._accelerator_connector.cluster_environment
+
+
+# A launcher has no method that passes a signal on.
+def started_ranks(trainer: pl.Trainer) -> Sequence[Any]:
+    """Processes of the ranks that Lightning has started; none where another launcher has."""
+    launcher: Any = trainer.strategy.launcher
+    return () if launcher is None else launcher.procs
 
 
 # Callbacks cannot choose the checkpoint that is loaded.

@@ -26,6 +26,7 @@ from lightning_dist.private import (
     communication_hooks,
     require_torch,
     sparse_parts,
+    steps_in_backward,
     tensors_in,
 )
 from lightning_dist.profiling.capture.recorder import Recorder
@@ -226,7 +227,7 @@ def why_not_watched(model: DistributedDataParallel) -> str:
                 f"the model has a communication hook already ({hook.__qualname__}), and DDP takes "
                 "only one; use strategy='compressed_ddp', or leave that hook out"
             )
-    if any(hasattr(each, "_in_backward_optimizers") for each in model.parameters()):
+    if any(map(steps_in_backward, model.parameters())):
         return (
             "optimizers step in the backward pass, for which DDP takes a communication hook of its "
             "own, and it takes only one; let the optimizer step after it"

@@ -205,10 +205,9 @@ class ElasticRestart(BeforeSetup, Checkpoint):
 
     def _listen(self, trainer: pl.Trainer) -> None:
         """Begin to note signals."""
-        launcher: Any = trainer.strategy.launcher
 
         def end_the_others() -> None:
-            for process in getattr(launcher, "procs", ()):  # ranks that Lightning has started
+            for process in private.started_ranks(trainer):
                 process.terminate()
 
         signals = notice_signals(private.cluster_environment(trainer))
