@@ -41,6 +41,10 @@ def whatif_command(
             ],
         ),
     ] = None,
+    parameters: Annotated[
+        list[str] | None,
+        typer.Option(help="Codec of the parameters, of FSDP2 over all ranks; repeatable."),
+    ] = None,
     form: Annotated[
         list[str] | None, typer.Option(help="flat, hierarchical, leader; repeatable.")
     ] = None,
@@ -92,8 +96,12 @@ def whatif_command(
     observed = observe(read_run(folder))
     network = {"link_gbps": link_gbps, "inside_gbps": inside_gbps, "latency_us": latency_us}
     there = elsewhere(observed.scenario, hosts=nodes, **network)
-    scenarios = scenarios_of(observed.scenario, there, codecs=codec or (), forms=form or ())
-    names = codec or [DDP, *CANDIDATES]
+    chosen = {"codecs": codec or (), "forms": form or (), "parameters": parameters or ()}
+    scenarios = scenarios_of(observed.scenario, there, **chosen)
+    names = [
+        *(codec or [DDP, *CANDIDATES]),
+        *{each.parameters for each in scenarios if each.parameters},
+    ]
     costs = _costs(folder, names, observed, compiled=compiled, anew=measure or compiled is not None)
     local = local_scenarios(
         observed,

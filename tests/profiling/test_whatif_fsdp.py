@@ -1,14 +1,15 @@
-"""Predictions from a planted run of a sharded model: two hosts, a replica of two shards on each."""
+"""Predictions from planted runs of sharded models, on two hosts of two ranks."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from planted import Planted, replace, replaced
+from planted import MS, Planted, replace, replaced
 from whatif_runs import CHUNK, COSTS, duration
 
 from lightning_dist.measurement.costs import CodecCost
+from lightning_dist.profiling.capture.events import OF_NO_BUCKET, BucketTimes, Span
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.observe import observe
 from lightning_dist.profiling.whatif.predict import local_scenarios, predict
@@ -102,7 +103,6 @@ def test_shards_cross_a_link_side_by_side() -> None:
 
 def test_what_cannot_be_predicted_says_why() -> None:
     for run, reason in (
-        (sharded(kind="all_ranks"), "sharded over all ranks"),
         (sharded(replicas=4), "one replica on each host"),
         (sharded(replicas=1), "one replica on each host"),
         (sharded(replace(SQUARE, hosts=("a",))), "one replica on each host"),
@@ -122,5 +122,131 @@ def test_what_cannot_be_predicted_says_why() -> None:
     with pytest.raises(ValueError, match="inside_gbps is of an exchange of DDP"):
         elsewhere(run, inside_gbps=1.0)
     for asked_for in ({"sync_every": [4]}, {"below": 0.1}):
-        with pytest.raises(ValueError, match="leave --local-steps and --below out"):
-            local_scenarios(observed, run, costs=COSTS, **asked_for)
+        for each in (run, replace(run, form="all_ranks")):
+            with pytest.raises(ValueError, match="leave --local-steps and --below out"):
+                local_scenarios(observed, each, costs=COSTS, **asked_for)
+
+
+NUMEL = 250_000
+"""Elements of a rank's shard of each of two parameter groups."""
+RATE = 50_000.0
+"""Bytes in a millisecond, over the link of a host."""
+GATHER, SCATTER, ALLREDUCE = 3 * NUMEL, 4 * NUMEL, 6 * NUMEL
+"""Elements that leave a host of two in a collective of four ranks."""
+COMPUTE, LATE, TAIL = 5, 3, 7
+"""Milliseconds before each collective, more of them on rank 1, and after the last."""
+CODEC = {"all_gather": (1, 2), "all_to_all": (4, 3)}
+"""Milliseconds of encoding and decoding int8 in a collective."""
+ORDER = [("all_gather", 0), ("all_gather", 1), ("all_gather", 1), ("all_to_all", 1)]
+ORDER += [("all_gather", 0), ("all_to_all", 0)]
+"""What is gathered forward and, with what is reduced, backward; by group."""
+COMPUTING = len(ORDER) * (COMPUTE + LATE) + TAIL
+
+
+def all_ranks(**changes: object) -> Run:
+    """A run with parameters and gradients in int8, of one byte; ``changes``: of its exchanges."""
+    run = SQUARE.run()
+    for rank, each in run.ranks.items():
+        now, spans, buckets = 0.0, [], []
+        for number, (op, index) in enumerate(ORDER):
+            is_gather = op == "all_gather"
+            bucket = OF_NO_BUCKET if is_gather else index
+            sent = 3 * NUMEL  # in either
+            encode, decode = CODEC[op]
+            ready = now + COMPUTE + LATE * (rank == 1)
+            moves = now + COMPUTE + LATE + encode
+            over = moves + (GATHER if is_gather else SCATTER) / RATE
+            times = [round(at * MS) for at in (ready, ready + encode, over, over + decode)]
+            how = {"order": number, "blocks": True, "raw": 4 * sent, "numel": NUMEL}
+            span = Span("exchange", bucket, *times[1:3], op, "flat", sent, codec="int8", **how)
+            spans += [
+                Span("encode", bucket, *times[:2], blocks=True),
+                replace(span, **changes),
+                Span("decode", bucket, *times[2:], blocks=True),
+            ]
+            if not is_gather:
+                volume = 4 * sent, sent // 3, 2 * sent // 3, "int8"
+                buckets.append(BucketTimes(index, times[0], times[3], *volume))
+            now = over + decode
+        length = round((now + TAIL) * MS)
+        steps = {
+            number: replace(
+                step, begin=number * length, duration=length, spans=spans, buckets=buckets
+            )
+            for number, step in each.steps.items()
+        }
+        metadata = replace(each.metadata, fsdp="all_ranks")
+        run = replaced(run, rank, metadata=metadata, steps=steps)
+    return run
+
+
+def by_hand(gather: float, scatter: float, *, codec_ms: float, rate: float = RATE) -> float:
+    """Milliseconds of a step whose collectives send so many bytes."""
+    return COMPUTING + (4 * gather + 2 * scatter) / rate + codec_ms
+
+
+def test_shards_of_all_ranks_are_simulated() -> None:
+    observed, found = observe(all_ranks()), asked(all_ranks())
+    scenario = observed.scenario
+    named = scenario.codec, scenario.parameters, scenario.form, scenario.counts
+    assert named == ("int8", "int8", "all_ranks", (2, 2))
+    assert scenario.link.rate == pytest.approx(RATE * 1e3)
+    assert observed.elements == 2 * NUMEL
+    assert found.error == pytest.approx(0.0, abs=1e-6)
+    step_ms = {name_of(each, found.baseline): each.step_ms for each in found.scenarios}
+    own_ms = 4 * (1 + 2) + 2 * (4 + 3)
+    # int4 has no cost here; what `none` takes is nothing.
+    assert step_ms == {
+        "fsdp": pytest.approx(by_hand(4 * GATHER, 4 * ALLREDUCE, codec_ms=0)),
+        "int8 gradients, int8 parameters": pytest.approx(by_hand(GATHER, SCATTER, codec_ms=own_ms)),
+        "int8 gradients, none parameters": pytest.approx(by_hand(4 * GATHER, SCATTER, codec_ms=14)),
+        "none gradients, int8 parameters": pytest.approx(by_hand(GATHER, 4 * SCATTER, codec_ms=12)),
+        "none gradients, none parameters": pytest.approx(
+            by_hand(4 * GATHER, 4 * SCATTER, codec_ms=0)
+        ),
+        "int4 gradients, int8 parameters": None,
+        "int4 gradients, none parameters": None,
+    }
+    sent = next(each.sent_mb for each in found.scenarios if each.codec == "ddp")
+    assert sent == pytest.approx(4 * (4 * GATHER + 2 * ALLREDUCE) / 1e6)
+
+
+def test_shards_of_all_ranks_elsewhere() -> None:
+    gbps = observe(all_ranks()).scenario.link.gbps
+    slow = asked(all_ranks(), "int8", link_gbps=gbps / 4, latency_us=1000.0).scenarios
+    own = next(each for each in slow if each.parameters == "int8")
+    three_rounds = len(ORDER) * 3
+    assert own.step_ms == pytest.approx(
+        by_hand(GATHER, SCATTER, codec_ms=26 + three_rounds, rate=RATE / 4)
+    )
+    # Eight ranks: 7/8 of a group of four shards of before, and 2 * 6/8 of it to other hosts. What
+    # each encodes for the gather is half as much.
+    wide = asked(all_ranks(), "int8", hosts=4).scenarios
+    own = next(each for each in wide if each.parameters == "int8")
+    assert own.step_ms == pytest.approx(by_hand(3.5 * NUMEL, 6 * NUMEL, codec_ms=26 - 4 / 2))
+
+
+def test_a_codec_shares_the_cores_of_all_ranks() -> None:
+    cost = CodecCost("int8", "two_shot", 1.0, encode=1e-9, decode=2e-9, store=3e-9)
+    of = replace(observe(all_ranks()).scenario, parameters="fp8")
+    observed = replace(observe(all_ranks()), crowded=2.0)
+    (found,) = predict(observed, [of], costs={"fp8": cost}).scenarios
+    # A rank encodes its shard and decodes those of four.
+    took = 2 * 4 * (NUMEL * 1e-6 + 4 * NUMEL * 5e-6)
+    assert found.step_ms == pytest.approx(by_hand(GATHER, SCATTER, codec_ms=14 + took))
+
+
+def test_shards_that_cannot_be_predicted_say_why() -> None:
+    with pytest.raises(ValueError, match="what an accelerator computes meanwhile"):
+        observe(all_ranks(blocks=False))
+    with pytest.raises(ValueError, match="profile it again with this version"):
+        observe(all_ranks(numel=0))
+    run = observe(all_ranks()).scenario
+    with pytest.raises(ValueError, match="topk cannot be of the gradients"):
+        scenarios_of(run, run, codecs=["topk"])
+    with pytest.raises(ValueError, match="qsgd cannot be of the parameters"):
+        scenarios_of(run, run, parameters=["qsgd"])
+    with pytest.raises(ValueError, match="form must be 'all_ranks'"):
+        scenarios_of(run, run, forms=["fsdp"])
+    with pytest.raises(ValueError, match="leave --parameters out"):
+        scenarios_of(replace(run, form="fsdp"), run, parameters=["int8"])
