@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
-from planted import MS, Planted, replace, replaced
-from whatif_runs import CHUNK, COSTS, duration
+import typer
+from click.testing import CliRunner
+from planted import Planted, replace, replaced
+from whatif_runs import (
+    ALLREDUCE,
+    COMPUTING,
+    COSTS,
+    GATHER,
+    NUMEL,
+    ORDER,
+    RATE,
+    SCATTER,
+    SQUARE,
+    all_ranks,
+    duration,
+)
 
+from lightning_dist.cli import app
+from lightning_dist.measurement import calibration
 from lightning_dist.measurement.costs import CodecCost
-from lightning_dist.profiling.capture.events import OF_NO_BUCKET, BucketTimes, Span
+from lightning_dist.profiling.capture.files import RankFile
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.observe import observe
 from lightning_dist.profiling.whatif.predict import local_scenarios, predict
@@ -23,9 +41,6 @@ from lightning_dist.profiling.whatif.scenarios import (
 )
 from lightning_dist.profiling.whatif.simulator import simulate_step
 from lightning_dist.profiling.whatif.words import name_of
-
-SQUARE = replace(CHUNK, world_size=4, hosts=("a", "a", "b", "b"))
-"""Each rank sends 1 byte of every element of its shard, to the same shard on the other host."""
 
 
 def sharded(planted: Planted = SQUARE, *, kind: str = "replicas", replicas: int = 2) -> Run:
@@ -127,59 +142,6 @@ def test_what_cannot_be_predicted_says_why() -> None:
                 local_scenarios(observed, each, costs=COSTS, **asked_for)
 
 
-NUMEL = 250_000
-"""Elements of a rank's shard of each of two parameter groups."""
-RATE = 50_000.0
-"""Bytes in a millisecond, over the link of a host."""
-GATHER, SCATTER, ALLREDUCE = 3 * NUMEL, 4 * NUMEL, 6 * NUMEL
-"""Elements that leave a host of two in a collective of four ranks."""
-COMPUTE, LATE, TAIL = 5, 3, 7
-"""Milliseconds before each collective, more of them on rank 1, and after the last."""
-CODEC = {"all_gather": (1, 2), "all_to_all": (4, 3)}
-"""Milliseconds of encoding and decoding int8 in a collective."""
-ORDER = [("all_gather", 0), ("all_gather", 1), ("all_gather", 1), ("all_to_all", 1)]
-ORDER += [("all_gather", 0), ("all_to_all", 0)]
-"""What is gathered forward and, with what is reduced, backward; by group."""
-COMPUTING = len(ORDER) * (COMPUTE + LATE) + TAIL
-
-
-def all_ranks(**changes: object) -> Run:
-    """A run with parameters and gradients in int8, of one byte; ``changes``: of its exchanges."""
-    run = SQUARE.run()
-    for rank, each in run.ranks.items():
-        now, spans, buckets = 0.0, [], []
-        for number, (op, index) in enumerate(ORDER):
-            is_gather = op == "all_gather"
-            bucket = OF_NO_BUCKET if is_gather else index
-            sent = 3 * NUMEL  # in either
-            encode, decode = CODEC[op]
-            ready = now + COMPUTE + LATE * (rank == 1)
-            moves = now + COMPUTE + LATE + encode
-            over = moves + (GATHER if is_gather else SCATTER) / RATE
-            times = [round(at * MS) for at in (ready, ready + encode, over, over + decode)]
-            how = {"order": number, "blocks": True, "raw": 4 * sent, "numel": NUMEL}
-            span = Span("exchange", bucket, *times[1:3], op, "flat", sent, codec="int8", **how)
-            spans += [
-                Span("encode", bucket, *times[:2], blocks=True),
-                replace(span, **changes),
-                Span("decode", bucket, *times[2:], blocks=True),
-            ]
-            if not is_gather:
-                volume = 4 * sent, sent // 3, 2 * sent // 3, "int8"
-                buckets.append(BucketTimes(index, times[0], times[3], *volume))
-            now = over + decode
-        length = round((now + TAIL) * MS)
-        steps = {
-            number: replace(
-                step, begin=number * length, duration=length, spans=spans, buckets=buckets
-            )
-            for number, step in each.steps.items()
-        }
-        metadata = replace(each.metadata, fsdp="all_ranks")
-        run = replaced(run, rank, metadata=metadata, steps=steps)
-    return run
-
-
 def by_hand(gather: float, scatter: float, *, codec_ms: float, rate: float = RATE) -> float:
     """Milliseconds of a step whose collectives send so many bytes."""
     return COMPUTING + (4 * gather + 2 * scatter) / rate + codec_ms
@@ -250,3 +212,19 @@ def test_shards_that_cannot_be_predicted_say_why() -> None:
         scenarios_of(run, run, forms=["fsdp"])
     with pytest.raises(ValueError, match="leave --parameters out"):
         scenarios_of(replace(run, form="fsdp"), run, parameters=["int8"])
+
+
+def test_the_command_predicts_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_UNITS", 1)  # what codecs cost is no matter here
+    for rank, each in all_ranks().ranks.items():
+        file = RankFile(tmp_path, rank=rank)
+        file.write([each.metadata, *each.clocks, *each.steps.values()])
+        file.close()
+    asked = ["--codec", "ddp", "--codec", "int8", "--parameters", "int8", "--parameters", "bf16"]
+    command = ["profile", "whatif", str(tmp_path), *asked, "--json"]
+    result = CliRunner().invoke(typer.main.get_command(app), command)
+    assert (result.exit_code, result.stderr) == (0, "")
+    found = json.loads(result.stdout)
+    assert found["error"] == pytest.approx(0.0, abs=1e-6)
+    pairs = [(each["codec"], each["parameters"]) for each in found["scenarios"]]
+    assert pairs == [("int8", "int8"), ("int8", "bf16"), ("ddp", "")]
