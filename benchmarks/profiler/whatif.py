@@ -463,7 +463,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     always, rows, links, batch = SUBJECTS[given.subject]
     if given.quick:
         given.link, given.steps, given.seconds = given.link or list(links[:2]), 5, 0.0
-        given.model = given.model or "gpt"
+        given.model, given.batch = given.model or "gpt", given.batch or 1
     given.link, given.batch = given.link or list(links), given.batch or batch
     given.layout = given.layout or ("2x2" if given.subject == FSDP else "2x1")
     given.model = given.model or ("gpt" if given.subject == LOCAL else "linear")

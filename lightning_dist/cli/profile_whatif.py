@@ -96,6 +96,8 @@ def whatif_command(
     observed = observe(read_run(folder))
     network = {"link_gbps": link_gbps, "inside_gbps": inside_gbps, "latency_us": latency_us}
     there = elsewhere(observed.scenario, hosts=nodes, **network)
+    if observed.shards is not None:
+        _check_shards(codec or (), parameters or ())
     chosen = {"codecs": codec or (), "forms": form or (), "parameters": parameters or ()}
     scenarios = scenarios_of(observed.scenario, there, **chosen)
     names = [
@@ -126,6 +128,20 @@ def whatif_command(
     table = predictions_table(found)
     console.print(draw_table(table, table.rows))
     print_lines(*(f"note: {note}" for note in notes(found)))
+
+
+def _check_shards(gradients: Sequence[str], parameters: Sequence[str]) -> None:
+    from lightning_dist.codecs import resolve_codec  # torch takes seconds
+
+    for names, what in ((gradients, "gradients"), (parameters, "parameters")):
+        for name in names:
+            codec = None if name == DDP else resolve_codec(name)
+            suited = codec and (codec.of_shards if what == "gradients" else codec.of_parameters)()
+            if codec is not None and suited is None:
+                raise ValueError(
+                    f"codec {name} cannot be of the {what} of a model that is sharded over all "
+                    "ranks; use one such as 'int8'"
+                )
 
 
 def _costs(

@@ -280,16 +280,6 @@ def _of_shards(
     run: Scenario, there: Scenario, *, codecs: Sequence[str], parameters: Sequence[str]
 ) -> list[Scenario]:
     """Codecs of gradients and of parameters for a model that is sharded over all ranks."""
-    from lightning_dist.codecs import resolve_codec  # torch takes seconds
-
-    for names, kind in ((codecs, "of_shards"), (parameters, "of_parameters")):
-        for name in names:
-            if name != DDP and getattr(resolve_codec(name), kind)() is None:
-                what = "gradients" if kind == "of_shards" else "parameters"
-                raise ValueError(
-                    f"codec {name} cannot be of the {what} of a model that is sharded over all "
-                    "ranks; use one such as 'int8'"
-                )
     of_gradients = codecs or (DDP, *SHARD_CANDIDATES["gradients"], run.codec)
     of_parameters = parameters or (*SHARD_CANDIDATES["parameters"], run.parameters)
     pairs = dict.fromkeys(
