@@ -79,6 +79,7 @@ bench: install
 	$(BIN)/python -m benchmarks.step_time fsdp --model linear --json benchmarks/results/fsdp.json
 	$(BIN)/python -m benchmarks.profiler.whatif local --json benchmarks/results/local_throughput.json
 	$(BIN)/python -m benchmarks.profiler.whatif codecs --json benchmarks/results/whatif.json
+	$(BIN)/python -m benchmarks.profiler.whatif fsdp --json benchmarks/results/whatif_fsdp.json
 	$(BIN)/python -m benchmarks.convergence --json benchmarks/results/convergence.json
 	$(BIN)/python -m benchmarks.convergence --steps 480 --seeds 3 --ranks 2 --task gpt --codec none \
 	  --codec sign --codec powersgd:two_phase=true --json benchmarks/results/convergence_long.json

@@ -79,6 +79,7 @@ SECTIONS: dict[str, tuple[str | tuple[str, ...], Callable[..., str | None]]] = {
     "profile-cost": ("profiling", profiler.COST),
     "whatif-errors": ("whatif", profiler.WHATIF_ERRORS),
     "whatif-scaling": ("whatif", profiler.WHATIF_SCALING),
+    "whatif-fsdp": ("whatif_fsdp", profiler.WHATIF_FSDP),
     "local-throughput": ("local_throughput", local_steps),
     "convergence-delay": ("convergence_delay", partial(convergence, task="gpt")),
     "delay": ("delay", time_to_accuracy),

@@ -23,8 +23,9 @@ fsdp/CODEC          a model sharded within hosts by `fully_shard`; `compress_fsd
 fsdp/native-hsdp    averaged between hosts by torch, at every micro-batch
 fsdp/native-hsdp-deferred
                     with `set_requires_all_reduce(False)` before the last one
-fsdp/all-ranks[-int8]
-                    sharded over all ranks; with parameters in int8 and gradients in qsgd of 8 bits
+fsdp/all-ranks[-CODEC]
+                    sharded over all ranks; with parameters in a codec, and gradients in the same,
+                    or in qsgd of 8 bits where that is int8
 fsdp/no-comm        the hosts do not communicate: the floor of the other rows of sharded models
 fsdp/NAME@N         N micro-batches a step
 ROW*F               F times the learning rate
@@ -86,6 +87,7 @@ class RowName:
         codec: of lightning_dist, between hosts; or the name of what torch does.
         intra: codec within hosts; None: what `compress_ddp` chooses.
         all_ranks: sharded over all ranks, none of which holds what another holds.
+        parameters: codec of the parameters there; None: torch gathers them.
         rate: factor of the learning rate.
         local: arguments of `local_updates`; empty: gradients are exchanged in every step.
     """
@@ -97,6 +99,7 @@ class RowName:
     warm: bool = False
     onebit: bool = False
     all_ranks: bool = False
+    parameters: str | None = None
     micro_batches: int = 1
     rate: float = 1.0
     local: Mapping[str, Any] = field(default_factory=dict)
@@ -109,9 +112,13 @@ class RowName:
         found = cls(codec=row, form=form, rate=float(rate or 1))
         before, mark, after = row.partition("@")
         if form == FSDP:
-            codec = "qsgd:bits=8" if before == ALL_INT8 else before
+            codec, is_of_shards = before.removeprefix(f"{ALL}-"), before.startswith(f"{ALL}-")
             return replace(
-                found, codec=codec, all_ranks=ALL in before, micro_batches=int(after or 1)
+                found,
+                codec="qsgd:bits=8" if before == ALL_INT8 else codec,
+                all_ranks=ALL in before,
+                parameters=codec if is_of_shards else None,
+                micro_batches=int(after or 1),
             )
         if mark:
             schedule, _, codec = after.partition("/")
@@ -183,15 +190,13 @@ class Row:
         if name.is_torch:
             _attach_torch(self.model, text)
         elif mesh is not None:
-            # Quantises parameters too where no rank holds what another holds.
-            parameters = {"parameters": "int8"} if name.all_ranks else {}
             self.handle = compress_fsdp(
                 model,
                 name.codec,
                 mesh=mesh,
                 min_compress_numel=least,
                 compile_kernels=compiles,
-                **parameters,
+                **({"parameters": name.parameters} if name.parameters else {}),
             )
         elif name.local:
             self.handle = self.updates = local_updates(

@@ -31,7 +31,8 @@ _FIRST_PORT = 29500
 _SUBNET = "10.77.0.0/24"
 _COMMAND_TIMEOUT_S = 30.0
 _BURST_S = 0.010
-_MIN_BURST_BYTES = 128 * 1024
+_BURST_MBIT = 105.0
+"""Least rate whose bytes of that time pass at once: 128 KiB in 10 ms."""
 _QUEUE_LATENCY_MS = 1000
 
 
@@ -50,6 +51,8 @@ class Testbed:
 
     link_mbit: rate of each host's link in each direction, in Mbit/s (10^6 bit/s); None: not shaped.
     congestion_control: of TCP between hosts, such as "cubic"; None: the machine's own.
+    burst_s: seconds of its rate that a link passes at once after a pause; little of it makes the
+    rate exact where ranks send, compute and send again, and takes more of the machine.
 
     Raises `TestbedUnavailable` on entry where root, `ip`, `tc` or the kernel's support is missing.
     On exit, also by an exception, SIGINT, SIGTERM or SIGHUP, every process in the namespaces is
@@ -64,6 +67,7 @@ class Testbed:
         *,
         link_mbit: float | None = 200.0,
         congestion_control: str | None = None,
+        burst_s: float = _BURST_S,
     ) -> None:
         if not 1 <= hosts <= 200:
             raise ValueError(f"hosts must be between 1 and 200, got {hosts}")
@@ -71,7 +75,7 @@ class Testbed:
             raise ValueError(f"link_mbit must be 1 to 10000 Mbit/s, or None, got {link_mbit}")
         self.hosts = hosts
         self.link_mbit = link_mbit
-        self.congestion_control = congestion_control
+        self.congestion_control, self._burst_s = congestion_control, burst_s
         self._name = f"{_PREFIX}-{os.getpid()}-{secrets.token_hex(3)}"
         self._switch = f"{self._name}-sw"
         self._stack = contextlib.ExitStack()
@@ -118,7 +122,7 @@ class Testbed:
     def set_link(self, link_mbit: float | None) -> None:
         """Change the rate of all links, in Mbit/s, while ranks run; None: not shaped."""
         for namespace, device in self.shaped:
-            shape(namespace, device, rate_mbit=link_mbit)
+            shape(namespace, device, rate_mbit=link_mbit, burst_s=self._burst_s)
         self.link_mbit = link_mbit
 
     def tx_bytes(self, host: int) -> int:
@@ -240,7 +244,9 @@ def _run(commands: str) -> str:
     return "".join(printed)
 
 
-def shape(namespace: str, device: str, *, rate_mbit: float | None) -> None:
+def shape(
+    namespace: str, device: str, *, rate_mbit: float | None, burst_s: float = _BURST_S
+) -> None:
     """Limit what the device sends to `rate_mbit` Mbit/s (10^6 bit/s), Ethernet headers included.
 
     None: no limit. A limit that is already there is replaced.
@@ -248,7 +254,7 @@ def shape(namespace: str, device: str, *, rate_mbit: float | None) -> None:
     discipline = "noqueue"
     if rate_mbit is not None:
         rate_bit = int(rate_mbit * 1e6)
-        burst_bytes = max(_MIN_BURST_BYTES, int(rate_bit / 8 * _BURST_S))
+        burst_bytes = int(max(_BURST_MBIT, rate_mbit) * 1e6 / 8 * burst_s)
         discipline = f"tbf rate {rate_bit}bit burst {burst_bytes}b latency {_QUEUE_LATENCY_MS}ms"
     _run(f"tc -n {namespace} qdisc replace dev {device} root {discipline}")
 

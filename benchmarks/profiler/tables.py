@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,11 @@ def _errors_text(meta: Mapping[str, Any], rows: Rows) -> str:
     )
 
 
+def _sharded_model(meta: Mapping[str, Any]) -> str:
+    model = meta["arguments"]["model"]
+    return "42 MB of gradients" if model == "linear" else "GPT of 1.4 M parameters"
+
+
 WHATIF_ERRORS = Table(
     kinds=["pair"],
     columns=lambda rows: [
@@ -36,6 +42,20 @@ WHATIF_ERRORS = Table(
     ],
     lines=partial(pivot, of=["setting"], by="link_mbit"),
     text=_errors_text,
+)
+
+
+WHATIF_FSDP = replace(
+    WHATIF_ERRORS,
+    text=lambda meta, rows: (
+        "A step as measured, medians, and by how much its prediction is off. `all-ranks`: sharded "
+        "over all ranks, as torch sends it, or with parameters and gradients in a codec (`int8`: "
+        "gradients in `qsgd:bits=8`). The others: a replica on each node, the codec between them. "
+        f"{_sharded_model(meta)}, on {meta['arguments']['layout']} nodes x ranks that share "
+        f"{meta['machine']['cores']} cores. Error over {meta['errors']['rows']:g} predictions: "
+        f"median {100 * meta['errors']['median']:.1f} %, largest "
+        f"{100 * meta['errors']['largest']:.1f} %."
+    ),
 )
 
 

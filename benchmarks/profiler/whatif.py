@@ -2,11 +2,13 @@
 
     python -m benchmarks.profiler.whatif codecs [--layout 2x1] [--link 200] [--row int8] ...
     python -m benchmarks.profiler.whatif local [--link 50] [--row diloco@16/int8] ...
+    python -m benchmarks.profiler.whatif fsdp [--link 50] [--row fsdp/int8] ...
 
 Hosts on one machine (`harness/testbed.py`; needs root) train rows as in `harness/rows.py`, at one
-rate of the links after the other. Every row is predicted from ONE profile, that of ddp at the rate
-`--base`, with the costs of codecs that `calibrate()` finds there on all ranks at once. What was
-lost of the rate at `--base` is taken to be lost of the others too. Hosts share the machine's cores.
+rate of the links after the other. Every row is predicted from ONE profile at the rate `--base`,
+that of ddp or, of sharded models, that of the codec `none` in the same sharding, with the costs of
+codecs that `calibrate()` finds there on all ranks at once. What was lost of the rate at `--base` is
+taken to be lost of the others too. Hosts share the machine's cores.
 
 `codecs`: the model of `step_time/`, 42 MB of fp32 gradients, ddp and codecs or FORM/CODEC, all of
 them under the profiler, rows in turn. Hierarchical rows need the rate inside a host, which ddp does
@@ -32,6 +34,10 @@ training, and waits for no exchange but where the method does. In a row of the J
     ratio            measured / predicted step
     replicas_identical
                      whether in the end all ranks held the same parameters (or anchor), bit by bit
+
+`fsdp`: the model of `codecs`, or with --model gpt that of `local`, sharded within hosts or over all
+ranks, in turns as of `local` without the profiler. Rows of kind "pair" as of `codecs`, with `turns`
+and `steps` of the measured step, and with `wire_mb` and `predicted_mb` that host 0 sent in it.
 """
 
 from __future__ import annotations
@@ -63,18 +69,22 @@ from benchmarks.harness.results import (
     say,
 )
 from benchmarks.harness.rows import (
+    ALL,
+    ALL_INT8,
     BASELINES,
     COMPUTE_ROW,
     DDP_ROW,
+    FSDP,
     RowName,
     rotated,
     tx_bytes_of,
 )
 from benchmarks.harness.tables import of_link
 from benchmarks.harness.testbed import Testbed
-from benchmarks.profiler.tables import WHATIF_ERRORS, WHATIF_SCALING
+from benchmarks.profiler.tables import WHATIF_ERRORS, WHATIF_FSDP, WHATIF_SCALING
 from benchmarks.step_time.tables import local_steps
 from lightning_dist.integrations.profiler.run import ProfileRun
+from lightning_dist.integrations.profiler.sharded import as_ddp
 from lightning_dist.integrations.torch.networks import new_groups
 from lightning_dist.measurement.calibration import calibrate
 from lightning_dist.measurement.costs import CodecCost
@@ -83,7 +93,7 @@ from lightning_dist.profiling.run import read_run
 from lightning_dist.profiling.whatif.observe import Observed, observe
 from lightning_dist.profiling.whatif.predict import local_scenarios, predict
 from lightning_dist.profiling.whatif.predictions import LABEL, Prediction
-from lightning_dist.profiling.whatif.scenarios import FLAT, elsewhere
+from lightning_dist.profiling.whatif.scenarios import ALL_RANKS, DDP, FLAT, elsewhere
 
 CODEC_ROWS = ("none", "fp16", "int8", "int4", "sign", "topk", "powersgd")
 LOCAL_ROWS = (
@@ -95,6 +105,9 @@ LOCAL_ROWS = (
     *(f"sparseloco@{every}" for every in (4, 16, 64)),
     "sparseloco@16:overlap_steps=4",
 )
+FSDP_BASES = (f"{FSDP}/none", f"{FSDP}/all-ranks-none")
+"""Whose profiles predict the other rows of their sharding."""
+FSDP_ROWS = tuple(f"{FSDP}/{name}" for name in ("bf16", "int8", "int4", ALL, ALL_INT8))
 JsonRow = dict[str, Any]
 Place = tuple[str, float]  # row, link
 
@@ -102,9 +115,14 @@ LOCAL = "local"
 SUBJECTS: dict[str, tuple[Any, ...]] = {
     "codecs": ((DDP_ROW,), CODEC_ROWS, (200.0, 500.0, 1000.0), 64),
     LOCAL: (BASELINES, LOCAL_ROWS, (1000.0, 200.0, 50.0, 10.0), 8),
+    FSDP: (FSDP_BASES, FSDP_ROWS, (1000.0, 200.0, 50.0), 16),
 }
 """Rows that are always there; and by default: other rows, links, samples of a rank and step."""
-_CALIBRATION = {"codecs": {"units": 24, "fused": True}, LOCAL: {"units": 6, "fused": False}}
+_CALIBRATION = {
+    "codecs": {"units": 24, "fused": True},
+    LOCAL: {"units": 6, "fused": False},
+    FSDP: {"units": 6, "fused": True},
+}
 """Units of a megabyte: about what the gradients take; compiled as in the rows."""
 SCALE = tuple(2**power for power in range(1, 11))
 _TURN_STEPS = 16
@@ -116,6 +134,7 @@ _LEAST_TURNS, _MOST_TURNS = 2, 4
 def run(
     *,
     subject: str,
+    model: str,
     rows: Sequence[str],
     profiles: Mapping[str, str],
     codecs: Sequence[str],
@@ -127,6 +146,7 @@ def run(
     """One rank: costs of codecs, where all ranks use them at once, profiles, and timed turns.
 
     Args:
+        model: name of a task.
         rows: that are timed in turn.
         profiles: the folder of the profile of every other row.
         codecs: whose costs are found.
@@ -135,8 +155,8 @@ def run(
     """
     torch.set_num_threads(1)
     place = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
-    name, settings = ("gpt", DEMO_GPT) if subject == LOCAL else ("linear", {})
-    task = make_task(name, {**settings, "batch": batch * place["world_size"]}, **place)
+    settings = DEMO_GPT if model == "gpt" else {}
+    task = make_task(model, {**settings, "batch": batch * place["world_size"]}, **place)
     common = Settings(jobs=(), seeds=(seed,), tasks={}, compile_kernels=True)
 
     def make(name: str) -> Training:
@@ -149,7 +169,8 @@ def run(
         # its buckets in another order after the first.
         updates = training.row.updates
         schedule = updates and updates.schedule
-        for _ in range(schedule.sync_every + schedule.overlap_steps if schedule else 3):
+        first = 1 if subject == FSDP else 3
+        for _ in range(schedule.sync_every + schedule.overlap_steps if schedule else first):
             training.step()
         return training
 
@@ -171,8 +192,9 @@ def _profile(made: Mapping[str, Training], folders: Mapping[str, str], steps: in
     """Rows in turn step by step, so that what else the machine does is the same for all."""
     settings = SessionSettings(max_overhead=1.0)
     profiles = {
-        name: ProfileRun(each.row.model, parent=folders[name], settings=settings, predict=False)
+        name: ProfileRun(model, parent=folders[name], settings=settings, predict=False)
         for name, each in made.items()
+        if (model := as_ddp(each.row.model)) is not None
     }
     for number in range(steps if made else 0):
         for name in rotated(made, number):
@@ -226,24 +248,37 @@ def measure(given: argparse.Namespace, record: Record) -> Measured:
     """Measure one link after the other; of local steps keep the rows of the JSON after each."""
     found, layout, is_local = Measured(), Layout.parse(given.layout), given.subject == LOCAL
     # Hosts on one machine share its cores, which they do not know.
-    one_core = len(os.sched_getaffinity(0)) < 2 * layout.world_size
+    cores = len(os.sched_getaffinity(0))
+    shared = {
+        "one_core": cores < 2 * layout.world_size,
+        "crowded": max(1.0, layout.world_size / cores),
+    }
     names = [RowName.parse(row) for row in given.row]
-    codecs = {each.codec for each in names if each.local or not is_local} - {DDP_ROW} | {"none"}
+    codecs = {"none"}
+    for each in names:
+        if each.local or not (is_local or each.is_torch):
+            codecs |= {each.codec, each.parameters or "none"}
+    bases = {LOCAL: (DDP_ROW,), FSDP: FSDP_BASES}
+    # FSDP pauses between collectives: links would pass a part of each at once.
+    burst = {"burst_s": 0.001} if given.subject == FSDP else {}
     with (
         tempfile.TemporaryDirectory() as directory,
-        Testbed(layout.hosts, link_mbit=given.link[0]) as testbed,
+        Testbed(layout.hosts, link_mbit=given.link[0], **burst) as testbed,
     ):
         for link in given.link:
             say(f"link: {of_link(link)}")
             testbed.set_link(link)
-            profiled = given.row if not is_local else [DDP_ROW] if link == given.base else []
+            profiled = bases.get(given.subject, given.row)
+            if link != given.base and given.subject in bases:
+                profiled = ()
             profiles = {row: f"{directory}/{link:g}/row{n}" for n, row in enumerate(profiled)}
             (results, *_) = testbed.run(
                 run,
                 ranks_per_host=layout.counts,
                 timeout_s=given.timeout,
                 subject=given.subject,
-                rows=given.row if is_local else [],
+                model=given.model,
+                rows=given.row if given.subject in bases else [],
                 profiles=profiles,
                 codecs=sorted(codecs) if link == given.base else [],
                 seconds=given.seconds,
@@ -257,7 +292,7 @@ def measure(given: argparse.Namespace, record: Record) -> Measured:
             found.results[link] = results
             for row, folder in profiles.items():
                 observed = observe(read_run(Path(folder) / "run-0"))
-                found.profiles[row, link] = replace(observed, one_core=one_core)
+                found.profiles[row, link] = replace(observed, **shared)
             if is_local:
                 record.rows = local_rows(found, base=given.base)
                 record.write()
@@ -284,6 +319,11 @@ def predicted(
     run, name = profile.scenario, RowName.parse(row)
     scenario = elsewhere(run, link_gbps=None if at == 1 else run.link.gbps * at, **there)
     scenarios = [replace(scenario, codec=name.codec, form=name.form or FLAT)]
+    if run.form == ALL_RANKS:
+        pair = {"codec": name.codec, "parameters": name.parameters}
+        if name.is_torch:
+            pair = {"codec": DDP, "parameters": ""}
+        scenarios = [replace(scenario, **pair)]
     if local:
         every, more = [local["sync_every"]], {k: local[k] for k in ("fragments", "overlap_steps")}
         scenarios = local_scenarios(
@@ -321,6 +361,40 @@ def local_rows(found: Measured, *, base: float) -> list[JsonRow]:
                 }
             )
     return rows
+
+
+def fsdp_rows(found: Measured, *, base: float) -> tuple[list[JsonRow], dict[str, Any]]:
+    """A row for each row on each link, and what the meta data say of them."""
+    rows = []
+    for link, results in found.results.items():
+        for row in dict.fromkeys(each["row"] for each in results):
+            own = [each for each in results if each["row"] == row and "step_s" in each]
+            family = FSDP_BASES[RowName.parse(row).all_ranks]
+            profile = found.profiles[family, base]
+            prediction = predicted(profile, row, at=link / base, costs=found.costs)
+            measured, step_ms = 1e3 * median(each["step_s"] for each in own), prediction.step_ms
+            rows.append(
+                {
+                    "kind": "pair",
+                    "setting": row.removeprefix(f"{FSDP}/"),
+                    "link_mbit": link,
+                    "measured_ms": measured,
+                    "predicted_ms": step_ms,
+                    "relative_error": None if step_ms is None else step_ms / measured - 1,
+                    "is_base": (row, link) == (family, base),
+                    "reason": prediction.reason,
+                    "turns": len(own),
+                    "steps": sum(each["steps"] for each in own),
+                    "wire_mb": median(each["wire_bytes"] for each in own) / 1e6,
+                    "predicted_mb": prediction.sent_mb,
+                }
+            )
+    errors = [row["relative_error"] for row in rows if not row["is_base"]]
+    return rows, {
+        "errors": error_sizes([each for each in errors if each is not None] or [0.0]),
+        "costs": {name: asdict(cost) for name, cost in found.costs.items()},
+        "label": LABEL,
+    }
 
 
 def compare(
@@ -372,20 +446,27 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("subject", choices=SUBJECTS)
-    add("--layout", default="2x1", help="hosts x ranks of each (%(default)s)")
+    add("--layout", help="hosts x ranks of each (2x1; of fsdp 2x2)")
+    add("--model", choices=("linear", "gpt"), help="linear; of local gpt")
     add("--link", type=float, action="append", metavar="MBIT", help="Mbit/s; repeatable")
     add("--row", action="append", help="beside those that are always there; repeatable")
     add("--base", type=float, metavar="MBIT", help="rate of the profile (the second of --link)")
     add("--steps", type=positive, default=12, metavar="N", help="of a profile (%(default)s)")
     add("--seconds", type=float, default=6.0, metavar="S", help="of a timed row (%(default)s)")
-    add("--batch", type=positive, metavar="N", help="of each rank (64; of local 8)")
+    add("--batch", type=positive, metavar="N", help="of each rank (64; of local 8, of fsdp 16)")
     add("--inside-gbit", type=float, metavar="RATE", help="of a rank inside its host")
     add("--latency-us", type=float, metavar="US", help="of a round between hosts")
     add("--timeout", type=float, default=900.0, metavar="S", help="for one rate (%(default)s)")
     add("--seed", type=int, default=0, metavar="N")
+    add("--quick", action="store_true", help="two links, few and short steps: does it work?")
     given = parser.parse_args(argv)
     always, rows, links, batch = SUBJECTS[given.subject]
+    if given.quick:
+        given.link, given.steps, given.seconds = given.link or list(links[:2]), 5, 0.0
+        given.model, given.batch = given.model or "gpt", given.batch or 1
     given.link, given.batch = given.link or list(links), given.batch or batch
+    given.layout = given.layout or ("2x2" if given.subject == FSDP else "2x1")
+    given.model = given.model or ("gpt" if given.subject == LOCAL else "linear")
     given.base = given.base or given.link[min(1, len(given.link) - 1)]
     given.row = list(dict.fromkeys([*always, *(given.row or rows)]))
     if given.base not in given.link:
@@ -401,6 +482,10 @@ def main(argv: list[str] | None = None) -> None:
         found = measure(given, record)
         if given.subject == LOCAL:
             record.show(local_steps)
+        elif given.subject == FSDP:
+            record.rows, meta = fsdp_rows(found, base=given.base)
+            record.meta |= meta
+            record.show(WHATIF_FSDP)
         else:
             record.rows, meta = codec_rows(found, given)
             record.meta |= meta

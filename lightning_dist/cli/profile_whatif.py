@@ -41,6 +41,10 @@ def whatif_command(
             ],
         ),
     ] = None,
+    parameters: Annotated[
+        list[str] | None,
+        typer.Option(help="Codec of the parameters, of FSDP2 over all ranks; repeatable."),
+    ] = None,
     form: Annotated[
         list[str] | None, typer.Option(help="flat, hierarchical, leader; repeatable.")
     ] = None,
@@ -92,8 +96,14 @@ def whatif_command(
     observed = observe(read_run(folder))
     network = {"link_gbps": link_gbps, "inside_gbps": inside_gbps, "latency_us": latency_us}
     there = elsewhere(observed.scenario, hosts=nodes, **network)
-    scenarios = scenarios_of(observed.scenario, there, codecs=codec or (), forms=form or ())
-    names = codec or [DDP, *CANDIDATES]
+    if observed.shards is not None:
+        _check_shards(codec or (), parameters or ())
+    chosen = {"codecs": codec or (), "forms": form or (), "parameters": parameters or ()}
+    scenarios = scenarios_of(observed.scenario, there, **chosen)
+    names = [
+        *(codec or [DDP, *CANDIDATES]),
+        *{each.parameters for each in scenarios if each.parameters},
+    ]
     costs = _costs(folder, names, observed, compiled=compiled, anew=measure or compiled is not None)
     local = local_scenarios(
         observed,
@@ -118,6 +128,20 @@ def whatif_command(
     table = predictions_table(found)
     console.print(draw_table(table, table.rows))
     print_lines(*(f"note: {note}" for note in notes(found)))
+
+
+def _check_shards(gradients: Sequence[str], parameters: Sequence[str]) -> None:
+    from lightning_dist.codecs import resolve_codec  # torch takes seconds
+
+    for names, what in ((gradients, "gradients"), (parameters, "parameters")):
+        for name in names:
+            codec = None if name == DDP else resolve_codec(name)
+            suited = codec and (codec.of_shards if what == "gradients" else codec.of_parameters)()
+            if codec is not None and suited is None:
+                raise ValueError(
+                    f"codec {name} cannot be of the {what} of a model that is sharded over all "
+                    "ranks; use one such as 'int8'"
+                )
 
 
 def _costs(

@@ -25,8 +25,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from lightning_dist import CommProfiler
 from lightning_dist.integrations.torch.fsdp.attach import compress_fsdp
 from lightning_dist.integrations.torch.fsdp.shards import QuantisedCollective
+from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.private import collectives_of, parameter_groups_of
 from lightning_dist.profiling.run import read_run
+from lightning_dist.profiling.whatif.observe import observe
+from lightning_dist.profiling.whatif.predict import predict
+from lightning_dist.profiling.whatif.scenarios import scenarios_of
 
 FOLDER = Path(sys.argv[1])
 STEPS = 6
@@ -398,6 +402,10 @@ def profile(mesh: DeviceMesh) -> dict[str, Any]:
         return facts
     assert profiler.folder is not None
     run = read_run(profiler.folder)
+    observed = observe(run)
+    settings_of = scenarios_of(observed.scenario, observed.scenario)
+    cost = CodecCost("any", "two_shot", 1.0, encode=1e-9, decode=1e-9, store=1e-9)
+    simulated = predict(observed, settings_of, costs=dict.fromkeys(("none", "int8", "int4"), cost))
     # Of steps this small not every one is recorded in detail.
     detailed = [step.spans for step in run.ranks[0].steps.values() if step.spans]
     exchanges = [[span for span in spans if span.phase == "exchange"] for spans in detailed]
@@ -414,7 +422,10 @@ def profile(mesh: DeviceMesh) -> dict[str, Any]:
         "exposed": 0 < summary.exposed_fsdp_ms <= summary.exposed_ms,
         "parts": min(parts["exposed_codec"], parts["exposed_transfer"]) > 0,
         "all of it": math.isclose(sum(parts.values()), summary.detailed_step_ms),
-        "not predicted": "sharded over all ranks" in summary.unavailable["predictions"],
+        "not predicted": "shorter than" in summary.unavailable["predictions"],
+        "simulated bytes": math.isclose(simulated.baseline.sent_mb, 1e-6 * sums[1].item() / 2),
+        "settings": len(simulated.scenarios) == 1 + 3 * 2 + 2,
+        "simulated": all(each.step_ms > each.exposed_ms > 0 for each in simulated.scenarios),
     }
 
 

@@ -1,14 +1,16 @@
-"""The benchmark of local steps: its rows say what its turns and a profile say."""
+"""Benchmarks of local steps and of shards: their rows say what their turns and profiles say."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from whatif_runs import COSTS, DDP
+from planted import replace
+from whatif_runs import ALLREDUCE, COSTS, DDP, GATHER, SCATTER, all_ranks
 
 from benchmarks.harness.rows import RowName
-from benchmarks.profiler.whatif import Measured, local_rows
+from benchmarks.profiler.tables import WHATIF_FSDP
+from benchmarks.profiler.whatif import FSDP_BASES, Measured, fsdp_rows, local_rows
 from benchmarks.step_time.tables import local_steps
 from lightning_dist.profiling.whatif.observe import observe
 
@@ -55,6 +57,37 @@ def test_rows_have_the_share_of_the_throughput_and_the_ratio_to_the_prediction()
     assert "| 60 ms / 100 % / n/a |" in table
 
 
+def test_shards_are_compared_with_the_profile_of_their_sharding() -> None:
+    profile, ours = observe(all_ranks()), "fsdp/all-ranks-int8"  # gradients in qsgd
+    costs = {**COSTS, "qsgd:bits=8": replace(COSTS["int8"], encode=0.0, decode=0.0, store=0.0)}
+    found = Measured(
+        profiles={(FSDP_BASES[1], 200.0): profile},
+        costs=costs,
+        results={
+            200.0: [turn(ours, 0.3), turn(ours, 0.1), turn(FSDP_BASES[1], 0.5)],
+            100.0: [turn("fsdp/all-ranks", 1.0)],
+        },
+    )
+    rows, meta = fsdp_rows(found, base=200.0)
+    by_row = {(row["setting"], row["link_mbit"]): row for row in rows}
+    # By hand: 55 ms of computing, and 12 of parameters in the codec of the profile.
+    step_ms = 55 + 12 + (4 * GATHER + 2 * SCATTER) / 50_000
+    first = by_row["all-ranks-int8", 200.0]
+    assert first["measured_ms"] == pytest.approx(200)
+    assert first["predicted_ms"] == pytest.approx(step_ms)
+    assert first["relative_error"] == pytest.approx(step_ms / 200 - 1)
+    assert first["wire_mb"] == 1.0
+    assert first["predicted_mb"] == pytest.approx((4 * GATHER + 2 * SCATTER) / 1e6)
+    native = by_row["all-ranks", 100.0]["predicted_ms"]
+    assert native == pytest.approx(55 + 4 * (4 * GATHER + 2 * ALLREDUCE) / 25_000)
+    assert [row["is_base"] for row in rows] == [False, True, False]
+    assert meta["errors"]["rows"] == 2
+    arguments = {"layout": "2x2", "model": "linear"}
+    table = WHATIF_FSDP({"meta": {**META, **meta, "arguments": arguments}, "rows": rows})
+    assert table is not None
+    assert "| `all-ranks-none` | n/a | 500 ms (the profile) |" in table
+
+
 def test_a_row_says_its_codec() -> None:
     for row, codec in {
         "delay/int8": "int8",
@@ -68,7 +101,10 @@ def test_a_row_says_its_codec() -> None:
         "hierarchical/bf16+int8": "int8",
         "fsdp/int8@4": "int8",
         "fsdp/all-ranks-int8": "qsgd:bits=8",
+        "fsdp/all-ranks-none": "none",
         "sparseloco@16": "topk:ratio=0.015625,values=int2,decay=0.95",
     }.items():
         assert RowName.parse(row).codec == codec
     assert [RowName.parse(row).rate for row in ("ddp", "ddp*1.4")] == [1.0, 1.4]
+    of_parameters = [RowName.parse(f"fsdp/all-ranks{end}").parameters for end in ("", "-int8")]
+    assert of_parameters == [None, "int8"]

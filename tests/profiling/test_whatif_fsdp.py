@@ -1,14 +1,33 @@
-"""Predictions from a planted run of a sharded model: two hosts, a replica of two shards on each."""
+"""Predictions from planted runs of sharded models, on two hosts of two ranks."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+from click.testing import CliRunner
 from planted import Planted, replace, replaced
-from whatif_runs import CHUNK, COSTS, duration
+from whatif_runs import (
+    ALLREDUCE,
+    COMPUTING,
+    COSTS,
+    GATHER,
+    NUMEL,
+    ORDER,
+    RATE,
+    SCATTER,
+    SQUARE,
+    all_ranks,
+    duration,
+)
 
+from lightning_dist.cli import app
+from lightning_dist.measurement import calibration
 from lightning_dist.measurement.costs import CodecCost
+from lightning_dist.profiling.capture.files import RankFile
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.observe import observe
 from lightning_dist.profiling.whatif.predict import local_scenarios, predict
@@ -22,9 +41,6 @@ from lightning_dist.profiling.whatif.scenarios import (
 )
 from lightning_dist.profiling.whatif.simulator import simulate_step
 from lightning_dist.profiling.whatif.words import name_of
-
-SQUARE = replace(CHUNK, world_size=4, hosts=("a", "a", "b", "b"))
-"""Each rank sends 1 byte of every element of its shard, to the same shard on the other host."""
 
 
 def sharded(planted: Planted = SQUARE, *, kind: str = "replicas", replicas: int = 2) -> Run:
@@ -102,7 +118,6 @@ def test_shards_cross_a_link_side_by_side() -> None:
 
 def test_what_cannot_be_predicted_says_why() -> None:
     for run, reason in (
-        (sharded(kind="all_ranks"), "sharded over all ranks"),
         (sharded(replicas=4), "one replica on each host"),
         (sharded(replicas=1), "one replica on each host"),
         (sharded(replace(SQUARE, hosts=("a",))), "one replica on each host"),
@@ -122,5 +137,96 @@ def test_what_cannot_be_predicted_says_why() -> None:
     with pytest.raises(ValueError, match="inside_gbps is of an exchange of DDP"):
         elsewhere(run, inside_gbps=1.0)
     for asked_for in ({"sync_every": [4]}, {"below": 0.1}):
-        with pytest.raises(ValueError, match="leave --local-steps and --below out"):
-            local_scenarios(observed, run, costs=COSTS, **asked_for)
+        for each in (run, replace(run, form="all_ranks")):
+            with pytest.raises(ValueError, match="leave --local-steps and --below out"):
+                local_scenarios(observed, each, costs=COSTS, **asked_for)
+
+
+def by_hand(gather: float, scatter: float, *, codec_ms: float, rate: float = RATE) -> float:
+    """Milliseconds of a step whose collectives send so many bytes."""
+    return COMPUTING + (4 * gather + 2 * scatter) / rate + codec_ms
+
+
+def test_shards_of_all_ranks_are_simulated() -> None:
+    observed, found = observe(all_ranks()), asked(all_ranks())
+    scenario = observed.scenario
+    named = scenario.codec, scenario.parameters, scenario.form, scenario.counts
+    assert named == ("int8", "int8", "all_ranks", (2, 2))
+    assert scenario.link.rate == pytest.approx(RATE * 1e3)
+    assert observed.elements == 2 * NUMEL
+    assert found.error == pytest.approx(0.0, abs=1e-6)
+    step_ms = {name_of(each, found.baseline): each.step_ms for each in found.scenarios}
+    own_ms = 4 * (1 + 2) + 2 * (4 + 3)
+    # int4 has no cost here; what `none` takes is nothing.
+    assert step_ms == {
+        "fsdp": pytest.approx(by_hand(4 * GATHER, 4 * ALLREDUCE, codec_ms=0)),
+        "int8 gradients, int8 parameters": pytest.approx(by_hand(GATHER, SCATTER, codec_ms=own_ms)),
+        "int8 gradients, none parameters": pytest.approx(by_hand(4 * GATHER, SCATTER, codec_ms=14)),
+        "none gradients, int8 parameters": pytest.approx(by_hand(GATHER, 4 * SCATTER, codec_ms=12)),
+        "none gradients, none parameters": pytest.approx(
+            by_hand(4 * GATHER, 4 * SCATTER, codec_ms=0)
+        ),
+        "int4 gradients, int8 parameters": None,
+        "int4 gradients, none parameters": None,
+    }
+    sent = next(each.sent_mb for each in found.scenarios if each.codec == "ddp")
+    assert sent == pytest.approx(4 * (4 * GATHER + 2 * ALLREDUCE) / 1e6)
+
+
+def test_shards_of_all_ranks_elsewhere() -> None:
+    gbps = observe(all_ranks()).scenario.link.gbps
+    slow = asked(all_ranks(), "int8", link_gbps=gbps / 4, latency_us=1000.0).scenarios
+    own = next(each for each in slow if each.parameters == "int8")
+    three_rounds = len(ORDER) * 3
+    assert own.step_ms == pytest.approx(
+        by_hand(GATHER, SCATTER, codec_ms=26 + three_rounds, rate=RATE / 4)
+    )
+    # Eight ranks: 7/8 of a group of four shards of before, and 2 * 6/8 of it to other hosts. What
+    # each encodes for the gather is half as much.
+    wide = asked(all_ranks(), "int8", hosts=4).scenarios
+    own = next(each for each in wide if each.parameters == "int8")
+    assert own.step_ms == pytest.approx(by_hand(3.5 * NUMEL, 6 * NUMEL, codec_ms=26 - 4 / 2))
+
+
+def test_a_codec_shares_the_cores_of_all_ranks() -> None:
+    cost = CodecCost("int8", "two_shot", 1.0, encode=1e-9, decode=2e-9, store=3e-9)
+    of = replace(observe(all_ranks()).scenario, parameters="fp8")
+    observed = replace(observe(all_ranks()), crowded=2.0)
+    (found,) = predict(observed, [of], costs={"fp8": cost}).scenarios
+    # A rank encodes its shard and decodes those of four.
+    took = 2 * 4 * (NUMEL * 1e-6 + 4 * NUMEL * 5e-6)
+    assert found.step_ms == pytest.approx(by_hand(GATHER, SCATTER, codec_ms=14 + took))
+
+
+def test_shards_that_cannot_be_predicted_say_why() -> None:
+    with pytest.raises(ValueError, match="what an accelerator computes meanwhile"):
+        observe(all_ranks(blocks=False))
+    with pytest.raises(ValueError, match="profile it again with this version"):
+        observe(all_ranks(numel=0))
+    run = observe(all_ranks()).scenario
+    with pytest.raises(ValueError, match="form must be 'all_ranks'"):
+        scenarios_of(run, run, forms=["fsdp"])
+    with pytest.raises(ValueError, match="leave --parameters out"):
+        scenarios_of(replace(run, form="fsdp"), run, parameters=["int8"])
+
+
+def test_the_command_predicts_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_UNITS", 1)  # what codecs cost is no matter here
+    for rank, each in all_ranks().ranks.items():
+        file = RankFile(tmp_path, rank=rank)
+        file.write([each.metadata, *each.clocks, *each.steps.values()])
+        file.close()
+    asked = ["--codec", "ddp", "--codec", "int8", "--parameters", "int8", "--parameters", "bf16"]
+    command, program = ["profile", "whatif", str(tmp_path), "--json"], typer.main.get_command(app)
+    for option, codec, what in (
+        ("--codec", "topk", "gradients"),
+        ("--parameters", "qsgd", "parameters"),
+    ):
+        refused = CliRunner().invoke(program, [*command, option, codec])
+        assert f"codec {codec} cannot be of the {what}" in refused.stderr
+    result = CliRunner().invoke(program, [*command, *asked])
+    assert (result.exit_code, result.stderr) == (0, "")
+    found = json.loads(result.stdout)
+    assert found["error"] == pytest.approx(0.0, abs=1e-6)
+    pairs = [(each["codec"], each["parameters"]) for each in found["scenarios"]]
+    assert pairs == [("int8", "int8"), ("int8", "bf16"), ("ddp", "")]

@@ -165,9 +165,15 @@ class _Quantised(Watch):
 
     def launches(self, op: str, *, group: str, sent: int) -> Callable[[dist.Work], None]:
         self._work_ends()
-        raw = self._comm.quantised.raw.total
+        of, rows = self._comm.quantised, self._comm.quantised.rows
         self._arrives = self._recorder.collective(
-            op, group=group, sent=sent, raw=raw, bucket=self._bucket
+            op,
+            group=group,
+            sent=sent,
+            raw=of.raw.total,
+            bucket=self._bucket,
+            numel=rows.numel,
+            codec=rows.codec,
         )
         return _nothing
 

@@ -128,6 +128,8 @@ class Span(_Row, frozen=True):
         blocks: the thread that trains waits for its end.
         raw: of a collective of :data:`OF_NO_BUCKET`: bytes that it would send uncompressed; 0: as
             many as it sends.
+        numel, codec: of a quantised collective of FSDP: elements of each rank's shard, and as of
+            :class:`BucketTimes`.
     """
 
     phase: str
@@ -140,6 +142,8 @@ class Span(_Row, frozen=True):
     order: int = -1
     blocks: bool = False
     raw: int = 0
+    numel: int = 0
+    codec: str = ""
 
 
 _Nanoseconds: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]

@@ -138,9 +138,17 @@ class Recorder(Observer):
         return lambda work: self._completions.watch(work, completed, group=group)
 
     def collective(
-        self, op: str, *, group: str, sent: int, raw: int = 0, bucket: int = OF_NO_BUCKET
+        self,
+        op: str,
+        *,
+        group: str,
+        sent: int,
+        raw: int = 0,
+        bucket: int = OF_NO_BUCKET,
+        numel: int = 0,
+        codec: str = "",
     ) -> Callable[[dist.Work | None], None]:
-        """A collective that FSDP calls itself begins; ``raw``: as of a :class:`Span`.
+        """A collective that FSDP calls itself begins; the arguments are those of a :class:`Span`.
 
         What is returned is given it once it is under way; None: it is over, on an accelerator for
         the stream of the caller.
@@ -152,7 +160,8 @@ class Recorder(Observer):
         begin, spans = self._now(), self._spans
 
         def completed(end: Timestamp, blocks: bool = False) -> None:
-            spans.append(("exchange", bucket, begin, end, op, group, sent, order, blocks, raw))
+            how = op, group, sent, order, blocks, raw, numel, codec
+            spans.append(("exchange", bucket, begin, end, *how))
 
         def launched(work: dist.Work | None) -> None:
             if work is None:

@@ -102,7 +102,8 @@ def measure_costs(
     until = clock() + min(LONGEST, LARGEST_SHARE * trained)
     found: dict[str, CodecCost] = {}
     problems = []
-    names = to_measure(CANDIDATES, observed.scenario.codec)
+    of_parameters = filter(None, [observed.scenario.parameters])
+    names = to_measure([*CANDIDATES, *of_parameters], observed.scenario.codec)
     for number, name in enumerate(names):
         if number and clock() > until:
             problems.append(f"no time was left to measure {', '.join(names[number:])}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from statistics import median
 
 import numpy as np
@@ -15,6 +16,7 @@ from lightning_dist.profiling.analysis.tables import Array, sample, step_table
 from lightning_dist.profiling.capture.events import GLOO_AT_ONCE, RankRecord
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.scenarios import (
+    ALL_RANKS,
     DDP,
     ELEMENT_BYTES,
     FLAT,
@@ -25,9 +27,13 @@ from lightning_dist.profiling.whatif.scenarios import (
     Link,
     Scenario,
 )
-
-NS = 1e9
-"""Nanoseconds in a second."""
+from lightning_dist.profiling.whatif.shards import (
+    NS,
+    ObservedShards,
+    observe_shards,
+    why_no_shards,
+)
+from lightning_dist.profiling.whatif.simulator import simulate_shards
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,8 @@ class Observed:
         unavailable: figures that are not known, and why.
         one_core: a codec has to share a core with the backward pass.
         device: kind of device that trains, and compresses.
+        shards: of a model that is sharded over all ranks, in the place of buckets.
+        crowded: ranks of a host that share a core, at least 1.
     """
 
     scenario: Scenario
@@ -54,10 +62,15 @@ class Observed:
     unavailable: Mapping[str, str]
     one_core: bool = False
     device: str = "cpu"
+    shards: ObservedShards | None = None
+    crowded: float = 1.0
 
     @property
     def elements(self) -> float:
         """Elements of all gradients, or of the shards of a rank."""
+        if self.shards is not None:
+            reduced = [each.elements for each in self.shards.collectives if not each.gathers]
+            return sum(reduced) / self.scenario.world_size
         return sum(bucket.elements for bucket in self.buckets)
 
 
@@ -78,20 +91,19 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     sent, moving = table.link_uses()
     used = (sent > 0) & (moving > 0)
     hosts = Counter(each.host for each in abouts)
-    is_fsdp = any(each.fsdp for each in abouts)
+    all_ranks = any(each.fsdp == "all_ranks" for each in abouts)
+    is_fsdp = any(each.fsdp for each in abouts) and not all_ranks
+    why_not = why_no_shards(every) if all_ranks else ""
     problems = {
         chosen.reason: bool(chosen.reason),
         "one rank exchanges nothing": run.world_size < 2,
         f"it has no step of rank {missing}": bool(missing),
-        "its model is sharded over all ranks, and collectives of FSDP are not simulated": any(
-            each.fsdp == "all_ranks" for each in abouts
-        ),
+        why_not: bool(why_not),
         "its model is sharded, and there is not one replica on each host": is_fsdp
         and not all(_reaches_each_host(run, each, hosts) for each in abouts),
         "no gradient bucket was observed": not any(each.record.buckets for each in every),
-        "its steps exchange gradients several times": any(
-            len(passes_of(each.record)) > 1 for each in every
-        ),
+        "its steps exchange gradients several times": not all_ranks
+        and any(len(passes_of(each.record)) > 1 for each in every),
         "no exchange was recorded": not used.any(),
     }
     if problem := next((problem for problem, holds in problems.items() if holds), None):
@@ -102,6 +114,8 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     form = FLAT if not any(across) else HIERARCHICAL if all(across) else LEADER
     if is_fsdp:
         form, inside = FSDP, None
+    elif all_ranks:
+        form, inside = ALL_RANKS, None
     at_once = GLOO_AT_ONCE if device == "cpu" else 1
     immediate = all(about.commit == "immediate" for about in abouts) or codec == DDP
     counts = tuple(hosts.values())
@@ -112,14 +126,14 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
             link.latency is not None,
             "small collectives were not measured; latency is taken as 0",
         ),
-        ("inside", inside or is_fsdp, "no exchange inside a host was measured"),
+        ("inside", inside or is_fsdp or all_ranks, "no exchange inside a host was measured"),
     )
     ranks = chosen.ranks.values()
     durations = np.array([[each.head(step).duration for each in ranks] for step in chosen.steps])
     encode, decode, tail = (
         float(np.median(table.of(name).mean(axis=1))) / NS for name in ("encode", "decode", "after")
     )
-    return Observed(
+    found = Observed(
         scenario,
         _buckets(steps, len(hosts) if is_fsdp else run.world_size),
         tail=tail,
@@ -133,7 +147,28 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
             for about in abouts
         ),
         device=device,
+        crowded=max(
+            [1.0, *(hosts[about.host] / about.cores for about in abouts if about.cores > 0)]
+        ),
     )
+    return _of_shards(found, every) if all_ranks else found
+
+
+def _of_shards(found: Observed, every: Sequence[Analysed]) -> Observed:
+    """``found`` with the collectives of a model that is sharded over all ranks, and their rate."""
+    shards = observe_shards(every, ranks=found.scenario.world_size)
+    scenario = replace(
+        found.scenario, codec=shards.gradients.name, parameters=shards.parameters.name
+    )
+    costs = {"parameters": shards.parameters, "gradients": shards.gradients}
+    alone = replace(scenario, link=replace(scenario.link, rate=inf))
+    nothing = [replace(each, compute=0.0) for each in shards.collectives]
+    free = {name: replace(cost, encode=0.0, decode=0.0) for name, cost in costs.items()}
+    waiting, sent = simulate_shards(nothing, alone, **free)
+    # One after the other: what is not the time of their rounds is that of their bytes.
+    moving = max(shards.transfer - waiting, shards.transfer / 2)
+    scenario = replace(scenario, link=replace(scenario.link, rate=sent / moving))
+    return replace(found, scenario=scenario, shards=shards, tail=shards.tail, sent=sent)
 
 
 def _reaches_each_host(run: Run, about: RankRecord, hosts: Counter[str]) -> bool:

@@ -10,6 +10,7 @@ from lightning_dist.measurement.costs import CANDIDATES, CodecCost
 from lightning_dist.profiling.whatif.observe import Observed
 from lightning_dist.profiling.whatif.predictions import Prediction, Predictions
 from lightning_dist.profiling.whatif.scenarios import (
+    ALL_RANKS,
     DDP,
     FLAT,
     FSDP,
@@ -17,10 +18,12 @@ from lightning_dist.profiling.whatif.scenarios import (
     LEADER,
     Scenario,
 )
+from lightning_dist.profiling.whatif.shards import IN_RUN
 from lightning_dist.profiling.whatif.simulator import (
     FREE,
     decoding,
     simulate_local_step,
+    simulate_shards,
     simulate_step,
 )
 
@@ -56,7 +59,7 @@ def local_scenarios(
     Raises:
         ValueError: one of them is out of range.
     """
-    if there.form == FSDP and (sync_every or below is not None):
+    if there.form in (FSDP, ALL_RANKS) and (sync_every or below is not None):
         raise ValueError(
             "local steps are of a model that every rank holds as a whole, and the model of this "
             "run is sharded; leave --local-steps and --below out"
@@ -105,7 +108,9 @@ def predict(
         ValueError: the run itself cannot be simulated, so that the error is unknown.
     """
     run, unavailable = observed.scenario, dict(observed.unavailable)
-    own = replace(next(iter(scenarios), run), codec=run.codec, form=run.form)
+    own = replace(
+        next(iter(scenarios), run), codec=run.codec, form=run.form, parameters=run.parameters
+    )
     assert all((each.link, each.counts) == (own.link, own.counts) for each in scenarios)
     known = {DDP: FREE, **costs, **_cost_in_run(observed, costs)}
     baseline, own_there = (_prediction(observed, each, known) for each in (run, own))
@@ -132,7 +137,7 @@ def _cost_in_run(observed: Observed, costs: Mapping[str, CodecCost]) -> dict[str
     """Cost of the run's own codec, with the bytes and times of the run."""
     run = observed.scenario
     cost = costs.get(run.codec)
-    if cost is None or run.unsupported:
+    if cost is None or run.unsupported or run.form == ALL_RANKS:
         return {}
     step = simulate_step(observed.buckets, run, cost=cost, inside_cost=costs.get("none"))
     cost = replace(cost, wire=cost.wire * observed.sent / step.sent, assumption="")
@@ -142,15 +147,15 @@ def _cost_in_run(observed: Observed, costs: Mapping[str, CodecCost]) -> dict[str
     slower = observed.decode / observed.elements / expected if expected else 1.0
     decode, store = cost.decode * slower, cost.store * slower
     encode = observed.encode / observed.elements
-    cost = replace(
-        cost, encode=encode, decode=decode, store=store, source="as in this run, while training"
-    )
+    cost = replace(cost, encode=encode, decode=decode, store=store, source=IN_RUN)
     return {cost.name: cost}
 
 
 def _prediction(
     observed: Observed, scenario: Scenario, costs: Mapping[str, CodecCost]
 ) -> Prediction:
+    if observed.shards is not None:
+        return _of_shards(observed, scenario, costs)
     needed = [scenario.codec] + ["none"] * scenario.adds_inside
     missing = [name for name in needed if name not in costs]
     reason = f"the cost of {missing[0]} was not measured" if missing else scenario.unsupported
@@ -169,6 +174,8 @@ def _prediction(
     # What the run's own codec took has its share of the core in it.
     one_core = observed.one_core and codec != observed.scenario.codec
     buckets, cost, inside = observed.buckets, costs[codec], costs.get("none")
+    if codec != observed.scenario.codec:
+        cost = _crowded(cost, observed)
     if scenario.sync_every:
         step = simulate_local_step(
             buckets,
@@ -189,6 +196,53 @@ def _prediction(
         sent_mb=step.sent / 1e6,
         source=cost.source,
         assumption=LOCAL_STEPS if scenario.sync_every else cost.assumption,
+    )
+
+
+def _of_shards(
+    observed: Observed, scenario: Scenario, costs: Mapping[str, CodecCost]
+) -> Prediction:
+    shards, run = observed.shards, observed.scenario
+    assert shards is not None
+    found = Prediction(
+        scenario.codec,
+        scenario.form,
+        scenario.hosts,
+        scenario.world_size,
+        scenario.link.gbps,
+        parameters=scenario.parameters,
+    )
+
+    def cost_of(name: str, own: str, measured: CodecCost) -> CodecCost | None:
+        if name == own:
+            return measured
+        return _crowded(costs[name], observed) if name in costs else None
+
+    gradients = cost_of(scenario.codec, run.codec, shards.gradients)
+    parameters = (
+        FREE
+        if scenario.codec == DDP
+        else cost_of(scenario.parameters, run.parameters, shards.parameters)
+    )
+    if gradients is None or parameters is None:
+        missing = scenario.codec if gradients is None else scenario.parameters
+        return replace(found, reason=f"the cost of {missing} was not measured")
+    step = simulate_shards(shards.collectives, scenario, parameters=parameters, gradients=gradients)
+    compute = sum(each.compute for each in shards.collectives)
+    return replace(
+        found,
+        step_ms=(step.done + shards.tail) * 1e3,
+        exposed_ms=(step.done - compute) * 1e3,
+        sent_mb=step.sent / 1e6,
+        source=gradients.source,
+    )
+
+
+def _crowded(cost: CodecCost, observed: Observed) -> CodecCost:
+    """``cost`` where all ranks of a host compress at the same time, and share its cores."""
+    times = observed.crowded
+    return replace(
+        cost, encode=cost.encode * times, decode=cost.decode * times, store=cost.store * times
     )
 
 

@@ -16,7 +16,8 @@ class Prediction:
 
     Args:
         gbps: of the link between hosts, headers included.
-        exposed_ms: from the last gradient to the mean of all.
+        exposed_ms: from the last gradient to the mean of all; in all collectives of a model that is
+            sharded over all ranks.
         sent_mb: over the link of a host.
         change: of the step against the run's own codec and form with the same link and hosts, as
             predicted; -0.5: half as long.
@@ -26,6 +27,7 @@ class Prediction:
         sync_every: local steps between two exchanges; times and bytes are means of a step. 0:
             gradients are exchanged in every step.
         fragments, overlap_steps: of local steps, as of ``Scenario``.
+        parameters: codec of the parameters, as of ``Scenario``.
     """
 
     codec: str
@@ -44,6 +46,7 @@ class Prediction:
     sync_every: int = 0
     fragments: int = 1
     overlap_steps: int = 0
+    parameters: str = ""
 
     @property
     def exposed_share(self) -> float | None:

@@ -17,6 +17,12 @@ FORMS = FLAT, HIERARCHICAL, LEADER = "flat", "hierarchical", "leader"
 FSDP = "fsdp"
 """Form of a model that ``fully_shard`` has sharded, with a replica on each host."""
 
+ALL_RANKS = "all_ranks"
+"""Form of a model that ``fully_shard`` has sharded over all ranks. :data:`DDP` is FSDP as it is."""
+
+SHARD_CANDIDATES = {"parameters": ("none", "int8"), "gradients": ("none", "int8", "int4")}
+"""Default codecs of predictions for it."""
+
 PAYLOAD = 1448 / 1514
 """Share of a link's rate that TCP leaves to its payload, with frames of 1,514 bytes."""
 
@@ -57,7 +63,7 @@ class Scenario:
 
     Args:
         codec: name, or :data:`DDP`.
-        form: one of :data:`FORMS`, or :data:`FSDP`.
+        form: one of :data:`FORMS`, :data:`FSDP` or :data:`ALL_RANKS`.
         counts: ranks of every host.
         link: between hosts; inside the host where there is only one.
         inside: inside a host; None: unknown.
@@ -67,6 +73,7 @@ class Scenario:
             exchanged in every step.
         fragments: parts of the model that are exchanged in turn, each every ``sync_every`` steps.
         overlap_steps: local steps that an exchange has before training waits for it.
+        parameters: codec of the parameters that FSDP gathers, where the form is :data:`ALL_RANKS`.
 
     Raises:
         ValueError: an unknown form, or local steps that cannot be.
@@ -82,10 +89,12 @@ class Scenario:
     sync_every: int = 0
     fragments: int = 1
     overlap_steps: int = 0
+    parameters: str = ""
 
     def __post_init__(self) -> None:
-        if self.form not in (*FORMS, FSDP):
-            raise ValueError(f"form must be one of {', '.join(FORMS)}, {FSDP}, got {self.form!r}")
+        if self.form not in (*FORMS, FSDP, ALL_RANKS):
+            known = ", ".join((*FORMS, FSDP, ALL_RANKS))
+            raise ValueError(f"form must be one of {known}, got {self.form!r}")
         if self.sync_every < 0:
             raise ValueError(f"sync_every must be 1 or more local steps, got {self.sync_every}")
         if self.fragments < 1 or self.sync_every % self.fragments:
@@ -118,7 +127,7 @@ class Scenario:
     @property
     def peers(self) -> tuple[int, ...]:
         """Ranks behind each link of the exchange. On a single host each rank has its own."""
-        if self.form != FLAT:
+        if self.form not in (FLAT, ALL_RANKS):
             return (1,) * self.hosts
         return self.counts if self.hosts > 1 else (1,) * self.world_size
 
@@ -144,6 +153,23 @@ class Scenario:
             ),
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+@dataclass(frozen=True)
+class ShardCollective:
+    """Collective of FSDP for a parameter group that is sharded over all ranks.
+
+    Args:
+        gathers: parameters; otherwise it reduces and scatters gradients.
+        compute: seconds since the one before it, without codecs, until the last rank launches it.
+        elements: of the group, on all ranks together.
+        itemsize: bytes of an element that is not compressed.
+    """
+
+    gathers: bool
+    compute: float
+    elements: float
+    itemsize: float = ELEMENT_BYTES
 
 
 @dataclass(frozen=True)
@@ -181,7 +207,7 @@ def elsewhere(
         raise ValueError(
             "The run was on one node; give the rate of a link between nodes with --link-gbps"
         )
-    if inside_gbps is not None and run.form == FSDP:
+    if inside_gbps is not None and run.form in (FSDP, ALL_RANKS):
         raise ValueError(
             "inside_gbps is of an exchange of DDP, and what FSDP does inside a node is taken as it "
             "was in the run; leave it out"
@@ -202,7 +228,12 @@ def elsewhere(
 
 
 def scenarios_of(
-    run: Scenario, there: Scenario, *, codecs: Sequence[str] = (), forms: Sequence[str] = ()
+    run: Scenario,
+    there: Scenario,
+    *,
+    codecs: Sequence[str] = (),
+    forms: Sequence[str] = (),
+    parameters: Sequence[str] = (),
 ) -> list[Scenario]:
     """Every codec and form on the links and hosts of ``there``, and that itself.
 
@@ -210,14 +241,24 @@ def scenarios_of(
         codecs: only these, and :data:`DDP` only flat.
         forms: only these; otherwise flat and, where hosts have several ranks, by hosts. A sharded
             model has but one.
+        parameters: only these codecs of the parameters, of a model sharded over all ranks.
 
     Raises:
         ValueError: none of them can be predicted.
     """
-    if wrong := [form for form in forms if (form == FSDP) != (run.form == FSDP)]:
+    sharded = {run.form, *forms} & {FSDP, ALL_RANKS}
+    if wrong := [form for form in forms if sharded and form != run.form]:
+        kind = run.form if run.form in sharded else wrong[0]
         raise ValueError(
-            f"form must be {FSDP!r} for a profile of FSDP2, and not for one of DDP, got "
+            f"form must be {kind!r} for a profile of FSDP2, and not for one of DDP, got "
             f"{wrong[0]!r}; leave --form out"
+        )
+    if run.form == ALL_RANKS:
+        return _of_shards(run, there, codecs=codecs, parameters=parameters)
+    if parameters:
+        raise ValueError(
+            "Parameters travel where a model is sharded over all ranks, and that of this run is "
+            f"not, got the codec {parameters[0]!r} for them; leave --parameters out"
         )
     of_run = (FSDP,) if run.form == FSDP else FORMS if max(there.counts) > 1 else (FLAT,)
     found = [
@@ -233,3 +274,16 @@ def scenarios_of(
         raise ValueError(f"Nothing of this can be predicted: {because}")
     # Elsewhere it is what the others are compared with.
     return found if there in (run, *found) else [there, *found]
+
+
+def _of_shards(
+    run: Scenario, there: Scenario, *, codecs: Sequence[str], parameters: Sequence[str]
+) -> list[Scenario]:
+    """Codecs of gradients and of parameters for a model that is sharded over all ranks."""
+    of_gradients = codecs or (DDP, *SHARD_CANDIDATES["gradients"], run.codec)
+    of_parameters = parameters or (*SHARD_CANDIDATES["parameters"], run.parameters)
+    pairs = dict.fromkeys(
+        (codec, "" if codec == DDP else each) for codec in of_gradients for each in of_parameters
+    )
+    found = [replace(there, codec=codec, parameters=each) for codec, each in pairs]
+    return found if there in found else [there, *found]

@@ -15,6 +15,10 @@ two_shot    ``L (W-L)/W b``              ``W-1``     ``(W-1)/W b``, ``W-1``
 A ring has one edge that leaves a host, and each edge carries the same. Two ranks gather where more
 would exchange in two shots. Between replicas of a sharded model (FSDP2), one on each host, every
 rank exchanges its shard with one rank of each other host.
+
+:func:`simulate_shards` is of a model that FSDP2 shards over all ranks, whose ``b`` bytes are those
+of a parameter group: an all-gather sends ``(W-1)/W b``, a quantised reduce-scatter, an all_to_all,
+``L (W-L)/W b``, and that of gloo, an allreduce, ``2 (W-1)/W b``.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from lightning_dist.profiling.whatif.scenarios import (
     Bucket,
     Link,
     Scenario,
+    ShardCollective,
 )
 from lightning_dist.reducer.units.sizes import unit_elements
 
@@ -180,6 +185,37 @@ def simulate_step(
         # Vote on whether all were finite: a few bytes, in as many rounds as a ring has.
         now += scenario.link.overhead + 2 * (world - 1) * (scenario.link.latency or 0.0)
     return SimulatedStep(decoded(chunks, now), link.sent)
+
+
+def simulate_shards(
+    collectives: Sequence[ShardCollective],
+    scenario: Scenario,
+    *,
+    parameters: CodecCost,
+    gradients: CodecCost,
+) -> SimulatedStep:
+    """Simulate the collectives of FSDP on a CPU, where training waits for each.
+
+    A quantised one is encoded, sent and decoded in the thread that trains: nothing overlaps. Stock
+    FSDP sends elements as they are; its copies are part of the computation.
+    """
+    link, now, ranks = _Queue(scenario.link, 1), 0.0, scenario.world_size
+    is_native = scenario.codec == DDP
+    for each in collectives:
+        cost, n = parameters if each.gathers else gradients, each.elements
+        wire = min(cost.wire, each.itemsize)
+        scatter, gather = EXCHANGES["two_shot"].collectives(wire, scenario.peers)
+        if is_native and not each.gathers:
+            (scatter,) = EXCHANGES["allreduce"].collectives(wire, scenario.peers)
+        # A row of each rank is decoded; of gradients each rank adds up one of all.
+        before, after = n / ranks * cost.encode, n * (cost.decode + cost.store)
+        if not each.gathers:
+            before, after = (
+                n * cost.encode,
+                n * (cost.decode or cost.store) + n / ranks * cost.store,
+            )
+        now = link.send(now + each.compute + before, gather if each.gathers else scatter, n) + after
+    return SimulatedStep(now, link.sent)
 
 
 def simulate_local_step(

@@ -12,7 +12,14 @@ from lightning_dist.profiling.whatif.costs import Costs
 from lightning_dist.profiling.whatif.observe import Observed, observe
 from lightning_dist.profiling.whatif.predict import predict
 from lightning_dist.profiling.whatif.predictions import Prediction, Predictions
-from lightning_dist.profiling.whatif.scenarios import FLAT, FSDP, LEADER, scenarios_of
+from lightning_dist.profiling.whatif.scenarios import (
+    ALL_RANKS,
+    DDP,
+    FLAT,
+    FSDP,
+    LEADER,
+    scenarios_of,
+)
 
 if TYPE_CHECKING:
     from lightning_dist.profiling.analysis.parts import Summary
@@ -45,6 +52,9 @@ def name_of(each: Prediction, baseline: Prediction) -> str:
     steps = f" every {count(each.sync_every, 'step')}" if each.sync_every else ""
     steps += f" in {each.fragments} fragments" if each.fragments > 1 else ""
     steps += f" with {count(each.overlap_steps, 'step')} overlap" if each.overlap_steps else ""
+    if each.form == ALL_RANKS:
+        pair = f"{each.codec} gradients, {each.parameters} parameters"
+        return "fsdp" if each.codec == DDP else pair
     if each.form == FSDP:
         return each.codec
     words = each.codec + steps + (flat if each.form == FLAT else " between nodes")
@@ -89,11 +99,15 @@ def notes(found: Predictions) -> list[str]:
     least = f"differences within {format_value(found.tolerance, '%')} are not ranked"
     return [
         f"this run simulated: {format_value(baseline.step_ms, 'ms')} ({error}); {least}",
-        f"change: against {baseline.codec} {baseline.form} with the same link and nodes",
+        f"change: against {_setting(baseline)} with the same link and nodes",
         *([f"codec costs: {'; '.join(costs)}"] if costs else []),
         *(f"{name}: n/a, {reason}" for name, reason in found.unavailable.items()),
         *(f"n/a for {_codecs_and_forms(of)}: {reason}" for reason, of in missing.items()),
     ]
+
+
+def _setting(each: Prediction) -> str:
+    return name_of(each, each) if each.form == ALL_RANKS else f"{each.codec} {each.form}"
 
 
 def _codecs_and_forms(of: Sequence[Prediction]) -> str:
