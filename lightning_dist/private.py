@@ -178,6 +178,8 @@ def loss_scale_of(scaler: GradScaler | None) -> Callable[[], Tensor | None] | No
 
     None for a scaler that is not enabled.
     """
+    if scaler is not None and not hasattr(scaler, "is_enabled"):
+        raise ValueError(f"grad_scaler must be a torch.amp.GradScaler, got {scaler!r}; create one")
     return None if scaler is None or not scaler.is_enabled() else lambda: scaler._scale
 
 

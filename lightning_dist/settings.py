@@ -152,7 +152,7 @@ def _by_level(
     if set(codec) != {"intra", "inter"}:
         raise ValueError(
             "A codec for each level is {'intra': inside a host, 'inter': between hosts}, got the "
-            f"keys {sorted(codec)}"
+            f"keys {sorted(codec)}; policies are {', '.join(POLICIES)}"
         )
     intra = resolve_codec(codec["intra"]).inside_host()
     if intra is None:
@@ -196,8 +196,8 @@ def _check_feedback(codec: Codec, error_feedback: bool | Literal["auto"]) -> Non
         )
     if error_feedback is True and not codec.contraction:
         raise ValueError(
-            f"Error feedback diverges with codec {codec}: its error may exceed its input "
-            "(unbiased codecs have high variance instead); leave error_feedback at 'auto'"
+            f"Error feedback diverges with codec {codec}: its error may exceed its input; "
+            "leave error_feedback at 'auto'"
         )
     if error_feedback is False and codec.momentum_correction:
         raise ValueError(

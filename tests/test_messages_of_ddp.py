@@ -18,7 +18,7 @@ from lightning_dist.integrations.torch.ddp import compress_ddp
 def test_a_module_that_is_not_ddp() -> None:
     assert message(compress_ddp, nn.Linear(2, 2)) == (
         "compress_ddp needs a DistributedDataParallel, got Linear; wrap the model first: "
-        "DistributedDataParallel(model)"
+        "DistributedDataParallel(model); compress_fsdp is for those of fully_shard"
     )
 
 
@@ -31,6 +31,12 @@ def refused(wrap: Callable[[Rank], DistributedDataParallel], **settings: Any) ->
     first, second = run_threads(body, 2)
     assert first == second
     return first
+
+
+def test_a_grad_scaler_that_is_none() -> None:
+    assert refused(lambda rank: rank.ddp(nn.Linear(2, 2)), grad_scaler=True) == (
+        "grad_scaler must be a torch.amp.GradScaler, got True; create one"
+    )
 
 
 def test_a_second_hook() -> None:

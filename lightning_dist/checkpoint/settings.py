@@ -29,16 +29,16 @@ class CheckpointSettings:
             is_choice = bool(choices) and all(isinstance(choice, str) for choice in choices)
             if is_choice and value not in choices:
                 names = ", ".join(map(repr, choices))
-                raise ValueError(f"{field.name} is one of {names}; got {value!r}")
+                raise ValueError(f"{field.name} must be one of {names}; got {value!r}")
         if not _is_count(self.max_in_flight):
-            raise ValueError(f"max_in_flight is an integer >= 1; got {self.max_in_flight!r}")
+            raise ValueError(f"max_in_flight must be an integer >= 1; got {self.max_in_flight!r}")
         if self.host_memory_limit is not None and not _is_count(self.host_memory_limit):
             raise ValueError(
-                f"host_memory_limit is a number of bytes >= 1, or None; got "
+                f"host_memory_limit must be a number of bytes >= 1, or None; got "
                 f"{self.host_memory_limit!r}"
             )
         if not isinstance(self.lock, bool):
-            raise ValueError(f"lock is True or False; got {self.lock!r}")
+            raise ValueError(f"lock must be True or False; got {self.lock!r}")
         if self.snapshot == "sync" and self.on_busy == "skip":
             raise ValueError(
                 "snapshot='sync' waits for every save, so on_busy='skip' cannot take effect; "

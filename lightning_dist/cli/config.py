@@ -247,7 +247,9 @@ def require_possible(options: Mapping[str, Any]) -> None:
     if options.get("parameters") is not None:
         checked_settings(**{"codec": OPTIONS["codec"].default, **require_of_shards(options)})
     elif options.get("method") is None:
-        Settings.check(**require_only(options, OF_DDP, under="without a method"))
+        Settings.check(
+            **require_only(options, OF_DDP, under="under DDP (set method for local steps)")
+        )
     else:
         local = require_only(options, OF_LOCAL, under="with local updates")
         checked(**{name: value for name, value in local.items() if value is not None})

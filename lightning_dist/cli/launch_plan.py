@@ -106,9 +106,10 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 def _require_ranks(text: str) -> None:
-    if not (text.isalpha() or (text.isdecimal() and int(text) > 0)):
+    devices = ("auto", "cpu", "gpu", "xpu", "npu")
+    if not (text in devices or (text.isdecimal() and int(text) > 0)):
         raise ValueError(
-            f"--nproc-per-node must be a number above 0, or auto, cpu or gpu, got {text}"
+            "--nproc-per-node must be a number above 0, or auto, cpu, gpu, xpu or npu, got " + text
         )
 
 

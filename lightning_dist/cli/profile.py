@@ -84,16 +84,14 @@ def compare_command(
 ) -> None:
     """Compare two runs: step time, its parts, bytes.
 
-    Medians over the steps that were looked at in detail, where the headline and the table of a
-    report have their means; "all steps" is over all. Of each step the mean over ranks. `report`
-    says which rank is waited for.
+    Values are medians over the steps recorded in detail ("all steps": over all) of the mean over
+    ranks; those of `report` are means. `report` names the rank that others wait for.
 
-    The spread is by how much two runs of the same training may differ by chance: a smaller
-    difference says nothing. It is large where the steps of a run differ much, and gets smaller with
-    more steps. (Of each run 1.58 times the width of the middle half of its steps, divided by the
-    square root of their number; both added up.)
+    The spread is the difference that chance may make between two runs of the same training: ignore
+    smaller differences. It falls with the number of steps. (Of each run 1.58 times the
+    interquartile range of its steps over the square root of their number; the sum of both.)
 
-    Exit code 2 if one of them has no step; it says why.
+    Exit code 2 if one of them has no step, with the reason.
 
     \b
       lightning-dist profile compare comm_profile/run-0 comm_profile/run-1

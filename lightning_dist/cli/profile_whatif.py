@@ -124,7 +124,7 @@ def whatif_command(
     predicted = where(found.scenarios[0], link_given=link_gbps is not None)
     measured = format_value(found.measured_ms, "ms")
     console.print(Text(f"Measured: {measured} a step ({own.codec}, {where(own)})."))
-    console.print(Text(f"{LABEL}, {predicted}, ms:", style="bold"))
+    console.print(Text(f"{LABEL}, {predicted}, ms (sent: MB):", style="bold"))
     table = predictions_table(found)
     console.print(draw_table(table, table.rows))
     print_lines(*(f"note: {note}" for note in notes(found)))

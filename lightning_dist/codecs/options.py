@@ -38,7 +38,8 @@ def parse_codec(text: object, table: Mapping[str, type[Codec]]) -> Codec:
         if not equals or key not in known:
             listed = ", ".join(f"{f.name}={f.default}" for f in known.values()) or "no options"
             near = _nearest(key, known) if equals else []
-            remedy = f"did you mean {near[0]!r}?" if near else f"write '{name}:option=value,...'"
+            form = f"write '{name}:option=value,...'" if key in known or not equals else "remove it"
+            remedy = f"did you mean {near[0]!r}?" if near else form
             raise ValueError(
                 f"codec {name!r} takes {listed}; got {option.strip()!r} in {text!r}; {remedy}"
             )

@@ -79,7 +79,8 @@ class ByName(_Policy):
                 re.compile(pattern)
             except re.error as error:
                 raise ValueError(
-                    f"by_name: patterns must be regular expressions, got {pattern!r}: {error}"
+                    f"by_name: patterns must be regular expressions, got {pattern!r}: {error}; "
+                    f"write {re.escape(pattern)!r} for the characters themselves"
                 ) from None
 
     def for_tensor(self, name: str, shape: Shape, *, step: int) -> Codec:

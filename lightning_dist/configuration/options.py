@@ -190,7 +190,7 @@ def require_only(options: Mapping[str, Any], names: Sequence[str], *, under: str
             owner = next(each for each, options in owners.items() if name in options)
             raise ValueError(
                 f"{name} is a setting of {owner} and cannot take effect {under}, got {value!r}; "
-                f"remove it, or set it to {OPTIONS[name].default!r}"
+                "remove it"
             )
     return {name: value for name, value in options.items() if name in names}
 

@@ -18,7 +18,7 @@ def require_recovery(recovery: str) -> None:
     """Raise a ValueError if there is no such way."""
     if recovery not in get_args(RecoveryMode):
         names = " or ".join(map(repr, get_args(RecoveryMode)))
-        raise ValueError(f"recovery is {names}; got {recovery!r}")
+        raise ValueError(f"recovery must be {names}; got {recovery!r}")
 
 
 def require_mirror(mirror: bool | int, *, recovery: RecoveryMode) -> int | None:
@@ -31,7 +31,7 @@ def require_mirror(mirror: bool | int, *, recovery: RecoveryMode) -> int | None:
         return None
     if mirror < 1:
         raise ValueError(
-            f"mirror_residuals is True, False or the steps between two copies; got {mirror}"
+            f"mirror_residuals must be True, False or the steps between two copies; got {mirror}"
         )
     if recovery != "in_process":
         raise ValueError(
@@ -69,17 +69,17 @@ class RunSettings:
     def __post_init__(self) -> None:
         require_policy(self.batch_policy)
         if self.format not in ("single", "sharded"):
-            raise ValueError(f"format is one of 'single', 'sharded'; got {self.format!r}")
+            raise ValueError(f"format must be one of 'single', 'sharded'; got {self.format!r}")
         if not self.dirpath:
             raise ValueError("dirpath must be the folder of the checkpoints, got none")
         positive = ("every_n_train_steps", "max_to_keep")
         for name in (*positive, "preemption_poll_interval", "grace_period"):
             value = getattr(self, name)
             if value is not None and value <= 0:
-                raise ValueError(f"{name} has to be positive; got {value}")
+                raise ValueError(f"{name} must be positive; got {value}")
         if self.hang_timeout is not None and self.hang_timeout <= 0:
             raise ValueError(
-                f"hang_timeout is positive, or None for never; got {self.hang_timeout}"
+                f"hang_timeout must be positive, or None for never; got {self.hang_timeout}"
             )
         if self._epochs_between < 0 or not (self.every_n_train_steps or self._epochs_between):
             raise ValueError(

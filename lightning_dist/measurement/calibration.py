@@ -160,7 +160,7 @@ def _wire(name: str, codec: Codec) -> tuple[float, str]:
             f"codec must have a size that does not depend on the gradient, got {name!r}; leave it "
             f"out, or use one of {', '.join(CANDIDATES)}"
         )
-    matrices = f"matrices of {WIDTH} x {WIDTH}; a profile does not say"
+    matrices = f"matrices of {WIDTH} x {WIDTH}; a profile has no shapes"
     return nbytes / WIDTH**2, matrices if codec.whole_tensors else ""
 
 

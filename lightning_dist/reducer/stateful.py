@@ -186,7 +186,12 @@ def _own_keys(state: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
     version = found.get("version")
     if version != STATE_VERSION:
         raise ValueError(
-            f"The compression state must be of version {STATE_VERSION}, got {version!r}; it was "
-            "written by another version of lightning_dist: resume with that one, or start without"
+            f"The compression state must be of version {STATE_VERSION}, got {version!r}; "
+            + (
+                "give what state_dict() returned on rank 0"
+                if version is None
+                else "it was written by another version of lightning_dist: resume with that one, "
+                "or start without"
+            )
         )
     return found

@@ -82,7 +82,7 @@ def require_cover(hosts: Hosts, *, world_size: int) -> None:
         unknown = sorted(set(ranks) - set(range(world_size)))
         raise ValueError(
             f"rank_groups must name each of the {world_size} ranks once; missing {missing}, more "
-            f"than once {twice}, unknown {unknown}"
+            f"than once {twice}, unknown {unknown}; write such as [[0, 1], [2, 3]]"
         )
 
 

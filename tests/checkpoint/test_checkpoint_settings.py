@@ -12,14 +12,17 @@ from lightning_dist.checkpoint.settings import CheckpointSettings
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"snapshot": "lazy"}, "snapshot is one of 'auto', 'overlap', 'blocking', 'sync'"),
-        ({"on_busy": "drop"}, "on_busy is one of 'wait', 'skip'; got 'drop'"),
-        ({"writer": None}, "writer is one of 'auto', 'process', 'thread'; got None"),
-        ({"verify": True}, "verify is one of 'resume', 'always', 'never'; got True"),
-        ({"on_error": "ignore"}, "on_error is one of 'raise', 'warn'; got 'ignore'"),
-        ({"max_in_flight": 0}, "max_in_flight is an integer >= 1; got 0"),
-        ({"max_in_flight": 1.5}, "max_in_flight is an integer >= 1; got 1.5"),
-        ({"host_memory_limit": 0}, "host_memory_limit is a number of bytes >= 1, or None; got 0"),
+        ({"snapshot": "lazy"}, "snapshot must be one of 'auto', 'overlap', 'blocking', 'sync'"),
+        ({"on_busy": "drop"}, "on_busy must be one of 'wait', 'skip'; got 'drop'"),
+        ({"writer": None}, "writer must be one of 'auto', 'process', 'thread'; got None"),
+        ({"verify": True}, "verify must be one of 'resume', 'always', 'never'; got True"),
+        ({"on_error": "ignore"}, "on_error must be one of 'raise', 'warn'; got 'ignore'"),
+        ({"max_in_flight": 0}, "max_in_flight must be an integer >= 1; got 0"),
+        ({"max_in_flight": 1.5}, "max_in_flight must be an integer >= 1; got 1.5"),
+        (
+            {"host_memory_limit": 0},
+            "host_memory_limit must be a number of bytes >= 1, or None; got 0",
+        ),
         ({"snapshot": "sync", "on_busy": "skip"}, "waits for every save, so on_busy='skip' cannot"),
     ],
 )

@@ -319,7 +319,7 @@ def test_without_locks_a_user_can_go_on(tmp_path: Path, without_locks: None) -> 
 
 
 def test_lock_is_true_or_false() -> None:
-    with pytest.raises(ValueError, match="lock is True or False; got 'no'"):
+    with pytest.raises(ValueError, match="lock must be True or False; got 'no'"):
         CheckpointSettings(lock="no")  # type: ignore[arg-type]
 
 

@@ -145,7 +145,10 @@ def test_show_says_where_everything_comes_from(
         ("--set codec=qsgd --set error_feedback=true", "Error feedback diverges"),
         ("--set start_step=-1", "start_step must be 0 or more"),
         ("--set method=dilocco", "method must be local_sgd, post_local_sgd, diloco"),
-        ("--set sync_every=8", "a setting of local updates and cannot take effect without a"),
+        (
+            "--set sync_every=8",
+            "cannot take effect under DDP (set method for local steps), got 8; remove it",
+        ),
         ("--set method=diloco --set start_step=5", "cannot take effect with local updates, got 5"),
         ("--set method=diloco --set overlap_steps=40", "less than sync_every / fragments"),
         ("--set accelerate.num_proceses=2", "did you mean 'num_processes'?"),

@@ -137,6 +137,7 @@ def test_too_few_nodes_are_explained(script: Path, more: list[str], patience: in
         ("--nnodes 0 SCRIPT", "got 0"),
         ("--nproc-per-node 0 SCRIPT", "--nproc-per-node must be a number above 0"),
         ("--nproc-per-node=-1 SCRIPT", "got -1"),
+        ("--nproc-per-node two SCRIPT", "or auto, cpu, gpu, xpu or npu, got two"),
         ("--max-restarts=-1 SCRIPT", "--max-restarts must be 0 or more, got -1"),
         ("--max-restarts many SCRIPT", "invalid int value: 'many'"),
         ("--no-such-option SCRIPT", "--no-such-option"),

@@ -52,7 +52,8 @@ def test_the_run_and_the_error_come_first(folder: Path) -> None:
         "Measured: 197 ms a step (ddp, 2 ranks on 2 nodes, 836 Mbit/s between them)."
     )
     assert (
-        label == "Predicted step time (simulated), 2 ranks on 2 nodes, 836 Mbit/s between them, ms:"
+        label == "Predicted step time (simulated), 2 ranks on 2 nodes, 836 Mbit/s between them, "
+        "ms (sent: MB):"
     )
     assert "setting" in columns.split()
     assert own.split()[:4] == ["ddp", "(this", "run)", "197"]
@@ -174,7 +175,7 @@ def test_of_another_link_the_change_is_against_the_runs_own_setting_there(folder
     assert re.fullmatch(r"-4\d\.\d", best[change])
     assert own[change] in ("+0.0", "0.0")
     assert f"note: {CHANGE_BASELINE}" in text
-    assert "2 ranks on 2 nodes, 100 Mbit/s between them, ms:" in text
+    assert "2 ranks on 2 nodes, 100 Mbit/s between them, ms (sent: MB):" in text
     found = content(*asked)
     assert [each["change"] < 0 for each in found["scenarios"]] == [True, False]
 
@@ -186,7 +187,7 @@ def test_one_host_predicts_nothing_for_several_without_a_rate_between_them(tmp_p
     assert "(ddp, 2 ranks on 1 node, 836 Mbit/s per rank inside the node)" in first
     given = profile("whatif", folder, "--codec", "ddp", "--link-gbps", "0.1").stdout.splitlines()
     assert given[0] == first
-    assert "2 ranks on 1 node, each with a link of 100 Mbit/s, ms:" in given[1]
+    assert "2 ranks on 1 node, each with a link of 100 Mbit/s, ms (sent: MB):" in given[1]
     asked = ["--codec", "ddp", "--codec", "fp16", "--nodes", "64"]
     for more in ([], ["--json"]):
         assert refusal("whatif", folder, *asked, *more) == (

@@ -159,7 +159,7 @@ def test_the_first_rule_that_matches_wins() -> None:
     assert chosen(codec, "stem.weight") == Sign()
     assert chosen(codec, "body.weight") == Int8()
     assert {Int8(), Int4(), Sign()} <= set(codec.leaves())
-    with pytest.raises(ValueError, match=r"by_name: patterns must be regular.*'\('"):
+    with pytest.raises(ValueError, match=r"by_name: patterns must be regular.*'\('.*; write "):
         by_name("int8", {"(": "none"})
 
 
@@ -171,6 +171,8 @@ def test_warmup_and_after_steps() -> None:
     assert after_steps(0, "int8") == Int8()
     with pytest.raises(ValueError, match="steps must be 0 or more"):
         after_steps(-1, "int8")
+    with pytest.raises(ValueError, match="got 'int8'; write after_steps"):
+        after_steps("int8", 500)  # type: ignore[arg-type]
     for phases in ({}, {1: "int8"}, {5: "int8", 0: "none"}):
         with pytest.raises(ValueError, match="start at 0 and ascend"):
             warmup(phases)

@@ -238,7 +238,7 @@ def test_options_that_the_training_has_not_are_refused() -> None:
         require_only({"codec": "int4", "sync_every": 8}, OF_DDP, under="here")
     with pytest.raises(ValueError, match="parameters is a setting of FSDP2 and cannot take effect"):
         require_only({"parameters": "int8"}, OF_DDP, under="here")
-    with pytest.raises(ValueError, match=r"got 3; remove it, or set it to 0"):
+    with pytest.raises(ValueError, match="got 3; remove it"):
         require_only({"start_step": 3}, OF_LOCAL, under="here")
     assert require_only({"codec": "int4", "delay": 0}, OF_LOCAL, under="") == {"codec": "int4"}
 

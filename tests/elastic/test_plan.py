@@ -98,7 +98,7 @@ def test_a_policy_that_there_is_not() -> None:
     for policy in ("fixed_global_batch", "scale_lr", "scale_lr:sqrt", "fixed_micro_batch"):
         require_policy(policy)
     message = (
-        "batch_policy is one of 'fixed_global_batch', 'scale_lr', 'scale_lr:sqrt', "
+        "batch_policy must be one of 'fixed_global_batch', 'scale_lr', 'scale_lr:sqrt', "
         "'fixed_micro_batch'; got 'scale'"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):

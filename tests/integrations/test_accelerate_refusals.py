@@ -21,7 +21,7 @@ from lightning_dist.checkpoint.disk.errors import CorruptCheckpointError
         ({"snapshot": "overlap"}, "use 'blocking'"),
         ({"staging_dir": "/nowhere/at/all"}, "make it"),
         ({"staging_dir": "s3://bucket"}, "local or mounted folder"),
-        ({"on_busy": "never"}, "on_busy is one of"),
+        ({"on_busy": "never"}, "on_busy must be one of"),
         ({"max_in_flight": 0}, "max_in_flight"),
         ({"snapshot": "sync", "on_busy": "skip"}, "cannot take effect"),
     ],

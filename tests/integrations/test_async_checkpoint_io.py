@@ -166,7 +166,7 @@ def test_fabric_saves_and_loads(tmp_path: Path) -> None:
             "on: "
             "snapshot is 'blocking' or 'sync', got 'overlap'; use AsyncCheckpoint",
         ),
-        ({"writer": "fork"}, "writer is one of 'auto', 'process', 'thread'; got 'fork'"),
+        ({"writer": "fork"}, "writer must be one of 'auto', 'process', 'thread'; got 'fork'"),
     ],
 )
 def test_settings_out_of_range(arguments: dict[str, Any], text: str) -> None:

@@ -32,19 +32,19 @@ def message(error: type[Exception], *arguments: Any, **keywords: Any) -> str:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"format": "zip"}, "format is one of 'single', 'sharded'; got 'zip'"),
+        ({"format": "zip"}, "format must be one of 'single', 'sharded'; got 'zip'"),
         (
             {"snapshot": "later"},
-            "snapshot is one of 'auto', 'overlap', 'blocking', 'sync'; got 'later'",
+            "snapshot must be one of 'auto', 'overlap', 'blocking', 'sync'; got 'later'",
         ),
-        ({"on_busy": "raise"}, "on_busy is one of 'wait', 'skip'; got 'raise'"),
-        ({"writer": "fork"}, "writer is one of 'auto', 'process', 'thread'; got 'fork'"),
-        ({"verify": True}, "verify is one of 'resume', 'always', 'never'; got True"),
-        ({"on_error": None}, "on_error is one of 'raise', 'warn'; got None"),
-        ({"max_in_flight": 0}, "max_in_flight is an integer >= 1; got 0"),
+        ({"on_busy": "raise"}, "on_busy must be one of 'wait', 'skip'; got 'raise'"),
+        ({"writer": "fork"}, "writer must be one of 'auto', 'process', 'thread'; got 'fork'"),
+        ({"verify": True}, "verify must be one of 'resume', 'always', 'never'; got True"),
+        ({"on_error": None}, "on_error must be one of 'raise', 'warn'; got None"),
+        ({"max_in_flight": 0}, "max_in_flight must be an integer >= 1; got 0"),
         (
             {"host_memory_limit": 0},
-            "host_memory_limit is a number of bytes >= 1, or None; got 0",
+            "host_memory_limit must be a number of bytes >= 1, or None; got 0",
         ),
         (
             {"snapshot": "sync", "on_busy": "skip"},

@@ -71,8 +71,8 @@ def test_why_nothing_is_predicted_is_known_without_looking(
         ({"torch_profiler": range(-3, 3)}, "none below 0"),
         ({"dirpath": 3}, "path of a folder, or None; got 3"),
         ({"dirpath": ""}, "path of a folder, or None; got ''"),
-        ({"measure_links": "no"}, "measure_links is True or False; got 'no'"),
-        ({"csv": "x.csv"}, "csv is True or False; got 'x.csv'"),
+        ({"measure_links": "no"}, "measure_links must be True or False; got 'no'"),
+        ({"csv": "x.csv"}, "csv must be True or False; got 'x.csv'"),
         ({"model": 5}, "DistributedDataParallel to profile; got 5"),
     ],
 )

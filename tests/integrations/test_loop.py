@@ -281,7 +281,7 @@ def test_accumulation_of_accelerate_is_refused(tmp_path: Path) -> None:
 
 
 def test_no_passes(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="gradient_accumulation_steps has to be positive; got 0"):
+    with pytest.raises(ValueError, match="gradient_accumulation_steps must be positive; got 0"):
         loop_in(tmp_path, gradient_accumulation_steps=0)
 
 

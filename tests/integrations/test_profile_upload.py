@@ -45,7 +45,7 @@ def test_an_artifact_has_what_was_asked_for(
 
 
 def test_an_upload_that_is_none_of_them_is_refused() -> None:
-    with pytest.raises(ValueError, match="upload is 'report', 'all' or 'none'; got 'lines'"):
+    with pytest.raises(ValueError, match="upload must be 'report', 'all' or 'none'; got 'lines'"):
         CommProfiler(upload="lines")  # type: ignore[arg-type]
 
 

@@ -45,7 +45,7 @@ def a_series(*, ranks: int = 2, steps: int = 120, late: int = 1, seed: int = 1) 
 
 
 def sampled(summary: Summary, steps: Sequence[int]) -> Summary:
-    """The same where only these ``steps`` were looked at in detail."""
+    """The same where only these ``steps`` were recorded in detail."""
     per_step = summary.per_step
     at = [per_step.steps.index(step) for step in steps]
 

@@ -187,7 +187,7 @@ def test_only_steps_that_all_have_in_detail_count_in_parts() -> None:
     assert (summary.steps, list(summary.per_step.steps)) == (4, [3])
     assert summary.step_ms["mean"] == pytest.approx(115)
     assert summary.notes == [
-        "parts and communication are of the 1 step of 4 that were looked at in detail; step times "
+        "parts and communication are of the 1 step of 4 that were recorded in detail; step times "
         "are of all",
     ]
     assert "exposed_wait" not in summary.unavailable

@@ -79,7 +79,7 @@ def test_bytes_are_compared_with_ddp() -> None:
 
 
 def mixed() -> Run:
-    """Every second of 36 steps is looked at in detail, and all of those are slower."""
+    """Every second of 36 steps is recorded in detail, and all of those are slower."""
     run = Planted(steps=38, slow_steps=dict.fromkeys(range(0, 38, 2), 2)).run()
     return bare(run, range(1, 38, 2), buckets=(), spans=(), detailed=False)
 

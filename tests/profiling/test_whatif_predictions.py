@@ -186,7 +186,7 @@ def test_each_reason_for_a_missing_prediction_is_reported_once() -> None:
 
 def test_the_terminal_has_the_best_few() -> None:
     text = printed(a_summary(steps=4))
-    assert f"{LABEL}, ms:" in text.splitlines()
+    assert f"{LABEL}, ms (sent: MB):" in text.splitlines()
     assert "measured 114 ms; error of the simulation -1.9 %" in text
     rows = [line.split() for line in text.splitlines()]
     assert ["1", "int4", "92.0", "22.0", "8.20", "-17.9", "%"] in rows

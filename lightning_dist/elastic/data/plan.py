@@ -49,7 +49,7 @@ def require_policy(policy: str) -> None:
     """Raise a ValueError if there is no such policy."""
     if policy not in get_args(BatchPolicy):
         names = ", ".join(map(repr, get_args(BatchPolicy)))
-        raise ValueError(f"batch_policy is one of {names}; got {policy!r}")
+        raise ValueError(f"batch_policy must be one of {names}; got {policy!r}")
 
 
 def layout_for(policy: BatchPolicy, first: Layout, *, script: Layout) -> Layout:

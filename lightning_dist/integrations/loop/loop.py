@@ -110,7 +110,7 @@ class ElasticLoop:
         mirror_every = require_mirror(mirror_residuals, recovery=recovery)
         if gradient_accumulation_steps < 1:
             raise ValueError(
-                f"gradient_accumulation_steps has to be positive; got {gradient_accumulation_steps}"
+                f"gradient_accumulation_steps must be positive; got {gradient_accumulation_steps}"
             )
         self._settings = RunSettings(
             dirpath,

@@ -75,11 +75,11 @@ class CommProfiler(pl.Callback):
         model: model to profile, outside of Lightning.
         dirpath: folder in which each run gets a ``run-<n>``, best on a disk that all ranks share.
             None: ``comm_profile`` in the ``default_root_dir`` of the trainer, or here.
-        max_overhead: share of a step that the profiler may take, 0 to 1; where it would take more,
-            it looks at fewer steps. It does not limit the hook that observes DDP's own all-reduce,
+        max_overhead: share of a step that the profiler may take, 0 to 1; above it, fewer steps are
+            recorded in detail. It does not limit the hook that observes DDP's own all-reduce,
             which runs in every step.
-        measure_links: measure the links for one to four seconds before the first step, to say how
-            much of them is used.
+        measure_links: measure the links for one to four seconds before the first step, to compute
+            the share in use.
         torch_profiler: steps, ``range(100, 103)``, that ``torch.profiler`` traces too, or a signal,
             ``signal.SIGUSR2``, after which it traces three of the process that received it; each
             of these ranks writes ``torch-trace-rank<r>-step<n>.json.gz``. Traced steps, and the
@@ -90,9 +90,9 @@ class CommProfiler(pl.Callback):
         trace: write ``trace.json.gz``, for ui.perfetto.dev: the median, the p95 and the slowest
             step.
         csv: write ``steps.csv``.
-        predict: after a training of 30 s or more that has ended by itself, measure on rank 0 what
-            codecs cost there, about 2 s and at most a tenth of the training and one codec more
-            (with compiled kernels a codec may take 20 s), to predict the step with other settings.
+        predict: after a training of 30 s or more that was not interrupted, measure the costs of
+            codecs on rank 0 for predictions. It takes about 2 s, and starts no further codec
+            after a tenth of the training (one with compiled kernels may take 20 s).
             False: never measure.
         print_summary: print the summary at the end.
         upload: files that a ``WandbLogger`` of the trainer gets at the end. ``"report"``: a table
@@ -121,20 +121,20 @@ class CommProfiler(pl.Callback):
         upload: Upload = "report",
     ) -> None:
         if upload not in get_args(Upload):
-            raise ValueError(f"upload is 'report', 'all' or 'none'; got {upload!r}")
+            raise ValueError(f"upload must be 'report', 'all' or 'none'; got {upload!r}")
         if upload == "all" and model is not None:
             raise ValueError(_NO_WANDB)
         if not isinstance(model, nn.Module | None):
-            raise ValueError(f"model is the DistributedDataParallel to profile; got {model!r}")
+            raise ValueError(f"model must be the DistributedDataParallel to profile; got {model!r}")
         if dirpath is not None and not (isinstance(dirpath, str | PathLike) and str(dirpath)):
-            raise ValueError(f"dirpath is the path of a folder, or None; got {dirpath!r}")
+            raise ValueError(f"dirpath must be the path of a folder, or None; got {dirpath!r}")
         if torch_profiler is not None:
             require_traceable(torch_profiler)
         switches = {"measure_links": measure_links, "html": html, "trace": trace, "csv": csv}
         switches |= {"predict": predict, "print_summary": print_summary}
         for name, value in switches.items():
             if not isinstance(value, bool):
-                raise ValueError(f"{name} is True or False; got {value!r}")
+                raise ValueError(f"{name} must be True or False; got {value!r}")
         self._model = model
         self._upload: Upload = upload
         self._dirpath = dirpath
@@ -327,8 +327,8 @@ def _unwrapped(model: nn.Module) -> DistributedDataParallel:
     if inner is None:
         raise ValueError(
             f"CommProfiler needs a DistributedDataParallel, got {type(model).__name__}; give "
-            "it the model that DDP, fabric.setup() or accelerator.prepare() returned. Without "
-            f"other processes these do not make one: {_ONE_PROCESS}, so leave CommProfiler out"
+            "it the model that DDP, fabric.setup() or accelerator.prepare() returned. With "
+            f"one process these make none: {_ONE_PROCESS}, so leave CommProfiler out"
         )
     return inner
 

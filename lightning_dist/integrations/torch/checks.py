@@ -33,7 +33,7 @@ def require_ddp(model: nn.Module) -> None:
     if not isinstance(model, DistributedDataParallel):
         raise ValueError(
             f"compress_ddp needs a DistributedDataParallel, got {type(model).__name__}; wrap the "
-            "model first: DistributedDataParallel(model)"
+            "model first: DistributedDataParallel(model); compress_fsdp is for those of fully_shard"
         )
     if model.mixed_precision is not None:
         raise ValueError(

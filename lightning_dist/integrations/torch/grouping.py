@@ -116,7 +116,7 @@ def _require_flat(settings: Settings, topology: Topology) -> None:
     """Raise where a setting needs several levels, and there is one."""
     if topology.world_size == 1:
         return  # nothing is sent
-    counts = f"{topology.describe()}: {topology.world_size} ranks in all"
+    counts = topology.describe()
     if settings.hierarchical not in (False, "auto"):
         raise ValueError(
             f"hierarchical={settings.hierarchical!r} needs several hosts, one of them with several "

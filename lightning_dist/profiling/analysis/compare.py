@@ -33,7 +33,7 @@ NAMES = (
     "all_steps_ms",
 )
 """Figures that are compared: parts are means over ranks, ``sent_mb`` is of a rank. All but
-``all_steps_ms`` are of the steps that were looked at in detail, as they are in a report."""
+``all_steps_ms`` are of the steps that were recorded in detail, as they are in a report."""
 
 
 Figures: TypeAlias = Mapping[str, Sequence[float] | str]

@@ -251,7 +251,7 @@ def sample(run: Run, *, warmup_steps: int) -> Sample:
         (
             0 < len(detailed) < len(steps),
             f"parts and communication are of the {count(len(detailed), 'step')} of {len(steps)} "
-            "that were looked at in detail; step times are of all",
+            "that were recorded in detail; step times are of all",
         ),
         (
             len(detailed) > most,

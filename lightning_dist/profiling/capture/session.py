@@ -41,7 +41,7 @@ class SessionSettings:
     """Settings of a profile.
 
     Args:
-        max_overhead: share of a step that it may take, 0 to 1; above it looks at fewer steps.
+        max_overhead: share of a step that it may take, 0 to 1; above it, fewer are recorded.
         in_detail: record phases, buckets and spans; False: only how long steps take.
         error_every_n_steps: steps between two samples of the compression error; 0: never.
     """
@@ -54,14 +54,14 @@ class SessionSettings:
         share = self.max_overhead
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ValueError(
-                "max_overhead is the share of a step that the profiler may take, above 0 and at "
-                f"most 1; got {share!r}"
+                "max_overhead must be the share of a step that the profiler may take, above 0 and "
+                f"at most 1; got {share!r}"
             )
         every = self.error_every_n_steps
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:
             raise ValueError(
-                "error_every_n_steps is the number of steps between two samples of the compression "
-                f"error, 0 for never; got {every!r}"
+                "error_every_n_steps must be the number of steps between two samples of the "
+                f"compression error, 0 for never; got {every!r}"
             )
 
 

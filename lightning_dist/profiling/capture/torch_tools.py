@@ -31,8 +31,8 @@ def require_traceable(wanted: object) -> None:
             )
     elif not isinstance(wanted, signal.Signals) or wanted in _TAKEN:
         raise ValueError(
-            "torch_profiler is a range of steps, such as range(100, 103), or a signal other than "
-            f"SIGKILL, SIGSTOP and SIGTERM, such as signal.SIGUSR2; got {wanted!r}"
+            "torch_profiler must be a range of steps, such as range(100, 103), or a signal other "
+            f"than SIGKILL, SIGSTOP and SIGTERM, such as signal.SIGUSR2; got {wanted!r}"
         )
 
 

@@ -39,7 +39,7 @@ def print_summary(summary: Summary, console: Console | None = None) -> None:
             console.print(draw_table(ranks, [ranks.rows[at] for at in shown], _RANK_COLUMNS))
         if summary.predictions is not None:
             predicted = whatif_table(summary)
-            console.print(Text(f"{predicted.title}, ms:", style="bold"))
+            console.print(Text(f"{predicted.title}, ms (sent: MB):", style="bold"))
             console.print(draw_table(predicted, predicted.rows[: 1 + _BEST_SETTINGS]))
     for note in summary.notes:
         console.print(Text(f"note: {note}"))

@@ -27,7 +27,7 @@ from lightning_dist.profiling.whatif.simulator import (
     simulate_step,
 )
 
-LOCAL_STEPS = "local steps, with which a model trains differently"
+LOCAL_STEPS = "local steps, which change the training"
 """Assumption of their predictions."""
 
 LEAST_TOLERANCE = 0.02

@@ -96,7 +96,7 @@ class AsyncCheckpoint(CheckpointNames):
         refuse_unknown(kwargs, of=type(self))
         super().__init__(*args, **kwargs)
         if format not in ("single", "sharded"):
-            raise ValueError(f"format is one of 'single', 'sharded'; got {format!r}")
+            raise ValueError(f"format must be one of 'single', 'sharded'; got {format!r}")
         self.settings = CheckpointSettings(
             snapshot, max_in_flight, on_busy, writer, verify, on_error, host_memory_limit, lock
         )

@@ -66,6 +66,11 @@ class LocalUpdateSettings:
             known = ", ".join(get_args(Method))
             raise ValueError(f"method must be one of {known}, got {method!r}{meant}")
         chosen = {key: value for key, value in given.items() if value is not None}
+        if not (outer_optimizer is None or callable(outer_optimizer)):
+            raise ValueError(
+                f"outer_optimizer must make an optimizer of tensors, got {outer_optimizer!r}; "
+                "write lambda tensors: torch.optim.AdamW(tensors, lr=0.1)"
+            )
         if outer_optimizer is not None and chosen.keys() & {"outer_lr", "outer_momentum"}:
             raise ValueError(
                 "outer_lr and outer_momentum are of the outer SGD, got them with an "
