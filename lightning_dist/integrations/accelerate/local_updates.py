@@ -96,6 +96,7 @@ def _attach(
     require_replicas(replicas, schedule)
     print_outside(accelerator, resolved)
     if replicas == "host":
+        assert isinstance(model, DistributedDataParallel)
         rebuild_ddp(model, host_group(model.process_group, compression, device=model.device))
     updates = attach(
         model,
