@@ -10,7 +10,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_dist.codecs import RandomK, Threshold
 from lightning_dist.integrations.torch.checks import brings_momentum
 from lightning_dist.integrations.torch.fsdp.replicas import local_of
 from lightning_dist.integrations.torch.local.settings import LocalUpdateSettings, Replicas
@@ -19,7 +18,7 @@ from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.settings import Settings
 
 log = get_logger(__name__)
-_STABLE_OUTER_LR, _STABLE_RATIO = 0.1, 0.1
+_STABLE_OUTER_LR = 0.1
 """With which 1,000 outer steps of a small model stay finite; see the guide on local steps."""
 
 
@@ -41,11 +40,8 @@ def require_local(optimizers: Sequence[Optimizer], settings: Settings) -> None:
 def warn_of_bursts(settings: Settings, schedule: LocalUpdateSettings) -> None:
     """Log a warning where the residual of many windows is applied at once, which may diverge."""
     for codec in settings.codec.leaves():
-        seldom = isinstance(codec, Threshold)
-        if isinstance(codec, RandomK):
-            seldom = codec.ratio < _STABLE_RATIO
         kept = "residual" in codec.memory(settings.error_feedback).kinds
-        if seldom and kept and schedule.outer_lr > _STABLE_OUTER_LR:
+        if codec.seldom and kept and schedule.outer_lr > _STABLE_OUTER_LR:
             log.warning(
                 "codec %s sends an element once in many outer steps, and then the changes of all "
                 "of them: with outer_lr=%g the weights may diverge. Set outer_lr=%g, or use 'topk' "
