@@ -102,6 +102,14 @@ class Codec(ABC):
         return True
 
     @property
+    def seldom(self) -> bool:
+        """True if error feedback applies the residual of so many steps at once that it may diverge.
+
+        For a warning, where steps are outer ones of rate 1.
+        """
+        return False
+
+    @property
     def momentum_correction(self) -> float:
         """Coefficient of the momentum applied to local gradients before compression; 0: none."""
         return 0.0

@@ -69,6 +69,10 @@ class RandomK(BlockCodec):
         return not self.unbiased
 
     @property
+    def seldom(self) -> bool:
+        return self.ratio < 0.1
+
+    @property
     def block(self) -> int:
         return self.block_size
 

@@ -63,6 +63,10 @@ class Threshold(Codec):
             )
 
     @property
+    def seldom(self) -> bool:
+        return True
+
+    @property
     def value_dtype(self) -> torch.dtype:
         return _VALUES[self.values]
 

@@ -173,7 +173,11 @@ OF_SHARDS = (
     "parameters",
 )
 """Options of ``compress_fsdp``."""
-OF_LOCAL = (*(name for name in OPTIONS if name not in OF_DDP + OF_SHARDS), *OF_DDP[:6])
+OF_LOCAL = (
+    *(name for name in OPTIONS if name not in OF_DDP + OF_SHARDS),
+    *OF_DDP[:6],
+    "exchange_timeout",
+)
 """Options of ``local_updates``."""
 
 

@@ -266,6 +266,33 @@ def test_a_plugin_takes_local_steps_in_a_loop_that_knows_nothing_of_them(pair: R
         assert "by a LocalUpdatesPlugin" in facts["twice"]
 
 
+def test_post_local_sgd_is_ddp_until_it_starts(pair: Results) -> None:
+    ranks = pair("accelerate_local_after_ddp")
+    for facts in ranks:
+        assert facts["local"][:2] == facts["ddp"][:2]
+    first, second = (facts["local"] for facts in ranks)
+    assert [a == b for a, b in zip(first, second, strict=True)] == [True, True, False, True]
+
+
+def test_a_step_that_a_scaler_skips_on_one_worker_counts(pair: Results) -> None:
+    ranks = pair("accelerate_local_skips")
+    assert [facts["own"][0] == facts["own"][1] for facts in ranks] == [True, False]
+    assert [facts["attempted"] for facts in ranks] == [8, 8]
+    assert [facts["scale"] for facts in ranks] == [8.0, 16.0]
+    require_equal(ranks[0]["parameters"], ranks[1]["parameters"])
+    assert all(each.isfinite().all() for each in ranks[0]["parameters"].values())
+
+
+def test_ranks_of_a_host_are_one_worker_as_in_a_loop(trio: Results) -> None:
+    ranks = trio("accelerate_local_inside_hosts")
+    for facts in ranks:
+        assert facts["own"] == facts["loop"]
+        require_equal(facts["parameters"], ranks[0]["parameters"])
+        assert facts["stats"]["steps"] == 2
+    assert ranks[0]["own"] == ranks[1]["own"]
+    assert ranks[0]["own"][0] != ranks[2]["own"][0]
+
+
 def test_local_updates_refuse_what_cannot_work(pair: Results) -> None:
     for facts in pair("accelerate_local_refused"):
         assert "compressed in every step by a CompressedDDPPlugin" in facts["plugin"]
@@ -273,4 +300,6 @@ def test_local_updates_refuse_what_cannot_work(pair: Results) -> None:
         assert "launch several processes" in facts["bare"]
         assert "delay is a setting of DDP and cannot take effect with" in facts["outside"]
         assert "attach it right after" in facts["late"]
+        assert "replicas='host' needs several hosts" in facts["one host"]
+        assert "give one of the two" in facts["both"]
         assert "use CompressedDDPMixin" in facts["transformers"]

@@ -101,6 +101,26 @@ def test_few_outer_steps_are_said_with_their_number(caplog: pytest.LogCaptureFix
     assert line.startswith(f"[lightning_dist] {says}")
 
 
+def test_codecs_that_send_old_changes_at_once_are_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def warnings(codec: str, **settings: Any) -> list[str]:
+        caplog.clear()
+        run(lambda world: world.worker(plain(), method="local_sgd", codec=codec, **settings), 2)
+        return [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+
+    (line,) = warnings("randomk")
+    assert "with outer_lr=1 the weights may diverge. Set outer_lr=0.1, or use 'topk'" in line
+    assert len(warnings("threshold")) == 1
+    for codec, settings in (
+        ("randomk:ratio=0.1", {}),
+        ("randomk", {"outer_lr": 0.1}),
+        ("threshold", {"error_feedback": False}),
+        ("topk:ratio=0.01", {}),
+    ):
+        assert warnings(codec, **settings) == []
+
+
 def test_ranks_with_different_settings_are_refused() -> None:
     def train(world: World) -> str:
         with pytest.raises(ValueError, match="local updates") as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from results import Results, require_equal
@@ -16,6 +18,37 @@ def test_a_trainer_does_what_a_loop_does(two: Results) -> None:
     *own, last = zip(*(facts["trainer"]["own"] for facts in ranks), strict=True)
     assert all(first != second for first, second in own)
     assert last[0] == last[1]  # the mean
+    norms = [facts["loop"]["norms"] for facts in ranks]
+    assert max(map(max, norms)) > 0.1  # each worker clips its own gradient
+    assert norms[0] != norms[1]
+
+
+@pytest.mark.parametrize("framework", ["trainer", "fabric"])
+def test_post_local_sgd_is_ddp_until_it_starts(two: Results, framework: str) -> None:
+    ranks = two("local_steps_after_ddp")
+    for facts in ranks:
+        ours, ddp = facts[f"{framework} local"], facts[f"{framework} ddp"]
+        assert len(ours) == 4
+        assert ours[:2] == ddp[:2]
+    first, second = (facts[f"{framework} local"] for facts in ranks)
+    assert [a == b for a, b in zip(first, second, strict=True)] == [True, True, False, True]
+
+
+@pytest.mark.parametrize("framework", ["trainer", "fabric"])
+def test_a_step_that_a_scaler_skips_on_one_worker_counts(two: Results, framework: str) -> None:
+    ranks = [facts[framework] for facts in two("local_steps_that_a_scaler_skips")]
+    skips = [facts["own"][0] == facts["own"][1] for facts in ranks]
+    assert skips == [True, False]
+    assert [facts["attempted"] for facts in ranks] == [8, 8]
+    assert [facts["scale"] for facts in ranks] == [2.0**9, 2.0**10]
+    require_equal(ranks[0]["parameters"], ranks[1]["parameters"])
+    assert all(each.isfinite().all() for each in ranks[0]["parameters"].values())
+
+
+def test_workers_that_have_skipped_resume_bit_exact(two: Results) -> None:
+    for facts in two("local_steps_that_a_scaler_skips"):
+        assert facts["resumed"]["own"] == facts["trainer"]["own"][4:]
+        assert facts["resumed"]["scale"] == facts["trainer"]["scale"]
 
 
 def test_a_resumed_training_is_bit_exact(two: Results) -> None:
@@ -68,6 +101,25 @@ def test_workers_that_join_take_the_anchor(three: Results) -> None:
         require_equal(facts["parameters"], ranks[0]["parameters"])
         assert facts["steps"] > 5
     assert not torch.equal(ranks[0]["start"]["net.0.weight"], ranks[1]["start"]["net.0.weight"])
+
+
+def test_a_worker_that_leaves_takes_nothing_of_the_others(three: Results) -> None:
+    """Those who stay have their own weights and moments, and all that workers share, exactly."""
+    ranks = three("local_steps_of_three_go_on_as_two")
+    for facts in ranks[:2]:
+        before, after = facts["before"], facts["after"]
+        require_equal(after["parameters"], before["parameters"])
+        assert all(map(torch.equal, after["moments"], before["moments"]))
+        require_equal(after["shared"], before["shared"])
+        for name, residual in after["residuals"].items():
+            of_all = [each["before"]["residuals"][name] for each in ranks]
+            torch.testing.assert_close(residual, sum(of_all) / 3)
+        require_equal(facts["end"], ranks[0]["end"])
+    assert not torch.equal(ranks[0]["after"]["moments"][0], ranks[1]["after"]["moments"][0])
+    runs = [facts[run]["samples"] for facts in ranks for run in ("before", "after") if run in facts]
+    seen = Counter(sample for samples in runs for sample in samples)
+    assert len(seen) == 64
+    assert set(seen.values()) == {2}  # once an epoch
 
 
 def test_validation_uses_the_anchor_or_the_workers_own_weights(two: Results) -> None:
@@ -143,6 +195,9 @@ def test_ranks_of_a_host_are_one_worker(three: Results) -> None:
     for facts in (first, second, other):
         require_equal(facts["parameters"], first["parameters"])
         assert facts["stats"]["steps"] == 2  # a window of 3, and the end
+        for other_way in ("loop", "fabric"):
+            assert facts[other_way]["own"] == facts["own"]
+            require_equal(facts[other_way]["parameters"], facts["parameters"])
 
 
 def test_an_elastic_loop_goes_on_bit_exactly(two: Results) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from typing import Any, NoReturn
 
 import pytest
 import torch
-from local_worlds import Net, Twin, World, adam, batches, plain, run, sgd, unequal
+from local_worlds import Net, Twin, Worker, World, adam, batches, plain, run, sgd, unequal
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -527,3 +528,76 @@ def test_a_step_after_close_raises() -> None:
             worker.train(1)
 
     run(train, 2)
+
+
+@pytest.mark.parametrize("lost_in", ["exchange", "totals", "statistics"])
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_a_peer_that_is_lost_in_an_outer_step_changes_nothing(overlap: int, lost_in: str) -> None:
+    """The others raise within the limit, with the state of before, and can close."""
+
+    def gone(*_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError("this rank is gone")
+
+    def state(worker: Worker) -> list[Tensor]:
+        momenta = [
+            each["momentum_buffer"] for each in worker.updates.outer_optimizer.state.values()
+        ]
+        buffers = worker.updates.buffers().values()
+        return [each.clone() for each in (*worker.anchors(), *momenta, *worker.weights(), *buffers)]
+
+    def train(world: World) -> None:
+        settings = {"overlap_steps": overlap, "codec": "int8", "exchange_timeout": 15.0}
+        worker = world.worker(Net(), sync_every=4, **settings)
+        network = worker.updates.reducer.network
+        assert network.limit.seconds == 15
+        worker.train(7)  # a window, and the begin of another
+        if world.rank.rank == 2:
+            if lost_in != "exchange":
+                channel = network.control if lost_in == "totals" else network.data
+                channel.all_reduce = gone  # type: ignore[method-assign]
+                with pytest.raises(RuntimeError, match="this rank is gone"):
+                    worker.train(1 + overlap)
+            return
+        worker.train(overlap)
+        worker.learn()
+        before, start = state(worker), time.monotonic()
+        network.limit.seconds = 0.5
+        with pytest.raises(RuntimeError, match="a rank has terminated, hangs, or is slower"):
+            worker.updates.step()
+        assert all(map(torch.equal, state(worker), before))
+        if lost_in != "statistics":  # the mean of workers that are not known is not used later
+            with pytest.raises(RuntimeError):
+                worker.updates.step()
+            assert all(map(torch.equal, state(worker), before))
+        closes = time.monotonic()
+        worker.updates.close()
+        assert time.monotonic() - closes < 5  # half a second, and what a busy machine adds
+        assert closes - start < 15  # the groups would wait for 20
+
+    run(train, 3, is_abandoned=True)
+
+
+@pytest.mark.parametrize(
+    ("codec", "settings"),
+    [
+        ("randomk", {"outer_lr": 0.1}),
+        ("randomk", {"error_feedback": False}),
+        ("randomk:ratio=0.1", {}),
+        ("threshold", {"outer_lr": 0.1}),
+        ("threshold", {"error_feedback": False}),
+        ("topk:ratio=0.01", {}),
+    ],
+)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_the_warning_recommends_stays_finite(codec: str, settings: dict[str, Any]) -> None:
+    """At an outer rate of 1 ``randomk`` of 1 % and ``threshold`` do not, nor does a naive twin."""
+
+    def train(world: World) -> list[Tensor]:
+        worker = world.worker(
+            plain(), sgd, method="local_sgd", sync_every=2, codec=codec, **settings
+        )
+        worker.train(2000)
+        return worker.anchors()
+
+    assert all(float(each.abs().max()) < 5 for each in run(train, 2)[0])

@@ -20,11 +20,13 @@ from lightning_dist.integrations.accelerate.attach import (
 )
 from lightning_dist.integrations.accelerate.private import prepared_models, prepared_optimizers
 from lightning_dist.integrations.torch.ddp import reducer_of
+from lightning_dist.integrations.torch.local.checks import require_replicas
 from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates, OuterOptimizer
-from lightning_dist.integrations.torch.local.settings import LocalUpdateSettings
+from lightning_dist.integrations.torch.local.settings import LocalUpdateSettings, Replicas
 from lightning_dist.integrations.torch.local.state import WorkerStates
 from lightning_dist.integrations.torch.local.updates import attach, checked
-from lightning_dist.private import before_compile
+from lightning_dist.integrations.torch.networks import host_group
+from lightning_dist.private import before_compile, rebuild_ddp
 from lightning_dist.settings import Settings
 
 if TYPE_CHECKING:
@@ -37,13 +39,14 @@ def local_updates(
     optimizer: Any,
     *,
     outer_optimizer: OuterOptimizer | None = None,
+    replicas: Replicas = "rank",
     **settings: Any,
 ) -> LocalUpdates:
     """:func:`lightning_dist.local_updates` of what ``accelerator.prepare`` returned. Collective.
 
-    The DistributedDataParallel around the model averages nothing from now on. ``save_state`` writes
-    the anchor as the model's weights, and the state of all workers as one registered object, which
-    ``load_state`` restores::
+    The DistributedDataParallel around the model averages nothing from now on, with
+    ``replicas="host"`` nothing between hosts. ``save_state`` writes the anchor as the model's
+    weights, and the state of all workers as one registered object, which ``load_state`` restores::
 
         model, optimizer, data = accelerator.prepare(model, optimizer, data)
         updates = lightning_dist.accelerate.local_updates(accelerator, model, optimizer)
@@ -63,6 +66,7 @@ def local_updates(
         model: prepared; one.
         optimizer: prepared, or several.
         outer_optimizer: as of :func:`lightning_dist.local_updates`.
+        replicas: a worker is a rank, or all ranks of a host.
         **settings: the others of the same.
 
     Raises:
@@ -75,7 +79,7 @@ def local_updates(
             "The model is trained in local steps by a LocalUpdatesPlugin, which `lightning-dist "
             "config` may have set with method=; leave the call out, or the plugin"
         )
-    return _attach(accelerator, model, optimizer, outer_optimizer, settings)
+    return _attach(accelerator, model, optimizer, outer_optimizer, replicas, settings)
 
 
 def _attach(
@@ -83,19 +87,24 @@ def _attach(
     model: nn.Module,
     optimizer: Any,
     outer_optimizer: OuterOptimizer | None,
+    replicas: Replicas,
     settings: dict[str, Any],
 ) -> LocalUpdates:
     given = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
     optimizers = [getattr(each, "optimizer", each) for each in given]
     resolved, schedule, compression = _resolved(settings, outer_optimizer)
+    require_replicas(replicas, schedule)
     print_outside(accelerator, resolved)
+    if replicas == "host":
+        assert isinstance(model, DistributedDataParallel)
+        rebuild_ddp(model, host_group(model.process_group, compression, device=model.device))
     updates = attach(
         model,
         optimizers,
         schedule,
         compression,
         outer_optimizer=outer_optimizer,
-        silences=True,
+        silences=replicas == "rank",
     )
 
     def save_anchor(models: Any, weights: list[Any], folder: str) -> None:
@@ -134,6 +143,7 @@ class LocalUpdatesPlugin:
 
     Args:
         outer_optimizer: as of :func:`lightning_dist.local_updates`.
+        replicas: a worker is a rank, or all ranks of a host.
         **settings: the others of the same, but ``groups``; those that are left out come from
             variables and files, as for :class:`CompressedDDPPlugin`.
 
@@ -144,14 +154,22 @@ class LocalUpdatesPlugin:
     updates: LocalUpdates | None = None
     """The outer steps; None before ``prepare``."""
 
-    def __init__(self, *, outer_optimizer: OuterOptimizer | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        outer_optimizer: OuterOptimizer | None = None,
+        replicas: Replicas = "rank",
+        **settings: Any,
+    ) -> None:
         _, schedule, _ = _resolved(settings, outer_optimizer)
+        require_replicas(replicas, schedule)
         if schedule.weigh_by == "samples":
             raise ValueError(
                 "weigh_by='samples' needs to know the samples of every step; call "
                 "lightning_dist.accelerate.local_updates and updates.step(samples=) in the loop"
             )
         self._outer_optimizer, self._settings = outer_optimizer, settings
+        self._replicas: Replicas = replicas
         self._models: list[nn.Module] = []  # prepared
 
     def attach(self, accelerator: Accelerator) -> LocalUpdatesPlugin:
@@ -194,7 +212,12 @@ class LocalUpdatesPlugin:
             model = (trained or self._models)[0]
             _require_local(self._accelerator, model)
             self.updates = _attach(
-                self._accelerator, model, optimizers, self._outer_optimizer, self._settings
+                self._accelerator,
+                model,
+                optimizers,
+                self._outer_optimizer,
+                self._replicas,
+                self._settings,
             )
             optimizers[0].step = self._counted(optimizers[0].step)
         return prepared

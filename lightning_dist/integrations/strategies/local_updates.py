@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_dist.codecs import Codec
 from lightning_dist.integrations.strategies.arguments import CompressionArguments
+from lightning_dist.integrations.torch.local.checks import require_replicas
 from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates, OuterOptimizer
 from lightning_dist.integrations.torch.local.settings import (
     LocalUpdateSettings,
@@ -95,13 +96,7 @@ class LocalUpdateArguments(CompressionArguments):
             weigh_by=weigh_by,
         )
         self._samples: float | None = None
-        if replicas not in ("rank", "host"):
-            raise ValueError(f"replicas must be 'rank' or 'host', got {replicas!r}")
-        if replicas == "host" and self._schedule.ddp_steps:
-            raise ValueError(
-                "ddp_steps are steps of DDP over all ranks, and replicas='host' has DDP inside the "
-                "hosts; give one of the two"
-            )
+        require_replicas(replicas, self._schedule)
         for name, remedy in _OF_GRADIENTS.items():
             if kwargs.get(name, "auto") not in (0, "auto"):
                 raise ValueError(

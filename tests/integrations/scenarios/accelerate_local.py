@@ -110,6 +110,40 @@ def accelerate_local_plugin() -> Facts:
 
 
 @scenario
+def accelerate_local_after_ddp() -> Facts:
+    """Two steps of DDP, of two batches each, and two local ones; beside DDP alone."""
+    found = {}
+    for name in ("ddp", "local"):
+        plugin = LocalUpdatesPlugin(
+            method="post_local_sgd", ddp_steps=2, sync_every=2, codec="none", min_compress_numel=0
+        )
+        attach = plugin.attach if name == "local" else lambda accelerator: None
+        settings = {"gradient_accumulation_steps": 2, "optimizer": torch.optim.AdamW}
+        with Run(None, attach=attach, **settings) as run:
+            run.train(8)
+            found[name] = run.digests
+            plugin._end(lambda: None)
+    return found
+
+
+@scenario
+def accelerate_local_skips() -> Facts:
+    """A GradScaler skips the second step of rank 0."""
+    plugin = LocalUpdatesPlugin(**SCHEDULE)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    with Run(None, attach=plugin.attach, scaler=scaler, optimizer=torch.optim.AdamW) as run:
+        batches = list(run.batches)
+        if rank() == 0:
+            batches[1] = batches[1][0], batches[1][1] * float("inf")
+        run.batches = iter(batches)
+        run.train(8)
+        found = {"own": run.digests, "attempted": plugin.updates.attempted}
+        plugin._end(lambda: None)
+        end = parameters(run.models[0].module)
+        return {**found, "parameters": end, "scale": scaler.get_scale()}
+
+
+@scenario
 def accelerate_local_refused() -> Facts:
     found = {}
     plugin = CompressedDDPPlugin("int8", min_compress_numel=0)
@@ -117,6 +151,8 @@ def accelerate_local_refused() -> Facts:
         ("plugin", plugin, {}),
         ("unknown", None, {"sync_evry": 3}),
         ("outside", None, {"method": "diloco"}),
+        ("one host", None, {"replicas": "host"}),
+        ("both", None, {"replicas": "host", "method": "post_local_sgd", "ddp_steps": 2}),
     ):
         with Run(given) as run:
             outside = {"LIGHTNING_DIST_DELAY": "1"} if name == "outside" else {}

@@ -63,3 +63,23 @@ def alone() -> Iterator[None]:
         os.environ.update(before)
         # The one that the runner will destroy.
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+@contextmanager
+def first_ranks(size: int) -> Iterator[bool]:
+    """A world of the first ranks inside a scenario; whether this is one. The others wait for it."""
+    store = dist.FileStore(str(folder() / "first_ranks"), world_size())
+    before = {name: os.environ[name] for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    dist.barrier()
+    dist.destroy_process_group()
+    try:
+        if rank() >= size:
+            yield False
+        else:
+            os.environ.update(dict.fromkeys(before, str(size)))
+            with process_group(dist.PrefixStore("first", store), rank(), size):
+                yield True
+    finally:
+        os.environ.update(before)
+        limit, store = timedelta(seconds=100), dist.PrefixStore("all", store)
+        dist.init_process_group("gloo", None, limit, world_size(), rank(), store)

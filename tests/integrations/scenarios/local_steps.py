@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from torch.distributed.device_mesh import init_device_mesh
@@ -35,24 +37,29 @@ from scenarios.catalogue import TIMEOUT, Facts, folder, rank, scenario, world_si
 from scenarios.fabric_runs import Run
 from scenarios.fitting import QUIET, digest, parameters, plain
 from scenarios.models import Regression
+from scenarios.precision import half
 
 SCHEDULE: dict[str, Any] = {"method": "diloco", "sync_every": 3, "overlap_steps": 1, "mixing": 0.25}
 
 
 class Watched(L.Callback):
-    """Digests of the weights: in every validation, and when a checkpoint may be written."""
+    """Digests of the weights in validations and where a checkpoint may be written; samples."""
 
     def __init__(self) -> None:
         self.validated: list[str] = []
         self.own: list[str] = []
+        self.samples: list[float] = []
 
     def on_validation_batch_start(
         self, trainer: L.Trainer, module: L.LightningModule, *_: Any
     ) -> None:
         self.validated.append(digest(module))
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, *_: Any
+    ) -> None:
         self.own.append(digest(module))
+        self.samples += batch[0][:, 0].tolist()
 
 
 class SameData(Regression):
@@ -89,20 +96,48 @@ def local_steps_as_in_a_loop() -> Facts:
     updates = local_updates(model, optimizer, min_compress_numel=0, codec="int8", **SCHEDULE)
     updates.total_steps = 8
     own, norms = list[str](), list[float]()
+    for batch in dealt(model):
+        optimizer.zero_grad()
+        model.loss(batch).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        optimizer.step()
+        updates.step()
+        own.append(digest(model))
+    updates.close()
+    loop = {"parameters": parameters(model), "own": own, "norms": norms}
+    return {"trainer": facts, "loop": loop}
+
+
+def dealt(model: Regression) -> Iterator[Any]:
+    """Batches of this rank in two epochs of a Trainer."""
     dataset = model.train_dataloader().dataset
     sampler = DistributedSampler(dataset)  # as Lightning makes it
     for epoch in range(2):
         sampler.set_epoch(epoch)
-        for batch in DataLoader(dataset, batch_size=8, sampler=sampler):
-            optimizer.zero_grad()
-            model.loss(batch).backward()
-            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
-            optimizer.step()
-            updates.step()
-            own.append(digest(model))
-    assert max(norms) > 0.1  # each worker clips its own gradient
-    updates.close()
-    return {"trainer": facts, "loop": {"parameters": parameters(model), "own": own}}
+        yield from DataLoader(dataset, batch_size=8, sampler=sampler)
+
+
+AFTER_DDP: dict[str, Any] = {
+    "method": "post_local_sgd",
+    "ddp_steps": 2,
+    "sync_every": 2,
+    "codec": "none",
+}
+
+
+@scenario
+def local_steps_after_ddp() -> Facts:
+    """Two steps of DDP, of two batches each, and two local ones; beside DDP alone."""
+    ours: dict[str, Any] = {"overlap_steps": 0, "mixing": 0.0, **AFTER_DDP}
+    found = {}
+    for name, of in {"ddp": plain(), "local": strategy(**ours)}.items():
+        found[f"trainer {name}"] = fit(of, accumulate_grad_batches=2)[1]["own"][1::2]
+    in_fabric = FabricStrategy(min_compress_numel=0, timeout=TIMEOUT, **AFTER_DDP)
+    for name, of in {"ddp": "ddp", "local": in_fabric}.items():
+        run = Run(of, accumulate=2)
+        run.train(8)
+        found[f"fabric {name}"] = run.digests
+    return found
 
 
 def saving(name: str, **arguments: Any) -> Facts:
@@ -207,6 +242,43 @@ def local_steps_of_workers_with_scalers() -> Facts:
     WorkerStates(updates, [optimizer], scaler=scalers[1]).load_state_dict(saved[0])
     updates.close()
     return {"scale": scalers[1].get_scale()}
+
+
+class Overflows(SameData):
+    """The loss of rank 0 is infinite in the second step of the first epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hit = rank() == 0 and batch_idx == 1 and self.current_epoch == 0
+        return super().training_step(batch, batch_idx) * (float("inf") if hit else 1.0)
+
+
+@scenario
+def local_steps_that_a_scaler_skips() -> Facts:
+    """On one worker, under a Trainer, saved after 4 steps of 8, and under Fabric."""
+    found: Facts = {}
+    naming = {"filename": "local_skips{epoch}", "auto_insert_metric_name": False}
+    path = folder() / "local_skips0.ckpt"
+    for name, given in {"trainer": None, "resumed": path}.items():
+        saver = ModelCheckpoint(folder(), save_top_k=-1, enable_version_counter=False, **naming)
+        arguments: dict[str, Any] = {"callbacks": [saver], "enable_checkpointing": True}
+        trainer, facts = fit(
+            strategy(codec="int8"), data=Overflows, plugins=half(), ckpt_path=given, **arguments
+        )
+        scale = trainer.precision_plugin.scaler.get_scale()
+        found[name] = {**facts, "attempted": trainer.strategy.updates.attempted, "scale": scale}
+        dist.barrier()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    ours = FabricStrategy(min_compress_numel=0, timeout=TIMEOUT, codec="int8", **SCHEDULE)
+    run = Run(ours, plugins=MixedPrecision("16-mixed", device="cpu", scaler=scaler))
+    batches = list(run.batches)
+    if rank() == 0:
+        batches[1] = batches[1][0], batches[1][1] * float("inf")
+    run.batches = iter(batches)
+    run.train(8)
+    ours.updates.finish()
+    facts = {"own": run.digests, "parameters": parameters(run.model)}
+    found["fabric"] = {**facts, "attempted": ours.updates.attempted, "scale": scaler.get_scale()}
+    return found
 
 
 def looped(name: str, *, stop: int = 0) -> Facts:

@@ -12,9 +12,14 @@ from torch.optim import Optimizer
 
 from lightning_dist.integrations.torch.checks import brings_momentum
 from lightning_dist.integrations.torch.fsdp.replicas import local_of
-from lightning_dist.integrations.torch.local.settings import LocalUpdateSettings
+from lightning_dist.integrations.torch.local.settings import LocalUpdateSettings, Replicas
+from lightning_dist.log import get_logger
 from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.settings import Settings
+
+log = get_logger(__name__)
+_STABLE_OUTER_LR = 0.1
+"""With which 1,000 outer steps of a small model stay finite; see the guide on local steps."""
 
 
 def require_local(optimizers: Sequence[Optimizer], settings: Settings) -> None:
@@ -29,6 +34,32 @@ def require_local(optimizers: Sequence[Optimizer], settings: Settings) -> None:
         raise ValueError(
             f"codec {settings.codec.name!r} gives gradients momentum, and a pseudo-gradient is a "
             "difference of weights; use 'topk'"
+        )
+
+
+def warn_of_bursts(settings: Settings, schedule: LocalUpdateSettings) -> None:
+    """Log a warning where the residual of many windows is applied at once, which may diverge."""
+    for codec in settings.codec.leaves():
+        kept = "residual" in codec.memory(settings.error_feedback).kinds
+        if codec.seldom and kept and schedule.outer_lr > _STABLE_OUTER_LR:
+            log.warning(
+                "codec %s sends an element once in many outer steps, and then the changes of all "
+                "of them: with outer_lr=%g the weights may diverge. Set outer_lr=%g, or use 'topk' "
+                "or error_feedback=False",
+                codec,
+                schedule.outer_lr,
+                _STABLE_OUTER_LR,
+            )
+
+
+def require_replicas(replicas: Replicas, schedule: LocalUpdateSettings) -> None:
+    """Raise ValueError unless frameworks know what is a worker."""
+    if replicas not in ("rank", "host"):
+        raise ValueError(f"replicas must be 'rank' or 'host', got {replicas!r}")
+    if replicas == "host" and schedule.ddp_steps:
+        raise ValueError(
+            "ddp_steps are steps of DDP over all ranks, and replicas='host' has DDP inside the "
+            "hosts; give one of the two"
         )
 
 

@@ -120,6 +120,7 @@ class LocalUpdates:
         Raises:
             ValueError: samples are needed and not given, or the other way round; or gradients are
                 there and no optimizer has stepped, as in the middle of accumulation.
+            RuntimeError: a peer is lost. Anchor, outer optimizer and weights are as before.
         """
         if not self._has_stepped:
             gradients = norm_of_gradients(self._trained.values())
@@ -402,6 +403,8 @@ class LocalUpdates:
     def _apply(self, exchange: Exchange, mean: Tensor, *, mean_only: bool = False) -> None:
         """Take an outer step; ``mean_only`` without the outer optimizer and mixing."""
         fragment = self._fragments[exchange.fragment]
+        if exchange.fragment == 0:  # once a window; first, as a lost peer must leave all as it is
+            self._average_buffers()
         for anchor, part in zip(fragment.anchors, fragment.slices, strict=True):
             own = part.shaped(part.of(mean)).to(anchor.device)
             if mean_only:
@@ -413,8 +416,6 @@ class LocalUpdates:
         for anchor in fragment.anchors:
             anchor.grad = None
         self._take_anchor(fragment, keep=0.0 if mean_only else self.schedule.mixing)
-        if exchange.fragment == 0:  # once a window
-            self._average_buffers()
 
     @torch.no_grad()
     def _take_anchor(self, fragment: Fragment, *, keep: float) -> None:

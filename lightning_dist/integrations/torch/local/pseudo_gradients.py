@@ -146,8 +146,8 @@ class PseudoGradients:
         mean = self.flat[: self._fragments[exchange.fragment].numel]
         if exchange.handle is not None:
             exchange.handle.done.wait()
-            exchange.handle = None
             self._complete(exchange, mean)
+            exchange.handle = None  # last: a mean whose weights did not arrive is not used
         return exchange, mean
 
     def _complete(self, exchange: Exchange, mean: Tensor) -> None:

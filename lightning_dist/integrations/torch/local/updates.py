@@ -19,7 +19,11 @@ from lightning_dist.integrations.refusals import refuses_unknown
 from lightning_dist.integrations.torch.checks import require_compressible
 from lightning_dist.integrations.torch.ddp import describe_parameters
 from lightning_dist.integrations.torch.in_force import show
-from lightning_dist.integrations.torch.local.checks import require_local, require_workers
+from lightning_dist.integrations.torch.local.checks import (
+    require_local,
+    require_workers,
+    warn_of_bursts,
+)
 from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates, OuterOptimizer
 from lightning_dist.integrations.torch.local.settings import (
     LocalUpdateSettings,
@@ -56,6 +60,7 @@ def local_updates(
     ranks_per_host: int | None = None,
     rank_groups: Sequence[Any] | None = None,
     min_compress_numel: int | None = None,
+    exchange_timeout: float | None = None,
     groups: Groups | None = None,
 ) -> LocalUpdates:
     """Let every rank take optimizer steps of its own, and average what they change. Collective.
@@ -111,6 +116,8 @@ def local_updates(
         ranks_per_host: number of consecutive ranks on each host. None: by host name.
         rank_groups: groups of ranks instead of hosts.
         min_compress_numel: elements; smaller tensors, and 1-D ones, are uncompressed.
+        exchange_timeout: seconds of one wait for other ranks, with gloo, before an outer step
+            raises. None: the timeout of the process group.
         groups: process groups over the ranks of ``model``. None: created here.
 
     Raises:
@@ -135,6 +142,7 @@ def local_updates(
         ranks_per_host=ranks_per_host,
         rank_groups=rank_groups,
         min_compress_numel=min_compress_numel,
+        exchange_timeout=exchange_timeout,
     )
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     return attach(
@@ -229,6 +237,8 @@ def attach(
     )
     _attached[module] = ref(updates)
     if network.rank == 0 and network.world_size > 1:
+        if outer_optimizer is None:
+            warn_of_bursts(settings, schedule)
         show(lambda: _in_force(updates, ranks_per_worker=inside))
     return updates
 
