@@ -466,6 +466,43 @@ def test_any_outer_optimizer_and_schedule() -> None:
     assert all(map(torch.equal, first, second))
 
 
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_an_outer_schedule_steps_with_the_whole_model(fragments: int) -> None:
+    """Outer SGD without momentum: the anchor moves by the factor times the mean."""
+
+    def train(world: World) -> None:
+        worker = world.worker(
+            plain(),
+            sgd,
+            method="local_sgd",
+            sync_every=2,
+            fragments=fragments,
+            codec="none",
+            outer_schedule=lambda each: torch.optim.lr_scheduler.LambdaLR(
+                each, lambda step: [0.5, 0.25, 0.125][step]
+            ),
+        )
+        for factor in (0.5, 0.25):
+            rates = set()
+            for _ in range(2):
+                before = [a.clone() for a in worker.anchors()]
+                worker.learn()
+                own = worker.weights()
+                if worker.updates.step():
+                    rates.add(worker.updates.metrics()["outer/lr"])
+            assert rates == {factor}
+            if fragments == 1:
+                for anchor, old, weight in zip(worker.anchors(), before, own, strict=True):
+                    mean = old - weight
+                    world.rank.group("test").allreduce([mean]).wait()
+                    torch.testing.assert_close(anchor, old - factor * mean / 2)
+        worker.learn()
+        worker.updates.finish()
+        assert worker.updates.outer_scheduler.last_epoch == 2
+
+    run(train, 2)
+
+
 def test_sparseloco_is_the_rule() -> None:
     """``e <- decay e + D``, ``q = C(e)``, ``e <- e - q``, ``anchor <- anchor - mean q``."""
     workers, windows, width = 2, 4, 64

@@ -131,9 +131,10 @@ def test_a_name_like_no_other_lists_those_of_this_package_first() -> None:
     assert message(LocalUpdateStrategy, zebra=1) == (
         "Unknown setting 'zebra' in LocalUpdateStrategy: valid names: evaluate, method, "
         "sync_every, fragments, overlap_steps, mixing, ddp_steps, outer_lr, outer_momentum, "
-        "outer_optimizer, replicas, offload, weigh_by, codec, error_feedback, hierarchical, "
-        "min_compress_numel, start_step, compile_kernels, ranks_per_host, rank_groups, commit, "
-        "delay, exchange_timeout, recovery, mirror_residuals, and those of DDPStrategy"
+        "outer_optimizer, outer_schedule, replicas, offload, weigh_by, codec, error_feedback, "
+        "hierarchical, min_compress_numel, start_step, compile_kernels, ranks_per_host, "
+        "rank_groups, commit, delay, exchange_timeout, recovery, mirror_residuals, and those of "
+        "DDPStrategy"
     )
     assert message(LocalUpdateStrategy, find_unused=True).endswith(
         "did you mean 'find_unused_parameters'?"  # an argument of DDP

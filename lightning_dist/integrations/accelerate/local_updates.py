@@ -20,7 +20,11 @@ from lightning_dist.integrations.accelerate.attach import (
 )
 from lightning_dist.integrations.accelerate.private import prepared_models, prepared_optimizers
 from lightning_dist.integrations.torch.ddp import reducer_of
-from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates, OuterOptimizer
+from lightning_dist.integrations.torch.local.outer_steps import (
+    LocalUpdates,
+    OuterOptimizer,
+    OuterSchedule,
+)
 from lightning_dist.integrations.torch.local.settings import LocalUpdateSettings
 from lightning_dist.integrations.torch.local.state import WorkerStates
 from lightning_dist.integrations.torch.local.updates import attach, checked
@@ -37,6 +41,7 @@ def local_updates(
     optimizer: Any,
     *,
     outer_optimizer: OuterOptimizer | None = None,
+    outer_schedule: OuterSchedule | None = None,
     **settings: Any,
 ) -> LocalUpdates:
     """:func:`lightning_dist.local_updates` of what ``accelerator.prepare`` returned. Collective.
@@ -63,6 +68,7 @@ def local_updates(
         model: prepared; one.
         optimizer: prepared, or several.
         outer_optimizer: as of :func:`lightning_dist.local_updates`.
+        outer_schedule: as of the same.
         **settings: the others of the same.
 
     Raises:
@@ -75,7 +81,7 @@ def local_updates(
             "The model is trained in local steps by a LocalUpdatesPlugin, which `lightning-dist "
             "config` may have set with method=; leave the call out, or the plugin"
         )
-    return _attach(accelerator, model, optimizer, outer_optimizer, settings)
+    return _attach(accelerator, model, optimizer, outer_optimizer, outer_schedule, settings)
 
 
 def _attach(
@@ -83,6 +89,7 @@ def _attach(
     model: nn.Module,
     optimizer: Any,
     outer_optimizer: OuterOptimizer | None,
+    outer_schedule: OuterSchedule | None,
     settings: dict[str, Any],
 ) -> LocalUpdates:
     given = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
@@ -95,6 +102,7 @@ def _attach(
         schedule,
         compression,
         outer_optimizer=outer_optimizer,
+        outer_schedule=outer_schedule,
         silences=True,
     )
 
@@ -134,6 +142,7 @@ class LocalUpdatesPlugin:
 
     Args:
         outer_optimizer: as of :func:`lightning_dist.local_updates`.
+        outer_schedule: as of the same.
         **settings: the others of the same, but ``groups``; those that are left out come from
             variables and files, as for :class:`CompressedDDPPlugin`.
 
@@ -144,14 +153,20 @@ class LocalUpdatesPlugin:
     updates: LocalUpdates | None = None
     """The outer steps; None before ``prepare``."""
 
-    def __init__(self, *, outer_optimizer: OuterOptimizer | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        outer_optimizer: OuterOptimizer | None = None,
+        outer_schedule: OuterSchedule | None = None,
+        **settings: Any,
+    ) -> None:
         _, schedule, _ = _resolved(settings, outer_optimizer)
         if schedule.weigh_by == "samples":
             raise ValueError(
                 "weigh_by='samples' needs to know the samples of every step; call "
                 "lightning_dist.accelerate.local_updates and updates.step(samples=) in the loop"
             )
-        self._outer_optimizer, self._settings = outer_optimizer, settings
+        self._outer, self._settings = (outer_optimizer, outer_schedule), settings
         self._models: list[nn.Module] = []  # prepared
 
     def attach(self, accelerator: Accelerator) -> LocalUpdatesPlugin:
@@ -194,7 +209,7 @@ class LocalUpdatesPlugin:
             model = (trained or self._models)[0]
             _require_local(self._accelerator, model)
             self.updates = _attach(
-                self._accelerator, model, optimizers, self._outer_optimizer, self._settings
+                self._accelerator, model, optimizers, *self._outer, self._settings
             )
             optimizers[0].step = self._counted(optimizers[0].step)
         return prepared
