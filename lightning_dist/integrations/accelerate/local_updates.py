@@ -119,6 +119,13 @@ def _attach(
 
 
 def _require_local(accelerator: Accelerator, model: nn.Module) -> None:
+    if accelerator.distributed_type == "FSDP":
+        raise ValueError(
+            "Local updates do not work with Accelerate's FSDP yet, which has no checkpoint of "
+            "several workers; call fully_shard over the ranks of a node and "
+            "lightning_dist.local_updates in a loop of plain PyTorch, or compress gradients "
+            "between nodes with CompressedFSDPPlugin"
+        )
     if not isinstance(model, DistributedDataParallel):
         raise ValueError(
             "Local updates need a model that accelerator.prepare has wrapped in "
