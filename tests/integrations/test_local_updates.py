@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist import local_updates
 from lightning_dist.codecs import CODECS, TopK, resolve_codec
+from lightning_dist.integrations.torch.local import outer_steps
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -93,7 +96,9 @@ def test_with_equal_samples_it_is_the_mean_and_the_cosine_that_of_workers() -> N
         worker = world.worker(plain(), sync_every=2, codec="none", **settings)
         worker.samples = None if not settings else lambda rank, step: 32.0
         worker.train(4)
-        return worker.weights(), dict(worker.updates.metrics())
+        metrics = dict(worker.updates.metrics())
+        del metrics["outer/exposed_ms"]  # it is of the clock
+        return worker.weights(), metrics
 
     equal = run(train, 2)
     weighted = run(lambda world: train(world, weigh_by="samples"), 2)
@@ -444,6 +449,24 @@ def test_the_cosine_of_two_workers() -> None:
     assert metrics["outer/cosine"] == pytest.approx(dot / squares)
     assert metrics["outer/drift"] == pytest.approx(squares**0.5)
     assert metrics["outer/pseudo_gradient_norm"] == pytest.approx(float(((a + b) / 2).norm()))
+
+
+@pytest.mark.parametrize(("overlap", "calls", "exposed"), [(0, 4, [4e3, 4e3]), (2, 6, [6e3, 4e3])])
+def test_the_time_of_exchanges_is_told(
+    overlap: int, calls: int, exposed: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a clock that goes on by a second when it is read."""
+    monkeypatch.setattr(outer_steps, "perf_counter", partial(next, itertools.count()))
+
+    def train(world: World) -> list[float]:
+        worker = world.worker(plain(), sync_every=4, overlap_steps=overlap)
+        found = []
+        for steps in (calls, 4):
+            worker.train(steps)
+            found.append(worker.updates.metrics()["outer/exposed_ms"])
+        return found
+
+    assert run(train, 1) == [exposed]
 
 
 def test_any_outer_optimizer_and_schedule() -> None:

@@ -67,7 +67,7 @@ def require_scheduler(made: object) -> None:
     ):
         raise ValueError(
             "outer_schedule must make a torch LRScheduler that depends on the number of outer "
-            f"steps alone, got one that makes {type(made).__name__}; for a factor of the learning "
+            f"steps alone, got {type(made).__name__}; for a factor of the learning "
             "rate use lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor)"
         )
 

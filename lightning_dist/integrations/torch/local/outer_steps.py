@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -90,7 +91,9 @@ class LocalUpdates:
             else outer_optimizer(anchors)
         )
         """Moves the anchor."""
-        self.outer_scheduler = outer_schedule and outer_schedule(self.outer_optimizer)
+        self.outer_scheduler = (
+            outer_schedule(self.outer_optimizer) if callable(outer_schedule) else outer_schedule
+        )
         """Of its learning rate; None: constant."""
         require_scheduler(self.outer_scheduler)
         self._gradients = PseudoGradients(
@@ -110,6 +113,7 @@ class LocalUpdates:
         """
         self.after_step: list[Callable[[], None]] = []
         """Called at the end of every :meth:`step`."""
+        self._exposed = 0.0  # seconds in exchanges since the anchor has moved
         self._has_stepped = self._has_finished = False
         self._hooks = [each.register_step_post_hook(self._optimizer_stepped) for each in optimizers]
         self._set_aside: dict[str, Tensor] | None = None  # own weights, while the anchor's are used
@@ -146,11 +150,16 @@ class LocalUpdates:
             )
         self._gradients.samples.seen += samples or 0.0
         self.attempted += 1
+        begin = perf_counter()
         if self.attempted == self.total_steps:
             self.finish()
             moved = True
         else:
             moved = self._exchange()
+        self._exposed += perf_counter() - begin
+        if moved:
+            self._gradients.metrics["outer/exposed_ms"] = self._exposed * 1e3
+            self._exposed = 0.0
         for call in self.after_step:
             call()
         return moved
@@ -254,7 +263,8 @@ class LocalUpdates:
         workers' own norms; ``outer/cosine``: mean cosine between two workers' pseudo-gradients,
         weighted by their norms (two workers or more); ``outer/workers``: those whose weights were
         finite, which alone take part; ``outer/samples`` of all workers, where they count by them;
-        ``outer/lr``: learning rate of the outer optimizer.
+        ``outer/lr``: learning rate of the outer optimizer; ``outer/exposed_ms``: time that
+        :meth:`step` took since the outer step before, with ``overlap_steps`` what is not hidden.
         """
         return dict(self._gradients.metrics)
 
