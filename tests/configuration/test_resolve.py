@@ -221,7 +221,7 @@ def test_every_signature_has_these_options_and_defaults(function: Any, others: s
 def test_local_updates_have_their_options() -> None:
     assert get_args(Method) == METHODS
     known = inspect.signature(lightning_dist.local_updates).parameters
-    others = {"model", "optimizer", "outer_optimizer", "groups"}
+    others = {"model", "optimizer", "outer_optimizer", "outer_schedule", "groups"}
     assert set(known) - others == set(OF_LOCAL)
 
 

@@ -109,7 +109,8 @@ BEFORE = {
     "local-steps 0": ACCELERATE[: ACCELERATE.index("compression")] + LOCAL,
     "local-steps 1": ACCELERATE[: ACCELERATE.index("compression")] + LOCAL,
     "local-steps 2": GROUP + LOCAL,
-    "local-steps 3": GROUP,
+    "local-steps 3": GROUP + LOCAL + "import lightning_dist\n",
+    "local-steps 4": GROUP,
     "profiling 1": DDP + "def train():\n    loss_of(model(data[:2][0])).backward()\n",
     "quick-start 3": GROUP,
     "recovery 2": RECOVERING,
@@ -140,7 +141,7 @@ module = type("Own", (Module, Regression), {})(profiler)
 trainer = L.Trainer(strategy="compressed_ddp", callbacks=[profiler], max_steps=3)
 trainer.fit(module)
 """,
-    "local-steps 3": """
+    "local-steps 4": """
 loss_of(model(data[:2][0])).backward()
 optimizer.step()
 updates.step()

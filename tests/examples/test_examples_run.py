@@ -54,15 +54,18 @@ def test_fabric_in_local_steps_goes_on_from_its_checkpoint(
     assert all(run.keys() >= {"outer/drift", "comm/total_wire_bytes"} for run in runs)
 
 
+@pytest.mark.parametrize(
+    ("script", "ranks"), [("loop_local_steps.py", 2), ("fsdp2_local_steps.py", 4)]
+)
 def test_a_loop_in_local_steps_goes_on_from_its_checkpoint(
-    tmp_path: Path, quick_python: list[str]
+    tmp_path: Path, quick_python: list[str], script: str, ranks: int
 ) -> None:
-    options = {"ranks": 2, "limit": LIMIT, "python": quick_python}
+    options = {"ranks": ranks, "limit": LIMIT, "python": quick_python}
     for said, exchanges in (("steps 0 to 6, ", 2), ("steps 6 to 12, ", 2)):
         arguments = ["--folder", str(tmp_path), "--steps", "6"]
-        done = torchrun(EXAMPLES / "loop_local_steps.py", *arguments, **options).require_success()
+        done = torchrun(EXAMPLES / script, *arguments, **options).require_success()
         assert said in done.output
-        assert f"MB sent in {exchanges} exchanges" in done.output  # after 4 and 6; 8 and 12
+        assert f" in {exchanges} exchanges" in done.output  # after 4 and 6; 8 and 12
     runs = logged(tmp_path)
     assert [len(run["loss"]) for run in runs] == [6, 6]
     assert all(run.keys() >= {"outer/drift", "comm/total_wire_bytes"} for run in runs)
@@ -130,6 +133,13 @@ def test_the_lightning_script(tmp_path: Path, quick_executable: str) -> None:
     assert "`Trainer.fit` stopped" in done.output
     (names,) = logged(tmp_path)
     assert names.keys() >= {"train_loss", "val_perplexity", "val_accuracy", "comm/wire_bytes"}
+
+
+def test_a_trainer_in_local_steps(tmp_path: Path, quick_executable: str) -> None:
+    done = start(quick_executable, tmp_path, "lightning_local_steps.py", "--steps", "10")
+    assert "MB sent in 3 exchanges" in done.output  # after 4, 8 and 10
+    (names,) = logged(tmp_path)
+    assert names.keys() >= {"train_loss", "val_perplexity", "outer/drift", "comm/wire_bytes"}
 
 
 def test_a_sharded_model_in_two_replicas(tmp_path: Path, quick_executable: str) -> None:

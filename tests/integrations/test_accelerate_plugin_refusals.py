@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from processes import torchrun
 from torch import nn
 
@@ -19,7 +20,7 @@ import accelerate
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from scenarios.accelerating import forget_accelerators
 
-from lightning_dist.accelerate import Accelerator, CompressedDDPPlugin
+from lightning_dist.accelerate import Accelerator, CompressedDDPPlugin, local_updates
 from lightning_dist.configuration.options import OF_DDP
 from lightning_dist.integrations.accelerate.attach import handler_of
 
@@ -80,6 +81,14 @@ def test_accelerators_that_do_not_use_ddp(accelerator: Any, kind: str) -> None:
     with pytest.raises(ValueError, match=f"Accelerator with {kind}, which exchanges them itself"):
         CompressedDDPPlugin().attach(accelerator)
     assert handler_of(accelerator) is None
+
+
+def test_local_updates_of_sharded_models(accelerator: Any) -> None:
+    accelerator.state.distributed_type = "FSDP"
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="local_updates in a loop of plain PyTorch"):
+        local_updates(accelerator, net, optimizer)
 
 
 def test_tensor_parallelism(accelerator: Any, monkeypatch: pytest.MonkeyPatch) -> None:

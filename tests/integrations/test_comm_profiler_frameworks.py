@@ -21,6 +21,7 @@ from wandb_runs import history, records
 
 from lightning_dist.profiling.analysis.breakdown import analyse
 from lightning_dist.profiling.whatif.costs import read_costs
+from lightning_dist.profiling.whatif.observe import observe
 
 pytestmark = pytest.mark.slow
 CASES = (
@@ -95,6 +96,8 @@ def test_local_updates_have_the_time_of_every_attempted_step(folders: dict[str, 
         assert len(times) == 12
         assert all(time >= 50 for time in times[3::4])  # as long as exchanges are planted to be
     assert profiled.ranks[0].metadata.codec.startswith("Int8")
+    with pytest.raises(ValueError, match=r"profile some steps of DDP.*--local-steps 4"):
+        observe(profiled)
     profiled, _ = profile(folders["lightning local"] / "comm_profile")
     assert [len(rank.steps) for rank in profiled.ranks.values()] == [24, 24]
 

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import lightning as L
 import pytest
+import torch
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 pytest.importorskip("jsonargparse", reason="LightningCLI needs jsonargparse")
 
@@ -21,6 +24,7 @@ from lightning_dist import (
     CompressedDDPStrategy,
     CompressedModelParallelStrategy,
     Int8,
+    LocalUpdateStrategy,
 )
 
 
@@ -110,6 +114,29 @@ def test_a_sharded_model_with_quantised_parameters(tmp_path: Path) -> None:
     assert strategy._shard_settings is not None
     assert strategy._shard_settings.parameters.leaves()[0] == Int8()
     assert strategy._timeout == timedelta(seconds=40)
+
+
+def test_local_steps_with_an_outer_optimizer_and_its_schedule(tmp_path: Path) -> None:
+    strategy = trainer_from(
+        tmp_path,
+        """
+    class_path: lightning_dist.LocalUpdateStrategy
+    init_args:
+      outer_optimizer:
+        class_path: torch.optim.AdamW
+        init_args:
+          lr: 0.1
+      outer_schedule:
+        class_path: torch.optim.lr_scheduler.CosineAnnealingLR
+        init_args:
+          T_max: 50
+""",
+    ).strategy
+    assert type(strategy) is LocalUpdateStrategy
+    outer = strategy._outer_optimizer([torch.zeros(2)])
+    schedule = strategy._outer_schedule(outer)
+    assert (type(outer), type(schedule)) == (AdamW, CosineAnnealingLR)
+    assert (outer.defaults["lr"], schedule.T_max) == (0.1, 50)
 
 
 def test_a_bad_value_is_refused_with_our_message(tmp_path: Path) -> None:

@@ -41,6 +41,8 @@ def test_samples_are_given_where_they_count() -> None:
         ({"offload": "cpu"}, "offload must be True or False"),
         ({"outer_lr": 0.5, "outer_optimizer": torch.optim.SGD}, "set them there"),
         ({"outer_optimizer": "adamw"}, "got 'adamw'; write lambda tensors"),
+        ({"outer_schedule": torch.optim.lr_scheduler.ReduceLROnPlateau}, "number of outer steps"),
+        ({"outer_schedule": "cosine"}, "got str; for a factor"),
         ({"codec": "dgc"}, "difference of weights"),
         ({"sync_every": 7, "fragments": 7}, "at most the number of trained parameters, 6"),
     ],

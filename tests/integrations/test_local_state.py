@@ -9,6 +9,7 @@ import pytest
 import torch
 from local_worlds import SCHEDULE, Net, Worker, World, plain, run, sgd, unequal
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 
 def test_an_anchor_on_the_host_changes_nothing() -> None:
@@ -27,14 +28,18 @@ def test_an_anchor_on_the_host_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("weigh_by", ["workers", "samples"])
-@pytest.mark.parametrize("at", [2, 3, 4, 5, 6], ids=lambda at: f"after step {at}")
+@pytest.mark.parametrize("at", [2, 3, 4, 5, 6, 9], ids=lambda at: f"after step {at}")
 def test_a_resumed_training_is_bit_exact(at: int, weigh_by: str) -> None:
-    """Inside a window, where an exchange begins, while it is under way, and when it is over."""
+    """Inside a window, where an exchange begins, while it is under way, and when it is over; before
+    the first step of the outer schedule and after it.
+    """
     samples = unequal if weigh_by == "samples" else None
     saved: dict[str, Any] = {}
 
     def train(world: World) -> tuple[list[Tensor], list[Tensor]]:
-        whole = world.worker(plain(), method="diloco", weigh_by=weigh_by, **SCHEDULE)
+        settings = {**SCHEDULE, "method": "diloco", "weigh_by": weigh_by}
+        settings["outer_schedule"] = lambda each: CosineAnnealingLR(each, T_max=10)
+        whole = world.worker(plain(), **settings)
         whole.samples = samples
         whole.train(at)
         model, optimizer = whole.model.state_dict(), whole.optimizer.state_dict()
@@ -44,15 +49,15 @@ def test_a_resumed_training_is_bit_exact(at: int, weigh_by: str) -> None:
         if state is not None:
             saved.update(copy.deepcopy(state))
         world.rank.barrier.wait()
-        whole.train(11 - at)
-        resumed = world.worker(plain(7), method="diloco", weigh_by=weigh_by, **SCHEDULE)
+        whole.train(17 - at)
+        resumed = world.worker(plain(7), **settings)
         resumed.samples = samples
         resumed.model.load_state_dict(own[0])
         resumed.optimizer.load_state_dict(own[1])
         resumed.updates.load_state_dict(copy.deepcopy(saved))
         for _ in range(at):
             next(resumed.data)
-        resumed.train(11 - at)
+        resumed.train(17 - at)
         return whole.weights() + whole.anchors(), resumed.weights() + resumed.anchors()
 
     for whole, resumed in run(train, 2):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from functools import partial
 from typing import Any, NoReturn
 
 import pytest
@@ -13,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist import local_updates
 from lightning_dist.codecs import CODECS, TopK, resolve_codec
+from lightning_dist.integrations.torch.local import outer_steps
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -94,7 +97,9 @@ def test_with_equal_samples_it_is_the_mean_and_the_cosine_that_of_workers() -> N
         worker = world.worker(plain(), sync_every=2, codec="none", **settings)
         worker.samples = None if not settings else lambda rank, step: 32.0
         worker.train(4)
-        return worker.weights(), dict(worker.updates.metrics())
+        metrics = dict(worker.updates.metrics())
+        del metrics["outer/exposed_ms"]  # it is of the clock
+        return worker.weights(), metrics
 
     equal = run(train, 2)
     weighted = run(lambda world: train(world, weigh_by="samples"), 2)
@@ -447,6 +452,24 @@ def test_the_cosine_of_two_workers() -> None:
     assert metrics["outer/pseudo_gradient_norm"] == pytest.approx(float(((a + b) / 2).norm()))
 
 
+@pytest.mark.parametrize(("overlap", "calls", "exposed"), [(0, 4, [4e3, 4e3]), (2, 6, [6e3, 4e3])])
+def test_the_time_of_exchanges_is_told(
+    overlap: int, calls: int, exposed: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a clock that goes on by a second when it is read."""
+    monkeypatch.setattr(outer_steps, "perf_counter", partial(next, itertools.count()))
+
+    def train(world: World) -> list[float]:
+        worker = world.worker(plain(), sync_every=4, overlap_steps=overlap)
+        found = []
+        for steps in (calls, 4):
+            worker.train(steps)
+            found.append(worker.updates.metrics()["outer/exposed_ms"])
+        return found
+
+    assert run(train, 1) == [exposed]
+
+
 def test_any_outer_optimizer_and_schedule() -> None:
     def train(world: World) -> list[Tensor]:
         worker = world.worker(
@@ -465,6 +488,43 @@ def test_any_outer_optimizer_and_schedule() -> None:
     first, second = run(train, 2)
     assert not torch.equal(first[0], plain()[0].weight)
     assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_an_outer_schedule_steps_with_the_whole_model(fragments: int) -> None:
+    """Outer SGD without momentum: the anchor moves by the factor times the mean."""
+
+    def train(world: World) -> None:
+        worker = world.worker(
+            plain(),
+            sgd,
+            method="local_sgd",
+            sync_every=2,
+            fragments=fragments,
+            codec="none",
+            outer_schedule=lambda each: torch.optim.lr_scheduler.LambdaLR(
+                each, lambda step: [0.5, 0.25, 0.125][step]
+            ),
+        )
+        for factor in (0.5, 0.25):
+            rates = set()
+            for _ in range(2):
+                before = [a.clone() for a in worker.anchors()]
+                worker.learn()
+                own = worker.weights()
+                if worker.updates.step():
+                    rates.add(worker.updates.metrics()["outer/lr"])
+            assert rates == {factor}
+            if fragments == 1:
+                for anchor, old, weight in zip(worker.anchors(), before, own, strict=True):
+                    mean = old - weight
+                    world.rank.group("test").allreduce([mean]).wait()
+                    torch.testing.assert_close(anchor, old - factor * mean / 2)
+        worker.learn()
+        worker.updates.finish()
+        assert worker.updates.outer_scheduler.last_epoch == 2
+
+    run(train, 2)
 
 
 def test_sparseloco_is_the_rule() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from lightning_dist import (
     AsyncCheckpoint,
     CompressedDDPStrategy,
+    CompressedModelParallelStrategy,
     ElasticRestart,
     LocalUpdateStrategy,
     TopK,
@@ -131,12 +132,21 @@ def test_a_name_like_no_other_lists_those_of_this_package_first() -> None:
     assert message(LocalUpdateStrategy, zebra=1) == (
         "Unknown setting 'zebra' in LocalUpdateStrategy: valid names: evaluate, method, "
         "sync_every, fragments, overlap_steps, mixing, ddp_steps, outer_lr, outer_momentum, "
-        "outer_optimizer, replicas, offload, weigh_by, codec, error_feedback, hierarchical, "
-        "min_compress_numel, start_step, compile_kernels, ranks_per_host, rank_groups, commit, "
-        "delay, exchange_timeout, recovery, mirror_residuals, and those of DDPStrategy"
+        "outer_optimizer, outer_schedule, replicas, offload, weigh_by, codec, error_feedback, "
+        "hierarchical, min_compress_numel, start_step, compile_kernels, ranks_per_host, "
+        "rank_groups, commit, delay, exchange_timeout, recovery, mirror_residuals, and those of "
+        "DDPStrategy"
     )
     assert message(LocalUpdateStrategy, find_unused=True).endswith(
         "did you mean 'find_unused_parameters'?"  # an argument of DDP
+    )
+
+
+def test_a_sharded_model_takes_local_steps_in_a_loop_of_ones_own() -> None:
+    assert message(CompressedModelParallelStrategy, method="diloco", sync_every=16) == (
+        "CompressedModelParallelStrategy exchanges gradients in every step and takes no local "
+        "ones, got method, sync_every; call fully_shard over the ranks of a node and "
+        "lightning_dist.local_updates in a loop of plain PyTorch"
     )
 
 

@@ -96,6 +96,16 @@ def test_a_profile_that_says_too_little_is_refused() -> None:
             observe(planted.run())
 
 
+def test_of_local_steps_it_says_what_to_profile_instead() -> None:
+    run = DDP.run()
+    for rank, each in run.ranks.items():
+        steps = {n: replace(step, buckets=(), detailed=False) for n, step in each.steps.items()}
+        metadata = replace(each.metadata, sync_every=16)
+        run = replaced(run, rank, metadata=metadata, steps=steps)
+    with pytest.raises(ValueError, match=r"profile some steps of DDP.*--local-steps 16"):
+        observe(run)
+
+
 @pytest.mark.parametrize(
     "planted", [DDP, replace(DDP, late={1: 50}), replace(DDP, hosts=("a",)), CHUNK]
 )

@@ -21,7 +21,11 @@ from lightning_dist.integrations.accelerate.attach import (
 from lightning_dist.integrations.accelerate.private import prepared_models, prepared_optimizers
 from lightning_dist.integrations.torch.ddp import reducer_of
 from lightning_dist.integrations.torch.local.checks import require_replicas
-from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates, OuterOptimizer
+from lightning_dist.integrations.torch.local.outer_steps import (
+    LocalUpdates,
+    OuterOptimizer,
+    OuterSchedule,
+)
 from lightning_dist.integrations.torch.local.settings import LocalUpdateSettings, Replicas
 from lightning_dist.integrations.torch.local.state import WorkerStates
 from lightning_dist.integrations.torch.local.updates import attach, checked
@@ -39,6 +43,7 @@ def local_updates(
     optimizer: Any,
     *,
     outer_optimizer: OuterOptimizer | None = None,
+    outer_schedule: OuterSchedule | None = None,
     replicas: Replicas = "rank",
     **settings: Any,
 ) -> LocalUpdates:
@@ -66,6 +71,7 @@ def local_updates(
         model: prepared; one.
         optimizer: prepared, or several.
         outer_optimizer: as of :func:`lightning_dist.local_updates`.
+        outer_schedule: as of the same.
         replicas: a worker is a rank, or all ranks of a host.
         **settings: the others of the same.
 
@@ -79,19 +85,21 @@ def local_updates(
             "The model is trained in local steps by a LocalUpdatesPlugin, which `lightning-dist "
             "config` may have set with method=; leave the call out, or the plugin"
         )
-    return _attach(accelerator, model, optimizer, outer_optimizer, replicas, settings)
+    outer = outer_optimizer, outer_schedule
+    return _attach(accelerator, model, optimizer, outer, replicas, settings)
 
 
 def _attach(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: Any,
-    outer_optimizer: OuterOptimizer | None,
+    outer: tuple[OuterOptimizer | None, OuterSchedule | None],
     replicas: Replicas,
     settings: dict[str, Any],
 ) -> LocalUpdates:
     given = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
     optimizers = [getattr(each, "optimizer", each) for each in given]
+    outer_optimizer, outer_schedule = outer
     resolved, schedule, compression = _resolved(settings, outer_optimizer)
     require_replicas(replicas, schedule)
     print_outside(accelerator, resolved)
@@ -104,6 +112,7 @@ def _attach(
         schedule,
         compression,
         outer_optimizer=outer_optimizer,
+        outer_schedule=outer_schedule,
         silences=replicas == "rank",
     )
 
@@ -120,6 +129,13 @@ def _attach(
 
 
 def _require_local(accelerator: Accelerator, model: nn.Module) -> None:
+    if accelerator.distributed_type == "FSDP":
+        raise ValueError(
+            "Local updates do not work with Accelerate's FSDP yet, which has no checkpoint of "
+            "several workers; call fully_shard over the ranks of a node and "
+            "lightning_dist.local_updates in a loop of plain PyTorch, or compress gradients "
+            "between nodes with CompressedFSDPPlugin"
+        )
     if not isinstance(model, DistributedDataParallel):
         raise ValueError(
             "Local updates need a model that accelerator.prepare has wrapped in "
@@ -143,6 +159,7 @@ class LocalUpdatesPlugin:
 
     Args:
         outer_optimizer: as of :func:`lightning_dist.local_updates`.
+        outer_schedule: as of the same.
         replicas: a worker is a rank, or all ranks of a host.
         **settings: the others of the same, but ``groups``; those that are left out come from
             variables and files, as for :class:`CompressedDDPPlugin`.
@@ -158,6 +175,7 @@ class LocalUpdatesPlugin:
         self,
         *,
         outer_optimizer: OuterOptimizer | None = None,
+        outer_schedule: OuterSchedule | None = None,
         replicas: Replicas = "rank",
         **settings: Any,
     ) -> None:
@@ -168,7 +186,7 @@ class LocalUpdatesPlugin:
                 "weigh_by='samples' needs to know the samples of every step; call "
                 "lightning_dist.accelerate.local_updates and updates.step(samples=) in the loop"
             )
-        self._outer_optimizer, self._settings = outer_optimizer, settings
+        self._outer, self._settings = (outer_optimizer, outer_schedule), settings
         self._replicas: Replicas = replicas
         self._models: list[nn.Module] = []  # prepared
 
@@ -212,12 +230,7 @@ class LocalUpdatesPlugin:
             model = (trained or self._models)[0]
             _require_local(self._accelerator, model)
             self.updates = _attach(
-                self._accelerator,
-                model,
-                optimizers,
-                self._outer_optimizer,
-                self._replicas,
-                self._settings,
+                self._accelerator, model, optimizers, self._outer, self._replicas, self._settings
             )
             optimizers[0].step = self._counted(optimizers[0].step)
         return prepared

@@ -13,7 +13,11 @@ from torch.optim import Optimizer
 from lightning_dist.codecs import Codec
 from lightning_dist.integrations.strategies.arguments import CompressionArguments
 from lightning_dist.integrations.torch.local.checks import require_replicas
-from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates, OuterOptimizer
+from lightning_dist.integrations.torch.local.outer_steps import (
+    LocalUpdates,
+    OuterOptimizer,
+    OuterSchedule,
+)
 from lightning_dist.integrations.torch.local.settings import (
     LocalUpdateSettings,
     Method,
@@ -53,6 +57,7 @@ class LocalUpdateArguments(CompressionArguments):
         outer_lr: float | None = None,
         outer_momentum: float | None = None,
         outer_optimizer: OuterOptimizer | None = None,
+        outer_schedule: OuterSchedule | None = None,
         replicas: Literal["rank", "host"] = "rank",
         offload: bool = False,
         weigh_by: Weight = "workers",
@@ -62,7 +67,7 @@ class LocalUpdateArguments(CompressionArguments):
         """Check the arguments; nothing here may depend on rank or device.
 
         Args:
-            method: this and the next eight as for :func:`~lightning_dist.local_updates`.
+            method: this and the next nine as for :func:`~lightning_dist.local_updates`.
             sync_every: attempted optimizer steps between two outer steps of a parameter.
             fragments: parts of the model that are exchanged in turn.
             overlap_steps: attempted steps that an exchange has before its mean is used.
@@ -71,6 +76,7 @@ class LocalUpdateArguments(CompressionArguments):
             outer_lr: of the outer SGD.
             outer_momentum: of the outer SGD, Nesterov.
             outer_optimizer: another one, made from the anchor's tensors.
+            outer_schedule: learning rate scheduler, made from the outer optimizer.
             replicas: a worker is a rank, or all ranks of a host with DDP between them; hosts have
                 equal weight, whatever their number of ranks.
             offload: keep the anchor and the outer optimizer's state in the host's memory.
@@ -102,7 +108,8 @@ class LocalUpdateArguments(CompressionArguments):
                 raise ValueError(
                     f"{name}={kwargs[name]!r} has no effect on local updates; {remedy}"
                 )
-        self._outer_optimizer, self._replicas = outer_optimizer, replicas
+        self._outer_optimizer, self._outer_schedule = outer_optimizer, outer_schedule
+        self._replicas = replicas
         super().__init__(default_codec(method) if codec is None else codec, **kwargs)
 
     def _attach(self, model: nn.Module, optimizers: Sequence[Optimizer], precision: object) -> None:
@@ -112,6 +119,7 @@ class LocalUpdateArguments(CompressionArguments):
             self._schedule,
             self._settings,
             outer_optimizer=self._outer_optimizer,
+            outer_schedule=self._outer_schedule,
         )
         scaler = getattr(precision, "scaler", None)
         self._states = WorkerStates(self._updates, optimizers, scaler=scaler)

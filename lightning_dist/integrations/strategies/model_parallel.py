@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from lightning_dist.codecs import Codec
+from lightning_dist.configuration.options import OF_DDP, OF_LOCAL
 from lightning_dist.exchange.handshake import all_facts
 from lightning_dist.integrations.comm_report import CommReport, Reports
 from lightning_dist.integrations.refusals import (
@@ -104,6 +105,12 @@ class ModelParallelArguments(CommReport):
         Raises:
             ValueError: a setting that does not exist, is out of range or cannot take effect.
         """
+        if given := kwargs.keys() & (set(OF_LOCAL) - set(OF_DDP)):
+            raise ValueError(
+                f"{type(self).__name__} exchanges gradients in every step and takes no local ones, "
+                f"got {', '.join(sorted(given))}; call fully_shard over the ranks of a node and "
+                "lightning_dist.local_updates in a loop of plain PyTorch"
+            )
         refuse_codec_options(kwargs, codec, of=type(self))
         refuse_unknown(kwargs, of=type(self))
         refuse_pytorch_lightning(**kwargs)

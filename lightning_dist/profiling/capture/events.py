@@ -48,6 +48,7 @@ class RankRecord(_Record, frozen=True, tag="rank"):
         commit: of residuals, ``"immediate"`` or ``"deferred"``.
         fsdp: of a model that ``fully_shard`` has sharded: ``"replicas"`` exchange gradients, or
             ``"all_ranks"`` hold one, and what FSDP itself sends is quantised. Else empty.
+        sync_every: local steps between two outer ones; 0: gradients are exchanged in every step.
         worker: name of the process where lost ranks are replaced by others, which then go on with
             the file and its ``rank``.
     """
@@ -70,6 +71,7 @@ class RankRecord(_Record, frozen=True, tag="rank"):
     commit: str = ""
     worker: str = ""
     fsdp: str = ""
+    sync_every: int = 0
 
     @property
     def started(self) -> str | None:

@@ -94,7 +94,11 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     all_ranks = any(each.fsdp == "all_ranks" for each in abouts)
     is_fsdp = any(each.fsdp for each in abouts) and not all_ranks
     why_not = why_no_shards(every) if all_ranks else ""
+    sync_every = max(each.sync_every for each in abouts)
     problems = {
+        f"it is of local steps (sync_every={sync_every}), whose exchanges are of no step and not "
+        "recorded in detail; profile some steps of DDP, `compress_ddp` or not, and give whatif "
+        f"--local-steps {sync_every}": sync_every > 0,
         chosen.reason: bool(chosen.reason),
         "one rank exchanges nothing": run.world_size < 2,
         f"it has no step of rank {missing}": bool(missing),

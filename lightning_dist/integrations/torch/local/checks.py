@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_dist.integrations.torch.checks import brings_momentum
 from lightning_dist.integrations.torch.fsdp.replicas import local_of
@@ -87,6 +88,18 @@ def require_workers(
             "The model is a DistributedDataParallel over all ranks, which averages gradients in "
             "every step; give the module itself, or one over the ranks of a worker "
             "(process_group=), or set ddp_steps"
+        )
+
+
+def require_scheduler(made: object) -> None:
+    """Raise ValueError unless it is None or a scheduler of torch that counts steps alone."""
+    if made is not None and (
+        not isinstance(made, LRScheduler) or isinstance(made, ReduceLROnPlateau)
+    ):
+        raise ValueError(
+            "outer_schedule must make a torch LRScheduler that depends on the number of outer "
+            f"steps alone, got {type(made).__name__}; for a factor of the learning "
+            "rate use lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor)"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -11,10 +12,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_dist.integrations.torch.checks import require_effect
 from lightning_dist.integrations.torch.fsdp.replicas import local_of
-from lightning_dist.integrations.torch.local.checks import norm_of_gradients, require_stepped
+from lightning_dist.integrations.torch.local.checks import (
+    norm_of_gradients,
+    require_scheduler,
+    require_stepped,
+)
 from lightning_dist.integrations.torch.local.fragments import Fragment, cut, own_part
 from lightning_dist.integrations.torch.local.pseudo_gradients import Exchange, PseudoGradients
 from lightning_dist.integrations.torch.local.settings import LocalUpdateSettings
@@ -35,6 +41,7 @@ log = get_logger(__name__)
 
 STATE_VERSION = 1
 OuterOptimizer = Callable[[Sequence[Tensor]], Optimizer]
+OuterSchedule = Callable[[Optimizer], LRScheduler]
 
 
 class LocalUpdates:
@@ -49,6 +56,7 @@ class LocalUpdates:
         settings: Settings,
         network: Network,
         outer_optimizer: OuterOptimizer | None = None,
+        outer_schedule: OuterSchedule | None = None,
         synced: DistributedDataParallel | None = None,
         ranks_per_worker: int = 1,
         shards: WorkerShards | None = None,
@@ -82,7 +90,12 @@ class LocalUpdates:
             if outer_optimizer is None
             else outer_optimizer(anchors)
         )
-        """Any learning rate scheduler of torch may change its learning rate."""
+        """Moves the anchor."""
+        self.outer_scheduler = (
+            outer_schedule(self.outer_optimizer) if callable(outer_schedule) else outer_schedule
+        )
+        """Of its learning rate; None: constant."""
+        require_scheduler(self.outer_scheduler)
         self._gradients = PseudoGradients(
             self._fragments,
             self.reducer,
@@ -100,6 +113,7 @@ class LocalUpdates:
         """
         self.after_step: list[Callable[[], None]] = []
         """Called at the end of every :meth:`step`."""
+        self._exposed = 0.0  # seconds in exchanges since the anchor has moved
         self._has_stepped = self._has_finished = False
         self._hooks = [each.register_step_post_hook(self._optimizer_stepped) for each in optimizers]
         self._set_aside: dict[str, Tensor] | None = None  # own weights, while the anchor's are used
@@ -137,11 +151,16 @@ class LocalUpdates:
             )
         self._gradients.samples.seen += samples or 0.0
         self.attempted += 1
+        begin = perf_counter()
         if self.attempted == self.total_steps:
             self.finish()
             moved = True
         else:
             moved = self._exchange()
+        self._exposed += perf_counter() - begin
+        if moved:
+            self._gradients.metrics["outer/exposed_ms"] = self._exposed * 1e3
+            self._exposed = 0.0
         for call in self.after_step:
             call()
         return moved
@@ -244,7 +263,9 @@ class LocalUpdates:
         ``outer/pseudo_gradient_norm``: of the mean; ``outer/drift``: root mean square of the
         workers' own norms; ``outer/cosine``: mean cosine between two workers' pseudo-gradients,
         weighted by their norms (two workers or more); ``outer/workers``: those whose weights were
-        finite, which alone take part; ``outer/samples`` of all workers, where they count by them.
+        finite, which alone take part; ``outer/samples`` of all workers, where they count by them;
+        ``outer/lr``: learning rate of the outer optimizer; ``outer/exposed_ms``: time that
+        :meth:`step` took since the outer step before, with ``overlap_steps`` what is not hidden.
         """
         return dict(self._gradients.metrics)
 
@@ -288,6 +309,7 @@ class LocalUpdates:
                 name: anchor.detach().cpu().clone() for name, anchor in self._anchors().items()
             },
             "outer_optimizer": self.outer_optimizer.state_dict(),
+            "outer_schedule": self.outer_scheduler and self.outer_scheduler.state_dict(),
             "residuals": residuals,
             **gradients,
         }
@@ -322,6 +344,8 @@ class LocalUpdates:
             for name, anchor in anchors.items():
                 anchor.copy_(state["anchor"][name])
         self.outer_optimizer.load_state_dict(state["outer_optimizer"])
+        if self.outer_scheduler and state.get("outer_schedule"):
+            self.outer_scheduler.load_state_dict(state["outer_schedule"])
         self.attempted = int(state["attempted"])
         self.reducer.load_state_dict(state["residuals"])
         self._gradients.load_state_dict(state)
@@ -413,6 +437,9 @@ class LocalUpdates:
                 anchor.grad = own
         if not mean_only:
             self.outer_optimizer.step()
+            self._gradients.metrics["outer/lr"] = self.outer_optimizer.param_groups[0]["lr"]
+            if self.outer_scheduler and exchange.fragment == len(self._fragments) - 1:
+                self.outer_scheduler.step()  # all fragments of a window have one rate
         for anchor in fragment.anchors:
             anchor.grad = None
         self._take_anchor(fragment, keep=0.0 if mean_only else self.schedule.mixing)

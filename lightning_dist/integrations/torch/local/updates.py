@@ -24,7 +24,11 @@ from lightning_dist.integrations.torch.local.checks import (
     require_workers,
     warn_of_bursts,
 )
-from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates, OuterOptimizer
+from lightning_dist.integrations.torch.local.outer_steps import (
+    LocalUpdates,
+    OuterOptimizer,
+    OuterSchedule,
+)
 from lightning_dist.integrations.torch.local.settings import (
     LocalUpdateSettings,
     Method,
@@ -52,6 +56,7 @@ def local_updates(
     outer_lr: float | None = None,
     outer_momentum: float | None = None,
     outer_optimizer: OuterOptimizer | None = None,
+    outer_schedule: OuterSchedule | None = None,
     weigh_by: Weight = "workers",
     offload: bool = False,
     codec: str | Codec | Mapping[str, Any] | None = None,
@@ -104,6 +109,9 @@ def local_updates(
         outer_momentum: Nesterov momentum of the outer SGD. None: 0; diloco 0.6; streaming 0.9.
         outer_optimizer: another one, made from the anchor's tensors, as ``lambda tensors:
             torch.optim.AdamW(tensors, lr=0.1)``. None: SGD.
+        outer_schedule: learning rate scheduler of the outer optimizer, as ``lambda optimizer:
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)``; it steps after every
+            outer step (of all fragments) but that of :meth:`~LocalUpdates.finish`. None: constant.
         weigh_by: what a worker counts by in the mean: ``"workers"``, all the same, or
             ``"samples"``, those that it gives to :meth:`~LocalUpdates.step` (or tokens), for
             workers with unequal shards.
@@ -146,7 +154,13 @@ def local_updates(
     )
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     return attach(
-        model, optimizers, schedule, settings, outer_optimizer=outer_optimizer, groups=groups
+        model,
+        optimizers,
+        schedule,
+        settings,
+        outer_optimizer=outer_optimizer,
+        outer_schedule=outer_schedule,
+        groups=groups,
     )
 
 
@@ -186,6 +200,7 @@ def attach(
     settings: Settings,
     *,
     outer_optimizer: OuterOptimizer | None = None,
+    outer_schedule: OuterSchedule | None = None,
     groups: Groups | None = None,
     silences: bool = False,
 ) -> LocalUpdates:
@@ -218,6 +233,7 @@ def attach(
             "parameters": describe_parameters(module),
             "local updates": repr(schedule),
             "outer optimizer": None if outer_optimizer is None else "given",
+            "outer schedule": None if outer_schedule is None else "given",
         },
         groups=groups,
         tree=workers,
@@ -231,6 +247,7 @@ def attach(
         settings=settings,
         network=network,
         outer_optimizer=outer_optimizer,
+        outer_schedule=outer_schedule,
         synced=synced if schedule.ddp_steps else None,
         ranks_per_worker=inside,
         shards=shards,
@@ -251,6 +268,8 @@ def _in_force(updates: LocalUpdates, *, ranks_per_worker: int) -> str:
         every += f" in {schedule.fragments} fragments"
     if schedule.overlap_steps:
         every += f" with overlap_steps={schedule.overlap_steps}"
+    if updates.outer_scheduler is not None:
+        every += f", outer schedule {type(updates.outer_scheduler).__name__}"
     if schedule.ddp_steps:
         every += f", after {schedule.ddp_steps} steps of plain DDP"
     size: int = config["world_size"]
