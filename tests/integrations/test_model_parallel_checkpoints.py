@@ -32,7 +32,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> 
 @pytest.fixture(scope="module")
 def rest(saved: Path, quick_python: list[str]) -> Path:
     """The same folder, with restarts and what other worlds make of it."""
-    of_four = ["restarts", "restarts_of_shards"]
+    of_four = ["restarts", "restarts_of_shards", "restarts_of_parts"]
     of_both = ["load_others", "meshes", "shards_elsewhere"]
     launch(saved, quick_python, [*of_four, *of_both], ranks=4)
     launch(saved, quick_python, of_both, ranks=2)
@@ -171,7 +171,6 @@ def require_loaded(found: list[dict[Any, Any]], single: Path, *, replicas: int) 
         ("single", "set format='sharded'"),
         ("damaged", "shard-00003-of-00004-"),
         ("shapes", "The state of Reshaped must have the shapes of its sharded parameters"),
-        ("tensor parallel", "set tensor_parallel_size=1"),
     ],
 )
 def test_what_is_refused(saved: Path, case: str, says: str) -> None:
@@ -179,10 +178,10 @@ def test_what_is_refused(saved: Path, case: str, says: str) -> None:
         assert says in each[case], each
 
 
-@pytest.mark.parametrize("of", ["", " shards"])
+@pytest.mark.parametrize("of", ["", " shards", " parts"])
 def test_a_restarted_run_is_that_without_a_fault(rest: Path, of: str) -> None:
     """Failed at six hooks: samples, weights, momenta and residuals to the bit."""
-    for each in facts(rest, "restarts_of_shards" if of else "restarts"):
+    for each in facts(rest, f"restarts_of{of}".replace(" ", "_") if of else "restarts"):
         straight, restarted = each["straight"], each["restarted"]
         assert straight["residuals"]
         assert all(residual.any() for residual in straight["residuals"].values())
@@ -195,13 +194,14 @@ def test_a_restarted_run_is_that_without_a_fault(rest: Path, of: str) -> None:
     require_same_samples(rest / f"restarted{of}", rest / f"straight{of}", worlds=[4] * 9)
 
 
-def test_other_meshes_go_on(rest: Path) -> None:
-    """Two replicas of two shards, then one of two, then two of one: rounded otherwise at most."""
+@pytest.mark.parametrize("run", ["meshes", "meshes of parts"])
+def test_other_meshes_go_on(rest: Path, run: str) -> None:
+    """Two replicas of two ranks, then one of two, then two of one: rounded otherwise at most."""
     (straight, *_), (changed, *_) = facts(rest, "meshes"), facts(rest, "meshes", ranks=2)
     expected = straight["straight"]
     for kind in ("weights", "momenta"):
-        torch.testing.assert_close(changed["changed"][kind], expected[kind], rtol=1e-5, atol=1e-6)
-    require_same_samples(rest / "meshes", rest / "exact", worlds=[4] * 4 + [2] * 5)
+        torch.testing.assert_close(changed[run][kind], expected[kind], rtol=1e-5, atol=1e-6)
+    require_same_samples(rest / run, rest / "exact", worlds=[4] * 4 + [2] * 5)
 
 
 def test_errors_of_shards_go_to_another_number_of_ranks(rest: Path) -> None:
