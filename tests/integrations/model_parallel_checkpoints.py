@@ -17,6 +17,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from elastic_data import LOADERS
 from elastic_runs import FailAt, Fault, Numbered, ShardedNet, make_loader
 from elastic_runs import fit as elastic_fit
 from lightning.pytorch.callbacks import LambdaCallback
@@ -156,7 +157,7 @@ def tensor_parallel() -> dict[str, Any]:
         found[f"saved by {mesh}"] = equal(saved["state_dict"], expected)
         for other in loaded_by:
             seen, case = Seen(), f"saved by {mesh}, loaded by {other}"
-            given = {"max_epochs": 3, "max_steps": 9, "ckpt_path": folder / "epoch=1.ckpt"}
+            given = {"max_epochs": 3, "ckpt_path": folder / "epoch=1.ckpt"}
             fit(on(*other), seen, **given)
             found[case] = equal(seen.weights, expected) and equal(seen.exp_avg, exp_avg)
             if mesh[0] == 2 and seen.residuals is not None:
@@ -264,7 +265,9 @@ FAULTS = {
 """Optimizer steps before each hook at which a run fails, on all ranks."""
 
 
-def elastic_run(name: str, *, codec: str, fault: str = "", **given: Any) -> dict[str, Any]:
+def elastic_run(
+    name: str, *, codec: str, fault: str = "", loader: Any = None, **given: Any
+) -> dict[str, Any]:
     """A start of a run; weights and residuals at its end."""
     noisy, tensors = codec != "none", given.get("tensor_parallel_size", 1)
     strategy = ours(codec, **given)
@@ -275,7 +278,7 @@ def elastic_run(name: str, *, codec: str, fault: str = "", **given: Any) -> dict
         elastic_fit(
             FOLDER / name,
             *callbacks,
-            loader=lambda: make_loader(Numbered(noisy=noisy), batch_size=4 * tensors),
+            loader=loader or (lambda: make_loader(Numbered(noisy=noisy), batch_size=4 * tensors)),
             module=module,
             strategy=strategy,
             devices=dist_size(),
@@ -321,6 +324,15 @@ def restarted(name: str, **given: Any) -> dict[str, Any]:
     for hook in FAULTS:
         elastic_run(f"restarted{name}", fault=hook, **given)
     return {"straight": straight, "restarted": elastic_run(f"restarted{name}", **given)}
+
+
+def own_positions() -> dict[str, Any]:
+    """Parts of layers, and loaders that keep their position on each data-parallel rank."""
+    given = {"codec": "int8", "replicate_size": 2, "tensor_parallel_size": 2}
+    given["loader"] = LOADERS["stateful stream"]
+    straight = elastic_run("own straight", **given)
+    elastic_run("own", fault="on_train_batch_end", **given)
+    return {"straight": straight["weights"], "restarted": elastic_run("own", **given)["weights"]}
 
 
 def meshes() -> dict[str, Any]:

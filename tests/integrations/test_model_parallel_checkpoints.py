@@ -32,11 +32,19 @@ def saved(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> 
 @pytest.fixture(scope="module")
 def rest(saved: Path, quick_python: list[str]) -> Path:
     """The same folder, with restarts and what other worlds make of it."""
-    of_four = ["restarts", "restarts_of_shards", "restarts_of_parts"]
+    of_four = ["restarts", "restarts_of_shards"]
     of_both = ["load_others", "meshes", "shards_elsewhere"]
     launch(saved, quick_python, [*of_four, *of_both], ranks=4)
     launch(saved, quick_python, of_both, ranks=2)
     return saved
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Path:
+    """A folder with restarts under tensor parallelism."""
+    folder = tmp_path_factory.mktemp("parts")
+    launch(folder, quick_python, ["restarts_of_parts", "own_positions"], ranks=4)
+    return folder
 
 
 def launch(folder: Path, python: list[str], scenarios: list[str], *, ranks: int) -> None:
@@ -178,8 +186,16 @@ def test_what_is_refused(saved: Path, case: str, says: str) -> None:
         assert says in each[case], each
 
 
-@pytest.mark.parametrize("of", ["", " shards", " parts"])
+@pytest.mark.parametrize("of", ["", " shards"])
 def test_a_restarted_run_is_that_without_a_fault(rest: Path, of: str) -> None:
+    require_the_same_run(rest, of)
+
+
+def test_tensor_parallel_ranks_restart_too(parts: Path) -> None:
+    require_the_same_run(parts, " parts")
+
+
+def require_the_same_run(rest: Path, of: str) -> None:
     """Failed at six hooks: samples, weights, momenta and residuals to the bit."""
     for each in facts(rest, f"restarts_of{of}".replace(" ", "_") if of else "restarts"):
         straight, restarted = each["straight"], each["restarted"]
@@ -192,6 +208,13 @@ def test_a_restarted_run_is_that_without_a_fault(rest: Path, of: str) -> None:
         assert len(straight["momenta"]) == 4
         assert all(map(torch.equal, restarted["momenta"], straight["momenta"]))
     require_same_samples(rest / f"restarted{of}", rest / f"straight{of}", worlds=[4] * 9)
+
+
+def test_loaders_of_tensor_parallel_ranks_go_on(parts: Path) -> None:
+    for each in facts(parts, "own_positions"):
+        for name, weight in each["straight"].items():
+            assert torch.equal(each["restarted"][name], weight), name
+    require_same_samples(parts / "own", parts / "own straight", worlds=[4] * 36)
 
 
 @pytest.mark.parametrize("run", ["meshes", "meshes of parts"])
