@@ -158,7 +158,7 @@ def tensor_parallel() -> dict[str, Any]:
         for other in loaded_by:
             seen, case = Seen(), f"saved by {mesh}, loaded by {other}"
             given = {"max_epochs": 3, "ckpt_path": folder / "epoch=1.ckpt"}
-            fit(on(*other), seen, **given)
+            fitted(on(*other), callbacks=[seen], **given)
             found[case] = equal(seen.weights, expected) and equal(seen.exp_avg, exp_avg)
             if mesh[0] == 2 and seen.residuals is not None:
                 before = saved["lightning_dist"]["residuals"]
