@@ -201,14 +201,15 @@ def start_line(
         start = f"elastic: world {world_size}, fresh start"
     else:
         start = (
-            f"elastic: world {state.layout.world_size} -> {world_size}, resumed at sample "
+            f"elastic: world {state.world_size} -> {world_size}, resumed at sample "
             f"{state.total_samples:,} (epoch {state.position.epoch}, step {state.total_steps})"
         )
     if now is None:
         return start
     rest = now.global_batch % (now.world_size * now.accumulate)
     uneven = ", of unequal sizes" if rest else ""
-    passes, ranks = _counted(now.accumulate, "micro-batch"), _counted(now.world_size, "rank")
+    kind = "rank" if now.world_size == world_size else "data-parallel rank"
+    passes, ranks = _counted(now.accumulate, "micro-batch"), _counted(now.world_size, kind)
     return f"{start}; global batch {now.global_batch}: {passes} on {ranks}{uneven}"
 
 

@@ -32,7 +32,8 @@ class ElasticState:
         size: samples of an epoch; None if nobody knows.
         validated: whether the validation that is due at this position is over.
         rng: generator states of every rank.
-        loaders: states of the loaders of every rank, where those keep the position themselves.
+        loaders: states of the loaders of every rank that takes samples of its own, where those keep
+            the position themselves.
         metrics: what every rank had logged, which callbacks and schedulers may wait for.
         stopped: whether the training was stopped before its last epoch or step.
     """
@@ -50,6 +51,11 @@ class ElasticState:
     loaders: list[Any] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
     stopped: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that saved it, also those that take the samples of another."""
+        return len(self.metrics) or self.layout.world_size
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values and tensors. ``rng`` is not copied: it has 1,249 numbers for every rank."""
@@ -86,23 +92,34 @@ def require_same_data(state: ElasticState, *, size: int | None, path: str) -> No
 class Generators:
     """Random generators of this process, which go on where they were saved.
 
-    With another number of ranks they get seeds of their own, from step and rank.
+    With another number of ranks, or of those that take samples of their own, they get seeds from
+    step and rank: one seed for ranks that take the same samples.
 
     Args:
         resumed: state of the checkpoint; None for a fresh start.
         rank: this one.
         world_size: ranks.
         device: whose generator is kept too.
+        data_ranks: as ``rank`` and ``world_size``, among those that take samples of their own;
+            None: all do.
     """
 
     def __init__(
-        self, resumed: ElasticState | None, *, rank: int, world_size: int, device: torch.device
+        self,
+        resumed: ElasticState | None,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        data_ranks: tuple[int, int] | None = None,
     ) -> None:
         self._device = device
         self._pending: dict[str, Any] | None = None
         if resumed is not None:
-            seed = derive_seed(resumed.seed, "rng", resumed.total_steps, rank)
-            same = len(resumed.rng) == world_size
+            data_rank, data_size = data_ranks or (rank, world_size)
+            seed = derive_seed(resumed.seed, "rng", resumed.total_steps, data_rank)
+            before = len(resumed.rng), resumed.layout.world_size
+            same = before == (world_size, data_size)
             self._pending = resumed.rng[rank] if same else {"seed": seed}
 
     def capture(self) -> dict[str, Any]:

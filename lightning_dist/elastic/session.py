@@ -288,8 +288,10 @@ class Session:
             metrics: logged by this rank.
             **facts: see :meth:`here`.
         """
-        gathered = self.members.ranks.gather((rng, loader, metrics or {}))
-        states, loaders, logged = (list(each) for each in zip(*gathered, strict=True))
+        own = self._placement.data.rank
+        gathered = self.members.ranks.gather((rng, (own, loader), metrics or {}))
+        states, by_rank, logged = (list(each) for each in zip(*gathered, strict=True))
+        loaders = [state for _, state in sorted(dict(by_rank).items())]  # once for each share
         return replace(
             self.here(**facts),
             rng=[] if any("seed" in each for each in states) else states,

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from lightning_dist.elastic import rng
+from lightning_dist.elastic.data.plan import Layout, Position
+from lightning_dist.elastic.progress import ElasticState, Generators
 from lightning_dist.elastic.rng import derive_seed
 
 
@@ -124,3 +126,25 @@ def test_a_seed_depends_on_what_it_is_for() -> None:
 
 def test_a_seed_is_the_same_everywhere() -> None:
     assert derive_seed(0, "order", 0) == 1829853113658518448
+
+
+@pytest.mark.parametrize(("data_size", "is_same"), [(2, True), (4, False), (1, False)])
+def test_ranks_that_share_samples_draw_the_same(data_size: int, is_same: bool) -> None:
+    """Four ranks saved two shares; as many go on, whose tensor-parallel groups may be others."""
+    layout = Layout.of_script(world_size=2, micro_batch=1, accumulate=1)
+    saved = [{"rank": rank} for rank in range(4)]
+    state = ElasticState("", 5, layout, layout, Position(), 3, 3, rng=saved)
+    found = [
+        Generators(
+            state,
+            rank=rank,
+            world_size=4,
+            device=torch.device("cpu"),
+            data_ranks=(rank * data_size // 4, data_size),
+        ).capture()
+        for rank in range(4)
+    ]
+    if is_same:
+        assert found == saved
+    else:
+        assert len({each["seed"] for each in found}) == data_size

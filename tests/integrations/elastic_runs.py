@@ -19,6 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dist import ElasticRestart
@@ -72,6 +77,9 @@ class ShardedNet(Net):
     """The same under model parallelism."""
 
     def configure_model(self) -> None:
+        tensor = self.device_mesh["tensor_parallel"]
+        if tensor.size() > 1:
+            parallelize_module(self.net, tensor, {"0": ColwiseParallel(), "3": RowwiseParallel()})
         for part in (self.net[0], self.net):
             fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
@@ -100,6 +108,7 @@ class Account(L.Callback):
             "ids": self.ids,
             "hash": hash_of(module),
             "world": trainer.world_size,
+            "data": (trainer.distributed_sampler_kwargs or {}).get("rank", trainer.global_rank),
             "attempt": [os.environ.get(name, "") for name in _ATTEMPT],
             "time": time.time(),
         }
@@ -134,7 +143,9 @@ def committed(folder: Path) -> dict[int, Step]:
         same = (final["attempt"], step)
         of = {line["rank"]: line for line in lines if (line["attempt"], line["step"]) == same}
         assert len(of) == final["world"], f"step {step} was done by ranks {sorted(of)} only"
-        ids = sorted(id for line in of.values() for id in line["ids"])
+        dealt = {line["data"]: line["ids"] for line in of.values()}
+        assert all(line["ids"] == dealt[line["data"]] for line in of.values()), "of each part"
+        ids = sorted(id for each in dealt.values() for id in each)
         steps[step] = Step(
             final["epoch"], ids, {line["hash"] for line in of.values()}, final["world"]
         )

@@ -78,8 +78,9 @@ def sharded(
     return fully_shard(net, mesh=mesh, **given)
 
 
-def batches(steps: int = STEPS) -> Iterator[list[Tensor]]:
-    generator = torch.Generator().manual_seed(100 + dist.get_rank())
+def batches(steps: int = STEPS, *, parts: int = 1) -> Iterator[list[Tensor]]:
+    """Batches of this rank, the same for each ``parts`` of ranks."""
+    generator = torch.Generator().manual_seed(100 + dist.get_rank() // parts)
     for _ in range(steps):
         yield [torch.randn(4, WIDTH, generator=generator) for _ in range(2)]
 
@@ -97,13 +98,14 @@ def train(
     *,
     ours: ShardedGradients | None,
     accumulate: bool = False,
+    parts: int = 1,
     clip: bool = False,
     scale: float = 1.0,
     after_step: Callable[[], object] = lambda: None,
 ) -> list[Tensor]:
     """Weights after `STEPS` steps; in every other one gradients accumulate, if asked for."""
     optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
-    for step, (first, second) in enumerate(batches()):
+    for step, (first, second) in enumerate(batches(parts=parts)):
         optimizer.zero_grad()
         if accumulate and step % 2:
             if ours is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -39,7 +40,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from lightning_dist.codecs import warmup
 from lightning_dist.integrations.torch.fsdp.attach import compress_fsdp
@@ -50,7 +51,7 @@ KERNELS = 16 << 10
 
 def both(mesh: DeviceMesh, *, shard: DeviceMesh | None = None, **given: Any) -> bool:
     """Whether torch's HSDP and codec none end with the same bits."""
-    how = {key: given.pop(key) for key in ("accumulate", "clip") if key in given}
+    how = {key: given.pop(key) for key in ("accumulate", "clip", "parts") if key in given}
     native = train(sharded(mesh, **given), ours=None, **how)
     net = sharded(shard or mesh["shard"], **given)
     ours = compress_fsdp(net, "none", mesh=mesh)
@@ -78,22 +79,57 @@ def tensor_parallel(_: DeviceMesh) -> dict[str, bool]:
     shape = (2, dist.get_world_size() // 4, 2)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard", "tensor"))
     data, given = mesh["replicate", "shard"], {"tensor": mesh["tensor"], "inner": 36}
-    net = sharded(mesh["shard"], **given)
-    ours = compress_fsdp(net, "int4", mesh=data, min_compress_numel=0)
-    train(net, ours=ours, accumulate=True)
-    state = ours.state_dict()
-    sizes = {name: p.numel() for name, p in net.named_parameters()}
-    ours.close()
-    of_rank = state is None or all(
-        of.shape == (2, sizes[name] // (2 if "blocks" in name and "2.bias" not in name else 1))
-        for name, of in state["residuals"].items()
+    found = {"equal to native": both(data, shard=mesh["shard"], accumulate=True, parts=2, **given)}
+    flat = init_device_mesh(
+        "cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard")
     )
-    return {
-        "equal to native": both(data, shard=mesh["shard"], accumulate=True, **given),
-        "replicas equal": replicas_are_equal(net, data),
-        "state of this part": of_rank,
-        "on the first of each part": (state is not None) == (dist.get_rank() < 2),
-    }
+    for codec in ("int4", "powersgd:rank=1"):
+        net = sharded(mesh["shard"], **given)
+        ours = compress_fsdp(net, codec, mesh=data, min_compress_numel=0)
+        train(net, ours=ours, accumulate=True, parts=2)
+        found[f"{codec}, replicas equal"] = replicas_are_equal(net, data)
+        shared, residuals = [ours.state_dict()], ours.reducer.residuals
+        found[f"{codec}, on rank 0"] = (shared[0] is not None) == (dist.get_rank() == 0)
+        dist.broadcast_object_list(shared)
+        saved, own = shared[0], mesh["replicate"].get_local_rank()
+        parameters = dict(net.named_parameters())
+        for name, rows in saved["residuals"].items():
+            whole = placed_as(parameters[name], residuals[name])
+            found[f"{codec}, whole {name}"] = torch.equal(rows[own], whole)
+        before = {name: part.clone() for name, part in residuals.items()}
+        ours.load_state_dict(saved)
+        after, again = ours.reducer.residuals, [ours.state_dict()]
+        ours.close()
+        found[f"{codec}, parts of it"] = all(
+            torch.equal(after[name], part) for name, part in before.items() if part.numel()
+        )
+        elsewhere = compress_fsdp(
+            sharded(flat["shard"], inner=36), codec, mesh=flat, min_compress_numel=0
+        )
+        elsewhere.load_state_dict(saved)
+        again.append(elsewhere.state_dict())
+        elsewhere.close()
+        for other in filter(None, again):
+            rows = other["residuals"]
+            found[f"{codec}, the same rows"] = all(
+                torch.equal(rows[name], of) for name, of in saved["residuals"].items()
+            )
+        for name, of in saved.get("factors", {}).items() if again[0] else ():
+            loaded = again[0]["factors"][name]
+            found[f"factors of {name}"] = loaded.keys() == of.keys() and all(
+                map(torch.equal, chain(*loaded.values()), chain(*of.values()))
+            )
+            found[f"parts of {name}"] = "blocks" not in name or len(of) == 2 * shape[1]
+    return found
+
+
+def placed_as(parameter: nn.Parameter, flat: Tensor) -> Tensor:
+    """All of what each rank has a part of, as of ``parameter``."""
+    assert isinstance(parameter, DTensor)
+    part = flat.view(local(parameter).shape)
+    at, how = parameter.device_mesh, parameter.placements
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(part, at, how, shape=shape, stride=stride).full_tensor().flatten()
 
 
 def compiled_blocks(mesh: DeviceMesh) -> dict[str, bool]:

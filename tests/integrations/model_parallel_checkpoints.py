@@ -17,6 +17,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from elastic_data import LOADERS
 from elastic_runs import FailAt, Fault, Numbered, ShardedNet, make_loader
 from elastic_runs import fit as elastic_fit
 from lightning.pytorch.callbacks import LambdaCallback
@@ -55,7 +56,7 @@ class Seen(L.Callback):
         self.exp_avg = {n: whole(states[p]["exp_avg"]) for n, p in pl_module.named_parameters()}
         self.steps = sorted({float(each["step"]) for each in states.values()})
         strategy: Any = trainer.strategy
-        state = None if strategy._reducer is None else strategy._reducer.state_dict()
+        state = None if strategy._exchange is None else strategy._exchange.state_dict()
         self.residuals = None if state is None else dict(state["residuals"])
 
 
@@ -140,22 +141,41 @@ def load_others() -> dict[int, Any]:
 
 
 def tensor_parallel() -> dict[str, Any]:
-    """Layers divided in both dimensions: what is saved, and what other meshes begin with."""
+    """Layers divided in both dimensions: what is saved, and what other meshes begin with.
+
+    Of replicas and tensor-parallel ranks.
+    """
     found: dict[str, Any] = {}
-    for replicas in (1, 2):
-        folder = FOLDER / f"tensor_parallel-{replicas}"
-        strategy = ours("int4", replicate_size=replicas, tensor_parallel_size=2)
-        _, module = fit(strategy, saving(folder))
+    others = {(1, 2): [(2, 2)], (2, 2): [(2, 1), (4, 1)], (2, 1): [(2, 2)]}
+    for mesh, loaded_by in others.items():
+        folder = FOLDER / f"tensor_parallel-{mesh}"
+        _, module = fit(on(*mesh), saving(folder))
         expected = {name: whole(p) for name, p in module.named_parameters()}
-        saved = load_checkpoint(str(folder / "epoch=1.ckpt"))["state_dict"]
-        found[f"saved by {replicas}"] = equal(saved, expected)
-        for tensors in (1, 2):
-            seen = Seen()
-            again = ours("int4", replicate_size=2, tensor_parallel_size=tensors)
+        states = module.optimizers().optimizer.state
+        exp_avg = {n: whole(states[p]["exp_avg"]) for n, p in module.named_parameters()}
+        saved = load_checkpoint(str(folder / "epoch=1.ckpt"))
+        found[f"saved by {mesh}"] = equal(saved["state_dict"], expected)
+        for other in loaded_by:
+            seen, case = Seen(), f"saved by {mesh}, loaded by {other}"
             given = {"max_epochs": 3, "ckpt_path": folder / "epoch=1.ckpt"}
-            fit(again, saving(FOLDER / "other"), seen, **given)
-            found[f"saved by {replicas}, loaded by {tensors}"] = equal(seen.weights, expected)
+            fitted(on(*other), callbacks=[seen], **given)
+            found[case] = equal(seen.weights, expected) and equal(seen.exp_avg, exp_avg)
+            if mesh[0] == 2 and seen.residuals is not None:
+                before = saved["lightning_dist"]["residuals"]
+                assert seen.residuals.keys() == before.keys() == expected.keys()
+                found[f"{case}, residuals"] = all(
+                    rows.any() and (torch.equal if other[0] == 2 else near_in_mean)(rows, before[n])
+                    for n, rows in seen.residuals.items()
+                )
     return found
+
+
+def on(replicas: int, tensors: int) -> Any:
+    return ours("int4", replicate_size=replicas, tensor_parallel_size=tensors)
+
+
+def near_in_mean(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a.mean(0), b.mean(0))
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -245,9 +265,11 @@ FAULTS = {
 """Optimizer steps before each hook at which a run fails, on all ranks."""
 
 
-def elastic_run(name: str, *, codec: str, fault: str = "", **given: Any) -> dict[str, Any]:
+def elastic_run(
+    name: str, *, codec: str, fault: str = "", loader: Any = None, **given: Any
+) -> dict[str, Any]:
     """A start of a run; weights and residuals at its end."""
-    noisy = codec != "none"
+    noisy, tensors = codec != "none", given.get("tensor_parallel_size", 1)
     strategy = ours(codec, **given)
     module = ShardedNet(noisy=noisy)
     callbacks = [FailAt(fault, FAULTS[fault])] if fault else []
@@ -256,7 +278,7 @@ def elastic_run(name: str, *, codec: str, fault: str = "", **given: Any) -> dict
         elastic_fit(
             FOLDER / name,
             *callbacks,
-            loader=lambda: make_loader(Numbered(noisy=noisy)),
+            loader=loader or (lambda: make_loader(Numbered(noisy=noisy), batch_size=4 * tensors)),
             module=module,
             strategy=strategy,
             devices=dist_size(),
@@ -285,6 +307,12 @@ def restarts() -> dict[str, Any]:
     return restarted("", codec="int8", replicate_size=2)
 
 
+def restarts_of_parts() -> dict[str, Any]:
+    """The same with a part of each layer on each rank of a replica."""
+    given = {"replicate_size": 2, "tensor_parallel_size": 2}
+    return restarted(" parts", codec="powersgd:rank=1", **given)
+
+
 def restarts_of_shards() -> dict[str, Any]:
     """The same with one replica, quantised over all ranks."""
     codec = "int8:block_size=16"
@@ -298,15 +326,30 @@ def restarted(name: str, **given: Any) -> dict[str, Any]:
     return {"straight": straight, "restarted": elastic_run(f"restarted{name}", **given)}
 
 
+def own_positions() -> dict[str, Any]:
+    """Parts of layers, and loaders that keep their position on each data-parallel rank."""
+    given = {"codec": "int8", "replicate_size": 2, "tensor_parallel_size": 2}
+    given["loader"] = LOADERS["stateful stream"]
+    straight = elastic_run("own straight", **given)
+    elastic_run("own", fault="on_train_batch_end", **given)
+    return {"straight": straight["weights"], "restarted": elastic_run("own", **given)["weights"]}
+
+
 def meshes() -> dict[str, Any]:
-    """Runs that go on with other numbers of replicas and shards; four ranks begin, two end them."""
+    """Runs that go on with other numbers of replicas and shards; four ranks begin, two end them.
+
+    One has parts of layers on two ranks, until whole layers end it.
+    """
     given = {"codec": "none", "replicate_size": 2}
+    parts = {**given, "tensor_parallel_size": 2}
     if dist_size() == 4:
         straight = elastic_run("exact", **given)
         elastic_run("meshes", fault="on_train_batch_end", **given)
+        elastic_run("meshes of parts", fault="on_train_batch_end", **parts)
         return {"straight": straight}
-    elastic_run("meshes", fault="on_validation_batch_end", **{**given, "replicate_size": 1})
-    return {"changed": elastic_run("meshes", **given)}
+    for name, of in (("meshes", given), ("meshes of parts", parts)):
+        elastic_run(name, fault="on_validation_batch_end", **{**of, "replicate_size": 1})
+    return {name: elastic_run(name, **given) for name in ("meshes", "meshes of parts")}
 
 
 def shards_elsewhere() -> dict[str, bool]:
@@ -352,13 +395,6 @@ def refusals() -> dict[str, str]:
     cases: dict[str, Any] = {
         "single": lambda: fit(ours(), AsyncCheckpoint(FOLDER / "single")),
         "shapes": lambda: fit(ours(), saving(FOLDER / "x"), module=Module(optimizer=Reshaped)),
-        "tensor parallel": lambda: elastic_fit(
-            FOLDER / "refused",
-            module=ShardedNet(),
-            strategy=ours(tensor_parallel_size=2),
-            devices=dist_size(),
-            elastic={"format": "sharded"},
-        ),
         "damaged": lambda: fit(ours(), saving(FOLDER / "x"), ckpt_path=damaged()),
     }
     found = {}

@@ -39,6 +39,14 @@ def rest(saved: Path, quick_python: list[str]) -> Path:
     return saved
 
 
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Path:
+    """A folder with restarts under tensor parallelism."""
+    folder = tmp_path_factory.mktemp("parts")
+    launch(folder, quick_python, ["restarts_of_parts", "own_positions"], ranks=4)
+    return folder
+
+
 def launch(folder: Path, python: list[str], scenarios: list[str], *, ranks: int) -> None:
     finished = torchrun(RANKS, folder, *scenarios, ranks=ranks, limit=LIMIT, python=python)
     finished.require_success()
@@ -171,7 +179,6 @@ def require_loaded(found: list[dict[Any, Any]], single: Path, *, replicas: int) 
         ("single", "set format='sharded'"),
         ("damaged", "shard-00003-of-00004-"),
         ("shapes", "The state of Reshaped must have the shapes of its sharded parameters"),
-        ("tensor parallel", "set tensor_parallel_size=1"),
     ],
 )
 def test_what_is_refused(saved: Path, case: str, says: str) -> None:
@@ -181,8 +188,16 @@ def test_what_is_refused(saved: Path, case: str, says: str) -> None:
 
 @pytest.mark.parametrize("of", ["", " shards"])
 def test_a_restarted_run_is_that_without_a_fault(rest: Path, of: str) -> None:
+    require_the_same_run(rest, of)
+
+
+def test_tensor_parallel_ranks_restart_too(parts: Path) -> None:
+    require_the_same_run(parts, " parts")
+
+
+def require_the_same_run(rest: Path, of: str) -> None:
     """Failed at six hooks: samples, weights, momenta and residuals to the bit."""
-    for each in facts(rest, "restarts_of_shards" if of else "restarts"):
+    for each in facts(rest, f"restarts_of{of}".replace(" ", "_") if of else "restarts"):
         straight, restarted = each["straight"], each["restarted"]
         assert straight["residuals"]
         assert all(residual.any() for residual in straight["residuals"].values())
@@ -195,13 +210,21 @@ def test_a_restarted_run_is_that_without_a_fault(rest: Path, of: str) -> None:
     require_same_samples(rest / f"restarted{of}", rest / f"straight{of}", worlds=[4] * 9)
 
 
-def test_other_meshes_go_on(rest: Path) -> None:
-    """Two replicas of two shards, then one of two, then two of one: rounded otherwise at most."""
+def test_loaders_of_tensor_parallel_ranks_go_on(parts: Path) -> None:
+    for each in facts(parts, "own_positions"):
+        for name, weight in each["straight"].items():
+            assert torch.equal(each["restarted"][name], weight), name
+    require_same_samples(parts / "own", parts / "own straight", worlds=[4] * 36)
+
+
+@pytest.mark.parametrize("run", ["meshes", "meshes of parts"])
+def test_other_meshes_go_on(rest: Path, run: str) -> None:
+    """Two replicas of two ranks, then one of two, then two of one: rounded otherwise at most."""
     (straight, *_), (changed, *_) = facts(rest, "meshes"), facts(rest, "meshes", ranks=2)
     expected = straight["straight"]
     for kind in ("weights", "momenta"):
-        torch.testing.assert_close(changed["changed"][kind], expected[kind], rtol=1e-5, atol=1e-6)
-    require_same_samples(rest / "meshes", rest / "exact", worlds=[4] * 4 + [2] * 5)
+        torch.testing.assert_close(changed[run][kind], expected[kind], rtol=1e-5, atol=1e-6)
+    require_same_samples(rest / run, rest / "exact", worlds=[4] * 4 + [2] * 5)
 
 
 def test_errors_of_shards_go_to_another_number_of_ranks(rest: Path) -> None:

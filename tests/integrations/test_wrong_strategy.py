@@ -19,6 +19,7 @@ from lightning_dist import CompressedModelParallelStrategy
         ({"replicate": 2}, "did you mean 'replicate_size'"),
         ({"replicate_size": 0}, "above 0, got 0"),
         ({"tensor_parallel_size": "auto"}, "got 'auto'"),
+        ({"tensor_parallel_size": 2, "recovery": "in_process"}, "each keeps a part of it"),
         ({"codec": {"intra": "bf16", "inter": "int8"}}, "the codec between replicas alone"),
     ],
 )

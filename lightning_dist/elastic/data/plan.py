@@ -14,7 +14,7 @@ class Layout:
     """Number of samples of an optimizer step per rank and micro-batch.
 
     Args:
-        world_size: ranks.
+        world_size: ranks that take samples of their own; of a tensor-parallel group one.
         micro_batch: samples that a rank takes in one forward and backward pass, at most.
         accumulate: micro-batches per optimizer step.
         global_batch: samples per optimizer step, of all ranks together.

@@ -196,8 +196,8 @@ class Deal:
     Args:
         policy: see :func:`~lightning_dist.elastic.data.plan.layout_for`.
         accumulate: micro-batches per optimizer step, as the script says.
-        rank: this one.
-        world_size: ranks.
+        rank: this one, among those that take samples of their own.
+        world_size: how many they are. The ranks of a tensor-parallel group count as one.
         resumed: state of a checkpoint; None for a fresh start.
         path: of that checkpoint.
         begun: the layout of a start that left no checkpoint; its global batch is kept too, if the

@@ -66,7 +66,7 @@ class CompressedModelParallelStrategy(
 
     @override
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        states = [self._state_of(exchange) for exchange in self._exchanges]
+        states = [exchange.state_dict() for exchange in self._exchanges]
         super().save_checkpoint(path, {**state, CHECKPOINT_KEY: states}, *args, **kwargs)
 
     @override

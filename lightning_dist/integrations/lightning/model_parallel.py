@@ -20,7 +20,7 @@ from lightning_dist.integrations.lightning.checkpoint.session_io import Checkpoi
 from lightning_dist.integrations.lightning.launcher import FollowsLauncher
 from lightning_dist.integrations.lightning.private import give_device_mesh
 from lightning_dist.integrations.strategies.arguments import CHECKPOINT_KEY
-from lightning_dist.integrations.strategies.model_parallel import DIMENSIONS, ModelParallelArguments
+from lightning_dist.integrations.strategies.model_parallel import ModelParallelArguments
 from lightning_dist.integrations.torch.fsdp.attach import ShardedExchange
 from lightning_dist.integrations.torch.fsdp.replicas import ShardedGradients
 from lightning_dist.log import get_logger
@@ -110,7 +110,8 @@ class CompressedModelParallelStrategy(
         io = self.checkpoint_io if isinstance(self.checkpoint_io, CheckpointerIO) else None
         # Called on all ranks. Weights-only checkpoints have no optimizer states.
         if self._exchange is not None and "optimizer_states" in checkpoint:
-            state = self._state_for(io, self._exchange)
+            owner = self._exchange
+            state = owner.state_dict() if io is None else io.striped_state_of(owner)
             if state is not None:
                 checkpoint[CHECKPOINT_KEY] = state
         if io is None:
@@ -120,15 +121,6 @@ class CompressedModelParallelStrategy(
 
         leave_shards(checkpoint, io, self.device_mesh, self.optimizers)
         Strategy.save_checkpoint(self, checkpoint, filepath)
-
-    def _state_for(
-        self, io: CheckpointerIO | None, exchange: ShardedExchange
-    ) -> dict[str, Any] | None:
-        splits_layers = self.device_mesh[DIMENSIONS[2]].size() > 1
-        if io is None or splits_layers:
-            return self._state_of(exchange)
-        owner = exchange.reducer if isinstance(exchange, ShardedGradients) else exchange
-        return io.striped_state_of(owner)
 
     @override
     def load_checkpoint(

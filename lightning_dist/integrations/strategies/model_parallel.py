@@ -43,8 +43,6 @@ from lightning_dist.topology.launcher import claim, contradiction
 log = get_logger(__name__)
 
 DIMENSIONS = ("replicate", "data_parallel", "tensor_parallel")
-_PARTS = "tensor_parallel"
-"""Key of a state that has one of each tensor-parallel rank."""
 
 
 class ModelParallelArguments(CommReport):
@@ -112,6 +110,12 @@ class ModelParallelArguments(CommReport):
                 "lightning_dist.local_updates in a loop of plain PyTorch"
             )
         refuse_codec_options(kwargs, codec, of=type(self))
+        if kwargs.get("recovery") == "in_process":
+            raise ValueError(
+                "recovery='in_process' needs the whole model on each rank, and here each keeps a "
+                "part of it, which is lost with it; leave recovery out: ElasticRestart restarts "
+                "all ranks from a checkpoint"
+            )
         refuse_unknown(kwargs, of=type(self))
         refuse_pytorch_lightning(**kwargs)
         for name, size in (
@@ -245,17 +249,8 @@ class ModelParallelArguments(CommReport):
         self._exchanges.append(gradients)
         return gradients
 
-    def _state_of(self, exchange: ShardedExchange) -> dict[str, Any] | None:
-        """State of all replicas and tensor-parallel parts on rank 0, None elsewhere. Collective."""
-        state, tensor = exchange.state_dict(), self.device_mesh[DIMENSIONS[2]]
-        if tensor.size() == 1 or state is None:
-            return state
-        states = [None] * tensor.size() if tensor.get_local_rank() == 0 else None
-        dist.gather_object(state, states, group=tensor.get_group(), group_dst=0)
-        return None if states is None else {_PARTS: states}
-
     def _load_state(self, exchange: ShardedExchange, state: Mapping[str, Any] | None) -> None:
-        """Go on from :meth:`_state_of`, the same on every rank; None starts afresh."""
+        """Go on from ``exchange.state_dict()``, the same on every rank; None starts afresh."""
         if state is not None and ("steps" in state) != isinstance(exchange, CompressedShards):
             if dist.get_rank() == 0:
                 log.warning(
@@ -263,18 +258,7 @@ class ModelParallelArguments(CommReport):
                     "replicas or, with parameters=, over all ranks: residuals are dropped"
                 )
             state = None
-        tensor = self.device_mesh[DIMENSIONS[2]]
-        parts = [state] if state is None or _PARTS not in state else state[_PARTS]
-        if len(parts) != tensor.size() and state is not None:
-            if dist.get_rank() == 0:
-                log.warning(
-                    "The checkpoint has residuals of %d tensor-parallel ranks, and this run has "
-                    "%d: residuals are dropped",
-                    len(parts),
-                    tensor.size(),
-                )
-            parts = [None] * tensor.size()
-        exchange.load_state_dict(parts[tensor.get_local_rank()] if state is not None else None)
+        exchange.load_state_dict(state)
 
 
 def _count_hosts(device: torch.device) -> int:

@@ -14,7 +14,7 @@ from typing_extensions import override
 if TYPE_CHECKING:
     from lightning_dist.checkpoint.checkpointer import Checkpointer
     from lightning_dist.checkpoint.snapshot.plan import Striped
-    from lightning_dist.integrations.torch.fsdp.shards import CompressedShards
+    from lightning_dist.integrations.torch.fsdp.attach import ShardedExchange
     from lightning_dist.reducer.reducer import Reducer
 
 
@@ -36,7 +36,7 @@ class CheckpointerIO(TorchCheckpointIO):
         self._step, self.sharded, self._resumable = step, sharded, resumable
         self.striped: list[Striped] = []
 
-    def striped_state_of(self, owner: Reducer | CompressedShards) -> dict[str, Any]:
+    def striped_state_of(self, owner: Reducer | ShardedExchange) -> dict[str, Any]:
         """State for a sharded save: each rank keeps its own rows of it."""
         from lightning_dist.checkpoint.snapshot.plan import Striped
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +20,7 @@ from lightning_dist.integrations.strategies.arguments import CHECKPOINT_KEY
 from lightning_dist.integrations.torch.fsdp.attach import ShardedExchange
 from lightning_dist.integrations.torch.fsdp.replicas import ShardedGradients
 from lightning_dist.integrations.torch.fsdp.shards import CompressedShards
+from lightning_dist.integrations.torch.fsdp.tensor_parts import ROWS, TensorPart
 from lightning_dist.reducer.parts import Held
 
 _SHARDED = ("state_dict", "optimizer_states")
@@ -95,7 +97,7 @@ def _own_rows(value: Any, exchange: ShardedExchange | None, lazy: LazyState) -> 
         return lazy.whole(value)
     found: dict[str, Any] = {}
     for key, part in value.items():
-        if key in ("residuals", "momenta"):
+        if key in ROWS:
             if isinstance(exchange, ShardedGradients):
                 found[key] = {
                     name: _held(each, name, exchange, lazy) for name, each in part.items()
@@ -120,10 +122,17 @@ def _row(saved: Tensor, row: int, lazy: LazyState) -> Tensor:
 
 def _held(saved: Tensor, name: str, exchange: ShardedGradients, lazy: LazyState) -> Held:
     (count, whole), rows = saved.shape, exchange.reducer.network.rows
-    start, numel = exchange.parts.get(name, (None, whole))  # all of it if it is frozen here
+    part = exchange.tensor_parts.part(name, numel=whole)
+    if part.whole != whole:  # of another model, which the reducer refuses
+        part = TensorPart(1, whole, whole)
+    start, numel = exchange.parts.get(name, (None, part.numel))  # all of it if it is frozen here
     taken = [rows.own] if count == rows.count else range(count)
-    read = [lazy.run(saved, row * whole + (start or 0), numel) for row in taken]
-    return Held(whole, saved.dtype, loaded=sum(read[1:], read[0]) / len(read), start=start)
+    places = [*part.runs(start or 0, numel)] or [(0, 0, 0)]
+    read = [
+        torch.cat([lazy.run(saved, row * whole + at, length) for at, _, length in places])
+        for row in taken
+    ]
+    return Held(part.numel, saved.dtype, loaded=sum(read[1:], read[0]) / len(read), start=start)
 
 
 def _load_module(

@@ -159,7 +159,9 @@ class KeptSource(private.DataLoaderSource):
     def dataloader(self) -> Any:
         loaders = super().dataloader()
         environment = private.cluster_environment(self._trainer)
-        seeded, rank = int(os.environ.get("PL_SEED_WORKERS", 0)), self._trainer.global_rank
+        # Ranks that take the same samples, as those of a tensor-parallel group, seed them alike.
+        samplers = self._trainer.distributed_sampler_kwargs or {}
+        seeded, rank = int(os.environ.get("PL_SEED_WORKERS", 0)), samplers.get("rank", 0)
         for loader in _each(loaders):
             # seed_everything(workers=True): Lightning would not, where there is something already.
             if seeded and getattr(loader, "worker_init_fn", loader) is None:

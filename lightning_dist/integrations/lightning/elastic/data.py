@@ -97,9 +97,9 @@ class TrainerDeal(Deal):
             return states[self.rank]
         if before and self._exact:
             raise ValueError(
-                f"This loader keeps its position itself, on each rank, and that of {before} ranks "
-                f"does not serve {now}; start {before} ranks, use a map-style dataset, or set "
-                "strict_data=False: then the epoch is repeated from its start"
+                "This loader keeps its position itself, on each data-parallel rank, and that of "
+                f"{before} ranks does not serve {now}; start {before}, use a map-style dataset, or "
+                "set strict_data=False: then the epoch is repeated from its start"
             )
         return None
 

@@ -27,6 +27,7 @@ from lightning_dist.integrations.lightning.elastic.loops import (
     place_at_epoch_begin,
     place_within_epoch,
 )
+from lightning_dist.integrations.strategies.model_parallel import ModelParallelArguments
 
 
 class TrainerPlacement(Placement):
@@ -101,14 +102,27 @@ class TrainerPlacement(Placement):
         """All ranks."""
         return self._session.members
 
+    @property
+    def data_ranks(self) -> tuple[int, int]:
+        """Number of this rank among those that take samples of their own, and how many they are.
+
+        The ranks of a tensor-parallel group have one number.
+        """
+        strategy = self._trainer.strategy
+        if isinstance(strategy, ModelParallelArguments):
+            samplers = strategy.distributed_sampler_kwargs
+            return samplers["rank"], samplers["num_replicas"]
+        return self.members.rank, self.members.world_size
+
     def take_up(self, data: TrainerDeal) -> None:
         """Know where to go on: the session has been loaded."""
         state = self._session.resumed
         self.data = data
         self.generators = Generators(
             state,
-            rank=data.rank,
-            world_size=data.world_size,
+            rank=self.members.rank,
+            world_size=self.members.world_size,
+            data_ranks=self.data_ranks,
             device=self._trainer.strategy.root_device,
         )
         if state is not None:

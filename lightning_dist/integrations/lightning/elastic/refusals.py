@@ -28,14 +28,6 @@ def require_plain_trainer(trainer: pl.Trainer) -> None:
             "ElasticRestart uses every sample once per epoch, so overfit_batches cannot take "
             "effect; set overfit_batches=0, or leave ElasticRestart out"
         )
-    strategy: Any = trainer.strategy
-    dealt = getattr(strategy, "distributed_sampler_kwargs", {}).get("num_replicas")
-    if dealt not in (None, trainer.world_size):
-        raise ValueError(
-            f"ElasticRestart gives different data to every rank, and of {trainer.world_size} "
-            f"ranks only {dealt} can have that: tensor-parallel ranks share theirs; set "
-            "tensor_parallel_size=1, or use AsyncCheckpoint(format='sharded') and ckpt_path='last'"
-        )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, GradientAccumulationScheduler):
             raise ValueError(

@@ -241,12 +241,13 @@ class ElasticRestart(BeforeSetup, Checkpoint):
             raise ValueError(not_ours(path))
         self._foreign = path if checkpoint and state is None else ""
         self._session.load(state, is_own=self._joins or self._found is not None)
+        rank, world_size = placement.data_ranks
         data = TrainerDeal(
             trainer,
             exact=self._exact,
             on_first=lambda: placement.generators.restore(),
-            rank=placement.members.rank,
-            world_size=placement.members.world_size,
+            rank=rank,
+            world_size=world_size,
             policy=self._settings.batch_policy,
             resumed=state,
             path=path,

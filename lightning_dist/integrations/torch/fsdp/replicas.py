@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -16,7 +16,13 @@ from torch.distributed.tensor import DTensor
 
 from lightning_dist.accelerator import is_accelerator
 from lightning_dist.integrations.torch.fsdp.checks import ParameterGroup
-from lightning_dist.private import at_end_of_backward, runs_after_accumulation
+from lightning_dist.integrations.torch.fsdp.tensor_parts import TensorParts
+from lightning_dist.private import (
+    at_end_of_backward,
+    name_before_compile,
+    runs_after_accumulation,
+)
+from lightning_dist.reducer.parts import Stripes
 from lightning_dist.reducer.plan.plans import Handle
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.reducer import Reducer
@@ -85,6 +91,12 @@ class ShardedGradients:
         slices = (part for group in self._groups for part in group.slices)
         return {part.name: (part.start, part.numel) for part in slices}
 
+    @cached_property
+    def tensor_parts(self) -> TensorParts:
+        """This rank's parts of parameters that tensor parallelism splits."""
+        named = {name_before_compile(name): p for name, p in self.model.named_parameters()}
+        return TensorParts(named, self.parts)
+
     def comm_stats(self) -> Mapping[str, Any]:
         """Bytes this rank sent between replicas, as of ``Reducer.comm_stats``."""
         return self.reducer.comm_stats()
@@ -96,14 +108,21 @@ class ShardedGradients:
     def state_dict(self) -> dict[str, Any] | None:
         """Residuals of all replicas on rank 0, None elsewhere. Collective; between backward passes.
 
-        As of ``Reducer.state_dict``: one row per replica, put together from its shards, so that any
-        mesh loads it.
+        As of ``Reducer.state_dict``: one row per replica, put together from its shards and its
+        tensor-parallel parts, so that any mesh loads it.
         """
-        return self.reducer.state_dict()
+        return self.tensor_parts.gathered(self.reducer.state_dict())
+
+    def striped_state_dict(self) -> tuple[dict[str, Any], list[Stripes]]:
+        """:meth:`state_dict` on every rank, with the rows left there. Collective.
+
+        The tensors of the state are empty memory; the stripes are the parts that this rank has.
+        """
+        return self.tensor_parts.striped(*self.reducer.striped_state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on from :meth:`state_dict`, the same object on every rank; None starts afresh."""
-        self.reducer.load_state_dict(state)
+        self.reducer.load_state_dict(self.tensor_parts.cut(state))
 
     def close(self) -> None:
         """Exchange nothing more, and end the reducer."""

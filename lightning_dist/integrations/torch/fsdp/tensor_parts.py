@@ -1,0 +1,205 @@
+"""State of parameters that tensor parallelism splits, as that of whole ones: any mesh loads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_dist.reducer.parts import Stripes
+
+ROWS = ("residuals", "momenta")
+"""Kinds of state with a row per replica, ``{parameter name: (replicas, elements)}``."""
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """Elements of a parameter that one tensor-parallel rank has, before FSDP shards them.
+
+    In the flat parameter they are ``count`` runs of ``length`` elements, ``stride`` apart, from
+    ``offset`` on.
+    """
+
+    count: int
+    length: int
+    stride: int
+    offset: int = 0
+    is_copy: bool = False
+    """A rank with a lower number has the same elements, and saves them."""
+
+    @classmethod
+    def of(cls, parameter: Tensor, *, rank: int, ranks: int) -> TensorPart:
+        """The part of ``parameter`` that the ``rank``-th of ``ranks`` has."""
+        shape = parameter.shape
+        split = isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 2
+        placement: Any = parameter.placements[1] if split else None  # type: ignore[attr-defined]
+        if placement is None or not placement.is_shard():
+            return cls(1, prod(shape), prod(shape), is_copy=rank > 0)
+        size, inner = shape[placement.dim], prod(shape[placement.dim + 1 :])
+        chunk = -(-size // ranks)
+        begin, end = (min(number * chunk, size) for number in (rank, rank + 1))
+        count = prod(shape[: placement.dim])
+        return cls(count, (end - begin) * inner, size * inner, begin * inner)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the part."""
+        return self.count * self.length
+
+    @property
+    def whole(self) -> int:
+        """Elements of the parameter."""
+        return self.count * self.stride
+
+    def of_rows(self, rows: Tensor) -> Tensor:
+        """The view ``(R, count, length)`` of ``rows (R, whole)``."""
+        cut = rows.view(len(rows), self.count, self.stride)
+        return cut[:, :, self.offset : self.offset + self.length]
+
+    def runs(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
+        """Elements ``start .. start + numel`` of the part, run by run.
+
+        Each is an element of the parameter, where that is after ``start``, and how many follow.
+        """
+        done = 0
+        while done < numel:
+            number, within = divmod(start + done, self.length)
+            count = min(self.length - within, numel - done)
+            yield self.offset + number * self.stride + within, done, count
+            done += count
+
+
+class TensorParts:
+    """The parts of a model's parameters on the ranks of a tensor-parallel group.
+
+    State of whole parameters has factors by the element that their matrix starts at.
+
+    Args:
+        parameters: by name.
+        own: elements ``(start, numel)`` of the part that this rank works with.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], own: Mapping[str, tuple[int, int]]
+    ) -> None:
+        self._parameters, self._own = parameters, own
+        meshes = [each.device_mesh for each in parameters.values() if isinstance(each, DTensor)]
+        mesh: DeviceMesh | None = next((mesh for mesh in meshes if mesh.ndim == 2), None)
+        self._group = None if mesh is None or mesh.size(1) == 1 else mesh.get_group(1)
+
+    def part(self, name: str, *, numel: int = 0, rank: int | None = None) -> TensorPart:
+        """Part of the parameter ``name``, or of one of ``numel`` elements that the model has not.
+
+        Args:
+            rank: whose; None: that of this rank.
+        """
+        own, ranks = (0, 1) if self._group is None else (self._group.rank(), self._group.size())
+        rank = own if rank is None else rank
+        if name not in self._parameters:
+            return TensorPart(1, numel, numel, is_copy=rank > 0)
+        return TensorPart.of(self._parameters[name], rank=rank, ranks=ranks)
+
+    def gathered(self, state: dict[str, Any] | None) -> dict[str, Any] | None:
+        """State of whole parameters on the first rank of all, from that of parts. Collective."""
+        if self._group is None or state is None:
+            return state
+        states = self._gathered(state)
+        if states is None:
+            return None
+        found: dict[str, Any] = {**state, **self._factors_of(states)}
+        found |= {kind: {} for kind in ROWS if kind in state}
+        for rank, each in enumerate(states):
+            for kind, name, rows in _rows_of(each):
+                part = self.part(name, numel=rows.shape[1], rank=rank)
+                if not part.is_copy:
+                    whole = rows.new_zeros(len(rows), part.whole)
+                    whole = found.setdefault(kind, {}).setdefault(name, whole)
+                    part.of_rows(whole).copy_(rows.view(len(rows), part.count, part.length))
+        return found
+
+    def striped(
+        self, state: dict[str, Any], stripes: Sequence[Stripes]
+    ) -> tuple[dict[str, Any], list[Stripes]]:
+        """As :meth:`gathered`, on every rank, with rows left where they are. Collective."""
+        if self._group is None:
+            return state, [*stripes]
+        held = {(kind, name): rows for kind, name, rows in _rows_of(state)}
+        own = {id(each.whole): each.own for each in stripes}
+        wholes = {
+            key: (len(rows), self.part(key[1], numel=rows.shape[1]).whole, rows.dtype)
+            for key, rows in held.items()
+        }
+        of_all: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(of_all, wholes, group=self._group)
+        wholes |= {key: found for each in of_all for key, found in each.items()}
+        states = self._gathered({"factors": state.get("factors", {})})
+        whole_state = {**state, **({} if states is None else self._factors_of(states))}
+        whole_state |= {kind: {} for kind in ROWS if kind in state}
+        found = []
+        for (kind, name), (count, numel, dtype) in sorted(wholes.items()):
+            whole = torch.empty(count, numel, dtype=dtype)
+            whole_state.setdefault(kind, {})[name] = whole
+            part, rows = self.part(name, numel=numel), held.get((kind, name))
+            runs: list[tuple[int, Tensor]] = []
+            for begin, flat in () if rows is None or part.is_copy else own[id(rows)]:
+                row, start = divmod(begin, part.numel)
+                runs += (
+                    (row * numel + to, flat[at : at + length])
+                    for to, at, length in part.runs(start, flat.numel())
+                )
+            found.append(Stripes(whole, tuple(runs)))
+        return whole_state, found
+
+    def cut(self, state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """State of this rank's parts, from that of whole parameters; what is Held is cut."""
+        if self._group is None or state is None:
+            return state
+        found = {
+            **state,
+            **{kind: {**state[kind]} for kind in ROWS if kind in state},
+            "factors": {},
+        }
+        for kind, name, rows in _rows_of(state):
+            part = self.part(name, numel=rows.shape[1])
+            if part.whole == rows.shape[1]:  # or else it is of another model, which is refused
+                found[kind][name] = part.of_rows(rows).reshape(len(rows), part.numel)
+        for name, of in state.get("factors", {}).items():
+            start, numel = self._own.get(name, (0, 0))
+            pairs = of if isinstance(of, Mapping) else {0: of}
+            place = next(self.part(name).runs(start, min(numel, 1)), (-1,))[0]
+            if place in pairs:
+                found["factors"][name] = {start: pairs[place]}
+        return found
+
+    def _gathered(self, state: dict[str, Any]) -> list[Any] | None:
+        assert self._group is not None
+        states = [None] * self._group.size() if self._group.rank() == 0 else None
+        dist.gather_object(state, states, group=self._group, group_dst=0)
+        return states
+
+    def _factors_of(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        whole: dict[str, dict[int, Any]] = {}
+        for rank, state in enumerate(states):
+            for name, of in state.get("factors", {}).items():
+                part = self.part(name, rank=rank)
+                pairs = of if isinstance(of, Mapping) else {0: of}
+                if not part.is_copy and part.length:
+                    whole.setdefault(name, {}).update(
+                        {next(part.runs(start, 1))[0]: pair for start, pair in pairs.items()}
+                    )
+        return {"factors": whole} if whole else {}
+
+
+def _rows_of(state: Mapping[str, Any]) -> Iterator[tuple[str, str, Tensor]]:
+    """Kind, name and rows of each tensor that differs between replicas."""
+    for kind in ROWS:
+        for name, rows in state.get(kind, {}).items():
+            if isinstance(rows, Tensor):
+                yield kind, name, rows
