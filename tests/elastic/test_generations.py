@@ -74,7 +74,7 @@ def member_of_another_process(report_timeout: float) -> Iterator[tuple[Member, i
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("asks", ["finds_others", "announce", "report"])
+@pytest.mark.parametrize("asks", ["finds_others", "announce", "report", "meet", "connect"])
 def test_a_stopped_store_is_lost_within_the_report_timeout(asks: str) -> None:
     """torch waits for it without a bound, whatever the timeout of the client."""
     with member_of_another_process(0.3) as (member, host):

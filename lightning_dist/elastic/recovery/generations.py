@@ -37,7 +37,12 @@ class Generations:
         self.progress: Callable[[], int] = lambda: 0
         """Number of waits of this worker for others, in this generation."""
         self.groups = GenerationGroups()
-        self._member = Member(environment, on_broken=self._break, progress=lambda: self.progress())
+        try:
+            self._member = Member(
+                environment, on_broken=self._break, progress=lambda: self.progress()
+            )
+        except StoreLostError as error:
+            self.end(str(error), code=EXIT_RESTART)
         self._tries = self._size = 0
 
     @property

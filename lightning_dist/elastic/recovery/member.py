@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from torch.distributed import (  # type: ignore[attr-defined]  # torch re-exports them silently
@@ -20,6 +19,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
     TCPStore,
 )
 
+from lightning_dist.elastic.launcher.answer import NoAnswerError, await_answer
 from lightning_dist.elastic.recovery.coordinator import RecoverySettings
 from lightning_dist.elastic.recovery.forks import installed_modules
 from lightning_dist.elastic.recovery.protocol import (
@@ -77,12 +77,20 @@ class RecoveryEnvironment:
         return cls(host, int(port), worker, float(seconds))
 
     def connect(self) -> Store:
-        """A client of the store of its own: one that waits blocks all others who use it."""
+        """A client of the store of its own: one that waits blocks all others who use it.
+
+        Raises:
+            StoreLostError: the store is gone, or does not answer.
+        """
         timeout = timedelta(seconds=_CONNECT)
-        store = TCPStore(
-            self.host, self.port, is_master=False, wait_for_workers=False, timeout=timeout
-        )
-        return PrefixStore(ROOT, store)
+
+        def looks() -> Iterator[Store]:
+            yield TCPStore(
+                self.host, self.port, is_master=False, wait_for_workers=False, timeout=timeout
+            )
+
+        with _one_error():
+            return PrefixStore(ROOT, await_answer(looks(), limit=self.report_timeout))
 
 
 class StoreLostError(RuntimeError):
@@ -216,15 +224,19 @@ class Member:
             RuntimeError: the generation is broken.
         """
         key, size = Keys.met(self.generation.number), len(self.generation.members)
-        with _one_error():
+
+        def looks() -> Iterator[int | None]:
             end = time.monotonic() + _PATIENCE
             come = self.store.add(key, 1)
             while come < size and not self.is_broken:
                 if time.monotonic() > end:
                     raise RuntimeError(f"{size - come} members did not join within {_PATIENCE:g} s")
+                yield None
                 time.sleep(_BUSY)
                 come = self.store.add(key, 0)
-        if come < size:
+            yield come
+
+        if self._ask(looks()) < size:
             raise RuntimeError(f"a member was lost before all had arrived: {self._reason}")
 
     def waits_for_another(self) -> bool:
@@ -252,37 +264,14 @@ class Member:
         self._note(self.generation.number, reason or "an exchange has failed")
 
     def _ask(self, looks: Iterable[_T | None], *, limit: float | None = None) -> _T:
-        """The first of ``looks`` at the store that is not None, each within ``limit`` seconds.
+        """The first of ``looks`` at the store that is not None, each within ``limit`` seconds."""
 
-        In a thread: whoever asks a store that is stopped is blocked, whatever its timeout.
-        """
+        def started(thread: threading.Thread) -> None:
+            self._asking = thread
+
         limit = self._environment.report_timeout if limit is None else limit
-        answers: SimpleQueue[_T | Exception | None] = SimpleQueue()
-
-        def ask() -> None:
-            try:
-                for found in looks:
-                    answers.put(found)
-                    if found is not None or self._is_over:
-                        return
-            except Exception as error:  # it is raised where the answer is waited for
-                answers.put(error)
-
-        self._asking = threading.Thread(target=ask, name="recovery look", daemon=True)
-        self._asking.start()
         with _one_error():
-            while True:
-                try:
-                    found = answers.get(timeout=limit)
-                except Empty:
-                    raise RuntimeError(
-                        f"it must answer within {limit:g} s; see whether its launcher is stopped "
-                        "or cut off, or set LIGHTNING_DIST_REPORT_TIMEOUT higher"
-                    ) from None
-                if isinstance(found, Exception):
-                    raise found
-                if found is not None:
-                    return found
+            return await_answer(looks, limit=limit, started=started, is_over=lambda: self._is_over)
 
     def _say_broken(self, reason: str) -> None:
         self.store.set(Keys.broken(self.generation.number), reason or "?")
@@ -359,3 +348,8 @@ def _one_error() -> Iterator[None]:
         raise
     except RuntimeError as error:
         raise StoreLostError(f"the launcher's store does not answer: {error}") from error
+    except NoAnswerError as error:
+        raise StoreLostError(
+            f"the launcher's store does not answer: {error}, or set LIGHTNING_DIST_REPORT_TIMEOUT "
+            "higher"
+        ) from error
