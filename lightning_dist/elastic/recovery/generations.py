@@ -69,6 +69,10 @@ class Generations:
         """Whether another member has not come as far as this one. From any thread."""
         return self._member.waits_for_another()
 
+    def lapsed(self) -> str:
+        """Reason why another rank may write in the place of this one. From any thread."""
+        return self._member.lapsed()
+
     def finds_others(self) -> bool:
         """Whether there is a generation already, so that this worker joins others."""
         try:

@@ -45,6 +45,10 @@ _PATIENCE = 120.0
 _CONNECT = 30.0
 """Seconds in which the store must accept a connection."""
 
+_LEASE = 30.0
+"""Seconds beyond the timeout of beats in which a leader without an answer ends: less than the next
+one waits for the checkpoint folder."""
+
 _REPORTED = 1 << 40
 """Progress of a member that has come to the end of its generation."""
 
@@ -58,12 +62,14 @@ class RecoveryEnvironment:
         port: of the same.
         worker: who this process is.
         report_timeout: as in RecoverySettings; also of every answer of the store.
+        beat_timeout: as in RecoverySettings.
     """
 
     host: str
     port: int
     worker: Worker
     report_timeout: float = RecoverySettings.report_timeout
+    beat_timeout: float = RecoverySettings.beat_timeout
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> RecoveryEnvironment | None:
@@ -73,8 +79,9 @@ class RecoveryEnvironment:
             return None
         host, _, port = store.rpartition(":")
         worker = Worker.parse(environ["LIGHTNING_DIST_WORKER"])
-        seconds = environ.get("LIGHTNING_DIST_REPORT_TIMEOUT") or cls.report_timeout
-        return cls(host, int(port), worker, float(seconds))
+        report = environ.get("LIGHTNING_DIST_REPORT_TIMEOUT") or cls.report_timeout
+        beat = environ.get("LIGHTNING_DIST_BEAT_TIMEOUT") or cls.beat_timeout
+        return cls(host, int(port), worker, float(report), float(beat))
 
     def connect(self) -> Store:
         """A client of the store of its own: one that waits blocks all others who use it.
@@ -125,6 +132,7 @@ class Member:
         self._reason = ""  # why this generation is broken, as far as is known here
         self._waiting = 0  # newcomers so far
         self._lock = threading.Lock()
+        self._answered = time.monotonic()  # when the last beat that has arrived was sent
         self._is_over = False
         self._thread = threading.Thread(target=self._watch, name="recovery member", daemon=True)
         self._asking = self._thread  # the last that has asked the store for something
@@ -254,6 +262,17 @@ class Member:
             return self._ask(looks(), limit=_CONNECT)
         return False
 
+    def lapsed(self) -> str:
+        """Reason why this worker may not write any more; empty if it may. From any thread.
+
+        A leader whose beats do not arrive is evicted, and the next one waits until it has ended.
+        """
+        limit = self._environment.beat_timeout
+        limit += min(limit, _LEASE)
+        if self.generation.leader != self.name or time.monotonic() - self._answered <= limit:
+            return ""
+        return f"the launcher's store has not answered the leader for {limit:g} s"
+
     @property
     def _where(self) -> tuple[int, int]:
         progress = _REPORTED if self._has_reported else self._progress()
@@ -304,8 +323,10 @@ class Member:
                 if time.monotonic() >= next_beat:
                     beats, next_beat = beats + 1, time.monotonic() + BEAT_SECONDS
                     at = ".".join(map(str, self._where))
+                    sent = time.monotonic()
                     self._watched.set(Keys.beat(self.name), f"{beats} {at}")
                     self._waiting = self._watched.add(Keys.waiting, 0)
+                    self._answered = sent  # a set alone waits for no answer
                 self._watch_generation(number)
             except Exception as error:
                 self.break_off(f"the launcher's store is unavailable: {error}")
