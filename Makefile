@@ -2,6 +2,7 @@
 # make test      the fast tests, minutes       make test-slow   whole jobs, browsers, campaigns
 # make test-gpu  the kernels on a GPU         make test-lowest some, with the lowest versions
 # make test-all  both in one run, as CI does
+# make soak      random faults in trainings that recover, with SEED, TRIALS and ADAPTER
 # make lint      style                        make types   mypy
 # make bench     all measurements (root)      make tables     their tables in README.md and docs/
 # make docs      the documents as a site in site/, or SITE=folder
@@ -14,12 +15,16 @@ LOWEST := .venv/lowest
 # One more than cores: a test waits for its processes for a quarter of the time.
 WORKERS ?= 3
 SITE ?= site
+SEED ?= 1
+TRIALS ?= 250
+ADAPTER ?= trainer
+SOAK ?= soak_out/$(ADAPTER)-$(SEED).json
 OUTER := outer_lr=0.7,outer_momentum=0.6
 
 # Rewriting the assertions of all tests takes longer than many of them: keep what was compiled.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: install test test-slow test-gpu test-all test-lowest demo lint types docs bench tables figures build clean
+.PHONY: install test test-slow test-gpu test-all test-lowest soak demo lint types docs bench tables figures build clean
 
 install: .venv/installed
 
@@ -57,6 +62,10 @@ test-lowest: $(LOWEST)/installed
 	  $(addprefix tests/,cli/test_profile_command.py profiling/test_page.py profiling/test_terminal.py)
 	$(LOWEST)/bin/python -m pytest -m slow "tests/test_documents.py::test_blocks_run_on_two_ranks[accelerate]" \
 	  tests/integrations/test_accelerate_programs.py::test_the_trainer_example_resumes_bit_for_bit
+
+soak: install
+	$(BIN)/python -m tests.campaigns.in_process --adapter $(ADAPTER) --trials $(TRIALS) --seed $(SEED) \
+	  --json $(SOAK)
 
 demo: install
 	$(BIN)/python examples/demo.py

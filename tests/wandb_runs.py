@@ -19,13 +19,14 @@ _PATIENCE = 30.0
 def records(path: Path) -> list[Any]:
     """Every record of a ``run-<id>.wandb`` whose run has ended: its last one says so."""
     until = time.monotonic() + _PATIENCE
-    while not (found := list(_records(path))) or not found[-1].HasField("exit"):
+    while not (found := list(written(path))) or not found[-1].HasField("exit"):
         assert time.monotonic() < until, f"{path} has no end after {len(found)} records"
         os.sched_yield()
     return found
 
 
-def _records(path: Path) -> Iterator[Any]:
+def written(path: Path) -> Iterator[Any]:
+    """Every record so far; a process that was killed has left its run without an end."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     content = path.read_bytes()

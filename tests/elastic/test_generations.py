@@ -53,7 +53,9 @@ def test_a_step_that_fails_again_and_again_is_an_error(generations: Generations)
 
 
 @contextmanager
-def member_of_another_process(report_timeout: float) -> Iterator[tuple[Member, int]]:
+def member_of_another_process(
+    report_timeout: float, beat_timeout: float = 5.0
+) -> Iterator[tuple[Member, int]]:
     """A member, and the process that hosts its store, in which nobody makes generations."""
     reading, writing = os.pipe()
     if (host := os.fork()) == 0:
@@ -63,7 +65,8 @@ def member_of_another_process(report_timeout: float) -> Iterator[tuple[Member, i
     port = int(os.read(reading, 16))
     os.close(reading)
     os.close(writing)
-    environment = RecoveryEnvironment("127.0.0.1", port, Worker(0, 0, 0), report_timeout)
+    worker = Worker(0, 0, 0)
+    environment = RecoveryEnvironment("127.0.0.1", port, worker, report_timeout, beat_timeout)
     member = Member(environment, on_broken=lambda: None)
     try:
         yield member, host
@@ -74,7 +77,7 @@ def member_of_another_process(report_timeout: float) -> Iterator[tuple[Member, i
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("asks", ["finds_others", "announce", "report"])
+@pytest.mark.parametrize("asks", ["finds_others", "announce", "report", "meet", "connect"])
 def test_a_stopped_store_is_lost_within_the_report_timeout(asks: str) -> None:
     """torch waits for it without a bound, whatever the timeout of the client."""
     with member_of_another_process(0.3) as (member, host):
@@ -83,6 +86,23 @@ def test_a_stopped_store_is_lost_within_the_report_timeout(asks: str) -> None:
         arguments = {"announce": [""], "report": [Report(member.name)]}.get(asks, [])
         with pytest.raises(StoreLostError, match=r"within 0\.3 s.*LIGHTNING_DIST_REPORT_TIMEOUT"):
             getattr(member, asks)(*arguments)
+
+
+@pytest.mark.timeout(60)
+def test_a_leader_may_write_as_long_as_its_beats_arrive() -> None:
+    """After that it is evicted, and the next one writes."""
+    with member_of_another_process(5.0, beat_timeout=1.5) as (member, host):
+        member.generation = Generation(0, members=(member.name, "0.1.0"), leader=member.name)
+        sent = member._answered
+        while member._answered == sent:
+            os.sched_yield()
+        assert not member.lapsed()
+        os.kill(host, signal.SIGSTOP)
+        while not (why := member.lapsed()):
+            os.sched_yield()
+        assert why == "the launcher's store has not answered the leader for 3 s"
+        member.generation = Generation(1, members=(member.name, "0.1.0"), leader="0.1.0")
+        assert not member.lapsed()
 
 
 @pytest.mark.timeout(60)
@@ -96,11 +116,12 @@ def test_a_report_that_no_generation_follows_is_an_error(monkeypatch: pytest.Mon
         member.report(Report(member.name))
 
 
-def test_the_report_timeout_is_that_of_the_launcher() -> None:
+def test_timeouts_are_those_of_the_launcher() -> None:
     variables = {
         "LIGHTNING_DIST_RECOVERY_STORE": "host:1",
         "LIGHTNING_DIST_WORKER": "0.1.0",
         "LIGHTNING_DIST_REPORT_TIMEOUT": "7",
+        "LIGHTNING_DIST_BEAT_TIMEOUT": "3",
     }
     found = RecoveryEnvironment.from_env(variables)
-    assert found == RecoveryEnvironment("host", 1, Worker(0, 1, 0), 7.0)
+    assert found == RecoveryEnvironment("host", 1, Worker(0, 1, 0), 7.0, 3.0)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch.distributed as dist
 from processes import port
 
+from lightning_dist.elastic.launcher import rendezvous
 from lightning_dist.elastic.launcher.launch import Launch
 from lightning_dist.elastic.launcher.rendezvous import attempt_store, meet
 
@@ -227,3 +230,48 @@ def test_rank_zero_names_who_is_missing_where_it_has_the_store() -> None:
     own = Launch(is_elastic=True, rank=0, world_size=3, master_port=port())
     with pytest.raises(TimeoutError, match="2 of 2 other ranks did not reach rank 0 in time: 1, 2"):
         attempt_store(own, timeout=timedelta(seconds=1))
+
+
+@pytest.fixture
+def stoppable() -> Iterator[tuple[int, int]]:
+    """A process that hosts a store, and the port."""
+    reading, writing = os.pipe()
+    if (host := os.fork()) == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(writing, str(store.port).encode())
+        signal.pause()
+    number = int(os.read(reading, 16))
+    os.close(reading)
+    os.close(writing)
+    yield host, number
+    os.kill(host, signal.SIGKILL)
+    os.waitpid(host, 0)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("stops", ["before the connection", "while ranks meet"])
+def test_a_store_that_stops_is_an_error_in_time(
+    stops: str, stoppable: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch waits for its answer without a bound, whatever the timeout."""
+    monkeypatch.setattr(rendezvous, "_LAST_SECONDS", 0.0)
+    host, number = stoppable
+    own = Launch(is_elastic=True, rank=1, world_size=2, master_port=number, shares_store=True)
+
+    def stop() -> None:
+        os.kill(host, signal.SIGSTOP)
+        os.waitpid(host, os.WUNTRACED)
+
+    join = rendezvous._join
+
+    def joining(*arguments: Any) -> str:
+        stop()
+        return join(*arguments)
+
+    if stops == "before the connection":
+        stop()
+    else:
+        monkeypatch.setattr(rendezvous, "_join", joining)
+    said = rf"store at 127\.0\.0\.1:{number} does not answer: it must answer within 0\.3 s"
+    with pytest.raises(TimeoutError, match=said):
+        attempt_store(own, timeout=timedelta(seconds=0.3))

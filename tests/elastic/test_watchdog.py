@@ -42,7 +42,11 @@ class Watched:
     """A watchdog whose process does not really end."""
 
     def __init__(
-        self, hang_timeout: float | None, *, waits: Callable[[], bool] = lambda: False
+        self,
+        hang_timeout: float | None,
+        *,
+        waits: Callable[[], bool] = lambda: False,
+        lapsed: Callable[[], str] = lambda: "",
     ) -> None:
         self.said: list[str] = []
         self.ended = threading.Event()
@@ -51,6 +55,7 @@ class Watched:
             hang_timeout,
             last_words=lambda why: self.said.append(f"words: {why}"),
             waits=waits,
+            lapsed=lapsed,
             end=self._end,
             clock=self.clock,
         )
@@ -95,6 +100,15 @@ def test_who_waits_for_another_is_not_the_one_that_hangs() -> None:
     assert watched.said == []
     watched.clock.now = 90.0
     assert watched.ended.wait(LIMIT)
+    assert answers == []
+
+
+def test_one_that_may_not_go_on_ends_whatever_its_progress() -> None:
+    answers = ["others may write by now", "", ""]
+    watched = Watched(None, lapsed=lambda: answers.pop())
+    watched.dog.start()
+    assert watched.ended.wait(LIMIT)
+    assert watched.said[-1] == "others may write by now"
     assert answers == []
 
 

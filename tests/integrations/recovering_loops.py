@@ -3,9 +3,10 @@
     recovering_loops.py FOLDER SETTINGS
 
 SETTINGS is JSON: ``codec``, ``faults`` as ``[worker, place, step]`` or ``[worker, place, step,
-action]``, ``joins`` (from a step on, wait for all newcomers that replace lost ranks), ``spare``
-(wait until that worker does, at a step), ``waits`` (for a file, at a step), ``profile`` (a
-CommProfiler watches), ``mirror`` (of residuals), ``ranks``, ``per_host`` (ranks of a host),
+action]`` (step null: any), ``joins`` (from a step on, or at some, wait for all newcomers that
+replace lost ranks), ``spare`` (wait until that worker does, at a step), ``waits`` (for a file, at
+a step), ``profile`` (a CommProfiler watches), ``mirror`` (of residuals), ``ranks``, ``per_host``
+(ranks of a host),
 ``framework``, ``overflows`` (a GradScaler scales, and a step has an inf until it is taken again),
 ``dropout`` (of the inputs of a worker), ``accumulate`` (of a process alone), ``epochs`` and
 ``hang_timeout``. Every rank writes what it computes and what it has committed to
@@ -22,7 +23,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,9 @@ from lightning_dist.elastic.recovery.generations import Generations
 from lightning_dist.elastic.recovery.groups import GenerationGroups
 from lightning_dist.elastic.recovery.protocol import Keys
 from lightning_dist.exchange.channel import Channel
+from lightning_dist.integrations.loop.placement import LoopPlacement
+from lightning_dist.integrations.torch import recovery
+from lightning_dist.integrations.torch.placement import RecoverablePlacement
 
 SIZE, BATCH, EPOCHS = 60, 4, 3
 LIMIT = 80.0
@@ -120,7 +124,7 @@ class Faults:
             )
 
     def strike(self, place: str) -> None:
-        action = self._told.get((place, self.step))
+        action = self._told.get((place, self.step)) or self._told.get((place, None))
         if action == "hang":
             threading.Event().wait()
         elif action == "terminate":
@@ -128,6 +132,9 @@ class Faults:
             await_true(lambda: self.lifecycle.stop_requested, "the signal is noted")
         elif action == "out of memory":
             raise MemoryError("[test]")
+        elif action == "wait":
+            (self._folder / "waiting").touch()
+            await_file(self._folder / "go on")
         elif action is not None:
             os.kill(os.getpid(), SIGNALS[action])
 
@@ -164,6 +171,28 @@ def watch_groups(faults: Faults) -> None:
         return made(groups, *arguments, **named)
 
     GenerationGroups.made = making  # type: ignore[method-assign]
+
+
+def watch_places(faults: Faults, placement: type[RecoverablePlacement]) -> None:
+    """Strike where a state is sent and received, and where a checkpoint is written."""
+    handover, receive, write = placement._handover, recovery.from_rank, placement.write
+
+    def handing(placement: RecoverablePlacement) -> Any:
+        faults.strike("source")
+        return handover(placement)
+
+    def receiving(state: Any, *, rank: int, to: Sequence[int] | None = None) -> Any:
+        if to is not None and dist.get_rank() in to:
+            faults.strike("healed")
+        return receive(state, rank=rank, to=to)
+
+    def writing(placement: RecoverablePlacement, path: str) -> None:
+        faults.strike("saving")
+        write(placement, path)
+
+    placement._handover = handing  # type: ignore[method-assign]
+    placement.write = writing  # type: ignore[method-assign]
+    recovery.from_rank = receiving
 
 
 def watch_votes(folder: Path, faults: Faults, lost: list[Any]) -> None:
@@ -285,7 +314,9 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
         trace = (folder / f"{own}.trace").open("w")
         faulthandler.dump_traceback_later(told.get("limit", 100), exit=True, file=trace)
     faults = Faults(folder, told.get("faults", []))
+    faults.strike("warm-up")
     watch_groups(faults)
+    watch_places(faults, LoopPlacement)
     watch_votes(folder, faults, told.get("lost", []))
     module = Net()
     module.layers[1].weight.register_hook(lambda _: faults.strike("between buckets"))
@@ -332,7 +363,8 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
                     number = recovery.generations.now.number
                     world = loop._run.session.members.world_size
                     levels = recovery._reducer.network.intra is not None
-                    if begun >= told.get("joins", 1 << 20):
+                    joins = told.get("joins", 1 << 20)
+                    if begun in joins if isinstance(joins, list) else begun >= joins:
                         missing = told.get("ranks", 3) - world
                         await_newcomers(
                             recovery.generations, missing=missing, heartbeat=loop.heartbeat

@@ -4,7 +4,8 @@
 
 SETTINGS is JSON, as of `recovering_loops`: ``codec``, ``faults``, ``lost``, ``joins``, ``mirror``,
 ``ranks`` and ``per_host``; and ``accumulate``, ``clip``, ``validates`` (limit_val_batches),
-``interval`` (val_check_interval), ``across`` (which counts across epochs), ``syncs``, ``logs``,
+``interval`` (val_check_interval), ``across`` (which counts across epochs), ``syncs``, ``logs`` (to
+a CSV file; ``"wandb"``: to wandb too),
 ``metric`` (of training steps), ``meets`` (a callback waits), ``best`` (an AsyncCheckpoint and a
 CommProfiler), ``bar`` (of progress) and ``misses`` (as of `miss_end`).
 Every rank writes what it computes and what it has committed to ``FOLDER/<worker>.jsonl``.
@@ -26,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch.callbacks import TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from recovering_loops import (
     BATCH,
     EPOCHS,
@@ -39,13 +40,14 @@ from recovering_loops import (
     name_host,
     profiled,
     watch_groups,
+    watch_places,
     watch_votes,
 )
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_dist import AsyncCheckpoint, CompressedDDPStrategy, ElasticRestart
-from lightning_dist.integrations.lightning.elastic.placement import TrainerPlacement
+from lightning_dist.integrations.lightning.elastic.recovery import RecoveringPlacement
 from lightning_dist.integrations.lightning.elastic.sections import Sections
 
 
@@ -57,9 +59,10 @@ class Module(pl.LightningModule):
         self.net, self.told = Net(), told
         self.faults = Faults(folder, told.get("faults", []))
         self.own = os.environ["LIGHTNING_DIST_WORKER"]
+        self.faults.strike("warm-up")
         watch_groups(self.faults)
         watch_votes(folder, self.faults, told.get("lost", []))
-        watch_saves(self.faults)
+        watch_places(self.faults, RecoveringPlacement)
         self.log_file = (folder / f"{self.own}.jsonl").open("a", buffering=1)
         self.ids: list[int] = []
         self.validated: list[int] = []
@@ -202,17 +205,6 @@ def miss_end(folder: Path, module: Module, worker: str, step: int, hears: str) -
     Sections.commit = commit  # type: ignore[method-assign]
 
 
-def watch_saves(faults: Faults) -> None:
-    """Strike where a checkpoint is written."""
-    write = TrainerPlacement.write
-
-    def writing(placement: TrainerPlacement, path: str) -> None:
-        faults.strike("saving")
-        write(placement, path)
-
-    TrainerPlacement.write = writing  # type: ignore[method-assign]
-
-
 class Meets(pl.Callback):
     """Waits for all ranks after every batch."""
 
@@ -237,6 +229,9 @@ def train(folder: Path, told: dict[str, Any]) -> None:
     )
     others = [best, profiled(None, folder / "profile")] if "best" in told else []
     others += [Meets()] if "meets" in told else []
+    loggers: list[Any] = [CSVLogger(folder)]
+    if told.get("logs") == "wandb":
+        loggers.append(WandbLogger(offline=True, save_dir=folder))
     bar = TQDMProgressBar()
     others += [bar] if "bar" in told else []
     trainer = pl.Trainer(
@@ -258,7 +253,7 @@ def train(folder: Path, told: dict[str, Any]) -> None:
         check_val_every_n_epoch=None if "across" in told else 1,
         num_sanity_val_steps=1 if told.get("validates") else 0,
         log_every_n_steps=1,
-        logger=CSVLogger(folder) if told.get("logs") else False,
+        logger=loggers if told.get("logs") else False,
         enable_progress_bar="bar" in told,
         enable_model_summary=False,
     )

@@ -8,6 +8,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,6 +16,7 @@ import torch
 from processes import environment_of, kill_tree, run
 from recovering_loops import train
 from test_loop_recovery import SCRIPT, STEP, Job
+from test_trainer_recovery import TrainerJob
 
 from lightning_dist.elastic.recovery.node import RecoveryNode
 
@@ -43,6 +45,51 @@ def test_a_rank_that_is_stopped_is_replaced(
     require_weights(job, expected)
     assert f"killing worker {victim}: no heartbeat for 5" in job.output
     assert {line["committed"] for line in job.lines[f"{victim[:-1]}1"] if "committed" in line}
+
+
+@pytest.mark.parametrize("kind", [Job, TrainerJob])
+def test_ranks_that_are_stopped_while_they_save_send_and_receive(
+    kind: type[Job], tmp_path: Path, quick_python: list[str]
+) -> None:
+    """Two hosts of two ranks: a rank in a save, the source of the one in its place, and another."""
+    faults = [
+        ["0.1.0", "saving", 3, "stop"],
+        ["0.0.0", "source", None, "stop"],
+        ["0.0.1", "healed", None, "stop"],
+    ]
+    told: dict[str, Any] = {"ranks": 4, "per_host": 2, "restarts": 9, "limit": 200}
+    job = kind(tmp_path, quick_python, beats="5", faults=faults, joins=5, **told)
+    job.require_exact()
+    (tmp_path / "alone").mkdir()
+    job.require_weights(train(tmp_path / "alone", {"accumulate": 4}).state_dict())
+    for victim, *_ in faults:
+        assert f"killing worker {victim}: no heartbeat for 5" in job.output
+    assert all(line["levels"] == (line["world"] > 2) for line in job.of("committed"))
+    assert {line["world"] for line in job.lines["0.0.2"] if "committed" in line} == {4}
+    # Nothing is sent or saved in a step.
+    assert " is repeated" not in job.output
+
+
+@pytest.mark.parametrize("kind", [Job, TrainerJob])
+def test_a_rank_that_is_lost_again_and_again_while_it_comes_back(
+    kind: type[Job], expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
+) -> None:
+    """The others go on after each loss, with the step before or the next."""
+    places = ["warm-up", "groups", "healed", "forward", "between buckets", "after the vote"]
+    faults: list[list[Any]] = [["0.1.0", "between buckets", 1]]
+    faults += [[f"0.1.{number}", place, None] for number, place in enumerate(places, 1)]
+    told = {"restarts": 9, "limit": 200}
+    job = kind(tmp_path, quick_python, faults=faults, joins=2, **told)
+    job.require_exact()
+    job.require_weights(expected)
+    for victim, *_ in faults:
+        assert f"worker {victim} exited: SIGKILL" in job.output
+    assert "0.2.1" not in job.lines
+    assert {line["committed"] for line in job.lines["0.1.7"] if "committed" in line} >= {14, 15}
+    # In warm-up and while it is made a member it takes part in no step.
+    again = [line for line in job.output.splitlines() if " is repeated" in line]
+    assert len(again) <= 4
+    assert len({*again}) == len(again)
 
 
 @pytest.mark.parametrize("place", ["forward", "between buckets", "after the step"])

@@ -42,7 +42,8 @@ class Job:
         self.folder = folder
         self.ranks: int = told.get("ranks", 3)
         options = ["--monitor-interval=0.05", "--standalone", f"--nproc-per-node={self.ranks}"]
-        launcher = [*python, "-m", "lightning_dist.elastic.agent", *options, "--max-restarts=3"]
+        launcher = [*python, "-m", "lightning_dist.elastic.agent", *options]
+        launcher.append(f"--max-restarts={told.get('restarts', 3)}")
         script = ["--no-python", *python, self.script, folder, json.dumps(told)]
         done = run([*launcher, *script], limit=300, LIGHTNING_DIST_BEAT_TIMEOUT=beats)
         self.output = done.require_success().output

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +26,18 @@ NODES, RANKS = 2, 2
 
 
 class Nodes:
-    """A launcher in each of two network namespaces, and what their workers have written down."""
+    """A launcher in each network namespace, and what their workers have written down."""
 
-    def __init__(self, testbed: Testbed, python: list[str], folder: Path, **told: Any) -> None:
-        self._testbed, self.folder = testbed, folder
+    def __init__(
+        self, testbed: Testbed, python: list[str], folder: Path, *, ranks: int = RANKS, **told: Any
+    ) -> None:
+        self._testbed, self.folder, self._ranks = testbed, folder, ranks
         endpoint = f"{testbed.address(0)}:29400"
         self.launchers = []
-        for node in range(NODES):
+        for node in range(testbed.hosts):
             options = [
-                *("--monitor-interval=0.05", f"--nnodes={NODES}", f"--nproc-per-node={RANKS}"),
+                *("--monitor-interval=0.05", f"--nnodes={testbed.hosts}"),
+                f"--nproc-per-node={ranks}",
                 *("--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=job"),
                 f"--rdzv-conf=is_host={int(node == 0)}",
                 *(f"--local-addr={testbed.address(node)}", "--max-restarts=3"),
@@ -44,6 +49,7 @@ class Nodes:
                 "LIGHTNING_DIST_HOSTNAME": f"host{node}",
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
                 "LIGHTNING_DIST_BEAT_TIMEOUT": "5",
+                "LIGHTNING_DIST_MIN_WORKERS": "2",
             }
             with self._log(node).open("wb") as log:
                 launcher = subprocess.Popen(
@@ -69,30 +75,50 @@ class Nodes:
             found += [json.loads(line) for line in lines if line.endswith("\n")]
         return found
 
-    def wait_for_step(self, step: int) -> None:
-        """Until every worker has committed it."""
+    @property
+    def _nodes(self) -> range:
+        return range(self._testbed.hosts)
+
+    def wait_for_step(self, step: int, *, ranks: int | None = None) -> None:
+        """Until so many workers have committed it, all if None."""
+        ranks = len(self._nodes) * self._ranks if ranks is None else ranks
+        self.wait_until(
+            lambda: (
+                sum(line.get("committed") == step for n in self._nodes for line in self.lines(n))
+                >= ranks
+            )
+        )
+
+    def wait_until(self, is_true: Callable[[], bool]) -> None:
         end = time.monotonic() + LIMIT
-        while (
-            sum(line.get("committed") == step for n in range(NODES) for line in self.lines(n)) < 4
-        ):
-            assert time.monotonic() < end, "\n".join(map(self.said, range(NODES)))
+        while not is_true():
+            assert time.monotonic() < end, "\n".join(map(self.said, self._nodes))
             time.sleep(0.02)
 
     def wait_for_the_end_of(self, node: int) -> None:
         """Until no process of a node that was killed is left."""
-        end = time.monotonic() + LIMIT
+        self.wait_until(lambda: not self.processes(node))
+
+    def processes(self, node: int) -> list[int]:
         words = ["ip", "netns", "pids", self._testbed.namespace(node)]
-        while subprocess.run(words, capture_output=True, check=True, timeout=30).stdout.split():
-            assert time.monotonic() < end, "processes of a killed node are left"
-            time.sleep(0.02)
+        done = subprocess.run(words, capture_output=True, check=True, timeout=30)
+        return [*map(int, done.stdout.split())]
+
+    def set_link(self, node: int, state: str) -> None:
+        words = ["ip", "-n", self._testbed.namespace(node), "link", "set", INTERFACE, state]
+        subprocess.run(words, check=True, timeout=30)
 
     def require_exact(self, expected: dict[str, torch.Tensor]) -> None:
-        """Of the first node, which goes on by itself."""
+        """Each step in one generation, each sample once, and the weights of the first node."""
         assert self.launchers[0].wait(LIMIT) == 0, self.said(0)
-        lines = self.lines(0)
-        taken = {line["committed"]: line["generation"] for line in lines if "committed" in line}
-        assert sorted(taken) == [*range(1, 1 + EPOCHS * -(-SIZE // (4 * NODES * RANKS)))]
-        every = [*lines, *self.lines(1)]
+        every = [line for node in self._nodes for line in self.lines(node)]
+        committed = {
+            (line["committed"], line["generation"]) for line in every if "committed" in line
+        }
+        taken = dict(committed)
+        assert len(taken) == len(committed)
+        world_size = len(self._nodes) * self._ranks
+        assert sorted(taken) == [*range(1, 1 + EPOCHS * -(-SIZE // (4 * world_size)))]
         for epoch in range(EPOCHS):
             ids = [
                 number
@@ -101,7 +127,7 @@ class Nodes:
                 for number in line["ids"]
             ]
             assert sorted(ids) == [*range(SIZE)]
-        assert len({line["hash"] for line in lines if "end" in line}) == 1
+        assert len({line["hash"] for line in every if "end" in line}) == 1
         weights = torch.load(max(self.folder.glob("weights-0.*.pt")))
         for name, weight in weights.items():
             if name != "passes":
@@ -115,9 +141,9 @@ class Nodes:
 
 
 @pytest.fixture
-def testbed() -> Iterator[Testbed]:
+def testbed(request: pytest.FixtureRequest) -> Iterator[Testbed]:
     try:
-        with Testbed(hosts=NODES, link_mbit=None) as testbed:
+        with Testbed(hosts=getattr(request, "param", NODES), link_mbit=None) as testbed:
             yield testbed
     except TestbedUnavailable as reason:
         pytest.skip(str(reason))
@@ -140,20 +166,85 @@ def test_the_other_node_goes_on(
 ) -> None:
     """It is found by beats, and what comes later of the lost one changes nothing."""
     nodes = Nodes(testbed, quick_python, tmp_path, waits=["struck", STEP], accumulate=4)
-    link = ["ip", "-n", testbed.namespace(1), "link", "set", INTERFACE]
     try:
         nodes.wait_for_step(STEP)
         if fault == "node killed":
             kill_tree(nodes.launchers[1].pid)
             nodes.wait_for_the_end_of(1)
         else:
-            subprocess.run([*link, "down"], check=True, timeout=30)
+            nodes.set_link(1, "down")
         (tmp_path / "struck").touch()
         nodes.require_exact(expected)
         if fault == "link down":
-            subprocess.run([*link, "up"], check=True, timeout=30)
+            nodes.set_link(1, "up")
             assert nodes.launchers[1].wait(LIMIT) != 0
         assert max(line.get("committed", 0) for line in nodes.lines(1)) == STEP
         assert "no heartbeat for 5" in nodes.said(0) or "was lost" in nodes.said(0)
     finally:
         nodes.close()
+
+
+@pytest.mark.parametrize("testbed", [3], indirect=True)
+@pytest.mark.parametrize("fault", ["link down", "link up while groups are made", "stopped"])
+def test_a_leader_alone_is_evicted_and_writes_nothing_until_its_successor_comes(
+    fault: str, testbed: Testbed, tmp_path: Path, quick_python: list[str]
+) -> None:
+    """One rank on each of three nodes: the leader is cut off, or its node stands still.
+
+    It takes no step by itself, and ends before another one may write; a new process joins.
+    """
+    last = EPOCHS * SIZE // 12
+    told = {
+        "joins": [2, *range(STEP + 3, last)],
+        "saves": 1,
+        "limit": 200,
+        "waits": ["struck", STEP],
+        # 1.0.0 leads the others. In the generation after it there is time for more.
+        "faults": [["0.0.0", "forward", 1], ["2.0.0", "groups", STEP, "wait"]],
+    }
+    nodes = Nodes(testbed, quick_python, tmp_path, ranks=1, **told)
+    try:
+        nodes.wait_until(lambda: len([*tmp_path.glob(f"begun-{STEP}/*")]) == 3)
+        if fault == "stopped":
+            stopped = nodes.processes(1)
+            for process in stopped:
+                os.kill(process, signal.SIGSTOP)
+        else:
+            nodes.set_link(1, "down")
+        (tmp_path / "struck").touch()
+        nodes.wait_until((tmp_path / "waiting").exists)
+        if fault == "link up while groups are made":
+            nodes.set_link(1, "up")
+        (tmp_path / "go on").touch()
+        if fault == "stopped":
+            for process in stopped:
+                os.kill(process, signal.SIGCONT)
+        if fault == "link down":
+            nodes.wait_until(lambda: "has not answered the leader for 10 s" in nodes.said(1))
+            nodes.wait_for_step(STEP + 3, ranks=2)
+            nodes.set_link(1, "up")
+        (tmp_path / "alone").mkdir()
+        nodes.require_exact(dict(train(tmp_path / "alone", {"accumulate": 3}).state_dict()))
+        assert [launcher.wait(LIMIT) for launcher in nodes.launchers] == [0, 0, 0]
+    finally:
+        nodes.close()
+    committed = {
+        name: {json.loads(line).get("committed", 0) for line in path.read_text().splitlines()}
+        for name in ("1.0.0", "1.0.1")
+        for path in [tmp_path / f"{name}.jsonl"]
+    }
+    assert max(committed["1.0.0"]) == STEP
+    assert max(committed["1.0.1"]) == last
+    assert min(committed["1.0.1"] - {0}) > STEP
+    assert "worker 1.0.0 was lost: no heartbeat for 5" in nodes.said(0) + nodes.said(2)
+    assert {path.name for path in (tmp_path / "ckpt").glob("*.ckpt")} == {
+        f"epoch={EPOCHS - 1 + (step == last)}-step={step}.ckpt" for step in (last - 1, last)
+    }
+    journal = [
+        json.loads(line)
+        for path in (tmp_path / "ckpt/elastic").glob("rank-*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    changes = [line for line in journal if line["event"] == "change"]
+    numbers = [line["generation"] for line in sorted(changes, key=lambda line: line["time"])]
+    assert numbers == sorted({*numbers})

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+import wandb_runs
 from recovering_loops import EPOCHS, SIZE, train
 from test_loop_recovery import (
     OTHER_ENDS,
@@ -130,7 +131,8 @@ def test_a_rank_is_lost_at_the_end_of_an_epoch(
 ) -> None:
     """Its last step is taken again, or the first one of the next; validations go on."""
     faults = [["0.0.0", place, 4]]
-    told = {"faults": faults, "joins": 12, "validates": 2, "logs": True}
+    logs = "wandb" if place == "after the vote" else "csv"
+    told = {"faults": faults, "joins": 12, "validates": 2, "logs": logs}
     job = TrainerJob(tmp_path, quick_python, **told)
     job.require_exact()
     require_logged(job)
@@ -139,6 +141,29 @@ def test_a_rank_is_lost_at_the_end_of_an_epoch(
     rows = list(csv.DictReader(written.splitlines()))
     assert {int(row["step"]) for row in rows if row["loss_step"]} >= set(range(5, 15))
     assert "2.0" in {row["elastic/world_size"] for row in rows}
+    if logs == "wandb":
+        require_one_wandb_run(tmp_path)
+
+
+def require_one_wandb_run(folder: Path) -> None:
+    """Two leaders have logged, one after the other, each step at most once.
+
+    What wandb's process had not written yet is lost with the first one.
+    """
+    first, second = sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda p: p.parent.name)
+    assert first.name == second.name
+    steps = [
+        [
+            int(item.value_json)
+            for record in wandb_runs.written(path)
+            for item in record.history.item
+            if (item.key or item.nested_key[0]) == "trainer/global_step"
+        ]
+        for path in (first, second)
+    ]
+    assert [*steps[0], *steps[1]] == sorted([*steps[0], *steps[1]])
+    assert not set(steps[0]) & set(steps[1])
+    assert {*steps[1]} >= set(range(5, 15))
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 
@@ -26,6 +26,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
 )
 from torch.distributed.constants import default_pg_timeout
 
+from lightning_dist.elastic.launcher.answer import NoAnswerError, await_answer
 from lightning_dist.elastic.launcher.launch import Launch
 from lightning_dist.elastic.recovery.groups import init_alone
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
@@ -34,6 +35,8 @@ from lightning_dist.elastic.settings import RecoveryMode, require_recovery
 ROOT = "lightning_dist/attempts"
 POLL_SECONDS = (0.002, 0.1)
 """First and longest pause between two looks: the store's own waits cannot be interrupted."""
+_LAST_SECONDS = 5.0
+"""After the deadline, for a store that answers: then the error names the ranks."""
 
 
 def attempt_store(launch: Launch, *, timeout: timedelta) -> Store:
@@ -45,20 +48,30 @@ def attempt_store(launch: Launch, *, timeout: timedelta) -> Store:
         timeout: for the ranks to meet here, and then of every operation on the store.
 
     Raises:
-        TimeoutError: on rank 0, naming the ranks that did not come; on others, if rank 0 did not.
+        TimeoutError: on rank 0, naming the ranks that did not come; on others, if rank 0 did not;
+            on all, if the store does not answer.
     """
     deadline = time.monotonic() + timeout.total_seconds()
-    # As torch's env:// rendezvous makes it, except that the host does not wait for the others here,
-    # where it could not say who is missing.
-    store = TCPStore(
-        launch.master_addr,
-        launch.master_port,
-        is_master=launch.rank == 0 and not launch.shares_store,
-        timeout=timeout,
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
-    return meet(store, rank=launch.rank, world_size=launch.world_size, deadline=deadline)
+
+    def looks() -> Iterator[Store]:
+        # As torch's env:// rendezvous makes it, except that the host does not wait for the others
+        # here, where it could not say who is missing.
+        store = TCPStore(
+            launch.master_addr,
+            launch.master_port,
+            is_master=launch.rank == 0 and not launch.shares_store,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+        yield meet(store, rank=launch.rank, world_size=launch.world_size, deadline=deadline)
+
+    limit = timeout.total_seconds() + _LAST_SECONDS
+    try:
+        return await_answer(looks(), limit=limit)
+    except NoAnswerError as error:
+        address = f"{launch.master_addr}:{launch.master_port}"
+        raise TimeoutError(f"The ranks' store at {address} does not answer: {error}") from error
 
 
 def meet(store: Store, *, rank: int, world_size: int, deadline: float) -> Store:

@@ -46,6 +46,8 @@ class ProcessLifecycle:
         self._watchdog: Watchdog | None = None
         self.waits_for_another: Callable[[], bool] = lambda: False
         """Asked where there is no progress: whether another rank is the one that hangs."""
+        self.lapsed: Callable[[], str] = lambda: ""
+        """Asked again and again until the training has ended: why others may write by now."""
 
     @property
     def reason(self) -> str:
@@ -71,6 +73,7 @@ class ProcessLifecycle:
             self._settings.hang_timeout,
             last_words=self._last_words,
             waits=lambda: self.waits_for_another(),
+            lapsed=lambda: self.lapsed(),
         )
         self._watchdog.start()
 
@@ -112,6 +115,7 @@ class ProcessLifecycle:
 
     def finish(self) -> None:
         """The training has ended as it should: no batch is to be expected any more."""
+        self.lapsed = lambda: ""
         if self._watchdog is not None:
             self._watchdog.rest()
 

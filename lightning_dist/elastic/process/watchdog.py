@@ -59,6 +59,7 @@ class Watchdog:
         last_words: called before that with the reason.
         waits: whether this process only waits for one that has not come as far, which is the one
             that hangs; asked when there was no progress for so long.
+        lapsed: reason why this process may not go on; empty if it may.
         end: how the process ends.
         clock: in seconds.
     """
@@ -69,11 +70,12 @@ class Watchdog:
         *,
         last_words: Callable[[str], None] = lambda reason: None,
         waits: Callable[[], bool] = lambda: False,
+        lapsed: Callable[[], str] = lambda: "",
         end: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._hang_timeout = hang_timeout
-        self._last_words, self._waits = last_words, waits
+        self._last_words, self._waits, self._lapsed = last_words, waits, lapsed
         siblings = Siblings() if Launch.from_env().is_elastic else None
         self._end = end or (lambda why: _end(why, siblings))
         self._stopped = threading.Event()
@@ -105,7 +107,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stopped.wait(_PERIOD):
-            why = self._limit.expired()
+            why = self._limit.expired() or self._lapsed()
             if not why and (why := self._progress.expired()) and self._waits():
                 self.heartbeat()
                 continue

@@ -37,7 +37,12 @@ class Generations:
         self.progress: Callable[[], int] = lambda: 0
         """Number of waits of this worker for others, in this generation."""
         self.groups = GenerationGroups()
-        self._member = Member(environment, on_broken=self._break, progress=lambda: self.progress())
+        try:
+            self._member = Member(
+                environment, on_broken=self._break, progress=lambda: self.progress()
+            )
+        except StoreLostError as error:
+            self.end(str(error), code=EXIT_RESTART)
         self._tries = self._size = 0
 
     @property
@@ -63,6 +68,10 @@ class Generations:
     def waits_for_another(self) -> bool:
         """Whether another member has not come as far as this one. From any thread."""
         return self._member.waits_for_another()
+
+    def lapsed(self) -> str:
+        """Reason why another rank may write in the place of this one. From any thread."""
+        return self._member.lapsed()
 
     def finds_others(self) -> bool:
         """Whether there is a generation already, so that this worker joins others."""

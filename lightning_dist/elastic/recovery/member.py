@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from torch.distributed import (  # type: ignore[attr-defined]  # torch re-exports them silently
@@ -20,6 +19,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
     TCPStore,
 )
 
+from lightning_dist.elastic.launcher.answer import NoAnswerError, await_answer
 from lightning_dist.elastic.recovery.coordinator import RecoverySettings
 from lightning_dist.elastic.recovery.forks import installed_modules
 from lightning_dist.elastic.recovery.protocol import (
@@ -45,6 +45,10 @@ _PATIENCE = 120.0
 _CONNECT = 30.0
 """Seconds in which the store must accept a connection."""
 
+_LEASE = 30.0
+"""Seconds beyond the timeout of beats in which a leader without an answer ends: less than the next
+one waits for the checkpoint folder."""
+
 _REPORTED = 1 << 40
 """Progress of a member that has come to the end of its generation."""
 
@@ -58,12 +62,14 @@ class RecoveryEnvironment:
         port: of the same.
         worker: who this process is.
         report_timeout: as in RecoverySettings; also of every answer of the store.
+        beat_timeout: as in RecoverySettings.
     """
 
     host: str
     port: int
     worker: Worker
     report_timeout: float = RecoverySettings.report_timeout
+    beat_timeout: float = RecoverySettings.beat_timeout
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> RecoveryEnvironment | None:
@@ -73,16 +79,25 @@ class RecoveryEnvironment:
             return None
         host, _, port = store.rpartition(":")
         worker = Worker.parse(environ["LIGHTNING_DIST_WORKER"])
-        seconds = environ.get("LIGHTNING_DIST_REPORT_TIMEOUT") or cls.report_timeout
-        return cls(host, int(port), worker, float(seconds))
+        report = environ.get("LIGHTNING_DIST_REPORT_TIMEOUT") or cls.report_timeout
+        beat = environ.get("LIGHTNING_DIST_BEAT_TIMEOUT") or cls.beat_timeout
+        return cls(host, int(port), worker, float(report), float(beat))
 
     def connect(self) -> Store:
-        """A client of the store of its own: one that waits blocks all others who use it."""
+        """A client of the store of its own: one that waits blocks all others who use it.
+
+        Raises:
+            StoreLostError: the store is gone, or does not answer.
+        """
         timeout = timedelta(seconds=_CONNECT)
-        store = TCPStore(
-            self.host, self.port, is_master=False, wait_for_workers=False, timeout=timeout
-        )
-        return PrefixStore(ROOT, store)
+
+        def looks() -> Iterator[Store]:
+            yield TCPStore(
+                self.host, self.port, is_master=False, wait_for_workers=False, timeout=timeout
+            )
+
+        with _one_error():
+            return PrefixStore(ROOT, await_answer(looks(), limit=self.report_timeout))
 
 
 class StoreLostError(RuntimeError):
@@ -117,6 +132,7 @@ class Member:
         self._reason = ""  # why this generation is broken, as far as is known here
         self._waiting = 0  # newcomers so far
         self._lock = threading.Lock()
+        self._answered = time.monotonic()  # when the last beat that has arrived was sent
         self._is_over = False
         self._thread = threading.Thread(target=self._watch, name="recovery member", daemon=True)
         self._asking = self._thread  # the last that has asked the store for something
@@ -216,15 +232,19 @@ class Member:
             RuntimeError: the generation is broken.
         """
         key, size = Keys.met(self.generation.number), len(self.generation.members)
-        with _one_error():
+
+        def looks() -> Iterator[int | None]:
             end = time.monotonic() + _PATIENCE
             come = self.store.add(key, 1)
             while come < size and not self.is_broken:
                 if time.monotonic() > end:
                     raise RuntimeError(f"{size - come} members did not join within {_PATIENCE:g} s")
+                yield None
                 time.sleep(_BUSY)
                 come = self.store.add(key, 0)
-        if come < size:
+            yield come
+
+        if self._ask(looks()) < size:
             raise RuntimeError(f"a member was lost before all had arrived: {self._reason}")
 
     def waits_for_another(self) -> bool:
@@ -242,6 +262,17 @@ class Member:
             return self._ask(looks(), limit=_CONNECT)
         return False
 
+    def lapsed(self) -> str:
+        """Reason why this worker may not write any more; empty if it may. From any thread.
+
+        A leader whose beats do not arrive is evicted, and the next one waits until it has ended.
+        """
+        limit = self._environment.beat_timeout
+        limit += min(limit, _LEASE)
+        if self.generation.leader != self.name or time.monotonic() - self._answered <= limit:
+            return ""
+        return f"the launcher's store has not answered the leader for {limit:g} s"
+
     @property
     def _where(self) -> tuple[int, int]:
         progress = _REPORTED if self._has_reported else self._progress()
@@ -252,37 +283,14 @@ class Member:
         self._note(self.generation.number, reason or "an exchange has failed")
 
     def _ask(self, looks: Iterable[_T | None], *, limit: float | None = None) -> _T:
-        """The first of ``looks`` at the store that is not None, each within ``limit`` seconds.
+        """The first of ``looks`` at the store that is not None, each within ``limit`` seconds."""
 
-        In a thread: whoever asks a store that is stopped is blocked, whatever its timeout.
-        """
+        def started(thread: threading.Thread) -> None:
+            self._asking = thread
+
         limit = self._environment.report_timeout if limit is None else limit
-        answers: SimpleQueue[_T | Exception | None] = SimpleQueue()
-
-        def ask() -> None:
-            try:
-                for found in looks:
-                    answers.put(found)
-                    if found is not None or self._is_over:
-                        return
-            except Exception as error:  # it is raised where the answer is waited for
-                answers.put(error)
-
-        self._asking = threading.Thread(target=ask, name="recovery look", daemon=True)
-        self._asking.start()
         with _one_error():
-            while True:
-                try:
-                    found = answers.get(timeout=limit)
-                except Empty:
-                    raise RuntimeError(
-                        f"it must answer within {limit:g} s; see whether its launcher is stopped "
-                        "or cut off, or set LIGHTNING_DIST_REPORT_TIMEOUT higher"
-                    ) from None
-                if isinstance(found, Exception):
-                    raise found
-                if found is not None:
-                    return found
+            return await_answer(looks, limit=limit, started=started, is_over=lambda: self._is_over)
 
     def _say_broken(self, reason: str) -> None:
         self.store.set(Keys.broken(self.generation.number), reason or "?")
@@ -315,8 +323,10 @@ class Member:
                 if time.monotonic() >= next_beat:
                     beats, next_beat = beats + 1, time.monotonic() + BEAT_SECONDS
                     at = ".".join(map(str, self._where))
+                    sent = time.monotonic()
                     self._watched.set(Keys.beat(self.name), f"{beats} {at}")
                     self._waiting = self._watched.add(Keys.waiting, 0)
+                    self._answered = sent  # a set alone waits for no answer
                 self._watch_generation(number)
             except Exception as error:
                 self.break_off(f"the launcher's store is unavailable: {error}")
@@ -359,3 +369,8 @@ def _one_error() -> Iterator[None]:
         raise
     except RuntimeError as error:
         raise StoreLostError(f"the launcher's store does not answer: {error}") from error
+    except NoAnswerError as error:
+        raise StoreLostError(
+            f"the launcher's store does not answer: {error}, or set LIGHTNING_DIST_REPORT_TIMEOUT "
+            "higher"
+        ) from error

@@ -102,6 +102,7 @@ class LoopPlacement(RecoverablePlacement):
             mirror_every=self._mirror_every,
         )
         self.session.lifecycle.waits_for_another = generations.waits_for_another
+        self.session.lifecycle.lapsed = generations.lapsed
         generation, members = self.recovery.begin()
         while True:
             try:

@@ -61,6 +61,7 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
         private.guard_validation(trainer, self._validate, self.sections.commit)
         private.compute_at_epoch_end(trainer, strategy.meet)
         self._session.lifecycle.waits_for_another = strategy.generations.waits_for_another
+        self._session.lifecycle.lapsed = strategy.generations.lapsed
         if strategy.joins:
             self._join(recovery)
         else:
