@@ -143,8 +143,9 @@ def committed(folder: Path) -> dict[int, Step]:
         same = (final["attempt"], step)
         of = {line["rank"]: line for line in lines if (line["attempt"], line["step"]) == same}
         assert len(of) == final["world"], f"step {step} was done by ranks {sorted(of)} only"
-        dealt = {line["data"]: line["ids"] for line in of.values()}
-        assert all(line["ids"] == dealt[line["data"]] for line in of.values()), "of each part"
+        dealt = {line.get("data", line["rank"]): line["ids"] for line in of.values()}
+        parts = [(line.get("data", line["rank"]), line["ids"]) for line in of.values()]
+        assert all(dealt[part] == ids for part, ids in parts), "of each part"
         ids = sorted(id for each in dealt.values() for id in each)
         steps[step] = Step(
             final["epoch"], ids, {line["hash"] for line in of.values()}, final["world"]

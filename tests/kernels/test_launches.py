@@ -269,5 +269,7 @@ def test_hierarchical_with_uncompressed_parameters_beside(
         immediate=immediate,
         small=1000,
     )
-    assert counts["launches"] <= (10 if immediate else 12), counts
+    # Three hosts reduce payloads between them; the deferred commit encodes and reduces again.
+    most = (10, 12) if world_size == 2 * per_host else (12, 15)
+    assert counts["launches"] <= most[not immediate], counts
     assert counts["collectives"] <= 4, counts
