@@ -268,7 +268,7 @@ def communication_hooks(model: DistributedDataParallel) -> Sequence[tuple[Any, A
 
 # torch has no function that says so.
 def steps_in_backward(parameter: Tensor) -> bool:
-    """Whether an optimizer steps in the backward pass, as soon as the gradient is there."""
+    """Whether an optimizer steps in the backward pass, once a gradient is accumulated."""
     return hasattr(parameter, "_in_backward_optimizers")
 
 

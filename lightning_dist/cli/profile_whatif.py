@@ -139,8 +139,8 @@ def _check_shards(gradients: Sequence[str], parameters: Sequence[str]) -> None:
             suited = codec and (codec.of_shards if what == "gradients" else codec.of_parameters)()
             if codec is not None and suited is None:
                 raise ValueError(
-                    f"codec {name} cannot be of the {what} of a model that is sharded over all "
-                    "ranks; use one such as 'int8'"
+                    f"codec {name} does not work for the {what} of a model that is sharded over "
+                    "all ranks; use one such as 'int8'"
                 )
 
 

@@ -43,7 +43,7 @@ def _is_commit(value: object) -> bool:
 
 
 def is_by_level(codec: object) -> bool:
-    """Whether ``codec`` names those inside of a host and between hosts."""
+    """Whether ``codec`` has one codec inside a host and one between hosts."""
     return isinstance(codec, Mapping) and set(codec) == {"intra", "inter"}
 
 

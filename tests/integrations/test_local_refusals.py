@@ -25,6 +25,11 @@ def test_samples_are_given_where_they_count() -> None:
     run(train, 1)
 
 
+def of_another_optimizer() -> torch.optim.lr_scheduler.LRScheduler:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    return torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
@@ -43,6 +48,7 @@ def test_samples_are_given_where_they_count() -> None:
         ({"outer_optimizer": "adamw"}, "got 'adamw'; write lambda tensors"),
         ({"outer_schedule": torch.optim.lr_scheduler.ReduceLROnPlateau}, "number of outer steps"),
         ({"outer_schedule": "cosine"}, "got str; for a factor"),
+        ({"outer_schedule": of_another_optimizer()}, "from the outer optimizer"),
         ({"codec": "dgc"}, "difference of weights"),
         ({"sync_every": 7, "fragments": 7}, "at most the number of trained parameters, 6"),
     ],

@@ -223,7 +223,7 @@ def test_the_command_predicts_shards(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("--parameters", "qsgd", "parameters"),
     ):
         refused = CliRunner().invoke(program, [*command, option, codec])
-        assert f"codec {codec} cannot be of the {what}" in refused.stderr
+        assert f"codec {codec} does not work for the {what}" in refused.stderr
     result = CliRunner().invoke(program, [*command, *asked])
     assert (result.exit_code, result.stderr) == (0, "")
     found = json.loads(result.stdout)

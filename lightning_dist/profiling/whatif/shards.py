@@ -103,7 +103,7 @@ def _typical(steps: Sequence[Analysed], values: Array) -> list[float]:
 
 
 def _cost(steps: Sequence[Analysed], *, gathers: bool, ranks: int) -> CodecCost:
-    """What the codec of the parameters, or of the gradients, takes in a collective of the run."""
+    """Cost of the codec of the parameters, or of the gradients, as measured in the run."""
     exchanges = [
         span
         for each in steps

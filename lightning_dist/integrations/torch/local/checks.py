@@ -91,15 +91,17 @@ def require_workers(
         )
 
 
-def require_scheduler(made: object) -> None:
-    """Raise ValueError unless it is None or a scheduler of torch that counts steps alone."""
+def require_scheduler(made: object, *, outer: Optimizer) -> None:
+    """Raise ValueError unless it is None or a scheduler of ``outer`` that counts steps alone."""
     if made is not None and (
-        not isinstance(made, LRScheduler) or isinstance(made, ReduceLROnPlateau)
+        not isinstance(made, LRScheduler)
+        or isinstance(made, ReduceLROnPlateau)
+        or made.optimizer is not outer
     ):
         raise ValueError(
-            "outer_schedule must make a torch LRScheduler that depends on the number of outer "
-            f"steps alone, got {type(made).__name__}; for a factor of the learning "
-            "rate use lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor)"
+            "outer_schedule must make, from the outer optimizer, a torch LRScheduler that depends "
+            f"on the number of outer steps alone, got {type(made).__name__}; for a factor of "
+            "the rate use lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor)"
         )
 
 

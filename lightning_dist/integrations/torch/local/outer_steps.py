@@ -95,7 +95,7 @@ class LocalUpdates:
             outer_schedule(self.outer_optimizer) if callable(outer_schedule) else outer_schedule
         )
         """Of its learning rate; None: constant."""
-        require_scheduler(self.outer_scheduler)
+        require_scheduler(self.outer_scheduler, outer=self.outer_optimizer)
         self._gradients = PseudoGradients(
             self._fragments,
             self.reducer,
