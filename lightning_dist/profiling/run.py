@@ -183,6 +183,11 @@ class Run:
         )
 
     @property
+    def sync_every(self) -> int:
+        """Local steps between two outer ones; 0: gradients are exchanged in every step."""
+        return max((each.metadata.sync_every for each in self.ranks.values()), default=0)
+
+    @property
     def is_stock(self) -> bool:
         """Whether it is DDP's own exchange that is seen, and nothing is compressed."""
         stock = any(each.metadata.codec == "ddp" for each in self.ranks.values())

@@ -38,7 +38,7 @@ def on_terminal(
         os.close(theirs)
         said = b""
         try:
-            while select.select([ours], [], [], limit)[0]:  # while it runs: a terminal holds little
+            while readable(ours, limit):  # while it runs: a terminal holds little
                 said += os.read(ours, 1 << 16)
             job.kill()
         except OSError:  # how the end of a terminal is read
@@ -47,3 +47,13 @@ def on_terminal(
             os.close(ours)
         pipe = job.stdout.read().decode() if job.stdout else ""
     return Shown(job.returncode, said.decode(), pipe)
+
+
+def readable(descriptor: int, limit: float) -> bool:
+    """Whether there is something to read, or the end, within ``limit`` seconds.
+
+    (``select.select`` takes no descriptor above 1023, which a process of many tests may have.)
+    """
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(1000 * limit))

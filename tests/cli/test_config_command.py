@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pty
-import select
 import subprocess
 import termios
 import time
@@ -17,6 +16,7 @@ import pytest
 import yaml
 from calls import program
 from click.testing import Result
+from terminals import readable
 
 from lightning_dist.cli import config_accelerate
 from lightning_dist.configuration import OPTIONS, read
@@ -268,10 +268,10 @@ def _answered(words: list[str], answers: list[tuple[str, str]], *, limit: float)
     said, asked, end = "", 0, time.monotonic() + limit
     left = list(answers)
     try:
-        while job.poll() is None or select.select([ours], [], [], 0)[0]:
+        while job.poll() is None or readable(ours, 0):
             assert time.monotonic() < end, said
             try:
-                if select.select([ours], [], [], 0.05)[0]:
+                if readable(ours, 0.05):
                     said += os.read(ours, 1 << 16).decode(errors="replace")
             except OSError:  # how the end of a terminal is read
                 break

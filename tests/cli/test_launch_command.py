@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import shlex
 import signal
 import subprocess
@@ -15,6 +14,7 @@ import pytest
 from calls import program
 from click.testing import Result
 from processes import run
+from terminals import readable
 from torch.distributed.run import get_args_parser
 
 SHARING = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -208,7 +208,7 @@ def test_a_signal_leaves_no_ranks(script: Path, sent: signal.Signals) -> None:
             job.send_signal(sent)
             assert job.wait(60) != 0
             for rank in ranks:
-                assert select.select([rank], [], [], 30)[0], "a rank is still there"
+                assert readable(rank, 30), "a rank is still there"
         finally:
             job.kill()
             for rank in ranks:

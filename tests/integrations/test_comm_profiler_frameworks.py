@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ from comm_profiles import (
 from wandb_runs import history, records
 
 from lightning_dist.profiling.analysis.breakdown import analyse
+from lightning_dist.profiling.capture.events import PHASES, BucketTimes
+from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.costs import read_costs
 from lightning_dist.profiling.whatif.observe import observe
 
@@ -86,20 +89,34 @@ def test_what_would_help_is_not_measured_for(
     require_no_prediction(folders[case] / inside, reason)
 
 
-def test_local_updates_have_the_time_of_every_attempted_step(folders: dict[str, Path]) -> None:
+def test_exchanges_of_local_updates_are_in_the_profile(folders: dict[str, Path]) -> None:
     profiled, summary = profile(folders["local updates"])
-    output = (folders["local updates"] / "output-0.txt").read_text()
-    assert "with local updates an exchange is of many steps; step times are taken" in output
-    assert summary["unavailable"]["breakdown_ms"] == "no step was recorded in detail on all ranks"
-    for rank in profiled.ranks.values():
-        times = [step.duration / MS for step in rank.steps.values()]
-        assert len(times) == 12
-        assert all(time >= 50 for time in times[3::4])  # as long as exchanges are planted to be
-    assert profiled.ranks[0].metadata.codec.startswith("Int8")
+    assert [len(rank.steps) for rank in profiled.ranks.values()] == [12, 12]
+    assert {each.codec for each in _buckets(profiled)} == {"int8+none"}
+    for step in profiled.common_steps:
+        waiting, late = sorted(analyse(profiled, step), key=lambda each: each.rank)
+        assert sum(late.parts.values()) == late.duration
+        exchanges = step % 4 == 3
+        assert exchanges == bool(waiting.ns["exposed"]) == bool(late.ns["exposed"])
+        assert waiting.parts["exposed_wait"] >= 50 * MS * exchanges  # 250 are planted
+        assert late.parts["other"] >= 250 * MS * exchanges
+        control = [each for each in waiting.exchanges if each.group == "control"]
+        assert len(control) == exchanges
+        assert waiting.ns["exposed"] >= sum(each.end - each.begin for each in control)
+    reason = "with local updates all but their exchanges is in other"
+    assert dict.fromkeys(PHASES, reason).items() <= summary["unavailable"].items()
+    assert {summary["breakdown_ms"][phase] for phase in PHASES} == {None}
     with pytest.raises(ValueError, match=r"profile some steps of DDP.*--local-steps 4"):
         observe(profiled)
-    profiled, _ = profile(folders["lightning local"] / "comm_profile")
+    profiled, summary = profile(folders["lightning local"] / "comm_profile")
     assert [len(rank.steps) for rank in profiled.ranks.values()] == [24, 24]
+    assert summary["traffic"]["wire_bytes"] > 0
+
+
+def _buckets(profiled: Run) -> Iterator[BucketTimes]:
+    for rank in profiled.ranks.values():
+        for step in rank.steps.values():
+            yield from step.buckets
 
 
 @pytest.mark.parametrize("strategy", ["compressed_ddp", "ddp"])

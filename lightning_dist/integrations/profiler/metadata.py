@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dist.accelerator import has_streams
 from lightning_dist.elastic.launcher.launch import Launch
 from lightning_dist.elastic.recovery.protocol import Worker
-from lightning_dist.integrations.profiler.local import WHOLE_STEPS, LocalModel
+from lightning_dist.integrations.profiler.local import LocalModel
 from lightning_dist.integrations.profiler.sharded import ShardedModel
 from lightning_dist.integrations.torch.fsdp.attach import ShardedExchange
 from lightning_dist.profiling.capture.ddp_hook import why_not_watched
@@ -116,7 +116,7 @@ def run_metadata(
 def why_not_in_detail(model: DistributedDataParallel, reducer: Reducer | None = None) -> str:
     """Reason why events within a step cannot be timed; empty if they can."""
     if isinstance(model, LocalModel):
-        return WHOLE_STEPS
+        return model.why_not_in_detail()
     if reducer is not None and reducer.settings.delay:
         return "with delay=1 an exchange ends in the step after its own"
     kind = model.device.type

@@ -182,13 +182,15 @@ class ProfileRun:
             self.reasons.append(f"buckets: n/a, {self.metadata.unseen}")
         elif not isinstance(model, ShardedModel):
             self._watch_allreduce(model)
-        timer = self._session.timer
+        timer, recorder = self._session.timer, self._session.recorder
         self._watching: Watching | LocalWatching | None = (
-            LocalWatching(model, timer) if isinstance(model, LocalModel) else Watching(model, timer)
+            LocalWatching(model, timer, recorder)
+            if isinstance(model, LocalModel)
+            else Watching(model, timer)
         )
         self._collectives = ExitStack()
         if isinstance(model, ShardedModel):
-            self._collectives = model.watch_collectives(self._session.recorder)
+            self._collectives = model.watch_collectives(recorder)
 
     def _meet(self, parent: str | Path, rank: int) -> None:
         """Agree on a folder, and know who sees it. Collective."""

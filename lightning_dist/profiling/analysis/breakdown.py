@@ -200,7 +200,7 @@ def _analyse(run: Run, rank: int, step: int, spans: Sequence[TimelineSpan]) -> A
         **parts,
         "duration": record.duration,
         "exposed": sum(parts[name] for name in EXPOSED),
-        "exposed_fsdp": length(blocked),
+        "exposed_fsdp": length(blocked) if run.ranks[rank].metadata.fsdp else 0,
         "exchange": length(in_flight),
         "hidden": length(difference(in_flight, window)),
         "waited": sum(waited_for.values()),
@@ -240,7 +240,7 @@ def exposed_in(record: StepRecord) -> list[Interval]:
 
 
 def blocked_in(record: StepRecord) -> list[Interval]:
-    """Intervals in which the thread that trains waits for collectives of FSDP, or their codec."""
+    """Intervals in which the thread that trains waits: for FSDP's collectives or local updates'."""
     return union((max(s.begin, 0), min(s.end, record.duration)) for s in record.spans if s.blocks)
 
 

@@ -9,6 +9,7 @@ from lightning_dist.profiling.analysis.imbalance import growth_of
 from lightning_dist.profiling.analysis.metrics import METRICS, format_value
 from lightning_dist.profiling.analysis.parts import PhaseSkew, Summary
 from lightning_dist.profiling.analysis.tables import MS, Sample, StepTable
+from lightning_dist.profiling.capture.events import PHASES
 from lightning_dist.profiling.run import Run
 
 ONE_HOST = (
@@ -200,6 +201,7 @@ def unavailable_of(run: Run, chosen: Sample, table: StepTable, *, has_link: bool
         "counts as transfer"
     )
     nested = "forward and backward pass overlap; both are in backward"
+    whole = "with local updates all but their exchanges is in other"
     exchanges, sends = table.total("exchange") > 0, table.total("raw", "intra", "inter") > 0
     has_links, has_errors = (
         any(getattr(each, records) for each in run.ranks.values())
@@ -215,6 +217,7 @@ def unavailable_of(run: Run, chosen: Sample, table: StepTable, *, has_link: bool
         (_COMMUNICATION, table.has_no_exchange and not is_alone, no_bucket),
         (("exposed_codec",), not none, no_codec),
         (("forward",), not none and not table.total("forward"), nested),
+        (PHASES, not none and run.sync_every > 0, whole),
         (("overlap_fraction",), not exchanges, none or alone or _NO_EXCHANGE),
         (("traffic",), not sends and not none, no_traffic),
         (_RATES, sends and not table.total("moving"), _NO_EXCHANGE),

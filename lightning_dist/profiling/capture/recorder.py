@@ -68,7 +68,7 @@ class Recorder(Observer):
         self._orders: Counter[str] = Counter()
         self._own_orders: Counter[str] = Counter()
         self.holds_up = False
-        """Whether codecs work in the thread that trains."""
+        """Whether the thread that trains waits for codecs and exchanges."""
         self._bucket, self._phase = -1, ""
         self._since: Timestamp = 0
         self.spent = 0
@@ -128,10 +128,10 @@ class Recorder(Observer):
         bucket, begin = self._bucket, self._now()
         ready = None if mean is None else self._ready.pop(bucket, None)
         # Of this step, also where it is over before this has ended.
-        spans, buckets = self._spans, self._buckets
+        spans, buckets, blocks = self._spans, self._buckets, self.holds_up
 
         def completed(end: Timestamp) -> None:
-            spans.append(("exchange", bucket, begin, end, op, group, sent, order))
+            spans.append(("exchange", bucket, begin, end, op, group, sent, order, blocks))
             if mean is not None and ready is not None:
                 buckets.append((bucket, ready, end, *mean))
 

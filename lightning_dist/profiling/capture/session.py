@@ -97,6 +97,7 @@ class Session:
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._settings, self._clock = settings, clock
+        self._sees_phases = settings.in_detail and not metadata.sync_every
         self._device_clock: DeviceClock = HostClock(clock) if device_clock is None else device_clock
         self._next_step, self._on_step = begin_step, on_step
         self._on_error, self._on_problem = on_error, on_problem
@@ -169,7 +170,7 @@ class Session:
         buckets, spans = recorder.take()
         step = step._replace(
             number=self._step,
-            phases=step.phases if self._settings.in_detail else (),
+            phases=step.phases if self._sees_phases else (),
             buckets=buckets,
             spans=spans,
             detailed=recorder.is_on,

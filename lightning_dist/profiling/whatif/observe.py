@@ -94,23 +94,29 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     all_ranks = any(each.fsdp == "all_ranks" for each in abouts)
     is_fsdp = any(each.fsdp for each in abouts) and not all_ranks
     why_not = why_no_shards(every) if all_ranks else ""
-    sync_every = max(each.sync_every for each in abouts)
-    problems = {
-        f"it is of local steps (sync_every={sync_every}), whose exchanges are of no step and not "
-        "recorded in detail; profile some steps of DDP, `compress_ddp` or not, and give whatif "
-        f"--local-steps {sync_every}": sync_every > 0,
-        chosen.reason: bool(chosen.reason),
-        "one rank exchanges nothing": run.world_size < 2,
-        f"it has no step of rank {missing}": bool(missing),
-        why_not: bool(why_not),
-        "its model is sharded, and there is not one replica on each host": is_fsdp
-        and not all(_reaches_each_host(run, each, hosts) for each in abouts),
-        "no gradient bucket was observed": not any(each.record.buckets for each in every),
-        "its steps exchange gradients several times": not all_ranks
-        and any(len(passes_of(each.record)) > 1 for each in every),
-        "no exchange was recorded": not used.any(),
-    }
-    if problem := next((problem for problem, holds in problems.items() if holds), None):
+    reasons = (
+        (
+            run.sync_every > 0,
+            f"it is of local steps (sync_every={run.sync_every}), which exchange no gradients; "
+            "profile some steps of DDP, `compress_ddp` or not, and give whatif "
+            f"--local-steps {run.sync_every}",
+        ),
+        (chosen.reason, chosen.reason),
+        (run.world_size < 2, "one rank exchanges nothing"),
+        (missing, f"it has no step of rank {missing}"),
+        (why_not, why_not),
+        (
+            is_fsdp and not all(_reaches_each_host(run, each, hosts) for each in abouts),
+            "its model is sharded, and there is not one replica on each host",
+        ),
+        (not any(each.record.buckets for each in every), "no gradient bucket was observed"),
+        (
+            not all_ranks and any(len(passes_of(each.record)) > 1 for each in every),
+            "its steps exchange gradients several times",
+        ),
+        (not used.any(), "no exchange was recorded"),
+    )
+    if problem := next((reason for holds, reason in reasons if holds), None):
         raise ValueError(f"Nothing can be predicted from this profile: {problem}")
     codec, device = _codec(every), run.ranks[min(run.ranks)].metadata.device or "cpu"
     across = ["inter" in each.groups for each in abouts]
