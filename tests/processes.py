@@ -153,10 +153,20 @@ def kill_tree(pid: int) -> None:
         with suppress(ProcessLookupError):
             handle = os.pidfd_open(descendant)
             signal.pidfd_send_signal(handle, signal.SIGKILL)
-            select.select([handle], [], [], 10)  # readable once it is gone
+            readable(handle, 10)  # once it is gone
             os.close(handle)
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
+
+
+def readable(descriptor: int, limit: float) -> bool:
+    """Whether there is something to read, or the end, within ``limit`` seconds.
+
+    (``select.select`` takes no descriptor above 1023, which a process of many tests may have.)
+    """
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(1000 * limit))
 
 
 def _descendants(pid: int) -> list[int]:

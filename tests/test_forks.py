@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 from forks import with_seeds
-from processes import run, torchrun
+from processes import readable, run, torchrun
 
 SCRIPT = """
 import atexit, json, os, sys
@@ -80,7 +79,7 @@ def test_who_kills_the_client_ends_the_fork(quick_python: list[str]) -> None:
         assert client.stdout is not None
         fork = os.pidfd_open(int(client.stdout.readline()))
         client.kill()
-        assert select.select([fork], [], [], 30)[0], "it is still there"
+        assert readable(fork, 30), "it is still there"
         os.close(fork)
 
 

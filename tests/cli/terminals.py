@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import pty
-import select
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from processes import readable
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,3 @@ def on_terminal(
             os.close(ours)
         pipe = job.stdout.read().decode() if job.stdout else ""
     return Shown(job.returncode, said.decode(), pipe)
-
-
-def readable(descriptor: int, limit: float) -> bool:
-    """Whether there is something to read, or the end, within ``limit`` seconds.
-
-    (``select.select`` takes no descriptor above 1023, which a process of many tests may have.)
-    """
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(1000 * limit))

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from calls import program
 from click.testing import Result
-from terminals import readable
+from processes import readable
 
 from lightning_dist.cli import config_accelerate
 from lightning_dist.configuration import OPTIONS, read

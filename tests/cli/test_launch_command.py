@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from calls import program
 from click.testing import Result
-from processes import run
-from terminals import readable
+from processes import readable, run
 from torch.distributed.run import get_args_parser
 
 SHARING = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
