@@ -33,15 +33,15 @@ def is_found(way: str) -> None:
         from lightning.pytorch.strategies import StrategyRegistry
 
         assert {f"compressed_ddp_{name}" for name in NAMES} <= set(StrategyRegistry)
-    assert type(resolve_codec("rowint8:row=64")).__module__ == "own_package.codecs"
+    assert type(resolve_codec("rowint8:block=64")).__module__ == "own_package.codecs"
     assert list(CODECS)[-3:] == [*NAMES, "int8_broadcast"]
-    assert describe(CODECS["rowint8"]())["options"] == {"row": 256}
+    assert describe(CODECS["rowint8"]())["options"] == {"block": 256}
     assert calibrate(["rowint8"], units=1, rounds=1)["rowint8"].wire == 1 + 2 / 1024
 
 
 def keeps_the_laws() -> None:
     for row in (1, 50, 256):
-        check_codec(resolve_codec(f"rowint8:row={row}"))  # type: ignore[arg-type]
+        check_codec(resolve_codec(f"rowint8:block={row}"))  # type: ignore[arg-type]
     check_codec(resolve_codec("int8_decay"))  # type: ignore[arg-type]
 
 
