@@ -47,7 +47,7 @@ _LINES = 400
 _GOODPUT_RANKS, _GOODPUT_STEP, _KILL_EVERY = 4, 0.5, 2.75
 _WARM_UP = 10.0
 """Seconds of steps in which the launcher's fork server imports."""
-_COST_STEP, _COST_WARMUP, _COST_STEPS = 0.05, 150, 150
+_COST = ((0.05, 150, 150), (0.5, 20, 40))
 """Seconds of sleep in a step, and steps while the fork server imports, and after."""
 _TORCHFT = {"": {}, " (heartbeat_timeout_ms=1000)": {"heartbeat_timeout_ms": 1000}}
 
@@ -113,13 +113,14 @@ class Job:
             if line["step"] > newest - 20 and Path(f"/proc/{process}").exists()
         ]
 
-    def wait_for(self, found: Callable[[], Any], what: str) -> Any:
+    def wait_for(self, found: Callable[[], Any], what: str, *, every: float = 0.02) -> Any:
+        """What is ``found``, looked for ``every`` so many seconds, which takes time of a core."""
         end = time.monotonic() + _LIMIT
         while not (thing := found()):
             ended = not self._by_us and self._processes[0].poll() is not None
             if time.monotonic() > end or ended:
                 raise RuntimeError(f"{what} has not come: {self.said()}")
-            time.sleep(0.02)
+            time.sleep(every)
         return thing
 
     def times(self, count: int) -> list[float]:
@@ -235,7 +236,7 @@ def measure_strikes(root: str, draw: random.Random, *, kills: int, stops: int) -
 
 
 def measure_cost(root: str, *, rounds: int) -> list[Line]:
-    """One row: medians of steps of 2 ranks without faults, in turns.
+    """A row for each length of a step: medians of 2 ranks without faults, in turns.
 
     Beside steps with ``recovery="restart"`` and the immediate commit, those with the deferred one,
     which a recovery needs. Kernels are compiled, as those of large models are by default.
@@ -245,18 +246,21 @@ def measure_cost(root: str, *, rounds: int) -> list[Line]:
         "deferred_ms": {"recovery": "restart", "commit": "deferred"},
         "with_ms": {"recovery": "in_process"},
     }
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for name in [*ways] * rounds:
-        settings = {**_TRAINING, **ways[name], "seconds": _COST_STEP, "compile_kernels": True}
-        with running("ours", root, ranks=2, options=settings) as job:
-            job.all_there()
-            steps = _COST_WARMUP + _COST_STEPS
-            times = job.wait_for(partial(job.times, steps), "enough steps")[_COST_WARMUP:]
-        found[name].append(1e3 * median(after - before for before, after in pairwise(times)))
-        print("cost:", name, f"{found[name][-1]:.3f}", flush=True)
-    row = {name: median(values) for name, values in found.items()}
-    row["cost"] = row["with_ms"] / row["without_ms"] - 1
-    return [{"kind": "cost", "trials": rounds, **row}]
+    rows = []
+    for seconds, warmup, counted in _COST:
+        found: dict[str, list[float]] = {name: [] for name in ways}
+        for name in [*ways] * rounds:
+            settings = {**_TRAINING, **ways[name], "seconds": seconds, "compile_kernels": True}
+            with running("ours", root, ranks=2, options=settings) as job:
+                job.all_there()
+                enough = partial(job.times, warmup + counted)
+                times = job.wait_for(enough, "enough steps", every=1.0)[warmup:]
+            found[name].append(1e3 * median(after - before for before, after in pairwise(times)))
+            print("cost:", seconds, name, f"{found[name][-1]:.3f}", flush=True)
+        row = {name: median(values) for name, values in found.items()}
+        row["cost"] = row["with_ms"] / row["without_ms"] - 1
+        rows.append({"kind": "cost", "sleep_s": seconds, "trials": rounds, **row})
+    return rows
 
 
 def measure_goodput(root: str, draw: random.Random, *, kills: int) -> list[Line]:
@@ -267,6 +271,7 @@ def measure_goodput(root: str, draw: random.Random, *, kills: int) -> list[Line]
     row = {"kind": "goodput", "trials": done, "seconds": seconds, "steps": len(worlds)}
     row |= {"steps_without_kills": len(free), "steps_share": len(worlds) / len(free)}
     row["mean_ranks"] = sum(worlds) / len(worlds)
+    row["bound"] = 1 - _GOODPUT_STEP / _KILL_EVERY  # of each kill, a step is taken again
     print(row, flush=True)
     return [row]
 

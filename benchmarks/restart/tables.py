@@ -117,6 +117,7 @@ def _ways(rows: Rows) -> list[Row]:
 def _without_kills(meta: Any, rows: Rows) -> str:
     """What was measured beside kills, each in one sentence."""
     of = {row["kind"]: row for row in rows}
+    costs = [row for row in rows if row["kind"] == "cost"]
     text = "3 ranks, 1 M parameters, steps of 20 ms of sleep; medians."
     if stopped := of.get("stopped"):
         text += (
@@ -124,17 +125,18 @@ def _without_kills(meta: Any, rows: Rows) -> str:
             f"after {stopped['detection_s']:g} s, and their next step ends "
             f"{stopped['undetected_s']:.2f} s later, at most {stopped['undetected_max_s']:.2f} s."
         )
-    if cost := of.get("cost"):
+    for cost in costs:
         text += (
-            f" Without faults: {cost['with_ms']:.2f} ms a step of 50 ms of sleep, beside "
-            f'{cost["without_ms"]:.2f} ms with `recovery="restart"` and '
+            f" Without faults: {cost['with_ms']:.2f} ms a step of {cost['sleep_s']:g} s of sleep, "
+            f'beside {cost["without_ms"]:.2f} ms with `recovery="restart"` and '
             f'{cost["deferred_ms"]:.2f} ms with that and `commit="deferred"`.'
         )
     if goodput := of.get("goodput"):
         text += (
             f" With 4 ranks, steps of 0.5 s and a kill every 2.75 s ({goodput['trials']} kills): "
             f"{goodput['steps']} steps in {goodput['seconds']:.0f} s, {goodput['steps_share']:.0%} "
-            f"of the {goodput['steps_without_kills']} without kills, with "
+            f"of the {goodput['steps_without_kills']} without kills (at most "
+            f"{goodput['bound']:.0%}, since each kill repeats a step), with "
             f"{goodput['mean_ranks']:.1f} ranks on average."
         )
     return text
