@@ -146,6 +146,8 @@ class Module(pl.LightningModule):
 
     def on_validation_start(self) -> None:
         self.validated = []
+        if self.told.get("syncs", False):
+            self.trainer.strategy.barrier()  # a fault at its first batch finds all ranks in it
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.faults.strike("validation" if batch_idx == 0 else "later in the validation")
