@@ -106,6 +106,7 @@ def test_exchanges_of_local_updates_are_in_the_profile(folders: dict[str, Path])
     reason = "with local updates all but their exchanges is in other"
     assert dict.fromkeys(PHASES, reason).items() <= summary["unavailable"].items()
     assert {summary["breakdown_ms"][phase] for phase in PHASES} == {None}
+    assert {each["step"] for each in summary["errors"]} == {11}  # of the third exchange
     with pytest.raises(ValueError, match=r"profile some steps of DDP.*--local-steps 4"):
         observe(profiled)
     profiled, summary = profile(folders["lightning local"] / "comm_profile")

@@ -98,6 +98,7 @@ class Session:
     ) -> None:
         self._settings, self._clock = settings, clock
         self._sees_phases = settings.in_detail and not metadata.sync_every
+        self._steps_of_exchange = max(metadata.sync_every, 1)
         self._device_clock: DeviceClock = HostClock(clock) if device_clock is None else device_clock
         self._next_step, self._on_step = begin_step, on_step
         self._on_error, self._on_problem = on_error, on_problem
@@ -221,7 +222,8 @@ class Session:
         step, every, recorder = self._step, self._settings.error_every_n_steps, self.recorder
         in_detail = self._settings.in_detail
         recorder.is_on = in_detail and self._governor.wants(step)
-        due = in_detail and every > 0 and step % every == min(_AT, every - 1)
+        exchange, of = step // self._steps_of_exchange, max(every // self._steps_of_exchange, 1)
+        due = in_detail and every > 0 and exchange % of == min(_AT, of - 1)
         looks = due and self._error_governor.wants(step // every)
         recorder.errors.ask(step if looks else None)
 
