@@ -32,7 +32,7 @@ from lightning_dist.log import warn
 from lightning_dist.private import before_compile
 from lightning_dist.profiling.analysis.imbalance import ResidualAlarm
 from lightning_dist.profiling.analysis.parts import Summary
-from lightning_dist.profiling.capture.events import ErrorRecord
+from lightning_dist.profiling.capture.events import FINISHED, ErrorRecord
 from lightning_dist.profiling.capture.session import SessionSettings
 from lightning_dist.profiling.capture.torch_tools import require_traceable
 
@@ -190,7 +190,7 @@ class CommProfiler(pl.Callback):
             assert self._sigterm is not None
             # A launcher that ends all ranks because of one comes in the middle of this.
             self._sigterm.closing()
-            self._close("finished" if error is None else _reason(error), together=error is None)
+            self._close(FINISHED if error is None else _reason(error), together=error is None)
         if self._sigterm.came and error is None:
             raise SystemExit(CODE)
 
@@ -270,7 +270,7 @@ class CommProfiler(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._nothing and self._print_summary and trainer.is_global_zero:
             print(self._nothing)  # a reader looks here, and Python shows a warning once
-        self._close("finished", together=True)
+        self._close(FINISHED, together=True)
         if self.summary is not None and self._run is not None:
             log_summary(trainer, self.summary, self._run.folder, upload=self._upload)
 

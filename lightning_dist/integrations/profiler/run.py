@@ -248,7 +248,7 @@ class ProfileRun:
         """Watch no more, and have all lines in the file; what did not reach rank 0, and why.
 
         Args:
-            reason: ``"finished"``, or what happened.
+            reason: ``FINISHED``, or what happened.
             together: all ranks close now, so that they can compare clocks once more.
         """
         if self._watching is None:

@@ -9,7 +9,7 @@ from lightning_dist.profiling.analysis.imbalance import growth_of
 from lightning_dist.profiling.analysis.metrics import METRICS, format_value
 from lightning_dist.profiling.analysis.parts import PhaseSkew, Summary
 from lightning_dist.profiling.analysis.tables import MS, Sample, StepTable
-from lightning_dist.profiling.capture.events import PHASES
+from lightning_dist.profiling.capture.events import FINISHED, PHASES
 from lightning_dist.profiling.run import Run
 
 ONE_HOST = (
@@ -146,7 +146,7 @@ def _ended_by(run: Run) -> list[str]:
     }
     ranks_of: dict[str, list[int]] = {}
     for rank in sorted(ends, key=times.__getitem__):
-        if ends[rank].reason != "finished":
+        if ends[rank].reason != FINISHED:
             ranks_of.setdefault(ends[rank].reason.rstrip(": "), []).append(rank)
     endings = [
         f"{reason} (rank {', '.join(map(str, sorted(ranks)))})"
@@ -236,7 +236,7 @@ def _why_no_step(run: Run) -> str:
     endings = {each.end.reason for each in run.ranks.values() if each.end is not None}
     if not endings:
         return "the training was killed in its first second, or has not made a step yet"
-    if endings != {"finished"}:
+    if endings != {FINISHED}:
         return "the training ended before its first step was over"
     return "no optimizer has stepped with parameters of the model; profile a few steps or more"
 

@@ -26,6 +26,9 @@ GLOO_AT_ONCE = 2
 PHASES = ("between_steps", "forward", "backward", "optimizer")
 """Phases of a step."""
 
+FINISHED = "finished"
+"""Reason of the end of a training that came to its end."""
+
 
 class _Record(Struct, frozen=True, tag_field="kind"):
     """One line: an object whose ``kind`` says which record it is."""
@@ -244,6 +247,7 @@ class EndRecord(_Record, frozen=True, tag="end"):
     """The last line, if the process could write one.
 
     Args:
+        reason: :data:`FINISHED`, or what ended the training.
         at: when the training ended, on this rank's clock; None: not known.
     """
 
