@@ -54,7 +54,7 @@ class Recovery(Protocol):
     def failed(self, error: RuntimeError) -> None:
         """The exchange has failed, for the first time in these groups. Must be quick."""
 
-    def verdict(self) -> bool | None:
+    def vote_result(self) -> bool | None:
         """Result of a vote whose all-reduce has failed on this rank: whether the step was finite.
 
         None: no rank has received it, and the step is given up. May wait for the other ranks.
@@ -193,10 +193,10 @@ def ask(
         raise
     except RuntimeError as error:
         failures.note(error)
-        verdict = recovery.verdict()
-        if verdict is None:
+        result = recovery.vote_result()
+        if result is None:
             raise
-        return Answer(finite=verdict)
+        return Answer(finite=result)
 
 
 def sum_of_bits(group: CodecGroup, bucket: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ STATES: dict[str, Report | None] = {
     "trains": None,
     "failed": Report("", 3, STEP, failed=True),
     "holds": Report("", 3, STEP, holds=True, failed=True),
-    "applied": Report("", 3, STEP + 1, verdict=False),
+    "applied": Report("", 3, STEP + 1, finite=False),
     "paused": Report("", 3, STEP),
     "not healed": Report("", 3, -1, failed=True),
 }
@@ -120,7 +120,7 @@ def verify(facts: Facts) -> None:
     newest = [who for who in stopped if steps[who] == after.step]
     assert after.step == max(steps.values()) >= 0
     assert after.source in newest
-    assert after.verdict == facts.reports[newest[0]].verdict
+    assert after.finite == facts.reports[newest[0]].finite
     parts = [*newest, *after.commits, *after.heals]
     assert sorted(parts) == sorted(members), "each is newest, commits or is healed, and only one"
     assert {*after.newcomers} <= {*after.heals}
@@ -143,7 +143,7 @@ reports = st.builds(
     worker=st.just(""),
     step=st.integers(-1, 2),
     holds=st.booleans(),
-    verdict=st.booleans(),
+    finite=st.booleans(),
     failed=st.booleans(),
     fingerprint=st.just("a"),
 )
@@ -237,12 +237,12 @@ def test_the_leader_stays_and_its_heir_has_the_state() -> None:
 
 
 def test_one_has_applied_the_step() -> None:
-    """Whoever holds all payloads commits, with the verdict of who has the answer; others heal."""
+    """Whoever holds all payloads commits, with the result of who has the answer; others heal."""
     now = generation(4)
     after = Facts(now, stop(now, "failed", "holds", "applied", "trains"), dead={name(3): ""}).next
     assert after is not None
     assert (after.commits, after.heals, after.source) == (("0.1.0",), ("0.0.0",), "1.0.0")
-    assert (after.step, after.verdict) == (STEP + 1, False)
+    assert (after.step, after.finite) == (STEP + 1, False)
 
 
 def test_all_hold_and_nobody_has_the_answer() -> None:

@@ -130,7 +130,7 @@ def test_a_rank_that_has_missed_the_answer_commits_by_itself(commit: Commit, cod
         ends = []
         for misses in (False, True):
             model = Model(among(rank, FOUR, f"{misses}", per_host=2), codec, commit=commit)
-            told = Told(verdict=True)
+            told = Told(result=True)
             model.reducer.leave_failures_to(told)
             model.step(rank.rank, 0)
             if misses and rank.rank == 1:

@@ -32,10 +32,10 @@ both_commits = pytest.mark.parametrize("commit", ["immediate", "deferred"])
 
 
 class Told:
-    """A recovery that knows the verdict beforehand, and takes note."""
+    """A recovery that knows the result of a vote beforehand, and takes note."""
 
-    def __init__(self, verdict: bool | None = None, *, pauses: bool = False) -> None:
-        self.known, self.wants = verdict, pauses
+    def __init__(self, result: bool | None = None, *, pauses: bool = False) -> None:
+        self.known, self.wants = result, pauses
         self.errors: list[str] = []
         self.asked = 0
 
@@ -45,7 +45,7 @@ class Told:
     def failed(self, error: RuntimeError) -> None:
         self.errors.append(str(error))
 
-    def verdict(self) -> bool | None:
+    def vote_result(self) -> bool | None:
         self.asked += 1
         return self.known
 
@@ -306,7 +306,7 @@ def test_a_rank_that_has_missed_the_answer_commits_by_itself(commit: Commit, cod
         ends = []
         for misses in (False, True):
             model = Model(rank.network(), codec, commit=commit)
-            told = Told(verdict=True)
+            told = Told(result=True)
             model.reducer.leave_failures_to(told)
             digests = [digest(model.step(rank.rank, 0))]
             if misses and rank.rank == 1:
@@ -328,12 +328,12 @@ def test_a_rank_that_has_missed_the_answer_commits_by_itself(commit: Commit, cod
     assert found[0][0][1] == found[1][0][1]
 
 
-def test_the_verdict_that_a_step_was_not_finite_is_taken_as_it_was() -> None:
+def test_the_result_that_a_step_was_not_finite_is_taken_as_it_was() -> None:
     """A rank that did not hear of another's inf does not commit what it owes."""
 
     def body(rank: Rank) -> list[str]:
         model = Model(rank.network(), "int8")
-        model.reducer.leave_failures_to(Told(verdict=False))
+        model.reducer.leave_failures_to(Told(result=False))
         model.step(rank.rank, 0)
         state = state_of(model)
         if rank.rank == 1:

@@ -63,7 +63,7 @@ class Report:
         step: optimizer steps that it has applied; -1 where it has no state of the training, as a
             newcomer, also one that has not been healed yet when its generation fails.
         holds: it has all payloads of the next step, and misses only the answer to the vote.
-        verdict: of the last vote that it has the answer to: whether that step was finite.
+        finite: of the last vote that it has the answer to: whether that step was finite.
         failed: False where it pauses at a step boundary, for newcomers.
         reason: of the failure, for people.
         fingerprint: of model, settings and versions; a newcomer whose is another is refused.
@@ -74,7 +74,7 @@ class Report:
     generation: int = NOT_YET
     step: int = -1
     holds: bool = False
-    verdict: bool = True
+    finite: bool = True
     failed: bool = False
     reason: str = ""
     fingerprint: str = ""
@@ -90,7 +90,7 @@ class Generation:
         members: names by rank.
         step: optimizer steps that every member has applied before it goes on.
         commits: members that hold all payloads of step ``step`` and apply it before they go on.
-        verdict: whether that step was finite.
+        finite: whether that step was finite.
         heals: members, newcomers among them, that receive the state of ``source``.
         source: who sends its state; it has applied ``step`` steps. None where nobody needs one:
             all begin.
@@ -109,7 +109,7 @@ class Generation:
     members: Sequence[str] = ()
     step: int = 0
     commits: Sequence[str] = ()
-    verdict: bool = True
+    finite: bool = True
     heals: Sequence[str] = ()
     source: str | None = None
     leader: str = ""
@@ -272,7 +272,7 @@ def next_generation(
         members=tuple(sorted((*stopped, *admitted), key=Worker.parse)),
         step=step,
         commits=tuple(commits),
-        verdict=reports[newest[0]].verdict if newest else True,
+        finite=reports[newest[0]].finite if newest else True,
         heals=(*heals, *(admitted if stopped else ())),
         source=newest[0] if newest else None,
         leader=now.leader if now.leader in stopped else (newest or commits or admitted)[0],

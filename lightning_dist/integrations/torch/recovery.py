@@ -118,14 +118,14 @@ class StepRecovery:
         """The exchange of this generation has failed."""
         self.generations.break_off(str(error))
 
-    def verdict(self) -> bool | None:
+    def vote_result(self) -> bool | None:
         """Decision of the next generation on the step whose payloads are complete."""
         try:
             self._next = self.generations.report(self._report(holds=True, failed=True))
         except StoreLostError as error:
             self._store_lost = error
             return None
-        return self._next.verdict if self.generations.name in self._next.commits else None
+        return self._next.finite if self.generations.name in self._next.commits else None
 
     # Steps, on the thread of the training.
 
@@ -320,7 +320,7 @@ class StepRecovery:
             generation=self.generations.now.number,
             step=self._steps() if self._has_state else -1,
             holds=holds,
-            verdict=self._reducer.answer.finite,
+            finite=self._reducer.answer.finite,
             failed=failed,
             reason="" if failure is None else str(failure)[:300],
             fingerprint=self._fingerprint,
