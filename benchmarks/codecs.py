@@ -12,10 +12,10 @@ the machine then counts less), on CUDA between events.
 touches 8 bytes an element. A pass whose data were still in a cache may exceed 100.
 
 Memory: 2, 4 and 8 processes train with int8 in 16 buckets, with both ways to commit; what residuals
-and payload buffers take, per compressed element, and the resident set after 300 steps and at the
-end.
+and payload buffers take, per compressed element, and the resident set after 30 % of the steps
+and at the end. The more ranks, the fewer steps.
 
-    python -m benchmarks.codecs --json PATH [--rounds N] [--steps N] [--device cuda] [--codec NAME]
+    python -m benchmarks.codecs --json PATH [--rounds N] [--steps N] [--device cuda] [--only KIND]
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def measure_speed(
     copy_s, gigabytes = statistics.median(copies), source.nbytes / 1e9
     rows = []
     for key, passes in cases.items():
-        row: dict[str, Any] = dict(zip(("codec", "error_feedback", "mode"), key, strict=True))
+        row: dict[str, Any] = {"kind": "kernels"}
+        row |= zip(("codec", "error_feedback", "mode"), key, strict=True)
         row |= {"device": device.type, "copy_gb_s": gigabytes / copy_s}
         total = least = 0.0
         for name, touched in passes.bytes_per_element.items():
@@ -114,7 +115,9 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
     return time.thread_time() - start_s
 
 
-_WARM = 300  # steps until the C library's allocator has settled; plain DDP moves until then too
+_WARM = 0.3  # of the steps: until the C library's allocator has settled; plain DDP moves too
+_STEPS_OF = {2: 1.0, 4: 0.1, 8: 0.05}
+"""Share of the steps by number of ranks, which are slow on few cores."""
 _TIMEOUT_S = 600.0
 
 
@@ -129,23 +132,24 @@ def train(steps: int, commit: Literal["immediate", "deferred"]) -> Iterator[dict
     model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=1)
     handle = compress_ddp(model, "int8", compile_kernels=False, commit=commit)
     inputs = torch.randn(4, _WIDTH, generator=torch.Generator().manual_seed(rank))
-    resident = {}
+    resident, warm = {}, round(_WARM * steps)
     for step in range(steps):
         model.zero_grad()
         model(inputs).square().mean().backward()
-        if step + 1 in (_WARM, steps):
+        if step + 1 in (warm, steps):
             resident[step + 1] = psutil.Process().memory_info().rss / 2**20
     compressed = _LAYERS * _WIDTH**2
     held, stats = handle.memory(), handle.comm_stats()
     wire = stats["per_codec"]["int8"]["wire_bytes"] / stats["steps"]
     yield {
+        "kind": "memory",
         "world_size": world_size,
         "commit": commit,
         "steps": steps,
         "residual_bytes_per_element": held["residual_bytes"] / compressed,
         "buffer_bytes_per_element": held["buffer_bytes"] / compressed,
         "buffer_over_wire_bytes": held["buffer_bytes"] / wire,
-        "resident_mb_warm": resident[_WARM],
+        "resident_mb_warm": resident[warm],
         "resident_mb_end": resident[steps],
         "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
@@ -159,28 +163,39 @@ def main() -> None:
     parser.add_argument("--steps", type=positive, default=1000, help="of memory (%(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--codec", action="append", help="of lightning_dist; repeatable")
+    parser.add_argument(
+        "--only", choices=("kernels", "memory"), help="one of the two kinds of rows"
+    )
+    parser.add_argument("--renew", action="store_true", help="keep what FILE has of the other kind")
     given = parser.parse_args()
+    if given.renew and not (given.json and given.json.exists()):
+        parser.error("--renew needs the results to renew: --json with a file that exists")
     torch.set_num_threads(1)
     device = torch.device(given.device)
-    with recording(given, seed=_SEED) as record:
-        backend = "nccl" if given.device == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        cases = make_cases(given.codec or list(CODECS), device)
-        record.add(measure_speed(cases, rounds=given.rounds, device=device), KERNELS)
-        dist.destroy_process_group()
-        if not given.codec and device.type == "cpu":
+    with recording(given, seed=_SEED, renew=given.renew) as record:
+        if given.only != "memory":
+            backend = "nccl" if given.device == "cuda" else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            cases = make_cases(given.codec or list(CODECS), device)
+            record.add(measure_speed(cases, rounds=given.rounds, device=device), KERNELS)
+            dist.destroy_process_group()
+        if given.only != "kernels" and not given.codec and device.type == "cpu":
             of_worlds = [
                 run_ranks(
-                    train, ranks=ranks, timeout_s=_TIMEOUT_S, steps=given.steps, commit=commit
+                    train,
+                    ranks=ranks,
+                    timeout_s=_TIMEOUT_S,
+                    steps=round(given.steps * share),
+                    commit=commit,
                 )
-                for ranks in (2, 4, 8)
+                for ranks, share in _STEPS_OF.items()
                 for commit in ("immediate", "deferred")
             ]
             record.add([of_ranks[0][0] for of_ranks in of_worlds], MEMORY)
 
 
 KERNELS = Table(
-    has="mode",
+    kinds=("kernels",),
     lines=lambda rows: [
         row["by"].get("fused", row)
         for row in pivot(rows, of=["codec", "error_feedback"], by="mode")
@@ -204,7 +219,7 @@ KERNELS = Table(
 
 
 MEMORY = Table(
-    has="residual_bytes_per_element",
+    kinds=("memory",),
     columns=[
         ("ranks", "{world_size}"),
         ("commit", "{commit}"),
