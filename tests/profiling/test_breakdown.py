@@ -60,7 +60,7 @@ def test_collectives_that_hold_up_a_pass_are_exposed() -> None:
         steps = {
             step: replace(each, spans=(gather, *each.spans)) for step, each in of_rank.steps.items()
         }
-        metadata = replace(of_rank.metadata, groups=groups)
+        metadata = replace(of_rank.metadata, groups=groups, fsdp="replicas")
         run = replaced(run, rank, steps=steps, metadata=metadata)
     for before, now, waited in zip(analyse(usual, 0), analyse(run, 0), (4, 0), strict=True):
         expected = in_ms(before)
