@@ -12,10 +12,13 @@ from processes import torchrun
 from lightning_dist.codecs import CODECS
 
 RANKS = Path(__file__).with_name("fsdp_ranks.py")
-LIMIT = 240.0
-pytestmark = pytest.mark.timeout(LIMIT + 30)
-FACTS = ("resume", "resume_of_every_codec", "accumulation", "grad_scaler")
-REST = ("another_mesh", "flushed", "overflow", "interrupted", "tensor_parallel", "memory", "drift")
+LIMIT = 400.0
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT + 30)]
+FACTS = (
+    *("resume", "resume_of_every_codec", "accumulation", "grad_scaler", "another_mesh", "flushed"),
+    *("overflow", "interrupted", "tensor_parallel", "memory", "drift"),
+)
+OF_CODECS = ("some_codecs", "every_codec", "conservation", "conservation_of_a_long_run")
 
 
 def facts(folder: Path, scenario: str, shape: str) -> list[dict[str, object]]:
@@ -33,14 +36,8 @@ def launch(folder: Path, python: list[str], replicas: int, shards: int, *scenari
 @pytest.fixture(scope="module")
 def square(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Path:
     """Two replicas of two shards."""
-    scenarios = ("equal_to_native", "some_codecs", *FACTS, "refusals")
+    scenarios = ("equal_to_native", *OF_CODECS, *FACTS, "refusals")
     return launch(tmp_path_factory.mktemp("fsdp"), quick_python, 2, 2, *scenarios)
-
-
-@pytest.fixture(scope="module")
-def rest(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Path:
-    """The same, in scenarios of the slow tests."""
-    return launch(tmp_path_factory.mktemp("fsdp_rest"), quick_python, 2, 2, *REST)
 
 
 def test_uncompressed_it_has_the_bits_of_torch(square: Path) -> None:
@@ -49,7 +46,6 @@ def test_uncompressed_it_has_the_bits_of_torch(square: Path) -> None:
     assert [[name for name, equal in each.items() if not equal] for each in found] == [[]] * 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "shards"), [(3, 1), (2, 3)])
 def test_uncompressed_it_has_the_bits_of_torch_in_other_shapes(
     tmp_path: Path, quick_python: list[str], replicas: int, shards: int
@@ -70,23 +66,19 @@ def test_replicas_stay_equal_and_fewer_bytes_travel(square: Path) -> None:
     assert found[0]["int8"][2] < 0.35 * none
 
 
-@pytest.mark.slow
-def test_every_codec(tmp_path: Path, quick_python: list[str]) -> None:
+def test_every_codec(square: Path) -> None:
     """Replicas stay equal, and what was applied and what is owed is the sum of the exact means."""
-    launch(tmp_path, quick_python, 2, 2, "every_codec", "conservation")
-    for each in facts(tmp_path, "every_codec", "2x2"):
+    for each in facts(square, "every_codec", "2x2"):
         assert set(each) == set(CODECS)
         assert all(equal and finite for equal, finite, _ in each.values()), each
-    for each in facts(tmp_path, "conservation", "2x2"):
+    for each in facts(square, "conservation", "2x2"):
         assert all(error < 1e-5 for error in each.values()), each
 
 
-@pytest.mark.slow
-def test_every_codec_conserves_mass_in_a_long_run(tmp_path: Path, quick_python: list[str]) -> None:
+def test_every_codec_conserves_mass_in_a_long_run(square: Path) -> None:
     """1,000 steps in float64. Casts round to nearest; unbiased codecs miss by chance alone."""
     limits = {"fp16": 2 * 2.0**-11, "bf16": 2 * 2.0**-8, "qsgd": 5.0, "terngrad": 5.0}
-    launch(tmp_path, quick_python, 2, 2, "conservation_of_a_long_run")
-    for each in facts(tmp_path, "conservation_of_a_long_run", "2x2"):
+    for each in facts(square, "conservation_of_a_long_run", "2x2"):
         assert each.keys() == {"immediate", "deferred"}
         for found in each.values():
             assert found.keys() == set(CODECS)
@@ -102,16 +94,6 @@ def test_facts(square: Path, scenario: str) -> None:
         assert all(each.values()), each
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scenario", REST)
-def test_state(rest: Path, scenario: str) -> None:
-    found = facts(rest, scenario, "2x2")
-    assert len(found) == 4
-    for each in found:
-        assert all(each.values()), each
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler")
 def test_compiled_kernels(tmp_path: Path, quick_python: list[str]) -> None:
     launch(tmp_path, quick_python, 2, 2, "compiled_kernels")
@@ -121,7 +103,6 @@ def test_compiled_kernels(tmp_path: Path, quick_python: list[str]) -> None:
         assert all(each.values()), each
 
 
-@pytest.mark.slow
 def test_compiled_blocks_and_tensor_parallel_shards(
     tmp_path: Path, quick_python: list[str]
 ) -> None:

@@ -10,7 +10,7 @@ from processes import torchrun
 
 RANKS = Path(__file__).with_name("local_shard_ranks.py")
 LIMIT = 240.0
-pytestmark = pytest.mark.timeout(LIMIT + 30)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT + 30)]
 FACTS = ("equal_to_hsdp", "anchors_are_equal", "resumed", "not_finite", "evaluated", "counted")
 REST = ("another_mesh", "metrics", "memory")
 
@@ -51,7 +51,6 @@ def test_one_line_has_what_is_in_force(ran: Path) -> None:
     )
 
 
-@pytest.mark.slow
 def test_other_meshes_metrics_and_memory(tmp_path: Path, quick_python: list[str]) -> None:
     launch(tmp_path, quick_python, *REST)
     for scenario in REST:

@@ -12,7 +12,7 @@ from processes import torchrun
 
 RANKS = Path(__file__).with_name("model_parallel_ranks.py")
 LIMIT = 240.0
-pytestmark = pytest.mark.timeout(LIMIT + 30)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT + 30)]
 FAST = ("equal_to_native", "reports", "accumulation", "refusals")
 SLOW = (
     "resume",
@@ -56,7 +56,6 @@ def test_it_holds(square: Path) -> None:
         assert all(each.values()), each
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scenario", sorted({*SLOW} - {"tensor_parallel", "profile"}))
 def test_it_holds_in_other_forms(rest: Path, scenario: str) -> None:
     for each in facts(rest, scenario):
@@ -85,13 +84,11 @@ def test_only_the_last_micro_batch_is_exchanged(square: Path) -> None:
         assert each == {"steps": 2, "optimizer": 2}
 
 
-@pytest.mark.slow
 def test_tensor_parallel_ranks_get_the_same_data(rest: Path) -> None:
     for rank, each in enumerate(facts(rest, "tensor_parallel")):
         assert each == {"equal": True, "sampler": {"num_replicas": 2, "rank": rank // 2}}
 
 
-@pytest.mark.slow
 def test_the_profiler_sees_both_dimensions(rest: Path) -> None:
     first, *others = facts(rest, "profile")
     assert [each["rank"] for each in others] == [1, 2, 3]
