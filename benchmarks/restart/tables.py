@@ -131,6 +131,8 @@ def _without_kills(meta: Any, rows: Rows) -> str:
             f'beside {cost["without_ms"]:.2f} ms with `recovery="restart"` and '
             f'{cost["deferred_ms"]:.2f} ms with that and `commit="deferred"`.'
         )
+    if renewed := meta.get("renewed", {}).get("cost"):
+        text += f" (These of {renewed['date'][:10]}, commit {renewed['git_commit'][:7]}.)"
     if goodput := of.get("goodput"):
         text += (
             f" With 4 ranks, steps of 0.5 s and a kill every 2.75 s ({goodput['trials']} kills): "
