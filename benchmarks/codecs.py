@@ -132,7 +132,7 @@ def train(steps: int, commit: Literal["immediate", "deferred"]) -> Iterator[dict
     model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=1)
     handle = compress_ddp(model, "int8", compile_kernels=False, commit=commit)
     inputs = torch.randn(4, _WIDTH, generator=torch.Generator().manual_seed(rank))
-    resident, warm = {}, round(_WARM * steps)
+    resident, warm = {}, max(1, round(_WARM * steps))
     for step in range(steps):
         model.zero_grad()
         model(inputs).square().mean().backward()
@@ -185,7 +185,7 @@ def main() -> None:
                     train,
                     ranks=ranks,
                     timeout_s=_TIMEOUT_S,
-                    steps=round(given.steps * share),
+                    steps=max(1, round(given.steps * share)),
                     commit=commit,
                 )
                 for ranks, share in _STEPS_OF.items()

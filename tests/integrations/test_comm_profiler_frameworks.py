@@ -103,7 +103,7 @@ def test_exchanges_of_local_updates_are_in_the_profile(folders: dict[str, Path])
         control = [each for each in waiting.exchanges if each.group == "control"]
         assert len(control) == exchanges
         assert waiting.ns["exposed"] >= sum(each.end - each.begin for each in control)
-    reason = "with local updates all but their exchanges is in other"
+    reason = "with local updates, everything but the exchange is in other"
     assert dict.fromkeys(PHASES, reason).items() <= summary["unavailable"].items()
     assert {summary["breakdown_ms"][phase] for phase in PHASES} == {None}
     assert {each["step"] for each in summary["errors"]} == {11}  # of the third exchange

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates
-from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.profiling.capture.steps import StepTimer
 
 
@@ -45,8 +44,7 @@ class LocalWatching:
     Passes are not seen: a Trainer may call methods of its module, and not the module.
     """
 
-    def __init__(self, model: LocalModel, timer: StepTimer, recorder: Recorder) -> None:
-        recorder.holds_up = True
+    def __init__(self, model: LocalModel, timer: StepTimer) -> None:
         self._after, self._timer = model.updates.after_step, timer
         self._after.append(self._stepped)
 

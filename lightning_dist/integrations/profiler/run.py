@@ -182,15 +182,13 @@ class ProfileRun:
             self.reasons.append(f"buckets: n/a, {self.metadata.unseen}")
         elif not isinstance(model, ShardedModel):
             self._watch_allreduce(model)
-        timer, recorder = self._session.timer, self._session.recorder
+        timer = self._session.timer
         self._watching: Watching | LocalWatching | None = (
-            LocalWatching(model, timer, recorder)
-            if isinstance(model, LocalModel)
-            else Watching(model, timer)
+            LocalWatching(model, timer) if isinstance(model, LocalModel) else Watching(model, timer)
         )
         self._collectives = ExitStack()
         if isinstance(model, ShardedModel):
-            self._collectives = model.watch_collectives(recorder)
+            self._collectives = model.watch_collectives(self._session.recorder)
 
     def _meet(self, parent: str | Path, rank: int) -> None:
         """Agree on a folder, and know who sees it. Collective."""

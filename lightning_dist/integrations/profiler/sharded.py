@@ -89,7 +89,7 @@ class ShardedModel:
         symmetric memory are left alone: FSDP asks what class they are of.
         """
         stack = ExitStack()
-        recorder.holds_up = self.kind == "all_ranks" and recorder.is_of_host
+        recorder.blocks = self.kind == "all_ranks" and recorder.is_of_host
         for index, module in enumerate(self._sharded):
             recorded = partial(self._recorded, recorder, index)
             stack.enter_context(replaced_collectives(module, recorded))

@@ -201,7 +201,7 @@ def unavailable_of(run: Run, chosen: Sample, table: StepTable, *, has_link: bool
         "counts as transfer"
     )
     nested = "forward and backward pass overlap; both are in backward"
-    whole = "with local updates all but their exchanges is in other"
+    whole = "with local updates, everything but the exchange is in other"
     exchanges, sends = table.total("exchange") > 0, table.total("raw", "intra", "inter") > 0
     has_links, has_errors = (
         any(getattr(each, records) for each in run.ranks.values())

@@ -67,8 +67,8 @@ class Recorder(Observer):
         self._spans: list[Row] = []
         self._orders: Counter[str] = Counter()
         self._own_orders: Counter[str] = Counter()
-        self.holds_up = False
-        """Whether the thread that trains waits for codecs and exchanges."""
+        self.blocks = False
+        """Whether the training thread waits for codecs and exchanges."""
         self._bucket, self._phase = -1, ""
         self._since: Timestamp = 0
         self.spent = 0
@@ -100,7 +100,7 @@ class Recorder(Observer):
         self._bucket = bucket
 
     def _work_ends(self) -> None:
-        row = (self._phase, self._bucket, self._since, self._now(), "", "", 0, -1, self.holds_up)
+        row = (self._phase, self._bucket, self._since, self._now(), "", "", 0, -1, self.blocks)
         self._spans.append(row)
         self._phase = ""
 
@@ -128,7 +128,7 @@ class Recorder(Observer):
         bucket, begin = self._bucket, self._now()
         ready = None if mean is None else self._ready.pop(bucket, None)
         # Of this step, also where it is over before this has ended.
-        spans, buckets, blocks = self._spans, self._buckets, self.holds_up
+        spans, buckets, blocks = self._spans, self._buckets, self.blocks
 
         def completed(end: Timestamp) -> None:
             spans.append(("exchange", bucket, begin, end, op, group, sent, order, blocks))

@@ -97,8 +97,7 @@ class Session:
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._settings, self._clock = settings, clock
-        self._sees_phases = settings.in_detail and not metadata.sync_every
-        self._steps_of_exchange = max(metadata.sync_every, 1)
+        self._sync_every = metadata.sync_every
         self._device_clock: DeviceClock = HostClock(clock) if device_clock is None else device_clock
         self._next_step, self._on_step = begin_step, on_step
         self._on_error, self._on_problem = on_error, on_problem
@@ -115,6 +114,7 @@ class Session:
         """Whether something makes this step longer than it is; it is not written down."""
         self._over: deque[PendingStep] = deque()
         self.recorder = Recorder(clock, device_clock=self._device_clock)
+        self.recorder.blocks = self._sync_every > 0
         self.recorder.on_regrouped = self._regrouped
         self._begin_step()
         self.timer = StepTimer(self._device_clock.now, self.recorder, self._close)
@@ -171,7 +171,7 @@ class Session:
         buckets, spans = recorder.take()
         step = step._replace(
             number=self._step,
-            phases=step.phases if self._sees_phases else (),
+            phases=step.phases if self._settings.in_detail and not self._sync_every else (),
             buckets=buckets,
             spans=spans,
             detailed=recorder.is_on,
@@ -222,8 +222,9 @@ class Session:
         step, every, recorder = self._step, self._settings.error_every_n_steps, self.recorder
         in_detail = self._settings.in_detail
         recorder.is_on = in_detail and self._governor.wants(step)
-        exchange, of = step // self._steps_of_exchange, max(every // self._steps_of_exchange, 1)
-        due = in_detail and every > 0 and exchange % of == min(_AT, of - 1)
+        # Of local updates all steps of a window: one of them exchanges.
+        window, windows = step // max(self._sync_every, 1), every // max(self._sync_every, 1) or 1
+        due = in_detail and every > 0 and window % windows == min(_AT, windows - 1)
         looks = due and self._error_governor.wants(step // every)
         recorder.errors.ask(step if looks else None)
 
