@@ -13,7 +13,7 @@ import torch
 from processes import run
 from recovering_loops import EPOCHS, SIZE, train
 
-from lightning_dist.profiling.run import read_run
+from lightning_dist.profiling.run import read_run, run_folder
 
 SCRIPT = Path(__file__).parent / "recovering_loops.py"
 STEP = 6
@@ -231,7 +231,8 @@ def test_events_are_logged_in_one_line_each_and_counted(compressed: Job) -> None
 
 @pytest.mark.slow
 def test_the_profile_has_all_ranks_and_says_when_members_changed(compressed: Job) -> None:
-    run = read_run(compressed.folder / "profile" / "run-0")
+    folder = run_folder(compressed.folder / "profile")
+    run = read_run(folder)
     assert [each.number for each in run.generations] == [1, 2]
     assert [each.step for each in run.generations][:1] == [STEP + 1]
     assert "0.0.0 was lost" in run.generations[0].reason
@@ -245,11 +246,11 @@ def test_the_profile_has_all_ranks_and_says_when_members_changed(compressed: Job
     for of_rank in run.ranks.values():
         for step in set(of_rank.steps) & set(range(joined, last)):
             assert {span.phase for span in of_rank.steps[step].spans} >= {"encode", "exchange"}
-    summary = json.loads((compressed.folder / "profile/run-0/summary.json").read_text())
+    summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] >= last - joined - 2
     assert summary["generations"][0]["step"] == STEP + 1
     assert any("generation 1 began at step" in note for note in summary["notes"])
-    page = (compressed.folder / "profile/run-0/report.html").read_text()
+    page = (folder / "report.html").read_text()
     assert "generation 1" in page
 
 

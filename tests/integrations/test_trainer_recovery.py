@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 import lightning_dist
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
-from lightning_dist.profiling.run import read_run
+from lightning_dist.profiling.run import read_run, run_folder
 
 QUICK = ("0.0.0", "between buckets")
 
@@ -353,11 +353,12 @@ def test_checkpoints_of_the_best_and_the_profile_go_on_without_the_rank_that_mad
     for step in best:
         loaded = torch.load(tmp_path / "best" / f"step={step}.ckpt", weights_only=False)
         assert loaded["global_step"] == step
-    run = read_run(tmp_path / "profile" / "run-0")
+    folder = run_folder(tmp_path / "profile")
+    run = read_run(folder)
     assert [each.number for each in run.generations] == [1, 2]
     assert "0.0.0 was lost" in run.generations[0].reason
     assert "0.0.1 has joined" in run.generations[1].reason
-    summary = json.loads((tmp_path / "profile/run-0/summary.json").read_text())
+    summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] >= 4
 
 
