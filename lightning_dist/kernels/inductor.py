@@ -115,9 +115,8 @@ def compiled_sparse_passes(device: torch.device) -> Mapping[str, Pass]:
         x, residual = torch.randn(2, 5000, generator=generator).unbind()
         scale, codec = torch.tensor(3.0), Threshold()
         examples: dict[str, tuple[Any, ...]] = {
-            "add_residual": (x, residual, scale),
-            "select": (codec, x, scale, 7),
-            "scatter": (x, EAGER["select"](codec, x, scale, 0), 1 / 3),
+            "select": (codec, x, residual, scale, 7),
+            "scatter": (x, EAGER["select"](codec, x, None, scale, 0), 1 / 3),
             "keep": (x, residual, scale),
         }
         fused = sparse_passes()

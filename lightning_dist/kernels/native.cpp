@@ -2,7 +2,8 @@
 //
 // They give the bytes of the eager definitions (codecs/topk.py, randomk.py, threshold.py; passes.py,
 // memory.py): the same products and sums, each rounded on its own, in the same order. Hence
-// -ffp-contract=off and nothing of -ffast-math.
+// -ffp-contract=off and nothing of -ffast-math. Only the sum of squares that a limit of threshold is
+// made of is in another order, in double precision.
 
 #include <algorithm>
 #include <cmath>
@@ -97,24 +98,15 @@ Limit limit_of(const int32_t* sizes, int n, int k) {
   return {static_cast<int32_t>(low), k - above};
 }
 
-// Places of the k largest of n sizes, ascending; of equal ones the first.
-void choose(const int32_t* sizes, int n, int k, uint16_t* chosen) {
-  int32_t start;  // at least k sizes are at least this, and few more
-  const int columns = n / kRows;
-  if (2 * k <= columns) {  // k columns have such a size
-    int32_t maxima[kLargestBlock / kRows];
-    std::memcpy(maxima, sizes, columns * sizeof(int32_t));
-    for (int row = 1; row < kRows; ++row)
-      for (int i = 0; i < columns; ++i) {
-        const int32_t size = sizes[row * columns + i];
-        maxima[i] = maxima[i] > size ? maxima[i] : size;
-      }
-    start = limit_of(maxima, columns, k).least;
-  } else {
-    start = limit_of(sizes, n, k).least;
-  }
+// Columns of a block: of the k that have the largest maxima, each has one of the k largest sizes.
+int columns_of(int n, int k) { return 2 * k <= n / kRows ? n / kRows : n; }
+
+// Places of the k largest of n numbers, ascending; of equal ones the first.
+void choose(const float* x, int n, int k, const int32_t* maxima, uint16_t* chosen) {
+  // At least k sizes are at least this, and few more.
+  const int32_t start = limit_of(maxima, columns_of(n, k), k).least;
   uint8_t large[kLargestBlock];
-  for (int i = 0; i < n; ++i) large[i] = sizes[i] >= start;
+  for (int i = 0; i < n; ++i) large[i] = size_of(x[i]) >= start;
   uint16_t places[kLargestBlock];
   int32_t found[kLargestBlock];
   int count = 0;
@@ -124,7 +116,7 @@ void choose(const int32_t* sizes, int n, int k, uint16_t* chosen) {
     if (!eight) continue;
     for (int j = i; j < i + 8; ++j) {
       places[count] = static_cast<uint16_t>(j);
-      found[count] = sizes[j];
+      found[count] = size_of(x[j]);
       count += large[j];
     }
   }
@@ -142,31 +134,50 @@ float compensated(const Call& c, int64_t i, float scale) {
   return c.residual ? x + c.residual[i] * scale : x;
 }
 
-// What is encoded of n elements.
-void load(const Call& c, int64_t from, int64_t n, float* out) {
-  const float *g = c.grad + from, scale = *c.scale, m = c.momentum, factor = c.encode_factor;
-  if (c.velocity) {
-    const float *e = c.residual + from, *u = c.velocity + from;
-    for (int64_t i = 0; i < n; ++i) out[i] = (g[i] + (e[i] + u[i] * m) * scale) * factor;
-  } else if (c.residual) {
-    const float* e = c.residual + from;
-    for (int64_t i = 0; i < n; ++i) out[i] = (g[i] + e[i] * scale) * factor;
-  } else {
-    for (int64_t i = 0; i < n; ++i) out[i] = g[i] * factor;
-  }
+// What is encoded of n elements, and the largest size of every column.
+template <class Value>
+void load_as(Value value, int64_t n, int64_t columns, float* out, int32_t* maxima) {
+  std::memset(maxima, 0, columns * sizeof(int32_t));
+  for (int64_t from = 0; from < n; from += columns)
+    for (int64_t i = 0; i < columns; ++i) {
+      const float x = value(from + i);
+      out[from + i] = x;
+      maxima[i] = size_of(x) > maxima[i] ? size_of(x) : maxima[i];
+    }
 }
+
+void load(const Call& c, int64_t from, int64_t n, int64_t columns, float* out, int32_t* maxima) {
+  const float *g = c.grad + from, scale = *c.scale, m = c.momentum, factor = c.encode_factor;
+  const float* e = c.residual ? c.residual + from : nullptr;
+  const float* u = c.velocity ? c.velocity + from : nullptr;
+  const auto load_as_of = [&](auto value) { load_as(value, n, columns, out, maxima); };
+  if (u)
+    load_as_of([=](int64_t i) { return (g[i] + (e[i] + u[i] * m) * scale) * factor; });
+  else if (e)
+    load_as_of([=](int64_t i) { return (g[i] + e[i] * scale) * factor; });
+  else
+    load_as_of([=](int64_t i) { return g[i] * factor; });
+}
+
+// A block as it was encoded, where that was kept.
+struct Loaded {
+  alignas(64) float x[kLargestBlock];
+  bool whole = false;  // all of the block is in x, and finite
+};
 
 struct TopK {
   static bool is_lost(float) { return false; }
 
-  static void encode(const Call& c, const Planes& own, int64_t b) {
+  static void encode(const Call& c, const Planes& own, int64_t b, Loaded& loaded) {
     const int n = static_cast<int>(c.block), k = static_cast<int>(c.k), half = k / 2;
-    alignas(64) float x[kLargestBlock];
-    alignas(64) int32_t sizes[kLargestBlock];
+    float* x = loaded.x;
+    alignas(64) int32_t maxima[kLargestBlock];
     uint16_t at[kLargestBlock];
-    load(c, b * n, n, x);
-    for (int i = 0; i < n; ++i) sizes[i] = size_of(x[i]);
-    choose(sizes, n, k, at);
+    load(c, b * n, n, columns_of(n, k), x, maxima);
+    choose(x, n, k, maxima, at);
+    int32_t largest = 0;
+    for (int i = 0; i < k; ++i) largest = std::max(largest, size_of(x[at[i]]));
+    loaded.whole = largest < kInfinity;
     uint8_t* places = own.places + b * half * 3;
     for (int i = 0; i < half; ++i) {
       const int first = at[i], second = at[half + i];
@@ -182,8 +193,6 @@ struct TopK {
       for (int i = 0; i < k; ++i) values[i] = x[at[i]];
     } else {
       auto codes = static_cast<int8_t*>(own.values) + b * k;
-      int32_t largest = 0;
-      for (int i = 0; i < k; ++i) largest = sizes[at[i]] > largest ? sizes[at[i]] : largest;
       const float scale = from_bits(bits_of(from_bits(largest) * c.per_level) & 0xffff0000u);
       const float per_step = 1.0f / (scale < 0x1p-126f ? 0x1p-126f : scale);
       for (int i = 0; i < k; ++i) {
@@ -233,15 +242,15 @@ struct RandomK {
     for (uint32_t i = 0; i < c.k; ++i) at[i] = static_cast<uint16_t>((start + i * step) & mask);
   }
 
-  static void encode(const Call& c, const Planes& own, int64_t b) {
-    const int64_t from = b * c.block;
-    alignas(64) float x[kLargestBlock];
+  static void encode(const Call& c, const Planes& own, int64_t b, Loaded& loaded) {
+    const int64_t from = b * c.block, size = std::min<int64_t>(c.block, kLargestBlock);
+    alignas(64) int32_t maxima[kLargestBlock / kRows];
     int32_t largest = 0;
-    for (int64_t start = 0; start < c.block; start += kLargestBlock) {
-      const int size = static_cast<int>(c.block < kLargestBlock ? c.block : kLargestBlock);
-      load(c, from + start, size, x);
-      for (int i = 0; i < size; ++i) largest = size_of(x[i]) > largest ? size_of(x[i]) : largest;
+    for (int64_t start = 0; start < c.block; start += size) {
+      load(c, from + start, size, size / kRows, loaded.x, maxima);
+      largest = std::max(largest, *std::max_element(maxima, maxima + size / kRows));
     }
+    loaded.whole = size == c.block && largest < kInfinity;
     const float poison = largest >= kInfinity ? std::numeric_limits<float>::quiet_NaN() : 0.0f;
     std::vector<uint16_t> at(c.k);
     places(c, b, at.data());
@@ -260,7 +269,7 @@ struct RandomK {
 bool is_finite(float x) { return size_of(x) < kInfinity; }
 
 // memory.py: the new state of n elements of which nothing is sent. What is not finite stays.
-void keep(const float* g, float* e, float* u, int64_t n, float m, float scale) {
+void keep_any(const float* g, float* e, float* u, int64_t n, float m, float scale) {
   if (u && scale == 1)
     for (int64_t i = 0; i < n; ++i) {
       const float before = u[i] * m, left = g[i] + (e[i] + before);
@@ -287,6 +296,13 @@ void keep(const float* g, float* e, float* u, int64_t n, float m, float scale) {
     }
 }
 
+// The same where `scale` is 1 and x, what was encoded, is all finite.
+void keep_finite(const float* x, const float* g, float* e, float* u, int64_t n, float m) {
+  std::memcpy(e, x, n * sizeof(float));
+  if (u)
+    for (int64_t i = 0; i < n; ++i) u[i] = g[i] + u[i] * m;
+}
+
 // Of the elements of a block that are sent: their places, values and, of before and after, state.
 struct Sent {
   std::vector<uint16_t> at;
@@ -296,7 +312,7 @@ struct Sent {
 
 // The new state of a block, of which `own` says something.
 template <class Codec>
-void commit(const Call& c, const Planes& own, int64_t b, Sent& sent) {
+void commit(const Call& c, const Planes& own, int64_t b, Sent& sent, const Loaded* loaded) {
   const int64_t n = c.block, k = c.k, from = b * n;
   const float scale = *c.scale;
   float *e = c.residual + from, *u = c.velocity ? c.velocity + from : nullptr;
@@ -309,7 +325,10 @@ void commit(const Call& c, const Planes& own, int64_t b, Sent& sent) {
     sent.residual[i] = e[place];
     if (u) sent.velocity[i] = u[place];
   }
-  keep(c.grad + from, e, u, n, c.momentum, scale);
+  if (loaded && loaded->whole && scale == 1 && c.encode_factor == 1)
+    keep_finite(loaded->x, c.grad + from, e, u, n, c.momentum);
+  else
+    keep_any(c.grad + from, e, u, n, c.momentum, scale);
   for (int64_t i = 0; i < k; ++i) {
     const int64_t place = sent.at[i];
     const bool finite = is_finite(sent.left[i]);
@@ -321,15 +340,17 @@ void commit(const Call& c, const Planes& own, int64_t b, Sent& sent) {
 
 template <class Codec>
 void encode_all(const Call& c, const Planes& own) {
-  for (int64_t b = 0; b < c.blocks; ++b) Codec::encode(c, own, b);
+  Loaded loaded;
+  for (int64_t b = 0; b < c.blocks; ++b) Codec::encode(c, own, b, loaded);
 }
 
 template <class Codec>
 void encode_and_commit_all(const Call& c, const Planes& own) {
   Sent sent(c.k);
+  Loaded loaded;
   for (int64_t b = 0; b < c.blocks; ++b) {
-    Codec::encode(c, own, b);
-    if (c.residual) commit<Codec>(c, own, b, sent);
+    Codec::encode(c, own, b, loaded);
+    if (c.residual) commit<Codec>(c, own, b, sent, &loaded);
   }
 }
 
@@ -339,7 +360,7 @@ void decode_all(const Call& c, const Planes& own, const Planes* received) {
   Sent sent(k);
   for (int64_t b = 0; b < c.blocks; ++b) {
     float* g = c.grad + b * n;
-    if (c.residual) commit<Codec>(c, own, b, sent);
+    if (c.residual) commit<Codec>(c, own, b, sent, nullptr);
     std::memset(g, 0, n * sizeof(float));
     for (int64_t r = 0; r < c.received; ++r) {
       const uint16_t* at = sent.at.data();
@@ -383,21 +404,32 @@ void randomk_decode_and_commit(const Call* c, const Planes* own, const Planes* r
   decode_all<RandomK>(*c, *own, received);
 }
 
-// x += residual * scale
-void threshold_add(float* x, const float* residual, const float* scale, int64_t n) {
-  const float by = *scale;
-  for (int64_t i = 0; i < n; ++i) x[i] += residual[i] * by;
-}
-
-// Elements of x that are not finite or not within the limit; their number. `places` count from
+// x += residual * scale, if there is a residual. Then the elements of x that are not finite or above
+// tau times the root mean square of x, or times the scale; their number. `places` count from
 // `offset`, and both have room for all n.
-int64_t threshold_select(const float* x, int64_t n, const float* limit, int64_t offset, int64_t type,
-                         int32_t* places, void* values) {
-  const float most = *limit;
+int64_t threshold_select(float* x, const float* residual, const float* scale, int64_t n, float tau,
+                         int64_t of_rms, int64_t offset, int64_t type, int32_t* places,
+                         void* values) {
+  const float by = *scale;
+  double squares[kRows] = {};  // their sum differs from torch's in the order of its terms
+  int64_t summed = 0;
+  const auto compensate = [&](int64_t i) {
+    if (residual) x[i] += residual[i] * by;
+    const double wide = x[i];
+    return wide * wide;
+  };
+  for (; of_rms && summed + kRows <= n; summed += kRows)
+    for (int lane = 0; lane < kRows; ++lane) squares[lane] += compensate(summed + lane);
+  for (; summed < n; ++summed) squares[0] += compensate(summed);
+  double sum = 0;
+  for (const double each : squares) sum += each;
+  const double count_of_all = static_cast<double>(n > 1 ? n : 1);
+  const float rms = static_cast<float>(std::sqrt(sum) / std::sqrt(count_of_all));
+  const float most = tau * (of_rms ? rms : by);
   int64_t count = 0;
   for (int64_t from = 0; from < n; from += kLargestBlock) {
     uint8_t large[kLargestBlock] = {};
-    const int size = static_cast<int>(n - from < kLargestBlock ? n - from : kLargestBlock);
+    const int size = static_cast<int>(std::min<int64_t>(n - from, kLargestBlock));
     const float* part = x + from;
     for (int i = 0; i < size; ++i)
       large[i] = !(std::fabs(part[i]) <= most) | (size_of(part[i]) >= kInfinity);

@@ -125,19 +125,20 @@ def sparse_passes() -> dict[str, Pass]:
     """
     library = _library()
 
-    def add_residual(compensated: Tensor, residual: Tensor, scale: Tensor) -> None:
-        pointers = (each.data_ptr() for each in (compensated, residual, scale))
-        library.threshold_add(*pointers, len(compensated))
-
-    def select(codec: Threshold, compensated: Tensor, scale: Tensor, offset: int) -> Payload:
-        limit, numel = codec.limit(compensated, scale), len(compensated)
+    def select(
+        codec: Threshold, compensated: Tensor, residual: Tensor | None, scale: Tensor, offset: int
+    ) -> Payload:
+        numel = len(compensated)
         # Memory that is not written takes none.
         places = compensated.new_empty(numel, dtype=torch.int32)
         values = compensated.new_empty(numel, dtype=codec.value_dtype)
         found = library.threshold_select(
             compensated.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            scale.data_ptr(),
             numel,
-            limit.data_ptr(),
+            codec.tau,
+            codec.unit == "rms",
             offset,
             _VALUES.index(values.dtype),
             places.data_ptr(),
@@ -155,7 +156,7 @@ def sparse_passes() -> dict[str, Pass]:
         kind = _VALUES.index(values.dtype)
         library.threshold_scatter(*pointers, len(places), kind, weight)
 
-    return {each.__name__: each for each in (add_residual, select, keep, scatter)}
+    return {each.__name__: each for each in (select, keep, scatter)}
 
 
 @cache
@@ -163,8 +164,11 @@ def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(_built()))
     call, planes, pointer, number = POINTER(_Call), POINTER(_Planes), c_void_p, c_int64
     arguments: dict[str, list[Any]] = {
-        "threshold_add": [pointer, pointer, pointer, number],
-        "threshold_select": [pointer, number, pointer, number, number, pointer, pointer],
+        "threshold_select": [
+            *(pointer, pointer, pointer, number),
+            *(c_float, number, number, number),
+            *(pointer, pointer),
+        ],
         "threshold_scatter": [pointer, pointer, pointer, number, number, c_float],
         "threshold_keep": [pointer, pointer, pointer, number],
     }

@@ -15,13 +15,13 @@ MOST_PLACES = 1 << 31
 """Elements of a bucket whose places fit int32."""
 
 
-def add_residual(compensated: Tensor, residual: Tensor, scale: Tensor) -> None:
-    # Not addcmul_, which rounds once only where the machine can.
-    compensated.add_(residual * scale)
-
-
-def select(codec: Threshold, compensated: Tensor, scale: Tensor, offset: int) -> Payload:
-    """Places in the bucket, int32, and values."""
+def select(
+    codec: Threshold, compensated: Tensor, residual: Tensor | None, scale: Tensor, offset: int
+) -> Payload:
+    """Add the residual in place; places in the bucket, int32, and values of what is large then."""
+    if residual is not None:
+        # Not addcmul_, which rounds once only where the machine can.
+        compensated.add_(residual * scale)
     where, values = codec.select(compensated, scale)
     return (where + offset).to(torch.int32), values
 
@@ -40,5 +40,5 @@ def scatter(compensated: Tensor, payload: Payload, weight: float) -> None:
     compensated.index_add_(0, places, values.to(compensated.dtype), alpha=weight)
 
 
-EAGER: Mapping[str, Pass] = {each.__name__: each for each in (add_residual, select, keep, scatter)}
+EAGER: Mapping[str, Pass] = {each.__name__: each for each in (select, keep, scatter)}
 """The passes by name."""

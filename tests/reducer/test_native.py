@@ -124,6 +124,7 @@ def step(
     kept=st.sampled_from([0.0, 1e-3, 1.0]),
 )
 @example(kind="special", blocks=3, scale=3.0, immediate=True, world=2, feedback=True, kept=1.0)
+@example(kind="special", blocks=3, scale=1.0, immediate=True, world=2, feedback=True, kept=1.0)
 @example(kind="subnormal", blocks=2, scale=1.0, immediate=False, world=2, feedback=True, kept=0.0)
 @example(kind="zeros", blocks=2, scale=1.0, immediate=True, world=3, feedback=False, kept=0.0)
 def test_the_bytes_are_those_of_the_eager_passes(
@@ -156,24 +157,25 @@ def test_the_bytes_are_those_of_the_eager_passes(
     scale=st.sampled_from([1.0, 8.0, 3.0]),
     unit=st.sampled_from(["rms", "absolute"]),
     tau=st.sampled_from([0.5, 3.0]),
+    feedback=st.booleans(),
 )
 def test_threshold_too(
-    values_of: str, kind: str, numel: int, scale: float, unit: str, tau: float
+    values_of: str, kind: str, numel: int, scale: float, unit: str, tau: float, feedback: bool
 ) -> None:
     codec = Threshold(tau=tau, unit=unit, values=values_of)
 
     def step(passes: Mapping[str, Pass]) -> list[Tensor]:
-        bucket, residual = values((5 + numel,), kind, seed=1), values((numel,), "normal", seed=2)
+        bucket = values((5 + numel,), kind, seed=1)
+        residual = values((numel,), "normal", seed=2) if feedback else None
         other = torch.arange(0, numel, 3, dtype=torch.int32), torch.randn(-(-numel // 3))
         compensated, factor = bucket[5:], torch.tensor(scale)
-        passes["add_residual"](compensated, residual, factor)
-        own = passes["select"](codec, compensated, factor, 5)
+        own = passes["select"](codec, compensated, residual, factor, 5)
         left = [compensated.clone(), *own]
         passes["scatter"](bucket, own, -1.0)
         passes["keep"](compensated, residual, factor)
         for payload in (own, other):
             passes["scatter"](bucket, payload, 1 / 3)
-        return [*left, bucket, residual]
+        return [*left, bucket, *([] if residual is None else [residual])]
 
     generator = torch.random.get_rng_state()
     found = step(native.sparse_passes())

@@ -53,16 +53,13 @@ class SparseUnit(CommUnit):
 
     @override
     def encode(self, scale: Tensor, *, step: int) -> None:
-        for i, part in enumerate(self._slices):
+        chosen = []
+        for part, residual in zip_longest(self._slices, self._residuals):
             compensated = part.of(self._compensated)
             if self._compensated is not self._bucket:
                 compensated.copy_(part.of(self._bucket))
-            if self._residuals:
-                self._passes["add_residual"](compensated, self._residuals[i], scale)
-        chosen = [
-            self._passes["select"](self._codec, s.of(self._compensated), scale, s.offset)
-            for s in self._slices
-        ]
+            select = self._passes["select"]
+            chosen.append(select(self._codec, compensated, residual, scale, part.offset))
         places, values = zip(*chosen, strict=True)
         self.exchange.own = torch.cat(places), torch.cat(values)
 
