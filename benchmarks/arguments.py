@@ -11,7 +11,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 TABLES = {
-    "comm-profiler": ("lightning_dist:CommProfiler",),
+    "comm-profiler": ("lightning_dist:CommProfiler -html -trace -csv",),
     "elastic-restart": ("lightning_dist:ElasticRestart",),
     "elastic-loop": (
         "lightning_dist:ElasticLoop -dirpath -every_n_train_steps -every_n_epochs -max_to_keep"

@@ -80,8 +80,8 @@ class CommProfiler(pl.Callback):
         measure_links: measure the links for one to four seconds before the first step, to compute
             the share in use.
         torch_profiler: steps that ``torch.profiler`` traces too, ``range(100, 103)``, or a signal,
-            ``signal.SIGUSR2``, after which the process that received it traces three. These steps,
-            and the next one, are left out of everything else.
+            ``signal.SIGUSR2``, after which it traces three steps of the process that received it.
+            Everything else leaves out these steps and the next one.
         error_every_n_steps: steps between two samples of the compression error, of one bucket in
             turn; 0: never.
         html: write ``report.html``.

@@ -83,8 +83,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         grace_period: seconds from a signal to the forced exit of the process; more than two steps
             and a checkpoint take, less than the launcher waits (torchrun: 30).
         hang_timeout: seconds without a batch, or without progress at the start, after which a
-            process exits with code 76; more than the longest pause between batches. Writing the
-            last checkpoint does not count. None: never.
+            process exits with code 76; more than the longest pause between batches. None: never.
         weights_only: read checkpoints with the restricted unpickler of ``torch.load``, and refuse
             a state that it cannot read, before training and at the first save. False: for folders
             whose writers you trust. ``fit(weights_only=...)`` comes first.
