@@ -11,7 +11,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 TABLES = {
-    "comm-profiler": ("lightning_dist:CommProfiler -html -trace -csv",),
+    "comm-profiler": ("lightning_dist:CommProfiler -html -trace -csv -print_summary",),
     "elastic-restart": ("lightning_dist:ElasticRestart",),
     "elastic-loop": (
         "lightning_dist:ElasticLoop -dirpath -every_n_train_steps -every_n_epochs -max_to_keep"
@@ -25,7 +25,7 @@ TABLES = {
         "lightning_dist:CompressedDDPStrategy hierarchical codec ranks_per_host rank_groups",
     ),
     "local-steps": (
-        "lightning_dist:local_updates -model -optimizer -error_feedback -hierarchical"
+        "lightning_dist:local_updates -model -optimizer -method -error_feedback -hierarchical"
         " -ranks_per_host -rank_groups -min_compress_numel -exchange_timeout -groups",
         "lightning_dist.integrations.strategies.local_updates:LocalUpdateArguments replicas",
         "lightning_dist:LocalUpdateStrategy evaluate",
