@@ -11,9 +11,13 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 TABLES = {
-    "comm-profiler": ("lightning_dist:CommProfiler",),
+    "comm-profiler": ("lightning_dist:CommProfiler -html -trace -csv -print_summary",),
     "elastic-restart": ("lightning_dist:ElasticRestart",),
-    "elastic-loop": ("lightning_dist:ElasticLoop",),
+    "elastic-loop": (
+        "lightning_dist:ElasticLoop -dirpath -every_n_train_steps -every_n_epochs -max_to_keep"
+        " -batch_policy -seed -weights_only -preemption_check -preemption_poll_interval"
+        " -grace_period -hang_timeout -format -recovery -mirror_residuals",
+    ),
     "checkpoint": ("lightning_dist:AsyncCheckpoint",),
     "state-checkpointer": ("lightning_dist.accelerate:AsyncStateCheckpointer",),
     "sharded": ("lightning_dist:CompressedModelParallelStrategy",),
@@ -21,13 +25,14 @@ TABLES = {
         "lightning_dist:CompressedDDPStrategy hierarchical codec ranks_per_host rank_groups",
     ),
     "local-steps": (
-        "lightning_dist:local_updates",
+        "lightning_dist:local_updates -model -optimizer -method -error_feedback -hierarchical"
+        " -ranks_per_host -rank_groups -min_compress_numel -exchange_timeout -groups",
         "lightning_dist.integrations.strategies.local_updates:LocalUpdateArguments replicas",
         "lightning_dist:LocalUpdateStrategy evaluate",
     ),
 }
 """The name in a document -> the functions and classes whose arguments are listed, each once; all,
-or those that are named after it."""
+those that are named after it, or all but those named with a minus, which are elsewhere."""
 
 _ENTRY = re.compile(r"^ {4}(\*{0,2}\w+): (.*(?:\n {8,}.*)*)", re.MULTILINE)
 _ROLE = re.compile(r":\w+:`~?(?:[\w.]*\.)?(\w+)`")
@@ -41,7 +46,9 @@ def table(name: str) -> str:
     """
     rows: dict[str, str] = {}
     for entry in TABLES[name]:
-        path, *chosen = entry.split()
+        path, *named = entry.split()
+        left_out = {name.removeprefix("-") for name in named if name.startswith("-")}
+        chosen = [name for name in named if not name.startswith("-")]
         module, _, of_module = path.partition(":")
         owner = getattr(import_module(module), of_module)
         call = owner.__init__ if isinstance(owner, type) else owner
@@ -49,7 +56,7 @@ def table(name: str) -> str:
         for argument in list(inspect.signature(call).parameters.values()):
             if argument.name == "self" or argument.kind is argument.VAR_POSITIONAL:
                 continue
-            if chosen and argument.name not in chosen:
+            if argument.name in left_out or (chosen and argument.name not in chosen):
                 continue
             shown = f"{'**' * (argument.kind is argument.VAR_KEYWORD)}{argument.name}"
             if shown not in meanings and "**kwargs" in meanings:  # of the class that takes them

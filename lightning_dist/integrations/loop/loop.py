@@ -69,15 +69,14 @@ class ElasticLoop:
             rank writes an equal part; not with ``recovery="in_process"`` or local steps.
         checkpoint: how checkpoints are written, ``CheckpointSettings(...)``. None: copied at once,
             written in the background.
-        recovery: ``"in_process"``: if a rank is lost, the others repeat the interrupted step
-            without it, in the same processes, and its replacement joins between two steps. Needs
-            ``lightning-dist launch``, ``init_process_group(recovery="in_process")``, and one model
-            in DDP on the CPU with ``compress_ddp``. ``"restart"``: all ranks are restarted.
+        recovery: if a rank is lost, ``"in_process"``: the others repeat the interrupted step
+            without it, in the same processes; needs ``lightning-dist launch``,
+            ``init_process_group(recovery="in_process")``, and one model in DDP on the CPU with
+            ``compress_ddp``. ``"restart"``: all ranks are restarted.
         mirror_residuals: with ``recovery="in_process"``, keep a copy of the residuals of each rank
             on the next one, which takes them over if the rank is lost. True: copied after every
-            step; a number: steps between two copies. Training is blocked while a copy sends 4 bytes
-            per compressed element; it takes as much memory. An older copy is useful if residuals
-            change slowly, as with ``topk``.
+            step; a number: steps between two copies. A copy takes 4 bytes per compressed element,
+            in memory and on the link, and training waits for it.
 
     Raises:
         ValueError: a setting that is out of range or cannot take effect.

@@ -76,29 +76,24 @@ class CommProfiler(pl.Callback):
         dirpath: folder in which each run gets a ``run-<n>``, best on a disk that all ranks share.
             None: ``comm_profile`` in the ``default_root_dir`` of the trainer, or here.
         max_overhead: share of a step that the profiler may take, 0 to 1; above it, fewer steps are
-            recorded in detail. It does not limit the hook that observes DDP's own all-reduce,
-            which runs in every step.
+            recorded in detail. It does not limit the hook that observes DDP's own all-reduce.
         measure_links: measure the links for one to four seconds before the first step, to compute
             the share in use.
-        torch_profiler: steps, ``range(100, 103)``, that ``torch.profiler`` traces too, or a signal,
-            ``signal.SIGUSR2``, after which it traces three of the process that received it; each
-            of these ranks writes ``torch-trace-rank<r>-step<n>.json.gz``. Traced steps, and the
-            next one, in which the file is written, are left out of everything else.
+        torch_profiler: steps that ``torch.profiler`` traces too, ``range(100, 103)``, or a signal,
+            ``signal.SIGUSR2``, after which it traces three steps of the process that received it.
+            Everything else leaves out these steps and the next one.
         error_every_n_steps: steps between two samples of the compression error, of one bucket in
             turn; 0: never.
         html: write ``report.html``.
-        trace: write ``trace.json.gz``, for ui.perfetto.dev: the median, the p95 and the slowest
-            step.
+        trace: write ``trace.json.gz``.
         csv: write ``steps.csv``.
         predict: after a training of 30 s or more that was not interrupted, measure the costs of
-            codecs on rank 0 for predictions. It takes about 2 s, and starts no further codec
-            after a tenth of the training (one with compiled kernels may take 20 s).
-            False: never measure.
+            codecs on rank 0 for predictions. It takes about 2 s; a codec with compiled kernels may
+            take 20 s.
         print_summary: print the summary at the end.
-        upload: files that a ``WandbLogger`` of the trainer gets at the end. ``"report"``: a table
-            of the buckets, ``report.html``, and an artifact of the files that rank 0 has made;
-            ``"all"``: the raw events of all ranks in the artifact too, which may be gigabytes;
-            ``"none"``: only metrics.
+        upload: what a ``WandbLogger`` of the trainer gets at the end. ``"report"``: a table of the
+            buckets, ``report.html``, and an artifact of rank 0's files; ``"all"``: also the raw
+            events of all ranks, which may be gigabytes; ``"none"``: only metrics.
 
     Raises:
         ValueError: a setting that is out of range, or cannot take effect.

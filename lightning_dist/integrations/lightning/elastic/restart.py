@@ -65,16 +65,15 @@ class ElasticRestart(BeforeSetup, Checkpoint):
 
     Args:
         dirpath: folder of the checkpoints, one per run: a path or an fsspec URL that all ranks see.
-        every_n_train_steps: optimizer steps between two checkpoints. None: at
-            the end of epochs only.
+        every_n_train_steps: optimizer steps between two checkpoints. None: at the end of epochs
+            only.
         every_n_epochs: epochs between two checkpoints at the end of an epoch. None: 1, unless
             ``every_n_train_steps`` is given.
         max_to_keep: number of newest checkpoints to keep over all restarts; only files that this
             run has saved are removed.
         batch_policy: when the number of ranks changes, ``"fixed_global_batch"`` keeps the global
-            batch: micro-batches per step change, losses are weighted by samples. ``"scale_lr"`` and
-            ``"scale_lr:sqrt"`` scale it with the number of ranks, and the learning rate with it
-            or with its square root; ``"fixed_micro_batch"`` keeps the learning rate.
+            batch. The others scale it with the number of ranks; ``"scale_lr"`` scales the learning
+            rate too, ``"scale_lr:sqrt"`` with the square root, ``"fixed_micro_batch"`` keeps it.
         strict_data: raise for a train dataloader whose samples cannot be tracked; False: warn, and
             repeat the epoch after a restart.
         seed: seed of the sample order; None: that of ``seed_everything``, or a random one.
@@ -84,13 +83,10 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         grace_period: seconds from a signal to the forced exit of the process; more than two steps
             and a checkpoint take, less than the launcher waits (torchrun: 30).
         hang_timeout: seconds without a batch, or without progress at the start, after which a
-            process exits with code 76, so that the launcher restarts all ranks; more than the
-            longest pause between batches. While the last checkpoint is written, it is enough that
-            all ranks respond. None: never.
-        weights_only: checkpoints are read by the restricted unpickler of ``torch.load``, which runs
-            no code from the file. A state that it cannot read is refused before training and at the
-            first save. False: anything is saved and loaded; only for folders whose writers you
-            trust. ``fit(weights_only=...)`` comes first.
+            process exits with code 76; more than the longest pause between batches. None: never.
+        weights_only: read checkpoints with the restricted unpickler of ``torch.load``, and refuse
+            a state that it cannot read, before training and at the first save. False: for folders
+            whose writers you trust. ``fit(weights_only=...)`` comes first.
         format: ``"single"``: one file that ``torch.load`` reads, written by rank 0. ``"sharded"``:
             a folder to which every rank writes an equal part.
         **saving: of the checkpoints, as of :class:`~lightning_dist.AsyncCheckpoint`: ``snapshot``,

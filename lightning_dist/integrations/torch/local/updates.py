@@ -85,23 +85,23 @@ def local_updates(
     Memory: the anchor and, with momentum, the outer optimizer's state, 4 bytes per parameter each;
     a buffer of the largest fragment; the codec's residual, 4 bytes per parameter.
 
+    Papers: ``"local_sgd"``, arXiv 1805.09767; ``"post_local_sgd"``, 1808.07217; ``"diloco"``,
+    2311.08105; ``"streaming"``, 2501.18512; ``"sparseloco"``, 2508.15706.
+
     Args:
         model: on its device. A DistributedDataParallel over some of the ranks, such as those of a
             host, is one worker; one over all ranks needs ``ddp_steps``. So is a model that
             ``fully_shard`` has sharded over the ranks of a host; each rank exchanges its shard.
         optimizer: of the local steps, or several. Their state stays local and differs.
         method: defaults of the arguments that follow. ``"local_sgd"``: the mean of the weights;
-            ``"post_local_sgd"``: after ``ddp_steps`` steps of plain DDP (Lin et al., arXiv
-            1808.07217); ``"diloco"``: outer Nesterov momentum (Douillard et al., arXiv 2311.08105);
-            ``"streaming"``: fragments, applied while training goes on (arXiv 2501.18512);
-            ``"sparseloco"``: the mean of the 64 largest of every 4096 changes, with two-bit values
-            and an error feedback that fades (arXiv 2508.15706).
-        sync_every: attempted optimizer steps, also those that a GradScaler skips, between two outer
-            steps of a parameter. None: 16; SGD methods 8; sparseloco 4.
-        fragments: parts of the model that are exchanged in turn, which divides the peak on the
-            link. None: 1; streaming 4.
-        overlap_steps: attempted steps during which an exchange runs before its mean is used; 0
-            waits for it. None: 0; streaming 3.
+            ``"post_local_sgd"``: after ``ddp_steps`` steps of plain DDP; ``"diloco"``: outer
+            Nesterov momentum; ``"streaming"``: fragments, applied while training goes on;
+            ``"sparseloco"``: the mean of the largest changes, in two bits each.
+        sync_every: attempted optimizer steps between two outer steps of a parameter. None: 16; SGD
+            methods 8; sparseloco 4.
+        fragments: parts of the model that are exchanged in turn. None: 1; streaming 4.
+        overlap_steps: steps for which an exchange runs before its mean is used; 0 waits for it.
+            None: 0; streaming 3.
         mixing: weight of a worker's own parameters when the anchor has moved, 0 to 1. None: 0;
             streaming 0.5.
         ddp_steps: steps of plain DDP before the first local one. None: 0.
@@ -109,14 +109,13 @@ def local_updates(
         outer_momentum: Nesterov momentum of the outer SGD. None: 0; diloco 0.6; streaming 0.9.
         outer_optimizer: another one, made from the anchor's tensors, as ``lambda tensors:
             torch.optim.AdamW(tensors, lr=0.1)``. None: SGD.
-        outer_schedule: learning rate scheduler of the outer optimizer, as ``lambda optimizer:
-            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)``; it steps after every
-            outer step (of all fragments) but that of :meth:`~LocalUpdates.finish`. None: constant.
-        weigh_by: what a worker counts by in the mean: ``"workers"``, all the same, or
-            ``"samples"``, those that it gives to :meth:`~LocalUpdates.step` (or tokens), for
-            workers with unequal shards.
-        offload: keep the anchor and the outer optimizer's state in the host's memory, from where
-            they are copied at outer steps.
+        outer_schedule: learning rate scheduler, made from the outer optimizer. It steps after
+            every outer step (of all fragments) but that of :meth:`~LocalUpdates.finish`. None:
+            constant.
+        weigh_by: weight of a worker in the mean: ``"workers"``, all the same, or ``"samples"``,
+            the number of samples (or tokens) given to :meth:`~LocalUpdates.step`.
+        offload: keep the anchor and the outer optimizer's state in the host's memory between outer
+            steps.
         codec: codec of the pseudo-gradient, as for :func:`~lightning_dist.compress_ddp`. None:
             int8, of sparseloco its own.
         error_feedback: as for :func:`~lightning_dist.compress_ddp`, and so are the next five.
