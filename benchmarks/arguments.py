@@ -15,10 +15,15 @@ TABLES = {
     "elastic-restart": ("lightning_dist:ElasticRestart",),
     "elastic-loop": ("lightning_dist:ElasticLoop",),
     "checkpoint": ("lightning_dist:AsyncCheckpoint",),
-    "state-checkpointer": ("lightning_dist.accelerate:AsyncStateCheckpointer",),
-    "sharded": ("lightning_dist:CompressedModelParallelStrategy",),
+    "state-checkpointer": (
+        "lightning_dist.accelerate:AsyncStateCheckpointer snapshot staging_dir",
+    ),
+    "sharded": (
+        "lightning_dist:CompressedModelParallelStrategy "
+        "replicate_size data_parallel_size tensor_parallel_size parameters",
+    ),
     "hierarchical": (
-        "lightning_dist:CompressedDDPStrategy hierarchical codec ranks_per_host rank_groups",
+        "lightning_dist:CompressedDDPStrategy hierarchical ranks_per_host rank_groups",
     ),
     "local-steps": (
         "lightning_dist:local_updates",
