@@ -19,10 +19,15 @@ TABLES = {
         " -grace_period -hang_timeout -format -recovery -mirror_residuals",
     ),
     "checkpoint": ("lightning_dist:AsyncCheckpoint",),
-    "state-checkpointer": ("lightning_dist.accelerate:AsyncStateCheckpointer",),
-    "sharded": ("lightning_dist:CompressedModelParallelStrategy",),
+    "state-checkpointer": (
+        "lightning_dist.accelerate:AsyncStateCheckpointer snapshot staging_dir",
+    ),
+    "sharded": (
+        "lightning_dist:CompressedModelParallelStrategy "
+        "replicate_size data_parallel_size tensor_parallel_size parameters",
+    ),
     "hierarchical": (
-        "lightning_dist:CompressedDDPStrategy hierarchical codec ranks_per_host rank_groups",
+        "lightning_dist:CompressedDDPStrategy hierarchical ranks_per_host rank_groups",
     ),
     "local-steps": (
         "lightning_dist:local_updates -model -optimizer -method -error_feedback -hierarchical"

@@ -83,13 +83,12 @@ class ModelParallelArguments(CommReport):
             codec: of the gradients between replicas: a name of ``lightning_dist.CODECS``, with
                 options as in ``"topk:ratio=0.01"``, a codec object, or a policy (``by_name``,
                 ``by_size``, ``warmup``, ``after_steps``).
-            replicate_size: replicas of the model. ``"auto"``: as many as hosts, so that each host
-                holds the model once.
-            data_parallel_size: ranks that shard a replica. ``"auto"``: all that are left.
+            replicate_size: replicas of the model. ``"auto"``: one per host.
+            data_parallel_size: ranks that shard a replica. ``"auto"``: all others.
             tensor_parallel_size: ranks that have a part of each layer, within a shard.
-            parameters: for one replica, sharded over all ranks: codec of the parameters in FSDP's
-                all-gather; gradients are reduce-scattered in ``codec``, which has to be unbiased,
-                such as ``"qsgd:bits=8"``, or to have ``error_feedback=True``, then in 8 bits.
+            parameters: codec of the parameters in FSDP's all-gather, for one replica that is
+                sharded over all ranks. Gradients are then reduce-scattered in ``codec``, which must
+                be unbiased, such as ``"qsgd:bits=8"``, or have ``error_feedback=True``.
             error_feedback: keep the compression error and add it to the next gradient; 4 bytes per
                 compressed element of a shard. ``"auto"``: where the codec needs it.
             min_compress_numel: smaller parameters, and 1-D ones, are uncompressed; 0 compresses

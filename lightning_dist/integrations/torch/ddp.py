@@ -74,14 +74,14 @@ def compress_ddp(
         codec: a name of ``lightning_dist.CODECS``, with options as in ``"topk:ratio=0.01"``, a
             codec object, or a policy (``by_name``, ``by_size``, ``warmup``, ``after_steps``), also
             as a mapping, ``{"by_size": {"codec": "int4"}}``. In a hierarchical exchange it is the
-            codec between hosts, and gradients inside a host are uncompressed; ``{"intra": "bf16",
-            "inter": "int4"}`` names both, inside one of none, fp16 and bf16.
+            codec between hosts; ``{"intra": "bf16", "inter": "int4"}`` names that inside hosts too:
+            none (the default), fp16 or bf16.
         error_feedback: keep the compression error and add it to the next gradient; 4 bytes per
             compressed element. ``"auto"``: where the codec needs it.
         hierarchical: reduce inside every host first, so that each rank sends only a share of the
             gradient to other hosts. ``"auto"``: if there are several hosts, one of them with
-            several ranks. True: the same, and raise otherwise. ``"leader"``: one rank of each host
-            communicates with other hosts; for hosts with one network card and slow CPUs, and with
+            several ranks. True: the same, or raise. ``"leader"``: one rank of each host
+            communicates with other hosts; for hosts with one network card and slow CPUs, or with
             different numbers of ranks. False: flat.
         ranks_per_host: number of consecutive ranks on each host, whatever its name. None: by host
             name.

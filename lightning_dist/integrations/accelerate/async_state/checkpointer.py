@@ -43,7 +43,7 @@ class AsyncStateCheckpointer:
     Args:
         accelerator: of one process, or of DDP.
         snapshot: ``"blocking"`` (also ``"auto"``): ``save_state`` returns when the files are in
-            memory. ``"sync"``: when they are durable.
+            memory. ``"sync"``: when they are durable. ``"overlap"`` is refused.
         max_in_flight: saves that may be under way; each has its files in memory. This and the next
             five are as for :class:`~lightning_dist.AsyncCheckpoint`.
         on_busy: at that limit, ``"wait"``, or ``"skip"`` the save with a warning.
@@ -55,8 +55,8 @@ class AsyncStateCheckpointer:
         staging_dir: where accelerate's files wait for the writer. None: ``/dev/shm`` if they fit
             in, else ``tempfile.gettempdir()``.
         weights_only: loading runs no code of the files, also where Accelerate unpickles registered
-            objects, and a first save that could not be loaded so is refused. False: anything is
-            saved and loaded; only for folders whose writers you trust.
+            objects; a first save that could not be loaded so is refused. False: anything is saved
+            and loaded; only for folders whose writers you trust.
 
     Raises:
         ValueError: a setting that cannot take effect, or an Accelerator that writes its checkpoints

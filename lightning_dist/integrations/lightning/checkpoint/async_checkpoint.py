@@ -52,26 +52,23 @@ class AsyncCheckpoint(CheckpointNames):
 
     Args:
         *args: as of ``ModelCheckpoint``.
-        snapshot: ``"overlap"``: parameters and optimizer state are copied during the next forward
-            and backward pass, and the next optimizer step waits for the rest of the copy; all else
-            is copied at once. ``"blocking"``: everything is copied at once. ``"sync"``: training
-            waits for the disk too. ``"auto"``: overlap.
+        snapshot: ``"overlap"`` (also ``"auto"``): parameters and optimizer state are copied during
+            the next forward and backward pass, all else at once. ``"blocking"``: everything is
+            copied at once. ``"sync"``: training waits for the disk too.
         max_in_flight: saves that may be under way; each has a copy of the state in host memory.
         on_busy: at that limit, ``"wait"``, or ``"skip"`` the save with a warning.
         writer: ``"process"``, which finishes its work when the trainer is killed; ``"thread"``;
             ``"auto"``: process, unless the files are in memory of this process.
-        format: ``"single"``: one file that ``torch.load`` and plain Lightning read, written by rank
-            0. ``"sharded"``: a folder; every rank copies and writes an equal part of parameters and
-            optimizer state, its own residuals, and with local steps its own worker. Any number of
-            ranks loads it, and ``lightning-dist ckpt consolidate`` makes one file of it.
-        verify: ``"resume"``: checksums of the checkpoint to resume from are verified first.
-            ``"always"``: also of every checkpoint written, before the one that it replaces is
-            removed. ``"never"``.
+        format: ``"single"``: one file for ``torch.load`` and plain Lightning, written by rank 0.
+            ``"sharded"``: a folder that any number of ranks loads; every rank writes an equal part
+            of parameters and optimizer state, its own residuals, and with local steps its worker.
+        verify: ``"resume"``: verify the checkpoint to resume from. ``"always"``: also every
+            checkpoint written, before the one that it replaces is removed. ``"never"``.
         on_error: when a checkpoint could not be written, ``"raise"`` within one step, or
             ``"warn"`` and keep the earlier ones.
         host_memory_limit: bytes that copies may take on a rank. None: no limit.
-        lock: lock the folder, so that no other trainer writes to it. ``False``, for file systems
-            without locks: other trainers are not detected, and killed writers leave files behind.
+        lock: lock the folder, so that no other trainer writes to it. ``False``: for file systems
+            without locks; make sure that there is one trainer.
         **kwargs: as of ``ModelCheckpoint``.
 
     Raises:
