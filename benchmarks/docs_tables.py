@@ -37,7 +37,7 @@ _OF_ARGUMENTS = ("checkpoints", "elastic", "fsdp2", "hierarchical", "local-steps
 DOCUMENTS = (
     "README.md",
     "docs/choosing-a-codec.md",
-    "docs/measurements.md",
+    "benchmarks/results/README.md",
     *(f"docs/{page}.md" for page in _OF_ARGUMENTS),
 )
 

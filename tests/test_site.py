@@ -17,7 +17,11 @@ from lightning_dist.checkpoint.metrics import Metrics
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PACKAGE = ROOT / "lightning_dist"
-PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), ROOT / "examples" / "README.md"]
+PAGES = [
+    *ROOT.glob("*.md"),
+    *DOCS.rglob("*.md"),
+    *(ROOT / each / "README.md" for each in ("examples", "benchmarks/results")),
+]
 METRIC = re.compile(r"\b(?:comm|checkpoint|elastic)/[a-z]\w*\b")
 OF_LOGGERS = [
     PACKAGE / "integrations" / "comm_report.py",
