@@ -13,8 +13,8 @@ Replicas = Literal["rank", "host"]
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "local_sgd": {"sync_every": 8},
     "post_local_sgd": {"sync_every": 8},
-    # Windows and momentum of which the loss is measured (benchmarks/results/README.md); the papers have
-    # windows of 30 to 500 steps, and momentum of 0.9.
+    # Windows and momentum of which the loss is measured (benchmarks/results/README.md); the papers
+    # have windows of 30 to 500 steps, and momentum of 0.9.
     "diloco": {"sync_every": 16, "outer_lr": 0.7, "outer_momentum": 0.6},
     "streaming": {
         "sync_every": 16,
