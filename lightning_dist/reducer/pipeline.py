@@ -9,7 +9,7 @@ step is finished; until then tensors keep their local gradients and the received
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -19,9 +19,9 @@ from torch import Tensor
 from lightning_dist.reducer.adjust import Adjustment, add_residuals, clip_group
 from lightning_dist.reducer.commit import (
     Answer,
-    Failures,
+    DriftError,
+    Recovery,
     agree,
-    ask,
     decode_groups,
     sum_of_bits,
 )
@@ -79,7 +79,7 @@ class Pipeline:
         """Whether state is committed when it is encoded, not when the step is finished."""
         assert not (self.immediate and allow_absent), "what is absent everywhere is known too late"
         self._observers = list(observers)  # changed by this thread and by that of the executor
-        self._failures = Failures()
+        self._recovery: Recovery | None = None
         self._delayed = DelayedMeans(settings.start_step if settings.delay else None)
         self._in_flight: list[Handle] = []
         self._grad_scale, self._allow_absent, self._sharded = grad_scale, allow_absent, sharded
@@ -131,8 +131,7 @@ class Pipeline:
         self._require_open()
         self.arrivals += 1
         if self.network.world_size == 1:
-            recovery = self._failures.recovery
-            self.answer = Answer(pauses=recovery is not None and recovery.pauses())
+            self.answer = Answer(pauses=self._wants_pause)
             self._end_step()
         else:
             self._executor.submit(partial(self._guarded, self._finish))
@@ -198,7 +197,7 @@ class Pipeline:
             for handle in handles:
                 with working(self._observers, handle.key, "decode"):
                     decode_all(handle.units(), self._scale)
-        answer = self._ask(handles, meanwhile=decode_rest)
+        answer = self._agree(handles, meanwhile=decode_rest)
         decode_rest()
         if not self.immediate:
             for handle in handles:
@@ -266,22 +265,41 @@ class Pipeline:
         self.stats.drop_step()
         return handles
 
-    def _ask(self, handles: Sequence[Handle], *, meanwhile: Callable[[], None]) -> Answer:
+    def _agree(self, handles: Sequence[Handle], *, meanwhile: Callable[[], None]) -> Answer:
+        """Agreement of all ranks on the step of ``handles``; nobody is asked without need.
+
+        Args:
+            meanwhile: what can be done while a recovery votes, with all payloads here.
+        """
         finite, self._finite = self._finite, []
         sums, self._sums = self._sums, []
         if self._sharded and sums:  # which only ranks with the same shard have in common
             agree([], {}, sums, self._plans.planner.network)
             sums = []
-        return ask(
-            handles,
-            self.network,
-            self._failures,
-            finite=finite,
-            sums=sums,
-            depends=self._asks,
-            finds_unused=self._allow_absent,
-            meanwhile=meanwhile,
-        )
+        recovery = self._recovery
+        if not (self._allow_absent or self._asks or sums or recovery is not None):
+            return Answer()
+        used = {
+            part.name: part.name not in handle.absent
+            for handle in (handles if self._allow_absent else ())
+            for group in handle.groups
+            for part in group.slices
+        }
+        # A rank that receives the answer must know that all others can commit without any help.
+        for handle in () if recovery is None else handles:
+            for unit in handle.units():
+                unit.wait()
+        try:
+            pauses = self._wants_pause
+            return agree(finite, used, sums, self.network, pauses=pauses, meanwhile=meanwhile)
+        except RuntimeError as error:
+            if recovery is None or isinstance(error, DriftError):
+                raise
+            self._note(error)
+            result = recovery.vote_result()
+            if result is None:
+                raise
+            return Answer(finite=result)
 
     def _enter(self, handle: Handle) -> None:
         if not self._in_flight:
@@ -307,17 +325,48 @@ class Pipeline:
 
     def _guarded(self, task: Callable[[], None], handle: Handle | None = None) -> None:
         try:
-            self._failures.require_none()
+            if self.failure is not None:
+                raise RuntimeError(f"An earlier exchange failed: {self.failure}") from self.failure
             task()
         except BaseException as error:  # of any kind: a future that is left pending blocks DDP
-            self._failures.note(error)
-            waiting = [*self._give_up(), *([] if handle is None else [handle])]
-            self._failures.end(waiting, error)
+            self._note(error)
+            self._end([*self._give_up(), *([] if handle is None else [handle])], error)
+
+    def _note(self, error: BaseException) -> None:
+        """Record ``error``, after which nothing is exchanged, and report it to the recovery."""
+        if self.failure is not None:
+            return
+        self._executor.failure = error
+        if self._recovery is not None and self._failure_is_recovered:
+            assert isinstance(error, RuntimeError)
+            self._recovery.failed(error)
+
+    def _end(self, waiting: Iterable[Handle], error: BaseException) -> None:
+        """Complete ``waiting`` tensors: as they are under recovery, else with ``error``."""
+        for handle in waiting:
+            if handle.done.done():
+                continue
+            if self._failure_is_recovered:
+                handle.done.set_result(handle.given)
+                continue
+            failed = RuntimeError(f"lightning_dist: {error}")
+            handle.done.set_exception(failed)  # type: ignore[arg-type]  # the stub is wrong
+
+    @property
+    def _failure_is_recovered(self) -> bool:
+        """Whether the recovery handles the failure: collectives raise RuntimeErrors."""
+        of_collective = isinstance(self.failure, RuntimeError)
+        return self.recovers and of_collective and not isinstance(self.failure, DriftError)
+
+    @property
+    def _wants_pause(self) -> bool:
+        """Whether this rank wants all to stop after this step."""
+        return self._recovery is not None and self._recovery.pauses()
 
     @property
     def failure(self) -> BaseException | None:
         """First error of an exchange; nothing is exchanged after it."""
-        return self._failures.first
+        return self._executor.failure
 
     @property
     def _decodes_before_the_vote(self) -> bool:
@@ -331,7 +380,7 @@ class Pipeline:
     @property
     def recovers(self) -> bool:
         """Whether a step that fails is taken again."""
-        return self._failures.recovery is not None
+        return self._recovery is not None
 
     def _forget(self, observer: Observer) -> None:
         with suppress(ValueError):  # the other thread has removed it

@@ -155,7 +155,7 @@ class Reducer(StatefulPipeline):
                 "A failed step can be repeated only if every rank has the whole model, and this "
                 "model is sharded; use DistributedDataParallel"
             )
-        self._failures.recovery = recovery
+        self._recovery = recovery
 
     def observe(self, observer: Observer) -> None:
         """Send all events to ``observer``, those of collectives too, from the next bucket on."""
@@ -218,7 +218,7 @@ class Reducer(StatefulPipeline):
                 has to follow.
         """
         self._stop(patience=0.0)
-        self._failures.end(self._give_up(), RuntimeError("the reducer was bound to other groups"))
+        self._end(self._give_up(), RuntimeError("the reducer was bound to other groups"))
         self._delayed.clear()  # not there on every rank
         self.answer = Answer()
         old = self.network
@@ -242,7 +242,6 @@ class Reducer(StatefulPipeline):
     def _use(self, executor: Executor | None) -> None:
         self._owns_executor = executor is None
         self._executor = executor or executor_for(self.network.device, in_order=self._in_order)
-        self._failures.executor = self._executor
 
     def _stop(self, patience: float) -> None:
         """Complete the exchanges in flight, or give them up after ``patience`` seconds.
@@ -286,7 +285,7 @@ class Reducer(StatefulPipeline):
     def _release(self) -> None:
         for handle in self._in_flight:  # which stay: the groups are out of step
             handle.undo()
-        self._failures.end(self._in_flight, RuntimeError("the reducer was closed in a step"))
+        self._end(self._in_flight, RuntimeError("the reducer was closed in a step"))
         self._plans.clear()
         self.state.to(torch.device("cpu"))
         self._delayed.to(torch.device("cpu")) if self.in_step else self._delayed.clear()
