@@ -178,25 +178,22 @@ class UnitKeys:
 
     def draw(self, step: int) -> None:
         """New keys for ``step``."""
-        who = "all" if self._codec.shared_keys else str(self._rank)
-        for tile in self._tiles:
-            own = _salt(self._codec, step, tile.name, who)
+        names = [tile.name for tile in self._tiles]
+        salts = unit_salts(self._codec, names, step=step, rank=self._rank).T.tolist()
+        for tile, (own, mean) in zip(self._tiles, salts, strict=True):
             self.encode[:, tile.columns] = block_keys(tile.numbers, own)
             if len(tile.numbers) > 1:  # this rank owns a row and rounds its mean
                 row = tile.numbers[self._rank : self._rank + 1]
-                mean = _salt(self._codec, step, tile.name, "mean")
                 self.reduce[:, tile.columns] = block_keys(row, mean)
 
 
 def unit_salts(codec: BlockCodec, names: Sequence[str], *, step: int, rank: int) -> Tensor:
-    """int32 ``(2, names)`` on the host: what the keys of :class:`UnitKeys` are hashed with.
+    """int32 ``(2, names)`` on the host, with which the keys of :class:`UnitKeys` are hashed.
 
     The first row is for what this rank sends, the second for the means that it rounds.
     """
-    who = "all" if codec.shared_keys else str(rank)
-    salts = [[_salt(codec, step, name, of) for name in names] for of in (who, "mean")]
+    whose = ("all" if codec.shared_keys else str(rank)), "mean"
+    salts = [
+        [zlib.crc32(f"{codec!r} {step} {name} {who}".encode()) for name in names] for who in whose
+    ]
     return torch.tensor(salts, dtype=torch.int64, device="cpu").to(torch.int32)
-
-
-def _salt(codec: BlockCodec, step: int, name: str, who: str) -> int:
-    return zlib.crc32(f"{codec!r} {step} {name} {who}".encode())
