@@ -20,8 +20,7 @@ from torch import Tensor
 
 from lightning_dist.accelerator import placed
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.state import ReducerState
-from lightning_dist.reducer.state_copy import StateCopy
+from lightning_dist.reducer.state import ReducerState, StateCopy
 from lightning_dist.reducer.units.base import CodecGroup, decode_all
 
 

@@ -163,7 +163,9 @@ class Pipeline:
             turn=len(self._in_flight) % 2,
             waiting=self._waits,
         )
-        handle.load(plan, keeps_state=self.recovers and self._decodes_before_the_vote)
+        # State may change in a step that is not applied in the end; see `_finish`.
+        undoes = self.immediate or self.network.intra is not None
+        handle.load(plan, keeps_state=self.recovers and undoes)
         self._adjust(handle)
         with working(self._observers, handle.key, "encode"):
             for unit in staggered(handle.units()):
@@ -191,9 +193,11 @@ class Pipeline:
                 self._decode(rest[-1])
                 rest.pop()  # now: what has failed is not left out
 
-        if not self.recovers or self.network.intra is not None:
+        # Means come from other ranks of the host, which may be lost after the vote.
+        before_the_vote = self.network.intra is not None
+        if before_the_vote or not self.recovers:
             decode_rest()
-        if self.recovers and not self.immediate and self._decodes_before_the_vote:
+        if before_the_vote and self.recovers and not self.immediate:
             for handle in handles:
                 with working(self._observers, handle.key, "decode"):
                     decode_all(handle.units(), self._scale)
@@ -367,15 +371,6 @@ class Pipeline:
     def failure(self) -> BaseException | None:
         """First error of an exchange; nothing is exchanged after it."""
         return self._executor.failure
-
-    @property
-    def _decodes_before_the_vote(self) -> bool:
-        """Whether state may change in a step that is not applied in the end.
-
-        In a hierarchical exchange means come from other ranks of the host, which may be lost after
-        the vote.
-        """
-        return self.immediate or self.network.intra is not None
 
     @property
     def recovers(self) -> bool:

@@ -116,7 +116,6 @@ class Reducer(Pipeline):
             self.planner_for(network),
             self.settings.policy,
             self._shapes,
-            share_memory=self.immediate,
             padded=self._sharded,
         )
 

@@ -70,7 +70,7 @@ class Planner:
         self.sparse_passes: Mapping[str, Pass] = {}  # compiled
         self.compiled: dict[Codec, tuple[set[torch.dtype], set[int]]] = {}
         """Dtypes and sizes of the gradients that kernels were compiled for."""
-        self._immediate, self._compiles = immediate, True
+        self.immediate, self._compiles = immediate, True
         self._to_join: list[JoinedUnit] = []  # of the tensor that is planned
         self.tables = tables and available_on(network.device)
         self._payloads = PayloadMemory(network.device) if immediate else None
@@ -100,7 +100,7 @@ class Planner:
 
     def free(self) -> None:
         """Memory of payloads: what is planned from now on has new ones."""
-        for level in self._levels if self._immediate else ():
+        for level in self._levels if self.immediate else ():
             level._payloads = PayloadMemory(self.network.device)
 
     def kernels(self, codec: BlockCodec, dtype: torch.dtype) -> Kernels:
@@ -274,7 +274,7 @@ class Planner:
         """Compile ``kernels`` for gradients of ``dtype``, if their codec can be compiled."""
         if kernels.codec.fusable and not kernels.codec.lossless:
             variant = Variant(
-                kernels.passes, dtype, rows, received, self.network.device, self._immediate
+                kernels.passes, dtype, rows, received, self.network.device, self.immediate
             )
             kernels.use(fused_passes(variant) if self._compiles else known_passes(variant))
 

@@ -16,7 +16,7 @@ from lightning_dist.codecs import Codec, NoCompression
 from lightning_dist.codecs.base import Shape
 from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.plan.slices import ParameterSlice, by_codec
-from lightning_dist.reducer.state_copy import StateCopy
+from lightning_dist.reducer.state import StateCopy
 from lightning_dist.reducer.units.base import CodecGroup, CommUnit
 
 
@@ -117,7 +117,6 @@ class Plans:
 
     Args:
         shapes: of the parameters, by name.
-        share_memory: tensors of one turn are never in flight together.
         padded: tensors may have elements that are of no parameter.
     """
 
@@ -127,11 +126,10 @@ class Plans:
         policy: Codec,
         shapes: Mapping[str, Shape],
         *,
-        share_memory: bool,
         padded: bool,
     ) -> None:
         self.planner, self._policy, self._shapes = planner, policy, shapes
-        self._share_memory, self._padded = share_memory, padded
+        self._padded = padded
         self._plans: dict[int, Plan] = {}
         self._staging: dict[int, Tensor] = {}  # uint8 memory by place
 
@@ -154,7 +152,8 @@ class Plans:
                 return plan
             moves = plan.moves + 1
             if moves > 1:  # it may well be elsewhere in the next step, too
-                place = turn if self._share_memory else key
+                # Under the immediate commit tensors of one turn are never in flight together.
+                place = turn if self.planner.immediate else key
                 flat = self._staged(place, flat.nbytes).view(flat.dtype)
         elif plan is not None:
             # The tensors lie in another way now (DDP has rebuilt its buckets), or the policy
