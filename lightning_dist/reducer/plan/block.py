@@ -81,13 +81,7 @@ class BlockPlan:
 
     @property
     def _where(self) -> Where:
-        network = self.network
-        return Where(
-            channel=network.data,
-            topology=network.topology,
-            device=network.device,
-            allocate=None if self.payloads is None else self.payloads.take,
-        )
+        return self.network.where(None if self.payloads is None else self.payloads.take)
 
     def row_exchange(self, size: int) -> RowExchange:
         """One exchange of rows of so many bytes; not for linear codecs."""

@@ -37,9 +37,7 @@ class _Factors:
             numel,
             keep_own=True,
             weight=1.0 / network.world_size,
-            channel=network.data,
-            topology=network.topology,
-            device=like.device,
+            **network.where(),
         )
         (own,), ((mean,),) = self.exchange.whole.own, self.exchange.whole.payloads
         self.owns, self.means = _views(own, sizes), _views(mean, sizes)

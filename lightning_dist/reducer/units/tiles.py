@@ -110,17 +110,19 @@ def tile_of(
     numbered: bool = False,
 ) -> Tile:
     """``span`` of a gradient and its state, the ``flats``, as ``columns`` of a payload."""
+    grid, staged = span.grid, list[tuple[Tensor, Tensor]]()
     numbers = span.numbers(flats[0].device) if numbered else flats[0].new_empty(0)
+    shape = grid.rows, span.columns, grid.block
     if span.direct:
-        places = [_view(flat, span) for flat in flats]
-        return Tile(name, places[0], tuple(places[1:]), columns, numbers)
-    shape = (span.grid.rows, span.columns, span.grid.block)
-    places = [flat.new_zeros(shape) for flat in flats]
-    staged = [
-        (flat[start : start + length], place[row].view(-1)[:length])
-        for flat, place in zip(flats, places, strict=True)
-        for row, start, length in span.filled()
-    ]
+        strides, first = (grid.blocks_per_row * grid.block, grid.block, 1), span.first * grid.block
+        places = [flat.as_strided(shape, strides, flat.storage_offset() + first) for flat in flats]
+    else:
+        places = [flat.new_zeros(shape) for flat in flats]
+        staged = [
+            (flat[start : start + length], place[row].view(-1)[:length])
+            for flat, place in zip(flats, places, strict=True)
+            for row, start, length in span.filled()
+        ]
     return Tile(name, places[0], tuple(places[1:]), columns, numbers, staged)
 
 
@@ -142,23 +144,9 @@ def joined(name: str, parts: Sequence[Sequence[Tensor]], *, rows: int, start: in
     return Tile(name, places[0], tuple(places[1:]), at, staged=staged)
 
 
-def of_tiles(tiles: Sequence[Tile], payload: Payload) -> list[Payload]:
-    """The part of ``payload`` that each of ``tiles`` has."""
-    return [columns_of(payload, tile.columns) for tile in tiles]
-
-
 def columns_of(payload: Payload, columns: slice) -> Payload:
     """``columns`` of every plane."""
     return tuple(plane[:, columns] for plane in payload)
-
-
-def _view(flat: Tensor, span: Span) -> Tensor:
-    grid = span.grid
-    return flat.as_strided(
-        (grid.rows, span.columns, grid.block),
-        (grid.blocks_per_row * grid.block, grid.block, 1),
-        flat.storage_offset() + span.first * grid.block,
-    )
 
 
 class UnitKeys:
