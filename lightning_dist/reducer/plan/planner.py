@@ -74,24 +74,25 @@ class Planner:
         self._to_join: list[JoinedUnit] = []  # of the tensor that is planned
         self.tables = tables and available_on(network.device)
         self._payloads = PayloadMemory(network.device) if immediate else None
-        self._intra, self._inter, intra = None, None, network.intra
-        if intra is not None and intra.inter is not None:
-            self._inter = Planner(
-                intra.inter,
-                state,
-                error_feedback=error_feedback,
-                intra_codec=intra_codec,
-                whole=whole,
-                immediate=immediate,
-                tables=tables,
-            )
-        if intra is not None:
-            self._intra = IntraPlan(network, intra_codec, self._inter, whole=whole)
+        self._intra: IntraPlan | None = None
+        if network.intra is not None:
+            inter = None
+            if network.intra.inter is not None:
+                inter = Planner(
+                    network.intra.inter,
+                    state,
+                    error_feedback=error_feedback,
+                    intra_codec=intra_codec,
+                    immediate=immediate,
+                    tables=tables,
+                )
+            self._intra = IntraPlan(network, intra_codec, inter, whole=whole)
 
     @property
     def _levels(self) -> Sequence[Planner]:
         """Not kept: a reference cycle would keep the network's groups."""
-        return [self] if self._inter is None else [self, self._inter]
+        inter = None if self._intra is None else self._intra.inter
+        return [self] if inter is None else [self, inter]
 
     def joined(self, unit: JoinedUnit) -> JoinedUnit:
         """``unit``, which travels with the others of its tensor that are joined."""
@@ -141,11 +142,11 @@ class Planner:
         for each in dict.fromkeys((codec, raw_beside(codec))):  # what small tensors are given
             if self._intra is None:
                 compile_passes(each, dtypes, self, sizes)
-            elif self._inter is not None:
+            elif self._intra.inter is not None:
                 parts = [ParameterSlice("", 0, (numel,)) for numel in sizes]
                 shares = {share for part in parts for share in self._intra.lengths(part)}
                 wide = {share_dtype(each, dtype) for dtype in dtypes}
-                self._inter.fuse(each, wide, sizes=shares)
+                self._intra.inter.fuse(each, wide, sizes=shares)
 
     def compile_no_more(self) -> None:
         """Use kernels only that this process has compiled before: all have the same bytes."""
@@ -268,15 +269,13 @@ class Planner:
         memory += [level._intra.memory for level in self._levels if level._intra is not None]
         return sum(each.nbytes for each in memory if each is not None)
 
-    def fuse_kernels(
-        self, kernels: Kernels, dtype: torch.dtype, *, rows: int = 1, received: int = 1
-    ) -> None:
-        """Compile ``kernels`` for gradients of ``dtype``, if their codec can be compiled."""
-        if kernels.codec.fusable and not kernels.codec.lossless:
-            variant = Variant(
-                kernels.passes, dtype, rows, received, self.network.device, self.immediate
-            )
-            kernels.use(fused_passes(variant) if self._compiles else known_passes(variant))
+    def fuse_kernels(self, plan: BlockPlan) -> None:
+        """Compile the kernels of ``plan``, if their codec can be compiled."""
+        if plan.codec.fusable and not plan.codec.lossless:
+            passes, device = plan.kernels.passes, plan.network.device
+            received = plan.kind.received(plan.network.world_size)
+            variant = Variant(passes, plan.dtype, plan.rows, received, device, plan.immediate)
+            plan.kernels.use(fused_passes(variant) if self._compiles else known_passes(variant))
 
     def blocks(self, codec: BlockCodec, dtype: torch.dtype) -> BlockPlan:
         """Cut of a block codec for gradients of ``dtype`` of a flat exchange."""

@@ -216,7 +216,7 @@ def _compile(
             if plan.tables is not None and on_accelerator:
                 _compile_tables(plan)
             elif not on_accelerator:  # torch's compiler is for the CPU
-                planner.fuse_kernels(plan.kernels, dtype, rows=plan.rows, received=plan.received)
+                planner.fuse_kernels(plan)
 
 
 def _compile_tables(plan: BlockPlan) -> None:
