@@ -36,11 +36,11 @@ from lightning_dist.reducer.units.base import (
     join,
     units_of,
 )
-from lightning_dist.reducer.units.hierarchical import hierarchical_units
+from lightning_dist.reducer.units.hierarchical import HierarchicalUnit
 
 
 class Planner:
-    """Builds groups; owns one set of kernels per codec and dtype.
+    """Builds groups; owns one plan, with its kernels, per block codec and dtype.
 
     Args:
         intra_codec: the codec inside a host, where the exchange is hierarchical.
@@ -66,7 +66,7 @@ class Planner:
     ) -> None:
         self.network, self.state, self._divide_last = network, state, divide_last
         self.error_feedback: bool | Literal["auto"] = error_feedback
-        self._kernels: dict[tuple[Codec, torch.dtype], Kernels] = {}
+        self._blocks: dict[tuple[BlockCodec, torch.dtype], BlockPlan] = {}
         self.sparse_passes: Mapping[str, Pass] = {}  # compiled
         self.compiled: dict[Codec, tuple[set[torch.dtype], set[int]]] = {}
         """Dtypes and sizes of the gradients that kernels were compiled for."""
@@ -101,19 +101,9 @@ class Planner:
 
     def free(self) -> None:
         """Memory of payloads: what is planned from now on has new ones."""
-        for level in self._levels if self.immediate else ():
-            level._payloads = PayloadMemory(self.network.device)
-
-    def kernels(self, codec: BlockCodec, dtype: torch.dtype) -> Kernels:
-        """Kernels of a flat exchange for gradients of ``dtype``."""
-        if (codec, dtype) not in self._kernels:
-            self._kernels[codec, dtype] = Kernels(
-                codec,
-                memory=codec.memory(self.error_feedback),
-                factors=self._factors(codec),
-                world_size=self.network.world_size,
-            )
-        return self._kernels[codec, dtype]
+        for level in self._levels:
+            if level._payloads is not None:
+                level._payloads.clear()
 
     def _factors(self, codec: BlockCodec) -> Factors:
         """Factors by which a flat exchange makes a mean of the sum over ranks."""
@@ -161,7 +151,7 @@ class Planner:
     def is_fused(self) -> bool:
         """Whether any kernels between hosts are compiled."""
         return any(
-            level.sparse_passes or any(k.is_fused for k in level._kernels.values())
+            level.sparse_passes or any(plan.kernels.is_fused for plan in level._blocks.values())
             for level in self._levels
         )
 
@@ -260,7 +250,14 @@ class Planner:
             if not codec.lossless:
                 units[0].source = SampleSource(codec, slices, bucket, self)
             return units
-        return hierarchical_units(self._intra, codec, slices, bucket, self)
+        keeps = bool(self.kinds(codec))
+        inside = [
+            HierarchicalUnit(self._intra, codec, owned, bucket)
+            for owned in self._intra.units(codec, slices, keeps=keeps)
+        ]
+        for unit in inside:
+            self.joined(unit) if self._intra.whole_buckets else join([unit])
+        return inside
 
     @property
     def nbytes(self) -> int:
@@ -278,9 +275,14 @@ class Planner:
             plan.kernels.use(fused_passes(variant) if self._compiles else known_passes(variant))
 
     def blocks(self, codec: BlockCodec, dtype: torch.dtype) -> BlockPlan:
-        """Cut of a block codec for gradients of ``dtype`` of a flat exchange."""
-        kernels = self.kernels(codec, dtype)
-        by_owners = EXCHANGES[codec.exchange].reduced_by == "owners"
-        in_tables = self.tables and by_owners and kernels.memory.in_tables
-        tables = kernels_of(codec, dtype=dtype) if in_tables else None
-        return BlockPlan(codec, dtype, kernels, self.network, self.state, self._payloads, tables)
+        """A block codec for gradients of ``dtype`` in a flat exchange."""
+        if (codec, dtype) not in self._blocks:
+            memory, factors = codec.memory(self.error_feedback), self._factors(codec)
+            world, state = self.network.world_size, self.state
+            kernels = Kernels(codec, memory=memory, factors=factors, world_size=world)
+            by_owners = EXCHANGES[codec.exchange].reduced_by == "owners"
+            in_tables = self.tables and by_owners and memory.in_tables
+            tables = kernels_of(codec, dtype=dtype) if in_tables else None
+            plan = BlockPlan(codec, dtype, kernels, self.network, state, self._payloads, tables)
+            self._blocks[codec, dtype] = plan
+        return self._blocks[codec, dtype]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,10 +26,7 @@ from lightning_dist.kernels.triton.table import Within
 from lightning_dist.private import copy_all
 from lightning_dist.reducer.plan.intra import IntraPlan, Owned, share_dtype
 from lightning_dist.reducer.plan.slices import ParameterSlice
-from lightning_dist.reducer.units.base import CommUnit, JoinedUnit, decode_all, join, staggered
-
-if TYPE_CHECKING:
-    from lightning_dist.reducer.plan.planner import Planner
+from lightning_dist.reducer.units.base import CommUnit, JoinedUnit, decode_all, staggered
 
 
 class HierarchicalUnit(JoinedUnit):
@@ -165,24 +161,6 @@ class HierarchicalUnit(JoinedUnit):
     @override
     def nbytes(self) -> int:
         return self._share.nbytes + sum(unit.nbytes for unit in self._inter)
-
-
-def hierarchical_units(
-    plan: IntraPlan,
-    codec: Codec,
-    slices: Sequence[ParameterSlice],
-    bucket: Tensor,
-    planner: Planner,
-) -> Sequence[CommUnit]:
-    """The exchanges of ``slices`` of the flat ``bucket (N,)``, with ``codec`` between hosts."""
-    keeps = bool(planner.kinds(codec))
-    units = [
-        HierarchicalUnit(plan, codec, owned, bucket)
-        for owned in plan.units(codec, slices, keeps=keeps)
-    ]
-    for unit in units:
-        planner.joined(unit) if plan.whole_buckets else join([unit])
-    return units
 
 
 def _one_after_the_other(parts: Sequence[ParameterSlice]) -> list[ParameterSlice]:
