@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_dist.accelerator import placed
 from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.plan.plans import Handle
 from lightning_dist.reducer.state import ReducerState, StateCopy
 from lightning_dist.reducer.units.base import CodecGroup, decode_all
 
@@ -113,17 +114,16 @@ def sum_of_bits(group: CodecGroup, bucket: Tensor) -> Tensor:
     return torch.stack([part.of(bucket).view(as_int).sum() for part in group.slices]).sum()
 
 
-def decode_groups(
-    groups: Sequence[CodecGroup],
-    bucket: Tensor,
+def decode(
+    handle: Handle,
     state: ReducerState,
-    *,
     scale: Tensor,
+    *,
     unused: Collection[str],
     finite: bool,
     before: StateCopy | None = None,
 ) -> None:
-    """Decode ``groups`` into their ``bucket`` and commit state, except that of ``unused`` ones.
+    """Decode the means of ``handle`` and commit state, except that of ``unused`` parameters.
 
     The residual of an unused parameter was sent with the others but DDP will not apply it, so it
     is kept.
@@ -134,18 +134,18 @@ def decode_groups(
             holds residuals, which would be sent again.
         before: they are decoded already, and this is the state before that.
     """
+    groups, flat = handle.groups, handle.flat
     stateful = [p for g in groups for p in g.slices if g.keeps_state or p.name in g.residuals_sent]
     undone = [part.name for part in stateful if not finite or part.name in unused]
     if before is None:
         before = StateCopy(state, undone)
         before.take()
-        decode_all([unit for group in groups for unit in group.units], scale)
+        decode_all(handle.units(), scale)
     before.restore(undone)
-    for part in () if finite else stateful:
-        part.of(bucket).fill_(torch.nan)
-    for group in groups if finite else ():
-        for part in group.slices if group.residuals_sent else ():
-            # Waits for a GPU, in the one step that sends residuals.
-            sent = part.name in group.residuals_sent.difference(unused)
-            if sent and bool(part.of(bucket).isfinite().all()):
-                state.drop("residual", part.name)
+    sent = {name for group in groups for name in group.residuals_sent}.difference(unused)
+    for part in stateful:
+        if not finite:
+            part.of(flat).fill_(torch.nan)
+        # Waits for a GPU, in the one step that sends residuals.
+        elif part.name in sent and bool(part.of(flat).isfinite().all()):
+            state.drop("residual", part.name)

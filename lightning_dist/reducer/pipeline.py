@@ -17,14 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist.reducer.adjust import Adjustment, add_residuals, clip_group
-from lightning_dist.reducer.commit import (
-    Answer,
-    DriftError,
-    Recovery,
-    agree,
-    decode_groups,
-    sum_of_bits,
-)
+from lightning_dist.reducer.commit import Answer, DriftError, Recovery, agree, decode, sum_of_bits
 from lightning_dist.reducer.delayed import DelayedMeans
 from lightning_dist.reducer.executor import Executor
 from lightning_dist.reducer.network import Network
@@ -220,26 +213,13 @@ class Pipeline:
         for handle in handles:
             handle.keep()
 
-    def _decode(
-        self,
-        handle: Handle,
-        *,
-        unused: Collection[str] = (),
-        finite: bool = True,
-    ) -> None:
+    def _decode(self, handle: Handle, *, unused: Collection[str] = (), finite: bool = True) -> None:
         with working(self._observers, handle.key, "decode"):
-            decode_groups(
-                handle.groups,
-                handle.flat,
-                self.state,
-                scale=self._scale,
-                unused=unused,
-                finite=finite,
-                before=None if self.immediate else handle.before,
-            )
+            before = None if self.immediate else handle.before
+            decode(handle, self.state, self._scale, unused=unused, finite=finite, before=before)
             for group in handle.groups:
                 self._count(group, handle.flat, compare=finite)
-                handle.restore(group, unused)
+            handle.restore(unused)
             handle.store()
 
     def _count(self, group: CodecGroup, flat: Tensor, *, compare: bool) -> None:

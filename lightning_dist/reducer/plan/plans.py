@@ -59,7 +59,7 @@ class Handle:
     flat: Tensor = field(init=False, repr=False)  # in flight: where its groups are planned for
     groups: Sequence[CodecGroup] = ()
     before: StateCopy | None = field(default=None, repr=False)
-    _kept: Mapping[str, Tensor] = field(default_factory=dict)
+    _kept: Sequence[tuple[ParameterSlice, Tensor]] = ()
 
     def __post_init__(self) -> None:
         self.done = future_on(self.given.device)
@@ -82,18 +82,14 @@ class Handle:
             self.before.is_current = False
         if self.flat.data_ptr() != self.given.data_ptr():
             self.flat.copy_(self.given)
-        self._kept = {
-            part.name: part.of(self.flat).clone()
-            for group in self.groups
-            for part in group.slices
-            if part.name in self.absent
-        }
+        absent = [part for part in self.slices if part.name in self.absent]
+        self._kept = [(part, part.of(self.flat).clone()) for part in absent]
 
-    def restore(self, group: CodecGroup, absent: Collection[str]) -> None:
-        """Restore the slices of ``group`` that are ``absent`` on every rank."""
-        for part in group.slices:
+    def restore(self, absent: Collection[str]) -> None:
+        """Restore the slices that are ``absent`` on every rank."""
+        for part, kept in self._kept:
             if part.name in absent:
-                part.of(self.flat).copy_(self._kept[part.name])
+                part.of(self.flat).copy_(kept)
 
     def undo(self) -> None:
         """Restore the state of before the step, if it was kept."""
