@@ -12,7 +12,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_dist.accelerator import is_accelerator
 from lightning_dist.codecs.base import BlockCodec, Codec
 from lightning_dist.codecs.policies import raw_beside
 from lightning_dist.exchange.traffic import ring_allreduce
@@ -142,10 +141,6 @@ class Planner:
         """Use kernels only that this process has compiled before: all have the same bytes."""
         for level in self._levels:
             level._compiles = False
-
-    @property
-    def on_accelerator(self) -> bool:
-        return is_accelerator(self.network.device)
 
     @property
     def is_fused(self) -> bool:

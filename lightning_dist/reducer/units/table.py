@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dist.accelerator import placed
+from lightning_dist.accelerator import is_accelerator, placed
 from lightning_dist.codecs.base import BlockCodec
 from lightning_dist.exchange.rounds import RowExchange
 from lightning_dist.exchange.traffic import Sent
@@ -77,7 +77,7 @@ class TableUnit(JoinedUnit):
         self._finite: Tensor | None = None  # set by the kernel, where state is committed later
         if not (plan.immediate or self._codec.lossless):
             self._finite = torch.ones((), dtype=torch.bool, device=bucket.device)
-        self._salts: Tensor | None = None
+        self._salts: Sequence[Tensor | None] = (None, None)  # for what is sent, and for the mean
         self._scale = torch.ones((), dtype=torch.float32, device=bucket.device)
 
     @override
@@ -102,7 +102,7 @@ class TableUnit(JoinedUnit):
         self._scale = scale
         if self._codec.stochastic:
             salts = unit_salts(self._codec, self._names, step=step, rank=self._rank)
-            self._salts = placed(salts, self._bucket.device)
+            self._salts = placed(salts, self._bucket.device).unbind()
         if self._finite is not None:
             self._finite.fill_(True)
         self._kernels.encode(
@@ -112,7 +112,7 @@ class TableUnit(JoinedUnit):
             table=self._table,
             payload=self.exchange.own_bytes,
             finite=self._finite,
-            salts=self._salts_of(0),
+            salts=self._salts[0],
             commit=self._plan.immediate,
         )
 
@@ -144,7 +144,7 @@ class TableUnit(JoinedUnit):
             row=self._rank,
             residual=self._first if commit else None,
             scale=self._scale,
-            salts=self._salts_of(1),
+            salts=self._salts[1],
         )
 
     @override
@@ -155,7 +155,7 @@ class TableUnit(JoinedUnit):
     def _decode_and_commit(self, scale: Tensor) -> None:
         bucket, table = self._bucket, self._table
         if self._first is not None and not self._plan.immediate:
-            salts = self._salts_of(0)
+            salts = self._salts[0]
             self._kernels.encode(bucket, self._first, scale, table=table, payload=None, salts=salts)
             if self._section.mean:
                 self._reduce(None, commit=True)
@@ -180,9 +180,6 @@ class TableUnit(JoinedUnit):
             self._reduce(self.exchange.mean_bytes, commit=self._plan.immediate)
         self._decode_and_commit(self._scale)
         self._kernels = kernels
-
-    def _salts_of(self, which: int) -> Tensor | None:
-        return None if self._salts is None else self._salts[which]
 
 
 @units_of.register(BlockCodec)
@@ -209,7 +206,7 @@ def _units(
 def _compile(
     codec: BlockCodec, dtypes: Iterable[torch.dtype], planner: Planner, sizes: Collection[int]
 ) -> None:
-    on_accelerator, ranks = planner.on_accelerator, planner.network.world_size
+    ranks, on_accelerator = planner.network.world_size, is_accelerator(planner.network.device)
     for dtype in dtypes:
         fits = {codec, *(fitted(codec, numel, ranks=ranks, dtype=dtype) for numel in sizes)}
         for plan in (planner.blocks(fit, dtype) for fit in fits if on_accelerator or fit == codec):
