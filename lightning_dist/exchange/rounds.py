@@ -163,12 +163,10 @@ class AllGather(RowExchange):
 
     def __init__(self, size: int, **where: Unpack[Where]) -> None:
         super().__init__(**where)
-        topology = self._topology
-        self.payload_bytes = self._memory(topology.world_size * size).view(
-            topology.world_size, size
-        )
-        self.own_bytes = self.payload_bytes[topology.rank]  # gathered in place
-        self.sent = traffic.ring_all_gather(size, topology)
+        world, rank = self._topology.world_size, self._topology.rank
+        self.payload_bytes = self._memory(world * size).view(world, size)
+        self.own_bytes = self.payload_bytes[rank]  # gathered in place
+        self.sent = traffic.ring_all_gather(size, self._topology)
 
     @override
     def section(self, planes: Sequence[Plane], blocks: int, *, before: int = 0) -> Section:
@@ -197,9 +195,8 @@ class TwoShot(RowExchange):
     say of its share, in rank order.
 
     The memory is in use from encoding until what was received is read, and from encoding the mean
-    until the payloads are. Exchanges that do not overlap in this may share it. ``own_bytes``,
-    ``received_bytes``, ``mean_bytes`` and ``payload_bytes`` are the uint8 memory of all sections,
-    ``parts`` the rows of the last.
+    until the payloads are. Exchanges that do not overlap in this may share it. ``parts`` are the
+    rows of ``payload_bytes``.
 
     Args:
         keep_own: keep what this rank encoded until the end; otherwise the means are received where

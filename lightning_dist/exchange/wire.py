@@ -60,6 +60,10 @@ class PayloadMemory:
         """Give out the memory of ``turn`` (0 or 1) from its beginning; None: the other one."""
         self._turn, self._taken = 1 - self._turn if turn is None else turn, 0
 
+    def clear(self) -> None:
+        """Give out new buffers from now on."""
+        self._buffers = {}
+
     def take(self, size: int) -> Tensor:
         """Flat uint8 memory of ``size`` bytes, for the next exchange of the turn."""
         key, self._taken = (self._turn, self._taken), self._taken + 1

@@ -61,15 +61,16 @@ def add_residuals(
     Args:
         sharded: every rank has shards of its own in ``bucket``, and the residuals of those.
     """
-    group.residuals_sent = {part.name for part in group.slices if state.has("residual", part.name)}
+    group.residuals_sent = {p.name for p in group.slices if ("residual", p.name) in state.held}
     dtype, device = compute_dtype(bucket.dtype), bucket.device
     for part in [part for part in group.slices if part.name in group.residuals_sent]:
-        momentum = group.codec.momentum_correction * state.has("momentum", part.name)
+        has_momentum = ("momentum", part.name) in state.held
+        momentum = group.codec.momentum_correction if has_momentum else 0.0
         weight = network.world_size / network.rows.count * (1 - momentum)
         for start, kept in (
             [(0, state.per_rank("residual", part, dtype=dtype, device=device))]
             if sharded
-            else state.of_row("residual", part.name, network.rows)
+            else state.held["residual", part.name].of_row(first=network.rows.first)
         ):
             gradient = part.of(bucket)[start : start + len(kept)]
             gradient.copy_(torch.add(gradient, kept.to(device) * scale, alpha=weight))

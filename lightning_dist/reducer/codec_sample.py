@@ -90,10 +90,8 @@ class SampleSource:
             if not len(numbers):
                 continue
             at = numbers.unsqueeze(-1) * block + torch.arange(block, device="cpu")
-            exists, at = (
-                placed(at < part.numel, device),
-                placed(at.clamp(max=part.numel - 1), device),
-            )
+            exists = placed(at < part.numel, device)
+            at = placed(at.clamp(max=part.numel - 1), device)
             flats = [part.of(self.flat).to(dtype)]
             for kind in memory.kinds:
                 flats.append(state.per_rank(kind, part, dtype=dtype, device=device))

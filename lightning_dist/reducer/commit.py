@@ -11,7 +11,7 @@ step by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,11 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.accelerator import placed
-from lightning_dist.reducer.executor import Executor
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.plans import Handle
-from lightning_dist.reducer.state import ReducerState
-from lightning_dist.reducer.state_copy import StateCopy
+from lightning_dist.reducer.state import ReducerState, StateCopy
 from lightning_dist.reducer.units.base import CodecGroup, decode_all
 
 
@@ -59,48 +57,6 @@ class Recovery(Protocol):
 
         None: no rank has received it, and the step is given up. May wait for the other ranks.
         """
-
-
-class Failures:
-    """First error of the exchanges of ``executor``, and the recovery from it, if there is one."""
-
-    executor: Executor
-    recovery: Recovery | None = None
-
-    @property
-    def first(self) -> BaseException | None:
-        """First error of an exchange; nothing is exchanged after it."""
-        return self.executor.failure
-
-    def require_none(self) -> None:
-        """Raise RuntimeError after a failure."""
-        if self.first is not None:
-            raise RuntimeError(f"An earlier exchange failed: {self.first}") from self.first
-
-    def note(self, error: BaseException) -> None:
-        """Record ``error``, after which nothing is exchanged, and report it to the recovery."""
-        is_first = self.first is None
-        self.executor.failure = self.first or error
-        if is_first and self.recovery is not None and self._is_recovered():
-            assert isinstance(error, RuntimeError)
-            self.recovery.failed(error)
-
-    def end(self, waiting: Iterable[Handle], error: BaseException) -> None:
-        """Complete ``waiting`` tensors: as they are under recovery, else with ``error``."""
-        for handle in waiting:
-            if handle.done.done():
-                continue
-            if self._is_recovered():
-                handle.done.set_result(handle.given)
-                continue
-            failed = RuntimeError(f"lightning_dist: {error}")
-            handle.done.set_exception(failed)  # type: ignore[arg-type]  # the stub is wrong
-
-    def _is_recovered(self) -> bool:
-        """Whether the recovery handles the failure: collectives raise RuntimeErrors."""
-        is_of_collective = isinstance(self.first, RuntimeError)
-        is_of_collective = is_of_collective and not isinstance(self.first, DriftError)
-        return self.recovery is not None and is_of_collective
 
 
 def agree(
@@ -152,70 +108,22 @@ def agree(
     return Answer(not infinite, frozenset(unused), bool(pause))
 
 
-def ask(
-    handles: Sequence[Handle],
-    network: Network,
-    failures: Failures,
-    *,
-    finite: Sequence[Tensor],
-    sums: Sequence[Tensor],
-    depends: bool,
-    finds_unused: bool,
-    meanwhile: Callable[[], None],
-) -> Answer:
-    """Agreement of all ranks on the step of ``handles``; see :func:`agree`.
-
-    Args:
-        depends: whether residuals depend on it. Without any use for an answer there is no
-            all-reduce.
-        finds_unused: whether DDP looks for unused parameters.
-        meanwhile: what can be done with all payloads here, while the vote of a recovery travels.
-    """
-    recovery = failures.recovery
-    if not (finds_unused or depends or sums or recovery is not None):
-        return Answer()
-    used = {
-        part.name: part.name not in handle.absent
-        for handle in handles
-        for group in (handle.groups if finds_unused else ())
-        for part in group.slices
-    }
-    if recovery is None:
-        return agree(finite, used, sums, network)
-    # A rank that receives the answer must know that all others can commit without any help.
-    for handle in handles:
-        for unit in handle.units():
-            unit.wait()
-    try:
-        pauses = recovery.pauses()
-        return agree(finite, used, sums, network, pauses=pauses, meanwhile=meanwhile)
-    except DriftError:
-        raise
-    except RuntimeError as error:
-        failures.note(error)
-        result = recovery.vote_result()
-        if result is None:
-            raise
-        return Answer(finite=result)
-
-
 def sum_of_bits(group: CodecGroup, bucket: Tensor) -> Tensor:
     """0-d int64, of the gradients of ``group``."""
     as_int = {2: torch.int16, 4: torch.int32, 8: torch.int64}[bucket.itemsize]
     return torch.stack([part.of(bucket).view(as_int).sum() for part in group.slices]).sum()
 
 
-def decode_groups(
-    groups: Sequence[CodecGroup],
-    bucket: Tensor,
+def decode(
+    handle: Handle,
     state: ReducerState,
-    *,
     scale: Tensor,
+    *,
     unused: Collection[str],
     finite: bool,
     before: StateCopy | None = None,
 ) -> None:
-    """Decode ``groups`` into their ``bucket`` and commit state, except that of ``unused`` ones.
+    """Decode the means of ``handle`` and commit state, except that of ``unused`` parameters.
 
     The residual of an unused parameter was sent with the others but DDP will not apply it, so it
     is kept.
@@ -226,18 +134,18 @@ def decode_groups(
             holds residuals, which would be sent again.
         before: they are decoded already, and this is the state before that.
     """
+    groups, flat = handle.groups, handle.flat
     stateful = [p for g in groups for p in g.slices if g.keeps_state or p.name in g.residuals_sent]
     undone = [part.name for part in stateful if not finite or part.name in unused]
     if before is None:
         before = StateCopy(state, undone)
         before.take()
-        decode_all([unit for group in groups for unit in group.units], scale)
+        decode_all(handle.units(), scale)
     before.restore(undone)
-    for part in () if finite else stateful:
-        part.of(bucket).fill_(torch.nan)
-    for group in groups if finite else ():
-        for part in group.slices if group.residuals_sent else ():
-            # Waits for a GPU, in the one step that sends residuals.
-            sent = part.name in group.residuals_sent.difference(unused)
-            if sent and bool(part.of(bucket).isfinite().all()):
-                state.drop("residual", part.name)
+    sent = {name for group in groups for name in group.residuals_sent}.difference(unused)
+    for part in stateful:
+        if not finite:
+            part.of(flat).fill_(torch.nan)
+        # Waits for a GPU, in the one step that sends residuals.
+        elif part.name in sent and bool(part.of(flat).isfinite().all()):
+            state.drop("residual", part.name)

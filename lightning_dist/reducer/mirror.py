@@ -7,7 +7,6 @@ which keeps the mean of the old ones. The same scaling holds where ranks join wi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.exchange.channel import Channel
+from lightning_dist.exchange.handshake import all_facts
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.state import Layout
 from lightning_dist.settings import Settings
@@ -28,9 +28,6 @@ def require_flat(settings: Settings) -> None:
             "rank has the residual of its share only; leave out mirror_residuals, or leave out "
             f"hierarchical={settings.hierarchical!r} and give one codec"
         )
-
-
-_DTYPES = torch.float32, torch.float64, torch.uint8
 
 
 class ResidualMirror:
@@ -59,14 +56,21 @@ class ResidualMirror:
         step = self._reducer.step
         if len(self._members) < 2 or step == self._step or step % self._every:
             return
-        state = self._reducer.state
+        limit, state = self._reducer.network.limit, self._reducer.state
+        rank, size, own = group.rank(), group.size(), state.packed()
         # Ranks that were in other worlds before have residuals of other parameters.
-        layout = torch.frombuffer(bytearray(json.dumps(state.layout).encode()), dtype=torch.uint8)
-        channel = Channel(group, name="mirror", limit=self._reducer.network.limit)
-        packed, layout = passed_on(state.packed(), channel), passed_on(layout, channel)
-        self._copy = packed, json.loads(bytes(layout.tolist()))
+        facts = {"layout": state.layout, "double": own.dtype == torch.float64}
+        before = all_facts(facts, group=group, device=own.device, limit=limit)[rank - 1]
+        numel = sum(of_one for *_, of_one in before["layout"])
+        received = torch.empty(numel, dtype=torch.float64 if before["double"] else torch.float32)
+        sizes, own_sizes = [0] * size, [0] * size
+        sizes[rank - 1], own_sizes[(rank + 1) % size] = received.nbytes, own.nbytes
+        channel = Channel(group, name="mirror", limit=limit)
+        as_bytes = received.view(torch.uint8), own.view(torch.uint8)
+        channel.all_to_all(*as_bytes, sizes, own_sizes).wait()
+        self._copy = received, before["layout"]
         self._step = step
-        self._owner = self._members[group.rank() - 1]
+        self._owner = self._members[rank - 1]
 
     def regroup(self, members: Sequence[str]) -> str:
         """Go on among ``members``, all of whom call it; the lost rank whose residuals this one
@@ -81,19 +85,3 @@ class ResidualMirror:
             self._reducer.state.add(*copy)
         self._reducer.state.scale(len(members) / len(before))
         return owner if taken else ""
-
-
-def passed_on(own: Tensor, channel: Channel) -> Tensor:
-    """Tensor that the rank before this one has passed on; ``own``, flat, goes to the next one."""
-    rank, size = channel.group.rank(), channel.group.size()
-
-    def exchange(received: Tensor, sent: Tensor) -> Tensor:
-        splits = [0] * size, [0] * size
-        splits[0][rank - 1], splits[1][(rank + 1) % size] = len(received), len(sent)
-        channel.all_to_all(received, sent, *splits).wait()
-        return received
-
-    header = torch.tensor([own.nbytes, _DTYPES.index(own.dtype)])
-    nbytes, dtype = exchange(torch.empty_like(header), header).tolist()
-    received = torch.empty(nbytes, dtype=torch.uint8)
-    return exchange(received, own.view(torch.uint8)).view(_DTYPES[dtype])

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from lightning_dist.accelerator import is_accelerator
 from lightning_dist.exchange.channel import Channel, WaitLimit
+from lightning_dist.exchange.rounds import Allocate, Where
 from lightning_dist.topology import Topology
 from lightning_dist.topology.groups import Hosts, Level, levels_of, rows_of
 
@@ -72,6 +73,12 @@ class Network:
     def limit(self) -> WaitLimit:
         """Of every wait for a collective of the network."""
         return self.data.limit
+
+    def where(self, allocate: Allocate | None = None) -> Where:
+        """Arguments of an exchange of payloads, in memory of its own by default."""
+        return Where(
+            channel=self.data, topology=self.topology, device=self.device, allocate=allocate
+        )
 
     @property
     def state(self) -> Channel:

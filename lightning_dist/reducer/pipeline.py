@@ -9,7 +9,7 @@ step is finished; until then tensors keep their local gradients and the received
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -17,14 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist.reducer.adjust import Adjustment, add_residuals, clip_group
-from lightning_dist.reducer.commit import (
-    Answer,
-    Failures,
-    agree,
-    ask,
-    decode_groups,
-    sum_of_bits,
-)
+from lightning_dist.reducer.commit import Answer, DriftError, Recovery, agree, decode, sum_of_bits
 from lightning_dist.reducer.delayed import DelayedMeans
 from lightning_dist.reducer.executor import Executor
 from lightning_dist.reducer.network import Network
@@ -79,7 +72,7 @@ class Pipeline:
         """Whether state is committed when it is encoded, not when the step is finished."""
         assert not (self.immediate and allow_absent), "what is absent everywhere is known too late"
         self._observers = list(observers)  # changed by this thread and by that of the executor
-        self._failures = Failures()
+        self._recovery: Recovery | None = None
         self._delayed = DelayedMeans(settings.start_step if settings.delay else None)
         self._in_flight: list[Handle] = []
         self._grad_scale, self._allow_absent, self._sharded = grad_scale, allow_absent, sharded
@@ -131,8 +124,7 @@ class Pipeline:
         self._require_open()
         self.arrivals += 1
         if self.network.world_size == 1:
-            recovery = self._failures.recovery
-            self.answer = Answer(pauses=recovery is not None and recovery.pauses())
+            self.answer = Answer(pauses=self._wants_pause)
             self._end_step()
         else:
             self._executor.submit(partial(self._guarded, self._finish))
@@ -164,7 +156,9 @@ class Pipeline:
             turn=len(self._in_flight) % 2,
             waiting=self._waits,
         )
-        handle.load(plan, keeps_state=self.recovers and self._decodes_before_the_vote)
+        # State may change in a step that is not applied in the end; see `_finish`.
+        undoes = self.immediate or self.network.intra is not None
+        handle.load(plan, keeps_state=self.recovers and undoes)
         self._adjust(handle)
         with working(self._observers, handle.key, "encode"):
             for unit in staggered(handle.units()):
@@ -192,13 +186,15 @@ class Pipeline:
                 self._decode(rest[-1])
                 rest.pop()  # now: what has failed is not left out
 
-        if not self.recovers or self.network.intra is not None:
+        # Means come from other ranks of the host, which may be lost after the vote.
+        before_the_vote = self.network.intra is not None
+        if before_the_vote or not self.recovers:
             decode_rest()
-        if self.recovers and not self.immediate and self._decodes_before_the_vote:
+        if before_the_vote and self.recovers and not self.immediate:
             for handle in handles:
                 with working(self._observers, handle.key, "decode"):
                     decode_all(handle.units(), self._scale)
-        answer = self._ask(handles, meanwhile=decode_rest)
+        answer = self._agree(handles, meanwhile=decode_rest)
         decode_rest()
         if not self.immediate:
             for handle in handles:
@@ -217,26 +213,13 @@ class Pipeline:
         for handle in handles:
             handle.keep()
 
-    def _decode(
-        self,
-        handle: Handle,
-        *,
-        unused: Collection[str] = (),
-        finite: bool = True,
-    ) -> None:
+    def _decode(self, handle: Handle, *, unused: Collection[str] = (), finite: bool = True) -> None:
         with working(self._observers, handle.key, "decode"):
-            decode_groups(
-                handle.groups,
-                handle.flat,
-                self.state,
-                scale=self._scale,
-                unused=unused,
-                finite=finite,
-                before=None if self.immediate else handle.before,
-            )
+            before = None if self.immediate else handle.before
+            decode(handle, self.state, self._scale, unused=unused, finite=finite, before=before)
             for group in handle.groups:
                 self._count(group, handle.flat, compare=finite)
-                handle.restore(group, unused)
+            handle.restore(unused)
             handle.store()
 
     def _count(self, group: CodecGroup, flat: Tensor, *, compare: bool) -> None:
@@ -266,22 +249,41 @@ class Pipeline:
         self.stats.drop_step()
         return handles
 
-    def _ask(self, handles: Sequence[Handle], *, meanwhile: Callable[[], None]) -> Answer:
+    def _agree(self, handles: Sequence[Handle], *, meanwhile: Callable[[], None]) -> Answer:
+        """Agreement of all ranks on the step of ``handles``; nobody is asked without need.
+
+        Args:
+            meanwhile: what can be done while a recovery votes, with all payloads here.
+        """
         finite, self._finite = self._finite, []
         sums, self._sums = self._sums, []
         if self._sharded and sums:  # which only ranks with the same shard have in common
             agree([], {}, sums, self._plans.planner.network)
             sums = []
-        return ask(
-            handles,
-            self.network,
-            self._failures,
-            finite=finite,
-            sums=sums,
-            depends=self._asks,
-            finds_unused=self._allow_absent,
-            meanwhile=meanwhile,
-        )
+        recovery = self._recovery
+        if not (self._allow_absent or self._asks or sums or recovery is not None):
+            return Answer()
+        used = {
+            part.name: part.name not in handle.absent
+            for handle in (handles if self._allow_absent else ())
+            for group in handle.groups
+            for part in group.slices
+        }
+        # A rank that receives the answer must know that all others can commit without any help.
+        for handle in () if recovery is None else handles:
+            for unit in handle.units():
+                unit.wait()
+        try:
+            pauses = self._wants_pause
+            return agree(finite, used, sums, self.network, pauses=pauses, meanwhile=meanwhile)
+        except RuntimeError as error:
+            if recovery is None or isinstance(error, DriftError):
+                raise
+            self._note(error)
+            result = recovery.vote_result()
+            if result is None:
+                raise
+            return Answer(finite=result)
 
     def _enter(self, handle: Handle) -> None:
         if not self._in_flight:
@@ -307,31 +309,53 @@ class Pipeline:
 
     def _guarded(self, task: Callable[[], None], handle: Handle | None = None) -> None:
         try:
-            self._failures.require_none()
+            if self.failure is not None:
+                raise RuntimeError(f"An earlier exchange failed: {self.failure}") from self.failure
             task()
         except BaseException as error:  # of any kind: a future that is left pending blocks DDP
-            self._failures.note(error)
-            waiting = [*self._give_up(), *([] if handle is None else [handle])]
-            self._failures.end(waiting, error)
+            self._note(error)
+            self._end([*self._give_up(), *([] if handle is None else [handle])], error)
+
+    def _note(self, error: BaseException) -> None:
+        """Record ``error``, after which nothing is exchanged, and report it to the recovery."""
+        if self.failure is not None:
+            return
+        self._executor.failure = error
+        if self._recovery is not None and self._failure_is_recovered:
+            assert isinstance(error, RuntimeError)
+            self._recovery.failed(error)
+
+    def _end(self, waiting: Iterable[Handle], error: BaseException) -> None:
+        """Complete ``waiting`` tensors: as they are under recovery, else with ``error``."""
+        for handle in waiting:
+            if handle.done.done():
+                continue
+            if self._failure_is_recovered:
+                handle.done.set_result(handle.given)
+                continue
+            failed = RuntimeError(f"lightning_dist: {error}")
+            handle.done.set_exception(failed)  # type: ignore[arg-type]  # the stub is wrong
+
+    @property
+    def _failure_is_recovered(self) -> bool:
+        """Whether the recovery handles the failure: collectives raise RuntimeErrors."""
+        of_collective = isinstance(self.failure, RuntimeError)
+        return self.recovers and of_collective and not isinstance(self.failure, DriftError)
+
+    @property
+    def _wants_pause(self) -> bool:
+        """Whether this rank wants all to stop after this step."""
+        return self._recovery is not None and self._recovery.pauses()
 
     @property
     def failure(self) -> BaseException | None:
         """First error of an exchange; nothing is exchanged after it."""
-        return self._failures.first
-
-    @property
-    def _decodes_before_the_vote(self) -> bool:
-        """Whether state may change in a step that is not applied in the end.
-
-        In a hierarchical exchange means come from other ranks of the host, which may be lost after
-        the vote.
-        """
-        return self.immediate or self.network.intra is not None
+        return self._executor.failure
 
     @property
     def recovers(self) -> bool:
         """Whether a step that fails is taken again."""
-        return self._failures.recovery is not None
+        return self._recovery is not None
 
     def _forget(self, observer: Observer) -> None:
         with suppress(ValueError):  # the other thread has removed it

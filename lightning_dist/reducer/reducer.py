@@ -1,12 +1,13 @@
-"""Reducer of flat tensors: its groups, its executor and its observers.
+"""Reducer of flat tensors: its groups, its observers, and its state between steps.
 
-The path of a gradient is in ``pipeline.py``, its state between steps in ``stateful.py``.
+The path of a gradient is in ``pipeline.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from weakref import finalize
 
@@ -14,18 +15,30 @@ import torch
 from torch import Tensor
 
 from lightning_dist.accelerator import is_accelerator
+from lightning_dist.log import get_logger
 from lightning_dist.reducer.commit import Answer, Recovery
 from lightning_dist.reducer.executor import Executor, executor_for
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.observer import Observer
+from lightning_dist.reducer.parts import Stripes
+from lightning_dist.reducer.pipeline import Pipeline
 from lightning_dist.reducer.plan.planner import Planner
-from lightning_dist.reducer.plan.plans import Plans
-from lightning_dist.reducer.plan.slices import matrices
+from lightning_dist.reducer.plan.plans import Plans, future_on
+from lightning_dist.reducer.plan.slices import (
+    ParameterSlice,
+    as_real,
+    matrices,
+    require_strides,
+    strides_in_bucket,
+)
 from lightning_dist.reducer.state import ReducerState
-from lightning_dist.reducer.stateful import StatefulPipeline
 from lightning_dist.reducer.stats import run_config
 from lightning_dist.settings import Settings
 from lightning_dist.topology import Topology
+
+log = get_logger(__name__)
+
+STATE_VERSION = 1
 
 _PATIENCE = 0.5
 """Seconds that a step under way is given where the reducer is closed."""
@@ -33,7 +46,7 @@ _ACCELERATOR_PATIENCE = 60.0
 """The same for kernels that an accelerator has not come to; one that hangs does not end."""
 
 
-class Reducer(StatefulPipeline):
+class Reducer(Pipeline):
     """Averages flat tensors made of named slices over the ranks of a network, compressed.
 
     A step is :meth:`start` for every tensor, then :meth:`finish`. Adapters make the tensors:
@@ -74,8 +87,6 @@ class Reducer(StatefulPipeline):
         prefix: str = "",
     ) -> None:
         super().__init__(
-            names,
-            prefix=prefix,
             settings=settings,
             network=network,
             state=state,
@@ -84,6 +95,9 @@ class Reducer(StatefulPipeline):
             sharded=sharded,
             observers=observers,
         )
+        self.names, self._prefix = names, prefix
+        self.strides = {name: strides_in_bucket(parameter) for parameter, name in names.items()}
+        self._reserved: list[tuple[Sequence[ParameterSlice], torch.dtype]] = []
         self.generation = 0  # networks before this one
         self.at_close: list[Callable[[], None]] = []
         self.never_compressed: finalize[..., Any] | None = None  # says so at the end
@@ -102,7 +116,6 @@ class Reducer(StatefulPipeline):
             self.planner_for(network),
             self.settings.policy,
             self._shapes,
-            share_memory=self.immediate,
             padded=self._sharded,
         )
 
@@ -155,7 +168,7 @@ class Reducer(StatefulPipeline):
                 "A failed step can be repeated only if every rank has the whole model, and this "
                 "model is sharded; use DistributedDataParallel"
             )
-        self._failures.recovery = recovery
+        self._recovery = recovery
 
     def observe(self, observer: Observer) -> None:
         """Send all events to ``observer``, those of collectives too, from the next bucket on."""
@@ -193,6 +206,140 @@ class Reducer(StatefulPipeline):
         commit = "immediate" if self.immediate else "deferred"
         return {**run_config(self.settings, self.network), "commit": commit}
 
+    def reserve(self, slices: Sequence[ParameterSlice], dtype: torch.dtype) -> None:
+        """Allocate the state of ``slices`` under the codecs of this step.
+
+        State that is not reserved is allocated when it is first needed, at the peak of a backward
+        pass.
+
+        Args:
+            dtype: of the tensors that they will be slices of.
+        """
+        self._reserved.append((slices, dtype))
+        if self.network.world_size > 1:
+            self._plans.reserve(slices, dtype, step=self.step)
+
+    def _reserve_again(self) -> None:
+        reserved, self._reserved = self._reserved, []
+        for slices, dtype in reserved:
+            with suppress(ValueError):  # state of another model: the next step says so
+                self.reserve(slices, dtype)
+
+    def wait(self) -> None:
+        """Wait for the means of a step that are delayed; those of others are waited for.
+
+        Raises:
+            RuntimeError: the exchange has failed.
+        """
+        if not self._delayed.active or self.network.world_size == 1 or self.closed:
+            return
+        landed = future_on(self.network.device)
+        # Of a tensor: a future waits for the streams of what is in it.
+        self._executor.submit(partial(landed.set_result, self._scale))
+        landed.wait()
+        if self.failure is not None:
+            raise RuntimeError(f"lightning_dist: {self.failure}") from self.failure
+
+    @property
+    def residuals(self) -> Mapping[str, Tensor]:
+        """Residuals of this rank, by parameter name."""
+        return self.state.residuals
+
+    def residual_norm(self) -> float:
+        """Norm of all residuals of this rank."""
+        parts = [part for part in self.state.residuals.values() if part.numel()]
+        norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+        return float(torch.stack(norms).norm()) if norms else 0.0
+
+    def memory(self) -> Mapping[str, int]:
+        """Bytes held between steps: ``residual_bytes`` and the payloads' ``buffer_bytes``.
+
+        With delayed means also ``delayed_bytes``.
+        """
+        delayed = {"delayed_bytes": self._delayed.nbytes} if self._delayed.active else {}
+        return {
+            "residual_bytes": self.state.nbytes,
+            "buffer_bytes": self._plans.nbytes,
+            **delayed,
+        }
+
+    def state_dict(self, *, to: int = 0) -> dict[str, Any] | None:
+        """State of all ranks on rank ``to``, None elsewhere. Collective; between backward passes.
+
+        Tensors and plain values only: ``{"version", "world_size", "step", "residuals"}``, residuals
+        as ``{parameter name: (W, numel)}`` on the CPU, unscaled; with a hierarchical exchange one
+        row per outermost group. Rows lie as their parameter does in memory; ``"strides"`` has those
+        of parameters that are not row-major. With ``dgc`` also ``"momenta"``, with ``powersgd``
+        ``"factors"``, of shards by the element that each starts at, with ``delay`` the means
+        ``"delayed"``, which the next step applies.
+        """
+        self.wait()
+        if self._sharded or self.recovers:  # ranks have been in other worlds
+            self.state.know_all(self.network)
+        state = self.state.gather(self.network, to=to)
+        return None if state is None else self._described(state)
+
+    def striped_state_dict(self) -> tuple[dict[str, Any], list[Stripes]]:
+        """:meth:`state_dict` on every rank, with the tensors that differ between ranks left there.
+
+        The tensors of the state are empty memory; the stripes are the parts that this rank has.
+        """
+        self.wait()
+        if self._sharded or self.recovers:  # ranks have been in other worlds
+            self.state.know_all(self.network)
+        state, stripes = self.state.striped(self.network)
+        return self._described(state), stripes
+
+    def _described(self, state: dict[str, Any]) -> dict[str, Any]:
+        strides = {name: list(found) for name, found in self.strides.items() if found is not None}
+        about = {"world_size": self.network.world_size, "step": self.step, "strides": strides}
+        delayed = {"delayed": self._delayed.state()} if self._delayed.active else {}
+        described = {"version": STATE_VERSION, **about, **state, **delayed}
+        return {self._prefix + key: value for key, value in described.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from :meth:`state_dict`, the same object on every rank; None starts afresh.
+
+        With another number of rows every rank starts from the mean residual.
+        """
+        self.wait()
+        self._plans.clear()  # they hold views of the old residuals
+        found: Mapping[str, Any] = {"step": 0}
+        if state is not None:
+            found = _own_keys(state, self._prefix)
+            require_strides(found, self.names)
+        self.state.load(found, self.network.rows)
+        self._load_delayed(found.get("delayed", {}))
+        self.step = int(found["step"])
+        self._reserve_again()
+
+    def _load_delayed(self, means: Mapping[str, Tensor]) -> None:
+        numel = {name: as_real(p).numel() for p, name in self.names.items()}
+        self._delayed.load(means, numel=numel)
+        if means and not self._delayed.active and self.network.rank == 0:
+            log.warning(
+                "The state has a mean gradient that was not applied yet; it is dropped. Set "
+                "delay=1 to apply it"
+            )
+
+    def continue_from(self, before: Reducer) -> None:
+        """Go on from the step that ``before`` was at when it was closed, with its means."""
+        self.step = before.step
+        self._load_delayed(before._delayed.state())
+
+    def shared_state(self) -> dict[str, Any]:
+        """State that is equal on all ranks between steps, for a rank that joins them."""
+        return {"step": self.step, "factors": self.state.all_factors}
+
+    def join(self, shared: Mapping[str, Any]) -> None:
+        """Take over :meth:`shared_state` of another rank, without residuals or with the mean."""
+        self._plans.clear()
+        if not self.state.is_mean:
+            self.state.load({}, self.network.rows)
+        self.state.load_factors(shared["factors"])
+        self.step = int(shared["step"])
+        self._reserve_again()
+
     @property
     def in_step(self) -> bool:
         """Whether the groups can be used again: no exchange has failed or was left half done."""
@@ -218,7 +365,7 @@ class Reducer(StatefulPipeline):
                 has to follow.
         """
         self._stop(patience=0.0)
-        self._failures.end(self._give_up(), RuntimeError("the reducer was bound to other groups"))
+        self._end(self._give_up(), RuntimeError("the reducer was bound to other groups"))
         self._delayed.clear()  # not there on every rank
         self.answer = Answer()
         old = self.network
@@ -242,7 +389,6 @@ class Reducer(StatefulPipeline):
     def _use(self, executor: Executor | None) -> None:
         self._owns_executor = executor is None
         self._executor = executor or executor_for(self.network.device, in_order=self._in_order)
-        self._failures.executor = self._executor
 
     def _stop(self, patience: float) -> None:
         """Complete the exchanges in flight, or give them up after ``patience`` seconds.
@@ -286,7 +432,28 @@ class Reducer(StatefulPipeline):
     def _release(self) -> None:
         for handle in self._in_flight:  # which stay: the groups are out of step
             handle.undo()
-        self._failures.end(self._in_flight, RuntimeError("the reducer was closed in a step"))
+        self._end(self._in_flight, RuntimeError("the reducer was closed in a step"))
         self._plans.clear()
         self.state.to(torch.device("cpu"))
         self._delayed.to(torch.device("cpu")) if self.in_step else self._delayed.clear()
+
+
+def _own_keys(state: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
+    """State that a reducer with ``prefix`` has saved among others.
+
+    Raises:
+        ValueError: it is none that this version can read.
+    """
+    found = {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
+    version = found.get("version")
+    if version != STATE_VERSION:
+        raise ValueError(
+            f"The compression state must be of version {STATE_VERSION}, got {version!r}; "
+            + (
+                "give what state_dict() returned on rank 0"
+                if version is None
+                else "it was written by another version of lightning_dist: resume with that one, "
+                "or start without"
+            )
+        )
+    return found

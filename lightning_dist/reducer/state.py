@@ -27,7 +27,8 @@ class ReducerState:
     """Residuals and momenta, which differ from rank to rank, and factors, equal where they are."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[str, str], Held] = {}  # by kind and name
+        self.held: dict[tuple[str, str], Held] = {}
+        """What differs from rank to rank, by kind and parameter, here or on another."""
         self.factors: dict[str, tuple[Tensor, Tensor]] = {}
         self._starts: dict[str, int] = {}  # elements of a parameter before the part with factors
         self._loaded_factors: dict[str, Parts] = {}  # not needed here so far
@@ -45,19 +46,11 @@ class ReducerState:
         return self._of_kind("momentum")
 
     def _of_kind(self, kind: str) -> dict[str, Tensor]:
-        return {name: self._held[kind, name].flat() for name in self.names(kind)}
+        return {name: self.held[kind, name].flat() for name in self.names(kind)}
 
     def names(self, kind: str) -> list[str]:
         """Parameters that have state of ``kind``, here or on another rank."""
-        return [name for each, name in self._held if each == kind]
-
-    def has(self, kind: str, name: str) -> bool:
-        """Whether there is state of ``kind`` for a parameter, here or on another rank."""
-        return (kind, name) in self._held
-
-    def of_row(self, kind: str, name: str, rows: Rows) -> list[tuple[int, Tensor]]:
-        """``(start, part)`` of what this rank contributes to its row; ranks do not overlap."""
-        return self._held[kind, name].of_row(first=rows.first)
+        return [name for each, name in self.held if each == kind]
 
     def per_rank(
         self, kind: str, part: ParameterSlice, *, dtype: torch.dtype, device: torch.device
@@ -80,7 +73,7 @@ class ReducerState:
         Raises:
             ValueError: what was loaded has another number of elements.
         """
-        held = self._held.setdefault((kind, part.name), Held(part.whole, dtype))
+        held = self.held.setdefault((kind, part.name), Held(part.whole, dtype))
         if held.loaded is not None and held.numel != part.whole:
             raise ValueError(
                 f"The stored residual of {part.name!r} has {held.numel} elements, the parameter "
@@ -92,9 +85,9 @@ class ReducerState:
     def adopted(self, kind: str, name: str) -> None:
         """This rank has all parts of ``kind`` for ``name`` that it works with."""
         if self.is_mean:  # should a rank be lost in this step, others may not have come so far
-            self._adopted.append(self._held[kind, name])
+            self._adopted.append(self.held[kind, name])
         else:
-            self._held[kind, name].loaded = None
+            self.held[kind, name].loaded = None
 
     def end_step(self) -> None:
         """A step is committed, on all ranks."""
@@ -104,19 +97,11 @@ class ReducerState:
 
     def drop(self, kind: str, name: str) -> None:
         """Drop the state of ``kind`` for ``name`` on this rank; all ranks do it at once."""
-        self._held.pop((kind, name), None)
-
-    def held_of(self, names: Collection[str]) -> dict[tuple[str, str], Held]:
-        """All that differs from rank to rank of ``names``, by kind and name."""
-        return {key: held for key, held in [*self._held.items()] if key[1] in names}
-
-    def hold(self, held: Mapping[tuple[str, str], Held]) -> None:
-        """Take over :meth:`held_of`."""
-        self._held.update(held)
+        self.held.pop((kind, name), None)
 
     def tensors(self, name: str) -> list[Tensor]:
         """All state of a parameter that this rank works with."""
-        held = [self._held[kind, name] for kind in _KINDS if (kind, name) in self._held]
+        held = [self.held[kind, name] for kind in _KINDS if (kind, name) in self.held]
         return [*(part for of in held for _, part in of.in_order()), *self.factors.get(name, ())]
 
     def keep_for(self, codec: Codec, kinds: Collection[str], name: str) -> None:
@@ -142,21 +127,21 @@ class ReducerState:
 
     @property
     def nbytes(self) -> int:
-        parts = [part for held in self._held.values() for part in held.parts.values()]
+        parts = [part for held in self.held.values() for part in held.parts.values()]
         return sum(
             tensor.nbytes for tensor in [*parts, *(f for p in self.factors.values() for f in p)]
         )
 
     def keep_only(self, numel: Mapping[str, int]) -> None:
         """Drop the state of parameters that are not in ``numel`` or have another size."""
-        self._held = {k: held for k, held in self._held.items() if numel.get(k[1]) == held.numel}
+        self.held = {k: held for k, held in self.held.items() if numel.get(k[1]) == held.numel}
         self.factors = {name: pair for name, pair in self.factors.items() if name in numel}
         loaded = self._loaded_factors
         self._loaded_factors = {name: pair for name, pair in loaded.items() if name in numel}
 
     def to(self, device: torch.device) -> None:
         """Move everything, for instance off an accelerator after a fit."""
-        for held in self._held.values():
+        for held in self.held.values():
             held.parts = {start: part.to(device) for start, part in held.parts.items()}
         self.factors = {
             n: (left.to(device), right.to(device)) for n, (left, right) in self.factors.items()
@@ -175,7 +160,7 @@ class ReducerState:
         own = [[[start, part.numel()] for start, part in parts] for parts in of_row.values()]
         facts = _of_all_ranks({"parts": own}, network)
         for number, ((kind, name), parts) in enumerate(of_row.items()):
-            held, places = self._held[kind, name], [fact["parts"][number] for fact in facts]
+            held, places = self.held[kind, name], [fact["parts"][number] for fact in facts]
             longest = max(1, *(sum(numel for _, numel in of_rank) for of_rank in places))
             mine = torch.zeros(longest, dtype=held.dtype_of_row, device=network.device)
             for (_, part), place in zip(parts, _consecutive(mine, own[number]), strict=True):
@@ -210,11 +195,11 @@ class ReducerState:
 
     def know_all(self, network: Network) -> None:
         """Add the names that other ranks have, of which this one has no element. Collective."""
-        own = [(*key, h.numel, h.dtype == torch.float64) for key, h in self._held.items()]
+        own = [(*key, h.numel, h.dtype == torch.float64) for key, h in self.held.items()]
         for of_rank in _of_all_ranks({"held": own}, network):
             for kind, name, numel, double in of_rank["held"]:
                 dtype = torch.float64 if double else torch.float32
-                self._held.setdefault((kind, name), Held(numel, dtype))
+                self.held.setdefault((kind, name), Held(numel, dtype))
 
     def load(self, gathered: Mapping[str, Any], rows: Rows) -> None:
         """Take over what :meth:`gather` returned, in place of everything held now.
@@ -223,7 +208,7 @@ class ReducerState:
         still missing in the model is the mean over rows, and the mean of equal rows is that. A rank
         that has read its part of that by itself gives it as :class:`.Held`.
         """
-        self._held = {
+        self.held = {
             (kind, name): found
             if isinstance(found, Held)
             else Held.from_row(
@@ -267,7 +252,7 @@ class ReducerState:
             channel.all_reduce(mine).wait()
             found[kind, name] = Held.from_row(mine.div_(max(count, 1)).cpu())
         factors = self._factors_of_all(network, on_all=True)
-        self._held, self._adopted, self.is_mean = found, [], True
+        self.held, self._adopted, self.is_mean = found, [], True
         self.load_factors(factors)
 
     @property
@@ -291,9 +276,9 @@ class ReducerState:
         begin = 0
         for kind, name, numel in layout:
             row, begin = packed[begin : begin + numel], begin + numel
-            held = self._held.get((kind, name))
+            held = self.held.get((kind, name))
             if held is None:
-                self._held[kind, name] = Held.from_row(row.clone())
+                self.held[kind, name] = Held.from_row(row.clone())
                 continue
             for start, part in held.of_row(first=True):
                 part.add_(row[start : start + part.numel()].to(part.device))
@@ -308,7 +293,7 @@ class ReducerState:
         """All of it, in an order that is equal on all ranks."""
         for kind in _KINDS:
             for name in sorted(self.names(kind)):
-                yield kind, name, self._held[kind, name]
+                yield kind, name, self.held[kind, name]
 
     def _factors_of_all(self, network: Network, *, on_all: bool = False) -> dict[str, Any]:
         """Factors of every matrix, on rank 0 or on all ranks: a pair, or :data:`Parts` of shards.
@@ -338,6 +323,45 @@ class ReducerState:
             name, start = key
             found.setdefault(name, {})[start] = [factor.cpu() for factor in pair]
         return {name: of[0] if of.keys() == {0} else of for name, of in found.items()}
+
+
+class StateCopy:
+    """State of the parameters ``names`` on this rank, as it was at the last :meth:`take`.
+
+    Its memory is used again by the next copy.
+    """
+
+    is_current = False
+    """It was taken after the last step, and the next one has not begun."""
+
+    def __init__(self, state: ReducerState, names: Sequence[str]) -> None:
+        self._state, self._names = state, names
+        self._held: Mapping[tuple[str, str], Held] = {}
+        self._copies: dict[str, list[tuple[Tensor, Tensor]]] = {}
+
+    def take(self) -> None:
+        """Copy the state."""
+        held = [*self._state.held.items()]  # another thread may add some
+        self._held = {key: of for key, of in held if key[1] in self._names}
+        for name in self._names:
+            memory = [copy for _, copy in self._copies.get(name, ())]
+            tensors = self._state.tensors(name)
+            if [each.shape for each in memory] != [each.shape for each in tensors]:
+                memory = [torch.empty_like(each) for each in tensors]
+            self._copies[name] = list(zip(tensors, memory, strict=True))
+            for tensor, copy in self._copies[name]:
+                copy.copy_(tensor)
+
+    def restore(self, names: Collection[str] | None = None) -> None:
+        """Restore the state of ``names``, of all by default; also what was dropped since."""
+        wanted = [name for name in self._names if names is None or name in names]
+        self._state.held.update({key: of for key, of in self._held.items() if key[1] in wanted})
+        for tensor, copy in (pair for name in wanted for pair in self._copies[name]):
+            tensor.copy_(copy)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(copy.nbytes for pairs in self._copies.values() for _, copy in pairs)
 
 
 def _of_all_ranks(own: Facts, network: Network) -> list[Facts]:

@@ -21,10 +21,10 @@ from lightning_dist.exchange.channel import Channel
 from lightning_dist.kernels import passes as eager_passes
 from lightning_dist.reducer.network import Network, in_levels
 from lightning_dist.reducer.plan import intra as intra_plan
-from lightning_dist.reducer.plan import planner as plan
 from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
+from lightning_dist.reducer.units import table
 from lightning_dist.reducer.units.base import CommUnit, decode_all, staggered
 from lightning_dist.topology import Topology
 from lightning_dist.topology.groups import hosts_of
@@ -238,7 +238,7 @@ def test_what_a_step_launches_was_compiled_at_set_up(
         )
 
     few = [5000, 300, 40]  # of fewer than a block for every rank
-    with without_network(Counter(), launch), patch.object(plan, "is_accelerator", bool):
+    with without_network(Counter(), launch), patch.object(table, "is_accelerator", bool):
         for sizes in ([4096, 4096 * 3], [4096, 1111], *([n] for n in few)):
             planner = planner_of(world_size, per_host=per_host, immediate=immediate)
             planner.fuse(resolve_codec(codec), [dtype], sizes=sizes)

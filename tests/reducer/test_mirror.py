@@ -13,8 +13,7 @@ from feeding import feed
 from torch import Tensor
 from worlds import Rank, run_threads
 
-from lightning_dist.exchange.channel import Channel
-from lightning_dist.reducer.mirror import ResidualMirror, passed_on
+from lightning_dist.reducer.mirror import ResidualMirror
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
 
@@ -22,13 +21,26 @@ NAMES = ["a", "b", "c", "d", "new"]
 CODECS = ["int8", "topk:ratio=0.1,block_size=128", "powersgd:rank=2", "int4:block_size=64"]
 
 
-def test_what_is_passed_on_comes_from_the_rank_before() -> None:
-    def body(rank: Rank) -> Tensor:
-        own = torch.arange(rank.rank + 1, dtype=torch.float64) + 10 * rank.rank
-        return passed_on(own, Channel(rank.group("ring")))
+def test_a_copy_comes_from_the_rank_before() -> None:
+    """Of any length and in float64; nothing where that rank has no residuals."""
 
-    found = run_threads(body, 3)
-    assert [each.tolist() for each in found] == [[20.0, 21.0, 22.0], [0.0], [10.0, 11.0]]
+    def body(rank: Rank) -> dict[str, list[float]]:
+        model = Model(rank.network())
+        mirror = ResidualMirror(model.reducer, every=1)
+        mirror.regroup(NAMES[:3])
+        state, cpu = model.reducer.state, torch.device("cpu")
+        state.keep_only({})
+        if rank.rank:
+            part = ParameterSlice(NAMES[rank.rank], 0, (rank.rank + 1,))
+            own = state.per_rank("residual", part, dtype=torch.float64, device=cpu)
+            own.copy_(torch.arange(rank.rank + 1) + 10 * rank.rank)
+        mirror.refresh(rank.group("ring"))
+        assert mirror.regroup([NAMES[rank.rank]]) == NAMES[(rank.rank - 1) % 3]
+        model.reducer.close()
+        return {name: (3 * held).tolist() for name, held in state.residuals.items()}
+
+    b, c = [10.0, 11.0], [20.0, 21.0, 22.0]
+    assert run_threads(body, 3) == [{"c": c}, {"b": b}, {"b": b, "c": c}]
 
 
 def test_a_copy_waits_no_longer_than_a_step_for_a_silent_rank() -> None:
@@ -123,6 +135,8 @@ def test_no_gradient_is_lost_with_a_rank(codec: str, lost: list[int]) -> None:
 
 
 def test_a_copy_of_before_is_older_by_as_many_steps() -> None:
+    kept: dict[int, Tensor] = {}
+
     def body(rank: Rank) -> None:
         model = Model(rank.network(), "topk:ratio=0.1,block_size=128")
         mirror = ResidualMirror(model.reducer, every=2)
@@ -131,12 +145,11 @@ def test_a_copy_of_before_is_older_by_as_many_steps() -> None:
             model.step(rank.rank, step)
             mirror.refresh(rank.group("ring"))
             if step == 1:
-                kept = model.reducer.state.packed()
-        copies = passed_on(kept, Channel(rank.group("ring")))
+                kept[rank.rank] = model.reducer.state.packed()
         before = model.reducer.state.packed()
         model.reducer.rebind(among(rank, [rank.rank], "alone"))
         assert mirror.regroup([NAMES[rank.rank]]) == NAMES[1 - rank.rank]
-        torch.testing.assert_close(model.reducer.state.packed(), (before + copies) / 2)
+        torch.testing.assert_close(model.reducer.state.packed(), (before + kept[1 - rank.rank]) / 2)
         model.reducer.close()
 
     run_threads(body, 2)

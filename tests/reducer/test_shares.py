@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_dist.reducer.units.shares import Fragment, fragments
+from lightning_dist.reducer.plan.intra import Fragment, fragments
 
 ALIGN = 512  # of every cut, so that few blocks are broken
 

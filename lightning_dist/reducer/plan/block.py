@@ -9,7 +9,7 @@ bucket.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
 from typing import TYPE_CHECKING
@@ -62,13 +62,8 @@ class BlockPlan:
 
     @property
     def rows(self) -> int:
-        """One row per rank where each rank reduces a shard, otherwise whole payloads travel."""
-        return self.kind.rows(self.network.world_size)
-
-    @property
-    def received(self) -> int:
-        """Payloads that a rank decodes and adds."""
-        return self.kind.received(self.network.world_size)
+        """See :func:`rows_of`."""
+        return rows_of(self.codec, self.network.world_size)
 
     def state_of(self, part: ParameterSlice) -> list[Tensor]:
         """This rank's state for ``part``, flat, as the memory says."""
@@ -81,24 +76,16 @@ class BlockPlan:
 
     @property
     def _where(self) -> Where:
-        network = self.network
-        return Where(
-            channel=network.data,
-            topology=network.topology,
-            device=network.device,
-            allocate=None if self.payloads is None else self.payloads.take,
-        )
+        return self.network.where(None if self.payloads is None else self.payloads.take)
 
     def row_exchange(self, size: int) -> RowExchange:
         """One exchange of rows of so many bytes; not for linear codecs."""
-        found: RowExchange
+        make: Callable[..., RowExchange] = self.kind.make
         if self.kind.reduced_by == "everyone":
-            found = self.kind.make(size, **self._where)
-        else:
-            # Kernels over tables encode again when they commit.
-            keep_own = not self.immediate and self.tables is None
-            found = self.kind.make([size] * self.rows, keep_own=keep_own, **self._where)
-        return found
+            return make(size, **self._where)
+        # Kernels over tables encode again when they commit.
+        keep_own = not self.immediate and self.tables is None
+        return make([size] * self.rows, keep_own=keep_own, **self._where)
 
     def exchange(self, blocks: int, *, in_place: Tensor | None) -> tuple[Exchange, Section]:
         """One exchange of so many blocks a row, and all of it.

@@ -1,9 +1,15 @@
-"""The way of tensors inside a host: what travels together there, and who owns which part of it."""
+"""The way of tensors inside a host: what travels together there, and who owns which part of it.
+
+A parameter is cut into fragments, each of which crosses between hosts by itself, and a fragment
+into one share for each owner. As with blocks the cut depends on the parameter alone, not on the
+bucket or the codec: the state of a part stays on the rank that it was on.
+"""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -11,12 +17,19 @@ from lightning_dist.codecs.base import BlockCodec, Codec
 from lightning_dist.exchange.wire import PayloadMemory
 from lightning_dist.kernels.passes import compute_dtype
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.plan.slices import ParameterSlice
-from lightning_dist.reducer.units.shares import Cut, fragments, shares_of, units_of_shares
+from lightning_dist.reducer.plan.slices import ParameterSlice, as_one, neighbours
 from lightning_dist.reducer.units.sizes import WHOLE_BUCKET, unit_elements
 
 if TYPE_CHECKING:
     from lightning_dist.reducer.plan.planner import Planner
+
+_ALIGN = 512  # elements; every dense codec's block divides it, so that few blocks are broken
+
+Fragment: TypeAlias = tuple[tuple[int, int], ...]
+"""Part of a flat parameter: the share ``(start, end)`` of every owner, perhaps an empty one."""
+
+Owned: TypeAlias = Sequence[Sequence[ParameterSlice]]
+"""Shares of every rank of the host, in the order of the bucket."""
 
 
 class IntraPlan:
@@ -55,31 +68,60 @@ class IntraPlan:
         found = fragments(part.name, part.numel, owners=owners, most=self._most, whole=False)
         return [end - start for cut in found for start, end in cut if end > start]
 
-    def cuts(
+    def units(
         self, codec: Codec, slices: Sequence[ParameterSlice], *, keeps: bool
-    ) -> Iterator[Sequence[Cut]]:
-        """Parts that are exchanged together, and their owners.
+    ) -> Iterator[Owned]:
+        """Parts of ``slices`` that are exchanged together.
 
         Args:
             keeps: whether ranks have state of each parameter.
         """
-        return units_of_shares(
-            slices,
-            level=self.intra.level,
-            most=self._most,
-            whole=self._whole,
-            separate=keeps or not codec.elementwise,
-            together=codec.whole_tensors,
-        )
+        owners = self.intra.level.owners
+        separate = keeps or not codec.elementwise  # state or blocks belong to one parameter
+        owned, filled = self._nothing_owned(), 0
+        for part in slices if separate else map(as_one, neighbours(slices)):
+            whole = separate and part.name in self._whole
+            cut = fragments(part.name, part.numel, owners=owners, most=self._most, whole=whole)
+            for fragment in cut:
+                numel = sum(end - start for start, end in fragment)
+                if filled and filled + numel > owners * self._most and not codec.whole_tensors:
+                    yield owned
+                    owned, filled = self._nothing_owned(), 0
+                filled += numel
+                for rank, (start, end) in enumerate(fragment):
+                    if end > start:
+                        owned[rank].append(part.section(start, end))
+        if filled:
+            yield owned
+
+    def _nothing_owned(self) -> list[list[ParameterSlice]]:
+        return [[] for _ in range(self.intra.topology.world_size)]
 
     def held(
         self, codec: Codec, part: ParameterSlice, dtype: torch.dtype
     ) -> Iterator[ParameterSlice]:
         """Sections of ``part`` of which this rank has the state."""
         if self.inter is not None:
-            for cuts in self.cuts(codec, [part], keeps=True):
-                for share in shares_of(cuts, self.intra.topology.rank):
+            for owned in self.units(codec, [part], keeps=True):
+                for share in owned[self.intra.topology.rank]:
                     yield from self.inter.held(codec, share, share_dtype(codec, dtype))
+
+
+def fragments(name: str, numel: int, *, owners: int, most: int, whole: bool) -> Iterator[Fragment]:
+    """Cut a parameter of ``numel`` elements.
+
+    Args:
+        most: elements of a share.
+        whole: one owner takes it all; for codecs of matrices.
+    """
+    first = zlib.crc32(name.encode()) % owners  # small parameters belong to one rank: take turns
+    step = max(numel, 1) if whole else owners * most
+    for start in range(0, numel, step):
+        end = min(start + step, numel)
+        share = end - start if whole else -(-(end - start) // (owners * _ALIGN)) * _ALIGN
+        at = [min(start + turn * share, end) for turn in range(owners + 1)]
+        turns = [(owner - first) % owners for owner in range(owners)]
+        yield tuple((at[turn], at[turn + 1]) for turn in turns)
 
 
 def share_dtype(codec: Codec, dtype: torch.dtype) -> torch.dtype:

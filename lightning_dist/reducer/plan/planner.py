@@ -12,7 +12,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_dist.accelerator import is_accelerator
 from lightning_dist.codecs.base import BlockCodec, Codec
 from lightning_dist.codecs.policies import raw_beside
 from lightning_dist.exchange.traffic import ring_allreduce
@@ -36,11 +35,11 @@ from lightning_dist.reducer.units.base import (
     join,
     units_of,
 )
-from lightning_dist.reducer.units.hierarchical import hierarchical_units
+from lightning_dist.reducer.units.hierarchical import HierarchicalUnit
 
 
 class Planner:
-    """Builds groups; owns one set of kernels per codec and dtype.
+    """Builds groups; owns one plan, with its kernels, per block codec and dtype.
 
     Args:
         intra_codec: the codec inside a host, where the exchange is hierarchical.
@@ -66,32 +65,33 @@ class Planner:
     ) -> None:
         self.network, self.state, self._divide_last = network, state, divide_last
         self.error_feedback: bool | Literal["auto"] = error_feedback
-        self._kernels: dict[tuple[Codec, torch.dtype], Kernels] = {}
+        self._blocks: dict[tuple[BlockCodec, torch.dtype], BlockPlan] = {}
         self.sparse_passes: Mapping[str, Pass] = {}  # compiled
         self.compiled: dict[Codec, tuple[set[torch.dtype], set[int]]] = {}
         """Dtypes and sizes of the gradients that kernels were compiled for."""
-        self._immediate, self._compiles = immediate, True
+        self.immediate, self._compiles = immediate, True
         self._to_join: list[JoinedUnit] = []  # of the tensor that is planned
         self.tables = tables and available_on(network.device)
         self._payloads = PayloadMemory(network.device) if immediate else None
-        self._intra, self._inter, intra = None, None, network.intra
-        if intra is not None and intra.inter is not None:
-            self._inter = Planner(
-                intra.inter,
-                state,
-                error_feedback=error_feedback,
-                intra_codec=intra_codec,
-                whole=whole,
-                immediate=immediate,
-                tables=tables,
-            )
-        if intra is not None:
-            self._intra = IntraPlan(network, intra_codec, self._inter, whole=whole)
+        self._intra: IntraPlan | None = None
+        if network.intra is not None:
+            inter = None
+            if network.intra.inter is not None:
+                inter = Planner(
+                    network.intra.inter,
+                    state,
+                    error_feedback=error_feedback,
+                    intra_codec=intra_codec,
+                    immediate=immediate,
+                    tables=tables,
+                )
+            self._intra = IntraPlan(network, intra_codec, inter, whole=whole)
 
     @property
     def _levels(self) -> Sequence[Planner]:
         """Not kept: a reference cycle would keep the network's groups."""
-        return [self] if self._inter is None else [self, self._inter]
+        inter = None if self._intra is None else self._intra.inter
+        return [self] if inter is None else [self, inter]
 
     def joined(self, unit: JoinedUnit) -> JoinedUnit:
         """``unit``, which travels with the others of its tensor that are joined."""
@@ -100,19 +100,9 @@ class Planner:
 
     def free(self) -> None:
         """Memory of payloads: what is planned from now on has new ones."""
-        for level in self._levels if self._immediate else ():
-            level._payloads = PayloadMemory(self.network.device)
-
-    def kernels(self, codec: BlockCodec, dtype: torch.dtype) -> Kernels:
-        """Kernels of a flat exchange for gradients of ``dtype``."""
-        if (codec, dtype) not in self._kernels:
-            self._kernels[codec, dtype] = Kernels(
-                codec,
-                memory=codec.memory(self.error_feedback),
-                factors=self._factors(codec),
-                world_size=self.network.world_size,
-            )
-        return self._kernels[codec, dtype]
+        for level in self._levels:
+            if level._payloads is not None:
+                level._payloads.clear()
 
     def _factors(self, codec: BlockCodec) -> Factors:
         """Factors by which a flat exchange makes a mean of the sum over ranks."""
@@ -141,11 +131,11 @@ class Planner:
         for each in dict.fromkeys((codec, raw_beside(codec))):  # what small tensors are given
             if self._intra is None:
                 compile_passes(each, dtypes, self, sizes)
-            elif self._inter is not None:
+            elif self._intra.inter is not None:
                 parts = [ParameterSlice("", 0, (numel,)) for numel in sizes]
                 shares = {share for part in parts for share in self._intra.lengths(part)}
                 wide = {share_dtype(each, dtype) for dtype in dtypes}
-                self._inter.fuse(each, wide, sizes=shares)
+                self._intra.inter.fuse(each, wide, sizes=shares)
 
     def compile_no_more(self) -> None:
         """Use kernels only that this process has compiled before: all have the same bytes."""
@@ -153,14 +143,10 @@ class Planner:
             level._compiles = False
 
     @property
-    def on_accelerator(self) -> bool:
-        return is_accelerator(self.network.device)
-
-    @property
     def is_fused(self) -> bool:
         """Whether any kernels between hosts are compiled."""
         return any(
-            level.sparse_passes or any(k.is_fused for k in level._kernels.values())
+            level.sparse_passes or any(plan.kernels.is_fused for plan in level._blocks.values())
             for level in self._levels
         )
 
@@ -259,7 +245,14 @@ class Planner:
             if not codec.lossless:
                 units[0].source = SampleSource(codec, slices, bucket, self)
             return units
-        return hierarchical_units(self._intra, codec, slices, bucket, self)
+        keeps = bool(self.kinds(codec))
+        inside = [
+            HierarchicalUnit(self._intra, codec, owned, bucket)
+            for owned in self._intra.units(codec, slices, keeps=keeps)
+        ]
+        for unit in inside:
+            self.joined(unit) if self._intra.whole_buckets else join([unit])
+        return inside
 
     @property
     def nbytes(self) -> int:
@@ -268,20 +261,23 @@ class Planner:
         memory += [level._intra.memory for level in self._levels if level._intra is not None]
         return sum(each.nbytes for each in memory if each is not None)
 
-    def fuse_kernels(
-        self, kernels: Kernels, dtype: torch.dtype, *, rows: int = 1, received: int = 1
-    ) -> None:
-        """Compile ``kernels`` for gradients of ``dtype``, if their codec can be compiled."""
-        if kernels.codec.fusable and not kernels.codec.lossless:
-            variant = Variant(
-                kernels.passes, dtype, rows, received, self.network.device, self._immediate
-            )
-            kernels.use(fused_passes(variant) if self._compiles else known_passes(variant))
+    def fuse_kernels(self, plan: BlockPlan) -> None:
+        """Compile the kernels of ``plan``, if their codec can be compiled."""
+        if plan.codec.fusable and not plan.codec.lossless:
+            passes, device = plan.kernels.passes, plan.network.device
+            received = plan.kind.received(plan.network.world_size)
+            variant = Variant(passes, plan.dtype, plan.rows, received, device, plan.immediate)
+            plan.kernels.use(fused_passes(variant) if self._compiles else known_passes(variant))
 
     def blocks(self, codec: BlockCodec, dtype: torch.dtype) -> BlockPlan:
-        """Cut of a block codec for gradients of ``dtype`` of a flat exchange."""
-        kernels = self.kernels(codec, dtype)
-        by_owners = EXCHANGES[codec.exchange].reduced_by == "owners"
-        in_tables = self.tables and by_owners and kernels.memory.in_tables
-        tables = kernels_of(codec, dtype=dtype) if in_tables else None
-        return BlockPlan(codec, dtype, kernels, self.network, self.state, self._payloads, tables)
+        """A block codec for gradients of ``dtype`` in a flat exchange."""
+        if (codec, dtype) not in self._blocks:
+            memory, factors = codec.memory(self.error_feedback), self._factors(codec)
+            world, state = self.network.world_size, self.state
+            kernels = Kernels(codec, memory=memory, factors=factors, world_size=world)
+            by_owners = EXCHANGES[codec.exchange].reduced_by == "owners"
+            in_tables = self.tables and by_owners and memory.in_tables
+            tables = kernels_of(codec, dtype=dtype) if in_tables else None
+            plan = BlockPlan(codec, dtype, kernels, self.network, state, self._payloads, tables)
+            self._blocks[codec, dtype] = plan
+        return self._blocks[codec, dtype]

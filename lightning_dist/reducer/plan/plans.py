@@ -16,7 +16,7 @@ from lightning_dist.codecs import Codec, NoCompression
 from lightning_dist.codecs.base import Shape
 from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.plan.slices import ParameterSlice, by_codec
-from lightning_dist.reducer.state_copy import StateCopy
+from lightning_dist.reducer.state import StateCopy
 from lightning_dist.reducer.units.base import CodecGroup, CommUnit
 
 
@@ -59,7 +59,7 @@ class Handle:
     flat: Tensor = field(init=False, repr=False)  # in flight: where its groups are planned for
     groups: Sequence[CodecGroup] = ()
     before: StateCopy | None = field(default=None, repr=False)
-    _kept: Mapping[str, Tensor] = field(default_factory=dict)
+    _kept: Sequence[tuple[ParameterSlice, Tensor]] = ()
 
     def __post_init__(self) -> None:
         self.done = future_on(self.given.device)
@@ -82,18 +82,14 @@ class Handle:
             self.before.is_current = False
         if self.flat.data_ptr() != self.given.data_ptr():
             self.flat.copy_(self.given)
-        self._kept = {
-            part.name: part.of(self.flat).clone()
-            for group in self.groups
-            for part in group.slices
-            if part.name in self.absent
-        }
+        absent = [part for part in self.slices if part.name in self.absent]
+        self._kept = [(part, part.of(self.flat).clone()) for part in absent]
 
-    def restore(self, group: CodecGroup, absent: Collection[str]) -> None:
-        """Restore the slices of ``group`` that are ``absent`` on every rank."""
-        for part in group.slices:
+    def restore(self, absent: Collection[str]) -> None:
+        """Restore the slices that are ``absent`` on every rank."""
+        for part, kept in self._kept:
             if part.name in absent:
-                part.of(self.flat).copy_(self._kept[part.name])
+                part.of(self.flat).copy_(kept)
 
     def undo(self) -> None:
         """Restore the state of before the step, if it was kept."""
@@ -117,7 +113,6 @@ class Plans:
 
     Args:
         shapes: of the parameters, by name.
-        share_memory: tensors of one turn are never in flight together.
         padded: tensors may have elements that are of no parameter.
     """
 
@@ -127,11 +122,10 @@ class Plans:
         policy: Codec,
         shapes: Mapping[str, Shape],
         *,
-        share_memory: bool,
         padded: bool,
     ) -> None:
         self.planner, self._policy, self._shapes = planner, policy, shapes
-        self._share_memory, self._padded = share_memory, padded
+        self._padded = padded
         self._plans: dict[int, Plan] = {}
         self._staging: dict[int, Tensor] = {}  # uint8 memory by place
 
@@ -154,7 +148,8 @@ class Plans:
                 return plan
             moves = plan.moves + 1
             if moves > 1:  # it may well be elsewhere in the next step, too
-                place = turn if self._share_memory else key
+                # Under the immediate commit tensors of one turn are never in flight together.
+                place = turn if self.planner.immediate else key
                 flat = self._staged(place, flat.nbytes).view(flat.dtype)
         elif plan is not None:
             # The tensors lie in another way now (DDP has rebuilt its buckets), or the policy

@@ -33,6 +33,13 @@ class ParameterSlice:
         """Elements of the parameter."""
         return self.start + self.numel + self.rest
 
+    def section(self, start: int, end: int) -> ParameterSlice:
+        """Its elements ``start`` to ``end``, as they lie in the bucket; itself if these are all."""
+        if end - start == self.numel:
+            return self
+        before, after = self.start + start, self.rest + self.numel - end
+        return ParameterSlice(self.name, self.offset + start, (end - start,), before, after)
+
     def of(self, bucket: Tensor) -> Tensor:
         """The flat view ``(numel,)`` of this parameter in ``bucket``."""
         return bucket[self.offset : self.offset + self.numel]

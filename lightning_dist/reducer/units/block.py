@@ -22,7 +22,6 @@ from lightning_dist.reducer.units.tiles import (
     UnitKeys,
     columns_of,
     joined,
-    of_tiles,
     tile_of,
 )
 
@@ -39,9 +38,11 @@ class BlockUnit(CommUnit):
             tiles[-1].columns.stop, in_place=tiles[0].grad if whole else None
         )
         section = self._section
-        self._own = of_tiles(tiles, section.own)
-        received = [of_tiles(tiles, payload) for payload in section.payloads]
-        self._payloads = list(zip(*received, strict=True))
+        self._own = [columns_of(section.own, tile.columns) for tile in tiles]
+        self._payloads = [
+            tuple(columns_of(payload, tile.columns) for payload in section.payloads)
+            for tile in tiles
+        ]
         # An exchange on the bucket's own memory needs no decoding back into it.
         in_place = section.payloads[0][0].data_ptr() == tiles[0].grad.data_ptr()
         self._in_place = in_place and self.kernels.passes.factors.divisor == 1

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,13 +24,9 @@ from lightning_dist.exchange.wire import row_bytes
 from lightning_dist.kernels.passes import compute_dtype
 from lightning_dist.kernels.triton.table import Within
 from lightning_dist.private import copy_all
-from lightning_dist.reducer.plan.intra import IntraPlan, share_dtype
+from lightning_dist.reducer.plan.intra import IntraPlan, Owned, share_dtype
 from lightning_dist.reducer.plan.slices import ParameterSlice
-from lightning_dist.reducer.units.base import CommUnit, JoinedUnit, decode_all, join, staggered
-from lightning_dist.reducer.units.shares import Cut, shares_of
-
-if TYPE_CHECKING:
-    from lightning_dist.reducer.plan.planner import Planner
+from lightning_dist.reducer.units.base import CommUnit, JoinedUnit, decode_all, staggered
 
 
 class HierarchicalUnit(JoinedUnit):
@@ -39,20 +34,19 @@ class HierarchicalUnit(JoinedUnit):
 
     Args:
         codec: between hosts.
-        cuts: the parts, each with the share of every rank of the host.
+        owned: the parts, by the rank of the host that owns them.
     """
 
     exchange: TwoShot
 
-    def __init__(self, plan: IntraPlan, codec: Codec, cuts: Sequence[Cut], bucket: Tensor) -> None:
-        self._plan, self._bucket = plan, bucket
+    def __init__(self, plan: IntraPlan, codec: Codec, owned: Owned, bucket: Tensor) -> None:
+        self._plan, self._bucket, self._owned = plan, bucket, owned
         world, (plane,) = plan.intra.topology.world_size, plan.codec.planes(bucket.dtype)
         self._dtype = plane.dtype
-        self._owned = [shares_of(cuts, position) for position in range(world)]
-        self._sizes = [sum(part.numel for part in parts) for parts in self._owned]
+        self._sizes = [sum(part.numel for part in parts) for parts in owned]
         sent = [max(self._sizes)] * world if plan.padded else self._sizes
         self.row_bytes = [row_bytes([plane], size) for size in sent]
-        slices = _one_after_the_other(self._owned[plan.intra.topology.rank])
+        slices = _one_after_the_other(owned[plan.intra.topology.rank])
         wide = share_dtype(codec, bucket.dtype)
         self._share = bucket.new_zeros(sum(part.numel for part in slices), dtype=wide)
         self._inter: Sequence[CommUnit] = ()
@@ -167,24 +161,6 @@ class HierarchicalUnit(JoinedUnit):
     @override
     def nbytes(self) -> int:
         return self._share.nbytes + sum(unit.nbytes for unit in self._inter)
-
-
-def hierarchical_units(
-    plan: IntraPlan,
-    codec: Codec,
-    slices: Sequence[ParameterSlice],
-    bucket: Tensor,
-    planner: Planner,
-) -> Sequence[CommUnit]:
-    """The exchanges of ``slices`` of the flat ``bucket (N,)``, with ``codec`` between hosts."""
-    keeps = bool(planner.kinds(codec))
-    units = [
-        HierarchicalUnit(plan, codec, cuts, bucket)
-        for cuts in plan.cuts(codec, slices, keeps=keeps)
-    ]
-    for unit in units:
-        planner.joined(unit) if plan.whole_buckets else join([unit])
-    return units
 
 
 def _one_after_the_other(parts: Sequence[ParameterSlice]) -> list[ParameterSlice]:

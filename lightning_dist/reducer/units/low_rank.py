@@ -37,9 +37,7 @@ class _Factors:
             numel,
             keep_own=True,
             weight=1.0 / network.world_size,
-            channel=network.data,
-            topology=network.topology,
-            device=like.device,
+            **network.where(),
         )
         (own,), ((mean,),) = self.exchange.whole.own, self.exchange.whole.payloads
         self.owns, self.means = _views(own, sizes), _views(mean, sizes)
@@ -54,9 +52,7 @@ class _Matrix:
     """
 
     gradient: Tensor  # shaped, of the bucket
-    compensated: (
-        Tensor  # (n, m), gradient + residual: the bucket's own memory where that is possible
-    )
+    compensated: Tensor  # (n, m), gradient + residual: in the bucket where that is possible
     residual: Tensor | None  # shaped
     left: Tensor  # (n, r) orthonormal, equal on all ranks
     right: Tensor  # (m, r)
@@ -155,13 +151,11 @@ class LowRankUnit(CommUnit):
 
     def _products(self, i: int) -> tuple[_Product, _Product]:
         """Own and mean approximation of matrix ``i``."""
-        matrix = self._matrices[i]
-        if self._codec.two_phase:
-            left = self._p.means[i]
-            return (left, self._q.owns[i]), (left, self._q.means[i])
-        if self._sums[0] is self._p:
-            return (self._p.owns[i], matrix.right), (self._p.means[i], matrix.right)
-        return (matrix.left, self._q.owns[i]), (matrix.left, self._q.means[i])
+        p, q, matrix = self._p, self._q, self._matrices[i]
+        if self._sums[-1] is p:
+            return (p.owns[i], matrix.right), (p.means[i], matrix.right)
+        left = p.means[i] if self._codec.two_phase else matrix.left
+        return (left, q.owns[i]), (left, q.means[i])
 
     def _start_next_from(self, finite: Sequence[int]) -> None:
         """Orthonormal factors of the next step, of the matrices whose mean is ``finite``."""
@@ -176,11 +170,10 @@ class LowRankUnit(CommUnit):
     @override
     def sent(self) -> Sent:
         """Bytes of the step; before the first one, of the mean of two."""
+        total = sum((each.exchange.sent for each in self._sums or (self._p, self._q)), Sent())
         if self._sums or self._codec.two_phase:
-            used = self._sums or [self._p, self._q]
-            return sum((each.exchange.sent for each in used), Sent())
-        both = self._p.exchange.sent + self._q.exchange.sent
-        return Sent(both.intra // 2, both.inter // 2)
+            return total
+        return Sent(total.intra // 2, total.inter // 2)
 
     @property
     @override

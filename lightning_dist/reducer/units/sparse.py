@@ -37,9 +37,7 @@ class SparseUnit(CommUnit):
             )
         self._codec, self._slices, self._bucket = codec, slices, bucket
         network, compiled = planner.network, planner.sparse_passes
-        self.exchange = AllGatherV(
-            channel=network.data, topology=network.topology, device=bucket.device
-        )
+        self.exchange = AllGatherV(**network.where())
         self._share = 1.0 / network.world_size
         dtype = compute_dtype(bucket.dtype)
         self._residuals = [

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dist.accelerator import placed
+from lightning_dist.accelerator import is_accelerator, placed
 from lightning_dist.codecs.base import BlockCodec
 from lightning_dist.exchange.rounds import RowExchange
 from lightning_dist.exchange.traffic import Sent
@@ -66,24 +66,19 @@ class TableUnit(JoinedUnit):
             self._groups = packed(runs, rows=rows, columns=self._columns)
         else:
             self._columns = sum(-(-part.numel // (rows * self._codec.block)) for part in slices)
-            self._groups = [
-                [
-                    Slice(name, part.offset, part.numel, self._residual_place(i))
-                    for i, (name, part) in enumerate(zip(self._names, slices, strict=True))
-                ]
-            ]
+            places = [0] * len(slices)
+            if self._first is not None:
+                lowest, itemsize = self._first.data_ptr(), self._first.itemsize
+                places = [(residual.data_ptr() - lowest) // itemsize for residual in residuals]
+            of_all = zip(self._names, slices, places, strict=True)
+            self._groups = [[Slice(name, s.offset, s.numel, at) for name, s, at in of_all]]
         self._planes = self._codec.planes(plan.dtype)
         self.row_bytes = [row_bytes(self._planes, self._columns)] * rows
         self._finite: Tensor | None = None  # set by the kernel, where state is committed later
         if not (plan.immediate or self._codec.lossless):
             self._finite = torch.ones((), dtype=torch.bool, device=bucket.device)
-        self._salts: Tensor | None = None
+        self._salts: Sequence[Tensor | None] = (None, None)  # for what is sent, and for the mean
         self._scale = torch.ones((), dtype=torch.float32, device=bucket.device)
-
-    def _residual_place(self, i: int) -> int:
-        if self._first is None:
-            return 0
-        return (self._residuals[i].data_ptr() - self._first.data_ptr()) // self._first.itemsize
 
     @override
     def make_exchange(self, row_bytes: Sequence[int]) -> RowExchange:
@@ -107,7 +102,7 @@ class TableUnit(JoinedUnit):
         self._scale = scale
         if self._codec.stochastic:
             salts = unit_salts(self._codec, self._names, step=step, rank=self._rank)
-            self._salts = placed(salts, self._bucket.device)
+            self._salts = placed(salts, self._bucket.device).unbind()
         if self._finite is not None:
             self._finite.fill_(True)
         self._kernels.encode(
@@ -117,7 +112,7 @@ class TableUnit(JoinedUnit):
             table=self._table,
             payload=self.exchange.own_bytes,
             finite=self._finite,
-            salts=self._salts_of(0),
+            salts=self._salts[0],
             commit=self._plan.immediate,
         )
 
@@ -136,20 +131,20 @@ class TableUnit(JoinedUnit):
     def start_second(self) -> None:
         if self._section.mean:
             self.exchange.wait()
-            self._reduce()
+            self._reduce(self.exchange.mean_bytes, commit=self._plan.immediate)
         if self.last:
             self.exchange.start_second()
 
-    def _reduce(self) -> None:
-        """Received payloads -> the mean to send."""
+    def _reduce(self, mean: Tensor | None, *, commit: bool) -> None:
+        """Received payloads -> the ``mean`` to send, and its error into the residual."""
         self._kernels.reduce(
             self.exchange.received_bytes,
-            self.exchange.mean_bytes,
+            mean,
             table=self._table,
             row=self._rank,
-            residual=self._first if self._plan.immediate else None,
+            residual=self._first if commit else None,
             scale=self._scale,
-            salts=self._salts_of(1),
+            salts=self._salts[1],
         )
 
     @override
@@ -158,28 +153,14 @@ class TableUnit(JoinedUnit):
         self._decode_and_commit(scale)
 
     def _decode_and_commit(self, scale: Tensor) -> None:
+        bucket, table = self._bucket, self._table
         if self._first is not None and not self._plan.immediate:
-            self._commit(self._first, scale)
+            salts = self._salts[0]
+            self._kernels.encode(bucket, self._first, scale, table=table, payload=None, salts=salts)
+            if self._section.mean:
+                self._reduce(None, commit=True)
         weight = self._plan.kernels.passes.factors.mean
-        self._kernels.decode(
-            self.exchange.payload_bytes, self._bucket, table=self._table, weight=weight
-        )
-
-    def _commit(self, residual: Tensor, scale: Tensor) -> None:
-        table, kernels = self._table, self._kernels
-        kernels.encode(
-            self._bucket, residual, scale, table=table, payload=None, salts=self._salts_of(0)
-        )
-        if self._section.mean:
-            kernels.reduce(
-                self.exchange.received_bytes,
-                None,
-                table=table,
-                row=self._rank,
-                residual=residual,
-                scale=scale,
-                salts=self._salts_of(1),
-            )
+        self._kernels.decode(self.exchange.payload_bytes, bucket, table=table, weight=weight)
 
     @property
     @override
@@ -196,12 +177,9 @@ class TableUnit(JoinedUnit):
         kernels, self._kernels = self._kernels, self._kernels.compiling()
         self.encode(self._scale, step=0)
         if self._section.mean:
-            self._reduce()
+            self._reduce(self.exchange.mean_bytes, commit=self._plan.immediate)
         self._decode_and_commit(self._scale)
         self._kernels = kernels
-
-    def _salts_of(self, which: int) -> Tensor | None:
-        return None if self._salts is None else self._salts[which]
 
 
 @units_of.register(BlockCodec)
@@ -228,14 +206,14 @@ def _units(
 def _compile(
     codec: BlockCodec, dtypes: Iterable[torch.dtype], planner: Planner, sizes: Collection[int]
 ) -> None:
-    on_accelerator, ranks = planner.on_accelerator, planner.network.world_size
+    ranks, on_accelerator = planner.network.world_size, is_accelerator(planner.network.device)
     for dtype in dtypes:
         fits = {codec, *(fitted(codec, numel, ranks=ranks, dtype=dtype) for numel in sizes)}
         for plan in (planner.blocks(fit, dtype) for fit in fits if on_accelerator or fit == codec):
             if plan.tables is not None and on_accelerator:
                 _compile_tables(plan)
             elif not on_accelerator:  # torch's compiler is for the CPU
-                planner.fuse_kernels(plan.kernels, dtype, rows=plan.rows, received=plan.received)
+                planner.fuse_kernels(plan)
 
 
 def _compile_tables(plan: BlockPlan) -> None:

@@ -110,17 +110,19 @@ def tile_of(
     numbered: bool = False,
 ) -> Tile:
     """``span`` of a gradient and its state, the ``flats``, as ``columns`` of a payload."""
+    grid, staged = span.grid, list[tuple[Tensor, Tensor]]()
     numbers = span.numbers(flats[0].device) if numbered else flats[0].new_empty(0)
+    shape = grid.rows, span.columns, grid.block
     if span.direct:
-        places = [_view(flat, span) for flat in flats]
-        return Tile(name, places[0], tuple(places[1:]), columns, numbers)
-    shape = (span.grid.rows, span.columns, span.grid.block)
-    places = [flat.new_zeros(shape) for flat in flats]
-    staged = [
-        (flat[start : start + length], place[row].view(-1)[:length])
-        for flat, place in zip(flats, places, strict=True)
-        for row, start, length in span.filled()
-    ]
+        strides, first = (grid.blocks_per_row * grid.block, grid.block, 1), span.first * grid.block
+        places = [flat.as_strided(shape, strides, flat.storage_offset() + first) for flat in flats]
+    else:
+        places = [flat.new_zeros(shape) for flat in flats]
+        staged = [
+            (flat[start : start + length], place[row].view(-1)[:length])
+            for flat, place in zip(flats, places, strict=True)
+            for row, start, length in span.filled()
+        ]
     return Tile(name, places[0], tuple(places[1:]), columns, numbers, staged)
 
 
@@ -142,23 +144,9 @@ def joined(name: str, parts: Sequence[Sequence[Tensor]], *, rows: int, start: in
     return Tile(name, places[0], tuple(places[1:]), at, staged=staged)
 
 
-def of_tiles(tiles: Sequence[Tile], payload: Payload) -> list[Payload]:
-    """The part of ``payload`` that each of ``tiles`` has."""
-    return [columns_of(payload, tile.columns) for tile in tiles]
-
-
 def columns_of(payload: Payload, columns: slice) -> Payload:
     """``columns`` of every plane."""
     return tuple(plane[:, columns] for plane in payload)
-
-
-def _view(flat: Tensor, span: Span) -> Tensor:
-    grid = span.grid
-    return flat.as_strided(
-        (grid.rows, span.columns, grid.block),
-        (grid.blocks_per_row * grid.block, grid.block, 1),
-        flat.storage_offset() + span.first * grid.block,
-    )
 
 
 class UnitKeys:
@@ -178,25 +166,22 @@ class UnitKeys:
 
     def draw(self, step: int) -> None:
         """New keys for ``step``."""
-        who = "all" if self._codec.shared_keys else str(self._rank)
-        for tile in self._tiles:
-            own = _salt(self._codec, step, tile.name, who)
+        names = [tile.name for tile in self._tiles]
+        salts = unit_salts(self._codec, names, step=step, rank=self._rank).T.tolist()
+        for tile, (own, mean) in zip(self._tiles, salts, strict=True):
             self.encode[:, tile.columns] = block_keys(tile.numbers, own)
             if len(tile.numbers) > 1:  # this rank owns a row and rounds its mean
                 row = tile.numbers[self._rank : self._rank + 1]
-                mean = _salt(self._codec, step, tile.name, "mean")
                 self.reduce[:, tile.columns] = block_keys(row, mean)
 
 
 def unit_salts(codec: BlockCodec, names: Sequence[str], *, step: int, rank: int) -> Tensor:
-    """int32 ``(2, names)`` on the host: what the keys of :class:`UnitKeys` are hashed with.
+    """int32 ``(2, names)`` on the host, with which the keys of :class:`UnitKeys` are hashed.
 
     The first row is for what this rank sends, the second for the means that it rounds.
     """
-    who = "all" if codec.shared_keys else str(rank)
-    salts = [[_salt(codec, step, name, of) for name in names] for of in (who, "mean")]
+    whose = ("all" if codec.shared_keys else str(rank)), "mean"
+    salts = [
+        [zlib.crc32(f"{codec!r} {step} {name} {who}".encode()) for name in names] for who in whose
+    ]
     return torch.tensor(salts, dtype=torch.int64, device="cpu").to(torch.int32)
-
-
-def _salt(codec: BlockCodec, step: int, name: str, who: str) -> int:
-    return zlib.crc32(f"{codec!r} {step} {name} {who}".encode())
