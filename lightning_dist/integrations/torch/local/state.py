@@ -45,13 +45,18 @@ class WorkerStates:
         *,
         scaler: GradScaler | None = None,
     ) -> None:
+        self._require_kind(updates)
+        self._updates, self._optimizers, self._scaler = updates, optimizers, scaler
+
+    def _require_kind(self, updates: LocalUpdates) -> None:
         if any(isinstance(each, DTensor) for each in updates.module.parameters()):
             raise ValueError(
-                "Strategies and ElasticLoop save workers whose ranks have the whole model, got one "
-                "that fully_shard has sharded; call lightning_dist.local_updates in a loop of your "
-                "own, and save its state_dict() and the model and optimizer of every rank"
+                "LocalUpdateStrategy, Accelerate and ElasticLoop save workers whose ranks have the "
+                "whole model, got one that fully_shard has sharded; use "
+                "LocalUpdateModelParallelStrategy with Lightning or Fabric, or call "
+                "lightning_dist.local_updates in a loop of your own, and save its state_dict() and "
+                "the model and optimizer of every rank"
             )
-        self._updates, self._optimizers, self._scaler = updates, optimizers, scaler
 
     def state_dict(self) -> dict[str, Any] | None:
         """State of all workers on rank 0; None elsewhere. Collective, between optimizer steps.
