@@ -84,8 +84,7 @@ class ModelParallelArguments(CommReport, ReplicatedMesh):
         if given := kwargs.keys() & (set(OF_LOCAL) - set(OF_DDP)):
             raise ValueError(
                 f"{type(self).__name__} exchanges gradients in every step and takes no local ones, "
-                f"got {', '.join(sorted(given))}; call fully_shard over the ranks of a node and "
-                "lightning_dist.local_updates in a loop of plain PyTorch"
+                f"got {', '.join(sorted(given))}; use LocalUpdateModelParallelStrategy"
             )
         refuse_codec_options(kwargs, codec, of=type(self))
         self._settings = sharded_settings(
