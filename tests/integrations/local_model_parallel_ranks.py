@@ -8,7 +8,7 @@ on two hosts, by name.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 import lightning as L
+import model_parallel_ranks
+import pytest
 import torch
 import torch.distributed as dist
 from elastic_runs import FailAt, Fault, Numbered, ShardedNet, make_loader
@@ -23,7 +25,7 @@ from elastic_runs import fit as elastic_fit
 from lightning.fabric import Fabric
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
-from model_parallel_checkpoints import Reshaped, whole
+from model_parallel_checkpoints import Reshaped, watch_reads, whole
 from model_parallel_ranks import (
     BATCHES,
     WIDTH,
@@ -38,7 +40,7 @@ from model_parallel_ranks import (
     weights,
 )
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -140,10 +142,13 @@ def on_all(flag: bool) -> bool:
 
 def begun(module: Module) -> Any:
     """The module of a loop of one's own, on the mesh that the strategy makes."""
-    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=DIMENSIONS)
-    with patch.object(type(module), "device_mesh", mesh):
+    with patch.object(type(module), "device_mesh", begun_mesh()):
         module.configure_model()
     return module
+
+
+def begun_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=DIMENSIONS)
 
 
 def dealt(module: Module) -> Iterator[Any]:
@@ -195,8 +200,7 @@ def under_fabric() -> dict[str, bool]:
     own = run.train(8)
     facts["apart before"] = not equal_in_workers(own[0])
     net = Run.net()
-    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=DIMENSIONS)
-    parallelize(net, mesh)
+    parallelize(net, begun_mesh())
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     updates, of_loop = local_updates(net, optimizer, **Run.SETTINGS), list[list[Tensor]]()
     for step in range(8):
@@ -315,9 +319,9 @@ def evaluated() -> dict[str, bool]:
         )
         given = {"limit_val_batches": 1, "val_check_interval": 2, "enable_checkpointing": True}
         _, _, runs[evaluate] = watch(ours(evaluate=evaluate), None, saves, **given)
-        equal = [equal_in_workers(each) for each in runs[evaluate].validated]
-        facts[evaluate] = len(equal) >= 4 and (
-            all(equal) if evaluate == "anchor" else not all(equal)
+        alike = [equal_in_workers(each) for each in runs[evaluate].validated]
+        facts[evaluate] = len(alike) >= 4 and (
+            all(alike) if evaluate == "anchor" else not all(alike)
         )
     facts["same training"] = all_same(runs["anchor"].own, runs["worker"].own)
     states = [
@@ -327,6 +331,13 @@ def evaluated() -> dict[str, bool]:
     first, second = (each[KEY]["workers"][0]["parameters"] for each in states)
     facts["saved"] = all(torch.equal(first[name], second[name]) for name in first)
     anchor = states[0][KEY]["shared"]["anchor"]
+    for replicas in (1, 2):  # nothing is exchanged
+        alone = Normed()
+        path = FOLDER / "evaluated-worker" / "step=4.ckpt"
+        validating = trainer(ours(replicate_size=replicas), limit_val_batches=1)
+        validating.validate(alone, ckpt_path=path, verbose=False)
+        loaded = {name: whole(p) for name, p in alone.named_parameters()}
+        facts[f"{replicas}: validated"] = equal(loaded, anchor)
     facts["not the anchor"] = any(not torch.equal(first[name], anchor[name]) for name in first)
     return facts
 
@@ -343,26 +354,35 @@ class Overflows(Normed):
         return super().training_step(batch, batch_idx) * (float("inf") if hit else 1.0)
 
 
-def resumed() -> dict[str, bool]:
+HOW = ("distributed", "one file", "async")
+"""By Lightning in two formats, or by AsyncCheckpoint."""
+
+
+def resumed() -> dict[str, Any]:
     """Interrupted while an exchange is under way: the bits of a run that was not."""
-    facts = {}
-    cases: dict[str, tuple[Callable[[], Module], dict[str, Any]]] = {
-        "int4": (Normed, {"codec": "int4"}),
-        "powersgd": (Normed, {"codec": "powersgd:rank=2"}),
-        "outer": (Normed, {"outer_optimizer": partial(torch.optim.AdamW, lr=0.01)}),
-        "scaler": (Overflows, {"codec": "int8"}),
+    facts: dict[str, Any] = {}
+    adam_outside = {"outer_optimizer": partial(torch.optim.AdamW, lr=0.01)}
+    cases: dict[str, tuple[Callable[[], Module], dict[str, Any], Sequence[str]]] = {
+        "int4": (Normed, {"codec": "int4"}, HOW),
+        "powersgd": (Normed, {"codec": "powersgd:rank=2"}, HOW[::2]),
+        "outer": (Normed, adam_outside, HOW[2:]),
+        "scaler": (Overflows, {"codec": "int8"}, HOW[::2]),
     }
-    for name, (make, settings) in cases.items():
+    for name, (make, settings, formats) in cases.items():
 
         def options(name: str = name) -> dict[str, Any]:
             return {"plugins": [scaled()]} if name == "scaler" else {}
 
         straight_run, _, straight = watch(ours(**settings), make(), **options())
-        for how in ("distributed", "one file", "async"):
+        for how in formats:
             of, case = {"save_distributed_checkpoint": how != "one file"}, f"{name}, {how}"
             path = saved(FOLDER / f"resumed {name}", make(), how=how, fitting=options(), **settings)
-            again, _, got = watch(ours(**settings, **of), make(), ckpt_path=path, **options())
+            with pytest.MonkeyPatch.context() as patching:
+                read = watch_reads(patching)
+                again, _, got = watch(ours(**settings, **of), make(), ckpt_path=path, **options())
             facts[case] = all_same(got.own, straight.own[BATCHES:])
+            if case == "int4, async":
+                facts["read"] = sum(read)
             if name == "scaler":
                 scales = [r.precision_plugin.scaler.get_scale() for r in (straight_run, again)]
                 facts[f"{case}: scale"] = scales == [2.0**9 if dist.get_rank() < 2 else 2.0**10] * 2
@@ -408,7 +428,7 @@ def saved(
 def elsewhere() -> dict[str, bool]:
     """Four workers, or two, of one rank each go on from two of two ranks."""
     facts, size = {}, dist_size()
-    for how in ("distributed", "one file", "async"):
+    for how in HOW:
         folder = FOLDER / "elsewhere"
         path = folder / ("async.ckpt" if how == "async" else how)
         if size == 4:
@@ -467,6 +487,46 @@ def other_strategies() -> dict[str, bool]:
     _, _, watched = watch(strategy, None, note, ckpt_path=theirs)
     anchor = {n: each.full_tensor() for n, each in begin[0].items() if n in watched.start}
     facts["theirs"] = equal(anchor, watched.start) and len(anchor) == 8
+    return facts
+
+
+class Plain(Normed):
+    """The same module, whole on each rank."""
+
+    def configure_model(self) -> None:
+        with (
+            patch.object(type(self), "device_mesh", begun_mesh()),
+            patch.object(model_parallel_ranks, "fully_shard"),
+        ):
+            super().configure_model()
+
+
+def whole_models() -> dict[str, bool]:
+    """Workers that were sharded go on as ranks with the whole model, and the other way round."""
+    facts, rank = {}, dist.get_rank()
+    path = saved(FOLDER / "whole", how="one file", codec="int4")
+    state = state_of(path)
+    of_whole = {**SCHEDULE, "codec": "int4"}
+    seen: list[dict[str, Tensor]] = []
+
+    def note(_: Any, pl_module: L.LightningModule) -> None:
+        seen.append({n: p.detach().clone() for n, p in pl_module.named_parameters()})
+
+    def noting(*callbacks: Any) -> list[Any]:
+        return [L.pytorch.callbacks.LambdaCallback(on_train_start=note), *callbacks]
+
+    fitted(LocalUpdateStrategy(**of_whole), Plain(), callbacks=noting(), ckpt_path=path)
+    expected = state["workers"][rank]["parameters"] if rank < 2 else state["shared"]["anchor"]
+    facts["whole"] = equal(seen[0], expected)
+    path = FOLDER / "whole" / "of ranks"
+    with suppress(Stopped):
+        fitted(LocalUpdateStrategy(**of_whole), Plain(), callbacks=[Stop(BATCHES, path)])
+    dist.barrier()
+    _, _, watched = watch(ours(codec="int4"), ckpt_path=path)
+    own = state_of(path)["workers"][rank // 2]
+    facts["sharded"] = equal(watched.start, own["parameters"])
+    moments = own["optimizer_states"][0]["state"].values()
+    facts["moments"] = same(watched.moments, [each["exp_avg"] for each in moments])
     return facts
 
 

@@ -17,6 +17,7 @@ from lightning_dist.checkpoint.snapshot.shards import LazyState, load_lazily, wi
 from lightning_dist.integrations.lightning.checkpoint.resume import require_same_model
 from lightning_dist.integrations.lightning.checkpoint.session_io import CheckpointerIO
 from lightning_dist.integrations.torch.fsdp.attach import ShardedExchange
+from lightning_dist.integrations.torch.fsdp.checks import require_alike
 from lightning_dist.integrations.torch.fsdp.replicas import ShardedGradients
 from lightning_dist.integrations.torch.fsdp.shards import CompressedShards
 from lightning_dist.integrations.torch.fsdp.tensor_parts import ROWS, TensorPart
@@ -39,23 +40,11 @@ def leave_shards(
         ValueError: an optimizer keeps sharded state that is no part of what its parameter has.
     """
     for optimizer in optimizers:
-        _require_alike(optimizer)
+        require_alike(optimizer, remedy="use an optimizer such as AdamW, or ModelCheckpoint")
     sharded = {key: checkpoint[key] for key in _SHARDED if key in checkpoint}
     whole, striped = without_shards(sharded, mesh)
     checkpoint.update(whole)
     io.striped += striped
-
-
-def _require_alike(optimizer: Optimizer) -> None:
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            if isinstance(value, DTensor) and value.shape != parameter.shape:
-                raise ValueError(
-                    f"The state of {type(optimizer).__name__} must have the shapes of its sharded "
-                    f"parameters, got {name!r} of {tuple(value.shape)} for "
-                    f"{tuple(parameter.shape)}: another mesh could not divide it; use an optimizer "
-                    "such as AdamW, or ModelCheckpoint"
-                )
 
 
 def load_shards(

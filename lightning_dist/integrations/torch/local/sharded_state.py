@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dist.integrations.torch.fsdp.checks import require_alike
 from lightning_dist.integrations.torch.fsdp.replicas import local_of
 from lightning_dist.integrations.torch.local.fragments import first_row
 from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates
@@ -48,7 +49,7 @@ class ShardedWorkerStates(WorkerStates):
     @override
     def _own(self) -> dict[str, Any]:
         for optimizer in self._optimizers:
-            require_alike(optimizer)
+            require_alike(optimizer, remedy="use an optimizer such as AdamW")
         return super()._own()
 
     @override
@@ -161,19 +162,6 @@ class ShardedWorkerStates(WorkerStates):
             self._updates.load_worker(state["parameters"], state["buffers"])
         else:
             self._updates.start_from_anchor()
-
-
-def require_alike(optimizer: Optimizer) -> None:
-    """Raise ValueError unless sharded state of ``optimizer`` has the shapes of its parameters."""
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            if isinstance(value, DTensor) and value.shape != parameter.shape:
-                raise ValueError(
-                    f"The state of {type(optimizer).__name__} must have the shapes of its sharded "
-                    f"parameters, got {name!r} of {tuple(value.shape)} for "
-                    f"{tuple(parameter.shape)}: another mesh could not divide it; use an optimizer "
-                    "such as AdamW"
-                )
 
 
 def _described(tensor: Tensor) -> Tensor:

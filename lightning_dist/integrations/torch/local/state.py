@@ -124,6 +124,8 @@ class WorkerStates:
             self._scaler.load_state_dict(own["scaler"])
         self._updates.load_state_dict(state["shared"])
         if network.rank < len(workers):
-            self._updates.load_worker(own["parameters"], own["buffers"])
+            buffers = own["buffers"]  # of a sharded worker those of each of its ranks
+            buffers = buffers if isinstance(buffers, Mapping) else buffers[0]
+            self._updates.load_worker(own["parameters"], buffers)
         else:
             self._updates.start_from_anchor()
