@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from lightning_dist.integrations.lightning.checkpoint.io import AsyncTorchCheckpointIO
     from lightning_dist.integrations.lightning.elastic.restart import ElasticRestart
     from lightning_dist.integrations.lightning.launcher import ElasticEnvironment
+    from lightning_dist.integrations.lightning.local_model_parallel import (
+        LocalUpdateModelParallelStrategy,
+    )
     from lightning_dist.integrations.lightning.local_updates import LocalUpdateStrategy
     from lightning_dist.integrations.lightning.model_parallel import (
         CompressedModelParallelStrategy,
@@ -70,6 +73,7 @@ _HOME = {
     "ElasticLoop": "integrations.loop.loop",
     "ElasticRestart": "integrations.lightning.elastic.restart",
     "ExchangedVolume": "metrics",
+    "LocalUpdateModelParallelStrategy": "integrations.lightning.local_model_parallel",
     "LocalUpdateStrategy": "integrations.lightning.local_updates",
     "OneBitAdam": "onebit_adam",
     "compress_ddp": "integrations.torch.ddp",
@@ -100,6 +104,7 @@ __all__ = [
     "ExchangedVolume",
     "Int4",
     "Int8",
+    "LocalUpdateModelParallelStrategy",
     "LocalUpdateStrategy",
     "NoCompression",
     "OneBitAdam",

@@ -1,6 +1,9 @@
 """Fabric's side: ``from lightning_dist.fabric import CompressedDDPStrategy``, and the others."""
 
 from lightning_dist.integrations.fabric.ddp import CompressedDDPStrategy as CompressedDDPStrategy
+from lightning_dist.integrations.fabric.local_model_parallel import (
+    LocalUpdateModelParallelStrategy as LocalUpdateModelParallelStrategy,
+)
 from lightning_dist.integrations.fabric.local_updates import (
     LocalUpdateStrategy as LocalUpdateStrategy,
 )
@@ -8,4 +11,9 @@ from lightning_dist.integrations.fabric.model_parallel import (
     CompressedModelParallelStrategy as CompressedModelParallelStrategy,
 )
 
-__all__ = ["CompressedDDPStrategy", "CompressedModelParallelStrategy", "LocalUpdateStrategy"]
+__all__ = [
+    "CompressedDDPStrategy",
+    "CompressedModelParallelStrategy",
+    "LocalUpdateModelParallelStrategy",
+    "LocalUpdateStrategy",
+]

@@ -24,6 +24,7 @@ from lightning_dist import (
     CompressedDDPStrategy,
     CompressedModelParallelStrategy,
     Int8,
+    LocalUpdateModelParallelStrategy,
     LocalUpdateStrategy,
 )
 
@@ -137,6 +138,28 @@ def test_local_steps_with_an_outer_optimizer_and_its_schedule(tmp_path: Path) ->
     schedule = strategy._outer_schedule(outer)
     assert (type(outer), type(schedule)) == (AdamW, CosineAnnealingLR)
     assert (outer.defaults["lr"], schedule.T_max) == (0.1, 50)
+
+
+def test_local_steps_of_a_sharded_model(tmp_path: Path) -> None:
+    strategy = trainer_from(
+        tmp_path,
+        """
+    class_path: lightning_dist.LocalUpdateModelParallelStrategy
+    init_args:
+      method: streaming
+      codec: int4
+      evaluate: worker
+      replicate_size: 2
+      data_parallel_size: auto
+      exchange_timeout: 30
+      save_distributed_checkpoint: false
+""",
+    ).strategy
+    assert type(strategy) is LocalUpdateModelParallelStrategy
+    assert strategy._schedule.fragments == 4
+    assert strategy._settings.exchange_timeout == 30
+    assert strategy._sizes == (2, "auto", 1)
+    assert not strategy._save_distributed_checkpoint
 
 
 def test_a_bad_value_is_refused_with_our_message(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
 from lightning_dist.integrations.strategies.names import (
     ELASTIC_NAMES,
     LOCAL_NAMES,
+    LOCAL_SHARDED_NAMES,
     SHARDED_NAMES,
     register,
 )
@@ -42,8 +43,8 @@ NAMES = {
 def test_a_registry_has_the_names_and_no_others(registry: Any, strategy: type) -> None:
     """Lower-case, because Lightning lower-cases what the user writes."""
     ours = {name: registry[name]["init_params"] for name in registry if "compressed" in name}
-    of_trainer = {**SHARDED_NAMES, **ELASTIC_NAMES} if registry is StrategyRegistry else {}
-    assert ours == {**NAMES, **LOCAL_NAMES, **of_trainer}
+    of_trainer = {**SHARDED_NAMES, **LOCAL_SHARDED_NAMES, **ELASTIC_NAMES}
+    assert ours == {**NAMES, **LOCAL_NAMES, **(of_trainer if registry is StrategyRegistry else {})}
     for name in NAMES:
         assert name == name.lower()
         assert type(registry.get(name)) is strategy, name

@@ -14,6 +14,7 @@ from lightning_dist import (
     CompressedDDPStrategy,
     CompressedModelParallelStrategy,
     ElasticRestart,
+    LocalUpdateModelParallelStrategy,
     LocalUpdateStrategy,
     TopK,
     compress_ddp,
@@ -114,7 +115,8 @@ def test_an_argument_that_a_function_does_not_have(
 
 
 def test_the_word_of_other_packages_for_a_codec() -> None:
-    for strategy in (CompressedDDPStrategy, FabricStrategy, LocalUpdateStrategy):
+    of_updates = LocalUpdateStrategy, LocalUpdateModelParallelStrategy
+    for strategy in (CompressedDDPStrategy, FabricStrategy, *of_updates):
         assert message(strategy, compression="int8") == (
             f"Unknown setting 'compression' in {strategy.__name__}: did you mean 'codec'?"
         )
@@ -137,16 +139,22 @@ def test_a_name_like_no_other_lists_those_of_this_package_first() -> None:
         "rank_groups, commit, delay, exchange_timeout, recovery, mirror_residuals, and those of "
         "DDPStrategy"
     )
+    assert message(LocalUpdateModelParallelStrategy, zebra=1) == (
+        "Unknown setting 'zebra' in LocalUpdateModelParallelStrategy: valid names: evaluate, "
+        "replicate_size, error_feedback, min_compress_numel, exchange_timeout, method, "
+        "sync_every, fragments, overlap_steps, mixing, ddp_steps, outer_lr, outer_momentum, "
+        "outer_optimizer, outer_schedule, replicas, offload, weigh_by, codec, and those of "
+        "ModelParallelStrategy"
+    )
     assert message(LocalUpdateStrategy, find_unused=True).endswith(
         "did you mean 'find_unused_parameters'?"  # an argument of DDP
     )
 
 
-def test_a_sharded_model_takes_local_steps_in_a_loop_of_ones_own() -> None:
+def test_a_sharded_model_takes_local_steps_with_another_strategy() -> None:
     assert message(CompressedModelParallelStrategy, method="diloco", sync_every=16) == (
         "CompressedModelParallelStrategy exchanges gradients in every step and takes no local "
-        "ones, got method, sync_every; call fully_shard over the ranks of a node and "
-        "lightning_dist.local_updates in a loop of plain PyTorch"
+        "ones, got method, sync_every; use LocalUpdateModelParallelStrategy"
     )
 
 

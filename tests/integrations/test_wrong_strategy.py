@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from processes import run
 
-from lightning_dist import CompressedModelParallelStrategy
+from lightning_dist import CompressedModelParallelStrategy, LocalUpdateModelParallelStrategy
+from lightning_dist.fabric import LocalUpdateModelParallelStrategy as FabricStrategy
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,33 @@ from lightning_dist import CompressedModelParallelStrategy
 def test_arguments_of_sharded_models(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
         CompressedModelParallelStrategy(**{"codec": "int8", **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"replicas": "host"}, "all ranks of a host are one worker; leave it out"),
+        ({"method": "post_local_sgd", "ddp_steps": 9}, "got ddp_steps=9; leave it out"),
+        ({"tensor_parallel_size": 2}, "got tensor_parallel_size=2; leave it out"),
+        ({"parameters": "int8"}, "parameters='int8' has no effect on local updates of a sharded"),
+        ({"hierarchical": True}, "each rank exchanges its shard; leave it out"),
+        ({"rank_groups": [[0, 1], [2]]}, "replicate_size is the number of workers"),
+        ({"ranks_per_host": 2}, "replicate_size is the number of workers"),
+        ({"commit": "deferred"}, "commit='deferred' has no effect"),
+        ({"compile_kernels": True}, "compile nothing, so leave it out"),
+        ({"recovery": "in_process"}, "each keeps a part of it"),
+        ({"data_parallel_size": 0}, "above 0, got 0"),
+        ({"method": "dilocco"}, "did you mean 'diloco'"),
+        ({"block_size": 64}, "write codec='int8:block_size=64'"),
+        ({"sync_evry": 4}, "did you mean 'sync_every'"),
+        ({"codec": {"intra": "bf16", "inter": "int8"}}, "give the codec between replicas alone"),
+    ],
+)
+def test_arguments_of_local_steps_of_sharded_models(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        LocalUpdateModelParallelStrategy(**arguments)
+    with pytest.raises(ValueError, match=re.escape(says)):
+        FabricStrategy(lambda model, _: model, **arguments)
 
 
 OTHER_PACKAGE = """

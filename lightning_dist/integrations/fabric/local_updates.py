@@ -13,12 +13,30 @@ from typing_extensions import override
 
 from lightning_dist.integrations.comm_report import CommReport
 from lightning_dist.integrations.lightning.launcher import FollowsLauncher
+from lightning_dist.integrations.strategies.arguments import CompressionArguments
 from lightning_dist.integrations.strategies.local_updates import LOCAL_KEY, LocalUpdateArguments
 from lightning_dist.integrations.torch.checks import require_compressible
 from lightning_dist.reducer.reducer import Reducer
 
 
-class LocalUpdateStrategy(CommReport, LocalUpdateArguments, FollowsLauncher, DDPStrategy):
+class CountsSteps(CommReport, LocalUpdateArguments):
+    """Mixin before a strategy of Fabric: every step of the first optimizer counts."""
+
+    _first: Optimizer | None = None
+
+    @property
+    def reducers(self) -> list[Reducer]:
+        """Of the model; empty before it is set up."""
+        return [] if self._updates is None else [self._updates.reducer]
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, **kwargs)  # type: ignore[misc]
+        if self._updates is not None and optimizer is self._first:
+            self._count_step()
+        return output
+
+
+class LocalUpdateStrategy(CountsSteps, CompressionArguments, FollowsLauncher, DDPStrategy):
     """Optimizer steps of every rank alone; arguments as the Lightning strategy of that name.
 
     One model with its optimizers, in one ``fabric.setup(model, optimizer)``. Every step of the
@@ -32,14 +50,8 @@ class LocalUpdateStrategy(CommReport, LocalUpdateArguments, FollowsLauncher, DDP
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._first: Optimizer | None = None
         if not self._schedule.ddp_steps and self._replicas == "rank":
             self._backward_sync_control = _NothingToSync()  # type: ignore[assignment]  # its one method
-
-    @property
-    def reducers(self) -> list[Reducer]:
-        """Of the model; empty before ``fabric.setup``."""
-        return [] if self._updates is None else [self._updates.reducer]
 
     @override
     def setup_module(self, module: Module) -> Any:
@@ -64,13 +76,6 @@ class LocalUpdateStrategy(CommReport, LocalUpdateArguments, FollowsLauncher, DDP
         self._attach(model, optimizers, self.precision)
         self._first = optimizers[0]
         return model, optimizers, scheduler
-
-    @override
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        output = super().optimizer_step(optimizer, **kwargs)
-        if self._updates is not None and optimizer is self._first:
-            self._count_step()
-        return output
 
     @override
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:

@@ -17,12 +17,22 @@ from typing_extensions import override
 from lightning_dist.codecs import Codec
 from lightning_dist.integrations.lightning.launcher import FollowsLauncher
 from lightning_dist.integrations.strategies.arguments import CHECKPOINT_KEY
+from lightning_dist.integrations.strategies.mesh import ReplicatedMesh
 from lightning_dist.integrations.strategies.model_parallel import ModelParallelArguments
 
 
-class CompressedModelParallelStrategy(
-    ModelParallelArguments, FollowsLauncher, ModelParallelStrategy
-):
+class ReplicatedModelParallel(ReplicatedMesh, FollowsLauncher, ModelParallelStrategy):
+    """Fabric's ``ModelParallelStrategy`` with a mesh of several hosts."""
+
+    @override
+    def setup_environment(self) -> None:
+        # Not that of ModelParallelStrategy, whose mesh has no replicas.
+        ParallelStrategy.setup_environment(self)
+        self._setup_distributed()
+        self._device_mesh = self._replicated_mesh()
+
+
+class CompressedModelParallelStrategy(ModelParallelArguments, ReplicatedModelParallel):
     """Fabric's model parallelism with compressed gradients between replicas.
 
     ``parallelize_fn(module, device_mesh)`` calls ``fully_shard`` with
@@ -40,13 +50,6 @@ class CompressedModelParallelStrategy(
     ) -> None:
         super().__init__(codec, parallelize_fn=parallelize_fn, **kwargs)
         self._backward_sync_control: Any = self
-
-    @override
-    def setup_environment(self) -> None:
-        # Not that of ModelParallelStrategy, whose mesh has no replicas.
-        ParallelStrategy.setup_environment(self)
-        self._setup_distributed()
-        self._device_mesh = self._replicated_mesh()
 
     @override
     def setup_module(self, module: Module) -> Module:

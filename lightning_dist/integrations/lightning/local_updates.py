@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.data import extract_batch_size
 from typing_extensions import override
 
+from lightning_dist.integrations.lightning.base import CompressingStrategy
 from lightning_dist.integrations.lightning.checkpoint.session_io import CheckpointerIO
 from lightning_dist.integrations.lightning.strategy import CompressedDDPStrategy
 from lightning_dist.integrations.strategies.local_updates import LOCAL_KEY, LocalUpdateArguments
@@ -19,6 +20,8 @@ from lightning_dist.integrations.torch.checks import require_compressible
 from lightning_dist.log import get_logger
 
 if TYPE_CHECKING:
+    from lightning.fabric.plugins import CheckpointIO
+    from torch import nn
     from torch.optim import Optimizer
 
     from lightning_dist.reducer.reducer import Reducer
@@ -26,17 +29,11 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 
-class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
-    """Optimizer steps of every rank alone, and outer steps on the compressed mean of what changed.
+class LocalSteps(LocalUpdateArguments, CompressingStrategy):
+    """Mixin before a strategy for the Trainer: local steps, outer steps, evaluation and the end."""
 
-    A checkpoint holds the anchor as the model's weights, so that it loads anywhere, and under
-    ``"lightning_dist_local_updates"`` what every worker has of its own: weights inside a window and
-    optimizer states, collected by rank 0, or written by each rank with
-    ``AsyncCheckpoint(format="sharded")``. With another number of workers those who join take the
-    anchor, and those who leave take with them what they have not sent.
-    """
-
-    _can_recover = False
+    if TYPE_CHECKING:
+        global_rank: int
 
     def __init__(
         self, *args: Any, evaluate: Literal["anchor", "worker"] = "anchor", **kwargs: Any
@@ -58,31 +55,10 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
         self._evaluation = ExitStack()
         super().__init__(*args, **kwargs)
 
-    @override
-    def configure_ddp(self) -> None:
-        assert self.model is not None
-        require_compressible(self.model)
-        self._reducer = None
-        if self._wraps(self._ddp_kwargs, self.root_device):
-            self.model = self._setup_model(self.model)
-
-    @override
-    def setup(self, trainer: pl.Trainer) -> None:
-        self._updates = self._states = (
-            None  # of an earlier fit; Lightning calls configure_ddp for a fit alone
-        )
-        super().setup(trainer)
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
-        assert self.model is not None
-        assert self.lightning_module is not None
-        if self._schedule.ddp_steps and not self.lightning_module.automatic_optimization:
-            raise ValueError(
-                "With manual optimization Lightning decides itself when DDP averages gradients; "
-                "leave ddp_steps out"
-            )
+    def _begin_updates(self, trainer: pl.Trainer, model: nn.Module) -> None:
+        """Take local steps of ``model`` from now on, where this is a fit. Collective."""
         self._logged_step = 0
-        self._attach(self.model, self.optimizers, self.precision_plugin)
+        self._attach(model, self.optimizers, trainer.precision_plugin)
         assert self._updates is not None
         self._reducer = self._updates.reducer
 
@@ -114,7 +90,6 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
         if few and self.global_rank == 0:
             log.warning("%s", few)
 
-    @override
     def optimizer_step(
         self,
         optimizer: Optimizer,
@@ -122,7 +97,7 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
         model: Any = None,
         **kwargs: Any,
     ) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
         # Attempted steps count, also where a GradScaler skips one; of several optimizers the first.
         if self._updates is not None and optimizer is self.optimizers[0]:
             self._count_step()
@@ -145,15 +120,13 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
         config = super().comm_config()
         return {**config, "local_updates": asdict(self._schedule)} if config else {}
 
-    @override
     def on_validation_start(self) -> None:
-        super().on_validation_start()
+        super().on_validation_start()  # type: ignore[misc]
         if self._updates is not None and self._evaluates_anchor:
             self._evaluation.enter_context(self._updates.anchor_weights())
 
-    @override
     def on_validation_end(self) -> None:
-        super().on_validation_end()
+        super().on_validation_end()  # type: ignore[misc]
         self._evaluation.close()
 
     @override
@@ -161,6 +134,64 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
         if self._updates is not None:
             self._updates.finish()
         super().on_train_end()
+
+    def _add_workers(self, checkpoint: dict[str, Any], io: CheckpointIO) -> None:
+        """Add the state of all workers: on rank 0, or left where it is. Collective."""
+        if self._states is None:
+            return
+        if not isinstance(io, CheckpointerIO) or not io.sharded:
+            if (state := self._states.state_dict()) is not None:
+                checkpoint[LOCAL_KEY] = state
+            return
+        from lightning_dist.checkpoint.snapshot.plan import Striped
+
+        checkpoint[LOCAL_KEY], stripes = self._states.striped_state_dict()
+        io.striped += [Striped(each.whole, each.own) for each in stripes]
+        # Of the first worker for other strategies; the same tensors: a worker's are its own.
+        checkpoint["optimizer_states"] = checkpoint[LOCAL_KEY]["workers"][0]["optimizer_states"]
+
+    @override
+    def teardown(self) -> None:
+        self._evaluation.close()
+        super().teardown()
+
+
+class LocalUpdateStrategy(LocalSteps, CompressedDDPStrategy):
+    """Optimizer steps of every rank alone, and outer steps on the compressed mean of what changed.
+
+    A checkpoint holds the anchor as the model's weights, so that it loads anywhere, and under
+    ``"lightning_dist_local_updates"`` what every worker has of its own: weights inside a window and
+    optimizer states, collected by rank 0, or written by each rank with
+    ``AsyncCheckpoint(format="sharded")``. With another number of workers those who join take the
+    anchor, and those who leave take with them what they have not sent.
+    """
+
+    _can_recover = False
+
+    @override
+    def configure_ddp(self) -> None:
+        assert self.model is not None
+        require_compressible(self.model)
+        self._reducer = None
+        if self._wraps(self._ddp_kwargs, self.root_device):
+            self.model = self._setup_model(self.model)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        self._updates = self._states = (
+            None  # of an earlier fit; Lightning calls configure_ddp for a fit alone
+        )
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        assert self.model is not None
+        assert self.lightning_module is not None
+        if self._schedule.ddp_steps and not self.lightning_module.automatic_optimization:
+            raise ValueError(
+                "With manual optimization Lightning decides itself when DDP averages gradients; "
+                "leave ddp_steps out"
+            )
+        self._begin_updates(trainer, self.model)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -170,19 +201,7 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
 
     @override
     def _add_state(self, checkpoint: dict[str, Any], reducer: Reducer) -> None:
-        if self._states is None:
-            return
-        io = self.checkpoint_io
-        if not isinstance(io, CheckpointerIO) or not io.sharded:
-            if (state := self._states.state_dict()) is not None:
-                checkpoint[LOCAL_KEY] = state
-            return
-        from lightning_dist.checkpoint.snapshot.plan import Striped
-
-        checkpoint[LOCAL_KEY], stripes = self._states.striped_state_dict()
-        io.striped += [Striped(each.whole, each.own) for each in stripes]
-        # Of rank 0 for other strategies; the same tensors, as those of a rank are its own.
-        checkpoint["optimizer_states"] = checkpoint[LOCAL_KEY]["workers"][0]["optimizer_states"]
+        self._add_workers(checkpoint, self.checkpoint_io)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -190,8 +209,3 @@ class LocalUpdateStrategy(LocalUpdateArguments, CompressedDDPStrategy):
         state = checkpoint.get(LOCAL_KEY)
         if self._states is not None and state is not None:
             self._states.load_state_dict(state)
-
-    @override
-    def teardown(self) -> None:
-        self._evaluation.close()
-        super().teardown()

@@ -82,7 +82,8 @@ NAMES: Table = {
         "_start_method _timeout configure_ddp load_optimizer_state_dict save_checkpoint"
     ),
     f"{_PYTORCH}.strategies:ModelParallelStrategy": (
-        "_device_mesh _get_process_group_backend _setup_distributed _timeout"
+        "_device_mesh _get_process_group_backend _save_distributed_checkpoint _setup_distributed "
+        "_timeout"
     ),
     f"{_PYTORCH}:LightningModule": "_current_fx_name _device_mesh _on_before_batch_transfer",
     f"{_PYTORCH}.strategies.launchers:_MultiProcessingLauncher": (
@@ -95,7 +96,8 @@ NAMES: Table = {
         "_setup_distributed _timeout setup_module"
     ),
     "lightning.fabric.strategies:ModelParallelStrategy": (
-        "_backward_sync_control _device_mesh _get_process_group_backend _setup_distributed _timeout"
+        "_backward_sync_control _device_mesh _get_process_group_backend "
+        "_save_distributed_checkpoint _setup_distributed _timeout"
     ),
     "lightning.fabric.utilities.distributed": "_init_dist_connection",
     "lightning.fabric.wrappers:_FabricModule": "_forward_module",

@@ -1,9 +1,9 @@
-"""The arguments that both strategies of local updates take, Lightning's and Fabric's."""
+"""The arguments that all strategies of local updates take, Lightning's and Fabric's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_dist.codecs import Codec
-from lightning_dist.integrations.strategies.arguments import CompressionArguments
 from lightning_dist.integrations.torch.local.checks import require_replicas
 from lightning_dist.integrations.torch.local.outer_steps import (
     LocalUpdates,
@@ -27,6 +26,7 @@ from lightning_dist.integrations.torch.local.settings import (
 from lightning_dist.integrations.torch.local.state import WorkerStates
 from lightning_dist.integrations.torch.local.updates import attach
 from lightning_dist.integrations.torch.networks import host_group
+from lightning_dist.settings import Settings
 
 LOCAL_KEY = "lightning_dist_local_updates"
 """Of the state of all workers in a checkpoint."""
@@ -40,11 +40,15 @@ _OF_GRADIENTS = {
 """Arguments of ``compressed_ddp`` alone, and what to do instead."""
 
 
-class LocalUpdateArguments(CompressionArguments):
-    """Mixin before a ``DDPStrategy``; typed, so that LightningCLI reads the arguments from YAML."""
+class LocalUpdateArguments:
+    """Mixin before what takes the codec; typed, so that LightningCLI reads them from YAML."""
 
     _updates: LocalUpdates | None = None
     _states: WorkerStates | None = None
+    _kind_of_states = WorkerStates
+
+    if TYPE_CHECKING:
+        _settings: Settings
 
     def __init__(
         self,
@@ -83,7 +87,8 @@ class LocalUpdateArguments(CompressionArguments):
             weigh_by: a worker counts as one of the ``"workers"``, or by the ``"samples"`` of its
                 batches; under Fabric :meth:`count_samples` says how many.
             codec: of what is exchanged between workers: by default int8, of sparseloco its own.
-            **kwargs: see :class:`~lightning_dist.CompressedDDPStrategy`.
+            **kwargs: see :class:`~lightning_dist.CompressedDDPStrategy`; of a sharded model
+                :class:`.ShardedLocalArguments`.
 
         Raises:
             ValueError: a setting that does not exist, is out of range or cannot take effect.
@@ -110,7 +115,8 @@ class LocalUpdateArguments(CompressionArguments):
                 )
         self._outer_optimizer, self._outer_schedule = outer_optimizer, outer_schedule
         self._replicas = replicas
-        super().__init__(default_codec(method) if codec is None else codec, **kwargs)
+        chosen = default_codec(method) if codec is None else codec
+        super().__init__(chosen, **kwargs)  # type: ignore[call-arg]
 
     def _attach(self, model: nn.Module, optimizers: Sequence[Optimizer], precision: object) -> None:
         self._updates = attach(
@@ -122,7 +128,7 @@ class LocalUpdateArguments(CompressionArguments):
             outer_schedule=self._outer_schedule,
         )
         scaler = getattr(precision, "scaler", None)
-        self._states = WorkerStates(self._updates, optimizers, scaler=scaler)
+        self._states = self._kind_of_states(self._updates, optimizers, scaler=scaler)
 
     @property
     def updates(self) -> LocalUpdates | None:

@@ -1,27 +1,21 @@
-"""Base of both CompressedModelParallelStrategy: arguments, mesh, samplers, bytes and state."""
+"""Base of both CompressedModelParallelStrategy: arguments, bytes and state."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_dist.codecs import Codec
 from lightning_dist.configuration.options import OF_DDP, OF_LOCAL
-from lightning_dist.exchange.handshake import all_facts
 from lightning_dist.integrations.comm_report import CommReport, Reports
-from lightning_dist.integrations.refusals import (
-    refuse_codec_options,
-    refuse_pytorch_lightning,
-    refuse_unknown,
-)
+from lightning_dist.integrations.refusals import refuse_codec_options
+from lightning_dist.integrations.strategies.mesh import DIMENSIONS, ReplicatedMesh
 from lightning_dist.integrations.torch.checks import require_one_momentum
 from lightning_dist.integrations.torch.fsdp.attach import (
     ShardedExchange,
@@ -36,31 +30,15 @@ from lightning_dist.log import get_logger
 from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.private import loss_scale_of
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.topology import this_host
-from lightning_dist.topology.hosts import describe_counts, ranks_by
-from lightning_dist.topology.launcher import claim, contradiction
 
 log = get_logger(__name__)
 
-DIMENSIONS = ("replicate", "data_parallel", "tensor_parallel")
 
-
-class ModelParallelArguments(CommReport):
-    """Mixin before a ``ModelParallelStrategy`` of Lightning or Fabric.
-
-    Its device mesh has the dimensions ``"replicate"``, ``"data_parallel"`` and
-    ``"tensor_parallel"``. ``fully_shard`` is called with ``device_mesh["data_parallel"]``, as under
-    ``ModelParallelStrategy``: these are the ranks of one replica.
-    """
+class ModelParallelArguments(CommReport, ReplicatedMesh):
+    """Mixin before a ``ModelParallelStrategy`` that compresses gradients between replicas."""
 
     if TYPE_CHECKING:
         _timeout: timedelta | None
-
-        @property
-        def device_mesh(self) -> DeviceMesh: ...
-
-        @property
-        def root_device(self) -> torch.device: ...
 
     def __init__(
         self,
@@ -105,31 +83,9 @@ class ModelParallelArguments(CommReport):
         if given := kwargs.keys() & (set(OF_LOCAL) - set(OF_DDP)):
             raise ValueError(
                 f"{type(self).__name__} exchanges gradients in every step and takes no local ones, "
-                f"got {', '.join(sorted(given))}; call fully_shard over the ranks of a node and "
-                "lightning_dist.local_updates in a loop of plain PyTorch"
+                f"got {', '.join(sorted(given))}; use LocalUpdateModelParallelStrategy"
             )
         refuse_codec_options(kwargs, codec, of=type(self))
-        if kwargs.get("recovery") == "in_process":
-            raise ValueError(
-                "recovery='in_process' needs the whole model on each rank, and here each keeps a "
-                "part of it, which is lost with it; leave recovery out: ElasticRestart restarts "
-                "all ranks from a checkpoint"
-            )
-        refuse_unknown(kwargs, of=type(self))
-        refuse_pytorch_lightning(**kwargs)
-        for name, size in (
-            ("replicate_size", replicate_size),
-            ("data_parallel_size", data_parallel_size),
-            ("tensor_parallel_size", tensor_parallel_size),
-        ):
-            is_auto = size == "auto" and name != "tensor_parallel_size"
-            if not (is_auto or (isinstance(size, int) and size > 0)):
-                raise ValueError(f"{name} must be a number of ranks above 0, got {size!r}")
-        self._replicas, self._shards, self._tensors = (
-            replicate_size,
-            data_parallel_size,
-            tensor_parallel_size,
-        )
         self._settings = sharded_settings(
             codec,
             error_feedback=error_feedback,
@@ -140,20 +96,21 @@ class ModelParallelArguments(CommReport):
         )
         self._shard_settings: ShardSettings | None = None
         if parameters is not None:
-            self._shard_settings = self._checked_shards(parameters)
+            replicate_size = 1 if replicate_size == "auto" else replicate_size
+            if replicate_size != 1 or tensor_parallel_size != 1:
+                raise ValueError(
+                    "parameters= is for one replica that is sharded over all ranks, got "
+                    f"replicate_size={replicate_size} and "
+                    f"tensor_parallel_size={tensor_parallel_size}; leave both out, or parameters="
+                )
+            self._shard_settings = ShardSettings.check(self._settings, parameters)
         self._exchanges: list[ShardedExchange] = []  # of the models, in their order
-        super().__init__(**kwargs)
-
-    def _checked_shards(self, parameters: str | Codec) -> ShardSettings:
-        if self._replicas == "auto":
-            self._replicas = 1
-        if self._replicas != 1 or self._tensors != 1:
-            raise ValueError(
-                "parameters= is for one replica that is sharded over all ranks, got "
-                f"replicate_size={self._replicas} and tensor_parallel_size={self._tensors}; leave "
-                "both out, or parameters="
-            )
-        return ShardSettings.check(self._settings, parameters)
+        super().__init__(
+            replicate_size=replicate_size,
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            **kwargs,
+        )
 
     @property
     def reducers(self) -> list[Reducer]:
@@ -170,38 +127,16 @@ class ModelParallelArguments(CommReport):
         found = [each for each in self._exchanges if isinstance(each, CompressedShards)]
         return found[-1] if found else None
 
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """All data-parallel ranks, those of other replicas too, get data of their own."""
-        replicate, data = (self.device_mesh[name] for name in DIMENSIONS[:2])
-        return {
-            "num_replicas": replicate.size() * data.size(),
-            "rank": replicate.get_local_rank() * data.size() + data.get_local_rank(),
-        }
-
     def _replicated_mesh(self) -> DeviceMesh:
-        """The mesh of all ranks. Collective.
-
-        Raises:
-            ValueError: the sizes do not make up the world size, or hosts are no blocks of ranks.
-        """
-        world, tensor = dist.get_world_size(), self._tensors
-        hosts = _count_hosts(self.root_device) if self._replicas == "auto" else self._replicas
-        left = max(1, world // (hosts * tensor))
-        sizes = (hosts, left if self._shards == "auto" else self._shards, tensor)
-        if prod(sizes) != world:
-            raise ValueError(
-                "replicate_size * data_parallel_size * tensor_parallel_size must be the world "
-                f"size, got {' * '.join(map(str, sizes))} for {world} ranks; leave "
-                "data_parallel_size at 'auto', or start another number of ranks"
-            )
-        if hosts == 1 and dist.get_rank() == 0 and self._shard_settings is None:
+        mesh = super()._replicated_mesh()
+        alone = mesh[DIMENSIONS[0]].size() == 1
+        if alone and dist.get_rank() == 0 and self._shard_settings is None:
             log.warning(
                 "One replica: nothing crosses between hosts and nothing is compressed, codec %s "
                 "takes effect with two hosts or more, or with replicate_size=",
                 self._settings.codec,
             )
-        return init_device_mesh(self.root_device.type, sizes, mesh_dim_names=DIMENSIONS)
+        return mesh
 
     def _require_optimizer(self, optimizer: Optimizer) -> None:
         require_one_momentum(optimizer, self._settings)
@@ -258,30 +193,3 @@ class ModelParallelArguments(CommReport):
                 )
             state = None
         exchange.load_state_dict(state)
-
-
-def _count_hosts(device: torch.device) -> int:
-    """Hosts of equally many ranks that follow each other. Collective.
-
-    Raises:
-        ValueError: they are not such.
-    """
-    world = dist.group.WORLD
-    assert world is not None
-    place = claim(rank=world.rank())
-    fact = {"host": this_host(), "claim": None if place is None else place.as_fact()}
-    facts = all_facts(fact, group=world, device=device)
-    hosts = [each["host"] for each in facts]
-    remedy = "give replicate_size=, the number of replicas"
-    found = contradiction(hosts, [each["claim"] for each in facts])
-    if found is not None and world.rank() == 0:
-        log.warning("%s. The names of the hosts are used; %s", found, remedy)
-    blocks = ranks_by(hosts)
-    if len(set(map(len, blocks))) > 1 or [r for ranks in blocks for r in ranks] != [
-        *range(len(hosts))
-    ]:
-        raise ValueError(
-            "replicate_size='auto' needs hosts with equally many ranks, numbered host by host, got "
-            f"{describe_counts([len(ranks) for ranks in blocks])}: {blocks}; {remedy}"
-        )
-    return len(blocks)

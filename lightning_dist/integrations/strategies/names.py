@@ -32,6 +32,11 @@ SHARDED = "compressed_model_parallel"
 SHARDED_NAMES: dict[str, dict[str, Any]] = {SHARDED: {}}
 """Of Lightning's registry alone: Fabric's strategy needs a function of the user's."""
 
+LOCAL_SHARDED_NAMES: dict[str, dict[str, Any]] = {
+    name.replace("compressed", SHARDED, 1): arguments for name, arguments in LOCAL_NAMES.items()
+}
+"""The same; ``compressed_model_parallel_diloco`` and the others."""
+
 
 def register(
     registry: Any,

@@ -51,6 +51,6 @@ def _is_ours(strategy: object) -> bool:
     if strategy is None:
         return False
     from lightning_dist.integrations.strategies.arguments import CompressionArguments
-    from lightning_dist.integrations.strategies.model_parallel import ModelParallelArguments
+    from lightning_dist.integrations.strategies.mesh import ReplicatedMesh
 
-    return isinstance(strategy, CompressionArguments | ModelParallelArguments)
+    return isinstance(strategy, CompressionArguments | ReplicatedMesh)

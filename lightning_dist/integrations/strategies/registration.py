@@ -10,6 +10,7 @@ from lightning_dist.codecs import CODECS
 from lightning_dist.integrations.strategies.names import (
     ELASTIC_NAMES,
     LOCAL_NAMES,
+    LOCAL_SHARDED_NAMES,
     NAME,
     NAMES,
     SHARDED_NAMES,
@@ -32,6 +33,7 @@ def _made_by(module: str, name: str) -> Callable[..., Any]:
 lightning_strategy = _made_by("lightning.strategy", "CompressedDDPStrategy")
 _LOCAL = _made_by("lightning.local_updates", "LocalUpdateStrategy")
 _SHARDED = _made_by("lightning.model_parallel", "CompressedModelParallelStrategy")
+_LOCAL_SHARDED = _made_by("lightning.local_model_parallel", "LocalUpdateModelParallelStrategy")
 _FABRIC = _made_by("fabric.ddp", "CompressedDDPStrategy")
 _FABRIC_LOCAL = _made_by("fabric.local_updates", "LocalUpdateStrategy")
 
@@ -45,6 +47,9 @@ def register_all() -> None:
     register(StrategyRegistry, lightning_strategy, ELASTIC_NAMES)
     register(StrategyRegistry, _LOCAL, LOCAL_NAMES, what="local updates")
     register(StrategyRegistry, _SHARDED, SHARDED_NAMES, what="compressed FSDP2")
+    register(
+        StrategyRegistry, _LOCAL_SHARDED, LOCAL_SHARDED_NAMES, what="local updates of FSDP2 models"
+    )
     register(STRATEGY_REGISTRY, _FABRIC)
     register(STRATEGY_REGISTRY, _FABRIC_LOCAL, LOCAL_NAMES, what="local updates")
     CODECS.on_add(_register_codec)

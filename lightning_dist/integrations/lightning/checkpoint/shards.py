@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
 import torch
@@ -16,14 +16,16 @@ from torch.optim import Optimizer
 from lightning_dist.checkpoint.snapshot.shards import LazyState, load_lazily, without_shards
 from lightning_dist.integrations.lightning.checkpoint.resume import require_same_model
 from lightning_dist.integrations.lightning.checkpoint.session_io import CheckpointerIO
-from lightning_dist.integrations.strategies.arguments import CHECKPOINT_KEY
 from lightning_dist.integrations.torch.fsdp.attach import ShardedExchange
+from lightning_dist.integrations.torch.fsdp.checks import require_alike
 from lightning_dist.integrations.torch.fsdp.replicas import ShardedGradients
 from lightning_dist.integrations.torch.fsdp.shards import CompressedShards
 from lightning_dist.integrations.torch.fsdp.tensor_parts import ROWS, TensorPart
 from lightning_dist.reducer.parts import Held
 
 _SHARDED = ("state_dict", "optimizer_states")
+TakesOwnPart: TypeAlias = Callable[[Any, LazyState], Any]
+"""Reads this rank's part of a value of a checkpoint."""
 
 
 def leave_shards(
@@ -38,23 +40,11 @@ def leave_shards(
         ValueError: an optimizer keeps sharded state that is no part of what its parameter has.
     """
     for optimizer in optimizers:
-        _require_alike(optimizer)
+        require_alike(optimizer, remedy="use an optimizer such as AdamW, or ModelCheckpoint")
     sharded = {key: checkpoint[key] for key in _SHARDED if key in checkpoint}
     whole, striped = without_shards(sharded, mesh)
     checkpoint.update(whole)
     io.striped += striped
-
-
-def _require_alike(optimizer: Optimizer) -> None:
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            if isinstance(value, DTensor) and value.shape != parameter.shape:
-                raise ValueError(
-                    f"The state of {type(optimizer).__name__} must have the shapes of its sharded "
-                    f"parameters, got {name!r} of {tuple(value.shape)} for "
-                    f"{tuple(parameter.shape)}: another mesh could not divide it; use an optimizer "
-                    "such as AdamW, or ModelCheckpoint"
-                )
 
 
 def load_shards(
@@ -63,14 +53,14 @@ def load_shards(
     optimizers: Sequence[Optimizer],
     *,
     weights_only: bool | None,
-    exchange: ShardedExchange | None,
+    own_parts: Mapping[str, TakesOwnPart],
 ) -> dict[str, Any]:
     """Load what module and optimizers have of the checkpoint at ``path``; returns all the rest.
 
-    Each rank reads its parts of the sharded tensors and of the residuals.
+    Each rank reads its parts of the sharded tensors, and of what a strategy has added.
 
     Args:
-        exchange: what the residuals are for; None where there are none.
+        own_parts: how this rank takes its part of what is under a key.
 
     Raises:
         ValueError: it is of another model.
@@ -81,17 +71,18 @@ def load_shards(
         states = checkpoint.pop("optimizer_states", [])
         for optimizer, state in zip(optimizers, states, strict=False):
             optimizer.load_state_dict(_of_optimizer(state, optimizer, lazy))
-        residuals = checkpoint.pop(CHECKPOINT_KEY, None)
+        added = {key: checkpoint.pop(key) for key in own_parts if key in checkpoint}
         whole: dict[str, Any] = lazy.whole(checkpoint)
-        if residuals is not None:
-            whole[CHECKPOINT_KEY] = _own_rows(residuals, exchange, lazy)
-        return whole
+        return whole | {key: own_parts[key](value, lazy) for key, value in added.items()}
 
 
-def _own_rows(value: Any, exchange: ShardedExchange | None, lazy: LazyState) -> Any:
+def own_rows(value: Any, lazy: LazyState, *, exchange: ShardedExchange | None) -> Any:
     """The state of a reducer, with this rank's part of its replica's row or of the mean of all.
 
     Of errors of shards a rank takes whole rows, see :meth:`.CompressedShards.load_state_dict`.
+
+    Args:
+        exchange: what the residuals are for; None where there are none.
     """
     if not isinstance(value, dict):
         return lazy.whole(value)

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import (
 
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.integrations.lightning.checkpoint.resume import ResumeCheckpointIO
-from lightning_dist.integrations.strategies.model_parallel import ModelParallelArguments
+from lightning_dist.integrations.strategies.mesh import ReplicatedMesh
 
 _AVERAGING = (StochasticWeightAveraging, WeightAveraging)
 _OWN_FORMAT = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
@@ -29,7 +29,7 @@ def require_supported(strategy: Strategy, *, sharded: bool) -> None:
         sharded: whether every rank writes its part.
     """
     name = type(strategy).__name__
-    if isinstance(strategy, ModelParallelArguments):
+    if isinstance(strategy, ReplicatedMesh):
         if not sharded:
             raise ValueError(
                 f"{name} keeps a part of the model on each rank, and format='single' would need "

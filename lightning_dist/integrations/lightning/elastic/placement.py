@@ -27,7 +27,7 @@ from lightning_dist.integrations.lightning.elastic.loops import (
     place_at_epoch_begin,
     place_within_epoch,
 )
-from lightning_dist.integrations.strategies.model_parallel import ModelParallelArguments
+from lightning_dist.integrations.strategies.mesh import ReplicatedMesh
 
 
 class TrainerPlacement(Placement):
@@ -109,7 +109,7 @@ class TrainerPlacement(Placement):
         The ranks of a tensor-parallel group have one number.
         """
         strategy = self._trainer.strategy
-        if isinstance(strategy, ModelParallelArguments):
+        if isinstance(strategy, ReplicatedMesh):
             samplers = strategy.distributed_sampler_kwargs
             return samplers["rank"], samplers["num_replicas"]
         return self.members.rank, self.members.world_size

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
 
 from lightning_dist.private import (
     averages_replicas,
@@ -173,6 +174,18 @@ def sharded_groups(model: nn.Module, *, trained: bool = True) -> Iterator[Parame
                 fsdp_params = [each for each in fsdp_params if each.sharded_param.requires_grad]
             if fsdp_params:
                 yield _checked(cast(FSDPModule, module), group, fsdp_params)
+
+
+def require_alike(optimizer: Optimizer, *, remedy: str) -> None:
+    """Raise ValueError if ``optimizer`` keeps sharded state that is no part of its parameter's."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, DTensor) and value.shape != parameter.shape:
+                raise ValueError(
+                    f"The state of {type(optimizer).__name__} must have the shapes of its sharded "
+                    f"parameters, got {name!r} of {tuple(value.shape)} for "
+                    f"{tuple(parameter.shape)}: another mesh could not divide it; {remedy}"
+                )
 
 
 def _checked(module: FSDPModule, group: Any, fsdp_params: Sequence[Any]) -> ParameterGroup:

@@ -78,6 +78,12 @@ def own_part(parameter: Tensor) -> Tensor:
     return as_real(local_of(parameter.detach()))
 
 
+def first_row(sharded: DTensor) -> int:
+    """Row of a tensor, sharded over one dimension, at which this rank's part begins."""
+    mesh, count = sharded.device_mesh, sharded.shape[0]
+    return min(mesh.get_local_rank() * -(-count // mesh.size()), count)
+
+
 def slices_of_parts(names: Sequence[str], parameters: Sequence[Tensor]) -> list[ParameterSlice]:
     """This rank's parts of parameters, one after the other in a flat tensor."""
     found, offset = [], 0
@@ -85,9 +91,8 @@ def slices_of_parts(names: Sequence[str], parameters: Sequence[Tensor]) -> list[
         part = own_part(parameter)
         start = rest = 0
         if isinstance(parameter, DTensor):
-            mesh, row = parameter.device_mesh, prod(part.shape[1:])
-            rows = -(-parameter.shape[0] // mesh.size())
-            start = min(mesh.get_local_rank() * rows, parameter.shape[0]) * row
+            row = prod(part.shape[1:])
+            start = first_row(parameter) * row
             rest = parameter.shape[0] * row - start - part.numel()
         shape, strides = tuple(part.shape), strides_in_bucket(part)
         found.append(ParameterSlice(name, offset, shape, start, rest, strides))

@@ -25,9 +25,12 @@ from lightning_dist.integrations.torch.local.fragments import Fragment, cut, own
 from lightning_dist.integrations.torch.local.pseudo_gradients import Exchange, PseudoGradients
 from lightning_dist.integrations.torch.local.settings import LocalUpdateSettings
 from lightning_dist.integrations.torch.local.shards import (
+    Read,
     WorkerShards,
     own_state,
     reshard,
+    run_of,
+    striped_state,
     whole_state,
 )
 from lightning_dist.log import get_logger
@@ -219,6 +222,9 @@ class LocalUpdates:
 
         Buffers stay the worker's own; running statistics were averaged at the last outer step.
         """
+        if self._set_aside is not None:  # they are there, as in a validation that saves
+            yield
+            return
         self._set_aside = self.worker_weights()
         self.start_from_anchor()
         try:
@@ -238,6 +244,11 @@ class LocalUpdates:
         if self._set_aside is not None:
             return self._set_aside
         return {name: p.detach().clone() for name, p in self._trained.items()}
+
+    @property
+    def trained(self) -> Mapping[str, nn.Parameter]:
+        """Parameters that local steps change, by name."""
+        return self._trained
 
     def buffers(self) -> dict[str, Tensor]:
         """This worker's own buffers by name."""
@@ -291,13 +302,20 @@ class LocalUpdates:
         return None if self.reducer.network.rank else state
 
     def striped_state_dict(self) -> tuple[dict[str, Any], list[Stripes]]:
-        """:meth:`state_dict` on every rank, with residuals left where they are. Collective.
+        """:meth:`state_dict` on every rank, with residuals and shards left there. Collective.
 
         They are empty memory in the state; the stripes say which part of each this rank has.
         """
         gradients = self._gradients.state_dict()
         residuals, stripes = self.reducer.striped_state_dict()
-        return self._described(gradients, residuals), stripes
+        state = self._described(gradients, residuals)
+        if self.shards is not None:
+            optimizer, fragments = self.outer_optimizer, self._fragments
+            state, of_shards = striped_state(
+                state, self.shards, optimizer=optimizer, fragments=fragments
+            )
+            stripes = [*stripes, *of_shards]
+        return state, stripes
 
     def _described(
         self, gradients: Mapping[str, Any], residuals: Mapping[str, Any] | None
@@ -325,6 +343,17 @@ class LocalUpdates:
             ValueError: the state is of another version or of other parameters, or of other
                 fragments in an exchange.
         """
+        self.load_own_state(self.own_state(state))
+
+    def own_state(self, state: Mapping[str, Any], *, read: Read = run_of) -> Mapping[str, Any]:
+        """This rank's part of :meth:`state_dict`.
+
+        Args:
+            read: gives a part of a tensor of ``state``, which may be in a file.
+
+        Raises:
+            ValueError: the state is of another version or of other parameters.
+        """
         if state["version"] != STATE_VERSION:
             raise ValueError(
                 f"The state must be of version {STATE_VERSION}, got {state['version']!r}; resume "
@@ -337,11 +366,21 @@ class LocalUpdates:
                 f"The state must be of the same trained parameters, and differs in {different[:3]};"
                 " use the model that it was saved with"
             )
-        if self.shards is not None:
-            optimizer, fragments = self.outer_optimizer, self._fragments
-            state = own_state(state, optimizer=optimizer, fragments=fragments)
+        if self.shards is None:
+            return state
+        optimizer, rows = self.outer_optimizer, self.reducer.network.rows
+        return own_state(
+            state, optimizer=optimizer, fragments=self._fragments, rows=rows, read=read
+        )
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`own_state`. Collective.
+
+        Raises:
+            ValueError: the state is of other fragments in an exchange.
+        """
         with torch.no_grad():
-            for name, anchor in anchors.items():
+            for name, anchor in self._anchors().items():
                 anchor.copy_(state["anchor"][name])
         self.outer_optimizer.load_state_dict(state["outer_optimizer"])
         if self.outer_scheduler and state.get("outer_schedule"):
@@ -354,11 +393,14 @@ class LocalUpdates:
 
     @torch.no_grad()
     def load_worker(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Give this worker its own weights and buffers of before."""
+        """Give this worker its own weights and buffers of before.
+
+        Of a sharded model those of this rank.
+        """
         held = self.buffers()
         reshard(self.module)
         for name, value in weights.items():
-            self._trained[name].copy_(value)
+            local_of(self._trained[name].detach()).copy_(local_of(value))
         for name, value in buffers.items():
             held[name_before_compile(name)].copy_(value)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
-from typing import Any
+from math import prod
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,9 +18,11 @@ from torch.optim import Optimizer
 from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.handshake import all_facts
 from lightning_dist.integrations.torch.fsdp.checks import sharded_groups
+from lightning_dist.integrations.torch.fsdp.tensor_parts import ROWS
 from lightning_dist.integrations.torch.local.fragments import Fragment
 from lightning_dist.private import map_tensors
-from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.network import Network, Rows
+from lightning_dist.reducer.parts import Held, Stripes
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.settings import Settings
 from lightning_dist.topology import this_host
@@ -125,13 +129,19 @@ class WorkerShards:
         group = network.intra.data.group
         self._inside = Channel(group, name="control", limit=network.limit)
         self._device = network.device
-        self.size = group.size()
+        self.rank, self.size = group.rank(), group.size()
 
     def total(self, *own: float) -> list[float]:
         """Sums over the ranks of the worker. Collective among them."""
         totals = torch.tensor(own, dtype=torch.float64, device=self._device)
         self._inside.all_reduce(totals).wait()
         found: list[float] = totals.tolist()
+        return found
+
+    def objects(self, own: Any) -> list[Any] | None:
+        """What each rank of the worker has, on its first rank; None elsewhere. Collective."""
+        found = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(own, found, group=self._inside.group, group_dst=0)
         return found
 
     def gather(self, tree: Any) -> Any:
@@ -148,15 +158,33 @@ class WorkerShards:
             shards.append(tensor.detach().cpu())
             return shards[-1]
 
-        tree, group = map_tensors(keep, tree), self._inside.group
-        gathered: list[list[Tensor]] | None = None
-        if group.rank() == 0:
-            gathered = [[] for _ in range(self.size)]
-        dist.gather_object(shards, gathered, group=group, group_dst=0)
+        tree = map_tensors(keep, tree)
+        gathered = self.objects(shards)
         if gathered is None:
             return tree
         wholes = map(torch.cat, zip(*gathered, strict=True))
         return map_tensors(lambda each: next(wholes) if each.dim() else each, tree)
+
+
+Read: TypeAlias = Callable[[Tensor, int, int], Tensor]
+"""``read(whole, start, numel)`` gives these elements, flat; of a tensor in a file only these."""
+
+
+def run_of(whole: Tensor, start: int, numel: int) -> Tensor:
+    """The same of a tensor in memory."""
+    return whole.reshape(-1)[start : start + numel]
+
+
+def require_shapes(state: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """Raise ValueError unless the outer ``optimizer`` keeps what can be put together of shards."""
+    for index, anchor in enumerate(_parameters_of(optimizer)):
+        for key, held in state["outer_optimizer"]["state"].get(index, {}).items():
+            if isinstance(held, Tensor) and held.dim() and held.shape != anchor.shape:
+                raise ValueError(
+                    "State of the outer optimizer must have the shape of its parameter to be put "
+                    f"together from shards, got {key!r} of {type(optimizer).__name__}; use SGD or "
+                    "AdamW"
+                )
 
 
 def whole_state(
@@ -174,14 +202,7 @@ def whole_state(
     Raises:
         ValueError: the outer optimizer has state of another shape than its parameters.
     """
-    for index, anchor in enumerate(_parameters_of(optimizer)):
-        for key, held in state["outer_optimizer"]["state"].get(index, {}).items():
-            if isinstance(held, Tensor) and held.dim() and held.shape != anchor.shape:
-                raise ValueError(
-                    "State of the outer optimizer must have the shape of its parameter to be put "
-                    f"together from shards, got {key!r} of {type(optimizer).__name__}; use SGD or "
-                    "AdamW"
-                )
+    require_shapes(state, optimizer)
     exchange, mean = state["exchange"], []
     if exchange is not None:
         parts = fragments[exchange["fragment"]].slices
@@ -195,34 +216,115 @@ def whole_state(
     return {**state, **whole, "exchange": exchange}
 
 
+def striped_state(
+    state: Mapping[str, Any],
+    shards: WorkerShards,
+    *,
+    optimizer: Optimizer,
+    fragments: Sequence[Fragment],
+) -> tuple[dict[str, Any], list[Stripes]]:
+    """:func:`whole_state` on every rank, with shards left where they are.
+
+    The workers have the same ones, and an equal share of them each in the stripes.
+    """
+    require_shapes(state, optimizer)
+    parts, by_name = _parts_of(fragments)
+    stripes: list[Stripes] = []
+    share, of = shards.between.rank, shards.between.world_size
+
+    def runs(part: ParameterSlice, own: Tensor, *, before: int = 0) -> list[tuple[int, Tensor]]:
+        low, high = own.numel() * share // of, own.numel() * (share + 1) // of
+        return [(before + part.start + low, own.reshape(-1)[low:high])] if low < high else []
+
+    def placed(part: ParameterSlice, own: Tensor) -> Tensor:
+        rows = part.whole // max(1, prod(part.shape[1:]))
+        whole = torch.empty((rows, *part.shape[1:]), dtype=own.dtype)
+        stripes.append(Stripes(whole, tuple(runs(part, own))))
+        return whole
+
+    anchor = {name: placed(by_name[name], own) for name, own in state["anchor"].items()}
+    outer = _of_outer(state, optimizer, lambda held, anchor: placed(parts[anchor], held))
+    exchange = state["exchange"]
+    if exchange is not None:
+        own, before, mean = list[tuple[int, Tensor]](), 0, exchange["mean"]
+        for part in fragments[exchange["fragment"]].slices:
+            own += runs(part, part.of(mean), before=before)
+            before += part.whole
+        exchange = {**exchange, "mean": torch.empty(before, dtype=mean.dtype)}
+        stripes.append(Stripes(exchange["mean"], tuple(own)))
+    whole = {"anchor": anchor, "outer_optimizer": outer, "exchange": exchange}
+    return {**state, **whole}, stripes
+
+
 def own_state(
     state: Mapping[str, Any],
     *,
     optimizer: Optimizer,
     fragments: Sequence[Fragment],
+    rows: Rows,
+    read: Read = run_of,
 ) -> dict[str, Any]:
-    """This rank's part of :func:`whole_state`."""
-    parts: dict[Tensor, ParameterSlice] = {}
-    for fragment in fragments:
-        parts.update(zip(fragment.anchors, fragment.slices, strict=True))
-    by_name = {part.name: part for part in parts.values()}
-    anchor = {name: _part_of(whole, by_name[name]) for name, whole in state["anchor"].items()}
-    outer = dict(state["outer_optimizer"])
-    outer["state"] = {
-        index: {
-            key: _part_of(held, parts[each]) if isinstance(held, Tensor) and held.dim() else held
-            for key, held in outer["state"][index].items()
-        }
-        for index, each in enumerate(_parameters_of(optimizer))
-        if index in outer["state"]
-    }
+    """This rank's part of :func:`whole_state`.
+
+    Args:
+        rows: of the residuals, of which this rank has a part of one.
+        read: gives a part of a tensor that may be in a file.
+    """
+    parts, by_name = _parts_of(fragments)
+    taken = partial(_part_of, read=read)
+    anchor = {name: taken(whole, by_name[name]) for name, whole in state["anchor"].items()}
+    outer = _of_outer(state, optimizer, lambda held, anchor: taken(held, parts[anchor]))
     exchange = state["exchange"]
     if exchange is not None and exchange["fragment"] < len(fragments):
         of_mean = fragments[exchange["fragment"]].slices
         wholes = exchange["mean"].split([part.whole for part in of_mean])
-        own = [_part_of(each, part).reshape(-1) for each, part in zip(wholes, of_mean, strict=True)]
+        own = [taken(each, part).reshape(-1) for each, part in zip(wholes, of_mean, strict=True)]
         exchange = {**exchange, "mean": torch.cat(own)}
-    return {**state, "anchor": anchor, "outer_optimizer": outer, "exchange": exchange}
+    residuals = {
+        key: {name: _held(each, by_name.get(name), rows, read) for name, each in value.items()}
+        if key in ROWS
+        else value
+        for key, value in state["residuals"].items()
+    }
+    own_of = {"anchor": anchor, "outer_optimizer": outer, "exchange": exchange}
+    return {**state, **own_of, "residuals": residuals}
+
+
+def _held(saved: Tensor, part: ParameterSlice | None, rows: Rows, read: Read) -> Tensor | Held:
+    """This rank's part of a residual's row that is in a file, or of the mean of all rows."""
+    count, whole = saved.shape
+    if not saved.is_meta or part is None or part.whole != whole:  # the last is refused later
+        return saved
+    taken = [rows.own] if count == rows.count else range(count)
+    found = [read(saved, row * whole + part.start, part.numel) for row in taken]
+    loaded = sum(found[1:], found[0]) / len(found)
+    return Held(whole, saved.dtype, loaded=loaded, start=part.start)
+
+
+def _parts_of(
+    fragments: Sequence[Fragment],
+) -> tuple[dict[Tensor, ParameterSlice], dict[str, ParameterSlice]]:
+    """This rank's parts by anchor, and by name."""
+    parts: dict[Tensor, ParameterSlice] = {}
+    for fragment in fragments:
+        parts.update(zip(fragment.anchors, fragment.slices, strict=True))
+    return parts, {part.name: part for part in parts.values()}
+
+
+def _of_outer(
+    state: Mapping[str, Any], optimizer: Optimizer, change: Callable[[Tensor, Tensor], Tensor]
+) -> dict[str, Any]:
+    """State of the outer optimizer, with ``change(held, anchor)`` for what is held of an anchor."""
+    saved = state["outer_optimizer"]
+    of_anchors = {
+        index: {
+            key: change(held, each) if isinstance(held, Tensor) and held.dim() else held
+            for key, held in saved["state"][index].items()
+        }
+        for index, each in enumerate(_parameters_of(optimizer))
+        if index in saved["state"]
+    }
+    return {**saved, "state": of_anchors}
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -231,10 +333,10 @@ def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
         yield from group["params"]
 
 
-def _part_of(whole: Tensor, part: ParameterSlice) -> Tensor:
+def _part_of(whole: Tensor, part: ParameterSlice, *, read: Read) -> Tensor:
     if whole.numel() != part.whole:
         raise ValueError(
             f"The state of {part.name!r} has {whole.numel()} elements, the parameter {part.whole}; "
             "use the model that it was saved with"
         )
-    return whole.reshape(-1)[part.start : part.start + part.numel].view(part.shape)
+    return read(whole, part.start, part.numel).view(part.shape)

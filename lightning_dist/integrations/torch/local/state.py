@@ -45,13 +45,18 @@ class WorkerStates:
         *,
         scaler: GradScaler | None = None,
     ) -> None:
+        self._require_kind(updates)
+        self._updates, self._optimizers, self._scaler = updates, optimizers, scaler
+
+    def _require_kind(self, updates: LocalUpdates) -> None:
         if any(isinstance(each, DTensor) for each in updates.module.parameters()):
             raise ValueError(
-                "Strategies and ElasticLoop save workers whose ranks have the whole model, got one "
-                "that fully_shard has sharded; call lightning_dist.local_updates in a loop of your "
-                "own, and save its state_dict() and the model and optimizer of every rank"
+                "LocalUpdateStrategy, Accelerate and ElasticLoop save workers whose ranks have the "
+                "whole model, got one that fully_shard has sharded; use "
+                "LocalUpdateModelParallelStrategy with Lightning or Fabric, or call "
+                "lightning_dist.local_updates in a loop of your own, and save its state_dict() and "
+                "the model and optimizer of every rank"
             )
-        self._updates, self._optimizers, self._scaler = updates, optimizers, scaler
 
     def state_dict(self) -> dict[str, Any] | None:
         """State of all workers on rank 0; None elsewhere. Collective, between optimizer steps.
@@ -119,6 +124,8 @@ class WorkerStates:
             self._scaler.load_state_dict(own["scaler"])
         self._updates.load_state_dict(state["shared"])
         if network.rank < len(workers):
-            self._updates.load_worker(own["parameters"], own["buffers"])
+            buffers = own["buffers"]  # of a sharded worker those of each of its ranks
+            buffers = buffers if isinstance(buffers, Mapping) else buffers[0]
+            self._updates.load_worker(own["parameters"], buffers)
         else:
             self._updates.start_from_anchor()
