@@ -93,14 +93,15 @@ def _type(argument: inspect.Parameter, call: Callable[..., Any]) -> str:
             kind = eval(kind, inspect.unwrap(call).__globals__)
         except NameError:  # imported for annotations only
             return str(kind).replace(" | ", " or ")
-    return _spelled(kind)
+    return _spelled(kind, without_none=argument.default is None)
 
 
-def _spelled(kind: Any) -> str:
-    """A type for people."""
+def _spelled(kind: Any, *, without_none: bool = False) -> str:
+    """A type for people; ``without_none``: where the default says that None is one."""
     origin = get_origin(kind)
     if origin in (Union, UnionType):
-        return " or ".join(map(_spelled, get_args(kind)))
+        kinds = [each for each in get_args(kind) if not (without_none and each is NoneType)]
+        return " or ".join(map(_spelled, kinds))
     if origin is Literal:
         return ", ".join(f"`{json.dumps(value)}`" for value in get_args(kind))
     if kind is NoneType:
