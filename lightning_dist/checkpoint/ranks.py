@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
 from lightning_dist.checkpoint.disk.manifest import Origin
+from lightning_dist.exchange.channel import WaitLimit
 from lightning_dist.exchange.handshake import all_facts
 
 Facts = dict[str, Any]
@@ -28,11 +29,19 @@ class Ranks:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, *, device: torch.device = _CPU) -> None:
-        self.group, self._device = group, device
+        self.group, self._device, self._limit = group, device, WaitLimit()
         self.rank = 0 if group is None else group.rank()
         self.leader = 0
         """The rank that decides, writes and keeps the account: a role that may move."""
         self.count = 1 if group is None else group.size()
+
+    def wait(self, work: dist.Work, *, what: str) -> None:
+        """Wait for a collective of all ranks; raises RuntimeError after :meth:`give_up`."""
+        self._limit.wait(work, what=what)
+
+    def give_up(self) -> None:
+        """Raise RuntimeError in all waits for facts, also later ones. From any thread."""
+        self._limit.give_up()
 
     def all(self, facts: Facts, *, error: Exception | None = None) -> list[Facts]:
         """The JSON-able facts of every rank, in rank order.
@@ -44,7 +53,7 @@ class Ranks:
         by_rank: Sequence[Mapping[str, Any]] = [{"facts": facts, "error": None}]
         if self.group is not None:
             mine = {"facts": facts, "error": None if error is None else describe_error(error)}
-            by_rank = all_facts(mine, group=self.group, device=self._device)
+            by_rank = all_facts(mine, group=self.group, device=self._device, limit=self._limit)
         if error is not None:
             raise error
         for of_rank in by_rank:

@@ -20,10 +20,11 @@ class StopConsensus:
 
     Args:
         group: of all ranks, on CPU, used for nothing else; None for a single rank.
+        ranks: those of the group, which may give up waiting.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup | None, *, ranks: Ranks) -> None:
+        self._group, self._ranks = group, ranks
         self._sent: tuple[torch.Tensor, Any] | None = None
 
     def ask(self, wish: bool) -> bool:
@@ -48,7 +49,7 @@ class StopConsensus:
         if sent is None:
             return False
         flag, work = sent
-        work.wait()
+        self._ranks.wait(work, what="the wish to stop")
         return bool(flag.item())
 
 
@@ -87,7 +88,7 @@ class Membership:
         self._make = make
         self.ranks = Ranks(self._group("facts") if several else None)
         self.ranks.leader = leader
-        self.stop = StopConsensus(self._group("stop") if several else None)
+        self.stop = StopConsensus(self._group("stop") if several else None, ranks=self.ranks)
         self.writers = self._group("writers") if several and sharded else None
         """Of the ranks that write one checkpoint together; None where rank 0 writes alone."""
 

@@ -17,19 +17,27 @@ from lightning_dist.elastic.process.watchdog import EXIT_STUCK
 from lightning_dist.integrations.lightning.elastic.connectors import Preempted, requeue
 
 MAIN = """
-import signal, sys, os
+import signal, sys, os, threading
 from pathlib import Path
 from elastic_runs import FailAt, fit
+from lightning_dist.elastic.process.preemption import PreemptionListener
 what, folder = sys.argv[1], Path(sys.argv[2])
-def go(name, step=7):
-    return FailAt("on_after_backward", step, lambda: os.kill(os.getpid(), getattr(signal, name)))
+noticed, give = threading.Event(), PreemptionListener.give
+def note(self, reason):
+    give(self, reason)
+    noticed.set()
+def go(name):
+    def send():
+        PreemptionListener.give = note
+        os.kill(os.getpid(), getattr(signal, name))
+        assert noticed.wait(60), "the thread that listens has not heard of it"
+    return FailAt("on_after_backward", 7, send)
 def stick():
     os.kill(os.getpid(), signal.SIGTERM)
     os.read(os.pipe()[0], 1)
 if what == "stuck":
     fit(folder, FailAt("on_after_backward", 7, stick), elastic={"grace_period": 0.3})
 elif what == "slow":
-    import threading
     from lightning_dist.checkpoint.disk.writer import Writer
     from lightning_dist.elastic.process.watchdog import Watchdog
     beats, enough, do, beat = [], threading.Event(), Writer.do, Watchdog.heartbeat

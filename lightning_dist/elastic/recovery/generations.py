@@ -37,6 +37,7 @@ class Generations:
         self.progress: Callable[[], int] = lambda: 0
         """Number of waits of this worker for others, in this generation."""
         self.groups = GenerationGroups()
+        self._members: Membership | None = None
         try:
             self._member = Member(
                 environment, on_broken=self._break, progress=lambda: self.progress()
@@ -136,13 +137,14 @@ class Generations:
             raise RuntimeError(
                 f"{_TRIES} generations of the same step have failed: {generation.reason}"
             ) from failure
+        self._members = None
         self._member.meet()
         number, member = generation.number, self._member
         with self.groups.made(
             member.connect, port=member.port, number=number, rank=rank, world_size=size
         ):
             data, control = self.groups.new(), self.groups.new()
-            members = Membership(generation=number, make=self.groups.new)
+            members = self._members = Membership(generation=number, make=self.groups.new)
         if self._member.is_broken:
             self.groups.shut()
             raise RuntimeError("a member was lost while process groups were created")
@@ -167,6 +169,9 @@ class Generations:
 
     def _break(self) -> None:
         self.groups.shut()
+        if (members := self._members) is not None:
+            # gloo has been seen to wait on, in a collective that began as its sockets were shut.
+            members.ranks.give_up()
         self.on_broken()
 
     def end(self, reason: str, *, code: int) -> NoReturn:
