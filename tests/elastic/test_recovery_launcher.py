@@ -227,7 +227,7 @@ def test_a_worker_that_is_stopped_is_killed_and_replaced(start: Callable[..., Jo
         os.kill(stopped, signal.SIGCONT)
     wait_for(lambda: not Path(f"/proc/{stopped}").exists() or None, "the end of the stopped one")
     job.end()
-    assert "no heartbeat for 4" in job.output
+    assert "no heartbeat for " in job.output
 
 
 @SLOW

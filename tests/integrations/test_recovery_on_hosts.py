@@ -179,7 +179,7 @@ def test_the_other_node_goes_on(
             nodes.set_link(1, "up")
             assert nodes.launchers[1].wait(LIMIT) != 0
         assert max(line.get("committed", 0) for line in nodes.lines(1)) == STEP
-        assert "no heartbeat for 5" in nodes.said(0) or "was lost" in nodes.said(0)
+        assert "no heartbeat for " in nodes.said(0) or "was lost" in nodes.said(0)
     finally:
         nodes.close()
 
@@ -236,7 +236,7 @@ def test_a_leader_alone_is_evicted_and_writes_nothing_until_its_successor_comes(
     assert max(committed["1.0.0"]) == STEP
     assert max(committed["1.0.1"]) == last
     assert min(committed["1.0.1"] - {0}) > STEP
-    assert "worker 1.0.0 was lost: no heartbeat for 5" in nodes.said(0) + nodes.said(2)
+    assert "worker 1.0.0 was lost: no heartbeat for " in nodes.said(0) + nodes.said(2)
     assert {path.name for path in (tmp_path / "ckpt").glob("*.ckpt")} == {
         f"epoch={EPOCHS - 1 + (step == last)}-step={step}.ckpt" for step in (last - 1, last)
     }
