@@ -57,10 +57,7 @@ def run_together(
             processes.append(_start(command, environment, log))
             stack.callback(_kill, processes[-1])
         for process, log in zip(processes, logs, strict=True):
-            try:
-                code: int | None = process.wait(max(0.0, start + limit - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                code = None
+            code = _code_of(process, limit=start + limit - time.monotonic())
             log.seek(0)
             output = log.read().decode(errors="replace")
             finished.append(Finished(code, output, time.monotonic() - start))
@@ -139,8 +136,24 @@ def environment_of(extra: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def _code_of(process: subprocess.Popen[bytes], *, limit: float) -> int | None:
+    """Exit code of a process once it has ended; None after ``limit`` seconds.
+
+    It is not waited for: its number, and that of its session, could be another's soon.
+    """
+    handle = os.pidfd_open(process.pid)
+    try:
+        if not readable(handle, max(0.0, limit)):
+            return None
+    finally:
+        os.close(handle)
+    end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert end is not None
+    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+
+
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
+    if _code_of(process, limit=0.0) is None:
         kill_tree(process.pid)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
