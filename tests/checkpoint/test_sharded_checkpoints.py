@@ -148,7 +148,7 @@ def test_a_rank_without_memory_tells_the_others(tmp_path: Path) -> None:
         return event.reason
 
     reasons = run_threads(body, 2)
-    assert all("host_memory_limit=100" in str(reason) for reason in reasons)
+    assert all("host_memory_limit=100" in str(reason) for reason in reasons), reasons
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
