@@ -338,13 +338,13 @@ class Pipeline:
 
     @property
     def _failure_is_recovered(self) -> bool:
-        """Whether the recovery handles the failure: collectives raise RuntimeErrors."""
+        """Whether recovery handles the failure: a RuntimeError of a collective."""
         of_collective = isinstance(self.failure, RuntimeError)
         return self.recovers and of_collective and not isinstance(self.failure, DriftError)
 
     @property
     def _wants_pause(self) -> bool:
-        """Whether this rank wants all to stop after this step."""
+        """Whether this rank requests that all ranks stop after this step."""
         return self._recovery is not None and self._recovery.pauses()
 
     @property

@@ -28,7 +28,7 @@ class ReducerState:
 
     def __init__(self) -> None:
         self.held: dict[tuple[str, str], Held] = {}
-        """What differs from rank to rank, by kind and parameter, here or on another."""
+        """State that differs between ranks, by kind and parameter, on this rank or another."""
         self.factors: dict[str, tuple[Tensor, Tensor]] = {}
         self._starts: dict[str, int] = {}  # elements of a parameter before the part with factors
         self._loaded_factors: dict[str, Parts] = {}  # not needed here so far

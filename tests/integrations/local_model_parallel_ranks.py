@@ -703,8 +703,8 @@ class Whole(Module):
 
     def configure_model(self) -> None:
         if self.blocks is None:
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-            self.blocks = parallelize(Run.net(), {"data_parallel": mesh["shard"]})  # type: ignore[arg-type]
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=DIMENSIONS[:2])
+            self.blocks = parallelize(Run.net(), mesh)
 
 
 def main() -> None:

@@ -10,13 +10,13 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dist.integrations.fabric.local_updates import CountsSteps
+from lightning_dist.integrations.fabric.local_updates import LocalSteps
 from lightning_dist.integrations.fabric.model_parallel import ReplicatedModelParallel
 from lightning_dist.integrations.strategies.local_model_parallel import ShardedLocalArguments
 from lightning_dist.integrations.strategies.local_updates import LOCAL_KEY
 
 
-class LocalUpdateModelParallelStrategy(CountsSteps, ShardedLocalArguments, ReplicatedModelParallel):
+class LocalUpdateModelParallelStrategy(LocalSteps, ShardedLocalArguments, ReplicatedModelParallel):
     """Fabric's model parallelism inside hosts, and outer steps between them.
 
     ``parallelize_fn(module, device_mesh)`` calls ``fully_shard`` with
@@ -86,17 +86,3 @@ class LocalUpdateModelParallelStrategy(CountsSteps, ShardedLocalArguments, Repli
             state = {k: each for k, each in state.items() if not isinstance(each, Optimizer)}
         with self._updates.anchor_weights():
             super().save_checkpoint(path, {**state, LOCAL_KEY: of_all}, *args, **kwargs)
-
-    @override
-    def load_checkpoint(
-        self, path: Any, state: Any | None = None, *args: Any, **kwargs: Any
-    ) -> dict[str, Any]:
-        rest = super().load_checkpoint(path, state, *args, **kwargs)
-        if isinstance(state, dict):  # otherwise somebody loads one module
-            of_all = rest.pop(LOCAL_KEY, None)
-            if self._states is not None and self._updates is not None:
-                if of_all is None:  # of another strategy
-                    self._updates.anchor_from_weights()
-                else:
-                    self._states.load_state_dict(of_all)
-        return rest

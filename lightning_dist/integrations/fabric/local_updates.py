@@ -19,8 +19,8 @@ from lightning_dist.integrations.torch.checks import require_compressible
 from lightning_dist.reducer.reducer import Reducer
 
 
-class CountsSteps(CommReport, LocalUpdateArguments):
-    """Mixin before a strategy of Fabric: every step of the first optimizer counts."""
+class LocalSteps(CommReport, LocalUpdateArguments):
+    """Mixin before a strategy of Fabric: counts its optimizer steps, and loads its workers."""
 
     _first: Optimizer | None = None
 
@@ -35,8 +35,22 @@ class CountsSteps(CommReport, LocalUpdateArguments):
             self._count_step()
         return output
 
+    def load_checkpoint(
+        self, path: Any, state: Any | None = None, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        load = super().load_checkpoint  # type: ignore[misc]
+        rest: dict[str, Any] = load(path, state, *args, **kwargs)
+        if isinstance(state, dict):  # otherwise somebody looks into a file, or loads one module
+            of_all: Mapping[str, Any] | None = rest.pop(LOCAL_KEY, None)
+            if self._states is not None and self._updates is not None:
+                if of_all is None:  # of another strategy
+                    self._updates.anchor_from_weights()
+                else:
+                    self._states.load_state_dict(of_all)
+        return rest
 
-class LocalUpdateStrategy(CountsSteps, CompressionArguments, FollowsLauncher, DDPStrategy):
+
+class LocalUpdateStrategy(LocalSteps, CompressionArguments, FollowsLauncher, DDPStrategy):
     """Optimizer steps of every rank alone; arguments as the Lightning strategy of that name.
 
     One model with its optimizers, in one ``fabric.setup(model, optimizer)``. Every step of the
@@ -88,20 +102,6 @@ class LocalUpdateStrategy(CountsSteps, CompressionArguments, FollowsLauncher, DD
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         of_all = None if self._states is None else self._states.state_dict()
         super().save_checkpoint(path, {**state, LOCAL_KEY: of_all}, *args, **kwargs)
-
-    @override
-    def load_checkpoint(
-        self, path: Any, state: Any | None = None, *args: Any, **kwargs: Any
-    ) -> dict[str, Any]:
-        rest = super().load_checkpoint(path, state, *args, **kwargs)
-        if isinstance(state, dict):  # otherwise somebody looks into a file, or loads one module
-            of_all: Mapping[str, Any] | None = rest.pop(LOCAL_KEY, None)
-            if self._states is not None and self._updates is not None:
-                if of_all is None:  # of another strategy
-                    self._updates.anchor_from_weights()
-                else:
-                    self._states.load_state_dict(of_all)
-        return rest
 
 
 class _NothingToSync:

@@ -83,7 +83,7 @@ class ShardedStrategy(ReplicatedMesh, FollowsLauncher, ModelParallelStrategy):
 
     @property
     def _own_parts(self) -> Mapping[str, TakesOwnPart]:
-        """How this rank takes its part of what :meth:`_add_state` has added, by key."""
+        """Functions that read this rank's part of entries added by :meth:`_add_state`, by key."""
         raise NotImplementedError
 
     def _load_agreed(self, path: str, weights_only: bool | None) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class Recorder(Observer):
         self._orders: Counter[str] = Counter()
         self._own_orders: Counter[str] = Counter()
         self.blocks = False
-        """Whether the training thread waits for codecs and exchanges."""
+        """Whether codecs and exchanges block the training thread."""
         self._bucket, self._phase = -1, ""
         self._since: Timestamp = 0
         self.spent = 0

@@ -43,7 +43,7 @@ class ShardedWorkerStates(WorkerStates):
 
     @property
     def is_of_first(self) -> bool:
-        """Whether this rank is of the first worker."""
+        """Whether this rank belongs to the first worker."""
         return self._place[0] == 0
 
     @override
@@ -217,7 +217,7 @@ def _of_optimizer(saved: Mapping[str, Any], optimizer: Optimizer, read: Read) ->
 
 
 def _for_ranks(state: Mapping[str, Any], size: int, read: Read) -> Mapping[str, Any]:
-    """What workers share, with samples for ``size`` ranks of each worker."""
+    """State shared by the workers, with sample counts for ``size`` ranks per worker."""
     shared, count = state["shared"], len(state["workers"])
     samples = _read_rest(shared["samples"], read)
     rows = samples["workers"]

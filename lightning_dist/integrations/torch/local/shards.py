@@ -139,7 +139,7 @@ class WorkerShards:
         return found
 
     def objects(self, own: Any) -> list[Any] | None:
-        """What each rank of the worker has, on its first rank; None elsewhere. Collective."""
+        """Objects of all ranks of the worker, on its first rank; None elsewhere. Collective."""
         found = [None] * self.size if self.rank == 0 else None
         dist.gather_object(own, found, group=self._inside.group, group_dst=0)
         return found
