@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
 from lightning_dist.checkpoint.disk.manifest import Origin
 from lightning_dist.exchange.channel import WaitLimit
-from lightning_dist.exchange.handshake import all_facts
+from lightning_dist.exchange.handshake import all_bytes, all_facts
 
 Facts = dict[str, Any]
 T = TypeVar("T")
@@ -99,9 +100,9 @@ class Ranks:
         """The values of all ranks, in rank order; anything that can be pickled."""
         if self.group is None:
             return [value]
-        values: list[Any] = [None] * self.count
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        mine = pickle.dumps(value)
+        of_all = all_bytes(mine, group=self.group, device=self._device, limit=self._limit)
+        return [pickle.loads(each) for each in of_all]  # which ends before the padding
 
     def on_each(self, action: Callable[[], T]) -> T:
         """Result of ``action`` on this rank. An exception on one rank is raised on all."""

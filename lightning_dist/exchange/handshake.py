@@ -27,17 +27,23 @@ def all_facts(
     Args:
         limit: of waits for other ranks; None: the group's own timeout.
     """
+    mine = json.dumps(facts, default=repr).encode()
+    of_all = all_bytes(mine, group=group, device=device, limit=limit)
+    return [json.loads(text.rstrip(b"\0")) for text in of_all]
+
+
+def all_bytes(
+    mine: bytes, *, group: dist.ProcessGroup, device: torch.device, limit: WaitLimit | None = None
+) -> list[bytes]:
+    """The bytes of every rank, in rank order, padded with zeros to the longest. Collective."""
     channel = Channel(group, name="facts", limit=limit)
-    text = json.dumps(facts, default=repr).encode()
-    length = torch.tensor([len(text)], device=device)
+    length = torch.tensor([len(mine)], device=device)
     channel.all_reduce(length, op=dist.ReduceOp.MAX).wait()
     padded = torch.zeros(int(length), dtype=torch.uint8, device=device)
-    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
     received = padded.new_empty(group.size() * int(length))
     channel.all_gather(received, padded).wait()
-    return [
-        json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in received.view(group.size(), -1)
-    ]
+    return [row.numpy().tobytes() for row in received.cpu().view(group.size(), -1)]
 
 
 def require_equal(facts: list[Facts]) -> None:

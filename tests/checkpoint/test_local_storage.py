@@ -313,6 +313,23 @@ def test_removing_nothing_is_no_error(tmp_path: Path) -> None:
     assert STORAGE.names(str(tmp_path / "x.ckpt")) == []
 
 
+def test_a_file_that_another_rank_renames_meanwhile_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 that gives up removes the receipts that others are about to publish."""
+    staged, published = tmp_path / "staged", tmp_path / "receipt"
+    staged.write_bytes(b"of rank 1")
+    unlink = os.unlink
+
+    def unlink_late(path: str) -> None:
+        staged.rename(published)
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", unlink_late)
+    STORAGE.remove(str(staged))
+    assert published.exists()
+
+
 def test_bytes_under_a_path(tmp_path: Path) -> None:
     folder(tmp_path / "x.ckpt", "four")
     folder(tmp_path / "x.ckpt" / "nested", "three")

@@ -85,6 +85,8 @@ def test_waits_end_where_they_are_given_up() -> None:
         timer.start()
         with pytest.raises(RuntimeError, match="Gave up waiting for"):
             ranks.all({})
+        with pytest.raises(RuntimeError, match="Gave up waiting for"):
+            ranks.gather("x")
         with pytest.raises(RuntimeError, match="Gave up waiting for the wish to stop"):
             stop.ask(False)
         given_up.set()

@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import shutil
+from contextlib import suppress
 from typing import Any
 
 from lightning_dist.checkpoint.disk.storage.base import SLICE, Bytes, Sink, Storage, manifest_last
@@ -96,7 +97,8 @@ class LocalStorage(Storage):
 
     def remove(self, path: str) -> None:
         if os.path.islink(path) or os.path.isfile(path):
-            os.unlink(path)
+            with suppress(FileNotFoundError):  # another rank has renamed or removed it just now
+                os.unlink(path)
         elif os.path.isdir(path):
             trash, leftover = path, _LEFTOVER.fullmatch(os.path.basename(path))
             if leftover is None or leftover["kind"] != "trash":
