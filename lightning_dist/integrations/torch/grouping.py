@@ -19,8 +19,8 @@ def topology_of(
     settings: Settings,
     *,
     hosts: Sequence[str],
-    claims: Sequence[Mapping[str, Any] | None],
     rank: int,
+    claims: Sequence[Mapping[str, Any] | None] | None = None,
     needs_levels: bool = True,
 ) -> tuple[Topology, Hosts | None]:
     """The hosts of all ranks, as declared or as they say themselves, and the groups to reduce in.
@@ -28,6 +28,7 @@ def topology_of(
     None instead of groups: the exchange is flat.
 
     Args:
+        claims: of the launchers of all ranks; None: they are not compared with ``hosts``.
         needs_levels: False: flat too where a hierarchical exchange was asked for and there is one
             level only, since hosts or ranks are lost.
 
@@ -39,7 +40,7 @@ def topology_of(
     tree = _declared(settings, world_size=world_size)
     if tree is not None:
         hosts = _names_of(tree, world_size=world_size)
-    elif settings.hierarchical is not False:
+    elif settings.hierarchical is not False and claims is not None:
         _check_claims(settings, hosts, claims, says=rank == 0)
     topology = Topology(tuple(hosts), rank)
     groups = tree or topology.by_host()
