@@ -50,6 +50,7 @@ class LoopPlacement(RecoverablePlacement):
     stopped = Stopped
     position = Position()
     total_samples = 0
+    steps = 0
 
     def __init__(
         self,
@@ -63,7 +64,6 @@ class LoopPlacement(RecoverablePlacement):
         require_recovery(recovery)
         self._mirror_every = mirror_every
         self._mode: RecoveryMode = recovery
-        self._steps = 0
         self.is_current = True
         """Whether the loader's batches are those of the present members."""
         self.session, self._settings = session, session.settings
@@ -98,7 +98,7 @@ class LoopPlacement(RecoverablePlacement):
             model,
             optimizers=self.objects.optimizers,
             counters=self.objects.counters,
-            steps=lambda: self._steps,
+            steps=lambda: self.steps,
             mirror_every=self._mirror_every,
         )
         self.session.lifecycle.waits_for_another = generations.waits_for_another
@@ -137,7 +137,7 @@ class LoopPlacement(RecoverablePlacement):
         session.retention.save_for(run, restricted=restricted, resumed=path)
         self.position = Position() if state is None else state.position
         self.total_samples = 0 if state is None else state.total_samples
-        self._steps = 0 if state is None else state.total_steps
+        self.steps = 0 if state is None else state.total_steps
         self._before_epoch = self.total_samples - self.position.samples
         self._deal(state, path=path or "", begun=session.history.first)
         optimizers, (first, now) = self.objects.optimizers, self.data.layouts
@@ -189,7 +189,7 @@ class LoopPlacement(RecoverablePlacement):
     def take_over(self, handed: Any, state: ElasticState, members: Membership) -> None:
         self.objects.load_states(handed)
         self.position, self.total_samples = state.position, state.total_samples
-        self._steps = state.total_steps
+        self.steps = state.total_steps
         self._before_epoch = self.total_samples - self.position.samples
 
     @override
@@ -232,7 +232,7 @@ class LoopPlacement(RecoverablePlacement):
         """The optimizer has stepped, and ``position`` is reached."""
         self.position = position
         self.total_samples = self._before_epoch + position.samples
-        self._steps += 1
+        self.steps += 1
         self.session.step(self.total_samples)
         if self.recovery is not None:
             self.recovery.generations.took_step()
@@ -240,11 +240,6 @@ class LoopPlacement(RecoverablePlacement):
     def end_epoch(self, epoch: int) -> None:
         """``epoch`` is over, with what the user does after its batches."""
         self.position, self._before_epoch = Position(epoch + 1), self.total_samples
-
-    @property
-    @override
-    def steps(self) -> int:
-        return self._steps
 
     @property
     @override
@@ -262,8 +257,7 @@ class LoopPlacement(RecoverablePlacement):
         def save() -> None:
             if checkpointer is not None:
                 state = {KEY: place, **objects}
-                steps = self._steps
-                checkpointer.save(state, path, step=steps, sharded=sharded, striped=striped)
+                checkpointer.save(state, path, step=self.steps, sharded=sharded, striped=striped)
 
         self.session.members.ranks.on_each(save)
 
