@@ -25,13 +25,11 @@ from lightning_dist.integrations.torch.local.fragments import Fragment, cut, own
 from lightning_dist.integrations.torch.local.pseudo_gradients import Exchange, PseudoGradients
 from lightning_dist.integrations.torch.local.settings import LocalUpdateSettings
 from lightning_dist.integrations.torch.local.shards import (
+    OuterState,
     Read,
     WorkerShards,
-    own_state,
     reshard,
     run_of,
-    striped_state,
-    whole_state,
 )
 from lightning_dist.log import get_logger
 from lightning_dist.private import name_before_compile
@@ -68,7 +66,10 @@ class LocalUpdates:
         self.shards = shards
         """Those of this rank's worker; None where the model is not sharded."""
         named = {name_before_compile(name): p for name, p in module.named_parameters()}
-        self._trained = {name: p for name, p in named.items() if p.requires_grad}
+        self.trained: Mapping[str, nn.Parameter] = {
+            name: p for name, p in named.items() if p.requires_grad
+        }
+        """Parameters that local steps change, by name."""
         self.reducer = Reducer(
             {p: name for name, p in named.items()},
             settings=settings,
@@ -81,7 +82,7 @@ class LocalUpdates:
             is_shard = isinstance(tensor, DTensor)
             among = shards.between if shards is not None and is_shard else network
             among.data.broadcast(local_of(tensor.detach()), owner=0).wait()
-        self._fragments = cut(self._trained, schedule.fragments, offload=schedule.offload)
+        self._fragments = cut(self.trained, schedule.fragments, offload=schedule.offload)
         anchors = [anchor for each in self._fragments for anchor in each.anchors]
         self.outer_optimizer = (
             torch.optim.SGD(
@@ -99,6 +100,9 @@ class LocalUpdates:
         )
         """Of its learning rate; None: constant."""
         require_scheduler(self.outer_scheduler, outer=self.outer_optimizer)
+        self._of_shards = (
+            None if shards is None else OuterState(shards, self.outer_optimizer, self._fragments)
+        )
         self._gradients = PseudoGradients(
             self._fragments,
             self.reducer,
@@ -140,7 +144,7 @@ class LocalUpdates:
             RuntimeError: a peer is lost. Anchor, outer optimizer and weights are as before.
         """
         if not self._has_stepped:
-            gradients = norm_of_gradients(self._trained.values())
+            gradients = norm_of_gradients(self.trained.values())
             if self.shards is not None:
                 (gradients,) = self.shards.total(gradients)
             require_stepped(gradients)
@@ -233,7 +237,7 @@ class LocalUpdates:
             own, self._set_aside = self._set_aside, None
             reshard(self.module)
             with torch.no_grad():
-                for name, parameter in self._trained.items():
+                for name, parameter in self.trained.items():
                     parameter.copy_(own[name])
 
     def worker_weights(self) -> dict[str, Tensor]:
@@ -243,12 +247,7 @@ class LocalUpdates:
         """
         if self._set_aside is not None:
             return self._set_aside
-        return {name: p.detach().clone() for name, p in self._trained.items()}
-
-    @property
-    def trained(self) -> Mapping[str, nn.Parameter]:
-        """Parameters that local steps change, by name."""
-        return self._trained
+        return {name: p.detach().clone() for name, p in self.trained.items()}
 
     def buffers(self) -> dict[str, Tensor]:
         """This worker's own buffers by name."""
@@ -256,7 +255,7 @@ class LocalUpdates:
 
     def anchor_state_dict(self) -> dict[str, Any]:
         """The model's ``state_dict`` with the anchor in the place of trained parameters."""
-        names = {id(parameter): name for name, parameter in self._trained.items()}
+        names = {id(parameter): name for name, parameter in self.trained.items()}
         anchors = self._anchors()
         found = {}
         for key, value in self.module.state_dict(keep_vars=True).items():
@@ -296,9 +295,8 @@ class LocalUpdates:
         """
         gradients = self._gradients.state_dict()
         state = self._described(gradients, self.reducer.state_dict())
-        if self.shards is not None:
-            optimizer, fragments = self.outer_optimizer, self._fragments
-            state = whole_state(state, self.shards, optimizer=optimizer, fragments=fragments)
+        if self._of_shards is not None:
+            state = self._of_shards.whole(state)
         return None if self.reducer.network.rank else state
 
     def striped_state_dict(self) -> tuple[dict[str, Any], list[Stripes]]:
@@ -309,11 +307,8 @@ class LocalUpdates:
         gradients = self._gradients.state_dict()
         residuals, stripes = self.reducer.striped_state_dict()
         state = self._described(gradients, residuals)
-        if self.shards is not None:
-            optimizer, fragments = self.outer_optimizer, self._fragments
-            state, of_shards = striped_state(
-                state, self.shards, optimizer=optimizer, fragments=fragments
-            )
+        if self._of_shards is not None:
+            state, of_shards = self._of_shards.striped(state)
             stripes = [*stripes, *of_shards]
         return state, stripes
 
@@ -366,12 +361,9 @@ class LocalUpdates:
                 f"The state must be of the same trained parameters, and differs in {different[:3]};"
                 " use the model that it was saved with"
             )
-        if self.shards is None:
+        if self._of_shards is None:
             return state
-        optimizer, rows = self.outer_optimizer, self.reducer.network.rows
-        return own_state(
-            state, optimizer=optimizer, fragments=self._fragments, rows=rows, read=read
-        )
+        return self._of_shards.own(state, rows=self.reducer.network.rows, read=read)
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`own_state`. Collective.
@@ -400,7 +392,7 @@ class LocalUpdates:
         held = self.buffers()
         reshard(self.module)
         for name, value in weights.items():
-            local_of(self._trained[name].detach()).copy_(local_of(value))
+            local_of(self.trained[name].detach()).copy_(local_of(value))
         for name, value in buffers.items():
             held[name_before_compile(name)].copy_(value)
 
