@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,10 +14,14 @@ from typing_extensions import override
 
 from lightning_dist.integrations.torch.fsdp.checks import require_alike
 from lightning_dist.integrations.torch.fsdp.replicas import local_of
-from lightning_dist.integrations.torch.local.fragments import first_row
 from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates
 from lightning_dist.integrations.torch.local.shards import Read, run_of
-from lightning_dist.integrations.torch.local.state import WorkerStates
+from lightning_dist.integrations.torch.local.state import (
+    WorkerStates,
+    described,
+    placed,
+    start_of,
+)
 from lightning_dist.private import map_tensors
 from lightning_dist.reducer.parts import Stripes
 
@@ -85,37 +89,17 @@ class ShardedWorkerStates(WorkerStates):
         shared, stripes = self._updates.striped_state_dict()
         own = self._own()
         buffers = own.pop("buffers")
-        described = map_tensors(_described, {"own": own, "buffers": buffers})
+        of_this = ((worker, place), described({"own": own, "buffers": buffers}))
         ranks: list[Any] = [None] * network.world_size
-        dist.all_gather_object(ranks, ((worker, place), described), group=network.data.group)
-
-        def placed(tree: Any, of: Any, *, alone: bool) -> Any:
-            """Empty memory for ``tree``.
-
-            Args:
-                of: what this rank has of it; None: nothing.
-                alone: what is not sharded is written by this rank.
-            """
-            tensors: list[Tensor] = []
-            map_tensors(tensors.append, of)
-            held: Iterator[Tensor] = iter(tensors)
-
-            def empty(like: Tensor) -> Tensor:
-                whole = torch.empty(like.shape, dtype=like.dtype)
-                tensor = None if of is None else next(held)
-                stripes.append(Stripes(whole, _runs(tensor, alone=alone)))
-                return whole
-
-            return map_tensors(empty, tree)
-
+        dist.all_gather_object(ranks, of_this, group=network.data.group)
         workers: list[Any] = []
         for (of_worker, number), found in sorted(ranks, key=lambda each: each[0]):
             if number == 0:
-                of_this = own if of_worker == worker else None
-                whole = placed(found["own"], of_this, alone=place == 0)
+                held = own if of_worker == worker else None
+                whole = placed(found["own"], held, stripes, alone=place == 0)
                 workers.append({**whole, "buffers": []})
             is_own = (of_worker, number) == (worker, place)
-            of_rank = placed(found["buffers"], buffers if is_own else None, alone=True)
+            of_rank = placed(found["buffers"], buffers if is_own else None, stripes)
             workers[-1]["buffers"].append(of_rank)
         return {"shared": shared, "workers": workers}, stripes
 
@@ -164,20 +148,6 @@ class ShardedWorkerStates(WorkerStates):
             self._updates.start_from_anchor()
 
 
-def _described(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def _runs(tensor: Tensor | None, *, alone: bool) -> tuple[tuple[int, Tensor], ...]:
-    """Elements of a whole tensor that this rank writes: its shard, or all if it is ``alone``."""
-    if tensor is None:
-        return ()
-    local = local_of(tensor.detach()).reshape(-1)
-    if isinstance(tensor, DTensor):
-        return ((_start(tensor), local),) if local.numel() else ()
-    return ((0, local),) if alone else ()
-
-
 def _part(whole: Tensor, like: Tensor, read: Read) -> Tensor:
     """This rank's part of ``whole``, which is sharded as ``like``; raises ValueError if not."""
     if whole.shape != like.shape:
@@ -186,13 +156,8 @@ def _part(whole: Tensor, like: Tensor, read: Read) -> Tensor:
             "use the model that it was saved with"
         )
     local = local_of(like.detach())
-    start = _start(like) if isinstance(like, DTensor) else 0
+    start = start_of(like) if isinstance(like, DTensor) else 0
     return read(whole, start, local.numel()).view(local.shape)
-
-
-def _start(sharded: DTensor) -> int:
-    """Element of a whole tensor at which this rank's part starts."""
-    return first_row(sharded) * (sharded.numel() // max(1, sharded.shape[0]))
 
 
 def _of_optimizer(saved: Mapping[str, Any], optimizer: Optimizer, read: Read) -> dict[str, Any]:
