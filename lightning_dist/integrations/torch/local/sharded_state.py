@@ -104,9 +104,6 @@ class ShardedWorkerStates(WorkerStates):
         return {"shared": shared, "workers": workers}, stripes
 
     @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.load_own_state(self.own_state(state))
-
     def own_state(self, state: Mapping[str, Any], *, read: Read = run_of) -> dict[str, Any]:
         """This rank's part of :meth:`state_dict`.
 
@@ -126,7 +123,7 @@ class ShardedWorkerStates(WorkerStates):
                 _of_optimizer(saved, optimizer, read)
                 for optimizer, saved in zip(self._optimizers, own["optimizer_states"], strict=True)
             ],
-            "scaler": own.get("scaler"),
+            "scaler": own.get("scaler") or None,  # {} is of a disabled one
             "parameters": None,
         }
         if worker < len(workers):
@@ -134,18 +131,6 @@ class ShardedWorkerStates(WorkerStates):
             found["parameters"] = {n: _part(saved[n], of, read) for n, of in trained.items()}
         rest: dict[str, Any] = _read_rest(found, read)
         return rest
-
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`own_state`. Collective."""
-        for optimizer, saved in zip(self._optimizers, state["optimizer_states"], strict=True):
-            optimizer.load_state_dict(saved)
-        if self._scaler is not None and state["scaler"]:
-            self._scaler.load_state_dict(state["scaler"])
-        self._updates.load_own_state(state["shared"])
-        if state["parameters"] is not None:
-            self._updates.load_worker(state["parameters"], state["buffers"])
-        else:
-            self._updates.start_from_anchor()
 
 
 def _part(whole: Tensor, like: Tensor, read: Read) -> Tensor:

@@ -106,17 +106,30 @@ class WorkerStates:
         Raises:
             ValueError: see :meth:`LocalUpdates.load_state_dict`.
         """
-        network, workers = self._updates.reducer.network, state["workers"]
-        own = workers[network.rank % len(workers)]
-        for optimizer, saved in zip(self._optimizers, own["optimizer_states"], strict=True):
+        self.load_own_state(self.own_state(state))
+
+    def own_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """This worker's part of :meth:`state_dict`."""
+        rank, workers = self._updates.reducer.network.rank, state["workers"]
+        own = workers[rank % len(workers)]
+        buffers = own["buffers"]  # of a sharded worker those of each of its ranks
+        return {
+            "shared": self._updates.own_state(state["shared"]),
+            "buffers": buffers if isinstance(buffers, Mapping) else buffers[0],
+            "optimizer_states": own["optimizer_states"],
+            "scaler": own.get("scaler"),
+            "parameters": own["parameters"] if rank < len(workers) else None,
+        }
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`own_state`. Collective."""
+        for optimizer, saved in zip(self._optimizers, state["optimizer_states"], strict=True):
             optimizer.load_state_dict(saved)
-        if self._scaler is not None and "scaler" in own:
-            self._scaler.load_state_dict(own["scaler"])
-        self._updates.load_state_dict(state["shared"])
-        if network.rank < len(workers):
-            buffers = own["buffers"]  # of a sharded worker those of each of its ranks
-            buffers = buffers if isinstance(buffers, Mapping) else buffers[0]
-            self._updates.load_worker(own["parameters"], buffers)
+        if self._scaler is not None and state["scaler"] is not None:
+            self._scaler.load_state_dict(state["scaler"])
+        self._updates.load_own_state(state["shared"])
+        if state["parameters"] is not None:
+            self._updates.load_worker(state["parameters"], state["buffers"])
         else:
             self._updates.start_from_anchor()
 
