@@ -174,10 +174,8 @@ class Objects:
 
 
 def _ddp_in(module: nn.Module) -> DistributedDataParallel | None:
-    for each in module.modules():
-        if isinstance(each, DistributedDataParallel):
-            return each
-    return None
+    found = (each for each in module.modules() if isinstance(each, DistributedDataParallel))
+    return next(found, None)
 
 
 def _inside(each: Any) -> Any:

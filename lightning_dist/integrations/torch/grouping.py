@@ -79,12 +79,9 @@ def picture(settings: Settings, tree: Hosts) -> str:
     text = describe_counts([len(group) for group in tree])
     if not settings.intra.lossless:
         text += f", inside: {settings.intra.name}"
+    codec = " / ".join(dict.fromkeys(leaf.name for leaf in settings.codec.leaves()))
     share = f"1/{parts} of the gradient per rank" if parts > 1 else "the gradient, by one rank each"
-    return f"{text}, between hosts: {_name(settings)} on {share}"
-
-
-def _name(settings: Settings) -> str:
-    return " / ".join(dict.fromkeys(leaf.name for leaf in settings.codec.leaves()))
+    return f"{text}, between hosts: {codec} on {share}"
 
 
 def _names_of(tree: Hosts, *, world_size: int) -> list[str]:

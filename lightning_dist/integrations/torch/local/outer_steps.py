@@ -176,8 +176,10 @@ class LocalUpdates:
         local = self.attempted - self.schedule.ddp_steps
         if local < 0:
             return False
-        if local == 0:
-            self._begin()
+        if local == 0:  # the last step of plain DDP is over: the anchor is what all ranks have now
+            assert self._synced is not None
+            self._synced.require_backward_grad_sync = False
+            self.anchor_from_weights()
             return False
         fragment, under_way = self.schedule.fragment_at(local), self._gradients.under_way
         # One that was saved under another schedule may be due after the next one begins.
@@ -413,12 +415,6 @@ class LocalUpdates:
 
     def _optimizer_stepped(self, *_: Any) -> None:
         self._has_stepped = True
-
-    def _begin(self) -> None:
-        """The last step of plain DDP is over: the anchor is what all ranks have now."""
-        assert self._synced is not None
-        self._synced.require_backward_grad_sync = False
-        self.anchor_from_weights()
 
     def _take_mean(self) -> tuple[Exchange, Tensor]:
         """The exchange that is under way, and its mean, once that is there; now none is."""
