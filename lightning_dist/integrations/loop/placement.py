@@ -6,6 +6,7 @@ import logging
 import signal
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -82,7 +83,7 @@ class LoopPlacement(RecoverablePlacement):
                     "recovery='in_process' takes effect under `lightning-dist launch` only; here "
                     "all ranks restart if one is lost"
                 )
-            self._open(given, world_size=self.session.members.world_size)
+            self._open(given)
             return
         if dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
@@ -109,7 +110,7 @@ class LoopPlacement(RecoverablePlacement):
                 if generation.source is None:
                     self.recovery.handed_over(generation, dict)
                     self.session.meet(members)
-                    self._open(given, world_size=members.world_size)
+                    self._open(given)
                 else:
                     self.session.lifecycle.open()
                     self.enter(generation, members)
@@ -123,18 +124,21 @@ class LoopPlacement(RecoverablePlacement):
         if generation.source is not None:
             self.settle()
 
-    def _open(self, given: Mapping[str, Any], *, world_size: int) -> None:
+    def _open(self, given: Mapping[str, Any]) -> None:
         session, settings = self.session, self._settings
-        self.objects = Objects(given, world_size=world_size)
+        restricted = settings.weights_only
+        self.objects = Objects(given, world_size=session.members.world_size)
         if settings.sharded and self.objects.updates:
             raise ValueError(NOT_SHARDED)
-        if settings.weights_only:
+        if restricted:
             self.objects.require_loadable()
         path = session.open(self)
-        state = None if path is None else self.objects.take_up(self._load(path), path=path)
+        state: ElasticState | None = None
+        if path is not None:  # it has been verified
+            read = partial(load, path, check=False, map_location="cpu", weights_only=restricted)
+            state = self.objects.take_up(session.members.ranks.on_each(read), path=path)
         session.load(state, is_own=True)
-        run, restricted = session.history.run_id, settings.weights_only
-        session.retention.save_for(run, restricted=restricted, resumed=path)
+        session.retention.save_for(session.history.run_id, restricted=restricted, resumed=path)
         self.position = Position() if state is None else state.position
         self.total_samples = 0 if state is None else state.total_samples
         self.steps = 0 if state is None else state.total_steps
@@ -210,13 +214,6 @@ class LoopPlacement(RecoverablePlacement):
     @override
     def rates(self) -> tuple[Sequence[Any], Sequence[Any]]:
         return self.objects.optimizers, self.objects.schedulers
-
-    def _load(self, path: str) -> Any:
-        """The state saved as ``path``, which has been verified. Collective: errors are of all."""
-        restricted = self._settings.weights_only
-        return self.session.members.ranks.on_each(
-            lambda: load(path, check=False, map_location="cpu", weights_only=restricted)
-        )
 
     def begin(self, *, epochs: int) -> bool:
         """Say where training goes on; whether anything of so many epochs is left."""
