@@ -8,7 +8,7 @@ from typing import Any
 from lightning_dist.log import get_logger
 from lightning_dist.settings import Settings
 from lightning_dist.topology import Topology
-from lightning_dist.topology.groups import Hosts, blocks_of, levels_of, require_cover
+from lightning_dist.topology.groups import Hosts, blocks_of, levels_of, require_cover, rows_of
 from lightning_dist.topology.hosts import describe_counts
 from lightning_dist.topology.launcher import contradiction
 
@@ -38,8 +38,8 @@ def topology_of(
     """
     world_size = len(hosts)
     tree = _declared(settings, world_size=world_size)
-    if tree is not None:
-        hosts = _names_of(tree, world_size=world_size)
+    if tree is not None:  # declared groups count as hosts
+        hosts = [f"group {number}" for number in rows_of(tree)]
     elif settings.hierarchical is not False and claims is not None:
         _check_claims(settings, hosts, claims, says=rank == 0)
     topology = Topology(tuple(hosts), rank)
@@ -82,15 +82,6 @@ def picture(settings: Settings, tree: Hosts) -> str:
     codec = " / ".join(dict.fromkeys(leaf.name for leaf in settings.codec.leaves()))
     share = f"1/{parts} of the gradient per rank" if parts > 1 else "the gradient, by one rank each"
     return f"{text}, between hosts: {codec} on {share}"
-
-
-def _names_of(tree: Hosts, *, world_size: int) -> list[str]:
-    """Declared groups count as hosts."""
-    names = [""] * world_size
-    for number, group in enumerate(tree):
-        for rank in group:
-            names[rank] = f"group {number}"
-    return names
 
 
 def _check_claims(

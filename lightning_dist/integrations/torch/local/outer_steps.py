@@ -16,11 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_dist.integrations.torch.checks import require_effect
 from lightning_dist.integrations.torch.fsdp.replicas import local_of
-from lightning_dist.integrations.torch.local.checks import (
-    norm_of_gradients,
-    require_scheduler,
-    require_stepped,
-)
+from lightning_dist.integrations.torch.local.checks import require_scheduler, require_stepped
 from lightning_dist.integrations.torch.local.fragments import Fragment, cut, own_part
 from lightning_dist.integrations.torch.local.pseudo_gradients import Exchange, PseudoGradients
 from lightning_dist.integrations.torch.local.settings import LocalUpdateSettings
@@ -144,7 +140,8 @@ class LocalUpdates:
             RuntimeError: a peer is lost. Anchor, outer optimizer and weights are as before.
         """
         if not self._has_stepped:
-            gradients = norm_of_gradients(self.trained.values())
+            own = (local_of(p.grad) for p in self.trained.values() if p.grad is not None)
+            gradients = sum(float(torch.linalg.vector_norm(each)) for each in own)
             if self.shards is not None:
                 (gradients,) = self.shards.total(gradients)
             require_stepped(gradients)
