@@ -234,10 +234,7 @@ class LocalUpdates:
             yield
         finally:
             own, self._set_aside = self._set_aside, None
-            reshard(self.module)
-            with torch.no_grad():
-                for name, parameter in self.trained.items():
-                    parameter.copy_(own[name])
+            self.load_worker(own, {})
 
     def worker_weights(self) -> dict[str, Tensor]:
         """This worker's own trained parameters by name, also inside :meth:`anchor_weights`.
