@@ -14,7 +14,6 @@ from typing_extensions import override
 
 from lightning_dist.integrations.torch.fsdp.checks import require_alike
 from lightning_dist.integrations.torch.fsdp.replicas import local_of
-from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates
 from lightning_dist.integrations.torch.local.shards import Read, run_of
 from lightning_dist.integrations.torch.local.state import (
     WorkerStates,
@@ -33,9 +32,7 @@ class ShardedWorkerStates(WorkerStates):
     The ``"buffers"`` of a worker are a list, of those of each of its ranks.
     """
 
-    @override
-    def _require_kind(self, updates: LocalUpdates) -> None:
-        """Any is fine."""
+    _takes_shards = True
 
     @property
     def _place(self) -> tuple[int, int, int]:

@@ -39,6 +39,8 @@ class WorkerStates:
         ValueError: the model is sharded.
     """
 
+    _takes_shards = False
+
     def __init__(
         self,
         updates: LocalUpdates,
@@ -46,11 +48,8 @@ class WorkerStates:
         *,
         scaler: GradScaler | None = None,
     ) -> None:
-        self._require_kind(updates)
-        self._updates, self._optimizers, self._scaler = updates, optimizers, scaler
-
-    def _require_kind(self, updates: LocalUpdates) -> None:
-        if any(isinstance(each, DTensor) for each in updates.module.parameters()):
+        is_sharded = any(isinstance(each, DTensor) for each in updates.module.parameters())
+        if is_sharded and not self._takes_shards:
             raise ValueError(
                 "LocalUpdateStrategy, Accelerate and ElasticLoop save workers whose ranks have the "
                 "whole model, got one that fully_shard has sharded; use "
@@ -58,6 +57,7 @@ class WorkerStates:
                 "lightning_dist.local_updates in a loop of your own, and save its state_dict() and "
                 "the model and optimizer of every rank"
             )
+        self._updates, self._optimizers, self._scaler = updates, optimizers, scaler
 
     def state_dict(self) -> dict[str, Any] | None:
         """State of all workers on rank 0; None elsewhere. Collective, between optimizer steps.
