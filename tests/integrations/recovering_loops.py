@@ -362,7 +362,7 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
                 if recovery is not None:
                     number = recovery.generations.now.number
                     world = loop._run.session.members.world_size
-                    levels = recovery._reducer.network.intra is not None
+                    levels = recovery.reducer.network.intra is not None
                     joins = told.get("joins", 1 << 20)
                     if begun in joins if isinstance(joins, list) else begun >= joins:
                         missing = told.get("ranks", 3) - world

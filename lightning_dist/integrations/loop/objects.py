@@ -94,10 +94,10 @@ class Objects:
 
     def states(self) -> dict[str, Any]:
         """Of all objects, by name."""
-        return self._states()
+        return {name: self._state_of(each) for name, each in self._given.items()}
 
     def load_states(self, states: Mapping[str, Any]) -> None:
-        """Take over what :meth:`states` has returned on another rank."""
+        """Take over what :meth:`states` has returned, on another rank or in another process."""
         for name, each in self._given.items():
             _inside(each).load_state_dict(states[name])
 
@@ -115,10 +115,7 @@ class Objects:
 
     def require_loadable(self) -> None:
         """Raise ValueError if a state cannot be read by ``torch.load(weights_only=True)``."""
-        require_loadable(self._states(), name="state")
-
-    def _states(self) -> dict[str, Any]:
-        return {name: self._state_of(each) for name, each in self._given.items()}
+        require_loadable(self.states(), name="state")
 
     def _state_of(self, each: Any) -> Any:
         inside = _inside(each)
@@ -142,7 +139,7 @@ class Objects:
             state, stripes = reducer.striped_state_dict()
             striped += [Striped(each.whole, each.own) for each in stripes]
             reducers.append(state)
-        return {"objects": self._states(), "reducers": reducers}
+        return {"objects": self.states(), "reducers": reducers}
 
     def take_up(self, checkpoint: Any, *, path: str) -> ElasticState:
         """Load a checkpoint, on all ranks; where it was taken.
@@ -161,8 +158,7 @@ class Objects:
                 f"{path} holds {', '.join(saved)}, and state= has {', '.join(self._given)}; give "
                 "the same names, or another folder"
             )
-        for name, each in self._given.items():
-            _inside(each).load_state_dict(saved[name])
+        self.load_states(saved)
         states = checkpoint["reducers"]
         for index, reducer in enumerate(self._reducers):
             reducer.load_state_dict(states[index] if index < len(states) else None)
@@ -178,10 +174,8 @@ class Objects:
 
 
 def _ddp_in(module: nn.Module) -> DistributedDataParallel | None:
-    for each in module.modules():
-        if isinstance(each, DistributedDataParallel):
-            return each
-    return None
+    found = (each for each in module.modules() if isinstance(each, DistributedDataParallel))
+    return next(found, None)
 
 
 def _inside(each: Any) -> Any:

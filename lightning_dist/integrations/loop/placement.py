@@ -6,6 +6,7 @@ import logging
 import signal
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -50,6 +51,7 @@ class LoopPlacement(RecoverablePlacement):
     stopped = Stopped
     position = Position()
     total_samples = 0
+    steps = 0
 
     def __init__(
         self,
@@ -63,7 +65,6 @@ class LoopPlacement(RecoverablePlacement):
         require_recovery(recovery)
         self._mirror_every = mirror_every
         self._mode: RecoveryMode = recovery
-        self._steps = 0
         self.is_current = True
         """Whether the loader's batches are those of the present members."""
         self.session, self._settings = session, session.settings
@@ -82,7 +83,7 @@ class LoopPlacement(RecoverablePlacement):
                     "recovery='in_process' takes effect under `lightning-dist launch` only; here "
                     "all ranks restart if one is lost"
                 )
-            self._open(given, world_size=self.session.members.world_size)
+            self._open(given)
             return
         if dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
@@ -98,7 +99,7 @@ class LoopPlacement(RecoverablePlacement):
             model,
             optimizers=self.objects.optimizers,
             counters=self.objects.counters,
-            steps=lambda: self._steps,
+            steps=lambda: self.steps,
             mirror_every=self._mirror_every,
         )
         self.session.lifecycle.waits_for_another = generations.waits_for_another
@@ -109,7 +110,7 @@ class LoopPlacement(RecoverablePlacement):
                 if generation.source is None:
                     self.recovery.handed_over(generation, dict)
                     self.session.meet(members)
-                    self._open(given, world_size=members.world_size)
+                    self._open(given)
                 else:
                     self.session.lifecycle.open()
                     self.enter(generation, members)
@@ -123,21 +124,24 @@ class LoopPlacement(RecoverablePlacement):
         if generation.source is not None:
             self.settle()
 
-    def _open(self, given: Mapping[str, Any], *, world_size: int) -> None:
+    def _open(self, given: Mapping[str, Any]) -> None:
         session, settings = self.session, self._settings
-        self.objects = Objects(given, world_size=world_size)
+        restricted = settings.weights_only
+        self.objects = Objects(given, world_size=session.members.world_size)
         if settings.sharded and self.objects.updates:
             raise ValueError(NOT_SHARDED)
-        if settings.weights_only:
+        if restricted:
             self.objects.require_loadable()
         path = session.open(self)
-        state = None if path is None else self.objects.take_up(self._load(path), path=path)
+        state: ElasticState | None = None
+        if path is not None:  # it has been verified
+            read = partial(load, path, check=False, map_location="cpu", weights_only=restricted)
+            state = self.objects.take_up(session.members.ranks.on_each(read), path=path)
         session.load(state, is_own=True)
-        run, restricted = session.history.run_id, settings.weights_only
-        session.retention.save_for(run, restricted=restricted, resumed=path)
+        session.retention.save_for(session.history.run_id, restricted=restricted, resumed=path)
         self.position = Position() if state is None else state.position
         self.total_samples = 0 if state is None else state.total_samples
-        self._steps = 0 if state is None else state.total_steps
+        self.steps = 0 if state is None else state.total_steps
         self._before_epoch = self.total_samples - self.position.samples
         self._deal(state, path=path or "", begun=session.history.first)
         optimizers, (first, now) = self.objects.optimizers, self.data.layouts
@@ -189,7 +193,7 @@ class LoopPlacement(RecoverablePlacement):
     def take_over(self, handed: Any, state: ElasticState, members: Membership) -> None:
         self.objects.load_states(handed)
         self.position, self.total_samples = state.position, state.total_samples
-        self._steps = state.total_steps
+        self.steps = state.total_steps
         self._before_epoch = self.total_samples - self.position.samples
 
     @override
@@ -211,13 +215,6 @@ class LoopPlacement(RecoverablePlacement):
     def rates(self) -> tuple[Sequence[Any], Sequence[Any]]:
         return self.objects.optimizers, self.objects.schedulers
 
-    def _load(self, path: str) -> Any:
-        """The state saved as ``path``, which has been verified. Collective: errors are of all."""
-        restricted = self._settings.weights_only
-        return self.session.members.ranks.on_each(
-            lambda: load(path, check=False, map_location="cpu", weights_only=restricted)
-        )
-
     def begin(self, *, epochs: int) -> bool:
         """Say where training goes on; whether anything of so many epochs is left."""
         first, now = self.data.layouts
@@ -232,7 +229,7 @@ class LoopPlacement(RecoverablePlacement):
         """The optimizer has stepped, and ``position`` is reached."""
         self.position = position
         self.total_samples = self._before_epoch + position.samples
-        self._steps += 1
+        self.steps += 1
         self.session.step(self.total_samples)
         if self.recovery is not None:
             self.recovery.generations.took_step()
@@ -240,11 +237,6 @@ class LoopPlacement(RecoverablePlacement):
     def end_epoch(self, epoch: int) -> None:
         """``epoch`` is over, with what the user does after its batches."""
         self.position, self._before_epoch = Position(epoch + 1), self.total_samples
-
-    @property
-    @override
-    def steps(self) -> int:
-        return self._steps
 
     @property
     @override
@@ -262,8 +254,7 @@ class LoopPlacement(RecoverablePlacement):
         def save() -> None:
             if checkpointer is not None:
                 state = {KEY: place, **objects}
-                steps = self._steps
-                checkpointer.save(state, path, step=steps, sharded=sharded, striped=striped)
+                checkpointer.save(state, path, step=self.steps, sharded=sharded, striped=striped)
 
         self.session.members.ranks.on_each(save)
 

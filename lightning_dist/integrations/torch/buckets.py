@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
@@ -34,12 +34,17 @@ class DDPBuckets:
 
     def __init__(self, reducer: Reducer, *, find_unused: bool = False) -> None:
         self.reducer = reducer
-        self._used = UsedParameters(reducer.names) if find_unused else None
-        if self._used is not None:
-            reducer.at_close.append(self._used.close)
         self._slices: dict[int, tuple[object, Sequence[ParameterSlice]]] = {}
         self._reached = -1  # index of the last bucket of a step that is not finished
         trained = [parameter for parameter in reducer.names if parameter.requires_grad]
+        # Names of those that a backward pass has used. The bucket does not tell: DDP copies an
+        # unused parameter's gradient of an earlier pass into it.
+        self._used: set[str] | None = set() if find_unused else None
+        if self._used is not None:
+            for parameter in trained:
+                noted = partial(_note, self._used, reducer.names[parameter])
+                hook = parameter.register_post_accumulate_grad_hook(noted)  # type: ignore[no-untyped-call]
+                reducer.at_close.append(hook.remove)
         for dtype in dict.fromkeys(parameter.dtype.to_real() for parameter in trained):
             alike = [each for each in trained if each.dtype.to_real() == dtype]
             reducer.reserve(slices_of([reducer.names[each] for each in alike], alike), dtype)
@@ -65,7 +70,7 @@ class DDPBuckets:
             if used is not None:
                 used.clear()
         # A future carries an exception to DDP's C++ side only through `then`.
-        return handle.done.then(_value)
+        return handle.done.then(lambda done: done.value())
 
     def _slices_of(self, bucket: Bucket) -> Sequence[ParameterSlice]:
         """Slices of the parameters in ``bucket``, worked out once per layout."""
@@ -78,36 +83,5 @@ class DDPBuckets:
         return found[1]
 
 
-class UsedParameters:
-    """Names of the parameters that a backward pass has used, noted by hooks on all that take one.
-
-    The bucket does not tell: DDP copies an unused parameter's gradient of an earlier pass into it.
-    """
-
-    def __init__(self, names: Mapping[Tensor, str]) -> None:
-        self._used: set[str] = set()
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                partial(self._note, name)
-            )
-            for parameter, name in names.items()
-            if parameter.requires_grad
-        ]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._used
-
-    def clear(self) -> None:
-        """Forget all names: a synchronised step is over."""
-        self._used.clear()
-
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _note(self, name: str, _: Tensor) -> None:
-        self._used.add(name)
-
-
-def _value(done: Future[Tensor]) -> Tensor:
-    return done.value()
+def _note(used: set[str], name: str, _: Tensor) -> None:
+    used.add(name)

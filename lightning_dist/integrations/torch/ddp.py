@@ -162,10 +162,9 @@ def attach(
         timeout=timeout,
     )
     topology = network.topology
-    names = {parameter: _plain(name) for name, parameter in model.module.named_parameters()}
-    says = topology.rank == 0
-    begins = require_effect(settings, names, says=says, one_of_several=one_of_several)
+    names = {p: name_before_compile(name) for name, p in model.module.named_parameters()}
     first, several = topology.rank == 0, topology.world_size > 1
+    begins = require_effect(settings, names, says=first, one_of_several=one_of_several)
     compares = several and not settings.delay  # a mean that comes later by intention says nothing
     reducer = Reducer(
         names,
@@ -305,19 +304,10 @@ def _refuse_second_momentum(reducer: Reducer) -> None:
     reducer.at_close.append(register_optimizer_step_pre_hook(hook).remove)
 
 
-def _plain(name: str) -> str:
-    """Names as in a checkpoint, whether or not the module is wrapped by torch.compile."""
-    return name_before_compile(name)
-
-
 def describe_parameters(module: nn.Module) -> str:
-    """A short text that differs where parameters differ."""
-    trained = [
-        (_plain(n), str(p.dtype), *p.shape) for n, p in module.named_parameters() if p.requires_grad
-    ]
-    numel = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    return f"{len(trained)} tensors, {numel} elements, digest {_digest(repr(trained))}"
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    """A short text that differs where parameters differ, whether or not they are compiled."""
+    named = {name_before_compile(n): p for n, p in module.named_parameters() if p.requires_grad}
+    trained = [(name, str(p.dtype), *p.shape) for name, p in named.items()]
+    digest = hashlib.sha256(repr(trained).encode()).hexdigest()[:12]
+    numel = sum(p.numel() for p in named.values())
+    return f"{len(trained)} tensors, {numel} elements, digest {digest}"

@@ -8,7 +8,7 @@ from typing import Any
 from lightning_dist.log import get_logger
 from lightning_dist.settings import Settings
 from lightning_dist.topology import Topology
-from lightning_dist.topology.groups import Hosts, blocks_of, levels_of, require_cover
+from lightning_dist.topology.groups import Hosts, blocks_of, levels_of, require_cover, rows_of
 from lightning_dist.topology.hosts import describe_counts
 from lightning_dist.topology.launcher import contradiction
 
@@ -19,8 +19,8 @@ def topology_of(
     settings: Settings,
     *,
     hosts: Sequence[str],
-    claims: Sequence[Mapping[str, Any] | None],
     rank: int,
+    claims: Sequence[Mapping[str, Any] | None] | None = None,
     needs_levels: bool = True,
 ) -> tuple[Topology, Hosts | None]:
     """The hosts of all ranks, as declared or as they say themselves, and the groups to reduce in.
@@ -28,6 +28,7 @@ def topology_of(
     None instead of groups: the exchange is flat.
 
     Args:
+        claims: of the launchers of all ranks; None: they are not compared with ``hosts``.
         needs_levels: False: flat too where a hierarchical exchange was asked for and there is one
             level only, since hosts or ranks are lost.
 
@@ -37,9 +38,9 @@ def topology_of(
     """
     world_size = len(hosts)
     tree = _declared(settings, world_size=world_size)
-    if tree is not None:
-        hosts = _names_of(tree, world_size=world_size)
-    elif settings.hierarchical is not False:
+    if tree is not None:  # declared groups count as hosts
+        hosts = [f"group {number}" for number in rows_of(tree)]
+    elif settings.hierarchical is not False and claims is not None:
         _check_claims(settings, hosts, claims, says=rank == 0)
     topology = Topology(tuple(hosts), rank)
     groups = tree or topology.by_host()
@@ -78,21 +79,9 @@ def picture(settings: Settings, tree: Hosts) -> str:
     text = describe_counts([len(group) for group in tree])
     if not settings.intra.lossless:
         text += f", inside: {settings.intra.name}"
+    codec = " / ".join(dict.fromkeys(leaf.name for leaf in settings.codec.leaves()))
     share = f"1/{parts} of the gradient per rank" if parts > 1 else "the gradient, by one rank each"
-    return f"{text}, between hosts: {_name(settings)} on {share}"
-
-
-def _name(settings: Settings) -> str:
-    return " / ".join(dict.fromkeys(leaf.name for leaf in settings.codec.leaves()))
-
-
-def _names_of(tree: Hosts, *, world_size: int) -> list[str]:
-    """Declared groups count as hosts."""
-    names = [""] * world_size
-    for number, group in enumerate(tree):
-        for rank in group:
-            names[rank] = f"group {number}"
-    return names
+    return f"{text}, between hosts: {codec} on {share}"
 
 
 def _check_claims(

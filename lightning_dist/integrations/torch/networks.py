@@ -42,9 +42,9 @@ def network_for(
 ) -> Network:
     """The groups of all ranks, once they are known to want the same. Collective."""
     # Every group costs threads and sockets, but ranks out of step must not meet in an old one.
-    going_on = continue_from is not None and _on_all_ranks(continue_from.in_step, model)
-    old = continue_from.network if going_on and continue_from is not None else None
-    if old is not None:
+    old = None
+    if continue_from is not None and _on_all_ranks(continue_from.in_step, model):
+        old = continue_from.network
         groups = old.data.group, old.control.group
     return network_over(
         model.process_group,
@@ -122,9 +122,7 @@ def host_group(like: dist.ProcessGroup, settings: Settings, *, device: torch.dev
     """
     facts = all_facts({"host": this_host()}, group=like, device=device)
     hosts = [fact["host"] for fact in facts]
-    topology, tree = topology_of(
-        settings, hosts=hosts, claims=[None] * len(hosts), rank=like.rank()
-    )
+    topology, tree = topology_of(settings, hosts=hosts, rank=like.rank())
     if tree is None:
         raise ValueError(
             "replicas='host' needs several hosts, one of them with several ranks, got "

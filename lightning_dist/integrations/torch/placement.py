@@ -99,7 +99,7 @@ class RecoverablePlacement(Placement):
             generation = recovery.generations.now
             change = recovery.pause.change(generation, step=self.steps)
             recovery.pause = Pause(generation.members)
-            recovery.notify_observers(change.reason)
+            recovery.reducer.notify_regrouped(generation.number, reason=change.reason)
             self.session.change(change)
 
     def begin_step(self, recovery: StepRecovery) -> None:
@@ -114,7 +114,7 @@ class RecoverablePlacement(Placement):
         members.ranks.leader = leader_of(generation)
         if handed is not None:
             self.take_over(handed["states"], handed["here"], members)
-            recovery.join(handed["reducer"])
+            recovery.reducer.join(handed["reducer"])
         self.session.move(self, members, facts=None if handed is None else handed["session"])
         state: ElasticState = self.here() if handed is None else handed["here"]
         self.go_on(state, is_new=handed is not None)
@@ -130,7 +130,7 @@ class RecoverablePlacement(Placement):
         assert self.recovery is not None
         return {
             "states": self.handed_over(),
-            "reducer": self.recovery.shared_state(),
+            "reducer": self.recovery.reducer.shared_state(),
             "session": self.session.facts(),
             "here": self.here(),
         }

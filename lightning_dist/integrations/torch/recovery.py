@@ -71,30 +71,31 @@ class StepRecovery:
             )
         self.generations, self._model, self._steps = generations, model, steps
         self._optimizers, self._counted = list(optimizers), dict(counters)
-        self._reducer = require_recoverable(model, reducer_of(model.module))
+        self.reducer = require_recoverable(model, reducer_of(model.module))
+        """Of the model."""
         # It skips optimizers, so that no hook of theirs comes before it changes its scale.
-        self._scales = self._reducer.has_grad_scaler
+        self._scales = self.reducer.has_grad_scaler
         if self._scales and not any(isinstance(each, GradScaler) for each in counters.values()):
             raise ValueError(
                 "Repeating a step needs the scale that its GradScaler had at the start of the "
                 "step, and new ranks need it too; give the GradScaler to ElasticLoop in state=, "
                 "or train in bfloat16 without one"
             )
-        self._reducer.leave_failures_to(self)
-        settings = self._reducer.settings
+        self.reducer.leave_failures_to(self)
+        settings = self.reducer.settings
         self._mirror: ResidualMirror | None = None
         if mirror_every is not None:
-            if not self._reducer.keeps_state:
+            if not self.reducer.keeps_state:
                 raise ValueError(
                     "mirror_residuals has nothing to copy: "
                     f"codec {settings.codec!r} leaves no residuals; leave it out"
                 )
             require_flat(settings)
-            self._mirror = ResidualMirror(self._reducer, every=mirror_every)
-        if settings.compile_kernels is True and self._reducer.network.world_size == 1:
-            compile_ahead(self._reducer, flat=mirror_every is not None)
+            self._mirror = ResidualMirror(self.reducer, every=mirror_every)
+        if settings.compile_kernels is True and self.reducer.network.world_size == 1:
+            compile_ahead(self.reducer, flat=mirror_every is not None)
         self._arrivals = 0
-        generations.progress = lambda: self._arrivals + self._reducer.arrivals
+        generations.progress = lambda: self._arrivals + self.reducer.arrivals
         self._taken_over = ""  # the lost worker whose residuals this rank has
         self.pause = Pause()
         self._buffers_are_sent = model.forward_sync_buffers
@@ -132,7 +133,7 @@ class StepRecovery:
     def begin_step(self) -> None:
         """Remember what a step changes before it is committed."""
         self._arrivals += 1
-        self._begun = self._reducer.step
+        self._begun = self.reducer.step
         self._put_generators_back = rng.hold()
         self._buffers = [(each, each.clone()) for each in self._model.module.buffers()]
         self._counters: dict[str, Any] | None = None
@@ -151,12 +152,12 @@ class StepRecovery:
     @property
     def is_committed(self) -> bool:
         """Whether the mean of this step is here, on all ranks."""
-        return self._reducer.step > self._begun
+        return self.reducer.step > self._begun
 
     @property
     def is_given_up(self) -> bool:
         """Whether the exchange of this step has failed, and nothing of it is committed."""
-        return self._reducer.failure is not None and not self.is_committed
+        return self.reducer.failure is not None and not self.is_committed
 
     def _before_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
         if not any(optimizer is each for each in self._optimizers):
@@ -199,13 +200,13 @@ class StepRecovery:
             self._next is not None
             or self._store_lost is not None
             or self.generations.is_broken
-            or self._reducer.failure is not None
+            or self.reducer.failure is not None
         )
 
     @property
     def must_change(self) -> bool:
         """Whether this generation is at its end here."""
-        return self.is_broken or self._reducer.answer.pauses
+        return self.is_broken or self.reducer.answer.pauses
 
     def arrive(self) -> None:
         """This rank waits for others now."""
@@ -239,7 +240,7 @@ class StepRecovery:
         self.pause.begin()
         generation, self._next = self._next, None
         if generation is None:
-            failed = self.generations.is_broken or self._reducer.failure is not None
+            failed = self.generations.is_broken or self.reducer.failure is not None
             generation = self.generations.after(self._report(failed=failed, is_closed=is_closed))
         return self._enter_one_from(generation, is_closed=is_closed)
 
@@ -248,15 +249,15 @@ class StepRecovery:
     ) -> tuple[Generation, Membership]:
         while True:
             try:
-                self._arrivals = -self._reducer.arrivals
+                self._arrivals = -self.reducer.arrivals
                 members, data, control = self.generations.enter(
-                    generation, has_state=self._has_state, failure=self._reducer.failure
+                    generation, has_state=self._has_state, failure=self.reducer.failure
                 )
                 if self.pause.norm is None and self._has_state:
-                    self.pause.norm = self._reducer.residual_norm()
+                    self.pause.norm = self.reducer.residual_norm()
                 regroup(
                     self._model,
-                    self._reducer,
+                    self.reducer,
                     self.generations.groups,
                     data=data,
                     control=control,
@@ -288,14 +289,6 @@ class StepRecovery:
         )
         return None if is_source else state
 
-    def shared_state(self) -> dict[str, Any]:
-        """Of the reducer, for newcomers."""
-        return self._reducer.shared_state()
-
-    def join(self, shared: Any) -> None:
-        """Take over :meth:`shared_state` of another worker."""
-        self._reducer.join(shared)
-
     def has_state(self) -> None:
         """This worker is where the training is."""
         self._has_state = True
@@ -309,18 +302,14 @@ class StepRecovery:
         """Facts of this rank for :meth:`.Pause.enter`."""
         return self.pause.norm, self._taken_over, self.pause.is_redone
 
-    def notify_observers(self, reason: str) -> None:
-        """Let a profile know that this generation has begun."""
-        self._reducer.notify_regrouped(self.generations.now.number, reason=reason)
-
     def _report(self, *, failed: bool, holds: bool = False, is_closed: bool = False) -> Report:
-        failure = self._reducer.failure
+        failure = self.reducer.failure
         return Report(
             self.generations.name,
             generation=self.generations.now.number,
             step=self._steps() if self._has_state else -1,
             holds=holds,
-            finite=self._reducer.answer.finite,
+            finite=self.reducer.answer.finite,
             failed=failed,
             reason="" if failure is None else str(failure)[:300],
             fingerprint=self._fingerprint,
@@ -329,13 +318,13 @@ class StepRecovery:
 
     @property
     def _fingerprint(self) -> str:
-        settings = self._reducer.settings.fingerprint()
+        settings = self.reducer.settings.fingerprint()
         facts = {**settings, "parameters": describe_parameters(self._model.module)}
         return repr(sorted(facts.items(), key=str))
 
     def _break(self) -> None:
         self.pause.begin()
-        self._reducer.network.limit.give_up()
+        self.reducer.network.limit.give_up()
 
     def close(self) -> None:
         """The training is over; this worker beats until its process ends."""

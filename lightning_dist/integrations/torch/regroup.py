@@ -78,7 +78,6 @@ def compile_ahead(reducer: Reducer, *, flat: bool) -> None:
     topology, tree = topology_of(
         replace(settings, hierarchical=False) if flat else settings,
         hosts=[str(rank // of_node) for rank in range(launch.world_size)],
-        claims=[None] * launch.world_size,
         rank=launch.rank,
         needs_levels=False,
     )
@@ -119,7 +118,6 @@ def regroup(
     topology, tree = topology_of(
         replace(settings, hierarchical=False) if flat else settings,
         hosts=[fact["host"] for fact in facts],
-        claims=[None] * len(facts),
         rank=world.rank(),
         needs_levels=begins,
     )

@@ -181,7 +181,9 @@ def attach_replicas(
     parameters = describe_parameters(model)
     network = sharded_network(mesh, shards, settings, parameters=parameters, timeout=timeout)
     require_effect(settings, names, says=dist.get_rank() == 0)
-    _broadcast_from_first_replica(model, network.intra.inter if network.intra else network)
+    between: Any = network.intra.inter if network.intra else network
+    for tensor in [*model.parameters(), *model.buffers()]:  # those of the first replica
+        dist.broadcast(local_of(tensor.detach()), group_src=0, group=between.data.group)
     layouts = [layout_of(group, names) for group in groups]
     reducer = Reducer(
         names,
@@ -209,8 +211,3 @@ def exchange_of(model: nn.Module) -> ShardedExchange | None:
     """Compression of a sharded ``model``; None if there is none, or no longer."""
     found = _attached.get(id(model))
     return None if found is None or found.closed else found
-
-
-def _broadcast_from_first_replica(model: nn.Module, network: Any) -> None:
-    for tensor in [*model.parameters(), *model.buffers()]:
-        dist.broadcast(local_of(tensor.detach()), group_src=0, group=network.data.group)

@@ -135,9 +135,11 @@ def shard_dimension(groups: Sequence[ParameterGroup], mesh: DeviceMesh) -> int:
         ValueError: there is none, or there is only one replica.
     """
     own = {tuple(dist.get_process_group_ranks(group.group)) for group in groups}
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "a rank of the mesh"
     for dimension in range(2):
-        line = _line_of(mesh, dimension)
-        if own == {line}:
+        line = mesh.mesh.select(1 - dimension, coordinate[1 - dimension])  # with this rank
+        if own == {tuple(line.tolist())}:
             if mesh.size(1 - dimension) == 1:
                 raise ValueError(
                     "compress_fsdp needs several replicas, got one: nothing crosses between "
@@ -150,13 +152,6 @@ def shard_dimension(groups: Sequence[ParameterGroup], mesh: DeviceMesh) -> int:
         f"{sorted(own)} and the mesh {mesh.mesh.tolist()}; call fully_shard with mesh['shard'], "
         "in configure_model with self.device_mesh['data_parallel']"
     )
-
-
-def _line_of(mesh: DeviceMesh, dimension: int) -> tuple[int, ...]:
-    """Ranks of this rank's line of ``mesh`` along ``dimension``."""
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None, "a rank of the mesh"
-    return tuple(mesh.mesh.select(1 - dimension, coordinate[1 - dimension]).tolist())
 
 
 def sharded_groups(model: nn.Module, *, trained: bool = True) -> Iterator[ParameterGroup]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
 from typing import Any
@@ -37,7 +37,7 @@ class _Group:
     parameters: Sequence[nn.Parameter]  # sharded, those that are trained
     slices: Sequence[ParameterSlice]  # of the flat gradient that the reduce-scatter leaves
     numel: int  # of that, with padding
-    skipped: bool = field(default=False)  # its last gradients were not exchanged
+    skipped: bool = False  # its last gradients were not exchanged
 
 
 class ShardedGradients:
@@ -128,7 +128,7 @@ class ShardedGradients:
         """Exchange nothing more, and end the reducer."""
         self._unhook.remove()
         for group in self._groups:
-            group.module.set_all_reduce_hook(_nothing)
+            group.module.set_all_reduce_hook(lambda _: None)
         self.reducer.close()
 
     def begin(self) -> None:
@@ -211,7 +211,3 @@ def layout_of(group: ParameterGroup, names: Mapping[Tensor, str]) -> _Group:
 def local_of(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _nothing(_: Tensor) -> None:
-    pass

@@ -41,11 +41,7 @@ class ShardSettings:
 
     @classmethod
     def check(cls, given: Settings, parameters: str | Codec) -> ShardSettings:
-        """Resolve names and refuse what cannot work.
-
-        Raises:
-            ValueError: with the rule, the value received and what to do.
-        """
+        """Resolve names and refuse what cannot work."""
         if given.start_step or given.commit != "auto":
             raise ValueError(
                 "With parameters= every step is compressed, and nothing is committed later: leave "
@@ -93,10 +89,6 @@ def checked_settings(
     parameters: str | Codec | None,
     **settings: Any,
 ) -> Settings | ShardSettings:
-    """The checked settings of :func:`compress_fsdp`, of either kind.
-
-    Raises:
-        ValueError: a setting is out of range, or cannot take effect.
-    """
+    """The checked settings of :func:`compress_fsdp`, of either kind."""
     given = sharded_settings(codec, **settings)
     return given if parameters is None else ShardSettings.check(given, parameters)

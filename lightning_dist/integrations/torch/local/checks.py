@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-import torch
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -12,7 +11,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_dist.integrations.torch.checks import brings_momentum
-from lightning_dist.integrations.torch.fsdp.replicas import local_of
 from lightning_dist.integrations.torch.local.settings import LocalUpdateSettings, Replicas
 from lightning_dist.log import get_logger
 from lightning_dist.onebit_adam import OneBitAdam
@@ -103,12 +101,6 @@ def require_scheduler(made: object, *, outer: Optimizer) -> None:
             f"on the number of outer steps alone, got {type(made).__name__}; for a factor of "
             "the rate use lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor)"
         )
-
-
-def norm_of_gradients(parameters: Iterable[nn.Parameter]) -> float:
-    """Sum of the norms of this rank's gradients."""
-    found = (local_of(p.grad) for p in parameters if p.grad is not None)
-    return sum(float(torch.linalg.vector_norm(each)) for each in found)
 
 
 def require_stepped(gradients: float) -> None:

@@ -16,22 +16,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_dist.integrations.torch.checks import require_effect
 from lightning_dist.integrations.torch.fsdp.replicas import local_of
-from lightning_dist.integrations.torch.local.checks import (
-    norm_of_gradients,
-    require_scheduler,
-    require_stepped,
-)
+from lightning_dist.integrations.torch.local.checks import require_scheduler, require_stepped
 from lightning_dist.integrations.torch.local.fragments import Fragment, cut, own_part
 from lightning_dist.integrations.torch.local.pseudo_gradients import Exchange, PseudoGradients
 from lightning_dist.integrations.torch.local.settings import LocalUpdateSettings
 from lightning_dist.integrations.torch.local.shards import (
+    OuterState,
     Read,
     WorkerShards,
-    own_state,
     reshard,
     run_of,
-    striped_state,
-    whole_state,
 )
 from lightning_dist.log import get_logger
 from lightning_dist.private import name_before_compile
@@ -68,7 +62,10 @@ class LocalUpdates:
         self.shards = shards
         """Those of this rank's worker; None where the model is not sharded."""
         named = {name_before_compile(name): p for name, p in module.named_parameters()}
-        self._trained = {name: p for name, p in named.items() if p.requires_grad}
+        self.trained: Mapping[str, nn.Parameter] = {
+            name: p for name, p in named.items() if p.requires_grad
+        }
+        """Parameters that local steps change, by name."""
         self.reducer = Reducer(
             {p: name for name, p in named.items()},
             settings=settings,
@@ -81,7 +78,7 @@ class LocalUpdates:
             is_shard = isinstance(tensor, DTensor)
             among = shards.between if shards is not None and is_shard else network
             among.data.broadcast(local_of(tensor.detach()), owner=0).wait()
-        self._fragments = cut(self._trained, schedule.fragments, offload=schedule.offload)
+        self._fragments = cut(self.trained, schedule.fragments, offload=schedule.offload)
         anchors = [anchor for each in self._fragments for anchor in each.anchors]
         self.outer_optimizer = (
             torch.optim.SGD(
@@ -99,6 +96,9 @@ class LocalUpdates:
         )
         """Of its learning rate; None: constant."""
         require_scheduler(self.outer_scheduler, outer=self.outer_optimizer)
+        self._of_shards = (
+            None if shards is None else OuterState(shards, self.outer_optimizer, self._fragments)
+        )
         self._gradients = PseudoGradients(
             self._fragments,
             self.reducer,
@@ -140,7 +140,8 @@ class LocalUpdates:
             RuntimeError: a peer is lost. Anchor, outer optimizer and weights are as before.
         """
         if not self._has_stepped:
-            gradients = norm_of_gradients(self._trained.values())
+            own = (local_of(p.grad) for p in self.trained.values() if p.grad is not None)
+            gradients = sum(float(torch.linalg.vector_norm(each)) for each in own)
             if self.shards is not None:
                 (gradients,) = self.shards.total(gradients)
             require_stepped(gradients)
@@ -172,8 +173,10 @@ class LocalUpdates:
         local = self.attempted - self.schedule.ddp_steps
         if local < 0:
             return False
-        if local == 0:
-            self._begin()
+        if local == 0:  # the last step of plain DDP is over: the anchor is what all ranks have now
+            assert self._synced is not None
+            self._synced.require_backward_grad_sync = False
+            self.anchor_from_weights()
             return False
         fragment, under_way = self.schedule.fragment_at(local), self._gradients.under_way
         # One that was saved under another schedule may be due after the next one begins.
@@ -231,10 +234,7 @@ class LocalUpdates:
             yield
         finally:
             own, self._set_aside = self._set_aside, None
-            reshard(self.module)
-            with torch.no_grad():
-                for name, parameter in self._trained.items():
-                    parameter.copy_(own[name])
+            self.load_worker(own, {})
 
     def worker_weights(self) -> dict[str, Tensor]:
         """This worker's own trained parameters by name, also inside :meth:`anchor_weights`.
@@ -243,12 +243,7 @@ class LocalUpdates:
         """
         if self._set_aside is not None:
             return self._set_aside
-        return {name: p.detach().clone() for name, p in self._trained.items()}
-
-    @property
-    def trained(self) -> Mapping[str, nn.Parameter]:
-        """Parameters that local steps change, by name."""
-        return self._trained
+        return {name: p.detach().clone() for name, p in self.trained.items()}
 
     def buffers(self) -> dict[str, Tensor]:
         """This worker's own buffers by name."""
@@ -256,7 +251,7 @@ class LocalUpdates:
 
     def anchor_state_dict(self) -> dict[str, Any]:
         """The model's ``state_dict`` with the anchor in the place of trained parameters."""
-        names = {id(parameter): name for name, parameter in self._trained.items()}
+        names = {id(parameter): name for name, parameter in self.trained.items()}
         anchors = self._anchors()
         found = {}
         for key, value in self.module.state_dict(keep_vars=True).items():
@@ -296,9 +291,8 @@ class LocalUpdates:
         """
         gradients = self._gradients.state_dict()
         state = self._described(gradients, self.reducer.state_dict())
-        if self.shards is not None:
-            optimizer, fragments = self.outer_optimizer, self._fragments
-            state = whole_state(state, self.shards, optimizer=optimizer, fragments=fragments)
+        if self._of_shards is not None:
+            state = self._of_shards.whole(state)
         return None if self.reducer.network.rank else state
 
     def striped_state_dict(self) -> tuple[dict[str, Any], list[Stripes]]:
@@ -309,11 +303,8 @@ class LocalUpdates:
         gradients = self._gradients.state_dict()
         residuals, stripes = self.reducer.striped_state_dict()
         state = self._described(gradients, residuals)
-        if self.shards is not None:
-            optimizer, fragments = self.outer_optimizer, self._fragments
-            state, of_shards = striped_state(
-                state, self.shards, optimizer=optimizer, fragments=fragments
-            )
+        if self._of_shards is not None:
+            state, of_shards = self._of_shards.striped(state)
             stripes = [*stripes, *of_shards]
         return state, stripes
 
@@ -366,12 +357,9 @@ class LocalUpdates:
                 f"The state must be of the same trained parameters, and differs in {different[:3]};"
                 " use the model that it was saved with"
             )
-        if self.shards is None:
+        if self._of_shards is None:
             return state
-        optimizer, rows = self.outer_optimizer, self.reducer.network.rows
-        return own_state(
-            state, optimizer=optimizer, fragments=self._fragments, rows=rows, read=read
-        )
+        return self._of_shards.own(state, rows=self.reducer.network.rows, read=read)
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`own_state`. Collective.
@@ -400,7 +388,7 @@ class LocalUpdates:
         held = self.buffers()
         reshard(self.module)
         for name, value in weights.items():
-            local_of(self._trained[name].detach()).copy_(local_of(value))
+            local_of(self.trained[name].detach()).copy_(local_of(value))
         for name, value in buffers.items():
             held[name_before_compile(name)].copy_(value)
 
@@ -421,12 +409,6 @@ class LocalUpdates:
 
     def _optimizer_stepped(self, *_: Any) -> None:
         self._has_stepped = True
-
-    def _begin(self) -> None:
-        """The last step of plain DDP is over: the anchor is what all ranks have now."""
-        assert self._synced is not None
-        self._synced.require_backward_grad_sync = False
-        self.anchor_from_weights()
 
     def _take_mean(self) -> tuple[Exchange, Tensor]:
         """The exchange that is under way, and its mean, once that is there; now none is."""

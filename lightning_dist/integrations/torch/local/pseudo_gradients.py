@@ -198,7 +198,11 @@ class PseudoGradients:
         Raises:
             ValueError: the exchange is of another fragment.
         """
-        self._load_samples(state["samples"])
+        network, rows = self._reducer.network, state["samples"]["workers"]
+        self.samples = _Samples(len(self._fragments))
+        self.samples.usual = float(state["samples"]["usual"])
+        if network.rank < len(rows) and rows.shape[1] == 1 + len(self._fragments):
+            self.samples.seen, *self.samples.sent = rows[network.rank].tolist()
         self.under_way = None
         if state["exchange"] is not None:
             self._load_exchange(state["exchange"])
@@ -211,13 +215,6 @@ class PseudoGradients:
         rows = rows.to(network.device)
         network.control.all_reduce(rows).wait()
         return {"workers": rows.cpu(), "usual": counts.usual}
-
-    def _load_samples(self, saved: Mapping[str, Any]) -> None:
-        network, rows = self._reducer.network, saved["workers"]
-        self.samples = _Samples(len(self._fragments))
-        self.samples.usual = float(saved["usual"])
-        if network.rank < len(rows) and rows.shape[1] == 1 + len(self._fragments):
-            self.samples.seen, *self.samples.sent = rows[network.rank].tolist()
 
     def _load_exchange(self, saved: Mapping[str, Any]) -> None:
         index, mean = int(saved["fragment"]), saved["mean"]

@@ -57,9 +57,6 @@ class LocalUpdateSettings:
 
         Args:
             outer_optimizer: the user's own, which has rates of its own; None: the outer SGD.
-
-        Raises:
-            ValueError: with the rule, the value received and what to do.
         """
         if method not in get_args(Method):
             near = difflib.get_close_matches(str(method), get_args(Method), n=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,10 +14,13 @@ from typing_extensions import override
 
 from lightning_dist.integrations.torch.fsdp.checks import require_alike
 from lightning_dist.integrations.torch.fsdp.replicas import local_of
-from lightning_dist.integrations.torch.local.fragments import first_row
-from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates
 from lightning_dist.integrations.torch.local.shards import Read, run_of
-from lightning_dist.integrations.torch.local.state import WorkerStates
+from lightning_dist.integrations.torch.local.state import (
+    WorkerStates,
+    described,
+    placed,
+    start_of,
+)
 from lightning_dist.private import map_tensors
 from lightning_dist.reducer.parts import Stripes
 
@@ -29,9 +32,7 @@ class ShardedWorkerStates(WorkerStates):
     The ``"buffers"`` of a worker are a list, of those of each of its ranks.
     """
 
-    @override
-    def _require_kind(self, updates: LocalUpdates) -> None:
-        """Any is fine."""
+    _takes_shards = True
 
     @property
     def _place(self) -> tuple[int, int, int]:
@@ -85,44 +86,21 @@ class ShardedWorkerStates(WorkerStates):
         shared, stripes = self._updates.striped_state_dict()
         own = self._own()
         buffers = own.pop("buffers")
-        described = map_tensors(_described, {"own": own, "buffers": buffers})
+        of_this = ((worker, place), described({"own": own, "buffers": buffers}))
         ranks: list[Any] = [None] * network.world_size
-        dist.all_gather_object(ranks, ((worker, place), described), group=network.data.group)
-
-        def placed(tree: Any, of: Any, *, alone: bool) -> Any:
-            """Empty memory for ``tree``.
-
-            Args:
-                of: what this rank has of it; None: nothing.
-                alone: what is not sharded is written by this rank.
-            """
-            tensors: list[Tensor] = []
-            map_tensors(tensors.append, of)
-            held: Iterator[Tensor] = iter(tensors)
-
-            def empty(like: Tensor) -> Tensor:
-                whole = torch.empty(like.shape, dtype=like.dtype)
-                tensor = None if of is None else next(held)
-                stripes.append(Stripes(whole, _runs(tensor, alone=alone)))
-                return whole
-
-            return map_tensors(empty, tree)
-
+        dist.all_gather_object(ranks, of_this, group=network.data.group)
         workers: list[Any] = []
         for (of_worker, number), found in sorted(ranks, key=lambda each: each[0]):
             if number == 0:
-                of_this = own if of_worker == worker else None
-                whole = placed(found["own"], of_this, alone=place == 0)
+                held = own if of_worker == worker else None
+                whole = placed(found["own"], held, stripes, alone=place == 0)
                 workers.append({**whole, "buffers": []})
             is_own = (of_worker, number) == (worker, place)
-            of_rank = placed(found["buffers"], buffers if is_own else None, alone=True)
+            of_rank = placed(found["buffers"], buffers if is_own else None, stripes)
             workers[-1]["buffers"].append(of_rank)
         return {"shared": shared, "workers": workers}, stripes
 
     @override
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.load_own_state(self.own_state(state))
-
     def own_state(self, state: Mapping[str, Any], *, read: Read = run_of) -> dict[str, Any]:
         """This rank's part of :meth:`state_dict`.
 
@@ -142,7 +120,7 @@ class ShardedWorkerStates(WorkerStates):
                 _of_optimizer(saved, optimizer, read)
                 for optimizer, saved in zip(self._optimizers, own["optimizer_states"], strict=True)
             ],
-            "scaler": own.get("scaler"),
+            "scaler": own.get("scaler") or None,  # {} is of a disabled one
             "parameters": None,
         }
         if worker < len(workers):
@@ -150,32 +128,6 @@ class ShardedWorkerStates(WorkerStates):
             found["parameters"] = {n: _part(saved[n], of, read) for n, of in trained.items()}
         rest: dict[str, Any] = _read_rest(found, read)
         return rest
-
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`own_state`. Collective."""
-        for optimizer, saved in zip(self._optimizers, state["optimizer_states"], strict=True):
-            optimizer.load_state_dict(saved)
-        if self._scaler is not None and state["scaler"]:
-            self._scaler.load_state_dict(state["scaler"])
-        self._updates.load_own_state(state["shared"])
-        if state["parameters"] is not None:
-            self._updates.load_worker(state["parameters"], state["buffers"])
-        else:
-            self._updates.start_from_anchor()
-
-
-def _described(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def _runs(tensor: Tensor | None, *, alone: bool) -> tuple[tuple[int, Tensor], ...]:
-    """Elements of a whole tensor that this rank writes: its shard, or all if it is ``alone``."""
-    if tensor is None:
-        return ()
-    local = local_of(tensor.detach()).reshape(-1)
-    if isinstance(tensor, DTensor):
-        return ((_start(tensor), local),) if local.numel() else ()
-    return ((0, local),) if alone else ()
 
 
 def _part(whole: Tensor, like: Tensor, read: Read) -> Tensor:
@@ -186,13 +138,8 @@ def _part(whole: Tensor, like: Tensor, read: Read) -> Tensor:
             "use the model that it was saved with"
         )
     local = local_of(like.detach())
-    start = _start(like) if isinstance(like, DTensor) else 0
+    start = start_of(like) if isinstance(like, DTensor) else 0
     return read(whole, start, local.numel()).view(local.shape)
-
-
-def _start(sharded: DTensor) -> int:
-    """Element of a whole tensor at which this rank's part starts."""
-    return first_row(sharded) * (sharded.numel() // max(1, sharded.shape[0]))
 
 
 def _of_optimizer(saved: Mapping[str, Any], optimizer: Optimizer, read: Read) -> dict[str, Any]:

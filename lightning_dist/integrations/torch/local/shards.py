@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from math import prod
@@ -175,119 +176,132 @@ def run_of(whole: Tensor, start: int, numel: int) -> Tensor:
     return whole.reshape(-1)[start : start + numel]
 
 
-def require_shapes(state: Mapping[str, Any], optimizer: Optimizer) -> None:
-    """Raise ValueError unless the outer ``optimizer`` keeps what can be put together of shards."""
-    for index, anchor in enumerate(_parameters_of(optimizer)):
-        for key, held in state["outer_optimizer"]["state"].get(index, {}).items():
-            if isinstance(held, Tensor) and held.dim() and held.shape != anchor.shape:
-                raise ValueError(
-                    "State of the outer optimizer must have the shape of its parameter to be put "
-                    f"together from shards, got {key!r} of {type(optimizer).__name__}; use SGD or "
-                    "AdamW"
-                )
-
-
-def whole_state(
-    state: Mapping[str, Any],
-    shards: WorkerShards,
-    *,
-    optimizer: Optimizer,
-    fragments: Sequence[Fragment],
-) -> dict[str, Any]:
-    """State of outer steps with whole parameters, on the worker's first rank. Collective in it.
+@dataclass(frozen=True)
+class OuterState:
+    """State of outer steps on shards, from and to that of whole parameters.
 
     Args:
+        shards: of this rank's worker.
         optimizer: the outer one.
-
-    Raises:
-        ValueError: the outer optimizer has state of another shape than its parameters.
+        fragments: of the model.
     """
-    require_shapes(state, optimizer)
-    exchange, mean = state["exchange"], []
-    if exchange is not None:
-        parts = fragments[exchange["fragment"]].slices
-        mean = [part.shaped(part.of(exchange["mean"])) for part in parts]
-    whole = shards.gather(
-        {"anchor": state["anchor"], "outer_optimizer": state["outer_optimizer"], "mean": mean}
-    )
-    mean = whole.pop("mean")
-    if exchange is not None:
-        exchange = {**exchange, "mean": torch.cat([each.reshape(-1) for each in mean])}
-    return {**state, **whole, "exchange": exchange}
 
+    shards: WorkerShards
+    optimizer: Optimizer
+    fragments: Sequence[Fragment]
 
-def striped_state(
-    state: Mapping[str, Any],
-    shards: WorkerShards,
-    *,
-    optimizer: Optimizer,
-    fragments: Sequence[Fragment],
-) -> tuple[dict[str, Any], list[Stripes]]:
-    """:func:`whole_state` on every rank, with shards left where they are.
+    def whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """``state`` with whole parameters, on the worker's first rank. Collective in it.
 
-    The workers have the same ones, and an equal share of them each in the stripes.
-    """
-    require_shapes(state, optimizer)
-    parts, by_name = _parts_of(fragments)
-    stripes: list[Stripes] = []
-    share, of = shards.between.rank, shards.between.world_size
+        Raises:
+            ValueError: the outer optimizer has state of another shape than its parameters.
+        """
+        self._require_shapes(state)
+        exchange, mean = state["exchange"], []
+        if exchange is not None:
+            parts = self.fragments[exchange["fragment"]].slices
+            mean = [part.shaped(part.of(exchange["mean"])) for part in parts]
+        whole = self.shards.gather(
+            {"anchor": state["anchor"], "outer_optimizer": state["outer_optimizer"], "mean": mean}
+        )
+        mean = whole.pop("mean")
+        if exchange is not None:
+            exchange = {**exchange, "mean": torch.cat([each.reshape(-1) for each in mean])}
+        return {**state, **whole, "exchange": exchange}
 
-    def runs(part: ParameterSlice, own: Tensor, *, before: int = 0) -> list[tuple[int, Tensor]]:
-        low, high = own.numel() * share // of, own.numel() * (share + 1) // of
-        return [(before + part.start + low, own.reshape(-1)[low:high])] if low < high else []
+    def striped(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[Stripes]]:
+        """:meth:`whole` on every rank, with shards left where they are.
 
-    def placed(part: ParameterSlice, own: Tensor) -> Tensor:
-        rows = part.whole // max(1, prod(part.shape[1:]))
-        whole = torch.empty((rows, *part.shape[1:]), dtype=own.dtype)
-        stripes.append(Stripes(whole, tuple(runs(part, own))))
-        return whole
+        The workers have the same ones, and an equal share of them each in the stripes.
+        """
+        self._require_shapes(state)
+        stripes: list[Stripes] = []
+        share, of = self.shards.between.rank, self.shards.between.world_size
 
-    anchor = {name: placed(by_name[name], own) for name, own in state["anchor"].items()}
-    outer = _of_outer(state, optimizer, lambda held, anchor: placed(parts[anchor], held))
-    exchange = state["exchange"]
-    if exchange is not None:
-        own, before, mean = list[tuple[int, Tensor]](), 0, exchange["mean"]
-        for part in fragments[exchange["fragment"]].slices:
-            own += runs(part, part.of(mean), before=before)
-            before += part.whole
-        exchange = {**exchange, "mean": torch.empty(before, dtype=mean.dtype)}
-        stripes.append(Stripes(exchange["mean"], tuple(own)))
-    whole = {"anchor": anchor, "outer_optimizer": outer, "exchange": exchange}
-    return {**state, **whole}, stripes
+        def runs(part: ParameterSlice, own: Tensor, *, before: int = 0) -> list[tuple[int, Tensor]]:
+            low, high = own.numel() * share // of, own.numel() * (share + 1) // of
+            return [(before + part.start + low, own.reshape(-1)[low:high])] if low < high else []
 
+        def placed(own: Tensor, part: ParameterSlice) -> Tensor:
+            rows = part.whole // max(1, prod(part.shape[1:]))
+            whole = torch.empty((rows, *part.shape[1:]), dtype=own.dtype)
+            stripes.append(Stripes(whole, tuple(runs(part, own))))
+            return whole
 
-def own_state(
-    state: Mapping[str, Any],
-    *,
-    optimizer: Optimizer,
-    fragments: Sequence[Fragment],
-    rows: Rows,
-    read: Read = run_of,
-) -> dict[str, Any]:
-    """This rank's part of :func:`whole_state`.
+        changed = self._changed(state, placed)
+        exchange = state["exchange"]
+        if exchange is not None:
+            own, before, mean = list[tuple[int, Tensor]](), 0, exchange["mean"]
+            for part in self.fragments[exchange["fragment"]].slices:
+                own += runs(part, part.of(mean), before=before)
+                before += part.whole
+            exchange = {**exchange, "mean": torch.empty(before, dtype=mean.dtype)}
+            stripes.append(Stripes(exchange["mean"], tuple(own)))
+        return {**state, **changed, "exchange": exchange}, stripes
 
-    Args:
-        rows: of the residuals, of which this rank has a part of one.
-        read: gives a part of a tensor that may be in a file.
-    """
-    parts, by_name = _parts_of(fragments)
-    taken = partial(_part_of, read=read)
-    anchor = {name: taken(whole, by_name[name]) for name, whole in state["anchor"].items()}
-    outer = _of_outer(state, optimizer, lambda held, anchor: taken(held, parts[anchor]))
-    exchange = state["exchange"]
-    if exchange is not None and exchange["fragment"] < len(fragments):
-        of_mean = fragments[exchange["fragment"]].slices
-        wholes = exchange["mean"].split([part.whole for part in of_mean])
-        own = [taken(each, part).reshape(-1) for each, part in zip(wholes, of_mean, strict=True)]
-        exchange = {**exchange, "mean": torch.cat(own)}
-    residuals = {
-        key: {name: _held(each, by_name.get(name), rows, read) for name, each in value.items()}
-        if key in ROWS
-        else value
-        for key, value in state["residuals"].items()
-    }
-    own_of = {"anchor": anchor, "outer_optimizer": outer, "exchange": exchange}
-    return {**state, **own_of, "residuals": residuals}
+    def own(self, state: Mapping[str, Any], *, rows: Rows, read: Read) -> dict[str, Any]:
+        """This rank's part of :meth:`whole`.
+
+        Args:
+            rows: of the residuals, of which this rank has a part of one.
+            read: gives a part of a tensor that may be in a file.
+        """
+        taken = partial(_part_of, read=read)
+        changed = self._changed(state, taken)
+        exchange = state["exchange"]
+        if exchange is not None and exchange["fragment"] < len(self.fragments):
+            parts = self.fragments[exchange["fragment"]].slices
+            wholes = exchange["mean"].split([part.whole for part in parts])
+            own = [taken(each, part).reshape(-1) for each, part in zip(wholes, parts, strict=True)]
+            exchange = {**exchange, "mean": torch.cat(own)}
+        by_name = self._parts
+        residuals = {
+            key: {name: _held(each, by_name.get(name), rows, read) for name, each in value.items()}
+            if key in ROWS
+            else value
+            for key, value in state["residuals"].items()
+        }
+        return {**state, **changed, "exchange": exchange, "residuals": residuals}
+
+    @property
+    def _parts(self) -> dict[str, ParameterSlice]:
+        """This rank's parts by name."""
+        return {part.name: part for each in self.fragments for part in each.slices}
+
+    @property
+    def _anchors(self) -> list[Tensor]:
+        """In the order of the numbers in the optimizer's state."""
+        return [each for group in self.optimizer.param_groups for each in group["params"]]
+
+    def _changed(
+        self, state: Mapping[str, Any], change: Callable[[Tensor, ParameterSlice], Tensor]
+    ) -> dict[str, Any]:
+        """Anchor and optimizer's state, with ``change(held, part)`` for what is held of a part."""
+        by_name, saved = self._parts, state["outer_optimizer"]
+        anchors = {name: change(held, by_name[name]) for name, held in state["anchor"].items()}
+        parts: dict[Tensor, ParameterSlice] = {}
+        for fragment in self.fragments:
+            parts.update(zip(fragment.anchors, fragment.slices, strict=True))
+        of_anchors = {
+            index: {
+                key: change(held, parts[each]) if isinstance(held, Tensor) and held.dim() else held
+                for key, held in saved["state"][index].items()
+            }
+            for index, each in enumerate(self._anchors)
+            if index in saved["state"]
+        }
+        return {"anchor": anchors, "outer_optimizer": {**saved, "state": of_anchors}}
+
+    def _require_shapes(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless the optimizer keeps what can be put together of shards."""
+        for index, anchor in enumerate(self._anchors):
+            for key, held in state["outer_optimizer"]["state"].get(index, {}).items():
+                if isinstance(held, Tensor) and held.dim() and held.shape != anchor.shape:
+                    raise ValueError(
+                        "State of the outer optimizer must have the shape of its parameter to be "
+                        f"put together from shards, got {key!r} of "
+                        f"{type(self.optimizer).__name__}; use SGD or AdamW"
+                    )
 
 
 def _held(saved: Tensor, part: ParameterSlice | None, rows: Rows, read: Read) -> Tensor | Held:
@@ -299,38 +313,6 @@ def _held(saved: Tensor, part: ParameterSlice | None, rows: Rows, read: Read) ->
     found = [read(saved, row * whole + part.start, part.numel) for row in taken]
     loaded = sum(found[1:], found[0]) / len(found)
     return Held(whole, saved.dtype, loaded=loaded, start=part.start)
-
-
-def _parts_of(
-    fragments: Sequence[Fragment],
-) -> tuple[dict[Tensor, ParameterSlice], dict[str, ParameterSlice]]:
-    """This rank's parts by anchor, and by name."""
-    parts: dict[Tensor, ParameterSlice] = {}
-    for fragment in fragments:
-        parts.update(zip(fragment.anchors, fragment.slices, strict=True))
-    return parts, {part.name: part for part in parts.values()}
-
-
-def _of_outer(
-    state: Mapping[str, Any], optimizer: Optimizer, change: Callable[[Tensor, Tensor], Tensor]
-) -> dict[str, Any]:
-    """State of the outer optimizer, with ``change(held, anchor)`` for what is held of an anchor."""
-    saved = state["outer_optimizer"]
-    of_anchors = {
-        index: {
-            key: change(held, each) if isinstance(held, Tensor) and held.dim() else held
-            for key, held in saved["state"][index].items()
-        }
-        for index, each in enumerate(_parameters_of(optimizer))
-        if index in saved["state"]
-    }
-    return {**saved, "state": of_anchors}
-
-
-def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """In the order of the numbers in its state."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def _part_of(whole: Tensor, part: ParameterSlice, *, read: Read) -> Tensor:

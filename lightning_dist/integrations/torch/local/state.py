@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +12,8 @@ from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_dist.integrations.torch.fsdp.replicas import local_of
+from lightning_dist.integrations.torch.local.fragments import first_row
 from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates
 from lightning_dist.private import map_tensors
 from lightning_dist.reducer.parts import Stripes
@@ -38,6 +39,8 @@ class WorkerStates:
         ValueError: the model is sharded.
     """
 
+    _takes_shards = False
+
     def __init__(
         self,
         updates: LocalUpdates,
@@ -45,11 +48,8 @@ class WorkerStates:
         *,
         scaler: GradScaler | None = None,
     ) -> None:
-        self._require_kind(updates)
-        self._updates, self._optimizers, self._scaler = updates, optimizers, scaler
-
-    def _require_kind(self, updates: LocalUpdates) -> None:
-        if any(isinstance(each, DTensor) for each in updates.module.parameters()):
+        is_sharded = any(isinstance(each, DTensor) for each in updates.module.parameters())
+        if is_sharded and not self._takes_shards:
             raise ValueError(
                 "LocalUpdateStrategy, Accelerate and ElasticLoop save workers whose ranks have the "
                 "whole model, got one that fully_shard has sharded; use "
@@ -57,6 +57,7 @@ class WorkerStates:
                 "lightning_dist.local_updates in a loop of your own, and save its state_dict() and "
                 "the model and optimizer of every rank"
             )
+        self._updates, self._optimizers, self._scaler = updates, optimizers, scaler
 
     def state_dict(self) -> dict[str, Any] | None:
         """State of all workers on rank 0; None elsewhere. Collective, between optimizer steps.
@@ -78,24 +79,13 @@ class WorkerStates:
         """
         network = self._updates.reducer.network
         shared, stripes = self._updates.striped_state_dict()
-        tensors: list[Tensor] = []
-
-        def described(tensor: Tensor) -> Tensor:
-            tensors.append(tensor.detach().contiguous())
-            return torch.empty_like(tensor, device="meta")
-
-        own = map_tensors(described, self._own())
-        workers: list[Any] = [None] * network.world_size
-        dist.all_gather_object(workers, own, group=network.data.group)
-
-        def placed(like: Tensor, of: Iterator[Tensor] | None) -> Tensor:
-            whole = torch.empty(like.shape, dtype=like.dtype)
-            stripes.append(Stripes(whole, () if of is None else ((0, next(of)),)))
-            return whole
-
-        for rank, worker in enumerate(workers):
-            of = iter(tensors) if rank == network.rank else None
-            workers[rank] = map_tensors(partial(placed, of=of), worker)
+        own = self._own()
+        of_ranks: list[Any] = [None] * network.world_size
+        dist.all_gather_object(of_ranks, described(own), group=network.data.group)
+        workers = [
+            placed(each, own if rank == network.rank else None, stripes)
+            for rank, each in enumerate(of_ranks)
+        ]
         return {"shared": shared, "workers": workers}, stripes
 
     def _own(self) -> dict[str, Any]:
@@ -116,16 +106,66 @@ class WorkerStates:
         Raises:
             ValueError: see :meth:`LocalUpdates.load_state_dict`.
         """
-        network, workers = self._updates.reducer.network, state["workers"]
-        own = workers[network.rank % len(workers)]
-        for optimizer, saved in zip(self._optimizers, own["optimizer_states"], strict=True):
+        self.load_own_state(self.own_state(state))
+
+    def own_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """This worker's part of :meth:`state_dict`."""
+        rank, workers = self._updates.reducer.network.rank, state["workers"]
+        own = workers[rank % len(workers)]
+        buffers = own["buffers"]  # of a sharded worker those of each of its ranks
+        return {
+            "shared": self._updates.own_state(state["shared"]),
+            "buffers": buffers if isinstance(buffers, Mapping) else buffers[0],
+            "optimizer_states": own["optimizer_states"],
+            "scaler": own.get("scaler"),
+            "parameters": own["parameters"] if rank < len(workers) else None,
+        }
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`own_state`. Collective."""
+        for optimizer, saved in zip(self._optimizers, state["optimizer_states"], strict=True):
             optimizer.load_state_dict(saved)
-        if self._scaler is not None and "scaler" in own:
-            self._scaler.load_state_dict(own["scaler"])
-        self._updates.load_state_dict(state["shared"])
-        if network.rank < len(workers):
-            buffers = own["buffers"]  # of a sharded worker those of each of its ranks
-            buffers = buffers if isinstance(buffers, Mapping) else buffers[0]
-            self._updates.load_worker(own["parameters"], buffers)
+        if self._scaler is not None and state["scaler"] is not None:
+            self._scaler.load_state_dict(state["scaler"])
+        self._updates.load_own_state(state["shared"])
+        if state["parameters"] is not None:
+            self._updates.load_worker(state["parameters"], state["buffers"])
         else:
             self._updates.start_from_anchor()
+
+
+def described(tree: Any) -> Any:
+    """``tree`` with tensors that have only their shape and dtype."""
+    return map_tensors(lambda each: torch.empty(each.shape, dtype=each.dtype, device="meta"), tree)
+
+
+def placed(tree: Any, own: Any, stripes: list[Stripes], *, alone: bool = True) -> Any:
+    """Empty memory for what is ``described``, with what this rank has of it in ``stripes``.
+
+    Args:
+        own: what was described, on the rank that has it; None elsewhere.
+        alone: what is not sharded is written by this rank.
+    """
+    tensors: list[Tensor] = []
+    map_tensors(tensors.append, own)
+    held = iter(tensors)
+
+    def empty(like: Tensor) -> Tensor:
+        whole = torch.empty(like.shape, dtype=like.dtype)
+        stripes.append(Stripes(whole, () if own is None else _runs(next(held), alone=alone)))
+        return whole
+
+    return map_tensors(empty, tree)
+
+
+def _runs(tensor: Tensor, *, alone: bool) -> tuple[tuple[int, Tensor], ...]:
+    """Elements of a whole tensor that this rank writes: its shard, or all if it is ``alone``."""
+    local = local_of(tensor.detach()).reshape(-1)
+    if isinstance(tensor, DTensor):
+        return ((start_of(tensor), local),) if local.numel() else ()
+    return ((0, local),) if alone else ()
+
+
+def start_of(sharded: DTensor) -> int:
+    """Element of a whole tensor at which this rank's part starts."""
+    return first_row(sharded) * (sharded.numel() // max(1, sharded.shape[0]))
