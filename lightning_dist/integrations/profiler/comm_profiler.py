@@ -24,9 +24,8 @@ from typing_extensions import override
 from lightning_dist.integrations import rank_zero
 from lightning_dist.integrations.lightning.private import without_fabric
 from lightning_dist.integrations.profiler.live import LiveProfile, Upload, log_summary
-from lightning_dist.integrations.profiler.local import LocalModel
+from lightning_dist.integrations.profiler.models import LocalModel, as_ddp
 from lightning_dist.integrations.profiler.run import ProfileRun
-from lightning_dist.integrations.profiler.sharded import as_ddp
 from lightning_dist.integrations.profiler.sigterm import CODE, Sigterm, sigterm_raises
 from lightning_dist.log import warn
 from lightning_dist.private import before_compile

@@ -19,13 +19,12 @@ from lightning_dist.accelerator import is_accelerator
 from lightning_dist.elastic.recovery.groups import is_alone
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
 from lightning_dist.exchange.handshake import all_facts
-from lightning_dist.integrations.profiler.local import LocalModel, LocalWatching
 from lightning_dist.integrations.profiler.metadata import (
     rank_metadata,
     run_metadata,
     why_not_in_detail,
 )
-from lightning_dist.integrations.profiler.sharded import ShardedModel
+from lightning_dist.integrations.profiler.models import LocalModel, LocalWatching, ShardedModel
 from lightning_dist.integrations.torch.ddp import reducer_of
 from lightning_dist.measurement.device_clock import clock_of
 from lightning_dist.private import set_group_timeout
