@@ -51,7 +51,7 @@ from lightning_dist.profiling.whatif.costs import (
     write_costs,
 )
 from lightning_dist.profiling.whatif.observe import Observed
-from lightning_dist.profiling.whatif.words import MEASURES, with_whatif
+from lightning_dist.profiling.whatif.predict import MEASURES, with_whatif
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.shared_folder import replace_file
 from lightning_dist.topology import this_host
