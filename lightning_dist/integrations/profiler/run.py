@@ -36,8 +36,12 @@ from lightning_dist.profiling.capture.ddp_hook import (
     watch_allreduce,
 )
 from lightning_dist.profiling.capture.events import ErrorRecord, StepRecord
-from lightning_dist.profiling.capture.files import await_ends, new_run_folder
-from lightning_dist.profiling.capture.gather import gather_records, ranks_apart
+from lightning_dist.profiling.capture.files import (
+    await_ends,
+    gather_records,
+    new_run_folder,
+    ranks_apart,
+)
 from lightning_dist.profiling.capture.session import Session, SessionSettings
 from lightning_dist.profiling.capture.torch_tools import TorchTracer, dump_flight_record
 from lightning_dist.profiling.clocks import read_offset
