@@ -212,14 +212,9 @@ class CommProfiler(pl.Callback):
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if self._live is not None and self._run is None:  # this rank has met the others meanwhile
-            model: Any = trainer.strategy.model
             strategy: Any = trainer.strategy
-            self._open(
-                model,
-                _parent(trainer),
-                leads=lambda: trainer.is_global_zero,
-                meet=strategy.meet,
-            )
+            how: dict[str, Any] = {"leads": lambda: trainer.is_global_zero, "meet": strategy.meet}
+            self._open(strategy.model, _parent(trainer), **how)
 
     def _open(
         self, model: DistributedDataParallel, parent: Path, first: int = 0, **how: Any
