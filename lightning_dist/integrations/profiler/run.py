@@ -30,11 +30,7 @@ from lightning_dist.measurement.device_clock import clock_of
 from lightning_dist.private import set_group_timeout
 from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.capture.ddp_hook import (
-    Watching,
-    is_watched,
-    watch_allreduce,
-)
+from lightning_dist.profiling.capture.ddp_hook import Watching, is_watched, watch_allreduce
 from lightning_dist.profiling.capture.events import ErrorRecord, StepRecord
 from lightning_dist.profiling.capture.files import (
     await_ends,
@@ -48,12 +44,7 @@ from lightning_dist.profiling.clocks import read_offset
 from lightning_dist.profiling.links import end_group, first_sentence, measure_links
 from lightning_dist.profiling.report.files import Written, write_files
 from lightning_dist.profiling.run import Run, read_run
-from lightning_dist.profiling.whatif.costs import (
-    Costs,
-    measure_costs,
-    runs_compiled,
-    write_costs,
-)
+from lightning_dist.profiling.whatif.costs import Costs, measure_costs, runs_compiled, write_costs
 from lightning_dist.profiling.whatif.observe import Observed
 from lightning_dist.profiling.whatif.predict import MEASURES, with_whatif
 from lightning_dist.reducer.reducer import Reducer
@@ -173,10 +164,7 @@ class ProfileRun:
             self._measure_links(model)
         if torch_profiler is not None:
             self._tracer = TorchTracer(
-                self.folder,
-                rank=rank,
-                wanted=torch_profiler,
-                on_problem=on_problem,
+                self.folder, rank=rank, wanted=torch_profiler, on_problem=on_problem
             )
             self._session.is_disturbed = self._begin_step(first)
         if self._reducer is not None:

@@ -17,12 +17,7 @@ from lightning_dist.profiling.analysis.intervals import (
     union,
 )
 from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, Timeline, TimelineSpan
-from lightning_dist.profiling.capture.events import (
-    OF_NO_BUCKET,
-    PHASES,
-    BucketTimes,
-    StepRecord,
-)
+from lightning_dist.profiling.capture.events import OF_NO_BUCKET, PHASES, BucketTimes, StepRecord
 from lightning_dist.profiling.run import Run
 
 _CODEC = ("encode", "decode")

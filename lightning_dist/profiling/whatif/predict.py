@@ -211,12 +211,7 @@ def _prediction(
         cost = _crowded(cost, observed)
     if scenario.sync_every:
         step = simulate_local_step(
-            buckets,
-            scenario,
-            tail=observed.tail,
-            cost=cost,
-            inside_cost=inside,
-            one_core=one_core,
+            buckets, scenario, tail=observed.tail, cost=cost, inside_cost=inside, one_core=one_core
         )
     else:
         # What the run's own codec took has its share of the core in it.
