@@ -108,22 +108,13 @@ def _typical(steps: Sequence[Analysed], values: Array) -> list[float]:
 
 def _cost(steps: Sequence[Analysed], *, gathers: bool, ranks: int) -> CodecCost:
     """Cost of the codec of the parameters, or of the gradients, as measured in the run."""
-    exchanges = [
-        span
-        for each in steps
-        for span in each.exchanges
-        if (span.bucket == OF_NO_BUCKET) == gathers
+    chosen = [
+        [span for span in each.spans if (span.bucket == OF_NO_BUCKET) == gathers] for each in steps
     ]
+    exchanges = [span for spans in chosen for span in spans if span.phase == "exchange"]
     times = [
-        [
-            sum(
-                span.end - span.begin
-                for span in each.spans
-                if span.phase == phase and (span.bucket == OF_NO_BUCKET) == gathers
-            )
-            for phase in ("encode", "decode")
-        ]
-        for each in steps
+        [sum(s.end - s.begin for s in spans if s.phase == phase) for phase in ("encode", "decode")]
+        for spans in chosen
     ]
     encode, decode = _typical(steps, np.array(times) / NS)
     numel = sum(span.numel for span in exchanges)
