@@ -83,8 +83,8 @@ from benchmarks.harness.tables import of_link
 from benchmarks.harness.testbed import Testbed
 from benchmarks.profiler.tables import WHATIF_ERRORS, WHATIF_FSDP, WHATIF_SCALING
 from benchmarks.step_time.tables import local_steps
+from lightning_dist.integrations.profiler.models import as_ddp
 from lightning_dist.integrations.profiler.run import ProfileRun
-from lightning_dist.integrations.profiler.sharded import as_ddp
 from lightning_dist.integrations.torch.networks import new_groups
 from lightning_dist.measurement.calibration import calibrate
 from lightning_dist.measurement.costs import CodecCost

@@ -19,7 +19,7 @@ from lightning_dist.profiling.report.files import to_json, write_files
 from lightning_dist.profiling.report.terminal import print_summary
 from lightning_dist.profiling.run import read_run, run_folder
 from lightning_dist.profiling.whatif.costs import read_costs
-from lightning_dist.profiling.whatif.words import with_whatif
+from lightning_dist.profiling.whatif.predict import with_whatif
 
 app = typer.Typer(no_args_is_help=True)
 

@@ -20,9 +20,8 @@ from lightning_dist.profiling.run import read_run, run_folder
 from lightning_dist.profiling.whatif.costs import Costs, Status, read_costs, runs_compiled
 from lightning_dist.profiling.whatif.observe import Observed, observe
 from lightning_dist.profiling.whatif.predict import local_scenarios, predict
-from lightning_dist.profiling.whatif.predictions import LABEL
+from lightning_dist.profiling.whatif.predictions import LABEL, notes, where
 from lightning_dist.profiling.whatif.scenarios import DDP, elsewhere, scenarios_of
-from lightning_dist.profiling.whatif.words import notes, where
 
 
 @reported

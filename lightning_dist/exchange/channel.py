@@ -46,7 +46,7 @@ class Watch:
         return nothing
 
 
-def nothing() -> None:
+def nothing(*_: object) -> None:
     """No call is of interest."""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
@@ -153,6 +153,15 @@ class Run:
         return max((each.metadata.world_size for each in self.ranks.values()), default=0)
 
     @property
+    def hosts(self) -> dict[int, str]:
+        """Host of every rank that has left something."""
+        return {rank: each.metadata.host for rank, each in self.ranks.items()}
+
+    def beside(self, ranks: Iterable[int]) -> list[int]:
+        """All other ranks of the run."""
+        return sorted(set(range(self.world_size)) - set(ranks))
+
+    @property
     def generations(self) -> list[GenerationRecord]:
         """Changes of members within the process, as the first rank that knew of each tells it."""
         found = {mark.number: mark for each in self.ranks.values() for mark in each.generations}
@@ -228,7 +237,7 @@ def read_run(folder: str | Path) -> Run:
             f"{instead if runs else ''}"
         )
     run = Run(_of_one_run(dict(sorted(ranks.items())), notes), notes)
-    if missing := sorted(set(range(run.world_size)) - set(run.ranks)):
+    if missing := run.beside(run.ranks):
         notes.append(f"nothing of rank {', '.join(map(str, missing))}")
     last = {rank: max(each.steps, default=None) for rank, each in run.ranks.items()}
     newest = max((step for step in last.values() if step is not None), default=None)

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
-from lightning_dist.integrations.profiler.local import LocalModel
 from lightning_dist.integrations.profiler.metadata import why_not_in_detail
+from lightning_dist.integrations.profiler.models import LocalModel
 from lightning_dist.integrations.torch.local.settings import LocalUpdateSettings
 
 

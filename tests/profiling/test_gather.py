@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 from worlds import Rank, run_threads
 
-from lightning_dist.profiling.capture import gather
-from lightning_dist.profiling.capture.gather import gather_records, ranks_apart
+from lightning_dist.profiling.capture import files
+from lightning_dist.profiling.capture.files import gather_records, ranks_apart
 
 
 def content(rank: int, lines: int) -> bytes:
@@ -53,7 +53,7 @@ def test_files_of_others_are_in_the_folder_of_rank_0(
     tmp_path: Path, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Empty, short and long ones, in any number of chunks; one rank shares the folder."""
-    monkeypatch.setattr(gather, "_CHUNK", chunk)
+    monkeypatch.setattr(files, "_CHUNK", chunk)
     folders = [tmp_path / name for name in "aabcd"]
     contents = [content(rank, lines) for rank, lines in enumerate((3, 5, 0, 1, 200))]
     for rank, (folder, each) in enumerate(zip(folders, contents, strict=True)):
@@ -88,16 +88,16 @@ def test_a_rank_that_is_gone_costs_its_own_records(
     for rank, folder in enumerate(folders):
         folder.mkdir()
         (folder / f"rank{rank}.jsonl").write_bytes(content(rank, 4))
-    receive = gather._receive
+    receive = files._receive
 
     def receive_of_some(rank: int, group: dist.ProcessGroup) -> bytes:
         if rank != 1:
             return receive(rank, group)
-        group.recv([gather.torch.zeros(1, dtype=gather.torch.int64)], rank, 0).wait()
+        group.recv([files.torch.zeros(1, dtype=files.torch.int64)], rank, 0).wait()
         raise RuntimeError("[/gloo/pair.cc:1] Connection closed by peer. More words")
 
-    monkeypatch.setattr(gather, "_receive", receive_of_some)
-    monkeypatch.setattr(gather, "_send", _send_once_of_rank_1(gather._send))
+    monkeypatch.setattr(files, "_receive", receive_of_some)
+    monkeypatch.setattr(files, "_send", _send_once_of_rank_1(files._send))
     (problem,), *others = gathered(folders)
     assert re.fullmatch(r"records of rank 1 are incomplete: Connection closed by peer", problem)
     assert others == [[], []]
@@ -112,6 +112,6 @@ def _send_once_of_rank_1(send: object) -> object:
         if group.rank() != 1:
             send(data, group)
         elif data:
-            group.send([gather.torch.tensor([len(data)])], 0, 0).wait()
+            group.send([files.torch.tensor([len(data)])], 0, 0).wait()
 
     return sends

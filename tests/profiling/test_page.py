@@ -32,7 +32,7 @@ from lightning_dist.profiling.report.tables import (
 )
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.costs import Costs
-from lightning_dist.profiling.whatif.words import with_whatif
+from lightning_dist.profiling.whatif.predict import with_whatif
 
 
 def test_the_text_of_the_page() -> None:

@@ -16,7 +16,7 @@ from lightning_dist.profiling.report.files import to_json
 from lightning_dist.profiling.report.tables import facts, ranks_table
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.costs import Costs
-from lightning_dist.profiling.whatif.words import with_whatif
+from lightning_dist.profiling.whatif.predict import with_whatif
 
 
 def without_detail(run: Run, rank: int, *steps: int) -> Run:

@@ -31,7 +31,7 @@ from lightning_dist.profiling.capture.files import RankFile
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.observe import observe
 from lightning_dist.profiling.whatif.predict import local_scenarios, predict
-from lightning_dist.profiling.whatif.predictions import Predictions
+from lightning_dist.profiling.whatif.predictions import Predictions, name_of
 from lightning_dist.profiling.whatif.scenarios import (
     Bucket,
     Link,
@@ -40,7 +40,6 @@ from lightning_dist.profiling.whatif.scenarios import (
     scenarios_of,
 )
 from lightning_dist.profiling.whatif.simulator import simulate_step
-from lightning_dist.profiling.whatif.words import name_of
 
 
 def sharded(planted: Planted = SQUARE, *, kind: str = "replicas", replicas: int = 2) -> Run:

@@ -12,9 +12,8 @@ from whatif_runs import CHUNK, COSTS, DDP, INT8, about, asked, duration, only, w
 from lightning_dist.profiling.capture.events import BurstRecord, LinkRecord
 from lightning_dist.profiling.whatif.observe import observe
 from lightning_dist.profiling.whatif.predict import LEAST_TOLERANCE, local_scenarios, predict
-from lightning_dist.profiling.whatif.predictions import LABEL, Prediction
+from lightning_dist.profiling.whatif.predictions import LABEL, Prediction, remark
 from lightning_dist.profiling.whatif.scenarios import FORMS, Link, Scenario, elsewhere, scenarios_of
-from lightning_dist.profiling.whatif.words import remark
 from lightning_dist.reducer.units.sizes import UNIT_ELEMENTS
 
 FP16 = {"codec": "fp16"}

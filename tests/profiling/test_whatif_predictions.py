@@ -19,13 +19,13 @@ from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.report.files import write_summary
 from lightning_dist.profiling.report.tables import whatif_table
 from lightning_dist.profiling.whatif.costs import Costs
-from lightning_dist.profiling.whatif.predictions import LABEL, Predictions
-from lightning_dist.profiling.whatif.words import (
-    MEASURES,
+from lightning_dist.profiling.whatif.predict import MEASURES, with_whatif
+from lightning_dist.profiling.whatif.predictions import (
+    LABEL,
+    Predictions,
     headline,
     notes,
     times_faster,
-    with_whatif,
 )
 
 NOTHING = "No other setting is predicted to be faster by more than the error of the model."

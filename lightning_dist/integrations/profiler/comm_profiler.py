@@ -24,9 +24,8 @@ from typing_extensions import override
 from lightning_dist.integrations import rank_zero
 from lightning_dist.integrations.lightning.private import without_fabric
 from lightning_dist.integrations.profiler.live import LiveProfile, Upload, log_summary
-from lightning_dist.integrations.profiler.local import LocalModel
+from lightning_dist.integrations.profiler.models import LocalModel, as_ddp
 from lightning_dist.integrations.profiler.run import ProfileRun
-from lightning_dist.integrations.profiler.sharded import as_ddp
 from lightning_dist.integrations.profiler.sigterm import CODE, Sigterm, sigterm_raises
 from lightning_dist.log import warn
 from lightning_dist.private import before_compile
@@ -213,14 +212,9 @@ class CommProfiler(pl.Callback):
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if self._live is not None and self._run is None:  # this rank has met the others meanwhile
-            model: Any = trainer.strategy.model
             strategy: Any = trainer.strategy
-            self._open(
-                model,
-                _parent(trainer),
-                leads=lambda: trainer.is_global_zero,
-                meet=strategy.meet,
-            )
+            how: dict[str, Any] = {"leads": lambda: trainer.is_global_zero, "meet": strategy.meet}
+            self._open(strategy.model, _parent(trainer), **how)
 
     def _open(
         self, model: DistributedDataParallel, parent: Path, first: int = 0, **how: Any

@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dist.accelerator import has_streams
 from lightning_dist.elastic.launcher.launch import Launch
 from lightning_dist.elastic.recovery.protocol import Worker
-from lightning_dist.integrations.profiler.local import LocalModel
-from lightning_dist.integrations.profiler.sharded import ShardedModel
+from lightning_dist.integrations.profiler.models import LocalModel, ShardedModel
 from lightning_dist.integrations.torch.fsdp.attach import ShardedExchange
 from lightning_dist.profiling.capture.ddp_hook import why_not_watched
 from lightning_dist.profiling.capture.events import RankRecord

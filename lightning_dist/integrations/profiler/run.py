@@ -19,40 +19,34 @@ from lightning_dist.accelerator import is_accelerator
 from lightning_dist.elastic.recovery.groups import is_alone
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
 from lightning_dist.exchange.handshake import all_facts
-from lightning_dist.integrations.profiler.local import LocalModel, LocalWatching
 from lightning_dist.integrations.profiler.metadata import (
     rank_metadata,
     run_metadata,
     why_not_in_detail,
 )
-from lightning_dist.integrations.profiler.sharded import ShardedModel
+from lightning_dist.integrations.profiler.models import LocalModel, LocalWatching, ShardedModel
 from lightning_dist.integrations.torch.ddp import reducer_of
 from lightning_dist.measurement.device_clock import clock_of
 from lightning_dist.private import set_group_timeout
 from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.capture.ddp_hook import (
-    Watching,
-    is_watched,
-    watch_allreduce,
-)
+from lightning_dist.profiling.capture.ddp_hook import Watching, is_watched, watch_allreduce
 from lightning_dist.profiling.capture.events import ErrorRecord, StepRecord
-from lightning_dist.profiling.capture.files import await_ends, new_run_folder
-from lightning_dist.profiling.capture.gather import gather_records, ranks_apart
+from lightning_dist.profiling.capture.files import (
+    await_ends,
+    gather_records,
+    new_run_folder,
+    ranks_apart,
+)
 from lightning_dist.profiling.capture.session import Session, SessionSettings
 from lightning_dist.profiling.capture.torch_tools import TorchTracer, dump_flight_record
 from lightning_dist.profiling.clocks import read_offset
 from lightning_dist.profiling.links import end_group, first_sentence, measure_links
 from lightning_dist.profiling.report.files import Written, write_files
 from lightning_dist.profiling.run import Run, read_run
-from lightning_dist.profiling.whatif.costs import (
-    Costs,
-    measure_costs,
-    runs_compiled,
-    write_costs,
-)
+from lightning_dist.profiling.whatif.costs import Costs, measure_costs, runs_compiled, write_costs
 from lightning_dist.profiling.whatif.observe import Observed
-from lightning_dist.profiling.whatif.words import MEASURES, with_whatif
+from lightning_dist.profiling.whatif.predict import MEASURES, with_whatif
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.shared_folder import replace_file
 from lightning_dist.topology import this_host
@@ -170,10 +164,7 @@ class ProfileRun:
             self._measure_links(model)
         if torch_profiler is not None:
             self._tracer = TorchTracer(
-                self.folder,
-                rank=rank,
-                wanted=torch_profiler,
-                on_problem=on_problem,
+                self.folder, rank=rank, wanted=torch_profiler, on_problem=on_problem
             )
             self._session.is_disturbed = self._begin_step(first)
         if self._reducer is not None:

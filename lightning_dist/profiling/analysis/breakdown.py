@@ -17,12 +17,7 @@ from lightning_dist.profiling.analysis.intervals import (
     union,
 )
 from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, Timeline, TimelineSpan
-from lightning_dist.profiling.capture.events import (
-    OF_NO_BUCKET,
-    PHASES,
-    BucketTimes,
-    StepRecord,
-)
+from lightning_dist.profiling.capture.events import OF_NO_BUCKET, PHASES, BucketTimes, StepRecord
 from lightning_dist.profiling.run import Run
 
 _CODEC = ("encode", "decode")
@@ -287,11 +282,10 @@ def _reach(run: Run, rank: int) -> tuple[set[str], set[str]]:
 
     A rank that has left nothing may be anywhere.
     """
-    hosts: dict[int, str | None] = {each: of.metadata.host for each, of in run.ranks.items()}
-    here, groups = hosts[rank], run.ranks[rank].metadata.groups
+    hosts, groups = run.hosts, run.ranks[rank].metadata.groups
     others = {name: {hosts.get(m) for m in of if m != rank} for name, of in groups.items()}
-    intra = {name for name, of in others.items() if of & {here, None}}
-    return intra, {name for name, of in others.items() if of - {here}}
+    intra = {name for name, of in others.items() if of & {hosts[rank], None}}
+    return intra, {name for name, of in others.items() if of - {hosts[rank]}}
 
 
 def passes_of(record: StepRecord) -> list[list[BucketTimes]]:

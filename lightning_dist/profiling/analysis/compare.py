@@ -25,13 +25,7 @@ _NOTCH = 1.58
 _FEWEST = 6
 """Steps of a run below which their quartiles say nothing."""
 
-NAMES = (
-    "step_ms",
-    *(f"{part}_ms" for part in PARTS),
-    "exposed_ms",
-    "sent_mb",
-    "all_steps_ms",
-)
+NAMES = ("step_ms", *(f"{part}_ms" for part in PARTS), "exposed_ms", "sent_mb", "all_steps_ms")
 """Figures that are compared: parts are means over ranks, ``sent_mb`` is of a rank. All but
 ``all_steps_ms`` are of the steps that were recorded in detail, as they are in a report."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from lightning_dist.profiling.analysis.imbalance import growth_of
 from lightning_dist.profiling.analysis.metrics import METRICS, format_value
@@ -83,8 +83,7 @@ def _ms(value: float | None) -> str:
 
 def notes_of(run: Run, chosen: Sample, table: StepTable, summary: Summary) -> list[str]:
     """Notes, the most important first: what ended the training."""
-    hosts = {each.metadata.host for each in run.ranks.values()}
-    is_one_host = len(hosts) == 1 and len(run.ranks) == run.world_size
+    is_one_host = len({*run.hosts.values()}) == 1 and len(run.ranks) == run.world_size
     passes, optimizer_steps = table.of("passes"), table.of("optimizer_steps").sum()
     per_step = passes.sum() / max((passes > 0).sum(), 1)
     spare = (
@@ -183,11 +182,6 @@ def _ranks(ranks: Sequence[int], of: int) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, sorted(ranks)))}"
 
 
-def missing_ranks(run: Run, ranks: Iterable[int]) -> list[int]:
-    """All other ranks of the run."""
-    return sorted(set(range(run.world_size)) - set(ranks))
-
-
 def unavailable_of(run: Run, chosen: Sample, table: StepTable, *, has_link: bool) -> dict[str, str]:
     """Reasons by field of the summary; all but that of the straggler."""
     none, is_alone = chosen.reason, run.world_size < 2
@@ -195,7 +189,7 @@ def unavailable_of(run: Run, chosen: Sample, table: StepTable, *, has_link: bool
     no_bucket = run.unseen or "no gradient bucket and no exchange was observed"
     no_traffic = "one rank sends nothing" if is_alone else "no gradient bucket was sent"
     no_codec = "DDP itself exchanges the gradients, without a codec" if run.is_stock else run.unseen
-    missing = ", ".join(map(str, missing_ranks(run, table.ranks)))
+    missing = ", ".join(map(str, run.beside(table.ranks)))
     no_rank = (
         f"no steps of rank {missing} were recorded: its traffic is unknown, and waiting for it "
         "counts as transfer"

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_dist.profiling.analysis.intervals import Interval, Intervals
 from lightning_dist.profiling.analysis.metrics import MEANING_OF_PARTS
 from lightning_dist.profiling.capture.events import Span
-
-if TYPE_CHECKING:
-    from lightning_dist.profiling.whatif.predictions import Predictions
+from lightning_dist.profiling.whatif.predictions import Predictions
 
 SCHEMA = 2
 

@@ -12,12 +12,7 @@ from msgspec.structs import asdict
 
 from lightning_dist.profiling.analysis.breakdown import timeline
 from lightning_dist.profiling.analysis.imbalance import find_phase_skew, straggler
-from lightning_dist.profiling.analysis.notes import (
-    headline,
-    missing_ranks,
-    notes_of,
-    unavailable_of,
-)
+from lightning_dist.profiling.analysis.notes import headline, notes_of, unavailable_of
 from lightning_dist.profiling.analysis.parts import (
     EXPOSED,
     PARTS,
@@ -104,8 +99,7 @@ def pick_steps(run: Run, summary: Summary) -> list[Timeline]:
 def _run_info(run: Run) -> dict[str, Any]:
     if not run.ranks:
         return {}
-    first = run.ranks[min(run.ranks)].metadata
-    hosts = {rank: each.metadata.host for rank, each in run.ranks.items()}
+    first, hosts = run.ranks[min(run.ranks)].metadata, run.hosts
     return {
         **{name: getattr(first, name) for name in ("codec", "backend", "device")},
         "world_size": run.world_size,
@@ -166,7 +160,7 @@ def _ranks(
     means = {name: (table.of(name).sum(axis=0) / per_step).tolist() for name in names}
     uncertainties = table.of("uncertainty").max(axis=0, initial=0).tolist()
     # With ranks missing it is not known what of the time was waiting for them.
-    is_whole = not missing_ranks(run, chosen.ranks)
+    is_whole = not run.beside(chosen.ranks)
     summaries = []
     for row, (rank, of_rank) in enumerate(chosen.ranks.items()):
         own = {name: of[row] for name, of in means.items()}
@@ -215,8 +209,7 @@ def _gbps(nbytes: float, nanoseconds: float) -> float | None:
 
 def _link_gbps(run: Run) -> float | None:
     """The best of the links between hosts; inside a host only where there is no other."""
-    hosts = {rank: each.metadata.host for rank, each in run.ranks.items()}
-    rates = []
+    hosts, rates = run.hosts, []
     for each in run.ranks.values():
         for link in each.links:
             ends = each.metadata.groups.get(link.group, ()) if link.peer is None else [link.peer]

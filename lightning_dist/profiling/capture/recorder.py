@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.accelerator import DeviceStream
+from lightning_dist.exchange.channel import nothing
 from lightning_dist.measurement.device_clock import DeviceClock, HostClock, StreamClock, Timestamp
 from lightning_dist.profiling.capture.codec_error import CompressionErrorSampler
 from lightning_dist.profiling.capture.events import GLOO_AT_ONCE, OF_NO_BUCKET
@@ -91,7 +92,7 @@ class Recorder(Observer):
     def works(self, bucket: int, phase: Phase) -> Callable[[], None]:
         self._bucket = bucket
         if not self.is_on:
-            return _nothing
+            return nothing
         self._phase, self._since = phase, self._now()
         return self._work_ends
 
@@ -107,7 +108,7 @@ class Recorder(Observer):
     @override
     def waits(self) -> Callable[[], None]:
         if not (self.is_on and self._phase):
-            return _nothing
+            return nothing
         phase = self._phase
         self._work_ends()  # waiting is not work
 
@@ -156,7 +157,7 @@ class Recorder(Observer):
         order = self._own_orders[group]
         self._own_orders[group] = order + 1
         if not self.is_on:
-            return _ignore
+            return nothing
         begin, spans = self._now(), self._spans
 
         def completed(end: Timestamp, blocks: bool = False) -> None:
@@ -322,11 +323,3 @@ class ThreadCompletionWatcher:
                 if not self._pending:
                     self._changed.notify_all()
             before = after
-
-
-def _nothing() -> None:
-    pass
-
-
-def _ignore(_: object) -> None:
-    pass

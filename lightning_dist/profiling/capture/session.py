@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_dist.measurement.device_clock import DeviceClock, HostClock
+from lightning_dist.measurement.device_clock import DeviceClock
 from lightning_dist.profiling.capture.events import (
     EndRecord,
     ErrorRecord,
@@ -98,7 +98,8 @@ class Session:
     ) -> None:
         self._settings, self._clock = settings, clock
         self._sync_every = metadata.sync_every
-        self._device_clock: DeviceClock = HostClock(clock) if device_clock is None else device_clock
+        self.recorder = Recorder(clock, device_clock=device_clock)
+        self._device_clock = self.recorder.device_clock
         self._next_step, self._on_step = begin_step, on_step
         self._on_error, self._on_problem = on_error, on_problem
         self._step = first
@@ -113,7 +114,6 @@ class Session:
         self.is_disturbed = False
         """Whether something makes this step longer than it is; it is not written down."""
         self._over: deque[PendingStep] = deque()
-        self.recorder = Recorder(clock, device_clock=self._device_clock)
         self.recorder.blocks = self._sync_every > 0
         self.recorder.on_regrouped = self._regrouped
         self._begin_step()

@@ -55,11 +55,10 @@ def write_files(
 
         write_report(path, summary, timelines())
 
-    hosts = {rank: each.metadata.host for rank, each in run.ranks.items()}
     writers: dict[str, tuple[bool, Callable[[Path], None]]] = {
         "summary.json": (True, lambda path: write_summary(path, summary)),
         "report.html": (html, write_page),
-        "trace.json.gz": (trace, lambda path: write_trace(path, timelines(), hosts)),
+        "trace.json.gz": (trace, lambda path: write_trace(path, timelines(), run.hosts)),
         "steps.csv": (csv, lambda path: write_csv(path, run, summary)),
     }
     written = Written([], [])

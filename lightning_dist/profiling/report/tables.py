@@ -20,8 +20,14 @@ from lightning_dist.profiling.analysis.metrics import (
 )
 from lightning_dist.profiling.analysis.parts import PARTS, Summary
 from lightning_dist.profiling.capture.events import PHASES
-from lightning_dist.profiling.whatif.predictions import LABEL, Predictions
-from lightning_dist.profiling.whatif.words import name_of, notes, remark, where
+from lightning_dist.profiling.whatif.predictions import (
+    LABEL,
+    Predictions,
+    name_of,
+    notes,
+    remark,
+    where,
+)
 
 RANK_COLUMNS = (
     *("rank", "host", "step_ms", "exposed_ms", "wait_ms", "waited_for_ms"),

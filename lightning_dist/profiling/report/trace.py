@@ -147,18 +147,15 @@ def _work(timeline: Timeline, flows: Iterator[int]) -> Iterator[_Slice]:
 
 
 def _exchange(rank: int, span: TimelineSpan) -> Event:
-    rate, wait = _mbit_per_s(span), (span.transfer[0] - span.begin) / 1e6
+    begin, end = span.transfer
     unknown = "not known: not every member has recorded this step"
     args = {
         **{"op": span.op, "group": span.group, "bytes": span.sent, "bucket": span.bucket},
-        "wait_ms": unknown if span.arrival is None else wait,
-        "Mbit/s": "not known: it took no time" if rate is None else round(rate, 2),
+        "wait_ms": unknown if span.arrival is None else (begin - span.begin) / 1e6,
+        "Mbit/s": "not known: it took no time",
     }
+    if begin < end:
+        args["Mbit/s"] = round(span.sent * 8000 / (end - begin), 2)
     bucket = "of FSDP" if span.bucket == OF_NO_BUCKET else span.bucket
     name = f"{span.op or span.phase} {bucket}"
     return _slice(rank, "exchange", name, span.begin, span.end, args=args)
-
-
-def _mbit_per_s(span: TimelineSpan) -> float | None:
-    lasted = span.end - span.transfer[0]
-    return span.sent * 8000 / lasted if lasted > 0 else None

@@ -30,6 +30,7 @@ from lightning_dist.profiling.whatif.scenarios import (
 from lightning_dist.profiling.whatif.shards import (
     NS,
     ObservedShards,
+    main_codec,
     observe_shards,
     why_no_shards,
 )
@@ -86,11 +87,11 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     steps = [analyse(run, step) for step in chosen.detailed]
     every = [each for ranks in steps for each in ranks]
     abouts = [each.metadata for each in run.ranks.values()]
-    missing = ", ".join(map(str, sorted(set(range(run.world_size)) - set(chosen.ranks))))
+    missing = ", ".join(map(str, run.beside(chosen.ranks)))
     table = step_table(run, chosen.detailed, steps)
     sent, moving = table.link_uses()
     used = (sent > 0) & (moving > 0)
-    hosts = Counter(each.host for each in abouts)
+    hosts = Counter(run.hosts.values())
     all_ranks = any(each.fsdp == "all_ranks" for each in abouts)
     is_fsdp = any(each.fsdp for each in abouts) and not all_ranks
     why_not = why_no_shards(every) if all_ranks else ""
@@ -118,7 +119,8 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     )
     if problem := next((reason for holds, reason in reasons if holds), None):
         raise ValueError(f"Nothing can be predicted from this profile: {problem}")
-    codec, device = _codec(every), run.ranks[min(run.ranks)].metadata.device or "cpu"
+    codec = main_codec(bucket for each in every for bucket in each.record.buckets)
+    device = run.ranks[min(run.ranks)].metadata.device or "cpu"
     across = ["inter" in each.groups for each in abouts]
     link, inside = _link(run, sent[used] / moving[used] * NS), _inside(every)
     form = FLAT if not any(across) else HIERARCHICAL if all(across) else LEADER
@@ -204,19 +206,9 @@ def _buckets(steps: Sequence[Sequence[Analysed]], ring: int) -> list[Bucket]:
     return sorted(found, key=lambda bucket: bucket.ready)
 
 
-def _codec(every: Sequence[Analysed]) -> str:
-    """Codec of the most bytes: small tensors travel as they are, beside it."""
-    weights: Counter[str] = Counter()
-    for bucket in (bucket for each in every for bucket in each.record.buckets):
-        names = [name for name in bucket.codec.split("+") if name != "none"]
-        weights[names[0] if names else "none"] += bucket.raw
-    return max(weights, key=lambda name: weights[name])
-
-
 def _link(run: Run, rates: Array) -> Link:
     """Link between hosts, of bytes per second on every link and step that sent something."""
-    hosts = {each.metadata.host for each in run.ranks.values()}
-    alone = [0.0]
+    alone, hosts = [0.0], {*run.hosts.values()}
     if len(hosts) in (1, len(run.ranks)):  # else a collective of all says less than their sum
         links = (link for each in run.ranks.values() for link in each.links if link.peer is None)
         alone = [link.sent / link.seconds for link in links if link.seconds > 0] or alone

@@ -1,14 +1,17 @@
-"""Predicted step times of other scenarios beside the run itself."""
+"""Predictions of other scenarios beside the run itself, also for the summary of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil, inf
 
 from lightning_dist.measurement.costs import CANDIDATES, CodecCost
-from lightning_dist.profiling.whatif.observe import Observed
-from lightning_dist.profiling.whatif.predictions import Prediction, Predictions
+from lightning_dist.profiling.analysis.parts import Summary
+from lightning_dist.profiling.run import Run
+from lightning_dist.profiling.whatif.costs import Costs
+from lightning_dist.profiling.whatif.observe import Observed, observe
+from lightning_dist.profiling.whatif.predictions import Prediction, Predictions, headline
 from lightning_dist.profiling.whatif.scenarios import (
     ALL_RANKS,
     DDP,
@@ -17,8 +20,9 @@ from lightning_dist.profiling.whatif.scenarios import (
     HIERARCHICAL,
     LEADER,
     Scenario,
+    scenarios_of,
 )
-from lightning_dist.profiling.whatif.shards import IN_RUN
+from lightning_dist.profiling.whatif.shards import IN_RUN, ObservedShards
 from lightning_dist.profiling.whatif.simulator import (
     FREE,
     decoding,
@@ -26,6 +30,9 @@ from lightning_dist.profiling.whatif.simulator import (
     simulate_shards,
     simulate_step,
 )
+
+MEASURES = "`lightning-dist profile whatif DIR` measures"
+"""Remedy where costs are missing."""
 
 LOCAL_STEPS = "local steps, which change the training"
 """Assumption of their predictions."""
@@ -73,9 +80,9 @@ def local_scenarios(
         raise ValueError(f"Local steps must be 1 or more, got {min(sync_every)}")
     if below is not None and not 0 < below < 1:
         raise ValueError(f"The share of waiting must be between 0 and 100 %, got {below:.0%}")
-    forms = [replace(there, codec="none", form=each) for each in (HIERARCHICAL, LEADER, FLAT)]
-    chosen = next(each for each in forms if not each.unsupported) if form is None else form
-    form = chosen if isinstance(chosen, str) else chosen.form
+    if form is None:
+        known = (replace(there, codec="none", form=each) for each in (HIERARCHICAL, LEADER, FLAT))
+        form = next(each.form for each in known if not each.unsupported)
     found = []
     for codec in codecs or CANDIDATES:
         if codec == DDP or codec not in costs:
@@ -133,6 +140,31 @@ def predict(
     return Predictions(observed.step * 1e3, baseline, error, tolerance, found, link, unavailable)
 
 
+def with_whatif(summary: Summary, run: Run, costs: Callable[[Observed], Costs]) -> Summary:
+    """``summary`` of ``run`` with predictions, or with the reason why there are none.
+
+    Args:
+        costs: of codecs; called only where something can be predicted with them.
+    """
+    try:
+        observed = observe(run)
+        known = costs(observed)
+        if not known.by_name:
+            raise ValueError(f"{known.reason}; {MEASURES}")
+        own = observed.scenario
+        scenarios = [each for each in scenarios_of(own, own) if each != own]
+        found = predict(observed, scenarios, costs=known.by_name)
+    except Exception as error:  # the rest of the report is worth more than this part of it
+        reason = f"the prediction failed: {type(error).__name__}: {error}"
+        reason = str(error) if isinstance(error, ValueError) else reason
+        return replace(summary, unavailable={**summary.unavailable, "predictions": reason})
+    if known.reason:
+        unavailable = {**found.unavailable, "costs": f"{known.reason}; {MEASURES}"}
+        found = replace(found, unavailable=unavailable)
+    words = " ".join(filter(None, (summary.headline, headline(found))))
+    return replace(summary, predictions=found, headline=words)
+
+
 def _cost_in_run(observed: Observed, costs: Mapping[str, CodecCost]) -> dict[str, CodecCost]:
     """Cost of the run's own codec, with the bytes and times of the run."""
     run = observed.scenario
@@ -154,38 +186,36 @@ def _cost_in_run(observed: Observed, costs: Mapping[str, CodecCost]) -> dict[str
 def _prediction(
     observed: Observed, scenario: Scenario, costs: Mapping[str, CodecCost]
 ) -> Prediction:
-    if observed.shards is not None:
-        return _of_shards(observed, scenario, costs)
-    needed = [scenario.codec] + ["none"] * scenario.adds_inside
-    missing = [name for name in needed if name not in costs]
-    reason = f"the cost of {missing[0]} was not measured" if missing else scenario.unsupported
-    codec, shape = scenario.codec, (scenario.hosts, scenario.world_size, scenario.link.gbps)
     found = Prediction(
-        codec,
+        scenario.codec,
         scenario.form,
-        *shape,
-        reason=reason,
+        scenario.hosts,
+        scenario.world_size,
+        scenario.link.gbps,
         sync_every=scenario.sync_every,
         fragments=scenario.fragments,
         overlap_steps=scenario.overlap_steps,
+        parameters=scenario.parameters,
     )
+    if observed.shards is not None:
+        return _of_shards(found, observed, observed.shards, scenario, costs)
+    needed = [scenario.codec] + ["none"] * scenario.adds_inside
+    missing = [name for name in needed if name not in costs]
+    reason = f"the cost of {missing[0]} was not measured" if missing else scenario.unsupported
     if reason:
-        return found
-    # What the run's own codec took has its share of the core in it.
-    one_core = observed.one_core and codec != observed.scenario.codec
-    buckets, cost, inside = observed.buckets, costs[codec], costs.get("none")
-    if codec != observed.scenario.codec:
+        return replace(found, reason=reason)
+    buckets, one_core = observed.buckets, observed.one_core
+    cost, inside = costs[scenario.codec], costs.get("none")
+    is_own = scenario.codec == observed.scenario.codec
+    if not is_own:
         cost = _crowded(cost, observed)
     if scenario.sync_every:
         step = simulate_local_step(
-            buckets,
-            scenario,
-            tail=observed.tail,
-            cost=cost,
-            inside_cost=inside,
-            one_core=observed.one_core,
+            buckets, scenario, tail=observed.tail, cost=cost, inside_cost=inside, one_core=one_core
         )
     else:
+        # What the run's own codec took has its share of the core in it.
+        one_core = one_core and not is_own
         step = simulate_step(buckets, scenario, cost=cost, inside_cost=inside, one_core=one_core)
     last = max(bucket.ready for bucket in buckets)
     done = max(step.done, last)
@@ -200,18 +230,13 @@ def _prediction(
 
 
 def _of_shards(
-    observed: Observed, scenario: Scenario, costs: Mapping[str, CodecCost]
+    found: Prediction,
+    observed: Observed,
+    shards: ObservedShards,
+    scenario: Scenario,
+    costs: Mapping[str, CodecCost],
 ) -> Prediction:
-    shards, run = observed.shards, observed.scenario
-    assert shards is not None
-    found = Prediction(
-        scenario.codec,
-        scenario.form,
-        scenario.hosts,
-        scenario.world_size,
-        scenario.link.gbps,
-        parameters=scenario.parameters,
-    )
+    run = observed.scenario
 
     def cost_of(name: str, own: str, measured: CodecCost) -> CodecCost | None:
         if name == own:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.analysis.breakdown import Analysed
 from lightning_dist.profiling.analysis.parts import TimelineSpan
 from lightning_dist.profiling.analysis.tables import Array
-from lightning_dist.profiling.capture.events import OF_NO_BUCKET
+from lightning_dist.profiling.capture.events import OF_NO_BUCKET, BucketTimes, Span
 from lightning_dist.profiling.whatif.scenarios import ShardCollective
 
 NS = 1e9
@@ -52,6 +52,15 @@ def why_no_shards(every: Sequence[Analysed]) -> str:
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
+def main_codec(exchanged: Iterable[BucketTimes | Span]) -> str:
+    """Codec of the most bytes: small tensors travel as they are, beside it."""
+    weights: Counter[str] = Counter()
+    for each in exchanged:
+        names = [name for name in each.codec.split("+") if name != "none"]
+        weights[names[0] if names else "none"] += each.raw
+    return max(weights, key=lambda name: weights[name])
+
+
 def observe_shards(every: Sequence[Analysed], *, ranks: int) -> ObservedShards:
     """Inputs from steps, those of all ranks; of steps with the most frequent collectives."""
     sequences = Counter(_sequence(each) for each in every)
@@ -59,7 +68,7 @@ def observe_shards(every: Sequence[Analysed], *, ranks: int) -> ObservedShards:
     chosen = [each for each in every if _sequence(each) == common]
     computing = np.array([_computing(each) for each in chosen]) / NS
     *before, tail = _typical(chosen, computing)
-    moving = np.array([[sum(_length(span) for span in each.exchanges)] for each in chosen]) / NS
+    moving = np.array([[each.ns["moved"]] for each in chosen]) / NS
     return ObservedShards(
         [
             ShardCollective(gathers, compute, numel * ranks, raw / numel / (ranks - 1))
@@ -90,11 +99,6 @@ def _within(codec: Sequence[TimelineSpan], begin: int, end: int) -> int:
     return sum(span.end - span.begin for span in codec if begin <= span.begin < end)
 
 
-def _length(span: TimelineSpan) -> int:
-    begin, end = span.transfer
-    return end - begin
-
-
 def _typical(steps: Sequence[Analysed], values: Array) -> list[float]:
     """Medians over steps of the means over ranks; ``values (steps and ranks, columns)``."""
     numbers = np.array([each.record.step for each in steps])
@@ -104,32 +108,19 @@ def _typical(steps: Sequence[Analysed], values: Array) -> list[float]:
 
 def _cost(steps: Sequence[Analysed], *, gathers: bool, ranks: int) -> CodecCost:
     """Cost of the codec of the parameters, or of the gradients, as measured in the run."""
-    exchanges = [
-        span
-        for each in steps
-        for span in each.exchanges
-        if (span.bucket == OF_NO_BUCKET) == gathers
+    chosen = [
+        [span for span in each.spans if (span.bucket == OF_NO_BUCKET) == gathers] for each in steps
     ]
-    weights: Counter[str] = Counter()
-    for span in exchanges:
-        names = [name for name in span.codec.split("+") if name != "none"]
-        weights[names[0] if names else "none"] += span.raw
+    exchanges = [span for spans in chosen for span in spans if span.phase == "exchange"]
     times = [
-        [
-            sum(
-                span.end - span.begin
-                for span in each.spans
-                if span.phase == phase and (span.bucket == OF_NO_BUCKET) == gathers
-            )
-            for phase in ("encode", "decode")
-        ]
-        for each in steps
+        [sum(s.end - s.begin for s in spans if s.phase == phase) for phase in ("encode", "decode")]
+        for spans in chosen
     ]
     encode, decode = _typical(steps, np.array(times) / NS)
     numel = sum(span.numel for span in exchanges)
     of_step = numel / len(steps)
     return CodecCost(
-        max(weights, key=lambda name: weights[name]),
+        main_codec(exchanges),
         "two_shot",
         sum(span.sent for span in exchanges) / (ranks - 1) / numel,
         encode=encode / of_step / (1 if gathers else ranks),

@@ -1,4 +1,4 @@
-"""Sharded models (FSDP2) for the profiler, which knows DistributedDataParallel."""
+"""Sharded models (FSDP2) and local updates for the profiler, which knows DDP."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dist.exchange.channel import Watch
-from lightning_dist.integrations.profiler.local import LocalModel
+from lightning_dist.exchange.channel import Watch, nothing
 from lightning_dist.integrations.torch.fsdp.attach import ShardedExchange, exchange_of
 from lightning_dist.integrations.torch.fsdp.shards import (
     CompressedShards,
     QuantisedCollective,
     replaced_collectives,
 )
+from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates
 from lightning_dist.integrations.torch.local.updates import updates_of
 from lightning_dist.private import collectives_of, parameter_groups_of, reduces_gradients
 from lightning_dist.profiling.capture.events import OF_NO_BUCKET
 from lightning_dist.profiling.capture.recorder import Recorder
+from lightning_dist.profiling.capture.steps import StepTimer
 
 
 def as_ddp(model: nn.Module) -> DistributedDataParallel | None:
@@ -142,8 +143,8 @@ class _Quantised(Watch):
     ) -> None:
         self._comm, self._recorder, self._model, self._bucket = comm, recorder, model, bucket
         self.allocate = comm.allocate
-        self._work_ends: Callable[[], None] = _nothing
-        self._arrives: Callable[[None], None] = _nothing
+        self._work_ends: Callable[[], None] = nothing
+        self._arrives: Callable[[None], None] = nothing
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **how: Any) -> None:
         if not self._model.training:
@@ -175,7 +176,7 @@ class _Quantised(Watch):
             numel=rows.numel,
             codec=rows.codec,
         )
-        return _nothing
+        return nothing
 
     def waits(self) -> Callable[[], None]:
         return self._arrived
@@ -185,5 +186,48 @@ class _Quantised(Watch):
         self._work_ends = self._recorder.works(self._bucket, "decode")
 
 
-def _nothing(*_: object) -> None:
-    pass
+class LocalModel:
+    """Has of a DistributedDataParallel what the profiler asks for."""
+
+    bucket_bytes_cap = None
+    is_multi_device_module = False
+
+    def __init__(self, updates: LocalUpdates) -> None:
+        self.updates, self.module = updates, updates.module
+        self.device = updates.reducer.network.device
+        self.process_group = dist.group.WORLD
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Those of the module."""
+        return self.module.parameters()
+
+    def why_not_in_detail(self) -> str:
+        """Reason why exchanges cannot be timed; empty if they can."""
+        schedule = self.updates.schedule
+        if schedule.overlap_steps:
+            return f"with overlap_steps={schedule.overlap_steps} an exchange is of many steps"
+        if schedule.ddp_steps:
+            return "exchanges of the first ddp_steps are those of DDP"
+        if self.device.type != "cpu":
+            return "exchanges of local updates are timed on CPUs only"
+        return ""
+
+
+class LocalWatching:
+    """Tells a timer of attempted steps: each ends with ``updates.step()``, waiting included.
+
+    Passes are not seen: a Trainer may call methods of its module, and not the module.
+    """
+
+    def __init__(self, model: LocalModel, timer: StepTimer) -> None:
+        self._after, self._timer = model.updates.after_step, timer
+        self._after.append(self._stepped)
+
+    def stop(self) -> None:
+        """Tell nothing more."""
+        self._after.remove(self._stepped)
+
+    def _stepped(self) -> None:
+        self._timer.backward_ended(synchronised=True)
+        self._timer.stepped()
+        self._timer.end()
