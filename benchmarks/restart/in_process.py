@@ -32,9 +32,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.harness.launch import start_job
 from benchmarks.harness.results import parser_of, recording
 from benchmarks.harness.testbed import exit_on_signals
-from benchmarks.restart.jobs import start
 
 _RANKS, _CODEC, _PARAMETERS = 3, "int8", 1_000_000
 _TRAINING = {"codec": _CODEC, "parameters": _PARAMETERS, "seconds": 0.02}
@@ -92,7 +92,7 @@ class Job:
     def _start(self, words: list[str]) -> subprocess.Popen[bytes]:
         # Or half of torchrun's restarts fail.
         settings = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **self._settings}
-        return start(words, self._folder / "output", **settings)
+        return start_job(words, self._folder / "output", **settings)
 
     def steps(self) -> dict[int, list[Line]]:
         """By process: its last steps."""
