@@ -46,9 +46,9 @@ import argparse
 import itertools
 import os
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -77,7 +77,7 @@ from benchmarks.harness.rows import (
     FSDP,
     RowName,
     rotated,
-    tx_bytes_of,
+    timed,
 )
 from benchmarks.harness.tables import of_link
 from benchmarks.harness.testbed import Testbed
@@ -170,8 +170,7 @@ def run(
         updates = training.row.updates
         schedule = updates and updates.schedule
         first = 1 if subject == FSDP else 3
-        for _ in range(schedule.sync_every + schedule.overlap_steps if schedule else first):
-            training.step()
+        training.steps(schedule.sync_every + schedule.overlap_steps if schedule else first)
         return training
 
     dist.barrier()
@@ -211,7 +210,6 @@ def _turns(made: Mapping[str, Training], *, seconds: float) -> Iterator[dict[str
     """Rows in turn, another one first in every round, until each has had its time."""
     used = dict.fromkeys(made, 0.0)
     step_s: dict[str, float] = {}
-    interface = os.environ["GLOO_SOCKET_IFNAME"]
     for number in range(_MOST_TURNS if made else 0):
         for name in rotated(made, number):
             window, windows = made[name].row.name.local.get("sync_every", 1), 1
@@ -221,16 +219,9 @@ def _turns(made: Mapping[str, Training], *, seconds: float) -> Iterator[dict[str
             steps = window * windows
             if number >= _LEAST_TURNS and used[name] + steps * step_s[name] > seconds:
                 continue
-            dist.barrier()
-            tx_bytes, began = tx_bytes_of(interface), time.perf_counter()
-            for _ in range(steps):
-                made[name].step()
-            elapsed = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
-            dist.barrier()  # now every rank has received what this one sent
-            tx_bytes = tx_bytes_of(interface) - tx_bytes
-            dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
-            used[name] += elapsed.item()
-            step_s[name] = elapsed.item() / steps
+            elapsed, tx_bytes = timed(partial(made[name].steps, steps))
+            used[name] += elapsed
+            step_s[name] = elapsed / steps
             found = {"step_s": step_s[name], "wire_bytes": tx_bytes / steps}
             yield {"row": name, "steps": steps, **found}
 
