@@ -121,13 +121,13 @@ class Training:
     def run(self, steps: int) -> None:
         """Train on, timed between two barriers, then evaluate, which is not timed."""
 
-        def train() -> None:
+        def block() -> None:
             self.steps(steps)
             # Else what is under way would use the link in the turns of others.
             if waiting := self.row.updates or self.row.reducer:
                 waiting.wait()
 
-        elapsed, tx = timed(train)
+        elapsed, tx = timed(block)
         metrics = [{}]
         if self.row.text != COMPUTE_ROW:  # its replicas do not learn together
             updates = self.row.updates

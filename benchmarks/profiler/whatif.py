@@ -61,7 +61,6 @@ from benchmarks.convergence.tasks import DEMO_GPT, make_task
 from benchmarks.harness.launch import Layout
 from benchmarks.harness.results import (
     Record,
-    error_sizes,
     parser_of,
     positive,
     recording,
@@ -363,53 +362,49 @@ def fsdp_rows(found: Measured, *, base: float) -> tuple[list[JsonRow], dict[str,
             family = FSDP_BASES[RowName.parse(row).all_ranks]
             profile = found.profiles[family, base]
             prediction = predicted(profile, row, at=link / base, costs=found.costs)
-            measured, step_ms = 1e3 * median(each["step_s"] for each in own), prediction.step_ms
+            step_s = median(each["step_s"] for each in own)
             rows.append(
                 {
-                    "kind": "pair",
+                    **_pair((row, link), step_s, prediction, base=(family, base)),
                     "setting": row.removeprefix(f"{FSDP}/"),
-                    "link_mbit": link,
-                    "measured_ms": measured,
-                    "predicted_ms": step_ms,
-                    "relative_error": None if step_ms is None else step_ms / measured - 1,
-                    "is_base": (row, link) == (family, base),
-                    "reason": prediction.reason,
                     "turns": len(own),
                     "steps": sum(each["steps"] for each in own),
                     "wire_mb": median(each["wire_bytes"] for each in own) / 1e6,
                     "predicted_mb": prediction.sent_mb,
                 }
             )
-    errors = [row["relative_error"] for row in rows if not row["is_base"]]
-    return rows, {
-        "errors": error_sizes([each for each in errors if each is not None] or [0.0]),
-        "costs": {name: asdict(cost) for name, cost in found.costs.items()},
-        "label": LABEL,
+    return rows, {"errors": _error_sizes(rows)}
+
+
+def _pair(at: Place, step_s: float, prediction: Prediction, *, base: Place) -> JsonRow:
+    """What was measured, beside the prediction from the profile of ``base``."""
+    (row, link), measured, step_ms = at, 1e3 * step_s, prediction.step_ms
+    return {
+        "kind": "pair",
+        "setting": row,
+        "link_mbit": link,
+        "measured_ms": measured,
+        "predicted_ms": step_ms,
+        "relative_error": None if step_ms is None else step_ms / measured - 1,
+        "is_base": at == base,
+        "reason": prediction.reason,
     }
 
 
-def compare(
-    profiles: Mapping[Place, Observed], base: Place, **known: Any
-) -> tuple[list[JsonRow], list[float]]:
-    """Predictions from one profile beside what was measured, and the errors of those elsewhere."""
+def _error_sizes(pairs: Sequence[JsonRow]) -> dict[str, float]:
+    """Median and largest of the errors elsewhere, without signs, and how many there are."""
+    errors = [pair["relative_error"] for pair in pairs if not pair["is_base"]]
+    sizes = [abs(error) for error in errors if error is not None] or [0.0]
+    return {"rows": len(sizes), "median": median(sizes), "largest": max(sizes)}
+
+
+def compare(profiles: Mapping[Place, Observed], base: Place, **known: Any) -> list[JsonRow]:
+    """Predictions from one profile beside what was measured."""
     rows = []
-    for (row, link), observed in profiles.items():
-        prediction = predicted(profiles[base], row, at=link / base[1], **known)
-        measured, step_ms = observed.step * 1e3, prediction.step_ms
-        rows.append(
-            {
-                "kind": "pair",
-                "setting": row,
-                "link_mbit": link,
-                "measured_ms": measured,
-                "predicted_ms": step_ms,
-                "relative_error": None if step_ms is None else step_ms / measured - 1,
-                "is_base": (row, link) == base,
-                "reason": prediction.reason,
-            }
-        )
-    errors = [row["relative_error"] for row in rows if not row["is_base"]]
-    return rows, [error for error in errors if error is not None]
+    for at, observed in profiles.items():
+        prediction = predicted(profiles[base], at[0], at=at[1] / base[1], **known)
+        rows.append(_pair(at, observed.step, prediction, base=base))
+    return rows
 
 
 def codec_rows(found: Measured, given: argparse.Namespace) -> tuple[list[JsonRow], dict[str, Any]]:
@@ -417,19 +412,18 @@ def codec_rows(found: Measured, given: argparse.Namespace) -> tuple[list[JsonRow
     base = (DDP_ROW, given.base)
     known: dict[str, Any] = {"inside_gbps": given.inside_gbit, "latency_us": given.latency_us}
     known["costs"] = found.costs
-    rows, errors = compare(found.profiles, base, **known)
-    together = [error for at in found.profiles for error in compare(found.profiles, at, **known)[1]]
+    rows = compare(found.profiles, base, **known)
+    together = [pair for at in found.profiles for pair in compare(found.profiles, at, **known)]
+    meta = {
+        "errors": _error_sizes(rows),
+        "errors_from_any": _error_sizes(together),
+        "base": {"setting": DDP_ROW, "link_mbit": given.base},
+    }
     for hosts, row in itertools.product(SCALE, given.row):
         each = predicted(found.profiles[base], row, at=1, hosts=hosts, **known)
         scaled = {name: getattr(each, name) for name in ("codec", "form", "hosts", "step_ms")}
         rows.append({"kind": "scaling", **scaled})
-    return rows, {
-        "errors": error_sizes(errors or [0.0]),
-        "errors_from_any": error_sizes(together or [0.0]),
-        "base": {"setting": DDP_ROW, "link_mbit": given.base},
-        "costs": {name: asdict(cost) for name, cost in found.costs.items()},
-        "label": LABEL,
-    }
+    return rows, meta
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -473,14 +467,14 @@ def main(argv: list[str] | None = None) -> None:
         found = measure(given, record)
         if given.subject == LOCAL:
             record.show(local_steps)
-        elif given.subject == FSDP:
-            record.rows, meta = fsdp_rows(found, base=given.base)
-            record.meta |= meta
-            record.show(WHATIF_FSDP)
-        else:
-            record.rows, meta = codec_rows(found, given)
-            record.meta |= meta
-            record.show(WHATIF_ERRORS, WHATIF_SCALING)
+            return
+        is_fsdp = given.subject == FSDP
+        record.rows, meta = (
+            fsdp_rows(found, base=given.base) if is_fsdp else codec_rows(found, given)
+        )
+        costs = {name: asdict(cost) for name, cost in found.costs.items()}
+        record.meta |= {**meta, "costs": costs, "label": LABEL}
+        record.show(*((WHATIF_FSDP,) if is_fsdp else (WHATIF_ERRORS, WHATIF_SCALING)))
 
 
 if __name__ == "__main__":
