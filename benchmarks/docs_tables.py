@@ -29,13 +29,21 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from benchmarks import codecs
 from benchmarks.checkpoint import tables as checkpoint
-from benchmarks.convergence.tables import convergence, time_to_accuracy
 from benchmarks.figures import FIGURES
 from benchmarks.harness.launch import REPOSITORY
 from benchmarks.harness.tables import Result
 from benchmarks.profiler import tables as profiler
 from benchmarks.restart import tables as restart
-from benchmarks.step_time.tables import choice, forms, local_steps, overview, sharded, step_times
+from benchmarks.step_time.tables import (
+    choice,
+    convergence,
+    forms,
+    local_steps,
+    overview,
+    sharded,
+    step_times,
+    time_to_accuracy,
+)
 
 _OF_ARGUMENTS = ("checkpoints", "elastic", "fsdp2", "hierarchical", "local-steps", "profiling")
 DOCUMENTS = (
