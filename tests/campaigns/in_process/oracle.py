@@ -46,7 +46,6 @@ class Verdict(harness.Verdict):
     held: dict[str, tuple[int, int]] = field(default_factory=dict)
     """What the spared worker held after a quarter of its generations, and at the end."""
     error: float | None = None
-    output: list[str] = field(default_factory=list)
 
 
 def judge(
