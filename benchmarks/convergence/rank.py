@@ -15,15 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.convergence.tasks import Task, make_task
-from benchmarks.harness.rows import (
-    COMPUTE_ROW,
-    DDP_ROW,
-    Row,
-    RowName,
-    digest_of,
-    rotated,
-    timed,
-)
+from benchmarks.harness.rows import COMPUTE_ROW, DDP_ROW, Row, RowName, digest_of, rotated, timed
 from lightning_dist.codecs import resolve_codec
 from lightning_dist.integrations.torch.networks import Groups, new_groups
 

@@ -59,14 +59,7 @@ import torch.distributed as dist
 from benchmarks.convergence.rank import TIMEOUT, Settings, Training
 from benchmarks.convergence.tasks import DEMO_GPT, make_task
 from benchmarks.harness.launch import Layout
-from benchmarks.harness.results import (
-    Record,
-    parser_of,
-    positive,
-    recording,
-    require_testbeds,
-    say,
-)
+from benchmarks.harness.results import Record, parser_of, positive, recording, require_testbeds, say
 from benchmarks.harness.rows import (
     ALL,
     ALL_INT8,

@@ -208,11 +208,7 @@ def measure(layout: Layout, given: argparse.Namespace) -> Iterator[Row]:
 
 
 def summarize(
-    samples_of: Samples,
-    *,
-    layout: Layout,
-    link_mbit: float | None,
-    reasons: Mapping[str, str],
+    samples_of: Samples, *, layout: Layout, link_mbit: float | None, reasons: Mapping[str, str]
 ) -> Iterator[Row]:
     """The samples of one link as rows of the JSON, one per row measured.
 

@@ -80,8 +80,7 @@ def ls(folder: Folder, as_json: Json = False) -> None:
 @reported
 def verify_command(
     paths: Annotated[
-        list[str],
-        typer.Argument(metavar="PATH_OR_DIR...", help="Checkpoints, or folders of them."),
+        list[str], typer.Argument(metavar="PATH_OR_DIR...", help="Checkpoints, or folders of them.")
     ],
     as_json: Json = False,
 ) -> None:

@@ -36,14 +36,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from benchmarks.harness.results import recording
 from lightning_dist import CompressedDDPStrategy
 from tests.campaigns.harness import parser_of_trials, run_trials
-from tests.campaigns.restart_faults.drawing import (
-    EPOCHS,
-    HANG_TIMEOUT_S,
-    KINDS,
-    Setup,
-    Trial,
-    draw,
-)
+from tests.campaigns.restart_faults.drawing import EPOCHS, HANG_TIMEOUT_S, KINDS, Setup, Trial, draw
 from tests.campaigns.restart_faults.oracle import PROBLEMS, Verdict, judge
 
 
