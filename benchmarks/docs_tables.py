@@ -34,14 +34,14 @@ from benchmarks.harness.tables import Result
 from benchmarks.profiler import tables as profiler
 from benchmarks.restart import tables as recovery
 from benchmarks.step_time.tables import (
+    LOCAL_STEPS,
+    TIME_TO_ACCURACY,
     choice,
     convergence,
     forms,
-    local_steps,
     overview,
     sharded,
     step_times,
-    time_to_accuracy,
 )
 
 _OF_ARGUMENTS = ("checkpoints", "elastic", "fsdp2", "hierarchical", "local-steps", "profiling")
@@ -88,12 +88,12 @@ SECTIONS: dict[str, tuple[str | tuple[str, ...], Callable[..., str | None]]] = {
     "whatif-errors": ("whatif", profiler.WHATIF_ERRORS),
     "whatif-scaling": ("whatif", profiler.WHATIF_SCALING),
     "whatif-fsdp": ("whatif_fsdp", profiler.WHATIF_FSDP),
-    "local-throughput": ("local_throughput", local_steps),
+    "local-throughput": ("local_throughput", LOCAL_STEPS),
     "convergence-delay": ("convergence_delay", _OF_GPT),
-    "delay": ("delay", time_to_accuracy),
-    "local-steps": ("local_steps", time_to_accuracy),
-    "local-steps-100": ("local_steps_100", time_to_accuracy),
-    "time-to-accuracy": ("time_to_accuracy", time_to_accuracy),
+    "delay": ("delay", TIME_TO_ACCURACY),
+    "local-steps": ("local_steps", TIME_TO_ACCURACY),
+    "local-steps-100": ("local_steps_100", TIME_TO_ACCURACY),
+    "time-to-accuracy": ("time_to_accuracy", TIME_TO_ACCURACY),
 }
 """The name in a document -> the result or results it needs, and the function that renders them."""
 

@@ -42,7 +42,7 @@ from benchmarks.convergence.tasks import DEMO_GPT
 from benchmarks.harness.results import parser_of, positive, recording, require_testbeds
 from benchmarks.harness.rows import BASELINES, COMPUTE_ROW, DDP_ROW, FP16_ROW
 from benchmarks.harness.testbed import Testbed
-from benchmarks.step_time.tables import time_to_accuracy
+from benchmarks.step_time.tables import TIME_TO_ACCURACY
 from lightning_dist.codecs import CODECS
 
 HOSTS = 2
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
         share = 100 * (1 - step_ms[COMPUTE_ROW] / step_ms[DDP_ROW])
         parameters = next(result["parameters"] for result in results if "curve" in result)
         record.meta |= {"parameters": parameters, "communication_share_pct": share}
-        record.show(time_to_accuracy)
+        record.show(TIME_TO_ACCURACY)
         if share < WANTED_SHARE_PCT:
             print(f"less than {WANTED_SHARE_PCT:g} % communication: choose a slower --link")
 

@@ -74,7 +74,7 @@ from benchmarks.harness.rows import (
 from benchmarks.harness.tables import of_link
 from benchmarks.harness.testbed import Testbed
 from benchmarks.profiler.tables import WHATIF_ERRORS, WHATIF_FSDP, WHATIF_SCALING
-from benchmarks.step_time.tables import local_steps
+from benchmarks.step_time.tables import LOCAL_STEPS
 from lightning_dist.integrations.profiler.run import ProfileRun
 from lightning_dist.integrations.profiler.sharded import as_ddp
 from lightning_dist.integrations.torch.networks import new_groups
@@ -459,7 +459,7 @@ def main(argv: list[str] | None = None) -> None:
     with recording(given, seed=given.seed) as record:
         found = measure(given, record)
         if given.subject == LOCAL:
-            record.show(local_steps)
+            record.show(LOCAL_STEPS)
             return
         is_fsdp = given.subject == FSDP
         record.rows, meta = (

@@ -10,6 +10,7 @@ from benchmarks.harness.tables import (
     Column,
     Result,
     Row,
+    Table,
     caption,
     links_of,
     markdown,
@@ -187,24 +188,23 @@ def sharded(result: Result) -> str | None:
     return f"{table}\n\n{caption(text, result['meta'])}"
 
 
-def local_steps(result: Result) -> str | None:
-    """Times of local steps, beside those without communication and those predicted."""
-    rows = result["rows"]
-    if not rows:
-        return None
-    columns: list[Column] = [("", "{row!n}"), ("kB sent per step", _kilobytes)]
-    for link in links_of(rows):
-        cell = ["{step_ms:,.0f} ms", "{share:x100.0f} %", "{ratio:.2f}"]
-        columns.append((f"{of_link(link)}: step / throughput / ratio", cell, link))
-    text = (
+_LOCAL_STEP = ("{step_ms:,.0f} ms", "{share:x100.0f} %", "{ratio:.2f}")
+
+LOCAL_STEPS = Table(
+    columns=lambda rows: [
+        ("", "{row!n}"),
+        ("kB sent per step", lambda row: f"{row['wire_bytes'] / 1e3:,.0f}"),
+        *((f"{of_link(n)}: step / throughput / ratio", _LOCAL_STEP, n) for n in links_of(rows)),
+    ],
+    lines=partial(pivot, of=["row"], by="link_mbit"),
+    text=lambda meta, rows: (
         "Byte-level GPT of 1.4 M parameters on 2 nodes, steps in whole windows of local ones: time "
         "of a step; throughput in percent of that without communication; ratio of the measured "
         "step to the one that `lightning-dist profile whatif` predicts from a profile of fp32 DDP "
-        f"at {of_link(result['meta']['arguments']['base'])}. Codecs between local steps are not "
+        f"at {of_link(meta['arguments']['base'])}. Codecs between local steps are not "
         "compiled. All ranks share two cores."
-    )
-    table = markdown(columns, pivot(rows, of=["row"], by="link_mbit"))
-    return f"{table}\n\n{caption(text, result['meta'])}"
+    ),
+)
 
 
 def convergence(result: Result, *, task: str) -> str | None:
@@ -234,37 +234,29 @@ def convergence(result: Result, *, task: str) -> str | None:
     return "\n\n".join([*tables, *reasons(rows), caption(text, result["meta"])])
 
 
-def time_to_accuracy(result: Result) -> str | None:
-    """How long until the loss is as low as fp32 DDP's."""
-    rows = [row for row in result["rows"] if row["step_ms"] is not None]
-    if not rows:
-        return None
+def _reached(row: Row, *, key: str, unit: str) -> str:
+    missing = NA if row["row"] == "no-comm" else "not reached"  # it has no target
+    return missing if row[key] is None else f"{row[key]:,.0f}{unit}"
 
-    def reached(row: Row, *, key: str, unit: str) -> str:
-        missing = NA if row["row"] == "no-comm" else "not reached"  # it has no target
-        return missing if row[key] is None else f"{row[key]:,.0f}{unit}"
 
-    columns: list[Column] = [
+TIME_TO_ACCURACY = Table(
+    has="step_ms",
+    columns=[
         ("", "{row!n}"),
         ("step", "{step_ms:,.0f} ms"),
         ("MB sent per step", "{wire_bytes_per_step!b}"),
-        ("steps to target", partial(reached, key="steps_to_target", unit="")),
-        ("time to target", partial(reached, key="seconds_to_target", unit=" s")),
+        ("steps to target", partial(_reached, key="steps_to_target", unit="")),
+        ("time to target", partial(_reached, key="seconds_to_target", unit=" s")),
         ("speedup vs fp32", "{speedup_vs_fp32:.2f}x"),
         ("vs fp16 hook", "{speedup_vs_fp16:.2f}x"),
-    ]
-    meta = result["meta"]
-    text = (
+    ],
+    with_reasons=True,
+    text=lambda meta, rows: (
         f"Byte-level GPT on 2 nodes, {of_link(meta['arguments']['link'])}: training time until the "
         "validation loss is what fp32 DDP reaches; means over seeds. Communication is "
         f"{meta['communication_share_pct']:.0f} % of fp32 DDP's step."
-    )
-    parts = [markdown(columns, rows), *reasons(result["rows"]), caption(text, meta)]
-    return "\n\n".join(parts)
-
-
-def _kilobytes(row: Row) -> str:
-    return f"{row['wire_bytes'] / 1e3:,.0f}"
+    ),
+)
 
 
 def _of_link(link: float | None) -> list[Column]:
