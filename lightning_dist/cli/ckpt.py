@@ -22,7 +22,7 @@ from lightning_dist.cli.ckpt_prune import Plan, Verdict, check, plan, without_pa
 from lightning_dist.cli.errors import DAMAGED, reported
 from lightning_dist.console import print_table, stdout_console
 
-app = typer.Typer(no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True, help="List, verify, prune and consolidate checkpoints.")
 
 _SHARD = re.compile(r"shard-\d{5}-of-\d{5}-[0-9a-f]{16}\.bin")
 
@@ -30,11 +30,6 @@ Folder = Annotated[
     str, typer.Argument(metavar="DIR", help="Path or URL of a folder of checkpoints.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-
-
-@app.callback()
-def _ckpt() -> None:
-    """List, verify, prune and consolidate checkpoints."""
 
 
 @app.command()
