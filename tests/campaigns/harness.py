@@ -95,10 +95,11 @@ def run_trials(
     problems: Sequence[str],
     figures: Callable[[list[Any]], dict[str, Any]],
     initializer: Callable[[], None] | None = None,
-) -> list[Any]:
-    """Verdicts of trials that run side by side, in forks of this process, which has imported all.
+) -> int:
+    """Run trials side by side, in forks of this process, which has imported all.
 
     The record gets a row for each kind; a trial counts once under each problem that it has.
+    Returns 1 if any has one, else 0.
 
     Args:
         run: gives a verdict; or None: the trial was left out.
@@ -123,7 +124,7 @@ def run_trials(
     for verdict in verdicts:
         if verdict.problems:
             print(f"{verdict.kind}: trial {verdict.number}: {verdict.problems[:3]}")
-    return verdicts
+    return int(any(verdict.problems for verdict in verdicts))
 
 
 def show(title: str, columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:

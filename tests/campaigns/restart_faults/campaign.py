@@ -55,7 +55,7 @@ def main() -> int:
         root = given.folder or Path(temporary)
         root.mkdir(parents=True, exist_ok=True)
         deadline = None if given.seconds is None else time.monotonic() + given.seconds
-        verdicts = run_trials(
+        return run_trials(
             "restart",
             Campaign(str(root), deadline).run,
             [draw(number, **drawing) for number in range(given.trials)],
@@ -65,7 +65,6 @@ def main() -> int:
             figures=figures_of_kind,
             initializer=adopt_orphans,
         )
-    return 1 if any(verdict.problems for verdict in verdicts) else 0
 
 
 _LINGER_S = 10.0
