@@ -174,7 +174,7 @@ def arguments_table(name: str) -> str:
         owner = getattr(import_module(module), of_module)
         call = owner.__init__ if isinstance(owner, type) else owner
         meanings = _described(owner) or _described(call)
-        for argument in list(inspect.signature(call).parameters.values()):
+        for argument in inspect.signature(call).parameters.values():
             if argument.name == "self" or argument.kind is argument.VAR_POSITIONAL:
                 continue
             if argument.name in left_out or (chosen and argument.name not in chosen):

@@ -76,7 +76,7 @@ def measure(given: argparse.Namespace) -> list[Result]:
         )[0]
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     """The command line, with the codecs filled in."""
     parser = parser_of(__doc__)
     add = parser.add_argument
@@ -91,7 +91,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         default=True,
         help="fuse the codecs' kernels before the start, 20 s each the first time",
     )
-    given = parser.parse_args(argv)
+    given = parser.parse_args()
     there = [name for name in WANTED_CODECS if name.partition(":")[0] in CODECS]
     given.codec = list(dict.fromkeys(given.codec or there))
     if given.steps % given.every:
@@ -102,9 +102,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return given
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
     """Measure, show, and write."""
-    given = parse_arguments(argv)
+    given = parse_arguments()
     with recording(given) as record:
         results = measure(given)
         record.rows = summarize(results, [*BASELINES, *given.codec])

@@ -29,10 +29,7 @@ def _errors_text(meta: Mapping[str, Any], rows: Rows) -> str:
     )
 
 
-def _sharded_model(meta: Mapping[str, Any]) -> str:
-    model = meta["arguments"]["model"]
-    return "42 MB of gradients" if model == "linear" else "GPT of 1.4 M parameters"
-
+_MODELS = {"linear": "42 MB of gradients", "gpt": "GPT of 1.4 M parameters"}
 
 WHATIF_ERRORS = Table(
     kinds=["pair"],
@@ -51,9 +48,9 @@ WHATIF_FSDP = replace(
         "A step as measured, medians, and by how much its prediction is off. `all-ranks`: sharded "
         "over all ranks, as torch sends it, or with parameters and gradients in a codec (`int8`: "
         "gradients in `qsgd:bits=8`). The others: a replica on each node, the codec between them. "
-        f"{_sharded_model(meta)}, on {meta['arguments']['layout']} nodes x ranks that share "
-        f"{meta['machine']['cores']} cores. Error over {meta['errors']['rows']:g} predictions: "
-        f"median {100 * meta['errors']['median']:.1f} %, largest "
+        f"{_MODELS[meta['arguments']['model']]}, on {meta['arguments']['layout']} nodes x ranks "
+        f"that share {meta['machine']['cores']} cores. Error over {meta['errors']['rows']:g} "
+        f"predictions: median {100 * meta['errors']['median']:.1f} %, largest "
         f"{100 * meta['errors']['largest']:.1f} %."
     ),
 )
@@ -80,10 +77,7 @@ def _planted(row: Row) -> str:
     return f"{row['planted_ms']:g} ms in every encoding, {row['known_ms']:.0f} ms a step"
 
 
-def _load(row: Row) -> str:
-    return {"idle": "nothing", "both ways": "allreduces", "one way": "messages one way"}[
-        row["load"]
-    ]
+_LOADS = {"idle": "nothing", "both ways": "allreduces", "one way": "messages one way"}
 
 
 def _wire_columns(rows: Rows) -> list[Column]:
@@ -146,7 +140,7 @@ TRUTH = Table(
 CLOCKS = Table(
     kinds=["clocks"],
     columns=[
-        ("on the link", _load),
+        ("on the link", lambda row: _LOADS[row["load"]]),
         ("readings", "{count}"),
         ("median error", "{median_us:,.0f} µs"),
         ("max error", "{worst_us:,.0f} µs"),

@@ -419,7 +419,7 @@ def codec_rows(found: Measured, given: argparse.Namespace) -> tuple[list[JsonRow
     return rows, meta
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     """The command line, with what depends on the subject filled in."""
     parser = parser_of(__doc__)
     add = parser.add_argument
@@ -437,7 +437,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--timeout", type=float, default=900.0, metavar="S", help="for one rate (%(default)s)")
     add("--seed", type=int, default=0, metavar="N")
     add("--quick", action="store_true", help="two links, few and short steps: does it work?")
-    given = parser.parse_args(argv)
+    given = parser.parse_args()
     always, rows, links, batch = SUBJECTS[given.subject]
     if given.quick:
         given.link, given.steps, given.seconds = given.link or list(links[:2]), 5, 0.0
@@ -453,9 +453,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return given
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
     """Measure, predict, show, and write."""
-    given = parse_arguments(argv)
+    given = parse_arguments()
     with recording(given, seed=given.seed) as record:
         found = measure(given, record)
         if given.subject == LOCAL:
