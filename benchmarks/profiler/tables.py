@@ -16,16 +16,19 @@ def _pair(row: Row) -> str:
     return f"{row['measured_ms']:,.0f} ms" + (" (the profile)" if row["is_base"] else f", {off}")
 
 
+def _sizes(of: Mapping[str, float]) -> str:
+    sizes = f"median {100 * of['median']:.1f} %, largest {100 * of['largest']:.1f} %."
+    return f"{of['rows']:g} predictions: {sizes}"
+
+
 def _errors_text(meta: Mapping[str, Any], rows: Rows) -> str:
     base, of, any_of = meta["base"], meta["errors"], meta["errors_from_any"]
     return (
         "A step as measured, medians, and by how much its prediction is off. All from one profile, "
         f"of `{base['setting']}` at {base['link_mbit']:g} Mbit/s, with costs of codecs and small "
         "collectives that were measured before the first step. 2 nodes of one rank with one core, "
-        f"42 MB of gradients. Error over {of['rows']:g} predictions: median "
-        f"{100 * of['median']:.1f} %, largest {100 * of['largest']:.1f} %. From each of the "
-        f"{len(rows)} runs as the profile, {any_of['rows']:g} predictions: median "
-        f"{100 * any_of['median']:.1f} %, largest {100 * any_of['largest']:.1f} %."
+        f"42 MB of gradients. Error over {_sizes(of)} From each of the {len(rows)} runs as the "
+        f"profile, {_sizes(any_of)}"
     )
 
 
@@ -49,9 +52,7 @@ WHATIF_FSDP = replace(
         "over all ranks, as torch sends it, or with parameters and gradients in a codec (`int8`: "
         "gradients in `qsgd:bits=8`). The others: a replica on each node, the codec between them. "
         f"{_MODELS[meta['arguments']['model']]}, on {meta['arguments']['layout']} nodes x ranks "
-        f"that share {meta['machine']['cores']} cores. Error over {meta['errors']['rows']:g} "
-        f"predictions: median {100 * meta['errors']['median']:.1f} %, largest "
-        f"{100 * meta['errors']['largest']:.1f} %."
+        f"that share {meta['machine']['cores']} cores. Error over {_sizes(meta['errors'])}"
     ),
 )
 
