@@ -3,6 +3,7 @@
     python -m benchmarks.harness.launch MODULE FUNCTION SETTINGS
 
 is one rank: it calls a function with settings (JSON) in a gloo group, and sends what that yields.
+Jobs are launchers that start ranks of their own.
 """
 
 from __future__ import annotations

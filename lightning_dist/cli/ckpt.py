@@ -53,12 +53,10 @@ def ls(folder: Folder, as_json: Json = False) -> None:
         )
         return
     if found:
-        columns = ("name", "step", "created", "size", "kind", "ranks", "status")
-        right = ("step", "size", "ranks")
         print_table(
-            columns,
+            ("name", "step", "created", "size", "kind", "ranks", "status"),
             map(_cells, found),
-            right=right,
+            right=("step", "size", "ranks"),
             fold=("name", "status"),
             optional=("ranks", "kind", "size", "created"),
         )
