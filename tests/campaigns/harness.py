@@ -75,6 +75,12 @@ def without_paths(text: str) -> str:
     return text
 
 
+def relative_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> float:
+    """How far weights are from others, at most, relative to the largest of those."""
+    largest = max(float(value.abs().max()) for value in theirs.values())
+    return max(float((mine[name] - theirs[name]).abs().max()) for name in theirs) / largest
+
+
 def parser_of_trials(doc: str | None, *, folder: str) -> argparse.ArgumentParser:
     """A command line with what all campaigns know. folder: what it is for."""
     parser = parser_of(doc)
