@@ -143,7 +143,7 @@ bench: install
 	$(BIN)/python -m benchmarks.restart.in_process --json benchmarks/results/restart_in_process.json
 	$(BIN)/python -m benchmarks.restart.overhead --json benchmarks/results/elastic_overhead.json
 	$(BIN)/python -m benchmarks.profiler --json benchmarks/results/profiling.json
-	$(BIN)/python -m benchmarks.panels --json benchmarks/results/panels.json
+	$(BIN)/python -m benchmarks.figures --json benchmarks/results/panels.json
 
 tables: install
 	$(BIN)/python -m benchmarks.docs_tables

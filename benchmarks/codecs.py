@@ -57,11 +57,7 @@ def make_cases(names: Sequence[str], device: torch.device) -> dict[_Case, Passes
         for feedback in choices[:1] if codec.momentum_correction else choices:
             for mode in ("eager", "fused") if codec.fusable else ("eager",):
                 cases[name, feedback, mode] = Passes(
-                    codec,
-                    feedback=feedback,
-                    fused=mode == "fused",
-                    device=device,
-                    units=_UNITS,
+                    codec, feedback=feedback, fused=mode == "fused", device=device, units=_UNITS
                 )
     return cases
 

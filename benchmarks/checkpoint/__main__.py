@@ -43,12 +43,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.checkpoint import tables
 from benchmarks.checkpoint.processes import memory_growth, save_in_ranks
 from benchmarks.checkpoint.ways import ROWS, Row, Training, nbytes_of
 from benchmarks.harness.launch import run_ranks
 from benchmarks.harness.results import parser_of, recording
 from benchmarks.harness.rows import rotated
+from benchmarks.restart import tables
 
 _SEED = 1
 _STEPS = 40
@@ -84,7 +84,7 @@ Of memory more than the state takes. What is in ms may also be 1 % of a training
 """
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
     """Measure, show, and write."""
     parser = parser_of(__doc__)
     add = parser.add_argument
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--row", action="append", choices=list(ROWS), help="repeatable (all)")
     add("--dir", type=Path, default=Path(), help="a folder on the disk to write to (here)")
     add("--skip", action="append", choices=("memory", "ranks"), default=[], help="repeatable")
-    given = parser.parse_args(argv)
+    given = parser.parse_args()
     torch.set_num_threads(1)
     names, size = given.row or list(ROWS), {"mb": given.mb, "seed": _SEED}
     memory: dict[str, float] = {}

@@ -54,10 +54,10 @@ from statistics import mean, stdev
 from typing import Any
 
 from benchmarks.convergence.rank import Job, named, train
-from benchmarks.convergence.tables import convergence
 from benchmarks.harness.launch import RankFailed, run_ranks
 from benchmarks.harness.results import Record, parser_of, positive, recording, say
 from benchmarks.harness.rows import DDP_ROW, NO_FEEDBACK_SUFFIX, ONEBIT_PREFIX, WARM_SUFFIX
+from benchmarks.step_time.tables import convergence
 from lightning_dist.codecs import CODECS, resolve_codec
 
 TASKS = ("gpt", "digits")
@@ -134,7 +134,7 @@ def measure(given: argparse.Namespace, record: Record) -> None:
                 left = left[broken + 1 :]
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     """The command line, with what is repeatable filled in."""
     parser = parser_of(__doc__)
     add = parser.add_argument
@@ -145,16 +145,16 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--batch", type=positive, metavar="N", help="samples of a step; default: the task's own")
     add("--lr", type=float, metavar="RATE", help="of all rows; default: the task's own")
     add("--seeds", type=positive, default=5, metavar="N", help="0 to N - 1 (%(default)s)")
-    given = parser.parse_args(argv)
+    given = parser.parse_args()
     given.codec = list(dict.fromkeys(given.codec or [*CODECS, "powersgd:two_phase=true"]))
     given.task = list(dict.fromkeys(given.task or TASKS))
     given.ranks = list(dict.fromkeys(given.ranks or (2, 4)))
     return given
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
     """Measure, show, and write."""
-    given = parse_arguments(argv)
+    given = parse_arguments()
     with recording(given) as record:
         measure(given, record)
         record.show(*(partial(convergence, task=task) for task in given.task))

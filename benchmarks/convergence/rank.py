@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,15 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.convergence.tasks import Task, make_task
-from benchmarks.harness.rows import (
-    COMPUTE_ROW,
-    DDP_ROW,
-    Row,
-    RowName,
-    digest_of,
-    rotated,
-    tx_bytes_of,
-)
+from benchmarks.harness.rows import COMPUTE_ROW, DDP_ROW, Row, RowName, digest_of, rotated, timed
 from lightning_dist.codecs import resolve_codec
 from lightning_dist.integrations.torch.networks import Groups, new_groups
 
@@ -121,18 +112,14 @@ class Training:
 
     def run(self, steps: int) -> None:
         """Train on, timed between two barriers, then evaluate, which is not timed."""
-        link = os.environ["GLOO_SOCKET_IFNAME"]
-        dist.barrier()
-        tx_before, began = tx_bytes_of(link), time.perf_counter()
-        for _ in range(steps):
-            self.step()
-        # Else what is under way would use the link in the turns of others.
-        if waiting := self.row.updates or self.row.reducer:
-            waiting.wait()
-        elapsed = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
-        dist.barrier()  # now every rank has received what this one sent
-        tx = tx_bytes_of(link) - tx_before
-        dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+
+        def block() -> None:
+            self.steps(steps)
+            # Else what is under way would use the link in the turns of others.
+            if waiting := self.row.updates or self.row.reducer:
+                waiting.wait()
+
+        elapsed, tx = timed(block)
         metrics = [{}]
         if self.row.text != COMPUTE_ROW:  # its replicas do not learn together
             updates = self.row.updates
@@ -145,7 +132,7 @@ class Training:
         self.curve.append(
             {
                 "step": last["step"] + steps,
-                "seconds": last["seconds"] + elapsed.item(),
+                "seconds": last["seconds"] + elapsed,
                 "tx_bytes": last["tx_bytes"] + tx,
                 **metrics[0],
             }
@@ -174,6 +161,11 @@ class Training:
             "identical": identical,
             "seconds": time.perf_counter() - self._began,
         }
+
+    def steps(self, count: int) -> None:
+        """So many steps, one after the other."""
+        for _ in range(count):
+            self.step()
 
     def step(self) -> None:
         """One step, with the exchange that follows it."""

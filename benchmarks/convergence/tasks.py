@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sysconfig
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -21,23 +21,25 @@ from examples.byte_gpt.model import ByteGPT
 from lightning_dist import OneBitAdam
 
 
-class Task(ABC):
+class Task:
     """Model, optimizer, batches of one rank, and the measures of success.
 
     Subclasses have `model`, with weights from torch's global generator; `optimizer` with its
-    schedule, the same for all rows, but for a codec with momentum of its own; `batch` of samples
-    of this rank; `loss`; and, where an end is looked at, `evaluate`: metrics on data that no rank
-    trains on.
+    schedule, the same for all rows, but for a codec with momentum of its own; `loss`; and, where an
+    end is looked at, `evaluate`: metrics on data that no rank trains on.
     """
 
     samples: int  # that this rank has to draw from
+    _inputs: Tensor
+    _targets: Tensor
 
     def __init__(self, settings: Any, *, rank: int, world_size: int) -> None:
         self.settings, self._rank = settings, rank
         self._size = settings.batch // world_size
 
-    @abstractmethod
-    def batch(self, chosen: Tensor) -> Any: ...
+    def batch(self, chosen: Tensor) -> Any:
+        """Some samples of this rank, by their numbers."""
+        return self._inputs[chosen], self._targets[chosen]
 
     def batches(self, seed: int) -> Iterator[Any]:
         """Endless batches of this rank's data."""
@@ -45,7 +47,7 @@ class Task(ABC):
         while True:
             yield self.batch(torch.randint(self.samples, (self._size,), generator=generator))
 
-    def before_step(self, model: nn.Module) -> None:  # noqa: B027  (most do nothing)
+    def before_step(self, model: nn.Module) -> None:
         """Between backward and the optimizer's step."""
 
     def blocks(self, model: Any) -> Iterable[nn.Module]:
@@ -136,14 +138,14 @@ class GptTask(Task):
             {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
             {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
         ]
-        options = {} if freeze_step is None else {"freeze_step": freeze_step}
-        adam = torch.optim.AdamW if freeze_step is None else OneBitAdam
+        onebit = freeze_step is not None
+        adam = partial(OneBitAdam, freeze_step=freeze_step) if onebit else torch.optim.AdamW
 
         def factor(step: int) -> float:
             decayed = 1 - (1 - s.final_lr) * step / s.steps
             return min((step + 1) / s.warmup_steps, max(s.final_lr, decayed))
 
-        optimizer = adam(groups, lr=s.lr * rate, betas=(0.9, 0.95), **options)
+        optimizer = adam(groups, lr=s.lr * rate, betas=(0.9, 0.95))
         return optimizer, LambdaLR(optimizer, factor)
 
     def batch(self, chosen: Tensor) -> Tensor:
@@ -236,9 +238,6 @@ class DigitsTask(Task):
         decay = LambdaLR(optimizer, lambda step: 1 - (1 - s.final_lr) * step / s.steps)
         return optimizer, decay
 
-    def batch(self, chosen: Tensor) -> Batch:
-        return self._inputs[chosen], self._targets[chosen]
-
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         inputs, targets = batch
         return F.cross_entropy(model(inputs), targets)
@@ -281,9 +280,6 @@ class LinearTask(Task):
     def optimizer(self, model: nn.Module, **_: Any) -> tuple[torch.optim.Optimizer, LambdaLR]:
         optimizer = torch.optim.SGD(model.parameters(), lr=self.settings.lr)
         return optimizer, LambdaLR(optimizer, lambda step: 1.0)
-
-    def batch(self, chosen: Tensor) -> Batch:
-        return self._inputs[chosen], self._targets[chosen]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         inputs, targets = batch

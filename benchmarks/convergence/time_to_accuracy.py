@@ -38,11 +38,11 @@ from statistics import geometric_mean, mean, median
 from typing import Any
 
 from benchmarks.convergence.rank import smoothed, train
-from benchmarks.convergence.tables import time_to_accuracy
 from benchmarks.convergence.tasks import DEMO_GPT
 from benchmarks.harness.results import parser_of, positive, recording, require_testbeds
 from benchmarks.harness.rows import BASELINES, COMPUTE_ROW, DDP_ROW, FP16_ROW
 from benchmarks.harness.testbed import Testbed
+from benchmarks.step_time.tables import TIME_TO_ACCURACY
 from lightning_dist.codecs import CODECS
 
 HOSTS = 2
@@ -76,7 +76,7 @@ def measure(given: argparse.Namespace) -> list[Result]:
         )[0]
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     """The command line, with the codecs filled in."""
     parser = parser_of(__doc__)
     add = parser.add_argument
@@ -91,7 +91,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         default=True,
         help="fuse the codecs' kernels before the start, 20 s each the first time",
     )
-    given = parser.parse_args(argv)
+    given = parser.parse_args()
     there = [name for name in WANTED_CODECS if name.partition(":")[0] in CODECS]
     given.codec = list(dict.fromkeys(given.codec or there))
     if given.steps % given.every:
@@ -102,9 +102,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return given
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
     """Measure, show, and write."""
-    given = parse_arguments(argv)
+    given = parse_arguments()
     with recording(given) as record:
         results = measure(given)
         record.rows = summarize(results, [*BASELINES, *given.codec])
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
         share = 100 * (1 - step_ms[COMPUTE_ROW] / step_ms[DDP_ROW])
         parameters = next(result["parameters"] for result in results if "curve" in result)
         record.meta |= {"parameters": parameters, "communication_share_pct": share}
-        record.show(time_to_accuracy)
+        record.show(TIME_TO_ACCURACY)
         if share < WANTED_SHARE_PCT:
             print(f"less than {WANTED_SHARE_PCT:g} % communication: choose a slower --link")
 

@@ -3,6 +3,7 @@
     python -m benchmarks.harness.launch MODULE FUNCTION SETTINGS
 
 is one rank: it calls a function with settings (JSON) in a gloo group, and sends what that yields.
+Jobs are launchers that start ranks of their own.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _POLL_S = 0.1
@@ -268,6 +271,30 @@ def free_port() -> int:
     """A port of this machine that nobody listens at."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
+
+
+def start_job(words: Sequence[str], output: Path, **environment: str) -> subprocess.Popen[bytes]:
+    """Start Python with these arguments, with one thread a process; ``output`` is appended to."""
+    with output.open("ab") as file:
+        return subprocess.Popen(
+            [sys.executable, *words],
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def end_job(job: subprocess.Popen[bytes]) -> None:
+    """Kill the launcher first, so that it starts nothing anew; ranks have sessions of their own."""
+    if job.poll() is None:
+        ranks = psutil.Process(job.pid).children(recursive=True)
+        job.kill()
+        for rank in ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.kill()
+    job.wait()
 
 
 def main() -> None:

@@ -10,11 +10,10 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from benchmarks.harness.launch import REPOSITORY, Layout, RankFailed
@@ -135,12 +134,6 @@ def renewed(kept: Result, result: Result) -> dict[str, Any]:
     metas = {**kept["meta"].get("renewed", {}), **dict.fromkeys(fresh, result["meta"])}
     rows = [row for of_kind in kinds.values() for row in of_kind]
     return {"meta": {**kept["meta"], "renewed": metas}, "rows": rows}
-
-
-def error_sizes(errors: Sequence[float]) -> dict[str, float]:
-    """Median and largest of relative errors without their signs, and how many there are."""
-    sizes = [abs(error) for error in errors]
-    return {"rows": len(sizes), "median": median(sizes), "largest": max(sizes)}
 
 
 def _git_commit() -> str | None:

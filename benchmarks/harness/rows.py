@@ -34,12 +34,15 @@ ROW*F               F times the learning rate
 from __future__ import annotations
 
 import hashlib
+import os
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -170,7 +173,7 @@ class Row:
         shards: int = 1,
         min_compress_numel: int | None = None,
         start_step: int = 0,
-        compile_kernels: bool | None = None,
+        compile_kernels: bool | Literal["auto"] = "auto",
         groups: Groups | None = None,
     ) -> None:
         self.text, self.name = text, RowName.parse(text)
@@ -184,9 +187,9 @@ class Row:
         bare = mesh is not None or bool(name.local)
         self.model: Any = model if bare else DistributedDataParallel(model, bucket_cap_mb=cap_mb)
         self.optimizer = optimizer(model)
-        if compile_kernels is None and _has_blocks(name):
+        codec = None if name.is_torch else resolve_codec(name.codec)
+        if compile_kernels == "auto" and isinstance(codec, BlockCodec):
             compile_kernels = True  # what a model of the size of ours gets, but certain
-        compiles: bool | Literal["auto"] = "auto" if compile_kernels is None else compile_kernels
         if name.is_torch:
             _attach_torch(self.model, text)
         elif mesh is not None:
@@ -195,7 +198,7 @@ class Row:
                 name.codec,
                 mesh=mesh,
                 min_compress_numel=least,
-                compile_kernels=compiles,
+                compile_kernels=compile_kernels,
                 **({"parameters": name.parameters} if name.parameters else {}),
             )
         elif name.local:
@@ -216,7 +219,7 @@ class Row:
                 delay=int(name.form == DELAY),
                 min_compress_numel=least,
                 start_step=start_step,
-                compile_kernels=compiles,
+                compile_kernels=compile_kernels,
                 groups=groups,
             )
         if name.onebit:
@@ -267,10 +270,6 @@ def _shard(model: nn.Module, name: RowName, blocks: Iterable[nn.Module], shards:
     return mesh
 
 
-def _has_blocks(name: RowName) -> bool:
-    return not name.is_torch and isinstance(resolve_codec(name.codec), BlockCodec)
-
-
 def _attach_torch(ddp: DistributedDataParallel, row: str) -> None:
     # Imported where needed: only the risky rows use what these load.
     state, hook = None, None
@@ -304,6 +303,19 @@ def rotated(items: Iterable[Any], number: int) -> list[Any]:
 def tx_bytes_of(interface: str) -> int:
     """Bytes that an interface of this host has sent, from its own counter."""
     return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
+
+
+def timed(run: Callable[[], object]) -> tuple[float, int]:
+    """Seconds of what all ranks do, of the slowest, and bytes that this host sent. Collective."""
+    interface = os.environ["GLOO_SOCKET_IFNAME"]
+    dist.barrier()
+    tx_before, began = tx_bytes_of(interface), time.perf_counter()
+    run()
+    elapsed = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+    dist.barrier()  # now every rank has received what this one sent
+    tx = tx_bytes_of(interface) - tx_before
+    dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+    return elapsed.item(), tx
 
 
 def digest_of(model: nn.Module) -> int:

@@ -163,6 +163,7 @@ class Table:
         has: rows of the result that are in the table have a value of this field;
         kinds: or are of these kinds.
         lines: what makes the lines of the table of these rows.
+        with_reasons: why other rows of the result are not in it is listed below it.
     """
 
     columns: Sequence[Column] | Callable[[Rows], Sequence[Column]]
@@ -170,6 +171,7 @@ class Table:
     has: str | None = None
     kinds: Sequence[str] = ()
     lines: Callable[[Rows], Iterable[Row]] = list
+    with_reasons: bool = False
 
     def __call__(self, result: Result) -> str | None:
         """The section; None where the result has no rows for it."""
@@ -182,7 +184,8 @@ class Table:
             meta = meta.get("renewed", {}).get(self.kinds[0], meta)
         text = self.text if isinstance(self.text, str) else self.text(meta, rows)
         columns = self.columns(rows) if callable(self.columns) else self.columns
-        return f"{markdown(columns, self.lines(rows))}\n\n{caption(text, meta)}"
+        listed = reasons(result["rows"]) if self.with_reasons else []
+        return "\n\n".join([markdown(columns, self.lines(rows)), *listed, caption(text, meta)])
 
 
 def links_of(rows: Rows) -> list[Any]:

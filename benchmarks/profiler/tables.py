@@ -16,23 +16,23 @@ def _pair(row: Row) -> str:
     return f"{row['measured_ms']:,.0f} ms" + (" (the profile)" if row["is_base"] else f", {off}")
 
 
+def _sizes(of: Mapping[str, float]) -> str:
+    sizes = f"median {100 * of['median']:.1f} %, largest {100 * of['largest']:.1f} %."
+    return f"{of['rows']:g} predictions: {sizes}"
+
+
 def _errors_text(meta: Mapping[str, Any], rows: Rows) -> str:
     base, of, any_of = meta["base"], meta["errors"], meta["errors_from_any"]
     return (
         "A step as measured, medians, and by how much its prediction is off. All from one profile, "
         f"of `{base['setting']}` at {base['link_mbit']:g} Mbit/s, with costs of codecs and small "
         "collectives that were measured before the first step. 2 nodes of one rank with one core, "
-        f"42 MB of gradients. Error over {of['rows']:g} predictions: median "
-        f"{100 * of['median']:.1f} %, largest {100 * of['largest']:.1f} %. From each of the "
-        f"{len(rows)} runs as the profile, {any_of['rows']:g} predictions: median "
-        f"{100 * any_of['median']:.1f} %, largest {100 * any_of['largest']:.1f} %."
+        f"42 MB of gradients. Error over {_sizes(of)} From each of the {len(rows)} runs as the "
+        f"profile, {_sizes(any_of)}"
     )
 
 
-def _sharded_model(meta: Mapping[str, Any]) -> str:
-    model = meta["arguments"]["model"]
-    return "42 MB of gradients" if model == "linear" else "GPT of 1.4 M parameters"
-
+_MODELS = {"linear": "42 MB of gradients", "gpt": "GPT of 1.4 M parameters"}
 
 WHATIF_ERRORS = Table(
     kinds=["pair"],
@@ -51,10 +51,8 @@ WHATIF_FSDP = replace(
         "A step as measured, medians, and by how much its prediction is off. `all-ranks`: sharded "
         "over all ranks, as torch sends it, or with parameters and gradients in a codec (`int8`: "
         "gradients in `qsgd:bits=8`). The others: a replica on each node, the codec between them. "
-        f"{_sharded_model(meta)}, on {meta['arguments']['layout']} nodes x ranks that share "
-        f"{meta['machine']['cores']} cores. Error over {meta['errors']['rows']:g} predictions: "
-        f"median {100 * meta['errors']['median']:.1f} %, largest "
-        f"{100 * meta['errors']['largest']:.1f} %."
+        f"{_MODELS[meta['arguments']['model']]}, on {meta['arguments']['layout']} nodes x ranks "
+        f"that share {meta['machine']['cores']} cores. Error over {_sizes(meta['errors'])}"
     ),
 )
 
@@ -80,10 +78,7 @@ def _planted(row: Row) -> str:
     return f"{row['planted_ms']:g} ms in every encoding, {row['known_ms']:.0f} ms a step"
 
 
-def _load(row: Row) -> str:
-    return {"idle": "nothing", "both ways": "allreduces", "one way": "messages one way"}[
-        row["load"]
-    ]
+_LOADS = {"idle": "nothing", "both ways": "allreduces", "one way": "messages one way"}
 
 
 def _wire_columns(rows: Rows) -> list[Column]:
@@ -146,7 +141,7 @@ TRUTH = Table(
 CLOCKS = Table(
     kinds=["clocks"],
     columns=[
-        ("on the link", _load),
+        ("on the link", lambda row: _LOADS[row["load"]]),
         ("readings", "{count}"),
         ("median error", "{median_us:,.0f} µs"),
         ("max error", "{worst_us:,.0f} µs"),

@@ -46,9 +46,9 @@ import argparse
 import itertools
 import os
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -59,15 +59,7 @@ import torch.distributed as dist
 from benchmarks.convergence.rank import TIMEOUT, Settings, Training
 from benchmarks.convergence.tasks import DEMO_GPT, make_task
 from benchmarks.harness.launch import Layout
-from benchmarks.harness.results import (
-    Record,
-    error_sizes,
-    parser_of,
-    positive,
-    recording,
-    require_testbeds,
-    say,
-)
+from benchmarks.harness.results import Record, parser_of, positive, recording, require_testbeds, say
 from benchmarks.harness.rows import (
     ALL,
     ALL_INT8,
@@ -77,12 +69,12 @@ from benchmarks.harness.rows import (
     FSDP,
     RowName,
     rotated,
-    tx_bytes_of,
+    timed,
 )
 from benchmarks.harness.tables import of_link
 from benchmarks.harness.testbed import Testbed
 from benchmarks.profiler.tables import WHATIF_ERRORS, WHATIF_FSDP, WHATIF_SCALING
-from benchmarks.step_time.tables import local_steps
+from benchmarks.step_time.tables import LOCAL_STEPS
 from lightning_dist.integrations.profiler.models import as_ddp
 from lightning_dist.integrations.profiler.run import ProfileRun
 from lightning_dist.integrations.torch.networks import new_groups
@@ -170,8 +162,7 @@ def run(
         updates = training.row.updates
         schedule = updates and updates.schedule
         first = 1 if subject == FSDP else 3
-        for _ in range(schedule.sync_every + schedule.overlap_steps if schedule else first):
-            training.step()
+        training.steps(schedule.sync_every + schedule.overlap_steps if schedule else first)
         return training
 
     dist.barrier()
@@ -211,7 +202,6 @@ def _turns(made: Mapping[str, Training], *, seconds: float) -> Iterator[dict[str
     """Rows in turn, another one first in every round, until each has had its time."""
     used = dict.fromkeys(made, 0.0)
     step_s: dict[str, float] = {}
-    interface = os.environ["GLOO_SOCKET_IFNAME"]
     for number in range(_MOST_TURNS if made else 0):
         for name in rotated(made, number):
             window, windows = made[name].row.name.local.get("sync_every", 1), 1
@@ -221,16 +211,9 @@ def _turns(made: Mapping[str, Training], *, seconds: float) -> Iterator[dict[str
             steps = window * windows
             if number >= _LEAST_TURNS and used[name] + steps * step_s[name] > seconds:
                 continue
-            dist.barrier()
-            tx_bytes, began = tx_bytes_of(interface), time.perf_counter()
-            for _ in range(steps):
-                made[name].step()
-            elapsed = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
-            dist.barrier()  # now every rank has received what this one sent
-            tx_bytes = tx_bytes_of(interface) - tx_bytes
-            dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
-            used[name] += elapsed.item()
-            step_s[name] = elapsed.item() / steps
+            elapsed, tx_bytes = timed(partial(made[name].steps, steps))
+            used[name] += elapsed
+            step_s[name] = elapsed / steps
             found = {"step_s": step_s[name], "wire_bytes": tx_bytes / steps}
             yield {"row": name, "steps": steps, **found}
 
@@ -372,53 +355,49 @@ def fsdp_rows(found: Measured, *, base: float) -> tuple[list[JsonRow], dict[str,
             family = FSDP_BASES[RowName.parse(row).all_ranks]
             profile = found.profiles[family, base]
             prediction = predicted(profile, row, at=link / base, costs=found.costs)
-            measured, step_ms = 1e3 * median(each["step_s"] for each in own), prediction.step_ms
+            step_s = median(each["step_s"] for each in own)
             rows.append(
                 {
-                    "kind": "pair",
+                    **_pair((row, link), step_s, prediction, base=(family, base)),
                     "setting": row.removeprefix(f"{FSDP}/"),
-                    "link_mbit": link,
-                    "measured_ms": measured,
-                    "predicted_ms": step_ms,
-                    "relative_error": None if step_ms is None else step_ms / measured - 1,
-                    "is_base": (row, link) == (family, base),
-                    "reason": prediction.reason,
                     "turns": len(own),
                     "steps": sum(each["steps"] for each in own),
                     "wire_mb": median(each["wire_bytes"] for each in own) / 1e6,
                     "predicted_mb": prediction.sent_mb,
                 }
             )
-    errors = [row["relative_error"] for row in rows if not row["is_base"]]
-    return rows, {
-        "errors": error_sizes([each for each in errors if each is not None] or [0.0]),
-        "costs": {name: asdict(cost) for name, cost in found.costs.items()},
-        "label": LABEL,
+    return rows, {"errors": _error_sizes(rows)}
+
+
+def _pair(at: Place, step_s: float, prediction: Prediction, *, base: Place) -> JsonRow:
+    """What was measured, beside the prediction from the profile of ``base``."""
+    (row, link), measured, step_ms = at, 1e3 * step_s, prediction.step_ms
+    return {
+        "kind": "pair",
+        "setting": row,
+        "link_mbit": link,
+        "measured_ms": measured,
+        "predicted_ms": step_ms,
+        "relative_error": None if step_ms is None else step_ms / measured - 1,
+        "is_base": at == base,
+        "reason": prediction.reason,
     }
 
 
-def compare(
-    profiles: Mapping[Place, Observed], base: Place, **known: Any
-) -> tuple[list[JsonRow], list[float]]:
-    """Predictions from one profile beside what was measured, and the errors of those elsewhere."""
+def _error_sizes(pairs: Sequence[JsonRow]) -> dict[str, float]:
+    """Median and largest of the errors elsewhere, without signs, and how many there are."""
+    errors = [pair["relative_error"] for pair in pairs if not pair["is_base"]]
+    sizes = [abs(error) for error in errors if error is not None] or [0.0]
+    return {"rows": len(sizes), "median": median(sizes), "largest": max(sizes)}
+
+
+def compare(profiles: Mapping[Place, Observed], base: Place, **known: Any) -> list[JsonRow]:
+    """Predictions from one profile beside what was measured."""
     rows = []
-    for (row, link), observed in profiles.items():
-        prediction = predicted(profiles[base], row, at=link / base[1], **known)
-        measured, step_ms = observed.step * 1e3, prediction.step_ms
-        rows.append(
-            {
-                "kind": "pair",
-                "setting": row,
-                "link_mbit": link,
-                "measured_ms": measured,
-                "predicted_ms": step_ms,
-                "relative_error": None if step_ms is None else step_ms / measured - 1,
-                "is_base": (row, link) == base,
-                "reason": prediction.reason,
-            }
-        )
-    errors = [row["relative_error"] for row in rows if not row["is_base"]]
-    return rows, [error for error in errors if error is not None]
+    for at, observed in profiles.items():
+        prediction = predicted(profiles[base], at[0], at=at[1] / base[1], **known)
+        rows.append(_pair(at, observed.step, prediction, base=base))
+    return rows
 
 
 def codec_rows(found: Measured, given: argparse.Namespace) -> tuple[list[JsonRow], dict[str, Any]]:
@@ -426,22 +405,21 @@ def codec_rows(found: Measured, given: argparse.Namespace) -> tuple[list[JsonRow
     base = (DDP_ROW, given.base)
     known: dict[str, Any] = {"inside_gbps": given.inside_gbit, "latency_us": given.latency_us}
     known["costs"] = found.costs
-    rows, errors = compare(found.profiles, base, **known)
-    together = [error for at in found.profiles for error in compare(found.profiles, at, **known)[1]]
+    rows = compare(found.profiles, base, **known)
+    together = [pair for at in found.profiles for pair in compare(found.profiles, at, **known)]
+    meta = {
+        "errors": _error_sizes(rows),
+        "errors_from_any": _error_sizes(together),
+        "base": {"setting": DDP_ROW, "link_mbit": given.base},
+    }
     for hosts, row in itertools.product(SCALE, given.row):
         each = predicted(found.profiles[base], row, at=1, hosts=hosts, **known)
         scaled = {name: getattr(each, name) for name in ("codec", "form", "hosts", "step_ms")}
         rows.append({"kind": "scaling", **scaled})
-    return rows, {
-        "errors": error_sizes(errors or [0.0]),
-        "errors_from_any": error_sizes(together or [0.0]),
-        "base": {"setting": DDP_ROW, "link_mbit": given.base},
-        "costs": {name: asdict(cost) for name, cost in found.costs.items()},
-        "label": LABEL,
-    }
+    return rows, meta
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     """The command line, with what depends on the subject filled in."""
     parser = parser_of(__doc__)
     add = parser.add_argument
@@ -459,7 +437,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--timeout", type=float, default=900.0, metavar="S", help="for one rate (%(default)s)")
     add("--seed", type=int, default=0, metavar="N")
     add("--quick", action="store_true", help="two links, few and short steps: does it work?")
-    given = parser.parse_args(argv)
+    given = parser.parse_args()
     always, rows, links, batch = SUBJECTS[given.subject]
     if given.quick:
         given.link, given.steps, given.seconds = given.link or list(links[:2]), 5, 0.0
@@ -475,21 +453,21 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return given
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
     """Measure, predict, show, and write."""
-    given = parse_arguments(argv)
+    given = parse_arguments()
     with recording(given, seed=given.seed) as record:
         found = measure(given, record)
         if given.subject == LOCAL:
-            record.show(local_steps)
-        elif given.subject == FSDP:
-            record.rows, meta = fsdp_rows(found, base=given.base)
-            record.meta |= meta
-            record.show(WHATIF_FSDP)
-        else:
-            record.rows, meta = codec_rows(found, given)
-            record.meta |= meta
-            record.show(WHATIF_ERRORS, WHATIF_SCALING)
+            record.show(LOCAL_STEPS)
+            return
+        is_fsdp = given.subject == FSDP
+        record.rows, meta = (
+            fsdp_rows(found, base=given.base) if is_fsdp else codec_rows(found, given)
+        )
+        costs = {name: asdict(cost) for name, cost in found.costs.items()}
+        record.meta |= {**meta, "costs": costs, "label": LABEL}
+        record.show(*((WHATIF_FSDP,) if is_fsdp else (WHATIF_ERRORS, WHATIF_SCALING)))
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.harness.launch import start_job
 from benchmarks.harness.results import parser_of, recording
 from benchmarks.harness.testbed import exit_on_signals
-from benchmarks.restart.jobs import start
 
 _RANKS, _CODEC, _PARAMETERS = 3, "int8", 1_000_000
 _TRAINING = {"codec": _CODEC, "parameters": _PARAMETERS, "seconds": 0.02}
@@ -60,7 +60,6 @@ class Job:
     Args:
         way: of ``training.py``.
         options: its settings.
-        launched: by our launcher, or by this process.
         settings: variables of the launcher.
     """
 
@@ -69,13 +68,8 @@ class Job:
     ) -> None:
         folder.mkdir()
         self._folder, self._ranks = folder, ranks
-        self._training = [
-            "-m",
-            "benchmarks.restart.training",
-            way,
-            str(folder),
-            json.dumps(options),
-        ]
+        module = "benchmarks.restart.training"
+        self._training = ["-m", module, way, str(folder), json.dumps(options)]
         self._settings = settings
         agent = ["--standalone", f"--nproc-per-node={ranks}", "--max-restarts=1000000"]
         launcher = {
@@ -92,7 +86,7 @@ class Job:
     def _start(self, words: list[str]) -> subprocess.Popen[bytes]:
         # Or half of torchrun's restarts fail.
         settings = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **self._settings}
-        return start(words, self._folder / "output", **settings)
+        return start_job(words, self._folder / "output", **settings)
 
     def steps(self) -> dict[int, list[Line]]:
         """By process: its last steps."""
@@ -119,7 +113,8 @@ class Job:
         while not (thing := found()):
             ended = not self._by_us and self._processes[0].poll() is not None
             if time.monotonic() > end or ended:
-                raise RuntimeError(f"{what} has not come: {self.said()}")
+                said = (self._folder / "output").read_text(errors="replace")[-3000:]
+                raise RuntimeError(f"{what} has not come: {said}")
             time.sleep(every)
         return thing
 
@@ -127,9 +122,6 @@ class Job:
         """Of the steps of a rank, once they are so many."""
         times = [line["time"] for line in next(iter(self.steps().values()), [])]
         return times if len(times) >= count else []
-
-    def said(self) -> str:
-        return (self._folder / "output").read_text(errors="replace")[-3000:]
 
     def all_there(self) -> list[int]:
         """Processes, once as many as wanted train together."""
@@ -306,9 +298,8 @@ def measure_others(root: str, draw: random.Random, *, trials: int) -> list[Line]
 
     def add(way: str, values: list[float]) -> None:
         print(way, values, flush=True)
-        worst = max(values)
-        rows.append({"kind": "others", "way": way, "trials": trials, "next_s": median(values)})
-        rows[-1]["next_max_s"] = worst
+        row = {"kind": "others", "way": way, "trials": trials, "next_s": median(values)}
+        rows.append({**row, "next_max_s": max(values)})
 
     for name, way in (("restart of all, ours", "ours"), ("torchrun, DDP", "torchrun")):
         with running(way, root, ranks=_RANKS, options={**_TRAINING, "recovery": "restart"}) as job:

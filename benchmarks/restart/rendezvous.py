@@ -22,10 +22,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.launch import free_port
+from benchmarks.harness.launch import end_job, free_port, start_job
 from benchmarks.harness.results import parser_of, recording
 from benchmarks.harness.testbed import exit_on_signals
-from benchmarks.restart.jobs import end, start
 from benchmarks.restart.tables import RENDEZVOUS
 
 BACKENDS = ("c10d", "static", "standalone")
@@ -77,7 +76,7 @@ def run(trial: Trial) -> Trial:
         except subprocess.TimeoutExpired:
             outcome = "hung"
         finally:
-            end(job)
+            end_job(job)
         text = output.read_text(errors="replace")
         if not (Path(folder) / "died").exists():
             raise RuntimeError(f"no rank died in {trial}: {text}")
@@ -96,7 +95,7 @@ def _job(trial: Trial, output: Path) -> subprocess.Popen[bytes]:
     launcher = ["-m", "torch.distributed.run", *backend]
     options = [f"--nproc-per-node={_RANKS}", "--max-restarts=1"]
     training = ["-m", "benchmarks.restart.rendezvous", trial.strategy, str(output.parent)]
-    return start([*launcher, *options, *training, str(trial.victim), str(trial.step)], output)
+    return start_job([*launcher, *options, *training, str(trial.victim), str(trial.step)], output)
 
 
 def summarize(trials: list[Trial]) -> list[dict[str, Any]]:

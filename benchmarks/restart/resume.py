@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.harness.launch import end_job, start_job
 from benchmarks.harness.results import parser_of, recording
 from benchmarks.harness.testbed import exit_on_signals
-from benchmarks.restart.jobs import end, start
 from benchmarks.restart.tables import RESUME
 
 SAMPLES, BATCH, EVERY, STRUCK = 320, 4, 10, 25
@@ -55,13 +55,13 @@ def measure(way: str, action: str) -> dict[str, Any]:
         training = ["-m", "benchmarks.restart.resume", way, folder, action]
         for number in range(2):
             words = ["-m", "torch.distributed.run", *options, *training]
-            job = start(words, output, RESUME_START=str(number))
+            job = start_job(words, output, RESUME_START=str(number))
             try:
                 with suppress(subprocess.TimeoutExpired):
                     if job.wait(_LIMIT_S) == 0:
                         return _account(Path(folder), launched)
             finally:
-                end(job)
+                end_job(job)
         raise RuntimeError(f"{way} failed: {output.read_text(errors='replace')[-3000:]}")
 
 

@@ -107,7 +107,7 @@ SUBJECTS = {
 LINKS: list[float | None] = [1000.0, 200.0, 50.0]  # fast first: the warm-up is cheap there
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     """The command line, with what depends on the subject filled in."""
     parser = parser_of(__doc__)
     add = parser.add_argument
@@ -123,7 +123,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--batch", type=positive, metavar="N", help="samples per rank and micro-batch (16; gpt 1)")
     add("--timeout", type=float, default=3600.0, metavar="S", help="for a layout (%(default)s)")
     add("--seed", type=int, default=0, metavar="N")
-    given = parser.parse_args(argv)
+    given = parser.parse_args()
     _, rows, layouts = SUBJECTS[given.subject]
     given.layout, given.link = given.layout or layouts, given.link or LINKS
     given.model = given.model or ("gpt" if given.subject == "fsdp" else "linear")
@@ -133,9 +133,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return given
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
     """Measure, show, and write."""
-    given = parse_arguments(argv)
+    given = parse_arguments()
     with recording(given, seed=given.seed) as record:
         for text in given.layout:
             rows = measure(Layout.parse(text), given)
@@ -208,11 +208,7 @@ def measure(layout: Layout, given: argparse.Namespace) -> Iterator[Row]:
 
 
 def summarize(
-    samples_of: Samples,
-    *,
-    layout: Layout,
-    link_mbit: float | None,
-    reasons: Mapping[str, str],
+    samples_of: Samples, *, layout: Layout, link_mbit: float | None, reasons: Mapping[str, str]
 ) -> Iterator[Row]:
     """The samples of one link as rows of the JSON, one per row measured.
 

@@ -106,11 +106,12 @@ def measure(row: TimedRow, batch: Any) -> dict[str, Any]:
     elapsed_ns = time.perf_counter_ns() - start_ns
     dist.barrier()  # now every rank has received what this one sent
     tx, lo = tx_bytes_of(link) - tx_before, tx_bytes_of("lo") - lo_before
-    row.forget()
+    row.optimizer.zero_grad(set_to_none=True)  # only the row whose turn it is holds gradients
 
+    digest = 0 if row.name.all_ranks else digest_of(row.model)  # no rank has another's shard
     counted = [row.counted("inter_bytes"), row.counted("intra_bytes")]
     counted += [row.tail.ns, row.tail.sent]
-    mine = torch.tensor([elapsed_ns, row.digest(), host, tx, lo, *counted])
+    mine = torch.tensor([elapsed_ns, digest, host, tx, lo, *counted])
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     table = torch.stack(everyone)
@@ -171,14 +172,6 @@ class TimedRow(Row):
         """One training step; returns when the parameters are updated."""
         self.backward(lambda model: self._task.loss(model, batch))
         self.optimizer.step()
-
-    def digest(self) -> int:
-        """Of the parameters, see :func:`digest_of`; 0 where no rank has another's shard."""
-        return 0 if self.name.all_ranks else digest_of(self.model)
-
-    def forget(self) -> None:
-        """Free the gradients, so that only the row whose turn it is holds any."""
-        self.optimizer.zero_grad(set_to_none=True)
 
     def counted(self, key: str) -> int:
         """Bytes of the last step as our own counters have them; 0 where nothing counts."""

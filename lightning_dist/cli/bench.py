@@ -146,7 +146,10 @@ def print_report(report: Report) -> None:
     rows = [
         (
             *(each.op, str(each.nbytes), str(each.count), "float32"),
-            *map(_time, (each.median, min(each.seconds), max(each.seconds))),
+            *(
+                format_value(s * 1e3, "ms")
+                for s in (each.median, min(each.seconds), max(each.seconds))
+            ),
             *(format_value(rate, "Gbit/s") for rate in (each.algbw_gbps, each.busbw_gbps)),
             format_value(each.busbw_gbps / best, "%"),
         )
@@ -161,10 +164,6 @@ def print_report(report: Report) -> None:
         optional=("dtype", "count", "% of best", "max", "min"),
     )
     print_lines(LEGEND)
-
-
-def _time(seconds: float) -> str:
-    return format_value(seconds * 1e3, "ms")
 
 
 def _print_pairs(report: Report, rates: Sequence[Sequence[float | None]]) -> None:

@@ -22,7 +22,7 @@ from lightning_dist.cli.ckpt_prune import Plan, Verdict, check, plan, without_pa
 from lightning_dist.cli.errors import DAMAGED, reported
 from lightning_dist.console import print_table, stdout_console
 
-app = typer.Typer(no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True, help="List, verify, prune and consolidate checkpoints.")
 
 _SHARD = re.compile(r"shard-\d{5}-of-\d{5}-[0-9a-f]{16}\.bin")
 
@@ -30,11 +30,6 @@ Folder = Annotated[
     str, typer.Argument(metavar="DIR", help="Path or URL of a folder of checkpoints.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-
-
-@app.callback()
-def _ckpt() -> None:
-    """List, verify, prune and consolidate checkpoints."""
 
 
 @app.command()
@@ -58,12 +53,10 @@ def ls(folder: Folder, as_json: Json = False) -> None:
         )
         return
     if found:
-        columns = ("name", "step", "created", "size", "kind", "ranks", "status")
-        right = ("step", "size", "ranks")
         print_table(
-            columns,
+            ("name", "step", "created", "size", "kind", "ranks", "status"),
             map(_cells, found),
-            right=right,
+            right=("step", "size", "ranks"),
             fold=("name", "status"),
             optional=("ranks", "kind", "size", "created"),
         )
@@ -80,8 +73,7 @@ def ls(folder: Folder, as_json: Json = False) -> None:
 @reported
 def verify_command(
     paths: Annotated[
-        list[str],
-        typer.Argument(metavar="PATH_OR_DIR...", help="Checkpoints, or folders of them."),
+        list[str], typer.Argument(metavar="PATH_OR_DIR...", help="Checkpoints, or folders of them.")
     ],
     as_json: Json = False,
 ) -> None:

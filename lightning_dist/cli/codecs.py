@@ -37,9 +37,8 @@ def codecs(
     if as_json:
         typer.echo(json.dumps({"codecs": rows}, indent=2))
         return
-    columns = ("codec", "options", "bytes", "residual", "for")
     print_table(
-        columns,
+        ("codec", "options", "bytes", "residual", "for"),
         map(_cells, rows),
         right=("bytes",),
         fold=("options", "for"),

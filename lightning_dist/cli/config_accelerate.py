@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Mapping
 from contextlib import redirect_stdout
@@ -13,15 +14,14 @@ from typing import Any, get_args, get_type_hints
 from lightning_dist.configuration.files import put
 from lightning_dist.configuration.options import unknown
 
-MISSING = "it needs accelerate: pip install 'lightning-dist[accelerate]'"
-
 
 def require_accelerate() -> None:
     """Raise ImportError, with what to install, where Accelerate is not."""
     try:
         import accelerate  # noqa: F401
     except ImportError:
-        raise ImportError(MISSING) from None
+        missing = "it needs accelerate: pip install 'lightning-dist[accelerate]'"
+        raise ImportError(missing) from None
 
 
 def ask() -> Any:
@@ -92,8 +92,6 @@ def fsdp_version(config: Any) -> int:
 
 def save(config: Any, path: Path) -> None:
     """Write it as Accelerate does, in one go."""
-    import json
-
     import yaml
 
     content = config.to_dict()

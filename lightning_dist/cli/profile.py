@@ -21,15 +21,10 @@ from lightning_dist.profiling.run import read_run, run_folder
 from lightning_dist.profiling.whatif.costs import read_costs
 from lightning_dist.profiling.whatif.predict import with_whatif
 
-app = typer.Typer(no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True, help="Report, compare and predict communication time.")
 
 Folder = Annotated[str, typer.Argument(metavar="DIR", help="Folder that CommProfiler has written.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-
-
-@app.callback()
-def _profile() -> None:
-    """Report, compare and predict communication time."""
 
 
 @app.command("report")

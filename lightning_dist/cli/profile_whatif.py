@@ -54,8 +54,7 @@ def whatif_command(
         float | None, typer.Option(help="Round trip between nodes, microseconds.")
     ] = None,
     local_steps: Annotated[
-        list[int] | None,
-        typer.Option(help="Local steps between two exchanges; repeatable."),
+        list[int] | None, typer.Option(help="Local steps between two exchanges; repeatable.")
     ] = None,
     below: Annotated[
         float | None,

@@ -75,6 +75,12 @@ def without_paths(text: str) -> str:
     return text
 
 
+def relative_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> float:
+    """How far weights are from others, at most, relative to the largest of those."""
+    largest = max(float(value.abs().max()) for value in theirs.values())
+    return max(float((mine[name] - theirs[name]).abs().max()) for name in theirs) / largest
+
+
 def parser_of_trials(doc: str | None, *, folder: str) -> argparse.ArgumentParser:
     """A command line with what all campaigns know. folder: what it is for."""
     parser = parser_of(doc)
@@ -95,10 +101,11 @@ def run_trials(
     problems: Sequence[str],
     figures: Callable[[list[Any]], dict[str, Any]],
     initializer: Callable[[], None] | None = None,
-) -> list[Any]:
-    """Verdicts of trials that run side by side, in forks of this process, which has imported all.
+) -> int:
+    """Run trials side by side, in forks of this process, which has imported all.
 
     The record gets a row for each kind; a trial counts once under each problem that it has.
+    Returns 1 if any has one, else 0.
 
     Args:
         run: gives a verdict; or None: the trial was left out.
@@ -123,7 +130,7 @@ def run_trials(
     for verdict in verdicts:
         if verdict.problems:
             print(f"{verdict.kind}: trial {verdict.number}: {verdict.problems[:3]}")
-    return verdicts
+    return int(any(verdict.problems for verdict in verdicts))
 
 
 def show(title: str, columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:

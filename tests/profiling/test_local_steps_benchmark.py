@@ -11,7 +11,7 @@ from whatif_runs import ALLREDUCE, COSTS, DDP, GATHER, SCATTER, all_ranks
 from benchmarks.harness.rows import RowName
 from benchmarks.profiler.tables import WHATIF_FSDP
 from benchmarks.profiler.whatif import FSDP_BASES, Measured, fsdp_rows, local_rows
-from benchmarks.step_time.tables import local_steps
+from benchmarks.step_time.tables import LOCAL_STEPS
 from lightning_dist.profiling.whatif.observe import observe
 
 LOCAL = "streaming@16:fragments=2,overlap_steps=1/none"
@@ -51,7 +51,7 @@ def test_rows_have_the_share_of_the_throughput_and_the_ratio_to_the_prediction()
     assert of_link[100.0]["predicted_ms"] == pytest.approx(67 + (160 - 67) / 8)
     assert of_link[100.0]["ratio"] == pytest.approx(120 / (67 + 93 / 8))
     assert [row["replicas_identical"] for row in rows] == [None, True] * 2
-    table = local_steps({"meta": META, "rows": rows})
+    table = LOCAL_STEPS({"meta": META, "rows": rows})
     assert table is not None
     assert "| 120 ms / 50 % / 1.53 | 80 ms / 75 % / 1.17 |" in table
     assert "| 60 ms / 100 % / n/a |" in table

@@ -15,9 +15,7 @@ from planted import MS, Planted, replace, replaced
 from benchmarks.docs_tables import SECTIONS
 from benchmarks.harness.results import Record, renewed
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable
-from benchmarks.profiler.link_packets import LinkPackets, noted, packets_of
-from benchmarks.profiler.rank import FIRST
-from benchmarks.profiler.rows import (
+from benchmarks.profiler.__main__ import (
     clock_rows,
     codec_rows,
     cost_rows,
@@ -25,6 +23,8 @@ from benchmarks.profiler.rows import (
     skew_rows,
     wire_rows,
 )
+from benchmarks.profiler.link_packets import LinkPackets, noted, packets_of
+from benchmarks.profiler.rank import FIRST
 from lightning_dist.profiling.capture.events import LinkRecord
 from lightning_dist.profiling.capture.files import RankFile
 from lightning_dist.profiling.run import Run

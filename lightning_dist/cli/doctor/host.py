@@ -81,10 +81,7 @@ def machine(environ: Mapping[str, str]) -> dict[str, Finding]:
     found = next(filter(None, (shutil.which(name, path=path) for name in names)), None)
     what = f"none of {', '.join(names)}: codecs on CPU are not compiled, and slower"
     none = Finding("warning", what, "apt-get install g++")
-    return {
-        "processors": _threads(environ),
-        "compiler": Finding("ok", found) if found else none,
-    }
+    return {"processors": _threads(environ), "compiler": Finding("ok", found) if found else none}
 
 
 def processors(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:

@@ -49,10 +49,7 @@ _SHARES = {
 }
 """Of the random trials, by weight."""
 
-_RUN = {
-    "damaged on disk": damage.run_trial,
-    "full disk, writer alone": writer.run_full_disk,
-}
+_RUN = {"damaged on disk": damage.run_trial, "full disk, writer alone": writer.run_full_disk}
 _BOUNDARY = {name: f"{name} every system call" for name in KILLS} | {
     name: f"{name} at every system call" for name in ERRORS
 }

@@ -12,7 +12,7 @@ from lightning_dist.checkpoint.disk.jobs import Event
 from lightning_dist.checkpoint.disk.scan import newest_valid
 from lightning_dist.checkpoint.disk.verify import verify
 from lightning_dist.checkpoint.disk.writer import Writer
-from tests.campaigns.checkpoint_crash.oracle import Oracle, Verdict
+from tests.campaigns.checkpoint_crash.oracle import Oracle, Verdict, step_of
 from tests.campaigns.checkpoint_crash.writer import Scenario, is_content, saves_of
 
 _STEPS = (3, 6, 9, 12)
@@ -88,7 +88,7 @@ def run_trial(verdict: Verdict, chance: random.Random, place: Path) -> None:
     except Exception as error:  # whatever comes out of it, a resume would have ended here
         verdict.require(False, "lost", f"newest_valid: {error!r}")
         return
-    step = 0 if found is None or found.origin is None else found.origin.step
+    step = step_of(found)
     newest = max(whole, default=0)
     verdict.require(step == newest, "lost", f"found {step}, the newest whole one is {newest}")
     if found is not None:

@@ -76,6 +76,11 @@ def pretrained() -> bytes:
     return file.getvalue()
 
 
+def step_of(found: Description | None) -> int:
+    """The step of a checkpoint of ours; 0 if there is none."""
+    return 0 if found is None or found.origin is None else found.origin.step
+
+
 class Oracle:
     """Looks at a checkpoint folder from outside; puts files of somebody else there."""
 
@@ -113,7 +118,7 @@ class Oracle:
         """The newest is whole and at least as new as the newest that was reported."""
         verdict = self._verdict
         found = newest_valid(str(self._folder))
-        step = 0 if found is None or found.origin is None else found.origin.step
+        step = step_of(found)
         verdict.require(
             step >= ledger.newest, "lost", f"{moment}: reported {ledger.newest}, found {step}"
         )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
@@ -104,8 +105,9 @@ class Training:
     def digest(self) -> str:
         """Of parameters, moments and random state."""
         found = hashlib.sha256()
-        for tensor in (*_tensors(self._model.state_dict()), *_tensors(self.optimizer.state_dict())):
-            found.update(tensor.numpy().tobytes())
+        for value in tree_leaves((self._model.state_dict(), self.optimizer.state_dict())):
+            if isinstance(value, torch.Tensor):
+                found.update(value.numpy().tobytes())
         found.update(torch.get_rng_state().numpy().tobytes())
         return found.hexdigest()
 
@@ -283,11 +285,3 @@ def newest_stock(folder: str) -> tuple[State | None, list[str]]:
 def torn(folder: str) -> list[str]:
     """What is wrong with things in ``folder`` that look like checkpoints."""
     return [there.problem for there in checkpoints(folder) if there.description is None]
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        return [tensor for inner in value.values() for tensor in _tensors(inner)]
-    return []

@@ -127,7 +127,7 @@ class Trial:
     def resume(self) -> None:
         """A new trainer goes on; its result is that of an uninterrupted run."""
         verdict, ledger = self.verdict, Ledger()
-        child = Child(lambda report: Trainer(replace(self.kept), report).run(TOTAL))
+        child = Child(lambda report: Trainer(self.kept, report).run(TOTAL))
         try:
             self.follow(child, ledger)
         finally:

@@ -28,7 +28,6 @@ from lightning_dist.checkpoint.disk.jobs import (
 from lightning_dist.checkpoint.disk.manifest import NAME, Manifest, Origin
 from lightning_dist.checkpoint.disk.scan import newest_valid
 from lightning_dist.checkpoint.disk.storage import Storage, storage_of
-from lightning_dist.checkpoint.disk.verify import Description
 from lightning_dist.checkpoint.disk.writer import Writer
 from tests.campaigns.checkpoint_crash.child import BOUND_S, Child, Report
 from tests.campaigns.checkpoint_crash.disk import (
@@ -43,7 +42,7 @@ from tests.campaigns.checkpoint_crash.disk import (
     small_disk,
     write_short,
 )
-from tests.campaigns.checkpoint_crash.oracle import Ledger, Oracle, Verdict
+from tests.campaigns.checkpoint_crash.oracle import Ledger, Oracle, Verdict, step_of
 from tests.campaigns.checkpoint_crash.trainer import LAST, torn
 from tests.campaigns.harness import Hang
 
@@ -144,7 +143,7 @@ class Script:
         if self.resume and self.rank == 0:
             lock = own(self.folder)
             found = newest_valid(self.folder)
-            report("opened", step=_step(found), seconds=0.0, torn=torn(self.folder))
+            report("opened", step=step_of(found), seconds=0.0, torn=torn(self.folder))
         boundaries = Boundaries(self.fault, exchange=self.scenario.exchange)
         writer = Writer(report=tell, find_storage=self.find_storage)
         superseded = list(self.superseded)
@@ -157,7 +156,7 @@ class Script:
             if self.rank == 0:
                 superseded = self._after_save(writer, step, superseded)
             boundaries.armed = False
-            newest = _step(newest_valid(self.folder)) if self.rank == 0 else None
+            newest = step_of(newest_valid(self.folder)) if self.rank == 0 else None
             report("done", step=step, newest=newest, operations=len(boundaries.names))
         if self.resume and self.rank == 0 and lock is not None:
             lock.release()
@@ -195,10 +194,6 @@ def _records(path: str) -> dict[str, bytes]:
                 shard.seek(part.offset)
                 found[record] += shard.read(part.nbytes)
     return found
-
-
-def _step(found: Description | None) -> int:
-    return 0 if found is None or found.origin is None else found.origin.step
 
 
 _OLD, _STRUCK, _NEXT = 3, 6, 9

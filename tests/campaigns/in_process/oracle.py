@@ -46,7 +46,6 @@ class Verdict(harness.Verdict):
     held: dict[str, tuple[int, int]] = field(default_factory=dict)
     """What the spared worker held after a quarter of its generations, and at the end."""
     error: float | None = None
-    output: list[str] = field(default_factory=list)
 
 
 def judge(
@@ -127,10 +126,8 @@ def _compare(verdict: Verdict, folder: Path) -> None:
         verdict.require(False, "end", "no worker has left its weights")
         return
     mine, theirs = (torch.load(path) for path in (found[-1], folder / "weights-alone.pt"))
-    names = [name for name in theirs if name != "passes"]  # of micro-batches, not of steps
-    largest = max(float(theirs[name].abs().max()) for name in names)
-    away = max(float((mine[name] - theirs[name]).abs().max()) for name in names)
-    verdict.error = away / largest
+    theirs.pop("passes", None)  # of micro-batches, not of steps
+    verdict.error = harness.relative_difference(mine, theirs)
     verdict.require(verdict.error <= TOLERANCE, "weights", f"relative difference {verdict.error}")
 
 

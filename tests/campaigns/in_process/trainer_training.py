@@ -108,10 +108,7 @@ def train(folder: Path) -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         strategy=CompressedDDPStrategy(
-            worker.plan["codec"],
-            recovery="in_process",
-            bucket_cap_mb=BUCKET_CAP_MB,
-            **COMPRESSION,
+            worker.plan["codec"], recovery="in_process", bucket_cap_mb=BUCKET_CAP_MB, **COMPRESSION
         ),
         callbacks=[
             Meeting(),

@@ -36,14 +36,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from benchmarks.harness.results import recording
 from lightning_dist import CompressedDDPStrategy
 from tests.campaigns.harness import parser_of_trials, run_trials
-from tests.campaigns.restart_faults.drawing import (
-    EPOCHS,
-    HANG_TIMEOUT_S,
-    KINDS,
-    Setup,
-    Trial,
-    draw,
-)
+from tests.campaigns.restart_faults.drawing import EPOCHS, HANG_TIMEOUT_S, KINDS, Setup, Trial, draw
 from tests.campaigns.restart_faults.oracle import PROBLEMS, Verdict, judge
 
 
@@ -62,7 +55,7 @@ def main() -> int:
         root = given.folder or Path(temporary)
         root.mkdir(parents=True, exist_ok=True)
         deadline = None if given.seconds is None else time.monotonic() + given.seconds
-        verdicts = run_trials(
+        return run_trials(
             "restart",
             Campaign(str(root), deadline).run,
             [draw(number, **drawing) for number in range(given.trials)],
@@ -72,7 +65,6 @@ def main() -> int:
             figures=figures_of_kind,
             initializer=adopt_orphans,
         )
-    return 1 if any(verdict.problems for verdict in verdicts) else 0
 
 
 _LINGER_S = 10.0

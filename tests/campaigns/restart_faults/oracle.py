@@ -144,9 +144,7 @@ def _check_against(
         verdict.require(mine == theirs, "weights", f"ended with {mine}, not {theirs}")
     elif trial.policy == "fixed_global_batch" and trial.setup.codec != "int8":
         mine, theirs = (_weights(each) for each in (folder, reference))
-        largest = max(float(value.abs().max()) for value in theirs.values())
-        away = max(float((mine[name] - theirs[name]).abs().max()) for name in theirs)
-        verdict.error = away / largest
+        verdict.error = harness.relative_difference(mine, theirs)
         close = verdict.error <= TOLERANCE
         verdict.require(close, "weights", f"relative difference {verdict.error}")
 
