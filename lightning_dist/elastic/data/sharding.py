@@ -25,9 +25,9 @@ from lightning_dist.elastic.data.sampling import (
     EpochSetter,
 )
 from lightning_dist.elastic.data.streams import Shardable, ShardedStream
-from lightning_dist.elastic.data.workers import end_workers
 from lightning_dist.elastic.progress import ElasticState, require_same_data
 from lightning_dist.elastic.rng import derive_seed
+from lightning_dist.private import end_persistent_workers
 
 
 class NotExactError(ValueError):
@@ -182,7 +182,7 @@ class Remembered:
 
     def close(self) -> None:
         """No more batches are wanted."""
-        end_workers(self._loader)
+        end_persistent_workers(self._loader)
 
     def state_after(self, batches: int) -> Any:
         """The state when ``batches`` of this iteration had been taken; None for none."""
@@ -294,7 +294,7 @@ class Deal:
 
     def close(self) -> None:
         """No more batches are wanted: end the workers that the loader keeps."""
-        end_workers(self._dealt)
+        end_persistent_workers(self._dealt)
 
     def _first_layout(self, script: Layout) -> Layout:
         if self.resumed is not None:
