@@ -172,14 +172,10 @@ class EpochPlan:
             len(self),
         )
         step, which = divmod(index - self.first_micro_batch, self.layout.accumulate)
-        is_tail = step >= self._full_steps
-        if is_tail:
-            step, which = (
-                self._full_steps,
-                index - len(self) + self.layout.micro_batches_for(self._tail),
-            )
-        count = self._tail if is_tail else self.layout.global_batch
-        passes = self.layout.micro_batches_for(count) if is_tail else self.layout.accumulate
+        count, passes = self.layout.global_batch, self.layout.accumulate
+        if step >= self._full_steps:
+            count, passes = self._tail, self.layout.micro_batches_for(self._tail)
+            step, which = self._full_steps, index - len(self) + passes
         begin = self.begin.samples + step * self.layout.global_batch
         share = self.layout.share(self.rank, begin=begin, count=count)
         samples = _piece(share, which, of=passes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -300,12 +300,10 @@ class Deal:
         if self.resumed is not None:
             return self.resumed.first
         begun = self._begun
-        if begun is None:
+        asked = script.micro_batch, script.accumulate
+        if begun is None or (begun.micro_batch, begun.accumulate) != asked:
             return script
-        same = replace(begun, world_size=0, global_batch=0) == replace(
-            script, world_size=0, global_batch=0
-        )
-        return begun if same else script
+        return begun
 
     def _script_layout(self) -> Layout:
         return Layout.of_script(
