@@ -235,12 +235,12 @@ class Session:
     @property
     def metrics(self) -> Metrics:
         """Cost of checkpoints on this rank."""
-        return Metrics() if self._retention is None else self._retention.metrics
+        return Metrics() if self._retention is None else self._retention.saves.metrics
 
     @property
     def last_committed(self) -> Committed | None:
         """The newest checkpoint of this start that is durable; on a rank that writes."""
-        return None if self._retention is None else self._retention.last_committed
+        return None if self._retention is None else self._retention.saves.last_committed
 
     def step(self, samples: int) -> bool:
         """An optimizer step is done, of all ranks, and ``samples`` so far.
@@ -338,7 +338,7 @@ class Session:
 
     def _durable_step(self) -> int | None:
         """Step of the newest checkpoint that is durable; collective."""
-        last = self.retention.last_committed
+        last = self.retention.saves.last_committed
         step = None if self.resumed is None else self.resumed.total_steps
         facts: dict[str, Any] = {"step": step, "path": self.newest}
         if last is not None:
