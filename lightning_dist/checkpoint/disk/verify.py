@@ -14,8 +14,7 @@ from lightning_dist.checkpoint.disk.archive import ROOT, Archive, crc32
 from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
 from lightning_dist.checkpoint.disk.manifest import RECORD, Manifest, Origin
 from lightning_dist.checkpoint.disk.storage import Storage, storage_of
-
-_SLICE = 8 << 20
+from lightning_dist.checkpoint.disk.storage.base import SLICE
 
 Kind = Literal["single", "sharded", "folder", "torch.save"]
 
@@ -167,6 +166,6 @@ def _verify_archive(file: Any, archive: zipfile.ZipFile, path: str) -> None:
 
 
 def _slices(file: Any, nbytes: int) -> Iterator[bytes]:
-    while nbytes > 0 and (data := file.read(min(nbytes, _SLICE))):
+    while nbytes > 0 and (data := file.read(min(nbytes, SLICE))):
         nbytes -= len(data)
         yield data

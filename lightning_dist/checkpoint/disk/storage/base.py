@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
 SLICE = 8 << 20
-"""Bytes per write: large enough to be quick, small enough to start writing back early."""
+"""Bytes per read and write: large enough to be quick, small enough to start writing back early."""
 
 Bytes = bytes | memoryview
 
