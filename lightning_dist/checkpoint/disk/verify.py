@@ -80,10 +80,13 @@ def _is_legacy(file: Any) -> bool:
 
 def _verify_file(path: str, file: Any) -> None:
     archive = _open_archive(file, path)
-    if _origin(archive, path) is None:
-        _verify_foreign(archive, path)
-    else:
+    if _origin(archive, path) is not None:
         _verify_archive(file, archive, path)
+        return
+    with _damage_is_corruption(path, "a header is damaged"):
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise CorruptCheckpointError(path, f"{damaged} has changed since it was written")
 
 
 def read_manifest(path: str, storage: Storage, inside: str) -> Manifest:
@@ -141,13 +144,6 @@ def _origin(archive: zipfile.ZipFile, path: str) -> Origin | None:
         return None
     with _damage_is_corruption(path, "its description is damaged"):
         return Origin.from_json(archive.read(found[0]), path=path)
-
-
-def _verify_foreign(archive: zipfile.ZipFile, path: str) -> None:
-    with _damage_is_corruption(path, "a header is damaged"):
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise CorruptCheckpointError(path, f"{damaged} has changed since it was written")
 
 
 def _verify_archive(file: Any, archive: zipfile.ZipFile, path: str) -> None:
