@@ -20,11 +20,7 @@ from lightning_dist.checkpoint.restricted import restricted_load
 
 
 def load(
-    path: str,
-    *,
-    check: bool = True,
-    map_location: Any = None,
-    weights_only: bool | None = None,
+    path: str, *, check: bool = True, map_location: Any = None, weights_only: bool | None = None
 ) -> Any:
     """The state that was saved as ``path``, a single file or a folder of shards.
 

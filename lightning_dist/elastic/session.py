@@ -148,11 +148,7 @@ class Session:
         }
 
     def move(
-        self,
-        placement: Placement,
-        members: Membership,
-        *,
-        facts: dict[str, Any] | None = None,
+        self, placement: Placement, members: Membership, *, facts: dict[str, Any] | None = None
     ) -> None:
         """Go on with other ranks, maybe under another leader. Collective among them.
 

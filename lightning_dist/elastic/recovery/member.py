@@ -181,8 +181,7 @@ class Member:
             if not self.store.check([Keys.modules]):
                 self.store.set(Keys.modules, json.dumps(installed_modules()))
             self.store.set(
-                Keys.report(NOT_YET, self.name),
-                encode(Report(self.name, fingerprint=fingerprint)),
+                Keys.report(NOT_YET, self.name), encode(Report(self.name, fingerprint=fingerprint))
             )
             newest = -1
             while True:  # a spare waits as long as all places are taken
