@@ -118,13 +118,8 @@ class SharedFolder:
         parts: list[Part] = []
         if save.pieces:
             name = self._shard_name
-            sink = self.storage.create(f"{self._staged}/{name}")
-            try:
+            with self.storage.creating(f"{self._staged}/{name}") as sink:
                 file, parts = write_shard(sink, name, save, snapshot)
-            except BaseException:
-                sink.abort()
-                raise
-            sink.close()
             files.append(file)
         for name, source in save.files:
             if "/" in name:

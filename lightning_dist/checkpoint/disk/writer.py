@@ -118,13 +118,8 @@ class Writer:
     ) -> int:
         staged = storage.staging(target, save.origin.save_id)
         try:
-            sink = storage.create(staged)
-            try:
+            with storage.creating(staged) as sink:
                 nbytes = write_archive(sink, save, snapshot)
-            except BaseException:
-                sink.abort()
-                raise
-            sink.close()
             if self._read_back:
                 verify(staged, find_storage=lambda path: (storage, path))
             storage.publish(staged, target)
