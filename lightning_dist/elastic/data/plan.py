@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 BatchPolicy = Literal["fixed_global_batch", "scale_lr", "scale_lr:sqrt", "fixed_micro_batch"]
 
@@ -43,13 +43,6 @@ class Layout:
         """Passes that a step of ``count`` samples takes; the same on every rank."""
         largest = math.ceil(count / self.world_size)
         return max(1, math.ceil(largest / self.micro_batch))
-
-
-def require_policy(policy: str) -> None:
-    """Raise a ValueError if there is no such policy."""
-    if policy not in get_args(BatchPolicy):
-        names = ", ".join(map(repr, get_args(BatchPolicy)))
-        raise ValueError(f"batch_policy must be one of {names}; got {policy!r}")
 
 
 def layout_for(policy: BatchPolicy, first: Layout, *, script: Layout) -> Layout:
