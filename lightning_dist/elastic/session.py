@@ -85,7 +85,8 @@ class Session:
         self._retention: Retention | None = None
         self.resumed: ElasticState | None = None
         """State of the checkpoint that this start resumes from; None for a fresh start."""
-        self._costs: dict[str, float] = {}  # of restarts; rank 0 reads them from its account
+        self.costs: dict[str, float] = {}
+        """``elastic/*``, of restarts; empty on all ranks but 0, and before training begins."""
         self._saved_step = -1  # of the last save that this start has asked for
         self.newest = ""
         """The newest checkpoint that is known to be durable, on all ranks."""
@@ -167,7 +168,7 @@ class Session:
         saved = members.ranks.gather(self._saved_step)
         if len({*saved}) > 1:  # some have not come so far
             self._saved_step = -1
-        if self._costs or members.ranks.is_leader:
+        if self.costs or members.ranks.is_leader:
             self._count_costs()
 
     def change(self, change: Change) -> None:
@@ -221,12 +222,7 @@ class Session:
 
     def _count_costs(self) -> None:
         if self.members.ranks.is_leader:
-            self._costs = self.history.metrics(world_size=self.members.world_size)
-
-    @property
-    def costs(self) -> dict[str, float]:
-        """``elastic/*``; empty on all ranks but 0, and before training begins."""
-        return self._costs
+            self.costs = self.history.metrics(world_size=self.members.world_size)
 
     @property
     def metrics(self) -> Metrics:
