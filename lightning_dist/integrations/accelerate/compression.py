@@ -71,7 +71,8 @@ class Compression(CommReport):
     @property
     def reducers(self) -> list[Reducer]:
         """Of the prepared models, in their order; empty with one process."""
-        return residuals.reducers(self._accelerator)
+        found = map(reducer_of, private.prepared_models(self._accelerator))
+        return [reducer for reducer in found if reducer is not None]
 
     @property
     def _reports(self) -> list[Any]:
