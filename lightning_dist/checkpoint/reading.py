@@ -13,19 +13,14 @@ from typing import Any
 from lightning_dist.checkpoint.disk.archive import Archive, combined
 from lightning_dist.checkpoint.disk.errors import CheckpointError, no_checkpoint
 from lightning_dist.checkpoint.disk.manifest import NAME, RECORD, Manifest, Part
-from lightning_dist.checkpoint.disk.storage import Sink, Storage, storage_of
+from lightning_dist.checkpoint.disk.storage import Storage, storage_of
+from lightning_dist.checkpoint.disk.storage.base import SLICE
 from lightning_dist.checkpoint.disk.verify import describe, read_manifest, verify
 from lightning_dist.checkpoint.restricted import restricted_load
 
-_SLICE = 8 << 20
-
 
 def load(
-    path: str,
-    *,
-    check: bool = True,
-    map_location: Any = None,
-    weights_only: bool | None = None,
+    path: str, *, check: bool = True, map_location: Any = None, weights_only: bool | None = None
 ) -> Any:
     """The state that was saved as ``path``, a single file or a folder of shards.
 
@@ -89,7 +84,8 @@ def consolidate(source: str, target: str) -> int:
     sink = goal.create(staged)
     try:
         with _ShardedFile(storage, inside, manifest) as file:
-            _copy(file, sink)
+            while data := file.read(SLICE):
+                sink.write(data)
     except BaseException:
         sink.abort()
         if staged != path:
@@ -98,11 +94,6 @@ def consolidate(source: str, target: str) -> int:
     sink.close()
     goal.publish(staged, path)
     return goal.nbytes(path)
-
-
-def _copy(file: io.RawIOBase, sink: Sink) -> None:
-    while data := file.read(_SLICE):
-        sink.write(data)
 
 
 @dataclass(frozen=True, slots=True)

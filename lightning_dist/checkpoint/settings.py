@@ -23,13 +23,7 @@ class CheckpointSettings:
     lock: bool = True
 
     def __post_init__(self) -> None:
-        hints: dict[str, Any] = get_type_hints(type(self))
-        for field in fields(self):
-            choices, value = get_args(hints[field.name]), getattr(self, field.name)
-            is_choice = bool(choices) and all(isinstance(choice, str) for choice in choices)
-            if is_choice and value not in choices:
-                names = ", ".join(map(repr, choices))
-                raise ValueError(f"{field.name} must be one of {names}; got {value!r}")
+        require_choices(self)
         if not _is_count(self.max_in_flight):
             raise ValueError(f"max_in_flight must be an integer >= 1; got {self.max_in_flight!r}")
         if self.host_memory_limit is not None and not _is_count(self.host_memory_limit):
@@ -44,6 +38,17 @@ class CheckpointSettings:
                 "snapshot='sync' waits for every save, so on_busy='skip' cannot take effect; "
                 "leave one of them out"
             )
+
+
+def require_choices(settings: Any) -> None:
+    """Raise a ValueError where a field of a dataclass has none of the strings that it may have."""
+    hints: dict[str, Any] = get_type_hints(type(settings))
+    for field in fields(settings):
+        choices, value = get_args(hints[field.name]), getattr(settings, field.name)
+        is_choice = bool(choices) and all(isinstance(choice, str) for choice in choices)
+        if is_choice and value not in choices:
+            names = ", ".join(map(repr, choices))
+            raise ValueError(f"{field.name} must be one of {names}; got {value!r}")
 
 
 def _is_count(value: Any) -> bool:

@@ -122,9 +122,7 @@ class WriterProcess:
             if (lock := lock_to_send(folder)) is not None:
                 # It is kept while it is on its way, so nobody has to wait for the writer to start.
                 try:
-                    with self._sending:
-                        self._send(("hold",))
-                        self._send_handle(lock.descriptor)
+                    self._put("hold", descriptor=lock.descriptor)
                 finally:
                     lock.close()
                 return
@@ -147,7 +145,8 @@ class WriterProcess:
         if memory is not None and memory.nbytes:  # a rank may have nothing to write
             number = id(memory)
             if self._mapped.get(number) != memory.generation:
-                self._map(memory)
+                self._put("map", number, memory.nbytes, descriptor=memory.descriptor)
+                self._mapped[number] = memory.generation
         self._put("do", job, number)
 
     def close(self, timeout: float | None = None) -> None:
@@ -168,27 +167,15 @@ class WriterProcess:
             self._lost(self, self._ended())
         os.close(self._errors)
 
-    def _map(self, memory: SnapshotMemory) -> None:
+    def _put(self, *command: object, descriptor: int | None = None) -> None:
+        """Send a command, and right after it the descriptor that it is about."""
         with self._sending:
-            self._send(("map", id(memory), memory.nbytes))
-            self._send_handle(memory.descriptor)
-        self._mapped[id(memory)] = memory.generation
-
-    def _put(self, *command: object) -> None:
-        with self._sending:
-            self._send(command)
-
-    def _send(self, command: tuple[object, ...]) -> None:
-        try:
-            self._channel.send(command)
-        except OSError as error:
-            raise CheckpointError(self._ended()) from error
-
-    def _send_handle(self, descriptor: int) -> None:
-        try:
-            send_handle(self._channel, descriptor, self.pid)
-        except OSError as error:
-            raise CheckpointError(self._ended()) from error
+            try:
+                self._channel.send(command)
+                if descriptor is not None:
+                    send_handle(self._channel, descriptor, self.pid)
+            except OSError as error:
+                raise CheckpointError(self._ended()) from error
 
     def _read(self) -> None:
         while True:

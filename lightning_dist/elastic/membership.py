@@ -59,7 +59,6 @@ class Membership:
     Args:
         sharded: whether every rank writes its part of a checkpoint.
         generation: counts the memberships of this process.
-        leader: the rank that writes and keeps the account.
         make: makes a group of all ranks; None: torch's ``new_group``, for all that the launcher has
             started.
 
@@ -72,7 +71,6 @@ class Membership:
         *,
         sharded: bool = False,
         generation: int = 0,
-        leader: int = 0,
         make: Callable[[], dist.ProcessGroup] | None = None,
     ) -> None:
         several = dist.is_initialized() and dist.get_world_size() > 1
@@ -87,7 +85,6 @@ class Membership:
         self._groups: list[dist.ProcessGroup] = []
         self._make = make
         self.ranks = Ranks(self._group("facts") if several else None)
-        self.ranks.leader = leader
         self.stop = StopConsensus(self._group("stop") if several else None, ranks=self.ranks)
         self.writers = self._group("writers") if several and sharded else None
         """Of the ranks that write one checkpoint together; None where rank 0 writes alone."""

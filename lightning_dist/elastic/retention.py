@@ -11,7 +11,6 @@ from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.disk.scan import checkpoints, newest_valid, saved_by
 from lightning_dist.checkpoint.disk.storage import storage_of
-from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.saves import Saves
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.elastic.membership import Membership
@@ -69,16 +68,6 @@ class Retention:
     def checkpointer(self) -> Checkpointer | None:
         """Writer of this rank; None on ranks that do not write."""
         return self.saves.checkpointer
-
-    @property
-    def metrics(self) -> Metrics:
-        """Cost of checkpoints on this rank."""
-        return self.saves.metrics
-
-    @property
-    def last_committed(self) -> Committed | None:
-        """The last checkpoint of this start that is durable; on a rank that writes."""
-        return self.saves.last_committed
 
     def open(self) -> str | None:
         """Become the one trainer of the folder; the newest complete checkpoint in it. Collective.

@@ -85,7 +85,8 @@ class Session:
         self._retention: Retention | None = None
         self.resumed: ElasticState | None = None
         """State of the checkpoint that this start resumes from; None for a fresh start."""
-        self._costs: dict[str, float] = {}  # of restarts; rank 0 reads them from its account
+        self.costs: dict[str, float] = {}
+        """``elastic/*``, of restarts; empty on all ranks but 0, and before training begins."""
         self._saved_step = -1  # of the last save that this start has asked for
         self.newest = ""
         """The newest checkpoint that is known to be durable, on all ranks."""
@@ -148,11 +149,7 @@ class Session:
         }
 
     def move(
-        self,
-        placement: Placement,
-        members: Membership,
-        *,
-        facts: dict[str, Any] | None = None,
+        self, placement: Placement, members: Membership, *, facts: dict[str, Any] | None = None
     ) -> None:
         """Go on with other ranks, maybe under another leader. Collective among them.
 
@@ -171,7 +168,7 @@ class Session:
         saved = members.ranks.gather(self._saved_step)
         if len({*saved}) > 1:  # some have not come so far
             self._saved_step = -1
-        if self._costs or members.ranks.is_leader:
+        if self.costs or members.ranks.is_leader:
             self._count_costs()
 
     def change(self, change: Change) -> None:
@@ -225,22 +222,17 @@ class Session:
 
     def _count_costs(self) -> None:
         if self.members.ranks.is_leader:
-            self._costs = self.history.metrics(world_size=self.members.world_size)
-
-    @property
-    def costs(self) -> dict[str, float]:
-        """``elastic/*``; empty on all ranks but 0, and before training begins."""
-        return self._costs
+            self.costs = self.history.metrics(world_size=self.members.world_size)
 
     @property
     def metrics(self) -> Metrics:
         """Cost of checkpoints on this rank."""
-        return Metrics() if self._retention is None else self._retention.metrics
+        return Metrics() if self._retention is None else self._retention.saves.metrics
 
     @property
     def last_committed(self) -> Committed | None:
         """The newest checkpoint of this start that is durable; on a rank that writes."""
-        return None if self._retention is None else self._retention.last_committed
+        return None if self._retention is None else self._retention.saves.last_committed
 
     def step(self, samples: int) -> bool:
         """An optimizer step is done, of all ranks, and ``samples`` so far.
@@ -338,7 +330,7 @@ class Session:
 
     def _durable_step(self) -> int | None:
         """Step of the newest checkpoint that is durable; collective."""
-        last = self.retention.last_committed
+        last = self.retention.saves.last_committed
         step = None if self.resumed is None else self.resumed.total_steps
         facts: dict[str, Any] = {"step": step, "path": self.newest}
         if last is not None:

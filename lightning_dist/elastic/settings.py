@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from lightning_dist.checkpoint.settings import CheckpointSettings
-from lightning_dist.elastic.data.plan import BatchPolicy, require_policy
+from lightning_dist.checkpoint.settings import CheckpointSettings, require_choices
+from lightning_dist.elastic.data.plan import BatchPolicy
 
 RecoveryMode = Literal["restart", "in_process"]
 """Reaction of the remaining ranks to a lost one: restart, or continue."""
@@ -67,9 +67,7 @@ class RunSettings:
     format: Literal["single", "sharded"] = "single"
 
     def __post_init__(self) -> None:
-        require_policy(self.batch_policy)
-        if self.format not in ("single", "sharded"):
-            raise ValueError(f"format must be one of 'single', 'sharded'; got {self.format!r}")
+        require_choices(self)
         if not self.dirpath:
             raise ValueError("dirpath must be the folder of the checkpoints, got none")
         positive = ("every_n_train_steps", "max_to_keep")

@@ -17,11 +17,7 @@ from functools import cache
 
 _FLOCK = "hhqqi"
 """``struct flock`` of Linux: type, whence, start, length, process."""
-_KINDS = {
-    fcntl.F_RDLCK: fcntl.LOCK_SH,
-    fcntl.F_WRLCK: fcntl.LOCK_EX,
-    fcntl.F_UNLCK: fcntl.LOCK_UN,
-}
+_KINDS = {fcntl.F_RDLCK: fcntl.LOCK_SH, fcntl.F_WRLCK: fcntl.LOCK_EX, fcntl.F_UNLCK: fcntl.LOCK_UN}
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 

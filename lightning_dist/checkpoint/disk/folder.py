@@ -118,13 +118,8 @@ class SharedFolder:
         parts: list[Part] = []
         if save.pieces:
             name = self._shard_name
-            sink = self.storage.create(f"{self._staged}/{name}")
-            try:
+            with self.storage.creating(f"{self._staged}/{name}") as sink:
                 file, parts = write_shard(sink, name, save, snapshot)
-            except BaseException:
-                sink.abort()
-                raise
-            sink.close()
             files.append(file)
         for name, source in save.files:
             if "/" in name:
@@ -168,16 +163,13 @@ class SharedFolder:
         )
         if self.storage.exists(first):  # rank 0 has one only to say that it failed
             Receipt.from_json(self.storage.read(first)).require(0)
-        published = self._published()
+        path = f"{self.target}/{manifests.NAME}"
+        published: Manifest | None = None
+        if self.storage.exists(path):
+            published = Manifest.from_json(self.storage.read(path), path=path)
         if published is None or published.origin.save_id != self.save.origin.save_id:
             raise CheckpointError("rank 0 abandoned this checkpoint; see its error")
         return published
-
-    def _published(self) -> Manifest | None:
-        path = f"{self.target}/{manifests.NAME}"
-        if not self.storage.exists(path):
-            return None
-        return Manifest.from_json(self.storage.read(path), path=path)
 
     def _put_receipt(self, receipt: Receipt) -> None:
         # Under another name first: nobody may read half of it.
@@ -190,17 +182,18 @@ class SharedFolder:
     def _give_up(self, error: Exception) -> None:
         dropped = isinstance(error, DroppedCheckpointError)
         reason = str(error) if dropped else f"{type(error).__name__}: {error}"
-        alone, own = self.save.origin.ranks == 1, self._receipt(self.save.rank)
-        if self.save.rank == 0 and alone:
+        if self.save.rank == 0 and self.save.origin.ranks == 1:
             self._remove_files(kept="")
             return
         if self.save.rank == 0:
             self.storage.make_folder(self._staged)
-        self._remove_own_shard()  # a full disk must have room for the receipt
+        shard = f"{self._staged}/{self._shard_name}"
+        if self.storage.exists(shard):  # a full disk must have room for the receipt
+            self.storage.remove(shard)
         if self._staged == self.target or self.storage.exists(self._staged):
             self._put_receipt(Receipt(failed=reason, dropped=dropped))
         if self.save.rank == 0:
-            self._remove_files(kept=own.rpartition("/")[2])
+            self._remove_files(kept=self._receipt(0).rpartition("/")[2])
 
     @property
     def remains(self) -> str:
@@ -208,11 +201,6 @@ class SharedFolder:
         if self._staged != self.target:
             return self._staged
         return f"{self.save.target}/{self._receipt(0).rpartition('/')[2]}"
-
-    def _remove_own_shard(self) -> None:
-        path = f"{self._staged}/{self._shard_name}"
-        if self.storage.exists(path):
-            self.storage.remove(path)
 
     @property
     def _shard_name(self) -> str:

@@ -106,9 +106,7 @@ def own(
                 recover(storage, inside)
             except OSError as error:  # of no importance for what is saved next
                 log.warning(
-                    "Partial files of killed writers in %s were not removed: %s",
-                    folder,
-                    error,
+                    "Partial files of killed writers in %s were not removed: %s", folder, error
                 )
         return None
     storage.make_folder(inside)

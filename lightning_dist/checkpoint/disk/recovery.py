@@ -32,10 +32,7 @@ def recover(storage: Storage, folder: str) -> None:
             try:
                 whole = _whole(storage, left["tmp"], files=bool(left["old"]))
             except (CheckpointError, OSError) as error:
-                log.warning(
-                    "%s; it is unchanged, and checked again at the next start",
-                    error,
-                )
+                log.warning("%s; it is unchanged, and checked again at the next start", error)
                 continue
             if whole or left["old"]:
                 storage.publish(whole or left["old"][0], target)

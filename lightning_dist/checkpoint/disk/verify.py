@@ -14,8 +14,7 @@ from lightning_dist.checkpoint.disk.archive import ROOT, Archive, crc32
 from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
 from lightning_dist.checkpoint.disk.manifest import RECORD, Manifest, Origin
 from lightning_dist.checkpoint.disk.storage import Storage, storage_of
-
-_SLICE = 8 << 20
+from lightning_dist.checkpoint.disk.storage.base import SLICE
 
 Kind = Literal["single", "sharded", "folder", "torch.save"]
 
@@ -81,10 +80,13 @@ def _is_legacy(file: Any) -> bool:
 
 def _verify_file(path: str, file: Any) -> None:
     archive = _open_archive(file, path)
-    if _origin(archive, path) is None:
-        _verify_foreign(archive, path)
-    else:
+    if _origin(archive, path) is not None:
         _verify_archive(file, archive, path)
+        return
+    with _damage_is_corruption(path, "a header is damaged"):
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise CorruptCheckpointError(path, f"{damaged} has changed since it was written")
 
 
 def read_manifest(path: str, storage: Storage, inside: str) -> Manifest:
@@ -144,13 +146,6 @@ def _origin(archive: zipfile.ZipFile, path: str) -> Origin | None:
         return Origin.from_json(archive.read(found[0]), path=path)
 
 
-def _verify_foreign(archive: zipfile.ZipFile, path: str) -> None:
-    with _damage_is_corruption(path, "a header is damaged"):
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise CorruptCheckpointError(path, f"{damaged} has changed since it was written")
-
-
 def _verify_archive(file: Any, archive: zipfile.ZipFile, path: str) -> None:
     """Make the headers again and compare all bytes."""
     expected = Archive()
@@ -167,6 +162,6 @@ def _verify_archive(file: Any, archive: zipfile.ZipFile, path: str) -> None:
 
 
 def _slices(file: Any, nbytes: int) -> Iterator[bytes]:
-    while nbytes > 0 and (data := file.read(min(nbytes, _SLICE))):
+    while nbytes > 0 and (data := file.read(min(nbytes, SLICE))):
         nbytes -= len(data)
         yield data

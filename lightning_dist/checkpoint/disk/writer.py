@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 
 from lightning_dist.checkpoint.disk.archive import archive_nbytes
 from lightning_dist.checkpoint.disk.errors import CheckpointError, DroppedCheckpointError
@@ -93,15 +94,17 @@ class Writer:
         storage, target = self._find_storage(save.target)
         folder = os.path.dirname(target)
         storage.make_folder(folder)
-
-        def require_space() -> None:
-            self._require_space(storage, save, target)
-
+        require_space = partial(_require_space, storage, save, target)
         if isinstance(save, SaveFolder):
             shared = SharedFolder(
                 save, storage, target, self._orphaned, require_space, self._read_back
             )
-            nbytes, total = self._save_folder(shared, snapshot)
+            try:
+                nbytes, total = shared.write(snapshot)
+            except Exception:
+                if save.rank == 0 and save.origin.ranks > 1:
+                    self._pending_deletions[shared.remains] = None
+                raise
         else:
             assert isinstance(save, SaveFile)
             require_space()
@@ -110,26 +113,13 @@ class Writer:
         seconds = time.monotonic() - began
         self._report(Committed(save.target, save.origin, nbytes, seconds, total))
 
-    def _save_folder(self, shared: SharedFolder, snapshot: memoryview) -> tuple[int, int]:
-        try:
-            return shared.write(snapshot)
-        except Exception:
-            if shared.save.rank == 0 and shared.save.origin.ranks > 1:
-                self._pending_deletions[shared.remains] = None
-            raise
-
     def _save_file(
         self, save: SaveFile, storage: Storage, target: str, snapshot: memoryview
     ) -> int:
         staged = storage.staging(target, save.origin.save_id)
         try:
-            sink = storage.create(staged)
-            try:
+            with storage.creating(staged) as sink:
                 nbytes = write_archive(sink, save, snapshot)
-            except BaseException:
-                sink.abort()
-                raise
-            sink.close()
             if self._read_back:
                 verify(staged, find_storage=lambda path: (storage, path))
             storage.publish(staged, target)
@@ -144,15 +134,6 @@ class Writer:
             storage, source = self._find_storage(link.source)
             storage.link(source, self._find_storage(link.target)[1], symbolic=link.symbolic)
 
-    def _require_space(self, storage: Storage, save: Save, target: str) -> None:
-        needed = _nbytes(save)
-        free = storage.free_bytes(target)
-        if free is not None and free < needed:
-            raise CheckpointError(
-                f"no space: needs {needed / 1e6:.1f} MB beside the checkpoints that are kept until "
-                f"it is complete, and {free / 1e6:.1f} MB are free in {os.path.dirname(target)}"
-            )
-
     def _remove_pending(self) -> dict[str, Exception]:
         """Remove what may go; what cannot be removed is tried again with the next job."""
         failures: dict[str, Exception] = {}
@@ -166,11 +147,17 @@ class Writer:
         return failures
 
 
-def _nbytes(save: Save) -> int:
+def _require_space(storage: Storage, save: Save, target: str) -> None:
+    needed = content_nbytes(save)
     if isinstance(save, SaveFile):
         described = (RECORD, len(save.origin.to_json()))
-        return archive_nbytes([described, *((p.record, p.nbytes) for p in save.pieces)])
-    return content_nbytes(save)
+        needed = archive_nbytes([described, *((p.record, p.nbytes) for p in save.pieces)])
+    free = storage.free_bytes(target)
+    if free is not None and free < needed:
+        raise CheckpointError(
+            f"no space: needs {needed / 1e6:.1f} MB beside the checkpoints that are kept until "
+            f"it is complete, and {free / 1e6:.1f} MB are free in {os.path.dirname(target)}"
+        )
 
 
 def _reason(error: Exception) -> str:

@@ -12,8 +12,7 @@ from lightning_dist.checkpoint.disk.archive import Archive, combined
 from lightning_dist.checkpoint.disk.jobs import Save, SaveFile, SaveFolder
 from lightning_dist.checkpoint.disk.manifest import RECORD, File, Part
 from lightning_dist.checkpoint.disk.storage import Sink, Storage
-
-_COPY_SLICE = 8 << 20
+from lightning_dist.checkpoint.disk.storage.base import SLICE
 
 
 def write_archive(sink: Sink, save: SaveFile, snapshot: memoryview) -> int:
@@ -60,17 +59,11 @@ def write_shard(
 def copy_file(source: str, storage: Storage, path: str, name: str) -> File:
     """Write the local file ``source`` to ``path``."""
     nbytes = checksum = 0
-    sink = storage.create(path)
-    try:
-        with open(source, "rb") as file:
-            while data := file.read(_COPY_SLICE):
-                sink.write(data)
-                nbytes += len(data)
-                checksum = zlib.crc32(data, checksum)
-    except BaseException:
-        sink.abort()
-        raise
-    sink.close()
+    with storage.creating(path) as sink, open(source, "rb") as file:
+        while data := file.read(SLICE):
+            sink.write(data)
+            nbytes += len(data)
+            checksum = zlib.crc32(data, checksum)
     return File(name, nbytes, checksum)
 
 

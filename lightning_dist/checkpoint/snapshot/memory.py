@@ -40,7 +40,8 @@ class SnapshotMemory:
             self.bytes = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
             self.nbytes = size
             self.generation += 1
-            self._pinned = _uses_cuda() and _pin(self.bytes)
+            is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            self._pinned = is_used and _pin(self.bytes)
         return self.bytes[:nbytes]
 
     def view(self) -> memoryview:
@@ -50,16 +51,13 @@ class SnapshotMemory:
     def release(self) -> None:
         """Give the memory back, once the last tensor and view of it are gone."""
         if self._pinned:
-            _unpin(self.bytes)
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(runtime.cudaHostUnregister(self.bytes.data_ptr()))
             self._pinned = False
         self.bytes = torch.empty(0, dtype=torch.uint8)
         if self.descriptor >= 0:
             os.close(self.descriptor)
         self.descriptor, self.nbytes = -1, 0
-
-
-def _uses_cuda() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _pin(buffer: Tensor) -> bool:
@@ -71,8 +69,3 @@ def _pin(buffer: Tensor) -> bool:
         with suppress(RuntimeError):  # or the error would be raised by the next kernel
             torch.zeros(1, device="cuda")
     return not code
-
-
-def _unpin(buffer: Tensor) -> None:
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(runtime.cudaHostUnregister(buffer.data_ptr()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 BatchPolicy = Literal["fixed_global_batch", "scale_lr", "scale_lr:sqrt", "fixed_micro_batch"]
 
@@ -43,13 +43,6 @@ class Layout:
         """Passes that a step of ``count`` samples takes; the same on every rank."""
         largest = math.ceil(count / self.world_size)
         return max(1, math.ceil(largest / self.micro_batch))
-
-
-def require_policy(policy: str) -> None:
-    """Raise a ValueError if there is no such policy."""
-    if policy not in get_args(BatchPolicy):
-        names = ", ".join(map(repr, get_args(BatchPolicy)))
-        raise ValueError(f"batch_policy must be one of {names}; got {policy!r}")
 
 
 def layout_for(policy: BatchPolicy, first: Layout, *, script: Layout) -> Layout:
@@ -172,14 +165,10 @@ class EpochPlan:
             len(self),
         )
         step, which = divmod(index - self.first_micro_batch, self.layout.accumulate)
-        is_tail = step >= self._full_steps
-        if is_tail:
-            step, which = (
-                self._full_steps,
-                index - len(self) + self.layout.micro_batches_for(self._tail),
-            )
-        count = self._tail if is_tail else self.layout.global_batch
-        passes = self.layout.micro_batches_for(count) if is_tail else self.layout.accumulate
+        count, passes = self.layout.global_batch, self.layout.accumulate
+        if step >= self._full_steps:
+            count, passes = self._tail, self.layout.micro_batches_for(self._tail)
+            step, which = self._full_steps, index - len(self) + passes
         begin = self.begin.samples + step * self.layout.global_batch
         share = self.layout.share(self.rank, begin=begin, count=count)
         samples = _piece(share, which, of=passes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -25,9 +25,9 @@ from lightning_dist.elastic.data.sampling import (
     EpochSetter,
 )
 from lightning_dist.elastic.data.streams import Shardable, ShardedStream
-from lightning_dist.elastic.data.workers import end_workers
 from lightning_dist.elastic.progress import ElasticState, require_same_data
 from lightning_dist.elastic.rng import derive_seed
+from lightning_dist.private import end_persistent_workers
 
 
 class NotExactError(ValueError):
@@ -182,7 +182,7 @@ class Remembered:
 
     def close(self) -> None:
         """No more batches are wanted."""
-        end_workers(self._loader)
+        end_persistent_workers(self._loader)
 
     def state_after(self, batches: int) -> Any:
         """The state when ``batches`` of this iteration had been taken; None for none."""
@@ -294,18 +294,16 @@ class Deal:
 
     def close(self) -> None:
         """No more batches are wanted: end the workers that the loader keeps."""
-        end_workers(self._dealt)
+        end_persistent_workers(self._dealt)
 
     def _first_layout(self, script: Layout) -> Layout:
         if self.resumed is not None:
             return self.resumed.first
         begun = self._begun
-        if begun is None:
+        asked = script.micro_batch, script.accumulate
+        if begun is None or (begun.micro_batch, begun.accumulate) != asked:
             return script
-        same = replace(begun, world_size=0, global_batch=0) == replace(
-            script, world_size=0, global_batch=0
-        )
-        return begun if same else script
+        return begun
 
     def _script_layout(self) -> Layout:
         return Layout.of_script(

@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from lightning_dist.private import end_persistent_workers
-
 
 class EndsAtSecondSignal:
     """A ``worker_init_fn``: a signal from elsewhere is left to the process that has the worker.
@@ -70,8 +68,3 @@ def _keep_garbage_from_forks() -> None:
     parent has: the worker crashes, or hangs.
     """
     os.register_at_fork(after_in_child=gc.freeze)
-
-
-def end_workers(loader: Any) -> None:
-    """End those that ``loader`` keeps between epochs: in a circle of references they would stay."""
-    end_persistent_workers(loader)

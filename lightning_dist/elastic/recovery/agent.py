@@ -89,9 +89,7 @@ class RecoveringAgent(PlannedStops):
             self._host = RecoveryHost(host, settings, nodes=size, places=places)
             store.set(key, self._host.address)
         self._node = RecoveryNode(
-            store.get(key).decode(),
-            ranks=spec.local_world_size,
-            min_workers=settings.min_workers,
+            store.get(key).decode(), ranks=spec.local_world_size, min_workers=settings.min_workers
         )
         self._node.come(worker_group.group_rank)
 

@@ -181,8 +181,7 @@ class Member:
             if not self.store.check([Keys.modules]):
                 self.store.set(Keys.modules, json.dumps(installed_modules()))
             self.store.set(
-                Keys.report(NOT_YET, self.name),
-                encode(Report(self.name, fingerprint=fingerprint)),
+                Keys.report(NOT_YET, self.name), encode(Report(self.name, fingerprint=fingerprint))
             )
             newest = -1
             while True:  # a spare waits as long as all places are taken
@@ -210,7 +209,7 @@ class Member:
             self.store.set(Keys.report(number, self.name), encode(report))
             self._has_reported = True
             if report.failed:
-                self._say_broken(report.reason)
+                self.store.set(Keys.broken(number), report.reason or "?")
             # The coordinator knows how long others may take, and tells if there is none.
             while (newest := self._newest(number)) <= number:
                 if time.monotonic() > end:
@@ -291,9 +290,6 @@ class Member:
         limit = self._environment.report_timeout if limit is None else limit
         with _one_error():
             return await_answer(looks, limit=limit, started=started, is_over=lambda: self._is_over)
-
-    def _say_broken(self, reason: str) -> None:
-        self.store.set(Keys.broken(self.generation.number), reason or "?")
 
     def _newest(self, before: int) -> int:
         """The number of the newest generation, once it is greater than ``before``, or soon."""

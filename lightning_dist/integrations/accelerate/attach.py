@@ -11,10 +11,7 @@ from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from accelerate.utils import (
-    DDPCommunicationHookType,
-    DistributedDataParallelKwargs,
-)
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 
 from lightning_dist.configuration import Resolved
 from lightning_dist.elastic.recovery.groups import is_alone
@@ -69,16 +66,20 @@ def require_attachable(accelerator: Accelerator) -> None:
             "One CompressedDDPPlugin can be attached to an Accelerator, and one is attached "
             "already; attach it once, or give it in kwargs_handlers and do not attach it"
         )
-    prepared = prepared_models(accelerator)
-    if prepared:
-        raise ValueError(
-            "A CompressedDDPPlugin must be attached before accelerator.prepare, got an Accelerator "
-            f"with a prepared {type(prepared[0]).__name__}; attach it right after Accelerator(...)"
-        )
+    require_unprepared(accelerator, plugin="CompressedDDPPlugin")
     _require_ddp(accelerator)
     _require_no_hook(ddp_handler(accelerator))
     if accelerator.num_processes == 1 and not is_alone():
         _about_one_process()
+
+
+def require_unprepared(accelerator: Accelerator, *, plugin: str) -> None:
+    """Raise ValueError where a model is prepared already."""
+    if prepared := prepared_models(accelerator):
+        raise ValueError(
+            f"A {plugin} must be attached before accelerator.prepare, got an Accelerator with a "
+            f"prepared {type(prepared[0]).__name__}; attach it right after Accelerator(...)"
+        )
 
 
 def _require_ddp(accelerator: Accelerator) -> None:

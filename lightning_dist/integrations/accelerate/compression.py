@@ -9,10 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.integrations.accelerate import private, residuals
-from lightning_dist.integrations.accelerate.attach import (
-    CompressionHandler,
-    handler_of,
-)
+from lightning_dist.integrations.accelerate.attach import CompressionHandler, handler_of
 from lightning_dist.integrations.comm_report import CommReport, comm_metrics
 from lightning_dist.integrations.strategies.arguments import CONFIG_KEY
 from lightning_dist.integrations.torch.ddp import attach, connect_to_own, reducer_of
@@ -74,7 +71,8 @@ class Compression(CommReport):
     @property
     def reducers(self) -> list[Reducer]:
         """Of the prepared models, in their order; empty with one process."""
-        return residuals.reducers(self._accelerator)
+        found = map(reducer_of, private.prepared_models(self._accelerator))
+        return [reducer for reducer in found if reducer is not None]
 
     @property
     def _reports(self) -> list[Any]:

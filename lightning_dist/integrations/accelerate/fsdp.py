@@ -17,7 +17,12 @@ from lightning_dist.codecs import Codec
 from lightning_dist.configuration import LEFT_OUT, Resolved, resolve
 from lightning_dist.configuration.options import OF_SHARDS, require_of_shards
 from lightning_dist.integrations.accelerate import private
-from lightning_dist.integrations.accelerate.attach import is_wrapped_by, print_outside, wrap_method
+from lightning_dist.integrations.accelerate.attach import (
+    is_wrapped_by,
+    print_outside,
+    require_unprepared,
+    wrap_method,
+)
 from lightning_dist.integrations.accelerate.compression import Compression
 from lightning_dist.integrations.torch.checks import require_one_momentum
 from lightning_dist.integrations.torch.fsdp.attach import (
@@ -183,10 +188,4 @@ def _require_attachable(accelerator: Accelerator, *, replicas: bool) -> None:
             "A CompressedFSDPPlugin does not work with tensor parallelism yet, got "
             f"tp_size={config.tp_size}; leave it at 1, or use compress_fsdp or Lightning's strategy"
         )
-    prepared = private.prepared_models(accelerator)
-    if prepared:
-        raise ValueError(
-            "A CompressedFSDPPlugin must be attached before accelerator.prepare, got an "
-            f"Accelerator with a prepared {type(prepared[0]).__name__}; attach it right after "
-            "Accelerator(...)"
-        )
+    require_unprepared(accelerator, plugin="CompressedFSDPPlugin")

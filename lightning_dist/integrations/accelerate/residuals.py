@@ -25,12 +25,6 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 
-def reducers(accelerator: Accelerator) -> list[Reducer]:
-    """Of the models that were given to compress_ddp, or whose replicas are compressed."""
-    found = map(reducer_of, prepared_models(accelerator))
-    return [reducer for reducer in found if reducer is not None]
-
-
 def owners(accelerator: Accelerator) -> list[Reducer | CompressedShards]:
     """Owner of the state of each compressed model, in their order."""
     found = [reducer_of(each) or exchange_of(each) for each in prepared_models(accelerator)]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 SLICE = 8 << 20
-"""Bytes per write: large enough to be quick, small enough to start writing back early."""
+"""Bytes per read and write: large enough to be quick, small enough to start writing back early."""
 
 Bytes = bytes | memoryview
 
@@ -94,9 +96,15 @@ class Storage(ABC):
             return bytes(file.read())
 
     def write(self, path: str, data: bytes) -> None:
+        with self.creating(path) as sink:
+            sink.write(data)
+
+    @contextmanager
+    def creating(self, path: str) -> Iterator[Sink]:
+        """A sink that is closed after the body, and given up where that raises."""
         sink = self.create(path)
         try:
-            sink.write(data)
+            yield sink
         except BaseException:
             sink.abort()
             raise

@@ -190,9 +190,7 @@ def given(path: str, *, check: bool) -> Description | None:
         if not os.listdir(path):
             raise CorruptCheckpointError(path, "the folder is empty")
         log.warning(
-            "%s has no %s: accelerate itself wrote it, and it cannot be verified",
-            path,
-            NAME,
+            "%s has no %s: accelerate itself wrote it, and it cannot be verified", path, NAME
         )
         return None
     description = verify(path) if check else describe(path)
