@@ -18,8 +18,8 @@ from lightning_dist.elastic.data.plan import (
     full_size,
     layout_for,
     lr_factor,
-    require_policy,
 )
+from lightning_dist.elastic.settings import RunSettings
 
 FIRST = Layout(world_size=4, micro_batch=8, accumulate=2, global_batch=64)
 
@@ -96,13 +96,13 @@ def test_learning_rates_follow_the_global_batch(policy: BatchPolicy, factor: flo
 
 def test_a_policy_that_there_is_not() -> None:
     for policy in ("fixed_global_batch", "scale_lr", "scale_lr:sqrt", "fixed_micro_batch"):
-        require_policy(policy)
+        assert RunSettings("folder", every_n_epochs=1, batch_policy=policy).batch_policy == policy  # type: ignore[arg-type]
     message = (
         "batch_policy must be one of 'fixed_global_batch', 'scale_lr', 'scale_lr:sqrt', "
         "'fixed_micro_batch'; got 'scale'"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        require_policy("scale")
+        RunSettings("folder", batch_policy="scale")  # type: ignore[arg-type]
 
 
 @given(epochs())

@@ -148,16 +148,20 @@ class Writer:
 
 
 def _require_space(storage: Storage, save: Save, target: str) -> None:
-    needed = content_nbytes(save)
-    if isinstance(save, SaveFile):
-        described = (RECORD, len(save.origin.to_json()))
-        needed = archive_nbytes([described, *((p.record, p.nbytes) for p in save.pieces)])
+    needed = _nbytes(save)
     free = storage.free_bytes(target)
     if free is not None and free < needed:
         raise CheckpointError(
             f"no space: needs {needed / 1e6:.1f} MB beside the checkpoints that are kept until "
             f"it is complete, and {free / 1e6:.1f} MB are free in {os.path.dirname(target)}"
         )
+
+
+def _nbytes(save: Save) -> int:
+    if isinstance(save, SaveFile):
+        described = (RECORD, len(save.origin.to_json()))
+        return archive_nbytes([described, *((p.record, p.nbytes) for p in save.pieces)])
+    return content_nbytes(save)
 
 
 def _reason(error: Exception) -> str:
