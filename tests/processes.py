@@ -161,8 +161,11 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a process, its descendants in other sessions (torchrun's), and its own session."""
-    for descendant in _descendants(pid):
+    """Kill a process, its descendants in other sessions (torchrun's), and its own session.
+
+    All of them are stopped first: a launcher that sees one of its workers end starts another.
+    """
+    for descendant in _stop_tree(pid):
         with suppress(ProcessLookupError):
             handle = os.pidfd_open(descendant)
             signal.pidfd_send_signal(handle, signal.SIGKILL)
@@ -182,9 +185,11 @@ def readable(descriptor: int, limit: float) -> bool:
     return bool(poll.poll(1000 * limit))
 
 
-def _descendants(pid: int) -> list[int]:
+def _stop_tree(pid: int) -> list[int]:
+    """Stop a process and its descendants; those."""
     with suppress(OSError):
+        os.kill(pid, signal.SIGSTOP)
         tasks = Path(f"/proc/{pid}/task").iterdir()
         children = [int(word) for task in tasks for word in (task / "children").read_text().split()]
-        return [found for child in children for found in (child, *_descendants(child))]
+        return [found for child in children for found in (child, *_stop_tree(child))]
     return []
