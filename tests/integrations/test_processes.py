@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
+import processes
 import pytest
-from processes import run
+from processes import kill_tree, run
 
 # A child in this session, and one in a session of its own, as the workers of torchrun are.
 PARENT = """
@@ -20,6 +22,23 @@ children = [subprocess.Popen(sleep), subprocess.Popen(sleep, start_new_session=T
 print("started", flush=True)
 open(sys.argv[1], "w").write(" ".join(str(child.pid) for child in children) + " all")
 time.sleep(120)
+"""
+
+
+# Starts a worker wherever one ends.
+LAUNCHER = """
+import os, signal, subprocess, sys
+
+def start(*_):
+    worker = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    print(worker.pid, flush=True)
+
+signal.signal(signal.SIGCHLD, start)
+for _ in range(20):
+    start()
+print("all", flush=True)
+while True:
+    signal.pause()
 """
 
 
@@ -39,17 +58,15 @@ def test_at_the_limit_all_descendants_are_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The limit comes when both children have started, however long that takes."""
-    noted, usual = tmp_path / "pids", subprocess.Popen.wait
+    noted, usual = tmp_path / "pids", processes.readable
 
-    def wait(process: Any, timeout: float | None = None) -> int:
-        if timeout is None:
-            return int(usual(process))
+    def readable(handle: int, limit: float) -> bool:
         while not noted.exists() or not noted.read_text().endswith("all"):
-            assert process.poll() is None
+            assert not usual(handle, 0)
             os.sched_yield()
-        return int(usual(process, 0.01))
+        return usual(handle, 0.01 if limit > 10 else limit)
 
-    monkeypatch.setattr(subprocess.Popen, "wait", wait)
+    monkeypatch.setattr(processes, "readable", readable)
     finished = run([sys.executable, "-c", PARENT, noted], limit=60)
     assert finished.returncode is None
     assert "started" in finished.output
@@ -58,3 +75,34 @@ def test_at_the_limit_all_descendants_are_killed(
     assert all(_ends(int(pid)) for pid in pids)
     with pytest.raises(AssertionError, match=r"killed at the limit(.|\n)*started"):
         finished.require_success()
+
+
+def test_a_launcher_starts_no_worker_anew_while_it_is_killed(tmp_path: Path) -> None:
+    """It starts one wherever one ends, in a session of its own."""
+    output = tmp_path / "output"
+    with output.open("wb") as file:
+        launcher = subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER], stdout=file, start_new_session=True
+        )
+    try:
+        while not output.read_text().endswith("all\n"):
+            assert launcher.poll() is None
+        handle = os.pidfd_open(launcher.pid)
+        kill_tree(launcher.pid)
+        assert processes.readable(handle, 10)
+        os.close(handle)
+        workers = [int(word) for word in output.read_text().split() if word != "all"]
+        assert [pid for pid in workers if _runs(pid)] == []
+        assert len(workers) == 20
+    finally:
+        launcher.wait()
+        for word in output.read_text().split():
+            with suppress(ValueError, ProcessLookupError):
+                os.kill(int(word), signal.SIGKILL)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process is there, and not one that nobody has waited for."""
+    with suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
