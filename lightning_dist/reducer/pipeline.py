@@ -338,13 +338,13 @@ class Pipeline:
 
     @property
     def _failure_is_recovered(self) -> bool:
-        """Whether recovery handles the failure: a RuntimeError of a collective."""
+        """True if recovery handles the failure, which is a RuntimeError of a collective."""
         of_collective = isinstance(self.failure, RuntimeError)
         return self.recovers and of_collective and not isinstance(self.failure, DriftError)
 
     @property
     def _wants_pause(self) -> bool:
-        """Whether this rank requests that all ranks stop after this step."""
+        """True if this rank asks all ranks to stop after this step."""
         return self._recovery is not None and self._recovery.pauses()
 
     @property

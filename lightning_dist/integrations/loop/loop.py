@@ -138,8 +138,7 @@ class ElasticLoop:
             mirror_every=mirror_every,
         )
         self._in_epoch = False
-        self.micro_batch: MicroBatch | None = None
-        """Samples that this rank computes, and their weight; None outside an epoch."""
+        self._this: MicroBatch | None = None
         self._index = -1  # of this micro-batch in its epoch
         self._is_weighted = self._has_stepped = False
 
@@ -165,9 +164,14 @@ class ElasticLoop:
         return self._run.steps
 
     @property
+    def micro_batch(self) -> MicroBatch | None:
+        """Samples that this rank computes, and their weight; None outside an epoch."""
+        return self._this
+
+    @property
     def sync_gradients(self) -> bool:
         """Whether the optimizer must step after this micro-batch."""
-        return self.micro_batch is not None and self.micro_batch.ends_step
+        return self._this is not None and self._this.ends_step
 
     @property
     def summary(self) -> Summary:
@@ -235,7 +239,7 @@ class ElasticLoop:
         self._run.is_current = False
         while not self._run.is_current:  # other members are dealt what is left of the epoch
             yield from self._batches_of_members()
-        self.micro_batch, self._in_epoch = None, False
+        self._this, self._in_epoch = None, False
 
     def _batches_of_members(self) -> Iterator[Any]:
         """Until the end of the epoch, or until the members are others."""
@@ -246,10 +250,10 @@ class ElasticLoop:
         if run.recovery is not None:
             run.recovery.begin_step()
         for index, batch in enumerate(run.batches, start=plan.first_micro_batch):
-            self.micro_batch = plan.micro_batch_at(index)
+            self._this = plan.micro_batch_at(index)
             self._is_weighted = self._has_stepped = False
             self._index = index
-            with run.objects.exchanging(self.micro_batch.ends_step):
+            with run.objects.exchanging(self._this.ends_step):
                 yield batch if self._move is None else self._move(batch)
             self._require_step_done()
             run.session.lifecycle.heartbeat()
@@ -274,10 +278,10 @@ class ElasticLoop:
         With it the gradient of a step is the mean over its samples, however many micro-batches and
         ranks there are.
         """
-        if self.micro_batch is None:
+        if self._this is None:
             raise ValueError("scale_loss() must be called for the loss of a batch of batches()")
         self._is_weighted = True
-        weight = self.micro_batch.weight / self._run.data.layouts[1].accumulate
+        weight = self._this.weight / self._run.data.layouts[1].accumulate
         return loss if weight == 1.0 else loss * weight
 
     def step_done(self) -> None:
@@ -315,7 +319,7 @@ class ElasticLoop:
             error = second
             raise
         finally:
-            self.micro_batch = None
+            self._this = None
             self._run.close(error)
 
 

@@ -69,7 +69,7 @@ class Recorder(Observer):
         self._orders: Counter[str] = Counter()
         self._own_orders: Counter[str] = Counter()
         self.blocks = False
-        """Whether codecs and exchanges block the training thread."""
+        """True if codecs and exchanges block the training thread."""
         self._bucket, self._phase = -1, ""
         self._since: Timestamp = 0
         self.spent = 0

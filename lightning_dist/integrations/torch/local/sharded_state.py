@@ -44,7 +44,7 @@ class ShardedWorkerStates(WorkerStates):
 
     @property
     def is_of_first(self) -> bool:
-        """Whether this rank belongs to the first worker."""
+        """True if this rank belongs to the first worker."""
         return self._place[0] == 0
 
     @override
