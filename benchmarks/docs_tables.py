@@ -28,16 +28,16 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from benchmarks import codecs
+from benchmarks.checkpoint import tables as checkpoint
+from benchmarks.convergence.tables import TIME_TO_ACCURACY, convergence
 from benchmarks.figures import FIGURES
 from benchmarks.harness.launch import REPOSITORY
 from benchmarks.harness.tables import Result
 from benchmarks.profiler import tables as profiler
-from benchmarks.restart import tables as recovery
+from benchmarks.restart import tables as restart
 from benchmarks.step_time.tables import (
     LOCAL_STEPS,
-    TIME_TO_ACCURACY,
     choice,
-    convergence,
     forms,
     overview,
     sharded,
@@ -72,15 +72,15 @@ SECTIONS: dict[str, tuple[str | tuple[str, ...], Callable[..., str | None]]] = {
     "convergence-local-tuned": ("convergence_local_tuned", _OF_GPT),
     "convergence-local-overlap": ("convergence_local_overlap", _OF_GPT),
     "convergence-fsdp": ("convergence_fsdp", _OF_GPT),
-    "checkpoint": ("checkpoint", recovery.checkpoint),
-    "crash-campaign": ("crash_campaign", recovery.CRASH_CAMPAIGN),
-    "restart-campaign": ("faults_restart", recovery.CAMPAIGN),
-    "restart-loop": ("faults_restart_loop", recovery.LOOP_CAMPAIGN),
-    "restart-resume": ("restart_resume", recovery.RESUME),
-    "restart-in-process": ("restart_in_process", recovery.IN_PROCESS),
-    "restart-in-process-others": ("restart_in_process", recovery.IN_PROCESS_OTHERS),
-    "restart-rendezvous": ("restart_rendezvous", recovery.RENDEZVOUS),
-    "elastic-overhead": ("elastic_overhead", recovery.OVERHEAD),
+    "checkpoint": ("checkpoint", checkpoint.checkpoint),
+    "crash-campaign": ("crash_campaign", checkpoint.CRASH_CAMPAIGN),
+    "restart-campaign": ("faults_restart", restart.CAMPAIGN),
+    "restart-loop": ("faults_restart_loop", restart.LOOP_CAMPAIGN),
+    "restart-resume": ("restart_resume", restart.RESUME),
+    "restart-in-process": ("restart_in_process", restart.IN_PROCESS),
+    "restart-in-process-others": ("restart_in_process", restart.IN_PROCESS_OTHERS),
+    "restart-rendezvous": ("restart_rendezvous", restart.RENDEZVOUS),
+    "elastic-overhead": ("elastic_overhead", restart.OVERHEAD),
     "profile-truth": ("profiling", profiler.TRUTH),
     "profile-wire": ("profiling", profiler.WIRE),
     "profile-clocks": ("profiling", profiler.CLOCKS),

@@ -43,12 +43,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.checkpoint import tables
 from benchmarks.checkpoint.processes import memory_growth, save_in_ranks
 from benchmarks.checkpoint.ways import ROWS, Row, Training, nbytes_of
 from benchmarks.harness.launch import run_ranks
 from benchmarks.harness.results import parser_of, recording
 from benchmarks.harness.rows import rotated
-from benchmarks.restart import tables
 
 _SEED = 1
 _STEPS = 40

@@ -54,10 +54,10 @@ from statistics import mean, stdev
 from typing import Any
 
 from benchmarks.convergence.rank import Job, named, train
+from benchmarks.convergence.tables import convergence
 from benchmarks.harness.launch import RankFailed, run_ranks
 from benchmarks.harness.results import Record, parser_of, positive, recording, say
 from benchmarks.harness.rows import DDP_ROW, NO_FEEDBACK_SUFFIX, ONEBIT_PREFIX, WARM_SUFFIX
-from benchmarks.step_time.tables import convergence
 from lightning_dist.codecs import CODECS, resolve_codec
 
 TASKS = ("gpt", "digits")

@@ -38,11 +38,11 @@ from statistics import geometric_mean, mean, median
 from typing import Any
 
 from benchmarks.convergence.rank import smoothed, train
+from benchmarks.convergence.tables import TIME_TO_ACCURACY
 from benchmarks.convergence.tasks import DEMO_GPT
 from benchmarks.harness.results import parser_of, positive, recording, require_testbeds
 from benchmarks.harness.rows import BASELINES, COMPUTE_ROW, DDP_ROW, FP16_ROW
 from benchmarks.harness.testbed import Testbed
-from benchmarks.step_time.tables import TIME_TO_ACCURACY
 from lightning_dist.codecs import CODECS
 
 HOSTS = 2
