@@ -154,7 +154,7 @@ def train(steps: int, commit: Literal["immediate", "deferred"]) -> Iterator[dict
 
 def main() -> None:
     """Measure, show, and write."""
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, renews=True)
     parser.add_argument("--rounds", type=positive, default=15, help="of kernels (%(default)s)")
     parser.add_argument("--steps", type=positive, default=1000, help="of memory (%(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -162,13 +162,10 @@ def main() -> None:
     parser.add_argument(
         "--only", choices=("kernels", "memory"), help="one of the two kinds of rows"
     )
-    parser.add_argument("--renew", action="store_true", help="keep what FILE has of the other kind")
     given = parser.parse_args()
-    if given.renew and not (given.json and given.json.exists()):
-        parser.error("--renew needs the results to renew: --json with a file that exists")
     torch.set_num_threads(1)
     device = torch.device(given.device)
-    with recording(given, seed=_SEED, renew=given.renew) as record:
+    with recording(given, seed=_SEED) as record:
         if given.only != "memory":
             backend = "nccl" if given.device == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

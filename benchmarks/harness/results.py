@@ -22,10 +22,16 @@ from benchmarks.harness.testbed import Testbed, TestbedUnavailable
 from lightning_dist import __version__
 
 
-def parser_of(doc: str | None) -> argparse.ArgumentParser:
-    """A command line with --json, described by the first line of the module's docstring."""
+def parser_of(doc: str | None, *, renews: bool = False) -> argparse.ArgumentParser:
+    """A command line with --json, described by the first line of the module's docstring.
+
+    Args:
+        renews: rows are of several kinds, and some can be measured again: --renew.
+    """
     parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the result here")
+    if renews:
+        parser.add_argument("--renew", action="store_true", help="keep its rows of other kinds")
     return parser
 
 
@@ -45,15 +51,18 @@ class Record:
 
     Args:
         given: the command line; where it has no ``json`` nothing is written.
-        renew: the file keeps the rows of other kinds that it has.
     """
 
-    def __init__(self, given: argparse.Namespace, *, seed: int = 0, renew: bool = False) -> None:
+    def __init__(self, given: argparse.Namespace, *, seed: int = 0) -> None:
         options = {k: v for k, v in vars(given).items() if k != "json" and not isinstance(v, Path)}
         self.meta = collect_meta(seed=seed, arguments=options)
         self.rows: list[Any] = []
         self._path: Path | None = given.json
-        self._kept = json.loads(given.json.read_text()) if renew else None
+        self._kept = None
+        if getattr(given, "renew", False):
+            if not (given.json and given.json.exists()):
+                sys.exit("--renew needs the results to renew: --json with a file that exists")
+            self._kept = json.loads(given.json.read_text())
 
     def add(self, rows: Rows, *tables: Callable[[Result], str | None]) -> None:
         """Show more rows, and write all: a failure of a later one loses nothing."""
@@ -83,12 +92,12 @@ class Record:
 
 
 @contextmanager
-def recording(given: argparse.Namespace, *, seed: int = 0, renew: bool = False) -> Iterator[Record]:
+def recording(given: argparse.Namespace, *, seed: int = 0) -> Iterator[Record]:
     """A record that is written when the block is left.
 
     The process ends with a message where there is no test-bed, a rank fails, or replicas differ.
     """
-    record = Record(given, seed=seed, renew=renew)
+    record = Record(given, seed=seed)
     try:
         yield record
     except KeyboardInterrupt:

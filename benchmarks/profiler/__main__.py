@@ -60,17 +60,14 @@ _SPREAD = ("link_gbps", "wire_gbps", "peak_gbps", "of_link", "link_of_payload")
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, renews=True)
     add = parser.add_argument
     add("--only", dest="kinds", action="append", choices=CASES, help="repeatable")
-    add("--renew", action="store_true", help="keep what FILE has of other kinds")
     add("--rounds", type=int, default=6, help="blocks with and without, of cost")
     add("--runs", type=int, default=3, help="of wire")
     given = parser.parse_args()
     given.kinds = given.kinds or [*CASES]
-    if given.renew and not (given.json and given.json.exists()):
-        parser.error("--renew needs the results to renew: --json with a file that exists")
-    with recording(given, renew=given.renew) as record:
+    with recording(given) as record:
         for kind in given.kinds:
             for rows in _measured(kind, given.rounds, given.runs):
                 record.add(rows, TRUTH, WIRE, CLOCKS, COST)

@@ -8,7 +8,7 @@ Loops around DDP with ``recovery="in_process"`` under ``lightning-dist launch``:
 - stopped: the same with SIGSTOP, which only missing heartbeats show.
 - cost: the time of a step without faults, beside recovery="restart" with either commit, in turns.
 - goodput: ranks killed one after the other, and how many steps are done of those that another job
-  does in the same time without kills.
+  does in the same time without kills; with steps of one micro-batch and of several.
 - others: a restart of all, torchrun, and torchft where it is installed: kill to the next step.
 
     python -m benchmarks.restart.in_process --trials N --seed S --json FILE
@@ -44,7 +44,9 @@ _DETECTION = 5.0
 _LIMIT = 120.0
 _LINES = 400
 """Of a rank: looked at."""
-_GOODPUT_RANKS, _GOODPUT_STEP, _KILL_EVERY = 4, 0.5, 2.75
+_GOODPUT_RANKS, _KILL_EVERY = 4, 2.75
+_GOODPUT = ((1, 0.41), (4, 0.1))
+"""Micro-batches of a step, and seconds of sleep in each: steps of 0.5 s, on 2 cores."""
 _WARM_UP = 10.0
 """Seconds of steps in which the launcher's fork server imports."""
 _COST = ((0.05, 150, 150), (0.5, 20, 40))
@@ -256,26 +258,32 @@ def measure_cost(root: str, *, rounds: int) -> list[Line]:
 
 
 def measure_goodput(root: str, draw: random.Random, *, kills: int) -> list[Line]:
-    """One row: steps while a rank is killed every few seconds, and in the same time without."""
-    seconds = (kills + 1) * _KILL_EVERY
-    _, free = _steps_in(seconds, root, draw, kills=0)
-    done, worlds = _steps_in(seconds, root, draw, kills=kills)
-    row = {"kind": "goodput", "trials": done, "seconds": seconds, "steps": len(worlds)}
-    row |= {"steps_without_kills": len(free), "steps_share": len(worlds) / len(free)}
-    row["mean_ranks"] = sum(worlds) / len(worlds)
-    row["bound"] = 1 - _GOODPUT_STEP / _KILL_EVERY  # of each kill, a step is taken again
-    print(row, flush=True)
-    return [row]
+    """Rows: steps while a rank is killed every few seconds, and in the same time without."""
+    seconds, rows = (kills + 1) * _KILL_EVERY, []
+    for micro_batches, sleep in _GOODPUT:
+        options = {**_RECOVERING, "seconds": sleep, "micro_batches": micro_batches}
+        _, free = _steps_in(seconds, root, draw, options=options, kills=0)
+        done, worlds = _steps_in(seconds, root, draw, options=options, kills=kills)
+        step = seconds / len(free)
+        row = {"kind": "goodput", "micro_batches": micro_batches, "trials": done}
+        row |= {"seconds": seconds, "steps": len(worlds), "steps_without_kills": len(free)}
+        row |= {"steps_share": len(worlds) / len(free), "step_s": step}
+        row["mean_ranks"] = sum(worlds) / len(worlds)
+        # Of each kill, a step is taken again up to the end of the micro-batch in which it came.
+        row["bound"] = 1 - step * (1 + 1 / micro_batches) / 2 / _KILL_EVERY
+        print(row, flush=True)
+        rows.append(row)
+    return rows
 
 
 def _steps_in(
-    seconds: float, root: str, draw: random.Random, *, kills: int
+    seconds: float, root: str, draw: random.Random, *, options: dict[str, Any], kills: int
 ) -> tuple[int, Sequence[int]]:
     """Ranks that were killed, and the number of ranks of each step, in a job of its own.
 
     The last one left is spared. As many samples a rank as ever: a step takes as long with fewer.
     """
-    settings = {**_RECOVERING, "seconds": _GOODPUT_STEP, "policy": "fixed_micro_batch"}
+    settings = {**options, "policy": "fixed_micro_batch"}
     with running("ours", root, ranks=_GOODPUT_RANKS, options=settings) as job:
         job.all_there()
         time.sleep(_WARM_UP)
@@ -320,7 +328,7 @@ def measure_others(root: str, draw: random.Random, *, trials: int) -> list[Line]
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, renews=True)
     parser.add_argument("--trials", type=int, default=30, help="ranks killed")
     parser.add_argument("--stops", type=int, default=4, help="ranks stopped")
     parser.add_argument("--kills", type=int, default=12, help="ranks killed for the goodput")

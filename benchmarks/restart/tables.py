@@ -139,13 +139,14 @@ def _without_kills(meta: Any, rows: Rows) -> str:
         )
     if renewed := meta.get("renewed", {}).get("cost"):
         text += f" (These of {renewed['date'][:10]}, commit {renewed['git_commit'][:7]}.)"
-    if goodput := of.get("goodput"):
+    for row in (row for row in rows if row["kind"] == "goodput"):
+        batches = f"{row['micro_batches']} micro-batch{'es' * (row['micro_batches'] > 1)}"
         text += (
-            f" With 4 ranks, steps of 0.5 s and a kill every 2.75 s ({goodput['trials']} kills): "
-            f"{goodput['steps']} steps in {goodput['seconds']:.0f} s, {goodput['steps_share']:.0%} "
-            f"of the {goodput['steps_without_kills']} without kills (at most "
-            f"{goodput['bound']:.0%}, since each kill repeats a step), with "
-            f"{goodput['mean_ranks']:.1f} ranks on average."
+            f" With 4 ranks, steps of {row['step_s']:.2f} s of {batches} and a kill every 2.75 s "
+            f"({row['trials']} kills): {row['steps']} steps in {row['seconds']:.0f} s, "
+            f"{row['steps_share']:.0%} of the {row['steps_without_kills']} without kills (at most "
+            f"{row['bound']:.0%}, since a step is repeated after each kill), with "
+            f"{row['mean_ranks']:.1f} ranks on average."
         )
     return text
 

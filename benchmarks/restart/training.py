@@ -3,7 +3,7 @@
     training.py WAY FOLDER SETTINGS
 
 It writes every step with its time and the number of ranks to ``FOLDER/<process>.steps``. SETTINGS
-is JSON: ``codec``, ``parameters``, ``seconds`` of sleep in a step, and what a way needs.
+is JSON: ``codec``, ``parameters``, ``seconds`` of sleep in a micro-batch, and what a way needs.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ def with_ours(folder: Path, options: dict[str, Any], note: Callable[[int, int], 
         state={"model": model, "optimizer": optimizer},
         every_n_train_steps=None if recovers else EVERY,
         batch_policy=options.get("policy", "fixed_global_batch"),
+        gradient_accumulation_steps=options.get("micro_batches", 1),
         recovery=options["recovery"],
     ) as loop:
         for _ in loop.epochs(1):

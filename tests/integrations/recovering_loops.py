@@ -8,9 +8,9 @@ replace lost ranks), ``spare`` (wait until that worker does, at a step), ``waits
 a step), ``profile`` (a CommProfiler watches), ``mirror`` (of residuals), ``ranks``, ``per_host``
 (ranks of a host),
 ``framework``, ``overflows`` (a GradScaler scales, and a step has an inf until it is taken again),
-``dropout`` (of the inputs of a worker), ``accumulate`` (of a process alone), ``epochs`` and
-``hang_timeout``. Every rank writes what it computes and what it has committed to
-``FOLDER/<worker>.jsonl``.
+``dropout`` (of the inputs of a worker), ``accumulate``, ``notices`` (wait in a pass of this step
+until it is known that a rank is lost), ``epochs`` and ``hang_timeout``. Every rank writes what it
+computes and what it has committed to ``FOLDER/<worker>.jsonl``.
 """
 
 from __future__ import annotations
@@ -337,11 +337,12 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
     def note(**facts: Any) -> None:
         print(json.dumps({**facts, "time": time.time()}), file=log)
 
-    accumulate = 1 if own else told.get("accumulate", 3)
+    accumulate = told.get("accumulate", 1 if own else 3)
+    batch_size = BATCH // accumulate if own else BATCH
     with (
         ElasticLoop(
             folder / "ckpt",
-            loader=DataLoader(Samples(), batch_size=BATCH, shuffle=True),
+            loader=DataLoader(Samples(), batch_size=batch_size, shuffle=True),
             state={"model": model, "optimizer": optimizer, "scheduler": scheduler, **scaled},
             every_n_train_steps=told.get("saves", 4),
             gradient_accumulation_steps=accumulate,
@@ -356,7 +357,8 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
         ids: list[int] = []
         for epoch in loop.epochs(told.get("epochs", EPOCHS)):
             for numbers, x in loop.batches():
-                begun, ids = loop.steps, [] if loop.micro_batch is None else ids
+                assert loop.micro_batch is not None
+                begun, ids = loop.steps, [] if loop.micro_batch.begins_step else ids
                 # step_done() may already enter the next generation.
                 number, world, levels = -1, 1, False
                 if recovery is not None:
@@ -385,13 +387,16 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
                         break
                     time.sleep(0.01)
                 faults.strike("forward")
+                if (begun, number) == (told.get("notices"), 0):
+                    note(passed=begun + 1)
+                    await_true(lambda: recovery.is_broken, "a rank is lost")
                 given = functional.dropout(x) if told.get("dropout") == own else x
                 loss = (model(given) - x.flip(1)).square().mean()
                 if (begun, number) == (told.get("overflows"), 0):
                     loss = loss * torch.inf  # of a step that is given up
                 loss = loop.scale_loss(loss)
                 made.backward(scaler.scale(loss) if scaled else loss)
-                if loop.micro_batch is not None and loop.micro_batch.weight:
+                if loop.micro_batch.weight:
                     ids = ids + numbers.tolist()
                 if loop.sync_gradients:
                     ranks = made.ranks() if own else []
@@ -415,7 +420,6 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
                             scale=scaler.get_scale(),
                         )
                     loop.step_done()  # which may end this process
-                    ids = []
     note(end=loop.steps, hash=digest(module), metrics=loop.metrics())
     faulthandler.cancel_dump_traceback_later()
     if own.startswith("0."):

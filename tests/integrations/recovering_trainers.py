@@ -3,9 +3,9 @@
     recovering_trainers.py FOLDER SETTINGS
 
 SETTINGS is JSON, as of `recovering_loops`: ``codec``, ``faults``, ``lost``, ``joins``, ``mirror``,
-``ranks`` and ``per_host``; and ``accumulate``, ``clip``, ``validates`` (limit_val_batches),
-``interval`` (val_check_interval), ``across`` (which counts across epochs), ``syncs``, ``logs`` (to
-a CSV file; ``"wandb"``: to wandb too),
+``ranks``, ``per_host`` and ``notices``; and ``accumulate``, ``clip``, ``validates``
+(limit_val_batches), ``interval`` (val_check_interval), ``across`` (which counts across epochs),
+``syncs``, ``logs`` (to a CSV file; ``"wandb"``: to wandb too),
 ``metric`` (of training steps), ``meets`` (a callback waits), ``best`` (an AsyncCheckpoint and a
 CommProfiler), ``bar`` (of progress) and ``misses`` (as of `miss_end`).
 Every rank writes what it computes and what it has committed to ``FOLDER/<worker>.jsonl``.
@@ -36,6 +36,7 @@ from recovering_loops import (
     Samples,
     await_file,
     await_newcomers,
+    await_true,
     digest,
     name_host,
     profiled,
@@ -101,6 +102,9 @@ class Module(pl.LightningModule):
         assert isinstance(elastic, ElasticRestart)
         self.faults.lifecycle = elastic._session.lifecycle
         self.faults.strike("forward")
+        if (self.key[1], self.key[0]) == (self.told.get("notices"), 0):
+            self.note(passed=self.key[1] + 1)
+            await_true(lambda: self.generations.is_broken, "a rank is lost")
         assert elastic.micro_batch is not None
         if elastic.micro_batch.weight:
             self.ids += numbers.tolist()

@@ -291,6 +291,19 @@ def test_a_grad_scaler_is_as_at_the_begin_of_a_step_that_is_taken_again(
 
 
 @pytest.mark.slow
+def test_a_step_that_cannot_be_completed_ends_at_the_next_micro_batch(
+    expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
+) -> None:
+    told = {"accumulate": 2, "notices": STEP, "faults": [["0.1.0", "forward", STEP]]}
+    job = Job(tmp_path, quick_python, joins=10, **told)
+    job.require_exact()
+    passed = [name for name, lines in job.lines.items() for line in lines if "passed" in line]
+    assert sorted(passed) == ["0.0.0", "0.2.0"]  # one of the two micro-batches each
+    job.require_weights(expected)
+    assert job.metrics()["elastic/steps_redone"] == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["fabric", "accelerate"])
 def test_under_other_frameworks(
     framework: str, expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]

@@ -125,6 +125,18 @@ def test_accumulated_and_clipped_gradients(
 
 
 @pytest.mark.slow
+def test_the_last_micro_batch_of_a_step_that_cannot_be_completed_is_not_computed(
+    expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
+) -> None:
+    told = {"accumulate": 2, "notices": STEP, "faults": [["0.1.0", "forward", STEP]]}
+    job = TrainerJob(tmp_path, quick_python, joins=10, **told)
+    job.require_exact()
+    passed = [name for name, lines in job.lines.items() for line in lines if "passed" in line]
+    assert sorted(passed) == ["0.0.0", "0.2.0"]
+    job.require_weights(expected)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["forward", "after the vote", "end of epoch", "validation"])
 def test_a_rank_is_lost_at_the_end_of_an_epoch(
     place: str, expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]

@@ -102,11 +102,13 @@ class MicroBatch:
         samples: which samples of the epoch's order this rank takes; may be empty.
         weight: what its loss, a mean over its samples, is multiplied with, so that the mean over
             micro-batches and ranks is the mean over the samples of the step.
+        begins_step: whether it is the first of a step, which may be one that is repeated.
         ends_step: whether the optimizer steps after it.
     """
 
     samples: range
     weight: float
+    begins_step: bool
     ends_step: bool
 
 
@@ -174,7 +176,7 @@ class EpochPlan:
         samples = _piece(share, which, of=passes)
         # DDP divides by the ranks, and a trainer by the micro-batches of a full step.
         weight = len(samples) * self.layout.world_size * self.layout.accumulate / count
-        return MicroBatch(samples, weight, which + 1 == passes)
+        return MicroBatch(samples, weight, which == 0, which + 1 == passes)
 
     def after(self, passes: int) -> Position:
         """The position when ``passes`` of the epoch are done: that of the last optimizer step."""

@@ -250,6 +250,9 @@ class ElasticLoop:
         if run.recovery is not None:
             run.recovery.begin_step()
         for index, batch in enumerate(run.batches, start=plan.first_micro_batch):
+            if run.recovery is not None and run.recovery.is_broken:
+                run.take_again()  # whatever else this step computes is computed for nothing
+                return
             self._this = plan.micro_batch_at(index)
             self._is_weighted = self._has_stepped = False
             self._index = index

@@ -55,17 +55,17 @@ def train(folder: Path) -> None:
         ids: list[int] = []
         for _ in loop.epochs(plan["epochs"]):
             for numbers, x in loop.batches():
-                begun = loop.steps
+                assert loop.micro_batch is not None
+                begun, ids = loop.steps, [] if loop.micro_batch.begins_step else ids
                 number = -1 if generations is None else generations.now.number
                 world_size = loop._run.session.members.world_size
                 worker.begin(begun, generations, world_size=world_size)
                 met("forward")
                 loss = loss_of(model, x)
-                if loop.micro_batch is not None and loop.micro_batch.weight:
+                if loop.micro_batch.weight:
                     ids = ids + numbers.tolist()
                 if loop.sync_gradients:
                     worker.note(computed=begun + 1, ids=ids, generation=number)
-                    ids = []
                 loop.scale_loss(loss).backward()
                 if not loop.sync_gradients:
                     continue

@@ -298,10 +298,11 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
         with self.sections.at("step"):
             while True:
                 try:
-                    result = compute()
-                    if not recovery.is_given_up:
-                        self._has_settled = False
-                        return result
+                    if not recovery.is_broken:
+                        result = compute()
+                        if not recovery.is_given_up:
+                            self._has_settled = False
+                            return result
                 except RuntimeError as error:
                     if recovery.is_committed:
                         raise
