@@ -44,7 +44,8 @@ _DETECTION = 5.0
 _LIMIT = 120.0
 _LINES = 400
 """Of a rank: looked at."""
-_GOODPUT_RANKS, _KILL_EVERY = 4, 2.75
+_GOODPUT_RANKS, _KILL_EVERY, _JITTER = 4, 2.75, 0.25
+"""Kills of a fixed period would all come in the same part of a step: the one before shifts them."""
 _GOODPUT = ((1, 0.41), (4, 0.1))
 """Micro-batches of a step, and seconds of sleep in each: steps of 0.5 s, on 2 cores."""
 _WARM_UP = 10.0
@@ -289,7 +290,8 @@ def _steps_in(
         time.sleep(_WARM_UP)
         began, done = time.time(), 0
         for number in range(kills):
-            time.sleep(max(0.0, began + (number + 1) * _KILL_EVERY - time.time()))
+            at = (number + 1) * _KILL_EVERY + draw.uniform(-_JITTER, _JITTER)
+            time.sleep(max(0.0, began + at - time.time()))
             if len(there := job.ranks()) > 1:
                 with suppress(ProcessLookupError):
                     os.kill(draw.choice(sorted(there)), signal.SIGKILL)
