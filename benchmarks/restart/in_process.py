@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,7 +45,7 @@ _LIMIT = 120.0
 _LINES = 400
 """Of a rank: looked at."""
 _GOODPUT_RANKS, _KILL_EVERY, _JITTER = 4, 2.75, 0.25
-"""Kills of a fixed period would all come in the same part of a step: the one before shifts them."""
+"""A kill shifts the steps after it: with a fixed period all would come in the same part of one."""
 _GOODPUT = ((1, 0.41), (4, 0.1))
 """Micro-batches of a step, and seconds of sleep in each: steps of 0.5 s, on 2 cores."""
 _WARM_UP = 10.0
@@ -260,11 +260,13 @@ def measure_cost(root: str, *, rounds: int) -> list[Line]:
 
 def measure_goodput(root: str, draw: random.Random, *, kills: int) -> list[Line]:
     """Rows: steps while a rank is killed every few seconds, and in the same time without."""
-    seconds, rows = (kills + 1) * _KILL_EVERY, []
+    low, high, rows = _KILL_EVERY - _JITTER, _KILL_EVERY + _JITTER, []
     for micro_batches, sleep in _GOODPUT:
         options = {**_RECOVERING, "seconds": sleep, "micro_batches": micro_batches}
-        _, free = _steps_in(seconds, root, draw, options=options, kills=0)
-        done, worlds = _steps_in(seconds, root, draw, options=options, kills=kills)
+        moments = [*accumulate(draw.uniform(low, high) for _ in range(kills))]
+        seconds = moments[-1] + _KILL_EVERY
+        _, free = _steps_in(seconds, root, draw, options=options, kills=[])
+        done, worlds = _steps_in(seconds, root, draw, options=options, kills=moments)
         step = seconds / len(free)
         row = {"kind": "goodput", "micro_batches": micro_batches, "trials": done}
         row |= {"seconds": seconds, "steps": len(worlds), "steps_without_kills": len(free)}
@@ -278,7 +280,7 @@ def measure_goodput(root: str, draw: random.Random, *, kills: int) -> list[Line]
 
 
 def _steps_in(
-    seconds: float, root: str, draw: random.Random, *, options: dict[str, Any], kills: int
+    seconds: float, root: str, draw: random.Random, *, options: dict[str, Any], kills: Sequence[float]
 ) -> tuple[int, Sequence[int]]:
     """Ranks that were killed, and the number of ranks of each step, in a job of its own.
 
@@ -289,8 +291,7 @@ def _steps_in(
         job.all_there()
         time.sleep(_WARM_UP)
         began, done = time.time(), 0
-        for number in range(kills):
-            at = (number + 1) * _KILL_EVERY + draw.uniform(-_JITTER, _JITTER)
+        for at in kills:
             time.sleep(max(0.0, began + at - time.time()))
             if len(there := job.ranks()) > 1:
                 with suppress(ProcessLookupError):
