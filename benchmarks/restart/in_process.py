@@ -280,7 +280,12 @@ def measure_goodput(root: str, draw: random.Random, *, kills: int) -> list[Line]
 
 
 def _steps_in(
-    seconds: float, root: str, draw: random.Random, *, options: dict[str, Any], kills: Sequence[float]
+    seconds: float,
+    root: str,
+    draw: random.Random,
+    *,
+    options: dict[str, Any],
+    kills: Sequence[float],
 ) -> tuple[int, Sequence[int]]:
     """Ranks that were killed, and the number of ranks of each step, in a job of its own.
 
