@@ -137,8 +137,7 @@ def _without_kills(meta: Any, rows: Rows) -> str:
             f'beside {cost["without_ms"]:.2f} ms with `recovery="restart"` and '
             f'{cost["deferred_ms"]:.2f} ms with that and `commit="deferred"`.'
         )
-    if renewed := meta.get("renewed", {}).get("cost"):
-        text += f" (These of {renewed['date'][:10]}, commit {renewed['git_commit'][:7]}.)"
+    text += _renewed(meta, "cost")
     for row in (row for row in rows if row["kind"] == "goodput"):
         batches = f"{row['micro_batches']} micro-batch{'es' * (row['micro_batches'] > 1)}"
         text += (
@@ -148,7 +147,13 @@ def _without_kills(meta: Any, rows: Rows) -> str:
             f"{row['bound']:.0%}, since a step is repeated after each kill), with "
             f"{row['mean_ranks']:.1f} ranks on average."
         )
-    return text
+    return text + _renewed(meta, "goodput")
+
+
+def _renewed(meta: Any, kind: str) -> str:
+    """When rows of a kind were measured, if it was after the others."""
+    own = meta.get("renewed", {}).get(kind)
+    return f" (These of {own['date'][:10]}, commit {own['git_commit'][:7]}.)" if own else ""
 
 
 IN_PROCESS_OTHERS = Table(
