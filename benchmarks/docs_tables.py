@@ -102,24 +102,24 @@ ARGUMENTS = {
     "comm-profiler": ("lightning_dist:CommProfiler -html -trace -csv -print_summary",),
     "elastic-restart": ("lightning_dist:ElasticRestart",),
     "elastic-loop": (
-        "lightning_dist:ElasticLoop -dirpath -every_n_train_steps -every_n_epochs -max_to_keep"
-        " -batch_policy -seed -weights_only -preemption_check -preemption_poll_interval"
-        " -grace_period -hang_timeout -format -recovery -mirror_residuals",
+        "lightning_dist:ElasticLoop -dirpath -every_n_train_steps -every_n_epochs -max_to_keep "
+        "-batch_policy -seed -weights_only -preemption_check -preemption_poll_interval "
+        "-grace_period -hang_timeout -format -recovery -mirror_residuals",
     ),
     "checkpoint": ("lightning_dist:AsyncCheckpoint",),
     "state-checkpointer": (
         "lightning_dist.accelerate:AsyncStateCheckpointer snapshot staging_dir",
     ),
     "sharded": (
-        "lightning_dist:CompressedModelParallelStrategy "
-        "replicate_size data_parallel_size tensor_parallel_size parameters",
+        "lightning_dist:CompressedModelParallelStrategy replicate_size data_parallel_size "
+        "tensor_parallel_size parameters",
     ),
     "hierarchical": (
         "lightning_dist:CompressedDDPStrategy hierarchical ranks_per_host rank_groups",
     ),
     "local-steps": (
-        "lightning_dist:local_updates -model -optimizer -method -error_feedback -hierarchical"
-        " -ranks_per_host -rank_groups -min_compress_numel -exchange_timeout -groups",
+        "lightning_dist:local_updates -model -optimizer -method -error_feedback -hierarchical "
+        "-ranks_per_host -rank_groups -min_compress_numel -exchange_timeout -groups",
         "lightning_dist.integrations.strategies.local_updates:LocalUpdateArguments replicas",
         "lightning_dist:LocalUpdateStrategy evaluate",
     ),

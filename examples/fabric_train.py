@@ -75,8 +75,8 @@ def main() -> None:
     (stats,) = strategy.comm_stats()
     mean = accuracy.compute()
     fabric.print(
-        f"steps {first} to {state['step']}, accuracy {mean:.1%}, "
-        f"{stats['ratio']:.1f} times fewer bytes"
+        f"steps {first} to {state['step']}, accuracy {mean:.1%}, {stats['ratio']:.1f} times fewer "
+        "bytes"
     )
 
 

@@ -92,8 +92,8 @@ def train(config: dict[str, Any]) -> None:
     if trainer.is_global_zero:
         loss, sent = trainer.callback_metrics["loss"], trainer.strategy.comm_stats()["ratio"]
         print(
-            f"{trainer.world_size} ranks, steps {started_at[0]} to {trainer.global_step}, "
-            f"loss {loss:.4f}, {sent:.1f} times fewer bytes"
+            f"{trainer.world_size} ranks, steps {started_at[0]} to {trainer.global_step}, loss "
+            f"{loss:.4f}, {sent:.1f} times fewer bytes"
         )
 
 

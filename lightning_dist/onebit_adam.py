@@ -54,7 +54,7 @@ class OneBitAdam(torch.optim.Optimizer):
     ) -> None:
         if freeze_step < 1:
             raise ValueError(
-                f"freeze_step must be at least 1 step, in which the variance is learnt, got "
+                "freeze_step must be at least 1 step, in which the variance is learnt, got "
                 f"{freeze_step}; 15 to 25 % of the training is usual"
             )
         if not (0 <= betas[0] < 1 and 0 <= betas[1] < 1):

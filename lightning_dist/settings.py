@@ -77,7 +77,7 @@ class Settings:
             )
         if min_compress_numel is not None and not _is_count(min_compress_numel):
             raise ValueError(
-                f"min_compress_numel must be 0 (compress every tensor) or more elements, got "
+                "min_compress_numel must be 0 (compress every tensor) or more elements, got "
                 f"{min_compress_numel!r}"
             )
         if not _is_count(start_step):
@@ -159,8 +159,7 @@ def _by_level(
         listed = ", ".join(name for name, kind in CODECS.items() if kind().inside_host())
         raise ValueError(
             "Inside a host gradients are summed without decoding, so 'intra' must be one of "
-            f"{listed}, "
-            f"got {codec['intra']!r}; give it to 'inter'"
+            f"{listed}, got {codec['intra']!r}; give it to 'inter'"
         )
     return resolve_codec(codec["inter"]), intra
 
@@ -178,7 +177,7 @@ def _check_grouping(
         raise ValueError(f"ranks_per_host must be 1 or more ranks, got {ranks_per_host!r}")
     if ranks_per_host is not None and rank_groups is not None:
         raise ValueError(
-            f"ranks_per_host and rank_groups both define the ranks of a host, got "
+            "ranks_per_host and rank_groups both define the ranks of a host, got "
             f"ranks_per_host={ranks_per_host} and rank_groups={rank_groups!r}; give one"
         )
 
@@ -196,8 +195,8 @@ def _check_feedback(codec: Codec, error_feedback: bool | Literal["auto"]) -> Non
         )
     if error_feedback is True and not codec.contraction:
         raise ValueError(
-            f"Error feedback diverges with codec {codec}: its error may exceed its input; "
-            "leave error_feedback at 'auto'"
+            f"Error feedback diverges with codec {codec}: its error may exceed its input; leave "
+            "error_feedback at 'auto'"
         )
     if error_feedback is False and codec.momentum_correction:
         raise ValueError(

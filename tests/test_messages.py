@@ -37,8 +37,8 @@ def test_unknown_codec(codec: Any) -> None:
 @pytest.mark.parametrize("block_size", [3, 0, -16, 17, 65552])
 def test_block_size(block_size: int) -> None:
     assert message(Int8, block_size=block_size) == (
-        "int8: block_size must be a multiple of 16 from 16 to 65536, got "
-        f"{block_size}; 256 is the default"
+        f"int8: block_size must be a multiple of 16 from 16 to 65536, got {block_size}; 256 is the "
+        "default"
     )
 
 

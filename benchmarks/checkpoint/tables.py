@@ -15,10 +15,10 @@ def checkpoint(result: Result) -> str | None:
     if not rows:
         return None
     text = (
-        f"A state of {meta['state_mb']:.0f} MB in 96 tensors, medians of "
-        f"{rows[0]['rounds']} interleaved rounds, one thread, local disk. Training blocked: by "
-        "the call, and by the delay of the next optimizer step. Slowdown: of small training steps "
-        "during the write. Memory: of all processes."
+        f"A state of {meta['state_mb']:.0f} MB in 96 tensors, medians of {rows[0]['rounds']} "
+        "interleaved rounds, one thread, local disk. Training blocked: by the call, and by the "
+        "delay of the next optimizer step. Slowdown: of small training steps during the write. "
+        "Memory: of all processes."
     )
     return "\n\n".join(
         [markdown(_SAVES, rows), markdown(_GOALS, meta["goals"]), caption(text, meta)]

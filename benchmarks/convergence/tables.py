@@ -37,10 +37,10 @@ def convergence(result: Result, *, task: str) -> str | None:
     words = {"steps": " of {} steps", "batch": ", batches of {}", "lr": ", learning rate {:g}"}
     chosen = [word.format(given[name]) for name, word in words.items() if given.get(name)]
     text = (
-        f"Task `{task}`{''.join(chosen)}, "
-        f"{max(len(row['seeds']) for row in rows)} seeds: mean and standard deviation after the "
-        "last step; difference to fp32 DDP with the same seed, mean and standard deviation. =: the "
-        "mean difference is within DDP's own standard deviation over seeds."
+        f"Task `{task}`{''.join(chosen)}, {max(len(row['seeds']) for row in rows)} seeds: mean and "
+        "standard deviation after the last step; difference to fp32 DDP with the same seed, mean "
+        "and standard deviation. =: the mean difference is within DDP's own standard deviation "
+        "over seeds."
     )
     return "\n\n".join([*tables, *reasons(rows), caption(text, result["meta"])])
 

@@ -66,8 +66,8 @@ WHATIF_SCALING = Table(
     lines=partial(pivot, of=["form", "codec"], by="hosts"),
     text=lambda meta, rows: (
         "Predicted, not measured: milliseconds of a step by the number of nodes, one rank each, "
-        f"flat, at {meta['base']['link_mbit']:g} Mbit/s, from the same profile of 2 "
-        "nodes. `topk` gathers what every rank has sent: its bytes grow with the number of ranks."
+        f"flat, at {meta['base']['link_mbit']:g} Mbit/s, from the same profile of 2 nodes. `topk` "
+        "gathers what every rank has sent: its bytes grow with the number of ranks."
     ),
 )
 
@@ -112,9 +112,9 @@ WIRE = Table(
     text=lambda meta, rows: (
         "2 nodes, 17 MB of gradients of one sample; Mbit/s of payload, which is 1448 of the 1514 "
         "bytes of a frame. Limit: of the shaped link. Interface: packets of both nodes, with the "
-        "kernel's timestamps, in the interval over which the profile takes its rate. "
-        f"Medians of {rows[0]['runs']} runs, with the lowest and the highest. "
-        f"TCP's congestion control is {rows[0]['congestion_control']} where no other is named."
+        "kernel's timestamps, in the interval over which the profile takes its rate. Medians of "
+        f"{rows[0]['runs']} runs, with the lowest and the highest. TCP's congestion control is "
+        f"{rows[0]['congestion_control']} where no other is named."
     ),
 )
 
@@ -149,9 +149,8 @@ CLOCKS = Table(
         ("error within", "{within:x100.0f} %"),
     ],
     text=lambda meta, rows: (
-        "2 nodes that share one clock, so that the true offset is 0, "
-        f"{rows[0]['link_mbit']:g} Mbit/s; within: readings whose error is within the stated "
-        "uncertainty."
+        f"2 nodes that share one clock, so that the true offset is 0, {rows[0]['link_mbit']:g} "
+        "Mbit/s; within: readings whose error is within the stated uncertainty."
     ),
 )
 
@@ -169,7 +168,7 @@ COST = Table(
         ("detailed steps", "{detailed:x100.0f} %"),
     ],
     text=lambda meta, rows: (
-        f"2 ranks, `max_overhead=0.01`, alternating blocks with and without the profiler, "
+        "2 ranks, `max_overhead=0.01`, alternating blocks with and without the profiler, "
         f"{rows[0]['rounds']} of each, after the profiler has adjusted its share of detailed "
         "steps; medians over blocks, of the differences with quartiles; CPU of all threads of a "
         "rank. With plain `ddp`, all steps use a Python communication hook that scales the "

@@ -74,8 +74,8 @@ def overview(steps: Result, losses: Result) -> str | None:
     seeds = max(len(row["seeds"]) for row in losses["rows"])
     text = (
         "Median step and speedup over fp32 DDP: 10.5 M parameters, 2 nodes on one machine, joined "
-        f"by an emulated link. Loss: byte-level GPT, 2 ranks, AdamW, {seeds} seeds, mean "
-        "and standard deviation of the difference after a short training."
+        f"by an emulated link. Loss: byte-level GPT, 2 ranks, AdamW, {seeds} seeds, mean and "
+        "standard deviation of the difference after a short training."
     )
     table = markdown(columns, [lines[codec] for codec in chosen])
     return f"{table}\n\n{caption(text, steps['meta'])}"
@@ -201,8 +201,8 @@ LOCAL_STEPS = Table(
         "Byte-level GPT of 1.4 M parameters on 2 nodes, steps in whole windows of local ones: time "
         "of a step; throughput in percent of that without communication; ratio of the measured "
         "step to the one that `lightning-dist profile whatif` predicts from a profile of fp32 DDP "
-        f"at {of_link(meta['arguments']['base'])}. Codecs between local steps are not "
-        "compiled. All ranks share two cores."
+        f"at {of_link(meta['arguments']['base'])}. Codecs between local steps are not compiled. "
+        "All ranks share two cores."
     ),
 )
 

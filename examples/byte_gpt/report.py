@@ -55,8 +55,8 @@ def counted_line(result: Result) -> str | None:
         return None
     wire, raw = megabytes(counted["wire_bytes"]), megabytes(counted["raw_bytes"])
     return (
-        f"counted by the strategy: rank 0 of {result['strategy']} sent {wire} "
-        f"where plain DDP sends {raw}, ratio {counted['ratio']:.2f}x"
+        f"counted by the strategy: rank 0 of {result['strategy']} sent {wire} where plain DDP "
+        f"sends {raw}, ratio {counted['ratio']:.2f}x"
     )
 
 

@@ -109,7 +109,7 @@ class Delivery:
         """Start a writer for ``folder``, which keeps other trainers out if it is ``alone``."""
         if _only_here(folder) and isinstance(self.writer, WriterProcess):
             raise ValueError(
-                f"One writer writes either to files or to memory, and has been given files before "
+                "One writer writes either to files or to memory, and has been given files before "
                 f"{folder}; use writer='thread'"
             )
         self._folders[folder] = alone

@@ -18,8 +18,8 @@ from lightning_dist.checkpoint.snapshot.pickling import Pickled, pickled
 
 _REMEDY = (
     "save plain values instead (str(path)), allow the type with "
-    "torch.serialization.add_safe_globals([...]) in every start, or give weights_only=False, "
-    "which runs any code in the file; do so only if you trust everyone who can write there"
+    "torch.serialization.add_safe_globals([...]) in every start, or give weights_only=False, which "
+    "runs any code in the file; do so only if you trust everyone who can write there"
 )
 
 

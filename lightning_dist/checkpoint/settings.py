@@ -28,15 +28,15 @@ class CheckpointSettings:
             raise ValueError(f"max_in_flight must be an integer >= 1; got {self.max_in_flight!r}")
         if self.host_memory_limit is not None and not _is_count(self.host_memory_limit):
             raise ValueError(
-                f"host_memory_limit must be a number of bytes >= 1, or None; got "
+                "host_memory_limit must be a number of bytes >= 1, or None; got "
                 f"{self.host_memory_limit!r}"
             )
         if not isinstance(self.lock, bool):
             raise ValueError(f"lock must be True or False; got {self.lock!r}")
         if self.snapshot == "sync" and self.on_busy == "skip":
             raise ValueError(
-                "snapshot='sync' waits for every save, so on_busy='skip' cannot take effect; "
-                "leave one of them out"
+                "snapshot='sync' waits for every save, so on_busy='skip' cannot take effect; leave "
+                "one of them out"
             )
 
 

@@ -120,8 +120,8 @@ def members_of(scope: str, hosts: Sequence[str]) -> list[tuple[int, ...]]:
     found = [ranks for ranks in by_host if len(ranks) > 1]
     if not found:
         raise ValueError(
-            "--group intra needs a node with 2 ranks or more, and every node has one: start "
-            "more with --nproc-per-node"
+            "--group intra needs a node with 2 ranks or more, and every node has one: start more "
+            "with --nproc-per-node"
         )
     return found
 

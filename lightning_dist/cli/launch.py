@@ -118,8 +118,8 @@ def _choose(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
     if given.config_file is not None:
         if given.torchrun:
             raise ValueError(
-                "--config_file selects accelerate launch and --torchrun torchrun; "
-                "remove one of them"
+                "--config_file selects accelerate launch and --torchrun torchrun; remove one of "
+                "them"
             )
         return accelerate(given, Path(given.config_file), f"--config_file={given.config_file}")
     if not is_configured:

@@ -63,8 +63,8 @@ def plan(words: Sequence[str], environ: Mapping[str, str], *, given: Any, file: 
             origins = ", ".join(dict.fromkeys(resolved.outside.values()))
             raise ValueError(
                 f"The training of {file} is {kind}, which has no DDP whose gradients could be "
-                "compressed; set accelerate.distributed_type=MULTI_GPU, or for FSDP "
-                f"fsdp_version: 2, or remove the settings of {origins}"
+                "compressed; set accelerate.distributed_type=MULTI_GPU, or for FSDP fsdp_version: "
+                f"2, or remove the settings of {origins}"
             )
         options = _as_several(made, options, environ, given=given, config=config, file=file)
     made.arguments += ["-m", "accelerate.commands.launch", *options, *after]

@@ -69,8 +69,7 @@ def plan(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
             patience = theirs.get("join_timeout", JOIN_TIMEOUT)
             made.notes.append(
                 f"RendezvousTimeoutError means that fewer than {fewest} nodes joined within "
-                f"{patience} s "
-                "(join_timeout in --rdzv-conf)"
+                f"{patience} s (join_timeout in --rdzv-conf)"
             )
     if SHARING not in environ and backend != "static":
         made.environment[SHARING] = "1"
@@ -135,8 +134,8 @@ def _backend(given: Any, fewest: int, most: int) -> str:
     if static:
         if fewest < most:
             raise ValueError(
-                f"A static rendezvous (--master-port) cannot have --nnodes={given.nnodes}: "
-                "use --rdzv-endpoint=HOST:PORT, the same on every node"
+                f"A static rendezvous (--master-port) cannot have --nnodes={given.nnodes}: use "
+                "--rdzv-endpoint=HOST:PORT, the same on every node"
             )
         return "static"
     if given.rdzv_endpoint:

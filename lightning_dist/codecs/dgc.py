@@ -60,8 +60,8 @@ class DGC(TopK):
             )
         if not isinstance(steps, int) or steps < 0:
             raise ValueError(
-                "dgc: warmup_steps must be 0 (no ramp) or more synchronised steps, got "
-                f"{steps!r}; the paper uses four epochs"
+                f"dgc: warmup_steps must be 0 (no ramp) or more synchronised steps, got {steps!r}; "
+                "the paper uses four epochs"
             )
 
     @property

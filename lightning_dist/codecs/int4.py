@@ -45,7 +45,7 @@ class Int4(ScaledBlocks):
         super().__post_init__()
         if self.hadamard and (self.block_size & (self.block_size - 1) or self.block_size > 1024):
             raise ValueError(
-                f"int4: hadamard needs a block_size that is a power of two up to 1024, got "
+                "int4: hadamard needs a block_size that is a power of two up to 1024, got "
                 f"{self.block_size}; use 128, or leave hadamard out"
             )
 

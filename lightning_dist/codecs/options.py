@@ -27,8 +27,8 @@ def parse_codec(text: object, table: Mapping[str, type[Codec]]) -> Codec:
         meant = " or ".join(repr(near + colon + options) for near in _nearest(name, table))
         raise ValueError(
             f"codec must be one of {', '.join(map(repr, table))}, with options as in "
-            f"'int8:block_size=128', or a codec object such as lightning_dist.Int8(block_size=128)"
-            f", got {text!r}{meant and f'; did you mean {meant}?'}"
+            "'int8:block_size=128', or a codec object such as lightning_dist.Int8(block_size=128), "
+            f"got {text!r}{meant and f'; did you mean {meant}?'}"
         )
     kind = table[name]
     known = {field.name: field for field in fields(kind)}

@@ -35,8 +35,8 @@ class ScaledBlocks(BlockCodec):
         if type(size) is not int or not 16 <= size <= 65536 or size % 16:
             default = next(f.default for f in fields(self) if f.name == "block_size")
             raise ValueError(
-                f"{self.name}: block_size must be a multiple of 16 from 16 to 65536, got "
-                f"{size!r}; {default} is the default"
+                f"{self.name}: block_size must be a multiple of 16 from 16 to 65536, got {size!r}; "
+                f"{default} is the default"
             )
 
     @property

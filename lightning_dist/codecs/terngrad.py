@@ -43,7 +43,7 @@ class TernGrad(ScaledBlocks):
         clip: object = self.clip_sigma
         if not isinstance(clip, float | int) or not (clip == 0 or 1 <= clip < math.inf):
             raise ValueError(
-                f"terngrad: clip_sigma must be 0 (no clipping) or a finite number from 1, got "
+                "terngrad: clip_sigma must be 0 (no clipping) or a finite number from 1, got "
                 f"{clip!r}; the paper uses 2.5"
             )
 

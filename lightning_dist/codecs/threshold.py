@@ -54,8 +54,8 @@ class Threshold(Codec):
             )
         if self.unit not in _UNITS:
             raise ValueError(
-                "threshold: unit must be 'rms' (of each tensor) or 'absolute', got "
-                f"{self.unit!r}; use 'rms'"
+                f"threshold: unit must be 'rms' (of each tensor) or 'absolute', got {self.unit!r}; "
+                "use 'rms'"
             )
         if self.values not in _VALUES:
             raise ValueError(

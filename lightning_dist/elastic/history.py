@@ -219,8 +219,8 @@ def cost_line(summary: Summary) -> str:
     if summary.restarts:
         restarts, causes = _counted(summary.restarts, "restart"), "; ".join(summary.causes)
         parts.append(
-            f"{restarts}, {summary.lost_time_s:.1f} s lost, "
-            f"{summary.samples_recomputed} samples recomputed ({causes})"
+            f"{restarts}, {summary.lost_time_s:.1f} s lost, {summary.samples_recomputed} samples "
+            f"recomputed ({causes})"
         )
     if summary.generations:
         parts.append(

@@ -233,8 +233,8 @@ def read_run(folder: str | Path) -> Run:
         runs = _runs_in(folder)
         instead = f"; give one of its runs: {', '.join(map(str, runs))}"
         raise ValueError(
-            f"{folder} has no rank*.jsonl of a communication profile{because}"
-            f"{instead if runs else ''}"
+            f"{folder} has no rank*.jsonl of a communication "
+            f"profile{because}{instead if runs else ''}"
         )
     run = Run(_of_one_run(dict(sorted(ranks.items())), notes), notes)
     if missing := run.beside(run.ranks):
@@ -260,8 +260,8 @@ def _of_one_run(ranks: dict[int, RankRun], notes: list[str]) -> dict[int, RankRu
             kept[rank] = each
             continue
         notes.append(
-            f"rank{rank}.jsonl is of another run, with {metadata.codec} and "
-            f"{metadata.world_size} ranks instead of {first.codec} and {first.world_size}; left out"
+            f"rank{rank}.jsonl is of another run, with {metadata.codec} and {metadata.world_size} "
+            f"ranks instead of {first.codec} and {first.world_size}; left out"
         )
     return kept
 

@@ -100,9 +100,9 @@ def agree(
     if least != -most:
         raise DriftError(
             "The ranks have applied different gradients of codec 'powersgd', and their weights "
-            "have drifted apart since: matrix products and factorisations are rounded "
-            "differently by unequal hardware or libraries. Resume from the last checkpoint on "
-            "equal hardware, or with a codec that is the same everywhere, such as int4"
+            "have drifted apart since: matrix products and factorisations are rounded differently "
+            "by unequal hardware or libraries. Resume from the last checkpoint on equal hardware, "
+            "or with a codec that is the same everywhere, such as int4"
         )
     unused = {name for name, any_ in zip(used, of_parameters, strict=True) if not any_}
     return Answer(not infinite, frozenset(unused), bool(pause))

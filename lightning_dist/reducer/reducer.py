@@ -155,8 +155,8 @@ class Reducer(Pipeline):
         """
         if self.settings.delay:
             raise ValueError(
-                f"A failed step can be repeated only if its own means are applied, and delay="
-                f"{self.settings.delay} applies those of the step before; leave it out"
+                "A failed step can be repeated only if its own means are applied, and "
+                f"delay={self.settings.delay} applies those of the step before; leave it out"
             )
         if self._allow_absent:
             raise ValueError(

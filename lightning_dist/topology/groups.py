@@ -52,8 +52,8 @@ def hosts_of(groups: Sequence[Any]) -> Hosts:
         is_list(ranks) and all(type(rank) is int for rank in ranks) for ranks in groups
     ):
         raise ValueError(
-            f"rank_groups must be groups of ranks (int), none of them empty, like "
-            f"[[0, 1], [2, 3]], got {groups!r}"
+            "rank_groups must be groups of ranks (int), none of them empty, like [[0, 1], [2, 3]], "
+            f"got {groups!r}"
         )
     return tuple(map(tuple, groups))
 

@@ -181,8 +181,8 @@ def test_compare_shows_what_differs(folder: Path, tmp_path: Path) -> None:
     assert cells["between"][-1] == "ms"
     assert cells["all"][1:4] == ["steps", "210", "ms"]
     assert rows[-1] == (
-        "medians over the steps in detail (a report has means), parts as means over ranks; "
-        "'all steps' is over all"
+        "medians over the steps in detail (a report has means), parts as means over ranks; 'all "
+        "steps' is over all"
     )
 
 

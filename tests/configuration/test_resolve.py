@@ -195,8 +195,8 @@ def test_settings_that_are_not_defaults_are_listed_with_their_source(
     beside = sidecar(home, "codec: int4\nhierarchical: auto\nmin_compress_numel: 0")
     found = resolve({"start_step": 3}, environ={**home, "LIGHTNING_DIST_ERROR_FEEDBACK": "true"})
     assert found.outside_text() == (
-        f"codec='int4' min_compress_numel=0 ({beside}), "
-        "error_feedback=True (LIGHTNING_DIST_ERROR_FEEDBACK)"
+        f"codec='int4' min_compress_numel=0 ({beside}), error_feedback=True "
+        "(LIGHTNING_DIST_ERROR_FEEDBACK)"
     )
     assert resolve({"codec": "int8"}, environ={"HF_HOME": "/none"}).outside_text() == ""
     assert Resolved({}, {}, ()).value("codec") == "int8"

@@ -201,8 +201,8 @@ def test_a_question_that_fails_is_not_asked_again() -> None:
         asked[0].join(LIMIT)
     notices.stop()
     assert [str(each.message) for each in caught] == [
-        "[lightning_dist] preemption_check() failed and will not be called again: OSError: "
-        "no route to the metadata server"
+        "[lightning_dist] preemption_check() failed and will not be called again: OSError: no "
+        "route to the metadata server"
     ]
     assert len(asked) == 1
     assert notices.reason == ""

@@ -184,8 +184,8 @@ def test_a_distributed_sampler_of_ones_own() -> None:
         pass
 
     message = (
-        "Own shards samples itself; elastic restart does that, for any number of ranks: "
-        "give the loader a sampler for a single process"
+        "Own shards samples itself; elastic restart does that, for any number of ranks: give the "
+        "loader a sampler for a single process"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         EpochOrder(Own(DATA, num_replicas=2, rank=0), seed=0)

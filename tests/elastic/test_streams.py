@@ -64,8 +64,8 @@ def test_a_rank_without_a_sample_takes_one_of_no_weight() -> None:
 def test_a_length_that_is_too_large() -> None:
     rank = Rank(Layout(2, 2, 1, 4), 1, size=8)
     message = (
-        "An epoch of Numbers has 8 samples by its len(), but iter_shard ended before that; "
-        "make len() exact"
+        "An epoch of Numbers has 8 samples by its len(), but iter_shard ended before that; make "
+        "len() exact"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         list(ShardedStream(Numbers(8, really=7), rank.plan))

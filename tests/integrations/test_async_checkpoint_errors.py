@@ -105,9 +105,9 @@ def test_training_goes_on_and_the_books_are_right(tmp_path: Path) -> None:
         fit(callback, Between(actions), max_epochs=3)
     size, replaced, killed = said(warned)
     assert size == (
-        f"[lightning_dist] The checkpoint {folder}/step=2.ckpt of step 2 was not written: "
-        f"OSError: [Errno {errno.EFBIG}] File too large; the last complete one is "
-        f"{folder}/step=1.ckpt of step 1"
+        f"[lightning_dist] The checkpoint {folder}/step=2.ckpt of step 2 was not written: OSError: "
+        f"[Errno {errno.EFBIG}] File too large; the last complete one is {folder}/step=1.ckpt of "
+        "step 1"
     )
     assert "/step=4.ckpt of step 4 was not written: FileExistsError" in replaced
     assert replaced.endswith(f"the last complete one is {folder}/step=3.ckpt of step 3")

@@ -163,8 +163,7 @@ def test_fabric_saves_and_loads(tmp_path: Path) -> None:
         (
             {"snapshot": "overlap"},
             "A CheckpointIO does not know the optimizers, so it cannot copy while training goes "
-            "on: "
-            "snapshot is 'blocking' or 'sync', got 'overlap'; use AsyncCheckpoint",
+            "on: snapshot is 'blocking' or 'sync', got 'overlap'; use AsyncCheckpoint",
         ),
         ({"writer": "fork"}, "writer must be one of 'auto', 'process', 'thread'; got 'fork'"),
     ],

@@ -48,8 +48,8 @@ def message(error: type[Exception], *arguments: Any, **keywords: Any) -> str:
         ),
         (
             {"snapshot": "sync", "on_busy": "skip"},
-            "snapshot='sync' waits for every save, so on_busy='skip' cannot take effect; leave "
-            "one of them out",
+            "snapshot='sync' waits for every save, so on_busy='skip' cannot take effect; leave one "
+            "of them out",
         ),
     ],
 )
@@ -119,8 +119,8 @@ def test_a_checkpoint_of_another_model(format: Any, tmp_path: Path) -> None:
     callback = AsyncCheckpoint(tmp_path, format=format)
     assert message(ValueError, callback, model=model, ckpt_path=path) == (
         f"{path} is a checkpoint of another model; parameters and buffers only in the model: "
-        "more.bias, more.weight; of another shape: net.2.weight (4, 6) for (5, 6), net.2.bias "
-        "(4,) for (5,). Give another folder, or the path of a checkpoint of this model, or set "
+        "more.bias, more.weight; of another shape: net.2.weight (4, 6) for (5, 6), net.2.bias (4,) "
+        "for (5,). Give another folder, or the path of a checkpoint of this model, or set "
         "strict_loading=False on the module"
     )
     assert hashlib.sha256(digest(model)).digest() == before

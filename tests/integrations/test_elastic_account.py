@@ -27,8 +27,8 @@ def test_each_start_says_where_it_goes_on(tmp_path: Path, caplog: Any) -> None:
         "[lightning_dist] elastic: world 1, fresh start; global batch 4: 1 micro-batch on 1 rank"
     )
     assert said[1] == (
-        "[lightning_dist] elastic: world 1 -> 1, resumed at sample 24 (epoch 0, step 6); "
-        "global batch 4: 1 micro-batch on 1 rank"
+        "[lightning_dist] elastic: world 1 -> 1, resumed at sample 24 (epoch 0, step 6); global "
+        "batch 4: 1 micro-batch on 1 rank"
     )
     assert said[2].startswith("[lightning_dist] elastic: 1 restart, ")
     assert said[2].endswith("4 samples recomputed (rank 0: Fault: on_after_backward at step 7)")
@@ -41,8 +41,8 @@ def test_a_start_with_nothing_left_to_do_says_so(tmp_path: Path, caplog: Any) ->
         fit(tmp_path, max_epochs=1)
     said = [m for record in caplog.records if "elastic: " in (m := record.getMessage())]
     assert said == [
-        "[lightning_dist] elastic: world 1 -> 1, resumed at sample 48 (epoch 1, step 12); "
-        "global batch 4: 1 micro-batch on 1 rank; there is nothing left to do"
+        "[lightning_dist] elastic: world 1 -> 1, resumed at sample 48 (epoch 1, step 12); global "
+        "batch 4: 1 micro-batch on 1 rank; there is nothing left to do"
     ]
     journal = (tmp_path / "ckpt/elastic/rank-0.jsonl").read_text().splitlines()
     assert [json.loads(line)["event"] for line in journal] == ["start", "end"]

@@ -84,8 +84,8 @@ def test_a_pattern_that_no_parameter_has(
 ) -> None:
     for message in said(codec, capsys, caplog):
         assert message.startswith(
-            "by_name: a pattern must be found in the name of a parameter, got "
-            f"'{pattern}', which is found in none of 5; the nearest are {nearest}"
+            f"by_name: a pattern must be found in the name of a parameter, got '{pattern}', which "
+            f"is found in none of 5; the nearest are {nearest}"
         )
 
 
@@ -162,6 +162,6 @@ def test_a_training_that_ends_before_compression_begins_says_so_at_its_end(caplo
     said = [message for message in caplog.messages if "Nothing was compressed" in message]
     assert said == [
         "[lightning_dist] Nothing was compressed in 1 synchronised steps: compression starts at "
-        "step 100 (start_step, warmup, after_steps), with OneBitAdam after its "
-        "freeze_step; lower it"
+        "step 100 (start_step, warmup, after_steps), with OneBitAdam after its freeze_step; lower "
+        "it"
     ]

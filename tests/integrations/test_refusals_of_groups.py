@@ -130,8 +130,7 @@ def test_a_codec_for_each_level_has_two_keys(codec: Any) -> None:
 def test_codecs_that_do_not_fit_inside(intra: str) -> None:
     assert message(Settings.check, {"intra": intra, "inter": "int8"}) == (
         "Inside a host gradients are summed without decoding, so 'intra' must be one of none, "
-        "fp16, bf16, "
-        f"got {intra!r}; give it to 'inter'"
+        f"fp16, bf16, got {intra!r}; give it to 'inter'"
     )
 
 

@@ -141,10 +141,9 @@ def test_a_name_like_no_other_lists_those_of_this_package_first() -> None:
     )
     assert message(LocalUpdateModelParallelStrategy, zebra=1) == (
         "Unknown setting 'zebra' in LocalUpdateModelParallelStrategy: valid names: evaluate, "
-        "replicate_size, error_feedback, min_compress_numel, exchange_timeout, method, "
-        "sync_every, fragments, overlap_steps, mixing, ddp_steps, outer_lr, outer_momentum, "
-        "outer_optimizer, outer_schedule, replicas, offload, weigh_by, codec, and those of "
-        "ModelParallelStrategy"
+        "replicate_size, error_feedback, min_compress_numel, exchange_timeout, method, sync_every, "
+        "fragments, overlap_steps, mixing, ddp_steps, outer_lr, outer_momentum, outer_optimizer, "
+        "outer_schedule, replicas, offload, weigh_by, codec, and those of ModelParallelStrategy"
     )
     assert message(LocalUpdateStrategy, find_unused=True).endswith(
         "did you mean 'find_unused_parameters'?"  # an argument of DDP

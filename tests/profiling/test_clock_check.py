@@ -15,8 +15,8 @@ def test_uncertain_clocks_are_reported(uncertainty: float, stop_requested: bool)
     assert bool(notes) == stop_requested
     if stop_requested:
         assert notes == [
-            "clocks are uncertain by 2.30 ms and an exchange takes 22.5 ms: the split into "
-            "waiting and transfer is uncertain"
+            "clocks are uncertain by 2.30 ms and an exchange takes 22.5 ms: the split into waiting "
+            "and transfer is uncertain"
         ]
 
 

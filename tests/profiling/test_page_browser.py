@@ -88,8 +88,8 @@ def test_it_asks_for_nothing_but_itself_and_complains_about_nothing(
 
 def test_plotly_knows_every_property_of_the_figures(shown: Opened) -> None:
     told = shown.page.evaluate(
-        "[...document.querySelectorAll('.picture')].map("
-        "  each => [each.id, (Plotly.validate(each.data, each.layout) || []).map(x => x.msg)])"
+        "[...document.querySelectorAll('.picture')].map(  each => [each.id, "
+        "(Plotly.validate(each.data, each.layout) || []).map(x => x.msg)])"
     )
     pictures = ["steps", "timeline", "waits"]
     assert told == [[name, []] for name in pictures]

@@ -87,9 +87,9 @@ def test_it_opens_without_an_error(ask: Ask) -> None:
 
 def test_every_span_is_drawn_as_long_as_it_was(ask: Ask, told: list[Timeline]) -> None:
     rows = ask(
-        "select process.name, dur from slice join thread_track on track_id = thread_track.id"
-        " join thread using (utid) join process using (upid)"
-        " where thread.name = 'codec' or thread.name like 'exchange%' and slice.depth = 0"
+        "select process.name, dur from slice join thread_track on track_id = thread_track.id join "
+        "thread using (utid) join process using (upid) where thread.name = 'codec' or thread.name "
+        "like 'exchange%' and slice.depth = 0"
     )
     for rank, host in enumerate(HOSTS):
         drawn = [duration for process, duration in rows if process == f"rank {rank} @ {host}"]
@@ -105,9 +105,8 @@ def test_arrows_come_from_the_rank_that_was_waited_for(ask: Ask, told: list[Time
         if span.last == 1 and span.arrival is not None and span.begin < span.arrival < span.end
     ]
     place = (
-        "(select process.name || ', ' || slice.name from slice join thread_track"
-        " on track_id = thread_track.id join thread using (utid) join process using (upid)"
-        " where slice.id = {})"
+        "(select process.name || ', ' || slice.name from slice join thread_track on track_id = "
+        "thread_track.id join thread using (utid) join process using (upid) where slice.id = {})"
     )
     rows = ask(f"select {place.format('slice_out')}, {place.format('slice_in')} from flow")
     assert waits

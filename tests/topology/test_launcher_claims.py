@@ -78,8 +78,8 @@ def test_a_group_may_leave_ranks_of_a_host_out() -> None:
 def test_other_nodes_than_names() -> None:
     text = contradiction(["x"] * 4, said("torchrun", [0, 0, 1, 1], [2] * 4))
     assert text == (
-        "torchrun reports ranks 0 to 3 on nodes [0, 0, 1, 1], but their host names are "
-        "['x', 'x', 'x', 'x']"
+        "torchrun reports ranks 0 to 3 on nodes [0, 0, 1, 1], but their host names are ['x', 'x', "
+        "'x', 'x']"
     )
 
 

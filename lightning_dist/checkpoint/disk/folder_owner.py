@@ -128,9 +128,9 @@ def own(
                 _clean(owned, storage)
         except NoLocksError as error:
             raise ValueError(
-                f"The file system of {folder} has no file locks ({error}), so another "
-                "trainer in this folder cannot be detected; if there is none, set lock=False (ckpt "
-                "prune: --no-lock)"
+                f"The file system of {folder} has no file locks ({error}), so another trainer in "
+                "this folder cannot be detected; if there is none, set lock=False (ckpt prune: "
+                "--no-lock)"
             ) from error
     _owned[key] = owned
     return owned
@@ -138,9 +138,9 @@ def own(
 
 def _belongs_to_another(folder: str, owner: dict[str, object]) -> ValueError:
     return ValueError(
-        f"Only one trainer may write to a checkpoint folder, and {folder} belongs to "
-        f"process {owner.get('pid', '?')} on {owner.get('host', '?')}; wait for it, end "
-        "it, or give this run another dirpath"
+        f"Only one trainer may write to a checkpoint folder, and {folder} belongs to process "
+        f"{owner.get('pid', '?')} on {owner.get('host', '?')}; wait for it, end it, or give this "
+        "run another dirpath"
     )
 
 
@@ -183,8 +183,8 @@ def _await_writer(lock: Lock, storage: LocalStorage, folder: str, *, patience: f
             seen, since = written, time.monotonic()
         elif time.monotonic() - since > patience:
             raise ValueError(
-                f"The previous trainer has ended, but its writer still holds {folder} and "
-                f"has written nothing for {patience:.0f} s; wait for it, or give this run another "
+                f"The previous trainer has ended, but its writer still holds {folder} and has "
+                f"written nothing for {patience:.0f} s; wait for it, or give this run another "
                 "dirpath"
             )
         time.sleep(_POLL)

@@ -113,8 +113,7 @@ def newest_valid(folder: str, *, check: bool = True, suffix: str = SUFFIX) -> De
     if found is None and problems:
         raise CheckpointError(
             f"None of the checkpoints in {folder} is complete: {'; '.join(problems)}. Give the "
-            "path "
-            "of another one, or remove these to start afresh"
+            "path of another one, or remove these to start afresh"
         )
     return found
 

@@ -152,8 +152,8 @@ def _require_space(storage: Storage, save: Save, target: str) -> None:
     free = storage.free_bytes(target)
     if free is not None and free < needed:
         raise CheckpointError(
-            f"no space: needs {needed / 1e6:.1f} MB beside the checkpoints that are kept until "
-            f"it is complete, and {free / 1e6:.1f} MB are free in {os.path.dirname(target)}"
+            f"no space: needs {needed / 1e6:.1f} MB beside the checkpoints that are kept until it "
+            f"is complete, and {free / 1e6:.1f} MB are free in {os.path.dirname(target)}"
         )
 
 

@@ -73,8 +73,8 @@ class Snapshots:
         self._overlap = False  # from the next save on
         return (
             f"{changed} was changed outside an optimizer step while it was copied, so this "
-            "checkpoint would mix two steps and was dropped; later ones are copied at once. "
-            "Change parameters in the optimizer step only, or set snapshot='blocking'"
+            "checkpoint would mix two steps and was dropped; later ones are copied at once. Change "
+            "parameters in the optimizer step only, or set snapshot='blocking'"
         )
 
     def _require_memory(self, divided: Plan) -> None:

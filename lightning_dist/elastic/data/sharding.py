@@ -76,8 +76,8 @@ def facts_of(loader: Any, *, seed: int = 0) -> LoaderFacts:
     if not isinstance(batches, BatchSampler) or type(batches).__name__ != "BatchSampler":
         what = "no batches" if batches is None else f"batches of {type(batches).__name__}"
         raise NotExactError(
-            f"the samples of a loader with {what} cannot be sharded again when the number of "
-            "ranks changes; give the DataLoader batch_size= and a sampler"
+            f"the samples of a loader with {what} cannot be sharded again when the number of ranks "
+            "changes; give the DataLoader batch_size= and a sampler"
         )
     size = EpochOrder(loader.sampler, seed=seed).size
     return LoaderFacts(size, batches.batch_size, batches.drop_last)

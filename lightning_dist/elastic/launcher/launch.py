@@ -64,8 +64,8 @@ class Launch:
         missing = []
         if self.is_elastic and self.max_restarts == 0:
             missing.append(
-                "a failed rank ends the job, because max_restarts is 0: "
-                "start torchrun with --max-restarts=3, or use `lightning-dist launch`"
+                "a failed rank ends the job, because max_restarts is 0: start torchrun with "
+                "--max-restarts=3, or use `lightning-dist launch`"
             )
         if self.is_elastic and self.shares_store and not self._is_alone:
             # torch 2.13: an agent that stays does not publish the address of its store again, and

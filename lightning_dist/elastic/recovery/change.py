@@ -49,8 +49,8 @@ class Change:
         ranks = f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"
         parts = filter(None, (what, next_step, residuals, f"paused {self.pause_s:.2f} s"))
         return (
-            f"elastic: {ranks} after step {self.step}, within the process "
-            f"(generation {self.generation}): {'; '.join(parts)}"
+            f"elastic: {ranks} after step {self.step}, within the process (generation "
+            f"{self.generation}): {'; '.join(parts)}"
         )
 
 

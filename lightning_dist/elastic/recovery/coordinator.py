@@ -47,14 +47,13 @@ class RecoverySettings:
     def __post_init__(self) -> None:
         if not 1 <= self.min_workers <= self.max_workers:
             raise ValueError(
-                f"recovery needs 1 <= minimum workers <= maximum workers, got "
-                f"{self.min_workers} and {self.max_workers}: "
-                "see LIGHTNING_DIST_MIN_WORKERS and --nnodes"
+                f"recovery needs 1 <= minimum workers <= maximum workers, got {self.min_workers} "
+                f"and {self.max_workers}: see LIGHTNING_DIST_MIN_WORKERS and --nnodes"
             )
         if min(self.beat_timeout, self.report_timeout) <= 0:
             raise ValueError(
-                f"Timeouts of recovery must be above 0 s, got {self.beat_timeout:g} s without "
-                f"a heartbeat and {self.report_timeout:g} s without a report"
+                f"Timeouts of recovery must be above 0 s, got {self.beat_timeout:g} s without a "
+                f"heartbeat and {self.report_timeout:g} s without a report"
             )
 
     @classmethod

@@ -155,8 +155,8 @@ class Generations:
             self.end(generation.ends, code=EXIT_RESTART)
         if self.name in generation.refused:
             raise ValueError(
-                "this worker's model, settings or versions differ from those of the training "
-                "that it would join; start the same script with the same packages on all nodes"
+                "this worker's model, settings or versions differ from those of the training that "
+                "it would join; start the same script with the same packages on all nodes"
             )
         if self.name not in generation.members:
             self.end("a generation was formed without this worker", code=EXIT_EVICTED)

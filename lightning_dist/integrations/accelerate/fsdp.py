@@ -163,8 +163,8 @@ def _require_attachable(accelerator: Accelerator, *, replicas: bool) -> None:
     if not accelerator.is_fsdp2:
         raise ValueError(
             "A CompressedFSDPPlugin compresses the gradients of FSDP2, got an Accelerator with "
-            f"{accelerator.distributed_type}; give it FullyShardedDataParallelPlugin("
-            "fsdp_version=2), or attach a CompressedDDPPlugin"
+            f"{accelerator.distributed_type}; give it "
+            "FullyShardedDataParallelPlugin(fsdp_version=2), or attach a CompressedDDPPlugin"
         )
     config = accelerator.parallelism_config
     if is_wrapped_by(accelerator, ShardedCompression):

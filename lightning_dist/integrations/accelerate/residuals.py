@@ -89,8 +89,8 @@ def load(accelerator: Accelerator, folder: str, *, says: bool) -> None:
         log.warning(
             "%s holds residuals of a compressed model, and no model here is compressed: the "
             "residuals are dropped. Compress the model before load_state: with a "
-            "CompressedDDPPlugin attached before prepare, which needs several "
-            "processes, or with compress_ddp after it",
+            "CompressedDDPPlugin attached before prepare, which needs several processes, or with "
+            "compress_ddp after it",
             folder,
         )
 

@@ -34,8 +34,8 @@ class ElasticEnvironment(TorchElasticEnvironment):
         if num_devices * num_nodes != self.world_size():
             rank_zero.warn(
                 f"The launcher started {self.world_size()} ranks, and devices * num_nodes is "
-                f"{num_devices} * {num_nodes}. Lightning's own distributed sampler shards the "
-                "data by the latter, so samples are skipped or repeated: use a sampler of your "
+                f"{num_devices} * {num_nodes}. Lightning's own distributed sampler shards the data "
+                "by the latter, so samples are skipped or repeated: use a sampler of your "
                 'own, or strategy="compressed_ddp", which follows the launcher.'
             )
 

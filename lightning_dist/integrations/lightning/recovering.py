@@ -184,7 +184,7 @@ class RecoversInProcess:
             generations.break_off(str(exception))
             generations.end(
                 "a rank was lost outside training steps and validation, in a collective that "
-                "cannot be repeated; use those of trainer.strategy, and "
-                f"validate between two optimizer steps: {str(exception)[:200]}",
+                "cannot be repeated; use those of trainer.strategy, and validate between two "
+                f"optimizer steps: {str(exception)[:200]}",
                 code=EXIT_RESTART,
             )

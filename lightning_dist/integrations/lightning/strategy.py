@@ -80,8 +80,8 @@ class CompressedDDPStrategy(
             self.begin_recovery(environment)
             return
         rank_zero.warn(
-            "recovery='in_process' takes effect under `lightning-dist launch` only; here all "
-            "ranks restart if one is lost"
+            "recovery='in_process' takes effect under `lightning-dist launch` only; here all ranks "
+            "restart if one is lost"
         )
 
     @override
@@ -94,9 +94,8 @@ class CompressedDDPStrategy(
         super().setup(trainer)
         if self._settings.delay and len(self.optimizers) > 1:
             raise ValueError(
-                "With delay=1 a backward pass gets the mean of the previous one, which must "
-                f"belong to the same optimizer, got {len(self.optimizers)} optimizers; use one, or "
-                "leave "
+                "With delay=1 a backward pass gets the mean of the previous one, which must belong "
+                f"to the same optimizer, got {len(self.optimizers)} optimizers; use one, or leave "
                 "delay out"
             )
         if self._reducer is not None and self.optimizers:

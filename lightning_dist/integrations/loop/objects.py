@@ -53,9 +53,8 @@ class Objects:
         if world_size > 1 and not self._wrapped and not self.updates:
             raise ValueError(
                 f"No model in state= is in DistributedDataParallel, so {world_size} ranks would "
-                "train independently; give the one that prepare(), fabric.setup() or DDP "
-                "returned, or the "
-                "updates that local_updates() returned beside the model"
+                "train independently; give the one that prepare(), fabric.setup() or DDP returned, "
+                "or the updates that local_updates() returned beside the model"
             )
         for name, each in given.items():
             if isinstance(each, LocalUpdates):  # at the end: they load into models and optimizers

@@ -298,7 +298,7 @@ def _unprepared(loader: Any) -> Any:
     kind = type(loader)
     if kind.__module__.partition(".")[0] in ("accelerate", "lightning", "lightning_fabric"):
         raise NotExactError(
-            f"a {kind.__name__} shards its batches itself; give ElasticLoop the DataLoader "
-            "as it is before prepare() or setup_dataloaders(), and device="
+            f"a {kind.__name__} shards its batches itself; give ElasticLoop the DataLoader as it "
+            "is before prepare() or setup_dataloaders(), and device="
         )
     return loader

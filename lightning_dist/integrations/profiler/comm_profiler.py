@@ -315,9 +315,9 @@ def _unwrapped(model: nn.Module) -> DistributedDataParallel:
     inner = as_ddp(before_compile(without_fabric(model)))
     if inner is None:
         raise ValueError(
-            f"CommProfiler needs a DistributedDataParallel, got {type(model).__name__}; give "
-            "it the model that DDP, fabric.setup() or accelerator.prepare() returned. With "
-            f"one process these make none: {_ONE_PROCESS}, so leave CommProfiler out"
+            f"CommProfiler needs a DistributedDataParallel, got {type(model).__name__}; give it "
+            "the model that DDP, fabric.setup() or accelerator.prepare() returned. With one "
+            f"process these make none: {_ONE_PROCESS}, so leave CommProfiler out"
         )
     return inner
 

@@ -103,13 +103,12 @@ class CompressionArguments:
             if not self._can_recover:
                 raise ValueError(
                     f"{type(self).__name__} cannot continue in the same process after a rank is "
-                    "lost; use "
-                    "the Trainer's CompressedDDPStrategy, ElasticLoop(recovery='in_process'), or "
-                    "recovery='restart'"
+                    "lost; use the Trainer's CompressedDDPStrategy, "
+                    "ElasticLoop(recovery='in_process'), or recovery='restart'"
                 )
             if delay:
                 raise ValueError(
-                    f"recovery='in_process' repeats a failed step, which is not possible with "
+                    "recovery='in_process' repeats a failed step, which is not possible with "
                     f"delay={delay}; leave it out, or use recovery='restart'"
                 )
         self._settings = Settings.check(

@@ -149,8 +149,7 @@ class LocalUpdateArguments:
         if samples is None and self._schedule.weigh_by == "samples":
             raise ValueError(
                 "weigh_by='samples' needs the number of samples; call "
-                "strategy.count_samples(len(batch)) "
-                "before the optimizer's step"
+                "strategy.count_samples(len(batch)) before the optimizer's step"
             )
         self._updates.step(samples)
 

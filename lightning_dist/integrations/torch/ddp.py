@@ -267,8 +267,7 @@ def connect_optimizers(optimizers: Iterable[Any], reducer: Reducer, *, clips: bo
             if settings.delay:
                 raise ValueError(
                     "delay=1 applies means of gradients one step late, and OneBitAdam needs "
-                    "exchanged momenta in the same step; leave delay out, or use another "
-                    "optimizer"
+                    "exchanged momenta in the same step; leave delay out, or use another optimizer"
                 )
             if clips:
                 raise ValueError(

@@ -114,7 +114,7 @@ def _require_flat(settings: Settings, topology: Topology) -> None:
         )
     if not settings.intra.lossless:
         raise ValueError(
-            f"A codec for each level needs several hosts, one of them with several ranks, got "
+            "A codec for each level needs several hosts, one of them with several ranks, got "
             f"{counts}; give one codec"
         )
     if settings.rank_groups is not None and settings.hierarchical is not False:

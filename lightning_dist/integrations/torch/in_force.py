@@ -62,10 +62,10 @@ def in_force(reducer: Reducer) -> str:
         inter, intra = _amount(expected.sent.inter), _amount(expected.sent.intra)
         sent = f"about {inter} to other hosts and {intra} inside its own"
     return (
-        f"compressed DDP: codec {settings.codec}, {config['exchange']} exchange, "
-        f"{places}, world size {config['world_size']}; rank 0 sends {sent} per "
-        f"step{since}, {_amount(expected.raw)} without compression; {config['commit']} commit"
-        f"{_DELAYED if settings.delay else ''}"
+        f"compressed DDP: codec {settings.codec}, {config['exchange']} exchange, {places}, world "
+        f"size {config['world_size']}; rank 0 sends {sent} per step{since}, "
+        f"{_amount(expected.raw)} without compression; {config['commit']} "
+        f"commit{_DELAYED if settings.delay else ''}"
     )
 
 

@@ -78,8 +78,8 @@ class StepRecovery:
         if self._scales and not any(isinstance(each, GradScaler) for each in counters.values()):
             raise ValueError(
                 "Repeating a step needs the scale that its GradScaler had at the start of the "
-                "step, and new ranks need it too; give the GradScaler to ElasticLoop in state=, "
-                "or train in bfloat16 without one"
+                "step, and new ranks need it too; give the GradScaler to ElasticLoop in state=, or "
+                "train in bfloat16 without one"
             )
         self.reducer.leave_failures_to(self)
         settings = self.reducer.settings
@@ -87,8 +87,8 @@ class StepRecovery:
         if mirror_every is not None:
             if not self.reducer.keeps_state:
                 raise ValueError(
-                    "mirror_residuals has nothing to copy: "
-                    f"codec {settings.codec!r} leaves no residuals; leave it out"
+                    f"mirror_residuals has nothing to copy: codec {settings.codec!r} leaves no "
+                    "residuals; leave it out"
                 )
             require_flat(settings)
             self._mirror = ResidualMirror(self.reducer, every=mirror_every)

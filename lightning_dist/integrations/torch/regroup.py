@@ -42,7 +42,7 @@ def require_recoverable(model: DistributedDataParallel, reducer: Reducer | None)
         )
     if model.device.type != "cpu":
         raise ValueError(
-            f"recovery='in_process' supports gloo on CPUs only, and the model is on "
+            "recovery='in_process' supports gloo on CPUs only, and the model is on "
             f"{model.device}; use recovery='restart'"
         )
     if any(isinstance(each, nn.SyncBatchNorm) for each in model.modules()):

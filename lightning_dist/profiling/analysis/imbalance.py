@@ -123,8 +123,8 @@ class Growth:
         return (
             f"the residual of bucket {self.bucket} has grown from {self.before:.3g} to "
             f"{self.now:.3g} times its gradient (step {self.step}): error feedback does not "
-            "compensate what the codec drops. Use a codec or options that lose less (a "
-            "larger ratio or rank, int8), or a smaller learning rate"
+            "compensate what the codec drops. Use a codec or options that lose less (a larger "
+            "ratio or rank, int8), or a smaller learning rate"
         )
 
 

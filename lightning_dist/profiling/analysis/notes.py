@@ -13,8 +13,8 @@ from lightning_dist.profiling.capture.events import FINISHED, PHASES
 from lightning_dist.profiling.run import Run
 
 ONE_HOST = (
-    "all ranks are on one host: rates and link figures are those of loopback or shared memory, "
-    "not of a network"
+    "all ranks are on one host: rates and link figures are those of loopback or shared memory, not "
+    "of a network"
 )
 
 _COMMUNICATION = ("breakdown_ms", "exposed_ms", "hidden_ms", "exposed_wait")
@@ -165,9 +165,9 @@ def _phase_skew(phase_skew: Sequence[PhaseSkew], ranks: int) -> list[str]:
         for each in phase_skew
     ]
     note = (
-        f"ranks differ: {', '.join(phases)}; waiting in collectives other than gradient "
-        "exchanges (DDP buffers such as those of BatchNorm, `sync_dist=True`, your own) is "
-        "counted in these phases"
+        f"ranks differ: {', '.join(phases)}; waiting in collectives other than gradient exchanges "
+        "(DDP buffers such as those of BatchNorm, `sync_dist=True`, your own) is counted in these "
+        "phases"
     )
     first, *rest = phase_skew
     # Where the other ranks wait, the late one does not.

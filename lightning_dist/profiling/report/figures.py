@@ -132,8 +132,8 @@ def waits_over_time(summary: Summary) -> View:
     ticks = {"type": "category", "nticks": min(len(names), _MOST_NAMES)}
     y_axis = {"autorange": "reversed", "showgrid": False, **ticks}
     caption = (
-        "Time each rank waited for others, hidden or exposed. A slow rank is a row without "
-        "waiting while others wait."
+        "Time each rank waited for others, hidden or exposed. A slow rank is a row without waiting "
+        "while others wait."
     )
     height = 120 + max(110, min(24 * len(names), 640))
     drawn = styled([heat], height, xaxis=_steps_axis(summary), yaxis=y_axis)

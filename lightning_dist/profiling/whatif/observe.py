@@ -99,8 +99,8 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
         (
             run.sync_every > 0,
             f"it is of local steps (sync_every={run.sync_every}), which exchange no gradients; "
-            "profile some steps of DDP, `compress_ddp` or not, and give whatif "
-            f"--local-steps {run.sync_every}",
+            "profile some steps of DDP, `compress_ddp` or not, and give whatif --local-steps "
+            f"{run.sync_every}",
         ),
         (chosen.reason, chosen.reason),
         (run.world_size < 2, "one rank exchanges nothing"),

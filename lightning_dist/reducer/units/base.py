@@ -175,7 +175,7 @@ def require_units(codec: Codec) -> None:
     if units_of.dispatch(type(codec)) is not units_of.dispatch(object):
         return
     raise ValueError(
-        f"A codec must be a lightning_dist.BlockCodec or have communication units of its own, got "
+        "A codec must be a lightning_dist.BlockCodec or have communication units of its own, got "
         f"{codec}; derive it from BlockCodec, or register units with "
         "lightning_dist.reducer.units.base.units_of"
     )

@@ -70,8 +70,8 @@ def automatic(project: Any, *, needed: str) -> str:
     """
     if not project.automatic_checkpoint_naming or project.project_dir is None:
         raise ValueError(
-            f"{needed}, or an Accelerator with "
-            "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
+            f"{needed}, or an Accelerator with ProjectConfiguration(project_dir=..., "
+            "automatic_checkpoint_naming=True)"
         )
     return os.path.join(local(project.project_dir), "checkpoints")
 
@@ -157,8 +157,8 @@ def newest(folder: str, *, check: bool) -> Description:
         path = _numbered(folder, number)
         if number > chosen_number and not os.path.exists(os.path.join(path, NAME)):
             passed[path] = (
-                f"it has no {NAME}: accelerate itself wrote it, and it cannot be verified; "
-                "to load it, give its name"
+                f"it has no {NAME}: accelerate itself wrote it, and it cannot be verified; to load "
+                "it, give its name"
             )
     for path, reason in passed.items():
         log.warning("Skipping %s: %s", path, reason)

@@ -60,8 +60,8 @@ class RestartConnector(private.CheckpointConnector):
             return
         if self._path and checkpoint_path and str(checkpoint_path) != self._path:
             rank_zero.info(
-                f"elastic: resuming from the newest checkpoint of this run; ckpt_path="
-                f"{str(checkpoint_path)!r} is not loaded"
+                "elastic: resuming from the newest checkpoint of this run; "
+                f"ckpt_path={str(checkpoint_path)!r} is not loaded"
             )
         policy = self._weights_only if weights_only is None else weights_only
         super().resume_start(self._path or checkpoint_path, weights_only=policy)

@@ -79,8 +79,8 @@ class TrainerDeal(Deal):
                 "start"
             )
         rank_zero.warn(
-            f"Not exact: {reason}. A restart resumes at the start of its epoch, whose samples "
-            "are seen again, in an order that depends on the number of ranks"
+            f"Not exact: {reason}. A restart resumes at the start of its epoch, whose samples are "
+            "seen again, in an order that depends on the number of ranks"
         )
         return loader
 

@@ -218,8 +218,8 @@ class TrainerPlacement(Placement):
         if state.stopped:
             self._trainer.should_stop = True
             rank_zero.info(
-                f"elastic: training was stopped at step {state.total_steps} before its last "
-                "epoch; nothing is left to do"
+                f"elastic: training was stopped at step {state.total_steps} before its last epoch; "
+                "nothing is left to do"
             )
         private.forget_loader_states(self._trainer)
         self._loop.setup_data()

@@ -91,9 +91,8 @@ def refuse_choices(arguments: dict[str, Any]) -> None:
     """Raise ValueError for arguments of a ModelCheckpoint."""
     if taken := sorted(arguments.keys() & signature(ModelCheckpoint).parameters.keys()):
         raise ValueError(
-            "ElasticRestart keeps the newest checkpoints (max_to_keep=), so "
-            f"{', '.join(taken)} cannot take effect; add an AsyncCheckpoint with a folder of its "
-            "own for the best"
+            f"ElasticRestart keeps the newest checkpoints (max_to_keep=), so {', '.join(taken)} "
+            "cannot take effect; add an AsyncCheckpoint with a folder of its own for the best"
         )
 
 

@@ -89,7 +89,7 @@ def trained_groups(model: nn.Module, mesh: DeviceMesh) -> list[ParameterGroup]:
             if kept == torch.float16 or group.divides_last:
                 raise ValueError(
                     f"fully_shard({name}) must not divide gradients once more after they are "
-                    f"exchanged, as it does in float16, in float64 on three shards or more, and "
+                    "exchanged, as it does in float16, in float64 on three shards or more, and "
                     f"after set_force_sum_reduction_for_comms(True), got parameters in {kept} on "
                     f"{group.group.size()} shards; keep parameters in bfloat16 or float32, and "
                     "leave that call out"
@@ -148,9 +148,9 @@ def shard_dimension(groups: Sequence[ParameterGroup], mesh: DeviceMesh) -> int:
                 )
             return dimension
     raise ValueError(
-        f"parameters must be sharded over one dimension of mesh, got shards on the ranks "
-        f"{sorted(own)} and the mesh {mesh.mesh.tolist()}; call fully_shard with mesh['shard'], "
-        "in configure_model with self.device_mesh['data_parallel']"
+        "parameters must be sharded over one dimension of mesh, got shards on the ranks "
+        f"{sorted(own)} and the mesh {mesh.mesh.tolist()}; call fully_shard with mesh['shard'], in "
+        "configure_model with self.device_mesh['data_parallel']"
     )
 
 

@@ -146,7 +146,7 @@ class ShardedGradients:
         group = self._groups[index]
         if flat.numel() != group.numel:
             raise RuntimeError(
-                f"Every parameter of a group must get a gradient in each backward pass; one of "
+                "Every parameter of a group must get a gradient in each backward pass; one of "
                 f"{', '.join(part.name for part in group.slices)} got none. Freeze it, or call "
                 "model.set_reduce_scatter_unused_params(True) before training"
             )
@@ -170,10 +170,10 @@ class ShardedGradients:
         for group in self._groups:
             if group.skipped and any(each.grad is not None for each in group.parameters):
                 raise RuntimeError(
-                    f"Gradients accumulated under no_sync() must be exchanged before they are "
+                    "Gradients accumulated under no_sync() must be exchanged before they are "
                     f"applied, but {', '.join(part.name for part in group.slices)} got none in the "
-                    "backward pass after it; call "
-                    "model.set_reduce_scatter_unused_params(True) before training"
+                    "backward pass after it; call model.set_reduce_scatter_unused_params(True) "
+                    "before training"
                 )
         self.reducer.finish()
         under_way, self._under_way, self._queued = self._under_way, [], False

@@ -243,8 +243,8 @@ class CompressedShards:
         if is_accelerator(self.device):
             if wish is True:
                 raise ValueError(
-                    f"With parameters= kernels are compiled on a CPU only, got compile_kernels="
-                    f"True and a model on {self.device.type}; leave compile_kernels out"
+                    "With parameters= kernels are compiled on a CPU only, got compile_kernels=True "
+                    f"and a model on {self.device.type}; leave compile_kernels out"
                 )
             return
         if not should_fuse(wish, numel=numel, device=self.device):

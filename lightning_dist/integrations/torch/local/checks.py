@@ -98,8 +98,8 @@ def require_scheduler(made: object, *, outer: Optimizer) -> None:
     ):
         raise ValueError(
             "outer_schedule must make, from the outer optimizer, a torch LRScheduler that depends "
-            f"on the number of outer steps alone, got {type(made).__name__}; for a factor of "
-            "the rate use lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor)"
+            f"on the number of outer steps alone, got {type(made).__name__}; for a factor of the "
+            "rate use lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor)"
         )
 
 

@@ -150,8 +150,7 @@ class LocalUpdates:
         if (samples is None) == (self.schedule.weigh_by == "samples"):
             raise ValueError(
                 "step(samples=) must be given with weigh_by='samples', and only then, got "
-                f"{samples!r} with "
-                f"weigh_by={self.schedule.weigh_by!r}"
+                f"{samples!r} with weigh_by={self.schedule.weigh_by!r}"
             )
         self._gradients.samples.seen += samples or 0.0
         self.attempted += 1
@@ -354,8 +353,8 @@ class LocalUpdates:
         if state["anchor"].keys() != anchors.keys():
             different = sorted(state["anchor"].keys() ^ anchors.keys())
             raise ValueError(
-                f"The state must be of the same trained parameters, and differs in {different[:3]};"
-                " use the model that it was saved with"
+                "The state must be of the same trained parameters, and differs in "
+                f"{different[:3]}; use the model that it was saved with"
             )
         if self._of_shards is None:
             return state

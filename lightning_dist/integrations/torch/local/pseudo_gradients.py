@@ -128,8 +128,8 @@ class PseudoGradients:
         if not squares < float("inf"):  # or NaN
             flat.zero_()  # this worker goes on from the anchor, and the others without it
             log.warning(
-                "The weights of this worker are not finite after %d optimizer steps: it skips "
-                "this exchange and continues from the anchor, with its optimizer state unchanged",
+                "The weights of this worker are not finite after %d optimizer steps: it skips this "
+                "exchange and continues from the anchor, with its optimizer state unchanged",
                 attempted,
             )
             return Exchange(index, due, usual=usual), flat

@@ -93,7 +93,7 @@ def workers_of(
 def _require_workers_of_hosts(workers: Hosts, hosts: Sequence[str]) -> None:
     if len(workers) == 1:
         raise ValueError(
-            f"Local updates need several workers, got a model that is sharded over all "
+            "Local updates need several workers, got a model that is sharded over all "
             f"{len(hosts)} ranks; call fully_shard over the ranks of a host: mesh['shard'] of "
             "init_device_mesh(device, (hosts, ranks), mesh_dim_names=('replicate', 'shard'))"
         )

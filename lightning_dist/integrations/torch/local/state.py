@@ -19,8 +19,8 @@ from lightning_dist.private import map_tensors
 from lightning_dist.reducer.parts import Stripes
 
 NOT_SHARDED = (
-    "format='sharded' needs the same state on all ranks, and with local steps every worker has "
-    "its own optimizer state; use format='single'"
+    "format='sharded' needs the same state on all ranks, and with local steps every worker has its "
+    "own optimizer state; use format='single'"
 )
 
 
