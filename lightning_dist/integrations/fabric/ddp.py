@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import zip_longest
 from typing import Any
 
 import torch.distributed as dist
@@ -13,19 +12,19 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
-from lightning_dist.integrations.comm_report import CommReport
+from lightning_dist.integrations.fabric.residuals import SavesResiduals
 from lightning_dist.integrations.lightning.launcher import (
     FollowsLauncher,
     MembersEnvironment,
 )
-from lightning_dist.integrations.strategies.arguments import CHECKPOINT_KEY, CompressionArguments
+from lightning_dist.integrations.strategies.arguments import CompressionArguments
 from lightning_dist.integrations.torch.checks import require_compressible
 from lightning_dist.integrations.torch.ddp import attach, connect_to_own
 from lightning_dist.private import loss_scale_of
 from lightning_dist.reducer.reducer import Reducer
 
 
-class CompressedDDPStrategy(CommReport, CompressionArguments, FollowsLauncher, DDPStrategy):
+class CompressedDDPStrategy(SavesResiduals, CompressionArguments, FollowsLauncher, DDPStrategy):
     """Fabric's DDP with compressed gradients; arguments as the Lightning strategy of that name.
 
     Every module given to ``fabric.setup`` gets a reducer of its own. ``fabric.save`` stores their
@@ -68,18 +67,5 @@ class CompressedDDPStrategy(CommReport, CompressionArguments, FollowsLauncher, D
         connect_to_own(optimizer, self.reducers)
         return super().setup_optimizer(optimizer)
 
-    @override
-    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        states = [reducer.state_dict() for reducer in self.reducers]
-        super().save_checkpoint(path, {**state, CHECKPOINT_KEY: states}, *args, **kwargs)
-
-    @override
-    def load_checkpoint(
-        self, path: Any, state: Any | None = None, *args: Any, **kwargs: Any
-    ) -> dict[str, Any]:
-        rest = super().load_checkpoint(path, state, *args, **kwargs)
-        if isinstance(state, dict):  # otherwise somebody looks into a file, or loads one module
-            states = rest.pop(CHECKPOINT_KEY, [])
-            for reducer, of_reducer in zip_longest(self.reducers, states[: len(self.reducers)]):
-                reducer.load_state_dict(of_reducer)  # None from a plain one: no residuals
-        return rest
+    def _load_state(self, owner: Reducer, state: Any) -> None:
+        owner.load_state_dict(state)

@@ -51,10 +51,7 @@ class LocalUpdateModelParallelStrategy(LocalSteps, ShardedLocalArguments, Replic
     @override
     def setup_module(self, module: Module) -> Module:
         if self._model is not None:
-            raise ValueError(
-                "One model can be trained in local steps, got a second one; make another Fabric "
-                "for it, or use lightning_dist.local_updates"
-            )
+            raise self._second_model()
         self._require_workers(self.device_mesh)
         self._model = super().setup_module(module)
         return self._model

@@ -29,6 +29,13 @@ class LocalSteps(CommReport, LocalUpdateArguments):
         """Of the model; empty before it is set up."""
         return [] if self._updates is None else [self._updates.reducer]
 
+    @staticmethod
+    def _second_model() -> ValueError:
+        return ValueError(
+            "One model can be trained in local steps, got a second one; make another Fabric for "
+            "it, or use lightning_dist.local_updates"
+        )
+
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, **kwargs)  # type: ignore[misc]
         if self._updates is not None and optimizer is self._first:
@@ -79,10 +86,7 @@ class LocalUpdateStrategy(LocalSteps, CompressionArguments, FollowsLauncher, DDP
         self, module: Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> Any:
         if self._updates is not None:
-            raise ValueError(
-                "One model can be trained in local steps, got a second one; make another Fabric "
-                "for it, or use lightning_dist.local_updates"
-            )
+            raise self._second_model()
         require_compressible(module)
         model = module
         if self._wraps(self._ddp_kwargs, self.root_device):

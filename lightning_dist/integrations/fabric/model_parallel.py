@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from itertools import zip_longest
 from typing import Any
 
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
@@ -15,8 +14,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.codecs import Codec
+from lightning_dist.integrations.fabric.residuals import SavesResiduals
 from lightning_dist.integrations.lightning.launcher import FollowsLauncher
-from lightning_dist.integrations.strategies.arguments import CHECKPOINT_KEY
 from lightning_dist.integrations.strategies.mesh import ReplicatedMesh
 from lightning_dist.integrations.strategies.model_parallel import ModelParallelArguments
 
@@ -32,7 +31,9 @@ class ReplicatedModelParallel(ReplicatedMesh, FollowsLauncher, ModelParallelStra
         self._device_mesh = self._replicated_mesh()
 
 
-class CompressedModelParallelStrategy(ModelParallelArguments, ReplicatedModelParallel):
+class CompressedModelParallelStrategy(
+    ModelParallelArguments, SavesResiduals, ReplicatedModelParallel
+):
     """Fabric's model parallelism with compressed gradients between replicas.
 
     ``parallelize_fn(module, device_mesh)`` calls ``fully_shard`` with
@@ -66,19 +67,3 @@ class CompressedModelParallelStrategy(ModelParallelArguments, ReplicatedModelPar
         """Context of ``fabric.no_backward_sync``."""
         found = (each for each in self._exchanges if each.model is module and enabled)
         return next((each.no_sync() for each in found), nullcontext())
-
-    @override
-    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        states = [exchange.state_dict() for exchange in self._exchanges]
-        super().save_checkpoint(path, {**state, CHECKPOINT_KEY: states}, *args, **kwargs)
-
-    @override
-    def load_checkpoint(
-        self, path: Any, state: Any | None = None, *args: Any, **kwargs: Any
-    ) -> dict[str, Any]:
-        rest = super().load_checkpoint(path, state, *args, **kwargs)
-        if isinstance(state, dict):  # otherwise somebody loads one module
-            states = rest.pop(CHECKPOINT_KEY, [])[: len(self._exchanges)]
-            for exchange, of_model in zip_longest(self._exchanges, states):
-                self._load_state(exchange, of_model)  # None from a plain one: no residuals
-        return rest
