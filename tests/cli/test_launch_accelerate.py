@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -236,5 +237,5 @@ def test_two_processes_are_one_training(
     file = configure(tmp_path / "two.yaml", distributed_type=kind)
     command = [quick_executable, *PROGRAM, "--config_file", file, script, "--lr", "1"]
     done = run(command, limit=100).require_success()
-    said = [json.loads(x.split("SAID")[1]) for x in done.output.splitlines() if "SAID" in x]
+    said = [json.loads(x) for x in re.findall(r"SAID(\[.*?\]\])", done.output)]  # of two at once
     assert said == [[2, "MULTI_CPU", str(tmp_path / "lightning_dist.yaml"), ["--lr", "1"]]] * 2

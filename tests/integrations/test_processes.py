@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import processes
 import pytest
-from processes import kill_tree, run
+from processes import kill_tree, readable, run
 
 # A child in this session, and one in a session of its own, as the workers of torchrun are.
 PARENT = """
@@ -48,9 +47,10 @@ def _ends(pid: int) -> bool:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
-    ended, _, _ = select.select([process], [], [], 30)
-    os.close(process)
-    return bool(ended)
+    try:
+        return readable(process, 30)
+    finally:
+        os.close(process)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="needs Linux")
