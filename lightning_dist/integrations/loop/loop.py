@@ -250,10 +250,12 @@ class ElasticLoop:
         if run.recovery is not None:
             run.recovery.begin_step()
         for index, batch in enumerate(run.batches, start=plan.first_micro_batch):
+            micro_batch = plan.micro_batch_at(index)
             if run.recovery is not None and run.recovery.is_broken:
-                run.take_again()  # whatever else this step computes is computed for nothing
+                # Whatever else of this step is computed is computed for nothing.
+                run.take_again(has_computed=not micro_batch.begins_step)
                 return
-            self._this = plan.micro_batch_at(index)
+            self._this = micro_batch
             self._is_weighted = self._has_stepped = False
             self._index = index
             with run.objects.exchanging(self._this.ends_step):

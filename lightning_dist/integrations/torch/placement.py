@@ -68,11 +68,15 @@ class RecoverablePlacement(Placement):
                 self.recovery.generations.lost(error)
                 self.settle()
 
-    def take_again(self) -> None:
-        """The exchange of this step has failed: go on with those who are left, from its begin."""
+    def take_again(self, *, has_computed: bool = True) -> None:
+        """This step cannot be completed: go on with those who are left, from its begin.
+
+        Args:
+            has_computed: something of it was computed here.
+        """
         assert self.recovery is not None
         self.recovery.undo()
-        self.recovery.pause.is_redone = True
+        self.recovery.pause.is_redone |= has_computed
         self.settle()
 
     def settle(self) -> None:

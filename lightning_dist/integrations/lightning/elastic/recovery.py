@@ -288,9 +288,9 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
         self._logged = private.logged_values(self._trainer)
 
     @override
-    def take_again(self) -> None:
+    def take_again(self, *, has_computed: bool = True) -> None:
         private.restore_logged(self._trainer, self._logged)
-        super().take_again()
+        super().take_again(has_computed=has_computed)
 
     def _complete_step(self, closure: Callable[[], Any]) -> Any:
         """Compute ``closure``; again, with what the present ranks are dealt, where one is lost."""
