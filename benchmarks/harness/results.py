@@ -58,11 +58,8 @@ class Record:
         self.meta = collect_meta(seed=seed, arguments=options)
         self.rows: list[Any] = []
         self._path: Path | None = given.json
-        self._kept = None
-        if getattr(given, "renew", False):
-            if not (given.json and given.json.exists()):
-                sys.exit("--renew needs the results to renew: --json with a file that exists")
-            self._kept = json.loads(given.json.read_text())
+        renews = getattr(given, "renew", False)
+        self._kept = json.loads(given.json.read_text()) if renews else None
 
     def add(self, rows: Rows, *tables: Callable[[Result], str | None]) -> None:
         """Show more rows, and write all: a failure of a later one loses nothing."""
@@ -95,8 +92,11 @@ class Record:
 def recording(given: argparse.Namespace, *, seed: int = 0) -> Iterator[Record]:
     """A record that is written when the block is left.
 
-    The process ends with a message where there is no test-bed, a rank fails, or replicas differ.
+    The process ends with a message where there is no test-bed, a rank fails, or replicas differ;
+    and at once where there is nothing to renew.
     """
+    if getattr(given, "renew", False) and not (given.json and given.json.exists()):
+        sys.exit("--renew needs the results to renew: --json with a file that exists")
     record = Record(given, seed=seed)
     try:
         yield record

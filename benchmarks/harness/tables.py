@@ -134,12 +134,18 @@ def _escape(text: str) -> str:
 
 def caption(text: str, meta: Mapping[str, Any]) -> str:
     """What was measured, and where and when."""
-    machine, commit = meta["machine"], meta.get("git_commit") or "unknown"
-    short = re.sub(r"^([0-9a-f]{7})[0-9a-f]+", r"\1", commit)
+    machine = meta["machine"]
     return (
-        f"<sub>{text} {meta['date'][:10]}, commit {short}, torch {meta['versions']['torch']}, "
-        f"{machine['cpu']}, {machine['cores']} cores.</sub>"
+        f"<sub>{text} {measured(meta)}, torch {meta['versions']['torch']}, {machine['cpu']}, "
+        f"{machine['cores']} cores.</sub>"
     )
+
+
+def measured(meta: Mapping[str, Any]) -> str:
+    """Day and commit."""
+    commit = meta.get("git_commit") or "unknown"
+    short = re.sub(r"^([0-9a-f]{7})[0-9a-f]+", r"\1", commit)
+    return f"{meta['date'][:10]}, commit {short}"
 
 
 def reasons(rows: Iterable[Row]) -> list[str]:

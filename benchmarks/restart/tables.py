@@ -12,6 +12,7 @@ from benchmarks.harness.tables import (
     Rows,
     Table,
     cell_of,
+    measured,
 )
 
 
@@ -153,7 +154,7 @@ def _without_kills(meta: Any, rows: Rows) -> str:
 def _renewed(meta: Any, kind: str) -> str:
     """When rows of a kind were measured, if it was after the others."""
     own = meta.get("renewed", {}).get(kind)
-    return f" (These of {own['date'][:10]}, commit {own['git_commit'][:7]}.)" if own else ""
+    return f" (These of {measured(own)}.)" if own else ""
 
 
 IN_PROCESS_OTHERS = Table(

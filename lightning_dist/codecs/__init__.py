@@ -120,8 +120,8 @@ def after_steps(
     """``before`` for the first ``steps`` synchronised steps, then ``codec``."""
     if not isinstance(steps, int) or steps < 0:
         raise ValueError(
-            f"steps must be 0 or more synchronised steps, got {steps!r}; write after_steps(500, "
-            "'int8')"
+            f"steps must be 0 or more synchronised steps, got {steps!r}; write "
+            "after_steps(500, 'int8')"
         )
     return warmup({0: before, steps: codec}) if steps else resolve_codec(codec)
 

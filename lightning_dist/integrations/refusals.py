@@ -165,6 +165,6 @@ def of_other_package(what: str, package: str) -> str:
     """The message for something of the package `pytorch_lightning` or `lightning_fabric`."""
     return (
         f"lightning_dist works with the package 'lightning', and {what} comes from {package!r}, "
-        "whose classes are different ones; write 'import lightning as L', not 'import "
-        "pytorch_lightning'"
+        "whose classes are different ones; write 'import lightning as L', not "
+        "'import pytorch_lightning'"
     )

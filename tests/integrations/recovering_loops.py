@@ -9,8 +9,9 @@ a step), ``profile`` (a CommProfiler watches), ``mirror`` (of residuals), ``rank
 (ranks of a host),
 ``framework``, ``overflows`` (a GradScaler scales, and a step has an inf until it is taken again),
 ``dropout`` (of the inputs of a worker), ``accumulate``, ``notices`` (wait in a pass of this step
-until it is known that a rank is lost), ``epochs`` and ``hang_timeout``. Every rank writes what it
-computes and what it has committed to ``FOLDER/<worker>.jsonl``.
+until it is known that a rank is lost), ``loads`` (a worker that dies while all load a batch of a
+step), ``epochs`` and ``hang_timeout``. Every rank writes what it computes and what it has committed
+to ``FOLDER/<worker>.jsonl``.
 """
 
 from __future__ import annotations
@@ -53,13 +54,14 @@ LIMIT = 80.0
 
 
 class Samples(Dataset[Any]):
-    def __init__(self, size: int = SIZE) -> None:
-        self._size = size
+    def __init__(self, size: int = SIZE, load: Callable[[], None] = lambda: None) -> None:
+        self._size, self._load = size, load
 
     def __len__(self) -> int:
         return self._size
 
     def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        self._load()
         generator = torch.Generator().manual_seed(index)
         return index, torch.randn(6, generator=generator, dtype=torch.float64)
 
@@ -337,12 +339,23 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
     def note(**facts: Any) -> None:
         print(json.dumps({**facts, "time": time.time()}), file=log)
 
+    def load() -> None:
+        """Where it is told to, a rank dies when all load a batch, and the others wait for that."""
+        victim, step = told.get("loads", ("", -1))
+        if loop.steps != step or recovery is None or recovery.generations.now.number:
+            return
+        (folder / f"loads-{own}").touch()
+        await_true(lambda: len([*folder.glob("loads-*")]) == 3, "3 ranks load")
+        if own == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        await_true(lambda: recovery.is_broken, "a rank is lost")
+
     accumulate = told.get("accumulate", 1 if own else 3)
     batch_size = BATCH // accumulate if own else BATCH
     with (
         ElasticLoop(
             folder / "ckpt",
-            loader=DataLoader(Samples(), batch_size=batch_size, shuffle=True),
+            loader=DataLoader(Samples(load=load), batch_size=batch_size, shuffle=True),
             state={"model": model, "optimizer": optimizer, "scheduler": scheduler, **scaled},
             every_n_train_steps=told.get("saves", 4),
             gradient_accumulation_steps=accumulate,

@@ -26,6 +26,13 @@ OTHER_ENDS = {
     ("0.2.0", "between buckets"): ("out of memory", "exit code 1"),
 }
 """Action and exit of those that are not killed."""
+ENDS_EARLY: dict[str, Any] = {
+    "accumulate": 2,
+    "notices": STEP,
+    "faults": [["0.1.0", "forward", STEP]],
+    "joins": 10,
+}
+"""A rank is lost in the first of two micro-batches, and the others know before the second."""
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -111,6 +118,13 @@ class Job:
         """Of the leader, at the end."""
         (found,) = [line["metrics"] for line in self.of("end") if line["metrics"]]
         return dict(found)
+
+    def require_ended_early(self, expected: Mapping[str, torch.Tensor]) -> None:
+        """Told ENDS_EARLY: ranks that are left compute one of the step's two micro-batches."""
+        self.require_exact()
+        passed = [name for name, lines in self.lines.items() for line in lines if "passed" in line]
+        assert sorted(passed) == ["0.0.0", "0.2.0"]
+        self.require_weights(expected)
 
     def weights(self) -> dict[str, torch.Tensor]:
         newest = max(self.folder.glob("weights-*.pt"))
@@ -294,13 +308,21 @@ def test_a_grad_scaler_is_as_at_the_begin_of_a_step_that_is_taken_again(
 def test_a_step_that_cannot_be_completed_ends_at_the_next_micro_batch(
     expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
 ) -> None:
-    told = {"accumulate": 2, "notices": STEP, "faults": [["0.1.0", "forward", STEP]]}
-    job = Job(tmp_path, quick_python, joins=10, **told)
-    job.require_exact()
-    passed = [name for name, lines in job.lines.items() for line in lines if "passed" in line]
-    assert sorted(passed) == ["0.0.0", "0.2.0"]  # one of the two micro-batches each
-    job.require_weights(expected)
+    job = Job(tmp_path, quick_python, **ENDS_EARLY)
+    job.require_ended_early(expected)
     assert job.metrics()["elastic/steps_redone"] == 1
+
+
+@pytest.mark.slow
+def test_a_step_of_which_nothing_was_computed_is_not_repeated(
+    expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
+) -> None:
+    """A rank is lost while all load the first batch of a step."""
+    job = Job(tmp_path, quick_python, loads=["0.1.0", STEP], joins=10)
+    job.require_exact()
+    job.require_weights(expected)
+    assert "worker 0.1.0 was lost" in job.output
+    assert job.metrics()["elastic/steps_redone"] == 0
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import wandb_runs
 from recovering_loops import EPOCHS, SIZE, train
 from test_loop_recovery import (
+    ENDS_EARLY,
     OTHER_ENDS,
     PLACES,
     STEP,
@@ -128,12 +129,7 @@ def test_accumulated_and_clipped_gradients(
 def test_the_last_micro_batch_of_a_step_that_cannot_be_completed_is_not_computed(
     expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
 ) -> None:
-    told = {"accumulate": 2, "notices": STEP, "faults": [["0.1.0", "forward", STEP]]}
-    job = TrainerJob(tmp_path, quick_python, joins=10, **told)
-    job.require_exact()
-    passed = [name for name, lines in job.lines.items() for line in lines if "passed" in line]
-    assert sorted(passed) == ["0.0.0", "0.2.0"]
-    job.require_weights(expected)
+    TrainerJob(tmp_path, quick_python, **ENDS_EARLY).require_ended_early(expected)
 
 
 @pytest.mark.slow
