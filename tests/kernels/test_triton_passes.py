@@ -340,7 +340,7 @@ class OwnInt8(Int8):
 
 
 def test_a_codec_of_a_user_may_have_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_functions", dict(registry._functions))
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     own = OwnInt8(block_size=64)
     assert kernels_of(own, dtype=torch.float32) is None
     registry.register_kernels(OwnInt8, encode=codecs.int8_encode, level=codecs.int8_level)

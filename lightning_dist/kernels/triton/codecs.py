@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lightning_dist.codecs import FP8, QSGD, Int4, Int8, NoCompression, Sign, TernGrad, Uncompressed
+from lightning_dist.codecs.base import Codec
 from lightning_dist.kernels.triton.device import (
     block_scale,
     cut_to_bfloat16,
@@ -17,6 +19,7 @@ from lightning_dist.kernels.triton.device import (
     round_at_random,
     total,
 )
+from lightning_dist.kernels.triton.registry import Functions
 
 _FROM_E4M3: tl.constexpr = tl.constexpr(2.0**120)
 
@@ -108,3 +111,19 @@ def terngrad_encode(x, keys, place, OF: tl.constexpr):
     y = in_steps(x, scale)
     y = tl.where(y < -1.0, -1.0, tl.where(y > 1.0, 1.0, y))
     return scale, round_at_random(y, keys, place) + 1
+
+
+def _no_option(codec: Codec) -> float:
+    return 0
+
+
+FUNCTIONS: dict[type[Codec], Functions] = {
+    NoCompression: (None, None, _no_option),
+    Uncompressed: (None, None, _no_option),
+    Int8: (int8_encode, int8_level, _no_option),
+    Int4: (int4_encode, offset_level, _no_option),
+    FP8: (fp8_encode, fp8_level, _no_option),
+    Sign: (sign_encode, sign_level, _no_option),
+    QSGD: (qsgd_encode, offset_level, lambda codec: codec.norm == "l2"),
+    TernGrad: (terngrad_encode, offset_level, lambda codec: codec.clip_sigma),
+}

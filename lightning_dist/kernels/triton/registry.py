@@ -1,4 +1,7 @@
-"""Codecs with kernels: each is two device functions."""
+"""Codecs with kernels: each is two device functions.
+
+Importing this module does not import Triton, so that a codec can be registered on any machine.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
-from lightning_dist.codecs import FP8, QSGD, Int4, Int8, NoCompression, Sign, TernGrad, Uncompressed
 from lightning_dist.codecs.base import BlockCodec, Codec
-from lightning_dist.kernels.triton import codecs as functions
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,9 @@ class DeviceCodec:
 
 
 _LARGEST_BLOCK = 8192  # elements; a program keeps whole blocks in its registers
-_Functions = tuple[Any, Any, Callable[[Any], float]]
-_functions: dict[type[Codec], _Functions] = {}
+Functions = tuple[Any, Any, Callable[[Any], float]]
+"""Of a class of codecs: ``encode``, ``level`` and ``option`` of :func:`register_kernels`."""
+_registered: dict[type[Codec], Functions] = {}
 
 
 def register_kernels(
@@ -54,35 +56,17 @@ def register_kernels(
     Args:
         option: ``OF.option`` of a codec.
     """
-    _functions[codec] = encode, level, option
+    _registered[codec] = encode, level, option
 
 
 def device_codec(codec: Codec) -> DeviceCodec | None:
-    """The device functions of ``codec``; None where it has none."""
-    found = _functions.get(type(codec))
+    """The device functions of ``codec``; None where it has none. Imports Triton."""
+    from lightning_dist.kernels.triton.codecs import FUNCTIONS
+
+    found = {**FUNCTIONS, **_registered}.get(type(codec))
     # What is not fusable, such as a matrix product, adds in an order that a library chooses.
     if found is None or not codec.fusable or codec.block > _LARGEST_BLOCK:
         return None
     encode, level, option = found
     block_codec = cast(BlockCodec, codec)  # no others are registered
     return DeviceCodec(block_codec, encode, level, getattr(codec, "levels", 0), option(codec))
-
-
-register_kernels(NoCompression, encode=None, level=None)
-register_kernels(Uncompressed, encode=None, level=None)
-register_kernels(Int8, encode=functions.int8_encode, level=functions.int8_level)
-register_kernels(Int4, encode=functions.int4_encode, level=functions.offset_level)
-register_kernels(FP8, encode=functions.fp8_encode, level=functions.fp8_level)
-register_kernels(Sign, encode=functions.sign_encode, level=functions.sign_level)
-register_kernels(
-    QSGD,
-    encode=functions.qsgd_encode,
-    level=functions.offset_level,
-    option=lambda codec: codec.norm == "l2",
-)
-register_kernels(
-    TernGrad,
-    encode=functions.terngrad_encode,
-    level=functions.offset_level,
-    option=lambda codec: codec.clip_sigma,
-)
