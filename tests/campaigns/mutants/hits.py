@@ -2,8 +2,9 @@
 
 `instrument` writes the bytecode of every module of a copy of the package anew, so that each block
 notes that it has run; sources stay as they are. With ``-p tests.campaigns.mutants.hits`` each test,
-and each fixture that several tests share, has a file of one byte for each block. A process that is
-killed has noted what it ran: the files are mapped to memory.
+and each fixture that several tests share, has a file of one byte for each block, and what each test
+took is in ``seconds-*.jsonl``. A process that is killed has noted what it ran: the files are mapped
+to memory.
 
     python -m tests.campaigns.mutants.hits PACKAGE FOLDER    # instrument; FOLDER is for the files
 """
@@ -16,6 +17,7 @@ import importlib.util
 import json
 import os
 import sys
+import time
 from collections.abc import Generator, Iterator
 from importlib._bootstrap_external import _code_to_hash_pyc  # type: ignore[attr-defined]
 from pathlib import Path
@@ -104,7 +106,11 @@ def name_of(test: str) -> str:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     _begin(item.nodeid, fixtures=sorted(_shared(item)))
-    return (yield)
+    began = time.monotonic()
+    try:
+        return (yield)
+    finally:
+        _note("seconds", item.nodeid, round(time.monotonic() - began, 3))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -131,11 +137,19 @@ def _shared(item: Any) -> Iterator[str]:
 
 
 def _begin(test: str, fixtures: list[str] | None = None) -> None:
-    folder = os.environ["HITS_FOLDER"]
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
-    with open(f"{folder}/names-{worker}.jsonl", "a") as names:
-        print(json.dumps([name_of(test), test, fixtures or []]), file=names)
+    _note("names", name_of(test), test, fixtures or [])
     _continue(name_of(test))
+
+
+def _note(kind: str, *row: object) -> None:
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+    with open(f"{os.environ['HITS_FOLDER']}/{kind}-{worker}.jsonl", "a") as file:
+        print(json.dumps(row), file=file)
+
+
+def _noted(folder: Path, kind: str) -> Iterator[list[Any]]:
+    for file in folder.glob(f"{kind}-*.jsonl"):
+        yield from map(json.loads, file.read_text().splitlines())
 
 
 def _continue(name: str) -> None:
@@ -148,11 +162,7 @@ def _continue(name: str) -> None:
 def tests_of_blocks(folder: Path) -> tuple[list[Place], list[set[str]]]:
     """Places of blocks, and the tests that run each."""
     places = [tuple(place) for place in json.loads((folder / "places.json").read_text())]
-    known: dict[str, tuple[str, list[str]]] = {}
-    for names in folder.glob("names-*.jsonl"):
-        for line in names.read_text().splitlines():
-            name, test, fixtures = json.loads(line)
-            known[name] = test, fixtures
+    known = {name: (test, fixtures) for name, test, fixtures in _noted(folder, "names")}
     ran: dict[str, set[int]] = {}
     for name, (test, _) in known.items():
         file = folder / name
@@ -164,6 +174,10 @@ def tests_of_blocks(folder: Path) -> tuple[list[Place], list[set[str]]]:
             for block in set().union(ran[test], *(ran.get(each, set()) for each in fixtures)):
                 tests[block].add(test)
     return places, tests
+
+
+def seconds_of_tests(folder: Path) -> dict[str, float]:
+    return dict(map(tuple, _noted(folder, "seconds")))
 
 
 if __name__ == "__main__":
