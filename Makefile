@@ -1,7 +1,8 @@
 # make install   environment in .venv        make demo   train with and without compression, compare
-# make test      the fast tests, minutes       make test-slow   whole jobs, browsers, campaigns
-# make test-gpu  the kernels on a GPU         make test-lowest some, with the lowest versions
-# make test-all  both in one run, as CI does
+# make test      the fast tests, minutes       make test-all   what CI runs, with whole jobs
+# make test-exhaustive  the rest: every law with every codec, campaigns, every size of a page
+# make test-triton   the kernels for GPUs, in Triton's interpreter    make test-gpu   on a GPU
+# make test-lowest   some tests, with the lowest versions of dependencies
 # make soak      random faults in trainings that recover, with SEED, TRIALS and ADAPTER
 # make lint      style                        make types   mypy
 # make bench     all measurements (root)      make tables     their tables in README.md and docs/
@@ -12,8 +13,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 LOWEST := .venv/lowest
+TRITON := .venv/triton
 # One more than cores: a test waits for its processes for a quarter of the time.
 WORKERS ?= 3
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 SITE ?= site
 SEED ?= 1
 TRIALS ?= 250
@@ -24,7 +27,8 @@ OUTER := outer_lr=0.7,outer_momentum=0.6
 # Rewriting the assertions of all tests takes longer than many of them: keep what was compiled.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: install test test-slow test-gpu test-all test-lowest soak demo lint types docs bench tables figures build clean
+.PHONY: install test test-all test-exhaustive test-triton test-gpu test-lowest check-install soak demo lint types docs bench tables \
+  figures build clean
 
 install: .venv/installed
 
@@ -35,33 +39,52 @@ install: .venv/installed
 	touch $@
 
 test: install
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest $(PARALLEL)
 
-test-slow: install
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m slow
+# In one run: while a test of a whole job waits for its processes, others use the cores. Tests that
+# fail run once more, alone.
+test-all: install
+	$(BIN)/python -m tests.rerun_failed test_out/all $(PARALLEL) -m "not exhaustive"
+
+test-exhaustive: $(TRITON)/installed
+	$(TRITON)/bin/python -m tests.rerun_failed test_out/exhaustive $(PARALLEL) -m exhaustive
 
 test-gpu: install
 	$(BIN)/python -m pytest -m gpu
 
-# In one run: while a slow test waits for its processes, others use the cores.
-test-all: install
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "slow or not slow"
-
-# Beside the packages of .venv, which are found where there is no other version.
-$(LOWEST)/installed: .venv/installed constraints-lowest.txt
-	$(PYTHON) -m venv --clear $(LOWEST)
+# An environment with packages of its own, which finds those of .venv beside them.
+define beside
+	$(PYTHON) -m venv --clear $(1)
 	$(BIN)/python -c "import sysconfig; print(f'import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})')" \
-	  > $$($(LOWEST)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tested.pth
-	$(LOWEST)/bin/python -m pip install --quiet --no-deps --ignore-installed -r constraints-lowest.txt
-	touch $@
+	  > $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tested.pth
+	$(1)/bin/python -m pip install --quiet --no-deps --ignore-installed $(2)
+	touch $(1)/installed
+endef
+
+$(LOWEST)/installed: .venv/installed constraints-lowest.txt
+	$(call beside,$(LOWEST),-r constraints-lowest.txt)
+
+$(TRITON)/installed: .venv/installed
+	$(call beside,$(TRITON),triton==3.9.0)
+
+# torch for CPUs does not bring Triton, and with torch for CUDA its version is torch's.
+test-triton: $(TRITON)/installed
+	$(TRITON)/bin/python -m tests.rerun_failed test_out/triton -n 2 -m "not exhaustive" tests/kernels \
+	  tests/simulated_device/test_cases.py::test_cases[cases_tables.py] \
+	  tests/test_documents.py::test_blocks_run_on_two_ranks[write-your-own-codec]
 
 test-lowest: $(LOWEST)/installed
-	$(LOWEST)/bin/python -m pytest $(addprefix tests/integrations/test_,private_names.py lightning_versions.py \
+	$(LOWEST)/bin/python -m tests.rerun_failed test_out/lowest -n 0 -m "not exhaustive" \
+	  $(addprefix tests/integrations/test_,private_names.py lightning_versions.py \
 	  async_checkpoint_files.py async_checkpoint_resume.py elastic_resume.py accelerate_state.py \
-	  wrong_strategy.py trainer_mixin.py recovery_refusals.py loop.py::test_later_starts_go_on_to_the_same_end) \
-	  $(addprefix tests/,cli/test_profile_command.py profiling/test_page.py profiling/test_terminal.py)
-	$(LOWEST)/bin/python -m pytest -m slow "tests/test_documents.py::test_blocks_run_on_two_ranks[accelerate]" \
-	  tests/integrations/test_accelerate_programs.py::test_the_trainer_example_resumes_bit_for_bit
+	  wrong_strategy.py trainer_mixin.py recovery_refusals.py loop.py::test_later_starts_go_on_to_the_same_end \
+	  accelerate_programs.py::test_the_trainer_example_resumes_bit_for_bit) \
+	  $(addprefix tests/,cli/test_profile_command.py profiling/test_page.py profiling/test_terminal.py) \
+	  tests/test_documents.py::test_blocks_run_on_two_ranks[accelerate]
+
+# Whether what the tests ran with is what `install` brings, and nothing else.
+check-install: install
+	$(BIN)/python -m tests.installed
 
 soak: install
 	$(BIN)/python -m tests.campaigns.in_process --adapter $(ADAPTER) --trials $(TRIALS) --seed $(SEED) \

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from forks import EVERYTHING, TORCH, fork_server
 from processes import interpret_triton
+from slots import slots, taking
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 os.register_at_fork(after_in_child=gc.freeze)
 
 _FORK_SERVERS = pytest.StashKey[dict[str, list[str]]]()
+_SLOTS = pytest.StashKey[str]()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -121,17 +123,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Workers are forks too. The process that runs them imports neither torch nor this package.
     """
-    words: dict[str, list[str]] | None = getattr(config, "workerinput", {}).get("fork_servers")
+    given: dict[str, Any] = getattr(config, "workerinput", {})
+    words: dict[str, list[str]] | None = given.get("fork_servers")
     workers: list[str] = [] if words is not None else config.getoption("tx", None) or []
     if words is None:
         if config.option.markexpr == "gpu":
             os.environ["TRITON_INTERPRET"] = "0"
         stack = ExitStack()
         config.add_cleanup(stack.close)
+        config.stash[_SLOTS] = stack.enter_context(slots())
         words = {
             name: stack.enter_context(fork_server(*modules, at_once=bool(workers)))
             for name, modules in (("quick", EVERYTHING), ("torch", TORCH))
         }
+    else:
+        config.stash[_SLOTS] = given["slots"]
     config.stash[_FORK_SERVERS] = words
     if workers:
         fork = f"popen//python={shlex.join(words['quick'])}"
@@ -147,6 +153,22 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     node.workerinput["fork_servers"] = node.config.stash[_FORK_SERVERS]
+    node.workerinput["slots"] = node.config.stash[_SLOTS]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """A test waits for as many slots as it has ranks before the clock of its limit starts."""
+    with taking(item.config.stash[_SLOTS], ranks_of(item)):
+        return (yield)
+
+
+def ranks_of(item: pytest.Item) -> int:
+    """As it is marked; else those of most whole jobs, or this process alone."""
+    mark = item.get_closest_marker("ranks")
+    if mark is not None:
+        return int(mark.args[0])
+    return 2 if item.get_closest_marker("slow") or item.get_closest_marker("exhaustive") else 1
 
 
 @pytest.fixture(scope="session")
