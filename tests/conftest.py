@@ -41,8 +41,12 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are left out by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that take minutes come first: as the last one, one worker would run it alone."""
+    for item in items:
+        if {item.nodeid, item.nodeid.partition("[")[0]} & _exhaustive():
+            item.add_marker("exhaustive")
     items.sort(
         key=lambda item: (
             not re.search("simulated_device|test_documents", item.nodeid),
@@ -67,6 +71,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "launch" if _uses_the_launch(config.rootpath / file) else file
 
     return ByLaunch(config, log)
+
+
+@cache
+def _exhaustive() -> frozenset[str]:
+    """Tests, with or without their parameters, that were found to add little to the others.
+
+    ``python -m tests.campaigns.mutants.tiers`` shows what they add.
+    """
+    lines = Path(__file__).with_name("exhaustive.txt").read_text().splitlines()
+    return frozenset(line for line in lines if not line.startswith("#"))
 
 
 @cache

@@ -13,12 +13,13 @@ from lightning_dist.codecs import CODECS
 
 RANKS = Path(__file__).with_name("fsdp_ranks.py")
 LIMIT = 400.0
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT + 30)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT + 30), pytest.mark.ranks(4)]
 FACTS = (
     *("resume", "resume_of_every_codec", "accumulation", "grad_scaler", "another_mesh", "flushed"),
     *("overflow", "interrupted", "tensor_parallel", "memory", "drift"),
 )
-OF_CODECS = ("some_codecs", "every_codec", "conservation", "conservation_of_a_long_run")
+OF_CODECS = ("some_codecs", "conservation_of_every_codec")
+LONG = ("every_codec", "conservation", "conservation_of_a_long_run")
 
 
 def facts(folder: Path, scenario: str, shape: str) -> list[dict[str, object]]:
@@ -40,12 +41,20 @@ def square(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) ->
     return launch(tmp_path_factory.mktemp("fsdp"), quick_python, 2, 2, *scenarios)
 
 
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Path:
+    """The same with what takes minutes."""
+    return launch(tmp_path_factory.mktemp("fsdp"), quick_python, 2, 2, *LONG)
+
+
 def test_uncompressed_it_has_the_bits_of_torch(square: Path) -> None:
     found = facts(square, "equal_to_native", "2x2")
     assert len(found) == 4
     assert [[name for name, equal in each.items() if not equal] for each in found] == [[]] * 4
 
 
+@pytest.mark.exhaustive
+@pytest.mark.ranks(6)
 @pytest.mark.parametrize(("replicas", "shards"), [(3, 1), (2, 3)])
 def test_uncompressed_it_has_the_bits_of_torch_in_other_shapes(
     tmp_path: Path, quick_python: list[str], replicas: int, shards: int
@@ -66,24 +75,38 @@ def test_replicas_stay_equal_and_fewer_bytes_travel(square: Path) -> None:
     assert found[0]["int8"][2] < 0.35 * none
 
 
-def test_every_codec(square: Path) -> None:
+@pytest.mark.exhaustive
+def test_every_codec(long: Path) -> None:
     """Replicas stay equal, and what was applied and what is owed is the sum of the exact means."""
-    for each in facts(square, "every_codec", "2x2"):
+    for each in facts(long, "every_codec", "2x2"):
         assert set(each) == set(CODECS)
         assert all(equal and finite for equal, finite, _ in each.values()), each
-    for each in facts(square, "conservation", "2x2"):
+    for each in facts(long, "conservation", "2x2"):
         assert all(error < 1e-5 for error in each.values()), each
 
 
-def test_every_codec_conserves_mass_in_a_long_run(square: Path) -> None:
-    """1,000 steps in float64. Casts round to nearest; unbiased codecs miss by chance alone."""
+def require_conserved(ranks: list[dict[str, object]], commits: set[str]) -> None:
+    """Casts round to nearest; unbiased codecs miss by chance alone."""
     limits = {"fp16": 2 * 2.0**-11, "bf16": 2 * 2.0**-8, "qsgd": 5.0, "terngrad": 5.0}
-    for each in facts(square, "conservation_of_a_long_run", "2x2"):
-        assert each.keys() == {"immediate", "deferred"}
+    assert len(ranks) == 4
+    for each in ranks:
+        assert each.keys() == commits
         for found in each.values():
             assert found.keys() == set(CODECS)
             wrong = {n: lost for n, lost in found.items() if not lost < limits.get(n, 1e-10)}
             assert not wrong
+
+
+def test_every_codec_conserves_mass(square: Path) -> None:
+    """60 steps in float64."""
+    found = facts(square, "conservation_of_every_codec", "2x2")
+    require_conserved(found, {"immediate", "deferred"})
+
+
+@pytest.mark.exhaustive
+def test_every_codec_conserves_mass_in_a_long_run(long: Path) -> None:
+    """1,000 steps in float64."""
+    require_conserved(facts(long, "conservation_of_a_long_run", "2x2"), {"immediate"})
 
 
 @pytest.mark.parametrize("scenario", FACTS)
@@ -103,6 +126,8 @@ def test_compiled_kernels(tmp_path: Path, quick_python: list[str]) -> None:
         assert all(each.values()), each
 
 
+@pytest.mark.exhaustive
+@pytest.mark.ranks(8)
 def test_compiled_blocks_and_tensor_parallel_shards(
     tmp_path: Path, quick_python: list[str]
 ) -> None:
