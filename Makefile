@@ -70,7 +70,7 @@ $(TRITON)/installed: .venv/installed
 # torch for CPUs does not bring Triton, and with torch for CUDA its version is torch's.
 test-triton: $(TRITON)/installed
 	$(TRITON)/bin/python -m tests.rerun_failed test_out/triton -n 2 -m "not exhaustive" tests/kernels \
-	  tests/simulated_device/test_cases.py::test_cases[cases_tables.py] \
+	  tests/simulated_device/test_cases.py::test_cases[ci-cases_tables.py] \
 	  tests/test_documents.py::test_blocks_run_on_two_ranks[write-your-own-codec]
 
 test-lowest: $(LOWEST)/installed

@@ -128,7 +128,7 @@ elastic_train.main()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(LIMIT + 20)
 def test_torchrun_on_two_nodes(programs: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
@@ -147,7 +147,7 @@ def test_torchrun_needs_a_host_and_a_script(programs: Path) -> None:
     assert "HEAD: the host at which the nodes meet" in done.output
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(LIMIT + 20)
 def test_the_containers_of_the_pytorchjob_train(programs: Path, tmp_path: Path) -> None:
     spec = yaml.safe_load((CLUSTER / "kubeflow-pytorchjob.yaml").read_text())["spec"]

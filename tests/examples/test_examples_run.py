@@ -30,16 +30,20 @@ def start(python: str, folder: Path, script: str, *arguments: str) -> Finished:
     return run(command, limit=LIMIT).require_success()
 
 
-def test_fabric_goes_on_from_its_checkpoint(tmp_path: Path, quick_executable: str) -> None:
-    first = start(quick_executable, tmp_path, "fabric_train.py", "--steps", "10")
-    assert "steps 0 to 10, " in first.output
-    assert "3.9 times fewer bytes" in first.output
-    second = start(quick_executable, tmp_path, "fabric_train.py", "--steps", "10")
-    assert "steps 10 to 20, " in second.output
+@pytest.mark.parametrize("steps", [2, pytest.param(10, marks=pytest.mark.exhaustive)])
+def test_fabric_goes_on_from_its_checkpoint(
+    tmp_path: Path, quick_executable: str, steps: int
+) -> None:
+    for said in (f"steps 0 to {steps}, ", f"steps {steps} to {2 * steps}, "):
+        done = start(quick_executable, tmp_path, "fabric_train.py", "--steps", str(steps))
+        assert said in done.output
+        assert "3.9 times fewer bytes" in done.output
     runs = logged(tmp_path / "fabric_out")
-    assert [run["trainer/global_step"] for run in runs] == [[10], [20]]
-    assert all(3.5 < run["comm/compression_ratio"][0] < 4 for run in runs)
-    assert all(0 < run["accuracy"][0] < 1 for run in runs)
+    assert len(runs) == 2
+    if steps == 10:  # it logs every 10 steps
+        assert [run["trainer/global_step"] for run in runs] == [[10], [20]]
+        assert all(3.5 < run["comm/compression_ratio"][0] < 4 for run in runs)
+        assert all(0 < run["accuracy"][0] < 1 for run in runs)
 
 
 def test_fabric_in_local_steps_goes_on_from_its_checkpoint(
@@ -55,7 +59,11 @@ def test_fabric_in_local_steps_goes_on_from_its_checkpoint(
 
 
 @pytest.mark.parametrize(
-    ("script", "ranks"), [("loop_local_steps.py", 2), ("fsdp2_local_steps.py", 4)]
+    ("script", "ranks"),
+    [
+        ("loop_local_steps.py", 2),
+        pytest.param("fsdp2_local_steps.py", 4, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_loop_in_local_steps_goes_on_from_its_checkpoint(
     tmp_path: Path, quick_python: list[str], script: str, ranks: int
@@ -114,7 +122,10 @@ def test_lightning_cli_reads_strategy_profiler_and_checkpoints(
 
 @pytest.mark.parametrize(
     ("argument", "said"),
-    [("strategy.codec=int4", "7.7 times fewer bytes"), ("strategy=ddp", "`Trainer.fit` stopped")],
+    [
+        ("strategy.codec=int4", "7.7 times fewer bytes"),
+        pytest.param("strategy=ddp", "`Trainer.fit` stopped", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_hydra_builds_the_strategy(
     tmp_path: Path, argument: str, said: str, quick_python: list[str]
@@ -135,6 +146,7 @@ def test_the_lightning_script(tmp_path: Path, quick_executable: str) -> None:
     assert names.keys() >= {"train_loss", "val_perplexity", "val_accuracy", "comm/wire_bytes"}
 
 
+@pytest.mark.exhaustive
 def test_a_trainer_in_local_steps(tmp_path: Path, quick_executable: str) -> None:
     done = start(quick_executable, tmp_path, "lightning_local_steps.py", "--steps", "10")
     assert "MB sent in 3 exchanges" in done.output  # after 4, 8 and 10
@@ -142,6 +154,7 @@ def test_a_trainer_in_local_steps(tmp_path: Path, quick_executable: str) -> None
     assert names.keys() >= {"train_loss", "val_perplexity", "outer/drift", "comm/wire_bytes"}
 
 
+@pytest.mark.exhaustive
 def test_a_sharded_model_in_two_replicas(tmp_path: Path, quick_executable: str) -> None:
     done = start(quick_executable, tmp_path, "fsdp2_train.py", "--steps", "4")
     assert re.search(r"perplexity \d.*, accuracy 0\.\d", done.output)

@@ -11,7 +11,7 @@ from processes import torchrun
 
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.ranks(4)]
 SCRIPT = Path(__file__).with_name("train_demo.py")
 LIMIT = 110.0
 GROUPS = [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]]]
@@ -56,6 +56,7 @@ def test_two_hosts_train_with_nothing_set(quick_python: list[str]) -> None:
         assert rank["inter_bytes"] == pytest.approx(rank["raw_bytes"] / 3 / 4, rel=0.1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(LIMIT + 20)
 def test_declared_hosts_train_everywhere(quick_python: list[str]) -> None:
     settings = json.dumps({"ranks_per_host": 2, "codec": {"intra": "bf16", "inter": "int4"}})

@@ -117,6 +117,7 @@ def test_facts(square: Path, scenario: str) -> None:
         assert all(each.values()), each
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler")
 def test_compiled_kernels(tmp_path: Path, quick_python: list[str]) -> None:
     launch(tmp_path, quick_python, 2, 2, "compiled_kernels")

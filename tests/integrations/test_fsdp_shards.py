@@ -12,7 +12,7 @@ from processes import torchrun
 
 RANKS = Path(__file__).with_name("shard_ranks.py")
 LIMIT = 240.0
-pytestmark = pytest.mark.timeout(LIMIT + 30)
+pytestmark = [pytest.mark.timeout(LIMIT + 30), pytest.mark.ranks(2)]
 SCENARIOS = ("equal_to_twin", "bytes_sent", "uncompressed", "resumed", "profile", "refusals")
 
 
@@ -37,7 +37,7 @@ def four(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> P
     return launch(folder, quick_python, 4, *SCENARIOS[:-1], "training")
 
 
-@pytest.mark.parametrize("ranks", ["two", pytest.param("four", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", ["two", pytest.param("four", marks=pytest.mark.exhaustive)])
 def test_it_is_its_definition(ranks: str, request: pytest.FixtureRequest) -> None:
     """Against a twin in one process, in float64."""
     found = facts(request.getfixturevalue(ranks), "equal_to_twin")
@@ -48,13 +48,13 @@ def test_it_is_its_definition(ranks: str, request: pytest.FixtureRequest) -> Non
 
 
 @pytest.mark.parametrize("scenario", ["bytes_sent", "uncompressed", "resumed", "profile"])
-@pytest.mark.parametrize("ranks", ["two", pytest.param("four", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", ["two", pytest.param("four", marks=pytest.mark.exhaustive)])
 def test_facts(ranks: str, scenario: str, request: pytest.FixtureRequest) -> None:
     for each in facts(request.getfixturevalue(ranks), scenario):
         assert all(each.values()), each
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler")
 def test_compiled_kernels(tmp_path: Path, quick_python: list[str]) -> None:
     launch(tmp_path, quick_python, 2, "compiled_kernels")
@@ -62,7 +62,7 @@ def test_compiled_kernels(tmp_path: Path, quick_python: list[str]) -> None:
         assert all(each.values()), each
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_it_trains_as_without(four: Path) -> None:
     for each in facts(four, "training"):
         assert all(each.pop("equal")), "ranks compute with the same weights"

@@ -14,14 +14,24 @@ from tests.campaigns.in_process.oracle import PROBLEMS, Verdict, judge
 
 
 @pytest.mark.slow
+@pytest.mark.ranks(4)
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("adapter", "drawn", "codecs"),
     [
-        ("loop", "--trials 20 --seed 5", ["none", "int8"]),
-        ("trainer", "--trials 15 --seed 5", ["none", "int8"]),
+        ("loop", "--trials 10 --seed 5", ["none", "int8"]),
+        ("trainer", "--trials 10 --seed 5", ["none", "int8"]),
+        pytest.param(
+            *("loop", "--trials 20 --seed 6", ["none", "int8"]), marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            *("trainer", "--trials 15 --seed 6", ["none", "int8"]), marks=pytest.mark.exhaustive
+        ),
         # A newcomer joins where a step of several micro-batches is repeated.
-        ("trainer", "--trials 60 --seed 12 --number 1", ["int8"]),
+        pytest.param(
+            *("trainer", "--trials 60 --seed 12 --number 1", ["int8"]),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_nothing_is_lost_in_a_small_campaign(

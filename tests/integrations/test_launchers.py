@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from elastic_jobs import selected, some_exhaustive
 from processes import port, run, run_together
 from results import Facts, Results, require_compressed, require_replicas
 
@@ -12,27 +13,37 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SCRIPTS = Path(__file__).with_name("scenarios")
 
 
+STARTS = ("notebook", "fork")
+EXHAUSTIVE = "spawn"  # imports all in a new process
+
+
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Results:
-    """One script that is its own launcher, by three start methods one after the other."""
+def launched(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    quick_python: list[str],
+) -> Results:
+    """One script that is its own launcher, by several start methods one after the other."""
     folder = tmp_path_factory.mktemp("launchers")
-    finished = run([*quick_python, SCRIPTS / "launchers.py", folder], limit=260)
+    starts = [*STARTS, *({EXHAUSTIVE} & selected(request))]
+    strategies = [*(f"compressed_ddp_{start}" for start in starts), "compressed_ddp"]
+    finished = run([*quick_python, SCRIPTS / "launchers.py", folder, *strategies], limit=260)
     return Results(folder, finished, ranks=2)
 
 
-@pytest.mark.parametrize("start", ["compressed_ddp_fork", "compressed_ddp_spawn", "compressed_ddp"])
-def test_lightning_starts_the_second_rank(launched: Results, start: str) -> None:
-    ranks = launched(start)
+@pytest.mark.parametrize("name", some_exhaustive(["fork", "spawn", ""], [EXHAUSTIVE]))
+def test_lightning_starts_the_second_rank(launched: Results, name: str) -> None:
+    ranks = launched("_".join(filter(None, ["compressed_ddp", name])))
     assert ranks[0]["pid"] != ranks[1]["pid"]
     require_compressed(ranks, steps=8)
     require_replicas(ranks)
 
 
-@pytest.mark.parametrize("start", ["notebook", "fork", "spawn"])
-def test_the_caller_of_fit_has_the_bytes_of_the_workers(launched: Results, start: str) -> None:
+@pytest.mark.parametrize("name", some_exhaustive([*STARTS, EXHAUSTIVE], [EXHAUSTIVE]))
+def test_the_caller_of_fit_has_the_bytes_of_the_workers(launched: Results, name: str) -> None:
     """Those of rank 0, whose process has ended; and settings and hosts."""
-    facts = launched(f"main_compressed_ddp_{start}", ranks=1)[0]
-    assert facts["stats"] == launched(f"compressed_ddp_{start}")[0]["stats"]
+    facts = launched(f"main_compressed_ddp_{name}", ranks=1)[0]
+    assert facts["stats"] == launched(f"compressed_ddp_{name}")[0]["stats"]
     assert facts["config"]["codec"] == "Int8(block_size=256)"
     assert facts["config"]["world_size"] == 2
     assert facts["topology"].startswith("Topology(hosts=(")

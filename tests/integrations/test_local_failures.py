@@ -134,7 +134,7 @@ def test_a_peer_that_is_lost_in_an_outer_step_changes_nothing(overlap: int, lost
         ("topk:ratio=0.01", {}),
     ],
 )
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_what_the_warning_recommends_stays_finite(codec: str, settings: dict[str, Any]) -> None:
     """At an outer rate of 1 ``randomk`` of 1 % and ``threshold`` do not, nor does a naive twin."""

@@ -12,15 +12,22 @@ from processes import torchrun
 
 RANKS = Path(__file__).with_name("local_model_parallel_ranks.py")
 LIMIT = 240.0
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * LIMIT + 30)]
-FACTS = ("as_in_a_loop", "equal_to_hsdp", "evaluated", "by_samples", "profiled")
-OF_CHECKPOINTS = ("under_fabric", "other_strategies", "restarted", "elsewhere", "whole_models")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * LIMIT + 30), pytest.mark.ranks(4)]
+FACTS = ("as_in_a_loop", "equal_to_hsdp", "profiled")
+LONG_FACTS = ("evaluated", "by_samples", "under_fabric", "other_strategies")
+OF_CHECKPOINTS = ("restarted", "elsewhere", "whole_models")
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Path:
     folder = tmp_path_factory.mktemp("local_model_parallel")
     return launch(folder, quick_python, (*FACTS, "reports", "refusals"), ranks=4)
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Path:
+    folder = tmp_path_factory.mktemp("local_model_parallel")
+    return launch(folder, quick_python, LONG_FACTS, ranks=4)
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +50,14 @@ def facts(folder: Path, scenario: str, *, ranks: int = 4) -> list[dict[str, Any]
 @pytest.mark.parametrize("scenario", FACTS)
 def test_it_holds(ran: Path, scenario: str) -> None:
     for each in facts(ran, scenario):
+        assert each
+        assert all(each.values()), each
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("scenario", LONG_FACTS)
+def test_it_holds_in_other_forms(long: Path, scenario: str) -> None:
+    for each in facts(long, scenario):
         assert each
         assert all(each.values()), each
 

@@ -10,7 +10,7 @@ from processes import torchrun
 
 RANKS = Path(__file__).with_name("local_shard_ranks.py")
 LIMIT = 240.0
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT + 30)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT + 30), pytest.mark.ranks(4)]
 FACTS = ("equal_to_hsdp", "anchors_are_equal", "resumed", "not_finite", "evaluated", "counted")
 REST = ("another_mesh", "metrics", "memory")
 

@@ -172,11 +172,11 @@ FED_BACK = [
 @pytest.mark.parametrize(
     ("codec", "rounds"),
     [
-        ("int4", 20),
-        ("topk:ratio=0.1", 20),
-        pytest.param("int4", 1000, marks=pytest.mark.slow),
-        pytest.param("topk:ratio=0.1", 1000, marks=pytest.mark.slow),
-        *(pytest.param(name, 100, marks=pytest.mark.slow) for name in FED_BACK),
+        ("int4", 60),
+        ("topk:ratio=0.1", 60),
+        pytest.param("int4", 1000, marks=pytest.mark.exhaustive),
+        pytest.param("topk:ratio=0.1", 1000, marks=pytest.mark.exhaustive),
+        *(pytest.param(name, 100, marks=pytest.mark.exhaustive) for name in FED_BACK),
     ],
 )
 def test_nothing_is_lost(codec: str, rounds: int) -> None:

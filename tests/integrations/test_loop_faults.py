@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_jobs import Fault, Job, run_jobs, selected
+from elastic_jobs import Fault, Job, run_jobs, selected, some_exhaustive
 from elastic_runs import SIZE, committed
 from loop_runs import train
 
@@ -27,11 +27,10 @@ FAULTS: Mapping[str, tuple[Fault, ...]] = {
     "rank 1 has a mistake": (Fault("raise", "after_step", 3),),
     "rank 0 told to end": (Fault("terminate", "in_pass", 7, (0,)),),
 }
-SLOW = (
+EXHAUSTIVE = (
     *("rank 0 killed between steps", "rank 1 has a mistake"),
     *("rank 1 killed after an epoch", "one rank hangs"),
 )
-"""Of tests that run with the slow ones, in ``make test-slow``."""
 OTHERS = ("accelerate", "fabric")
 SHARDED = "rank 1 killed, sharded checkpoints"
 STATEFUL = "map-style, stateful loader"
@@ -81,7 +80,7 @@ def outcomes(
             fit={"elastic": {"hang_timeout": 4}},
         ),
     }
-    left_out = set(SLOW) - selected(request)
+    left_out = set(EXHAUSTIVE) - selected(request)
     jobs = {name: each for name, each in jobs.items() if name not in left_out}
     done = run_jobs(list(jobs.values()), folder, python=quick_python)
     return {name: (each, done[each.name]) for name, each in jobs.items()}
@@ -108,13 +107,7 @@ def ids_of(job: Job) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        *(name for name in FAULTS if name not in SLOW),
-        *OTHERS,
-        SHARDED,
-        "all told",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
-    ],
+    some_exhaustive([*FAULTS, *OTHERS, SHARDED, "all told", "one rank hangs"], EXHAUSTIVE),
 )
 def test_the_end_is_that_of_a_run_without_a_fault(name: str, outcomes: Any) -> None:
     """Every framework, to the bit, residuals of int8 and generators of both ranks included."""

@@ -12,7 +12,7 @@ from processes import torchrun
 
 RANKS = Path(__file__).with_name("model_parallel_ranks.py")
 LIMIT = 240.0
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT + 30)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT + 30), pytest.mark.ranks(4)]
 FAST = ("equal_to_native", "reports", "accumulation", "refusals")
 SLOW = (
     "resume",

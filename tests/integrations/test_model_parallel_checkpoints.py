@@ -17,7 +17,7 @@ from lightning_dist.cli import app
 
 RANKS = Path(__file__).with_name("model_parallel_checkpoints.py")
 LIMIT = 240.0
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * LIMIT + 30)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * LIMIT + 30), pytest.mark.ranks(4)]
 NAME = "epoch=0.ckpt"
 
 

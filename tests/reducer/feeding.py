@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -46,6 +47,13 @@ EVERY_CODEC = (
 
 FEW = ("none", "int8", "topk:ratio=0.1,block_size=128", "powersgd:rank=2", "qsgd:block_size=64")
 """One of every kind of unit and of randomness."""
+
+
+def few_first(codecs: Iterable[str], few: Collection[str] = FEW) -> list[Any]:
+    """Parameters of a test: those that are not among the few are for the exhaustive tier."""
+    exhaustive = pytest.mark.exhaustive
+    return [each if each in few else pytest.param(each, marks=exhaustive) for each in codecs]
+
 
 PER_LEVEL = ("bf16 > int4:block_size=64", "fp16 > topk:ratio=0.1,block_size=128")
 """A codec inside hosts and one between them; ``compressed`` understands it."""

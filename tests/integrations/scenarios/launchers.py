@@ -1,5 +1,6 @@
-"""Run with plain python: Lightning starts the second rank itself, by fork, by spawn, and as a
-second run of this script. FOLDER/START.R.pt is what rank R of each start method has to tell.
+"""Run with plain python, FOLDER STRATEGY...: Lightning starts the second rank itself, as a second
+run of this script where the strategy does not say by fork or spawn. FOLDER/STRATEGY.R.pt is what
+rank R of each has to tell.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def train_in_workers(strategy: str) -> None:
 if __name__ == "__main__":
     os.environ["SCENARIO_FOLDER"] = sys.argv[1]
     torch.set_num_threads(1)
+    *in_workers, as_scripts = sys.argv[2:]
     if "LOCAL_RANK" not in os.environ:  # the script as the user starts it, not its second run
-        train_in_workers("compressed_ddp_notebook")
-        train_in_workers("compressed_ddp_fork")
-        train_in_workers("compressed_ddp_spawn")
-    train("compressed_ddp")
+        for strategy in in_workers:
+            train_in_workers(strategy)
+    train(as_scripts)
