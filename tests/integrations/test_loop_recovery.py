@@ -20,6 +20,11 @@ STEP = 6
 """The step in whose course a rank is killed, counted from 0; that of an epoch has 5."""
 PLACES = ("forward", "between buckets", "before the vote", "after the vote", "after the step")
 QUICK = ("0.1.0", "between buckets")
+CI = (
+    *(("0.0.0", "forward"), ("0.0.0", "after the vote"), ("0.1.0", "before the vote")),
+    *(("0.2.0", "after the step"), ("0.2.0", "between buckets")),
+)
+"""Each place and each rank at least once."""
 OTHER_ENDS = {
     ("0.0.0", "forward"): ("segfault", "SIGSEGV"),
     ("0.1.0", "after the step"): ("abort", "SIGABRT"),
@@ -35,6 +40,16 @@ ENDS_EARLY: dict[str, Any] = {
 """A rank is lost in the first of two micro-batches, and the others know before the second."""
 
 pytestmark = pytest.mark.timeout(400)
+
+
+def lost_ranks(quick: tuple[str, str]) -> list[Any]:
+    """Ranks that are killed and places where they are; the quick one is for all tiers."""
+    tiers = {quick: (), **dict.fromkeys(set(CI) - {quick}, pytest.mark.slow)}
+    return [
+        pytest.param(each, place, marks=tiers.get((each, place), pytest.mark.exhaustive))
+        for each in ("0.0.0", "0.1.0", "0.2.0")
+        for place in PLACES
+    ]
 
 
 class Job:
@@ -144,14 +159,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor
     return dict(train(tmp_path_factory.mktemp("reference"), {}).state_dict())
 
 
-@pytest.mark.parametrize(
-    ("victim", "place"),
-    [
-        pytest.param(each, place, marks=() if (each, place) == QUICK else pytest.mark.slow)
-        for each in ("0.0.0", "0.1.0", "0.2.0")
-        for place in PLACES
-    ],
-)
+@pytest.mark.parametrize(("victim", "place"), lost_ranks(QUICK))
 def test_a_killed_rank_costs_no_sample_and_changes_no_weight(
     victim: str,
     place: str,

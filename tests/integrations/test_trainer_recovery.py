@@ -17,10 +17,10 @@ from recovering_loops import EPOCHS, SIZE, train
 from test_loop_recovery import (
     ENDS_EARLY,
     OTHER_ENDS,
-    PLACES,
     STEP,
     TERMINATED,
     Job,
+    lost_ranks,
     require_saved_on_sigterm,
 )
 from torch.utils.data import DataLoader
@@ -57,14 +57,7 @@ def require_logged(job: Job) -> None:
             assert told["logged"] == sum(len(each["ids"]) for each in done), told
 
 
-@pytest.mark.parametrize(
-    ("victim", "place"),
-    [
-        pytest.param(each, place, marks=() if (each, place) == QUICK else pytest.mark.slow)
-        for each in ("0.0.0", "0.1.0", "0.2.0")
-        for place in PLACES
-    ],
-)
+@pytest.mark.parametrize(("victim", "place"), lost_ranks(QUICK))
 def test_a_killed_rank_costs_no_sample_and_changes_no_weight(
     victim: str,
     place: str,

@@ -49,7 +49,7 @@ def tests_of(mutant: Mutant, places: list[Place], tests: list[set[str]]) -> set[
 
 def collected(tier: str) -> set[str]:
     """Tests of a tier."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-m", TIERS[tier]]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", TIERS[tier]]
     done = subprocess.run([*command, "-o", "addopts="], cwd=ROOT, capture_output=True, text=True)
     return {line for line in done.stdout.splitlines() if "::" in line}
 
