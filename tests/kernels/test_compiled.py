@@ -18,7 +18,10 @@ CODECS = ["int8", "int4", "fp8", "sign", "qsgd:norm=l2", "terngrad:clip_sigma=2.
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize(("architecture", "codecs"), [(80, CODECS[:1]), (90, CODECS)])
+@pytest.mark.parametrize(
+    ("architecture", "codecs"),
+    [(80, CODECS[:1]), pytest.param(90, CODECS, marks=pytest.mark.exhaustive)],
+)
 def test_arithmetic_is_rounded_and_not_contracted(architecture: int, codecs: list[str]) -> None:
     """No approximate division or root, no flush to zero, no multiply-add of floats."""
     here = Path(__file__).parent

@@ -152,7 +152,7 @@ def check(codec: str, size: int, commit: str, *, spoiled: bool = False) -> None:
             assert not after.gradients[SPOILED]["first"].isfinite().all()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("commit", ["immediate", "deferred"])
 def test_samples_are_those_of_tiles(commit: str) -> None:
     settings = {"commit": commit, "error_feedback": True, "sampled": True}
@@ -236,7 +236,7 @@ def test_what_is_not_finite_keeps_its_residual() -> None:
     check("int8:block_size=64", 3, "deferred", spoiled=True)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("spoiled", [False, True])
 @pytest.mark.parametrize("commit", ["immediate", "deferred"])
 @pytest.mark.parametrize("size", [2, 3])

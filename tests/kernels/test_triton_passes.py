@@ -347,7 +347,7 @@ def test_a_codec_of_a_user_may_have_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     check(bucket(own, laid_out(*ODD, gap=1), rows=3))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("codec", [*TABLE, *OTHERS], ids=repr)
 def test_every_world_size(codec: BlockCodec, rows: int) -> None:
@@ -355,7 +355,7 @@ def test_every_world_size(codec: BlockCodec, rows: int) -> None:
     check(bucket(codec, laid_out(*ODD, gap=1), rows=rows, dtype=dtype))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @every_codec
 @settings(max_examples=10)
 @given(data=st.data())

@@ -23,7 +23,7 @@ WEIGHT = {"weight": (25, 30)}
 WITH_RESIDUAL = [c for c in EVERY_CODEC if resolve_codec(c).keeps_residual and "dgc" not in c]
 
 many_steps = pytest.mark.parametrize(
-    "steps", [200, pytest.param(1000, marks=pytest.mark.slow)], ids=str
+    "steps", [60, pytest.param(1000, marks=pytest.mark.exhaustive)], ids=str
 )
 
 
@@ -75,7 +75,7 @@ def test_many_steps_where_hosts_reduce_first(steps: int, layout: Layout) -> None
         assert rank.norms[-1] < 3 * rank.norms[steps // 10 - 1]
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_every_codec_conserves_mass(size: int) -> None:
     """And the residual levels off."""
 
