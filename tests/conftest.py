@@ -44,9 +44,11 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.hookimpl(tryfirst=True)  # before tests are left out by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that take minutes come first: as the last one, one worker would run it alone."""
+    tiers = _tiers()
     for item in items:
-        if {item.nodeid, item.nodeid.partition("[")[0]} & _exhaustive():
-            item.add_marker("exhaustive")
+        function = item.nodeid.partition("[")[0]
+        if tier := tiers.get(item.nodeid) or tiers.get(function):
+            item.add_marker(tier)
     items.sort(
         key=lambda item: (
             not re.search("simulated_device|test_documents", item.nodeid),
@@ -73,14 +75,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByLaunch(config, log)
 
 
-@cache
-def _exhaustive() -> frozenset[str]:
-    """Tests, with or without their parameters, that were found to add little to the others.
-
-    ``python -m tests.campaigns.mutants.tiers`` shows what they add.
-    """
-    lines = Path(__file__).with_name("exhaustive.txt").read_text().splitlines()
-    return frozenset(line for line in lines if not line.startswith("#"))
+def _tiers() -> dict[str, str]:
+    """Tiers of tests, with or without their parameters, that are in the list."""
+    lines = Path(__file__).with_name("tiers.txt").read_text().splitlines()
+    words = (line.split(maxsplit=1) for line in lines if not line.startswith("#"))
+    return {test: tier for tier, test in words}
 
 
 @cache

@@ -1,0 +1,28 @@
+"""The list of tiers names tests that exist."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import _tiers
+from processes import environment_of
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.slow
+def test_every_line_of_the_list_names_a_test() -> None:
+    """With the parameters that it has."""
+    tiers = _tiers()
+    assert set(tiers.values()) == {"slow", "exhaustive"}
+    files = sorted({test.partition("::")[0] for test in tiers})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-o", "addopts=", *files]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment_of({}), capture_output=True, text=True, timeout=100
+    )
+    found = {line for line in done.stdout.splitlines() if "::" in line}
+    found |= {test.partition("[")[0] for test in found}
+    assert [test for test in tiers if test not in found] == []
