@@ -192,6 +192,8 @@ def run(code: str, folder: Path, place: str) -> None:
 
 
 def clean() -> None:
+    if dist.is_initialized():  # a block may only make the group, which others still connect
+        dist.barrier()
     with contextlib.suppress(AssertionError, ValueError, RuntimeError):
         dist.destroy_process_group()
     AcceleratorState._reset_state(True)

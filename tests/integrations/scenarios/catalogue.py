@@ -11,6 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_dist.private import forget_group_numbers
+
 Facts = dict[str, Any]
 """Tensors and plain values: it goes to the test through a file."""
 
@@ -37,17 +39,24 @@ def folder() -> Path:
     return Path(os.environ["SCENARIO_FOLDER"])
 
 
-@contextmanager
-def process_group(store: dist.Store, rank: int, size: int) -> Iterator[None]:
-    """A default group of its own, so that one scenario cannot leave another out of step."""
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+def meet(store: dist.Store, rank: int, size: int, *, timeout: timedelta = TIMEOUT) -> None:
+    """Make the default group, and wait until all of its ranks have it."""
+    forget_group_numbers()  # of one that could not be made: the store has the number in its keys
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     # Each pair is connected by its two ends on their own: who gives the group up at once closes
     # what another rank is still waiting for, and that one fails.
     dist.barrier()
+
+
+@contextmanager
+def process_group(store: dist.Store, rank: int, size: int) -> Iterator[None]:
+    """A default group of its own, so that one scenario cannot leave another out of step."""
+    meet(store, rank, size)
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 @contextmanager
@@ -62,7 +71,7 @@ def alone() -> Iterator[None]:
     finally:
         os.environ.update(before)
         # The one that the runner will destroy.
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        meet(dist.HashStore(), 0, 1)
 
 
 @contextmanager
@@ -81,5 +90,5 @@ def first_ranks(size: int) -> Iterator[bool]:
                 yield True
     finally:
         os.environ.update(before)
-        limit, store = timedelta(seconds=100), dist.PrefixStore("all", store)
-        dist.init_process_group("gloo", None, limit, world_size(), rank(), store)
+        everybody = dist.PrefixStore("all", store)
+        meet(everybody, rank(), world_size(), timeout=timedelta(seconds=100))
