@@ -1,7 +1,7 @@
 """A rank that hangs beside stopped processes, with its launcher or after that one's death.
 
-Usage: orphaned.py WAY, which is ``orphaned`` or ``launched``; it prints JSON: the exit code of the
-rank, and the names of the stopped processes that were killed.
+Usage: orphaned.py WAY, which is ``orphaned``, ``launched`` or ``forked``; it prints JSON: the exit
+code of the rank, and the names of the stopped processes that were killed.
 
 The first process is a subreaper: children of a launcher that dies become its own.
 """
@@ -21,10 +21,10 @@ JOB, OTHER = {"TORCHELASTIC_RUN_ID": "job"}, {"TORCHELASTIC_RUN_ID": "another jo
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def stopped(environment: dict[str, str]) -> subprocess.Popen[bytes]:
+def stopped(environment: dict[str, str], **arguments: Any) -> subprocess.Popen[bytes]:
     """A process that has stopped."""
-    code = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
-    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **environment})
+    command = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"]
+    process = subprocess.Popen(command, env={**os.environ, **environment}, **arguments)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     return process
 
@@ -39,6 +39,7 @@ def rank(go: int) -> None:
     """Hang as soon as ``go`` has something to read."""
     from lightning_dist.elastic.process.watchdog import Watchdog
 
+    os.environ.update(JOB)  # as a fork does, whose first environment is that of its parent
     watchdog = Watchdog(0.2)
     print("watches", flush=True)
     os.read(go, 1)
@@ -46,10 +47,10 @@ def rank(go: int) -> None:
     ctypes.CDLL(None).pause()
 
 
-def start_rank(go: int, **arguments: Any) -> subprocess.Popen[bytes]:
+def start_rank(go: int, environment: dict[str, str] = JOB) -> subprocess.Popen[bytes]:
     command = [sys.executable, __file__, "rank", str(go)]
     return subprocess.Popen(
-        command, env={**os.environ, **JOB}, pass_fds=[go], stdout=subprocess.PIPE, **arguments
+        command, env={**os.environ, **environment}, pass_fds=[go], stdout=subprocess.PIPE
     )
 
 
@@ -76,8 +77,20 @@ def orphaned() -> dict[str, Any]:
 
 def launched() -> dict[str, Any]:
     others = {"rank": stopped(JOB), "of another job": stopped(OTHER), "of none": stopped({})}
+    return hang_beside(others, JOB)
+
+
+def forked() -> dict[str, Any]:
+    """No environment shows a job. The parent of all may fork ranks of several."""
+    others = {"rank": stopped({}), "of another job": stopped({}, start_new_session=True)}
+    return hang_beside(others, {})
+
+
+def hang_beside(
+    others: dict[str, subprocess.Popen[bytes]], environment: dict[str, str]
+) -> dict[str, Any]:
     go, say = os.pipe()
-    process = start_rank(go)
+    process = start_rank(go, environment)
     os.write(say, b"x")
     process.wait()
     return {"code": process.returncode, "killed": [n for n, p in others.items() if was_killed(p)]}
@@ -89,4 +102,4 @@ if __name__ == "__main__":
     if way in roles:
         roles[way](int(rest[0]))
     else:
-        print(json.dumps({"orphaned": orphaned, "launched": launched}[way]()))
+        print(json.dumps({"orphaned": orphaned, "launched": launched, "forked": forked}[way]()))

@@ -204,7 +204,9 @@ def test_a_deadline() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="subreapers are Linux's")
-@pytest.mark.parametrize(("way", "killed"), [("orphaned", []), ("launched", ["rank"])])
+@pytest.mark.parametrize(
+    ("way", "killed"), [("orphaned", []), ("launched", ["rank"]), ("forked", ["rank"])]
+)
 def test_stopped_processes_are_killed_only_if_they_are_ranks_of_its_launcher(
     way: str, killed: list[str]
 ) -> None:

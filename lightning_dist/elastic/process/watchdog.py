@@ -144,10 +144,14 @@ class Siblings:
         return killed
 
 
-def _job_of(process: psutil.Process) -> str | None:
-    """The job of torch's elastic agent that ``process`` was started for."""
+def _job_of(process: psutil.Process) -> str:
+    """The job of torch's elastic agent that ``process`` was started for.
+
+    A fork does not show its own environment, and its parent may have forks of several jobs: those
+    of one process group are taken for one job.
+    """
     job: str | None = process.environ().get("TORCHELASTIC_RUN_ID")
-    return job
+    return job or f"process group {os.getpgid(process.pid)}"
 
 
 def _end(why: str, siblings: Siblings | None) -> NoReturn:
