@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -81,8 +81,7 @@ def torchrun(
     return run([*launcher, *starts, script, *arguments], limit=limit)
 
 
-_PORTS = range(10_000, 29_000)
-_tried = itertools.count(os.getpid() * 97)  # processes side by side begin apart
+_BLOCKS = range(10_000, 29_000, 100)
 _reserved: list[socket.socket] = []
 
 
@@ -91,16 +90,32 @@ def port() -> int:
 
     Below those that the kernel gives to whoever connects.
     """
-    for number in _tried:
-        found = _PORTS[number % len(_PORTS)]
+    return next(_ports)
+
+
+def _free_ports() -> Iterator[int]:
+    """Blocks of ports are reserved: a descriptor for each port would be too many."""
+    first = os.getpid() * 97  # processes side by side begin apart
+    for number in itertools.count(first):
+        block = _BLOCKS[number % len(_BLOCKS)]
         reservation = socket.socket(socket.AF_UNIX)
-        with socket.socket() as free, suppress(OSError):
-            reservation.bind(f"\0lightning_dist-tests-{found}")  # an abstract name: no file
-            free.bind(("", found))
-            _reserved.append(reservation)
-            return found
-        reservation.close()
-    raise AssertionError("it counts for ever")
+        try:
+            reservation.bind(f"\0lightning_dist-tests-{block}")  # an abstract name: no file
+        except OSError:
+            reservation.close()
+            continue
+        _reserved.append(reservation)
+        yield from filter(_is_free, range(block, block + _BLOCKS.step))
+
+
+def _is_free(number: int) -> bool:
+    with socket.socket() as found, suppress(OSError):
+        found.bind(("", number))
+        return True
+    return False
+
+
+_ports = _free_ports()
 
 
 def interpret_triton() -> None:

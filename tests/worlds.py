@@ -7,11 +7,13 @@ fails after ``TIMEOUT`` instead of hanging.
 from __future__ import annotations
 
 import os
+import socket
+import stat
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
@@ -35,7 +37,6 @@ TIMEOUT = timedelta(seconds=20)
 # A gloo group that is destroyed while its last collective is being freed deadlocks (it joins its
 # thread while it holds the interpreter lock), so the groups of a world outlive the next worlds.
 _RECENT: deque[list[dist.ProcessGroup]] = deque(maxlen=4)
-_ABANDONED: list[list[dist.ProcessGroup]] = []
 T = TypeVar("T")
 
 
@@ -129,26 +130,59 @@ def _quick_start() -> Iterator[None]:
         yield
 
 
+def _listening() -> set[int]:
+    """Ports on which this process listens."""
+    return {each.getsockname()[1] for each in _sockets() if _listens(each)}
+
+
+def _listens(of: socket.socket) -> bool:
+    return bool(of.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _shut_down(ports: set[int]) -> None:
+    """Shut down what was accepted at these ports.
+
+    gloo closes both ends then, and their collectives fail: to keep the groups costs no descriptors,
+    and to free them does not take as long as ``TIMEOUT``.
+    """
+    for each in _sockets():
+        # Not those that listen: gloo ends the process where they fail.
+        if each.getsockname()[1] in ports and not _listens(each):
+            with suppress(OSError):  # gloo was faster
+                each.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """Duplicates of the TCP sockets of this process, one after the other."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if not stat.S_ISSOCK(os.stat(f"/proc/self/fd/{name}").st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as found:
+                if found.family in (socket.AF_INET, socket.AF_INET6):
+                    yield found
+
+
 @_quick_start()
 def run_threads(
     function: Callable[[Rank], T],
     size: int,
     *,
     ranks_per_host: int | None = None,
-    is_abandoned: bool = False,
 ) -> list[T]:
     """Results of ``function`` on every rank of a world of ``size``, in rank order.
 
-    is_abandoned: ranks leave collectives that others wait in. To free the groups would take as long
-        as ``TIMEOUT``, some worlds later, so they stay.
+    Its groups are of no use after that: a collective that some ranks have left fails at once.
     """
     store, barrier = dist.HashStore(), threading.Barrier(size, timeout=60)
+    before = _listening()
     # One for all groups: the thread of a device wakes up a hundred times a second, also for groups
     # that nobody uses any more, and those of a few worlds of 8 ranks fill a core.
     device = dist.ProcessGroupGloo.create_device(interface="lo")
+    ports = _listening() - before
     ranks = [Rank(rank, size, store, device, barrier, ranks_per_host) for rank in range(size)]
     alive: list[dist.ProcessGroup] = []
-    (_ABANDONED if is_abandoned else _RECENT).append(alive)
+    _RECENT.append(alive)
     for rank in ranks:
         rank.alive = alive
 
@@ -162,6 +196,7 @@ def run_threads(
     with ThreadPoolExecutor(size, initializer=os.sched_setaffinity, initargs=(0, _core())) as pool:
         futures = [pool.submit(guarded, rank) for rank in ranks]
         errors = [future.exception() for future in futures]
+    _shut_down(ports)
     first = [e for e in errors if e is not None and not isinstance(e, threading.BrokenBarrierError)]
     if first:
         raise first[0]

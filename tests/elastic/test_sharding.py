@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from itertools import chain
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
 from typing import Any
 
 import pytest
@@ -134,7 +134,10 @@ def test_workers_that_are_started_afresh(make: Make, expected: Expected) -> None
     loader = one.shard(make(num_workers=1, multiprocessing_context=afresh))
     one.go_to(1)
     one.resume(samples=10, steps=1)
-    assert list(loader) == expected(one)
+    try:
+        assert list(loader) == expected(one)
+    finally:
+        forkserver._forkserver._stop()  # it would stay until this process ends
 
 
 @KINDS

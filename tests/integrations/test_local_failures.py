@@ -120,7 +120,7 @@ def test_a_peer_that_is_lost_in_an_outer_step_changes_nothing(overlap: int, lost
         assert time.monotonic() - closes < 5  # half a second, and what a busy machine adds
         assert closes - start < 15  # the groups would wait for 20
 
-    run(train, 3, is_abandoned=True)
+    run(train, 3)
 
 
 @pytest.mark.parametrize(

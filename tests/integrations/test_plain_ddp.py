@@ -196,4 +196,4 @@ def test_a_silent_rank_fails_the_step_within_the_timeout() -> None:
         rank.barrier.wait()
         reducer.close()
 
-    run_threads(train, 2, is_abandoned=True)
+    run_threads(train, 2)

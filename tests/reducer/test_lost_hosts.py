@@ -117,7 +117,7 @@ def test_only_residuals_of_lost_ranks_are_lost(commit: Commit, left: list[int], 
         model.reducer.close()
         return digests[-1:]
 
-    ranks = run_threads(body, 4, is_abandoned=True)
+    ranks = run_threads(body, 4)
     assert all(each == ranks[0] for each in ranks)
 
 
@@ -142,7 +142,7 @@ def test_a_rank_that_has_missed_the_answer_commits_by_itself(commit: Commit, cod
             ends.append(digests)
         return ends[0], ends[1]
 
-    for quiet, faulty in run_threads(body, 4, is_abandoned=True):
+    for quiet, faulty in run_threads(body, 4):
         assert quiet == faulty
 
 

@@ -138,7 +138,7 @@ def test_a_step_that_nobody_has_committed_is_given_up_and_taken_again(
         model.reducer.close()
         return digests
 
-    first, second, _ = run_threads(body, 3, is_abandoned=True)
+    first, second, _ = run_threads(body, 3)
     assert first == second
     assert first
 
@@ -232,7 +232,7 @@ def test_what_ranks_owe_is_that_of_a_naive_twin(commit: Commit) -> None:
         model.reducer.close()
         return found
 
-    ranks = run_threads(body, 3, is_abandoned=True)
+    ranks = run_threads(body, 3)
     held = [{name: torch.zeros(shape).double() for name, shape in SHAPES.items()} for _ in ranks]
     taken = [0, 0, 0]
     for step in range(len(phases) * count):
@@ -285,7 +285,7 @@ def test_ranks_that_owe_for_other_parameters_are_saved_together() -> None:
         model.reducer.close()
         return saved
 
-    first, *others = run_threads(body, 3, is_abandoned=True)
+    first, *others = run_threads(body, 3)
     assert [state["residuals"]["bias"].shape for state in first[:1]] == [(3, 6)]
     assert not first[0]["residuals"]["bias"][LAST].any()
     assert others == [[None, None]] * 2
@@ -322,7 +322,7 @@ def test_a_rank_that_has_missed_the_answer_commits_by_itself(commit: Commit, cod
             ends.append(digests)
         return ends[0], ends[1]
 
-    found = run_threads(body, 3, is_abandoned=True)
+    found = run_threads(body, 3)
     for quiet, faulty in found:
         assert quiet == faulty
     assert found[0][0][1] == found[1][0][1]
@@ -348,7 +348,7 @@ def test_the_result_that_a_step_was_not_finite_is_taken_as_it_was() -> None:
         model.reducer.close()
         return [digest(means)]
 
-    found = run_threads(body, 3, is_abandoned=True)
+    found = run_threads(body, 3)
     assert found[0] == found[1] == found[2]
 
 

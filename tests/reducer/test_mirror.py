@@ -55,7 +55,7 @@ def test_a_copy_waits_no_longer_than_a_step_for_a_silent_rank() -> None:
                 mirror.refresh(ring)
         model.reducer.close()
 
-    run_threads(body, 2, is_abandoned=True)
+    run_threads(body, 2)
 
 
 def test_a_copy_fits_a_state_that_has_changed_meanwhile() -> None:
@@ -131,7 +131,7 @@ def test_no_gradient_is_lost_with_a_rank(codec: str, lost: list[int]) -> None:
         assert model is not None
         model.reducer.close()
 
-    run_threads(body, 5, is_abandoned=True)
+    run_threads(body, 5)
 
 
 def test_a_copy_of_before_is_older_by_as_many_steps() -> None:

@@ -74,7 +74,7 @@ def test_survivors_of_a_silent_rank_take_the_next_step(codec: str) -> None:
             each.reducer.close()
         return digests
 
-    first, second, _ = run_threads(body, 3, is_abandoned=True)
+    first, second, _ = run_threads(body, 3)
     assert first == second
 
 
@@ -143,7 +143,7 @@ def test_saving_state_waits_no_longer_than_a_step_for_a_silent_rank(
             model.reducer.state_dict(to=to)
         model.reducer.close()
 
-    run_threads(body, 2, is_abandoned=True)
+    run_threads(body, 2)
 
 
 def test_averaging_state_waits_no_longer_than_a_step_for_a_silent_rank() -> None:
@@ -156,7 +156,7 @@ def test_averaging_state_waits_no_longer_than_a_step_for_a_silent_rank() -> None
                 model.reducer.state.average(model.reducer.network, row="rank 0")
         model.reducer.close()
 
-    run_threads(body, 2, is_abandoned=True)
+    run_threads(body, 2)
 
 
 def mean_residual(rank: Rank, model: Model) -> dict[str, Tensor]:
@@ -186,7 +186,7 @@ def test_another_hierarchy_keeps_the_residual(codec: str, old: Any, new: Any) ->
         model.reducer.close()
         return digests
 
-    ranks = run_threads(body, 4, is_abandoned=True)
+    ranks = run_threads(body, 4)
     assert all(digests == ranks[0] for digests in ranks)
 
 
@@ -224,7 +224,7 @@ def test_kernels_stay_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
             model.step(rank.rank, 1)
         model.reducer.close()
 
-    run_threads(body, 3, is_abandoned=True)
+    run_threads(body, 3)
     assert {(variant.rows, variant.received) for variant in asked} == {(3, 1), (1, 2)}
 
 
@@ -252,5 +252,5 @@ def test_where_others_wait_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) 
                 model.step(rank.rank, step)
         model.reducer.close()
 
-    run_threads(body, 3, is_abandoned=True)
+    run_threads(body, 3)
     assert {(variant.rows, variant.received) for variant in asked} == {(3, 1)}
