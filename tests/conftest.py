@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import tiers
 from forks import EVERYTHING, TORCH, fork_server
+from left_behind import LeftBehind, own_temporary_folder
 from processes import interpret_triton
 from slots import slots, taking
 
@@ -44,10 +46,9 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.hookimpl(tryfirst=True)  # before tests are left out by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that take minutes come first: as the last one, one worker would run it alone."""
-    tiers = _tiers()
     for item in items:
         function = item.nodeid.partition("[")[0]
-        if tier := tiers.get(item.nodeid) or tiers.get(function):
+        if tier := tiers.listed().get(item.nodeid) or tiers.listed().get(function):
             item.add_marker(tier)
     items.sort(
         key=lambda item: (
@@ -75,20 +76,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByLaunch(config, log)
 
 
-def _tiers() -> dict[str, str]:
-    """Tiers of tests, with or without their parameters, that are in the list."""
-    lines = Path(__file__).with_name("tiers.txt").read_text().splitlines()
-    words = (line.split(maxsplit=1) for line in lines if not line.startswith("#"))
-    return {test: tier for tier, test in words}
-
-
 @cache
 def _uses_the_launch(file: Path) -> bool:
     return re.search(r"\b(two|three): Results", file.read_text()) is not None
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _environment(tmp_path_factory: pytest.TempPathFactory) -> None:
+def _environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """No variables of ours, and no `lightning_dist.yaml` beside Accelerate's configuration."""
     for name in [name for name in os.environ if name.startswith("LIGHTNING_DIST_")]:
         del os.environ[name]
@@ -96,6 +90,9 @@ def _environment(tmp_path_factory: pytest.TempPathFactory) -> None:
     # A store of torch asks DNS for the name of ::ffff:127.0.0.1, and when many ask at once an
     # answer may be lost: asked for again after a second, not after five.
     os.environ["RES_OPTIONS"] = "timeout:1"
+    yield
+    if wandb := sys.modules.get("wandb"):
+        wandb.teardown()  # the process that serves its runs
 
 
 @pytest.fixture(autouse=True)
@@ -136,6 +133,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Workers are forks too. The process that runs them imports neither torch nor this package.
     """
+    own_temporary_folder(config)
+    config.pluginmanager.register(LeftBehind())
     given: dict[str, Any] = getattr(config, "workerinput", {})
     words: dict[str, list[str]] | None = given.get("fork_servers")
     workers: list[str] = [] if words is not None else config.getoption("tx", None) or []

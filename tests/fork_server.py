@@ -22,6 +22,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import types
 import weakref
@@ -126,6 +127,7 @@ def do(request: Request) -> None:
     os.chdir(request.folder)
     os.environ.clear()
     os.environ.update(request.environment)
+    tempfile.tempdir = None  # that of an import
     sys.executable = os.environ.get("PYTHON_EXEC", sys.executable)  # as torchrun
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [path for path in paths if path and path not in sys.path]
