@@ -5,14 +5,16 @@
 Failed tests run again after all others, those of a file in one process, with nothing beside it. A
 line that begins with FLAKY names a test that passes then, and the run passes. A line that begins
 with FAILED names one that fails again, with the command that repeats it. These lines are the last
-ones, and those of ``FOLDER/summary.txt``. Nothing else is repeated: a run that pytest could not
-finish fails. The output of the first run and of the repeats is kept in the folder.
+ones, and those of ``FOLDER/summary.txt``. A test that leaves something behind has failed
+(`left_behind`). Nothing else is repeated: a run that pytest could not finish fails. The output of
+the first run and of the repeats is kept in the folder.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -24,13 +26,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.left_behind import EXIT_CODE
+
 LIMIT = 900.0  # seconds, for all repeats
 
 
 def main(out: Path, arguments: Sequence[str]) -> int:
     shutil.rmtree(out, ignore_errors=True)
     code, failed = run(out, "first", arguments)
-    if code != pytest.ExitCode.TESTS_FAILED or not failed:
+    if code not in (pytest.ExitCode.TESTS_FAILED, EXIT_CODE) or not failed:
         return code
     end, again = time.monotonic() + LIMIT, set[str]()
     outputs = {}
@@ -60,11 +64,12 @@ def main(out: Path, arguments: Sequence[str]) -> int:
 def run(
     out: Path, name: str, arguments: Sequence[str], limit: float | None = None
 ) -> tuple[int, list[str]]:
-    """Exit code of pytest and the tests that it recorded as failed; its output is shown, kept."""
+    """Exit code of pytest and the tests that failed; its output is shown, and kept."""
     cache = out / "caches" / name
     cache.mkdir(parents=True)
     pytest_run = [sys.executable, "-m", "pytest", *arguments, "-o", f"cache_dir={cache.resolve()}"]
-    tee = subprocess.Popen(["tee", out / f"{name}.txt"], stdin=subprocess.PIPE)
+    output = out / f"{name}.txt"
+    tee = subprocess.Popen(["tee", output], stdin=subprocess.PIPE)
     assert tee.stdin is not None
     try:
         code = subprocess.run(
@@ -78,7 +83,9 @@ def run(
     except subprocess.TimeoutExpired:  # a process that a test left behind has its input too
         tee.kill()
     record = cache / "v/cache/lastfailed"
-    return code, sorted(json.loads(record.read_text())) if record.exists() else []
+    failed = set(json.loads(record.read_text())) if record.exists() else set[str]()
+    failed |= {*re.findall(r"(?m)^LEFT (\S.*?) (?:left|ends with) ", output.read_text())}
+    return code, sorted(failed)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import environment_of
+from processes import TESTS, environment_of
 
 pytestmark = pytest.mark.slow
 
@@ -46,6 +46,25 @@ def test_torn_down(left):
 ENDED = """
 def test_ended():
     fails("ended", 2, 1)
+"""
+
+CONFTEST = f"""
+import sys
+sys.path.insert(0, {str(TESTS)!r})
+from left_behind import LeftBehind
+
+def pytest_configure(config):
+    config.pluginmanager.register(LeftBehind())
+"""
+LEFT = """
+import subprocess
+kept = []
+
+def test_left():
+    path = pathlib.Path(__file__).with_name("again")
+    if not path.exists():
+        path.touch() if {by_chance} else None
+        kept.append(subprocess.Popen(["cat"], stdin=subprocess.PIPE))
 """
 
 
@@ -113,3 +132,15 @@ def test_a_file_that_a_worker_cannot_import_fails_twice(tmp_path: Path) -> None:
     code, lines = lines_of(tmp_path, SUITE + "raise RuntimeError('at import')\n", "-n", "1")
     assert code == 1
     assert lines[-2] == "FAILED test_suite.py"
+
+
+@pytest.mark.parametrize("by_chance", [True, False])
+def test_what_leaves_something_behind_has_failed(tmp_path: Path, by_chance: bool) -> None:
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    code, lines = lines_of(tmp_path, SUITE + TWICE + LEFT.format(by_chance=by_chance))
+    assert code == 1
+    kind = "FLAKY" if by_chance else "FAILED"
+    assert [line for line in lines[-4:] if line.startswith(("F", "f"))] == [
+        f"{kind} test_suite.py::test_left",
+        "FAILED test_suite.py::test_wrong",
+    ]

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,14 +89,6 @@ def selected(request: Any) -> set[str]:
     """Parameters ``name`` of the tests of this file that are run: those of slow ones may not be."""
     items = [item for item in request.session.items if item.path == request.path]
     return {item.callspec.params.get("name", "") for item in items if hasattr(item, "callspec")}
-
-
-def some_exhaustive(names: Iterable[str], exhaustive: Collection[str]) -> list[Any]:
-    """Parameters ``name`` of a test, of which some are for the exhaustive tier."""
-    import pytest
-
-    mark = pytest.mark.exhaustive
-    return [pytest.param(name, marks=mark) if name in exhaustive else name for name in names]
 
 
 def run_jobs(

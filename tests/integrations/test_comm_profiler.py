@@ -24,6 +24,7 @@ CASES = (
     *("skew ddp", "skew int8", "codec time", "same bits", "accumulation", "failing", "told to end"),
     *("residual healthy", "residual growing"),
 )
+pytestmark = pytest.mark.slow
 PLANTED = {4: 50, 6: 100, 8: 100}
 
 

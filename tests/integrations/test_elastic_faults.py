@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_jobs import Fault, Job, run_jobs, selected, some_exhaustive
+from elastic_jobs import Fault, Job, run_jobs, selected
 from elastic_runs import SIZE, Step, committed
+from tiers import some_exhaustive
 
 from lightning_dist.profiling.run import read_run
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from elastic_jobs import selected, some_exhaustive
+from elastic_jobs import selected
 from processes import port, run, run_together
 from results import Facts, Results, require_compressed, require_replicas
+from tiers import some_exhaustive
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SCRIPTS = Path(__file__).with_name("scenarios")

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_jobs import Fault, Job, run_jobs, selected, some_exhaustive
+from elastic_jobs import Fault, Job, run_jobs, selected
 from elastic_runs import SIZE, committed
 from loop_runs import train
+from tiers import some_exhaustive
 
 from lightning_dist.checkpoint.disk.scan import newest_valid
 from lightning_dist.checkpoint.reading import load

@@ -17,10 +17,11 @@ from processes import environment_of, kill_tree, run
 from recovering_loops import train
 from test_loop_recovery import SCRIPT, STEP, Job
 from test_trainer_recovery import TrainerJob
+from tiers import some_exhaustive
 
 from lightning_dist.elastic.recovery.node import RecoveryNode
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.ranks(3)]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def test_a_rank_that_is_stopped_is_replaced(
     assert {line["committed"] for line in job.lines[f"{victim[:-1]}1"] if "committed" in line}
 
 
-@pytest.mark.parametrize("kind", [Job, TrainerJob])
+@pytest.mark.parametrize("kind", some_exhaustive([Job, TrainerJob], [Job]))
 def test_ranks_that_are_stopped_while_they_save_send_and_receive(
     kind: type[Job], tmp_path: Path, quick_python: list[str]
 ) -> None:
@@ -70,7 +71,7 @@ def test_ranks_that_are_stopped_while_they_save_send_and_receive(
     assert " is repeated" not in job.output
 
 
-@pytest.mark.parametrize("kind", [Job, TrainerJob])
+@pytest.mark.parametrize("kind", some_exhaustive([Job, TrainerJob], [Job]))
 def test_a_rank_that_is_lost_again_and_again_while_it_comes_back(
     kind: type[Job], expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
 ) -> None:
@@ -92,7 +93,12 @@ def test_a_rank_that_is_lost_again_and_again_while_it_comes_back(
     assert len({*again}) == len(again)
 
 
-@pytest.mark.parametrize("place", ["forward", "between buckets", "after the step"])
+@pytest.mark.parametrize(
+    "place",
+    some_exhaustive(
+        ["forward", "between buckets", "after the step"], ["forward", "after the step"]
+    ),
+)
 def test_a_rank_that_hangs_in_code_of_the_user_ends_itself_alone(
     place: str, expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
 ) -> None:

@@ -39,7 +39,7 @@ ENDS_EARLY: dict[str, Any] = {
 }
 """A rank is lost in the first of two micro-batches, and the others know before the second."""
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.ranks(3)]
 
 
 def lost_ranks(quick: tuple[str, str]) -> list[Any]:

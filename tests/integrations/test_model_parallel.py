@@ -14,20 +14,14 @@ RANKS = Path(__file__).with_name("model_parallel_ranks.py")
 LIMIT = 240.0
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT + 30), pytest.mark.ranks(4)]
 FAST = ("equal_to_native", "reports", "accumulation", "refusals")
-SLOW = (
-    "resume",
-    "fabric",
-    "accelerate",
-    "profile",
-    "equal_to_native_bf16",
-    "fabric_resume",
-    "accelerate_resume",
-    "resume_one_file",
-    "resume_tensor_parallel",
-    "tensor_parallel",
-    "evaluation",
+REST = (
+    *("fabric", "accelerate", "profile", "fabric_resume", "accelerate_resume", "resume"),
+    *("tensor_parallel", "evaluation", "sharded_over_all", "shards_fabric"),
 )
-SLOW += ("sharded_over_all", "shards_resume", "shards_fabric", "shards_accelerate")
+LONG = (
+    *("equal_to_native_bf16", "resume_one_file", "resume_tensor_parallel"),
+    *("shards_resume", "shards_accelerate"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +31,12 @@ def square(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) ->
 
 @pytest.fixture(scope="module")
 def rest(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Path:
-    return launch(tmp_path_factory.mktemp("model_parallel_rest"), quick_python, SLOW)
+    return launch(tmp_path_factory.mktemp("model_parallel_rest"), quick_python, REST)
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Path:
+    return launch(tmp_path_factory.mktemp("model_parallel_long"), quick_python, LONG)
 
 
 def launch(folder: Path, python: list[str], scenarios: Sequence[str]) -> Path:
@@ -56,9 +55,16 @@ def test_it_holds(square: Path) -> None:
         assert all(each.values()), each
 
 
-@pytest.mark.parametrize("scenario", sorted({*SLOW} - {"tensor_parallel", "profile"}))
+@pytest.mark.parametrize("scenario", sorted({*REST} - {"tensor_parallel", "profile"}))
 def test_it_holds_in_other_forms(rest: Path, scenario: str) -> None:
     for each in facts(rest, scenario):
+        assert all(each.values()), each
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("scenario", LONG)
+def test_it_holds_in_long(long: Path, scenario: str) -> None:
+    for each in facts(long, scenario):
         assert all(each.values()), each
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from elastic_runs import committed
 from processes import torchrun
+from tiers import some_exhaustive
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -191,6 +192,7 @@ def test_a_restarted_run_is_that_without_a_fault(rest: Path, of: str) -> None:
     require_the_same_run(rest, of)
 
 
+@pytest.mark.exhaustive
 def test_tensor_parallel_ranks_restart_too(parts: Path) -> None:
     require_the_same_run(parts, " parts")
 
@@ -210,6 +212,7 @@ def require_the_same_run(rest: Path, of: str) -> None:
     require_same_samples(rest / f"restarted{of}", rest / f"straight{of}", worlds=[4] * 9)
 
 
+@pytest.mark.exhaustive
 def test_loaders_of_tensor_parallel_ranks_go_on(parts: Path) -> None:
     for each in facts(parts, "own_positions"):
         for name, weight in each["straight"].items():
@@ -240,7 +243,9 @@ def require_same_samples(folder: Path, straight: Path, *, worlds: list[int]) -> 
     assert all(len(step.hashes) == 1 for step in found.values()), "equal on all ranks"
 
 
-@pytest.mark.parametrize("scenario", ["tied", "tensor_parallel", "others"])
+@pytest.mark.parametrize(
+    "scenario", some_exhaustive(["tied", "tensor_parallel", "others"], ["tied", "others"])
+)
 def test_it_holds(tmp_path: Path, quick_python: list[str], scenario: str) -> None:
     launch(tmp_path, quick_python, [scenario], ranks=4)
     for each in facts(tmp_path, scenario):

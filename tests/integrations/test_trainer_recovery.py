@@ -23,6 +23,7 @@ from test_loop_recovery import (
     lost_ranks,
     require_saved_on_sigterm,
 )
+from tiers import some_exhaustive
 from torch.utils.data import DataLoader
 
 import lightning_dist
@@ -31,7 +32,7 @@ from lightning_dist.profiling.run import read_run, run_folder
 
 QUICK = ("0.0.0", "between buckets")
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.ranks(3)]
 
 
 class TrainerJob(Job):
@@ -101,7 +102,7 @@ def test_sigterm_leads_to_a_checkpoint(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["forward", "between buckets"])
+@pytest.mark.parametrize("place", some_exhaustive(["forward", "between buckets"], ["forward"]))
 def test_accumulated_and_clipped_gradients(
     place: str, expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
 ) -> None:
@@ -126,7 +127,12 @@ def test_the_last_micro_batch_of_a_step_that_cannot_be_completed_is_not_computed
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["forward", "after the vote", "end of epoch", "validation"])
+@pytest.mark.parametrize(
+    "place",
+    some_exhaustive(
+        ["forward", "after the vote", "end of epoch", "validation"], ["forward", "end of epoch"]
+    ),
+)
 def test_a_rank_is_lost_at_the_end_of_an_epoch(
     place: str, expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
 ) -> None:
@@ -280,7 +286,7 @@ def test_a_rank_is_lost_in_a_collective_of_lightning(
 @pytest.mark.parametrize(
     ("told", "step"),
     [
-        ({"validates": 1.0, "syncs": True}, 4),
+        pytest.param({"validates": 1.0, "syncs": True}, 4, marks=pytest.mark.exhaustive),
         ({"validates": 1.0, "syncs": True, "interval": 2}, 3),
         ({"meets": True}, 3),
     ],
@@ -336,7 +342,13 @@ def test_an_interval_of_validations_is_counted_across_epochs(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["later in the validation", "end of validation", "forward"])
+@pytest.mark.parametrize(
+    "place",
+    some_exhaustive(
+        ["later in the validation", "end of validation", "forward"],
+        ["later in the validation", "forward"],
+    ),
+)
 def test_checkpoints_of_the_best_and_the_profile_go_on_without_the_rank_that_made_them(
     place: str, whole: TrainerJob, tmp_path: Path, quick_python: list[str]
 ) -> None:

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import pytest
 import torch
+from tiers import some_exhaustive
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank
@@ -50,9 +50,9 @@ FEW = ("none", "int8", "topk:ratio=0.1,block_size=128", "powersgd:rank=2", "qsgd
 
 
 def few_first(codecs: Iterable[str], few: Collection[str] = FEW) -> list[Any]:
-    """Parameters of a test: those that are not among the few are for the exhaustive tier."""
-    exhaustive = pytest.mark.exhaustive
-    return [each if each in few else pytest.param(each, marks=exhaustive) for each in codecs]
+    """Values of a parameter: codecs that are not among the few are for the exhaustive tier."""
+    every = list(codecs)
+    return some_exhaustive(every, {*every} - {*few})
 
 
 PER_LEVEL = ("bf16 > int4:block_size=64", "fp16 > topk:ratio=0.1,block_size=128")

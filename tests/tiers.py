@@ -1,0 +1,27 @@
+"""Tiers of tests: those of ``make test``, slow ones, which CI runs too, and exhaustive ones.
+
+Most are marked in the files of the tests; the others are in the list ``tiers.txt``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@cache
+def listed() -> dict[str, str]:
+    """Tiers of the tests of the list, which have their parameters or are for all of them."""
+    lines = Path(__file__).with_suffix(".txt").read_text().splitlines()
+    words = (line.split(maxsplit=1) for line in lines if not line.startswith("#"))
+    return {test: tier for tier, test in words}
+
+
+def some_exhaustive(values: Iterable[Any], exhaustive: Collection[Any]) -> list[Any]:
+    """Values of a parameter, of which some are for the exhaustive tier."""
+    mark = pytest.mark.exhaustive
+    return [pytest.param(each, marks=mark) if each in exhaustive else each for each in values]
