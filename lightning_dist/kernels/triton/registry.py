@@ -5,8 +5,9 @@ Importing this module does not import Triton, so that a codec can be registered 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, cast
 
 from lightning_dist.codecs.base import BlockCodec, Codec
@@ -59,11 +60,15 @@ def register_kernels(
     _registered[codec] = encode, level, option
 
 
-def device_codec(codec: Codec) -> DeviceCodec | None:
-    """The device functions of ``codec``; None where it has none. Imports Triton."""
-    from lightning_dist.kernels.triton.codecs import FUNCTIONS
+def device_codec(
+    codec: Codec, functions: Mapping[type[Codec], Functions] = MappingProxyType({})
+) -> DeviceCodec | None:
+    """The device functions of ``codec``; None where it has none.
 
-    found = {**FUNCTIONS, **_registered}.get(type(codec))
+    Args:
+        functions: of classes for which none are registered.
+    """
+    found = _registered.get(type(codec)) or functions.get(type(codec))
     # What is not fusable, such as a matrix product, adds in an order that a library chooses.
     if found is None or not codec.fusable or codec.block > _LARGEST_BLOCK:
         return None
