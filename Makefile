@@ -14,8 +14,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 LOWEST := .venv/lowest
 TRITON := .venv/triton
-# One more than cores: a test waits for its processes for a quarter of the time.
-WORKERS ?= 3
+# Twice the cores: tests wait for their processes for half of the time (tests/slots.py bounds those).
+WORKERS ?= 4
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 SITE ?= site
 SEED ?= 1

@@ -15,7 +15,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-RANKS_PER_CORE = 2
+RANKS_PER_CORE = 4
+"""Half of the ranks of whole jobs wait for others, for a disk or for a limit: two can run."""
 _POLL = 0.02  # seconds
 
 

@@ -13,7 +13,7 @@ from threading import Event, Thread
 
 import pytest
 from processes import environment_of
-from slots import slots, taking
+from slots import RANKS_PER_CORE, slots, taking
 
 
 @pytest.fixture
@@ -95,6 +95,6 @@ def test_a_process_that_is_killed_gives_its_slots_back(four: str) -> None:
     thread.join(60)
 
 
-def test_two_for_each_core() -> None:
+def test_as_many_for_each_core() -> None:
     with slots() as folder:
-        assert len(os.listdir(folder)) == 2 * len(os.sched_getaffinity(0))
+        assert len(os.listdir(folder)) == RANKS_PER_CORE * len(os.sched_getaffinity(0))
