@@ -108,7 +108,10 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
     environment, threads = dict(os.environ), set(threading.enumerate())
+    had_a_group = _has_a_group()
     yield
+    if _has_a_group() and not had_a_group:  # as Lightning's own strategies leave it
+        sys.modules["torch.distributed"].destroy_process_group()
     left = {
         t.name for t in set(threading.enumerate()) - threads if t.name.startswith("lightning_d")
     }
@@ -119,6 +122,11 @@ def _nothing_left_behind() -> Iterator[None]:
     # A Trainer in the environment of rank 1 makes Lightning's loggers silent in this process.
     if lightning := sys.modules.get("lightning_utilities.core.rank_zero"):
         lightning.rank_zero_only.rank = 0
+
+
+def _has_a_group() -> bool:
+    dist = sys.modules.get("torch.distributed")
+    return dist is not None and bool(dist.is_available() and dist.is_initialized())
 
 
 @pytest.fixture

@@ -33,11 +33,12 @@ _OF_SESSION = ("fork_server.py", "multiprocessing.resource_tracker")
 """In the command lines of processes that end with the worker."""
 _OF_OTHERS = re.compile(
     r"gw\d+$|pytest-of-|torchinductor_|pymp-|.*wandb-|"
-    "torchelastic_|pytorch-errorfile-|torch-shm-dir-"
+    r"torchelastic_|pytorch-errorfile-|torch-shm-dir-|tmp\w{8}$"
 )
 """In the folder for temporary files: folders of workers, pytest's, and that of compiled kernels,
-what Python and wandb remove when the worker ends, and what torch's launcher and shared memory leave
-with every job."""
+what Python and wandb remove when the worker ends, what torch's launcher and shared memory leave
+with every job, and folders without a name of their own, which Lightning's launcher leaves, and
+wandb's in a rank that is killed."""
 
 PROCESS, FILE = "the process", "in the folder for temporary files"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Finished, run, torchrun
+from processes import Finished, port, run, torchrun
 from wandb_runs import history
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -27,7 +27,7 @@ def start(python: str, folder: Path, script: str, *arguments: str) -> Finished:
     """``python examples/script arguments`` in ``folder``."""
     words = shlex.join([python, str(EXAMPLES / script), *arguments])
     command = ["sh", "-c", f"cd {shlex.quote(str(folder))} && exec {words}"]
-    return run(command, limit=LIMIT).require_success()
+    return run(command, limit=LIMIT, MASTER_PORT=str(port())).require_success()
 
 
 @pytest.mark.parametrize("steps", [2, pytest.param(10, marks=pytest.mark.exhaustive)])

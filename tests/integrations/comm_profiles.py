@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from processes import run
+from processes import port, run
 
 from lightning_dist.profiling.run import Run, read_run
 
@@ -17,7 +17,8 @@ MS = 1e6
 
 def profiles(folder: Path, cases: Sequence[str], *, python: Sequence[str]) -> dict[str, Path]:
     """The folder of each case of the script, after two ranks have run it."""
-    done = run([*python, SCRIPT, folder, *cases], limit=110).require_success()
+    command = [*python, SCRIPT, folder, *cases]
+    done = run(command, limit=110, MASTER_PORT=str(port())).require_success()
     assert done.output.count("[0, 0]") == len(cases), done.output
     return {name: folder / name.replace(" ", "-") for name in cases}
 

@@ -11,7 +11,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
-from processes import run
+from processes import port, run
 
 GATHER = """
 import faulthandler, os, torch
@@ -45,7 +45,7 @@ def test_a_strategy_without_a_module_sets_up_its_environment(
     script = f"{tmp_path}/gather.py"
     with open(script, "w") as file:
         file.write(GATHER)
-    done = run([*quick_python, script], limit=90).require_success()
+    done = run([*quick_python, script], limit=90, MASTER_PORT=str(port())).require_success()
     # The gradient of a gather is the sum of what every rank wants of this one's part: 1 + 2.
     assert "SAID ([[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]], [3.0, 3.0, 3.0])" in done.output
 

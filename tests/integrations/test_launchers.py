@@ -28,7 +28,8 @@ def launched(
     folder = tmp_path_factory.mktemp("launchers")
     starts = [*STARTS, *({EXHAUSTIVE} & selected(request))]
     strategies = [*(f"compressed_ddp_{start}" for start in starts), "compressed_ddp"]
-    finished = run([*quick_python, SCRIPTS / "launchers.py", folder, *strategies], limit=260)
+    command = [*quick_python, SCRIPTS / "launchers.py", folder, *strategies]
+    finished = run(command, limit=260, MASTER_PORT=str(port()))
     return Results(folder, finished, ranks=2)
 
 
