@@ -60,6 +60,8 @@ EXHAUSTIVE = (
     "both killed after a step",
     "rank 0 killed at the end",
     "rank 0 aborts",
+    "rank 1 has a mistake",
+    "rank 0 killed at its start",
     "rank 1 exits",
     "rank 1 told to end",
     "rank 1 told to end at the last batch",
