@@ -14,7 +14,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 LOWEST := .venv/lowest
 TRITON := .venv/triton
-# Twice the cores: tests wait for their processes for half of the time (tests/slots.py bounds those).
+# For two cores: tests wait for their processes for half of the time (tests/slots.py bounds those).
 WORKERS ?= 4
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 SITE ?= site

@@ -26,6 +26,8 @@ import pytest
 
 EXIT_CODE = 8
 """Of a run whose tests have left something behind; pytest's own are less."""
+_FINISHED = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+"""Codes of runs that went to their end; the others say more than that something was left."""
 DESCRIPTORS = 250
 """The most that a worker may have after a test. Half of them are the most that were seen."""
 NAMESPACES = Path("/run/netns")
@@ -106,7 +108,7 @@ class LeftBehind:
             self.lines += self._left()
         if hasattr(session.config, "workeroutput"):
             session.config.workeroutput["left_behind"] = self.lines
-        elif self.lines:
+        elif self.lines and session.exitstatus in _FINISHED:
             session.exitstatus = EXIT_CODE
 
     @pytest.hookimpl(optionalhook=True)

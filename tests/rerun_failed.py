@@ -46,9 +46,9 @@ def main(out: Path, arguments: Sequence[str]) -> int:
         options = ["-n", "0", "-m", "", *tests]
         code, still = run(out, name, options, limit=max(0.0, end - time.monotonic()))
         # Where pytest was ended, as at the limit of a test, it has recorded nothing.
-        again |= {*tests} if code and not still else {*still}
+        again |= {*tests} & {*still} or ({*tests} if code else set())
     lines = []
-    for test in failed:
+    for test in sorted(failed, key=lambda test: test in again):
         kept = f"outputs: {out / 'first.txt'}, {outputs[test]}"
         if test in again:
             python = os.path.relpath(sys.executable)

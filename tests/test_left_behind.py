@@ -90,3 +90,10 @@ def test_what_a_failed_test_leaves_is_not_said(tmp_path: Path) -> None:
     body, _ = LEFT["a_process"]
     suite = f"{SUITE}\ndef test_fails():\n    {body}\n    assert False\n{LAST}"
     assert run(tmp_path, suite) == (pytest.ExitCode.TESTS_FAILED, [])
+
+
+def test_a_run_that_did_not_come_to_its_end_keeps_its_code(tmp_path: Path) -> None:
+    body, _ = LEFT["a_process"]
+    suite = f"{SUITE}\ndef test_ends():\n    {body}\n    pytest.exit('now')\n"
+    code, _ = run(tmp_path, suite)
+    assert code == pytest.ExitCode.INTERRUPTED

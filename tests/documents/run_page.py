@@ -149,7 +149,7 @@ updates.finish()
 """,
     "recovery 2": RECOVERED,
     "recovery 3": RECOVERED,
-    "write-your-own-codec 3": "assert device_codec(MyCodec()).encode is my_encode\n",
+    "write-your-own-codec 3": "assert device_codec(MyCodec(), {}).encode is my_encode\n",
     "write-your-own-codec 0+1+2": "del trainer  # as above, and the group is the model's\n",
 }
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, cast
 
 from lightning_dist.codecs.base import BlockCodec, Codec
@@ -38,7 +37,7 @@ class DeviceCodec:
 
 _LARGEST_BLOCK = 8192  # elements; a program keeps whole blocks in its registers
 Functions = tuple[Any, Any, Callable[[Any], float]]
-"""Of a class of codecs: ``encode``, ``level`` and ``option`` of :func:`register_kernels`."""
+"""Arguments ``encode``, ``level`` and ``option`` of :func:`register_kernels`."""
 _registered: dict[type[Codec], Functions] = {}
 
 
@@ -60,9 +59,7 @@ def register_kernels(
     _registered[codec] = encode, level, option
 
 
-def device_codec(
-    codec: Codec, functions: Mapping[type[Codec], Functions] = MappingProxyType({})
-) -> DeviceCodec | None:
+def device_codec(codec: Codec, functions: Mapping[type[Codec], Functions]) -> DeviceCodec | None:
     """The device functions of ``codec``; None where it has none.
 
     Args:

@@ -6,7 +6,10 @@ and each fixture that several tests share, has a file of one byte for each block
 took is in ``seconds-*.jsonl``. A process that is killed has noted what it ran: the files are mapped
 to memory.
 
-    python -m tests.campaigns.mutants.hits PACKAGE FOLDER    # instrument; FOLDER is for the files
+In a copy of the repository, which is of no other use afterwards::
+
+    python -m tests.campaigns.mutants.hits lightning_dist FOLDER
+    HITS_FOLDER=FOLDER python -m pytest -p tests.campaigns.mutants.hits -n 3 --dist loadfile -m ""
 """
 
 from __future__ import annotations
