@@ -18,6 +18,7 @@ import pytest
 import tiers
 from forks import EVERYTHING, TORCH, fork_server
 from left_behind import LeftBehind, own_temporary_folder
+from on_ranks import Worlds
 from processes import interpret_triton
 from slots import slots, taking
 
@@ -165,6 +166,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     from hypothesis import settings
 
+    config.pluginmanager.register(Worlds(words["quick"]))
     interpret_triton()
     settings.register_profile("ci", derandomize=True, deadline=None, max_examples=40)
     settings.load_profile("ci")
@@ -185,7 +187,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 def ranks_of(item: pytest.Item) -> int:
     """As it is marked; else those of most whole jobs, or this process alone."""
-    mark = item.get_closest_marker("ranks")
+    mark = item.get_closest_marker("on_ranks") or item.get_closest_marker("ranks")
     if mark is not None:
         return int(mark.args[0])
     return 2 if item.get_closest_marker("slow") or item.get_closest_marker("exhaustive") else 1

@@ -55,7 +55,7 @@ def run_together(
         processes = []
         for command, environment, log in zip(commands, environments, logs, strict=True):
             processes.append(_start(command, environment, log))
-            stack.callback(_kill, processes[-1])
+            stack.callback(kill_process, processes[-1])
         for process, log in zip(processes, logs, strict=True):
             code = _code_of(process, limit=start + limit - time.monotonic())
             log.seek(0)
@@ -167,7 +167,8 @@ def _code_of(process: subprocess.Popen[bytes], *, limit: float) -> int | None:
     return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def kill_process(process: subprocess.Popen[bytes]) -> None:
+    """End a process that leads a session, and all that it has started."""
     if _code_of(process, limit=0.0) is None:
         kill_tree(process.pid)
     with suppress(ProcessLookupError):

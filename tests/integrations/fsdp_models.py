@@ -13,10 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    fully_shard,
-)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -54,6 +52,11 @@ class Net(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return self.last(self.head(x)) + x
+
+
+def mesh_of(replicas: int, shards: int) -> DeviceMesh:
+    names = ("replicate", "shard")
+    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=names)
 
 
 def sharded(

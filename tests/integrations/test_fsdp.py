@@ -3,162 +3,447 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from processes import torchrun
-
-from lightning_dist.codecs import CODECS
-
-RANKS = Path(__file__).with_name("fsdp_ranks.py")
-LIMIT = 400.0
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT + 30), pytest.mark.ranks(4)]
-FACTS = (
-    *("resume", "resume_of_every_codec", "accumulation", "grad_scaler", "another_mesh", "flushed"),
-    *("overflow", "interrupted", "tensor_parallel", "memory", "drift"),
+import torch.distributed as dist
+from fsdp_models import (
+    STEPS,
+    WIDTH,
+    Net,
+    batches,
+    bytes_held,
+    counted_passes,
+    local,
+    mesh_of,
+    raised,
+    replicas_are_equal,
+    same_in_replicas,
+    sharded,
+    train,
+    weights,
 )
-OF_CODECS = ("some_codecs", "conservation_of_every_codec")
-LONG = ("every_codec", "conservation", "conservation_of_a_long_run")
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_dist.codecs import warmup
+from lightning_dist.integrations.torch.fsdp.attach import compress_fsdp
+
+pytestmark = [pytest.mark.slow, pytest.mark.on_ranks(4)]
+KERNELS = 16 << 10
+"""Bytes that passes of kernels keep, whatever the model."""
 
 
-def facts(folder: Path, scenario: str, shape: str) -> list[dict[str, object]]:
-    paths = sorted(folder.glob(f"{scenario}.{shape}.*.pt"))
-    return [torch.load(path, weights_only=True)["facts"] for path in paths]
-
-
-def launch(folder: Path, python: list[str], replicas: int, shards: int, *scenarios: str) -> Path:
-    arguments = (folder, str(replicas), str(shards), *scenarios)
-    ranks = replicas * shards
-    torchrun(RANKS, *arguments, ranks=ranks, limit=LIMIT, python=python).require_success()
-    return folder
-
-
-@pytest.fixture(scope="module")
-def square(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Path:
-    """Two replicas of two shards."""
-    scenarios = ("equal_to_native", *OF_CODECS, *FACTS, "refusals")
-    return launch(tmp_path_factory.mktemp("fsdp"), quick_python, 2, 2, *scenarios)
-
-
-@pytest.fixture(scope="module")
-def long(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Path:
-    """The same with what takes minutes."""
-    return launch(tmp_path_factory.mktemp("fsdp"), quick_python, 2, 2, *LONG)
-
-
-def test_uncompressed_it_has_the_bits_of_torch(square: Path) -> None:
-    found = facts(square, "equal_to_native", "2x2")
-    assert len(found) == 4
-    assert [[name for name, equal in each.items() if not equal] for each in found] == [[]] * 4
-
-
-@pytest.mark.exhaustive
-@pytest.mark.ranks(6)
-@pytest.mark.parametrize(("replicas", "shards"), [(3, 1), (2, 3)])
-def test_uncompressed_it_has_the_bits_of_torch_in_other_shapes(
-    tmp_path: Path, quick_python: list[str], replicas: int, shards: int
+def require_bits_of_hsdp(
+    mesh: DeviceMesh, *, shard: DeviceMesh | None = None, **given: Any
 ) -> None:
-    scenarios = "equal_to_native", "resume", "resume_of_every_codec"
-    launch(tmp_path, quick_python, replicas, shards, *scenarios)
-    for scenario in scenarios:
-        for each in facts(tmp_path, scenario, f"{replicas}x{shards}"):
-            assert all(each.values()), each
+    """torch's HSDP and codec none end with the same bits."""
+    how = {key: given.pop(key) for key in ("accumulate", "clip", "parts") if key in given}
+    native = train(sharded(mesh, **given), ours=None, **how)
+    net = sharded(shard or mesh["shard"], **given)
+    ours = compress_fsdp(net, "none", mesh=mesh)
+    assert all(map(torch.equal, native, train(net, ours=ours, **how)))
+    ours.close()
 
 
-def test_replicas_stay_equal_and_fewer_bytes_travel(square: Path) -> None:
-    found = facts(square, "some_codecs", "2x2")
-    for each in found:
-        assert all(equal and finite for equal, finite, _ in each.values()), each
-    none = found[0]["none"][2]
-    assert found[0]["bf16"][2] == pytest.approx(none / 2, rel=0.01)
-    assert found[0]["int8"][2] < 0.35 * none
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+SHAPES = [
+    (2, 2),
+    pytest.param(3, 1, marks=[pytest.mark.on_ranks(3), pytest.mark.exhaustive]),
+    pytest.param(2, 3, marks=[pytest.mark.on_ranks(6), pytest.mark.exhaustive]),
+]
 
 
-@pytest.mark.exhaustive
-def test_every_codec(long: Path) -> None:
-    """Replicas stay equal, and what was applied and what is owed is the sum of the exact means."""
-    for each in facts(long, "every_codec", "2x2"):
-        assert set(each) == set(CODECS)
-        assert all(equal and finite for equal, finite, _ in each.values()), each
-    for each in facts(long, "conservation", "2x2"):
-        assert all(error < 1e-5 for error in each.values()), each
-
-
-def require_conserved(ranks: list[dict[str, object]], commits: set[str]) -> None:
-    """Casts round to nearest; unbiased codecs miss by chance alone."""
-    limits = {"fp16": 2 * 2.0**-11, "bf16": 2 * 2.0**-8, "qsgd": 5.0, "terngrad": 5.0}
-    assert len(ranks) == 4
-    for each in ranks:
-        assert each.keys() == commits
-        for found in each.values():
-            assert found.keys() == set(CODECS)
-            wrong = {n: lost for n, lost in found.items() if not lost < limits.get(n, 1e-10)}
-            assert not wrong
-
-
-def test_every_codec_conserves_mass(square: Path) -> None:
-    """60 steps in float64."""
-    found = facts(square, "conservation_of_every_codec", "2x2")
-    require_conserved(found, {"immediate", "deferred"})
-
-
-@pytest.mark.exhaustive
-def test_every_codec_conserves_mass_in_a_long_run(long: Path) -> None:
-    """1,000 steps in float64."""
-    require_conserved(facts(long, "conservation_of_a_long_run", "2x2"), {"immediate"})
-
-
-@pytest.mark.parametrize("scenario", FACTS)
-def test_facts(square: Path, scenario: str) -> None:
-    found = facts(square, scenario, "2x2")
-    assert len(found) == 4
-    for each in found:
-        assert all(each.values()), each
+@pytest.mark.parametrize(("replicas", "shards"), SHAPES)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"accumulate": True},
+        {"clip": True, "mp_policy": BF16},
+        {"compiled": "aot_eager"},
+        {"checkpoints": True, "frozen": True},
+        {"tied": True, "reshard_after_forward": False},
+    ],
+    ids=", ".join,
+)
+def test_uncompressed_it_has_the_bits_of_torch(
+    replicas: int, shards: int, how: dict[str, Any]
+) -> None:
+    require_bits_of_hsdp(mesh_of(replicas, shards), **how)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler")
-def test_compiled_kernels(tmp_path: Path, quick_python: list[str]) -> None:
-    launch(tmp_path, quick_python, 2, 2, "compiled_kernels")
-    found = facts(tmp_path, "compiled_kernels", "2x2")
-    assert len(found) == 4
-    for each in found:
-        assert all(each.values()), each
+def test_compiled_blocks_have_the_bits_of_torch() -> None:
+    require_bits_of_hsdp(mesh_of(2, 2), compiled="inductor", accumulate=True)
+
+
+@pytest.mark.parametrize("codec", ["int4", "powersgd:rank=1"])
+@pytest.mark.parametrize(
+    "ranks", [4, pytest.param(8, marks=[pytest.mark.on_ranks(8), pytest.mark.exhaustive])]
+)
+def test_tensor_parallel_shards(ranks: int, codec: str) -> None:
+    """Two replicas of shards whose matrices are split over two ranks."""
+    shape = (2, ranks // 4, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard", "tensor"))
+    data, given = mesh["replicate", "shard"], {"tensor": mesh["tensor"], "inner": 36}
+    require_bits_of_hsdp(data, shard=mesh["shard"], accumulate=True, parts=2, **given)
+    net = sharded(mesh["shard"], **given)
+    ours = compress_fsdp(net, codec, mesh=data, min_compress_numel=0)
+    train(net, ours=ours, accumulate=True, parts=2)
+    assert replicas_are_equal(net, data)
+    shared, residuals = [ours.state_dict()], ours.reducer.residuals
+    assert (shared[0] is not None) == (dist.get_rank() == 0)
+    dist.broadcast_object_list(shared)
+    saved, own = shared[0], mesh["replicate"].get_local_rank()
+    parameters = dict(net.named_parameters())
+    for name, rows in saved["residuals"].items():
+        assert torch.equal(rows[own], placed_as(parameters[name], residuals[name])), name
+    before = {name: part.clone() for name, part in residuals.items()}
+    ours.load_state_dict(saved)
+    after, again = ours.reducer.residuals, [ours.state_dict()]
+    ours.close()
+    for name, part in before.items():
+        assert part.numel() == 0 or torch.equal(after[name], part), name
+    flat = mesh_of(2, ranks // 2)
+    net = sharded(flat["shard"], inner=36)
+    elsewhere = compress_fsdp(net, codec, mesh=flat, min_compress_numel=0)
+    elsewhere.load_state_dict(saved)
+    again.append(elsewhere.state_dict())
+    elsewhere.close()
+    for other in filter(None, again):
+        for name, rows in saved["residuals"].items():
+            assert torch.equal(other["residuals"][name], rows), name
+    for name, of in saved.get("factors", {}).items() if again[0] else ():
+        loaded = again[0]["factors"][name]
+        assert loaded.keys() == of.keys()
+        assert all(map(torch.equal, chain(*loaded.values()), chain(*of.values()))), name
+        assert "blocks" not in name or len(of) == 2 * shape[1], "parts"
+
+
+def placed_as(parameter: nn.Parameter, flat: Tensor) -> Tensor:
+    """All of what each rank has a part of, as of ``parameter``."""
+    assert isinstance(parameter, DTensor)
+    part = flat.view(local(parameter).shape)
+    at, how = parameter.device_mesh, parameter.placements
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(part, at, how, shape=shape, stride=stride).full_tensor().flatten()
 
 
 @pytest.mark.exhaustive
-@pytest.mark.ranks(8)
-def test_compiled_blocks_and_tensor_parallel_shards(
-    tmp_path: Path, quick_python: list[str]
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler")
+def test_every_pass_over_a_shard_of_enough_blocks_is_one_compiled_loop() -> None:
+    """With the bits of the eager one."""
+    mesh, block, found = mesh_of(2, 2), 16, []
+    for wish in (False, True):
+        eager, compiled = Counter[str](), Counter[str]()
+        with counted_passes(eager, compiled):
+            net = sharded(mesh["shard"])
+            codec = f"int8:block_size={block}"
+            ours = compress_fsdp(net, codec, mesh=mesh, min_compress_numel=0, compile_kernels=wish)
+            eager.clear()  # of the comparison at set-up
+            compiled.clear()
+            ended = train(net, ours=ours)
+            held = [ours.reducer.residuals[name] for name in sorted(ours.reducer.residuals)]
+            found.append((ended + [each.clone() for each in held], eager.total(), compiled))
+        ours.close()
+    (before, without, nothing), (after, remain, compiled) = found
+    assert all(map(torch.equal, before, after))
+    large = sum(local(p).numel() // block >= 16 for p in net.parameters())
+    assert compiled == dict.fromkeys(("encode_and_commit", "decode_and_commit"), large * STEPS)
+    assert without - remain == compiled.total()
+    assert not nothing
+
+
+def test_memory_between_passes_is_of_shards_only() -> None:
+    """Beside what torch's HSDP has: residuals, payloads, and a flat copy of the gradients. A whole
+    copy of the model would be as large as two.
+    """
+    mesh, before = mesh_of(2, 2), bytes_held()
+    native = sharded(mesh)
+    train(native, ours=None, accumulate=True)
+    of_native = bytes_held() - before
+    net = sharded(mesh["shard"])
+    ours = compress_fsdp(net, "int8", mesh=mesh, min_compress_numel=0)
+    train(net, ours=ours, accumulate=True)
+    shards = sum(local(p).nbytes for p in net.parameters())
+    added, said = bytes_held() - before - 2 * of_native, ours.reducer.memory()
+    sent: list[int] = []
+    gather = dist.gather
+    with patch.object(
+        dist, "gather", lambda mine, *a, **k: sent.append(mine.nbytes) or gather(mine, *a, **k)
+    ):
+        ours.state_dict()
+    ours.close()
+    assert 0.9 * shards < sum(sent) < 1.2 * shards
+    assert 0.9 * shards < said["residual_bytes"] <= shards
+    assert 0 < said["buffer_bytes"] <= 2 * shards
+    assert added < shards + sum(said.values()) + KERNELS
+
+
+def test_errors_of_parameters_take_8_bits() -> None:
+    """Between passes there are beside what FSDP has over all ranks only the errors."""
+    mesh = init_device_mesh("cpu", (4,))
+    before = bytes_held()
+    native = sharded(mesh, inner=350)
+    train(native, ours=None)
+    of_native = bytes_held() - before
+    net, codec = sharded(mesh, inner=350), "int8:block_size=16"
+    given = {"error_feedback": True, "min_compress_numel": 0}
+    ours = compress_fsdp(net, codec, mesh=mesh, parameters=codec, **given)
+    train(net, ours=None)
+    numel = sum(parameter.numel() for parameter in net.parameters())
+    errors, added = ours.memory()["residual_bytes"], bytes_held() - before - 2 * of_native
+    ours.close()
+    assert numel < errors < 1.1 * numel * (1 + 2 / 16)
+    assert added < errors + KERNELS < errors + numel / 2
+
+
+@pytest.mark.parametrize(("replicas", "shards"), SHAPES)
+def test_a_resumed_run_has_the_weights_of_one_that_was_not_interrupted(
+    replicas: int, shards: int
 ) -> None:
-    launch(tmp_path, quick_python, 2, 2, "compiled_blocks")
-    launch(tmp_path, quick_python, 2, 4, "tensor_parallel")
-    for scenario, shape, ranks in (("compiled_blocks", "2x2", 4), ("tensor_parallel", "2x4", 8)):
-        found = facts(tmp_path, scenario, shape)
-        assert len(found) == ranks
-        assert all(all(each.values()) for each in found), found
+    mesh = mesh_of(replicas, shards)
+    straight = sharded(mesh["shard"])
+    ours = compress_fsdp(straight, "int4", mesh=mesh, min_compress_numel=0)
+    train(straight, ours=ours)
+    between, state = weights(straight), ours.state_dict()
+    train(straight, ours=ours)
+    ours.close()
+    again = sharded(mesh["shard"])
+    with torch.no_grad():
+        for parameter, held in zip(again.parameters(), between, strict=True):
+            local(parameter).copy_(held)
+    ours = compress_fsdp(again, "int4", mesh=mesh, min_compress_numel=0)
+    shared = [state]
+    dist.broadcast_object_list(shared)
+    ours.load_state_dict(shared[0])
+    train(again, ours=ours)
+    ours.close()
+    assert all(map(torch.equal, weights(straight), weights(again)))
+    whole = {name: p.numel() for name, p in again.named_parameters()}
+    for name, rows in shared[0]["residuals"].items():
+        assert rows.shape == (replicas, whole[name])
 
 
-@pytest.mark.parametrize(
-    ("case", "says"),
-    [
-        ("not sharded", "call fully_shard"),
-        ("one dimension", "two dimensions"),
-        ("native HSDP", "call it with mesh"),
-        ("offload", "CPUOffloadPolicy"),
-        ("reduce dtype", "reduce_dtype"),
-        ("fp16 reduction", "got reduce_dtype torch.float16 for parameters in torch.float32"),
-        ("sums", "after set_force_sum_reduction_for_comms(True)"),
-        ("fp16", "keep parameters in bfloat16 or float32"),
-        ("FSDP1", "call fully_shard on the blocks"),
-        ("placement", "leave shard_placement_fn out"),
-        ("several groups", "parameters of a module in one group"),
-        ("another mesh", "one dimension of mesh"),
-        ("one replica", "several replicas"),
-        ("unequal settings", "codec"),
-    ],
-)
-def test_what_cannot_work_is_refused(square: Path, case: str, says: str) -> None:
-    for each in facts(square, "refusals", "2x2"):
-        assert says in str(each[case])
+def test_residuals_of_two_replicas_of_two_shards_go_on_in_four_replicas() -> None:
+    mesh = mesh_of(2, 2)
+    net = sharded(mesh["shard"])
+    ours = compress_fsdp(net, "int4", mesh=mesh, min_compress_numel=0)
+    train(net, ours=ours)
+    shared = [ours.state_dict()]
+    ours.close()
+    dist.broadcast_object_list(shared)
+    flat = mesh_of(4, 1)
+    net = sharded(flat["shard"])
+    ours = compress_fsdp(net, "int4", mesh=flat, min_compress_numel=0)
+    ours.load_state_dict(shared[0])
+    loaded = ours.state_dict()
+    ours.load_state_dict(shared[0])
+    train(net, ours=ours)
+    ours.close()
+    for name, of in loaded["residuals"].items() if loaded else ():
+        mean = shared[0]["residuals"][name].mean(0)
+        assert all(torch.equal(row, mean) for row in of)
+    assert replicas_are_equal(net, flat)
+
+
+def test_what_is_owed_is_sent_once_if_a_codec_that_keeps_nothing_follows() -> None:
+    mesh = mesh_of(2, 2)
+    net, exact = sharded(mesh["shard"]), sharded(mesh)
+    policy = warmup({0: "int4", 3: "none"})
+    ours = compress_fsdp(net, policy, mesh=mesh, min_compress_numel=0)
+    applied, wanted = ([torch.zeros_like(w) for w in weights(each)] for each in (net, exact))
+    for first, _ in batches(5):
+        for model, sums in ((net, applied), (exact, wanted)):
+            model.zero_grad()
+            model(first).square().mean().backward()
+            for parameter, total in zip(model.parameters(), sums, strict=True):
+                total += local(parameter.grad)
+    torch.testing.assert_close(applied, wanted, rtol=1e-4, atol=1e-6)
+    assert not ours.reducer.residuals
+    ours.close()
+
+
+def test_a_grad_scaler_changes_no_bits_and_a_skipped_step_leaves_no_trace() -> None:
+    mesh, found = mesh_of(2, 2), []
+    for enabled in (False, True):
+        net = sharded(mesh["shard"])
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=enabled)
+        settings = {"min_compress_numel": 0, "grad_scaler": scaler}
+        ours = compress_fsdp(net, "int4", mesh=mesh, **settings)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step, (first, _) in enumerate(batches()):
+            for bad in (True, False) if enabled and step == 1 else (False,):
+                optimizer.zero_grad()
+                factor = torch.inf if bad and dist.get_rank() == 0 else 1.0
+                scaler.scale(net(first * factor).square().mean()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        found.append([*weights(net), *ours.reducer.residuals.values()])
+        ours.close()
+    assert scaler.get_scale() == 512.0, "skipped once"
+    assert all(map(torch.equal, *found))
+
+
+def test_factors_that_drift_apart_are_told() -> None:
+    """Those of one replica are a little different, as another LAPACK would have them."""
+    mesh = mesh_of(2, 2)
+    net = sharded(mesh["shard"])
+    ours = compress_fsdp(net, "powersgd:rank=2", mesh=mesh, min_compress_numel=0)
+    with patch("lightning_dist.reducer.pipeline._COMPARED_EVERY", STEPS):
+        train(net, ours=ours)
+        for factors in ours.reducer.state.factors.values():
+            for factor in factors:
+                factor.mul_(1 + 1e-3 * mesh["replicate"].get_local_rank())
+        with pytest.raises(RuntimeError, match="drifted apart"):
+            train(net, ours=ours)
+    ours.close()
+
+
+def test_training_goes_on_after_a_backward_pass_that_an_exception_ends() -> None:
+    mesh = mesh_of(2, 2)
+    net = sharded(mesh["shard"])
+    ours = compress_fsdp(net, "int8", mesh=mesh, min_compress_numel=0)
+    fails = True
+
+    def hook(_: Tensor) -> None:
+        if fails:
+            raise KeyError("planted")
+
+    (batch,) = batches(1)
+    inner = net.blocks[0].register_forward_pre_hook(
+        lambda _, args: args[0].register_hook(hook) and None
+    )
+    with pytest.raises(KeyError, match="planted"):
+        net(batch[0]).square().mean().backward()
+    fails = False
+    inner.remove()
+    net.reset_iter_state()  # FSDP's own
+    train(net, ours=ours)
+    ours.close()
+    assert replicas_are_equal(net, mesh)
+
+
+def test_gradients_of_other_micro_batches_are_averaged_too_or_an_error_says_so() -> None:
+    mesh = mesh_of(2, 2)
+    net = sharded(mesh["shard"])
+    ours = compress_fsdp(net, "none", mesh=mesh)
+    (first, second), *_ = batches()
+
+    def backward(x: Tensor, of: Callable[[Tensor], Tensor] = net) -> None:
+        of(x).square().mean().backward()
+
+    def averaged() -> bool:
+        return same_in_replicas([local(p.grad) for p in net.parameters()], mesh)
+
+    with ours.no_sync():
+        backward(first)
+    for block in net.blocks:
+        block[0].weight.grad = None  # as by the zero_grad of one of two optimizers
+    started: list[int] = []
+    start, finish = ours.reducer.start, ours._finish
+    with (
+        patch.object(
+            ours.reducer, "start", lambda *a, **k: started.append(k["key"]) or start(*a, **k)
+        ),
+        patch.object(ours, "_finish", lambda: started.append(-1) or finish()),
+    ):
+        backward(second)
+    assert averaged()
+    assert started == [3, 2, 1, 0, -1], "during the backward pass"
+    net.zero_grad()
+    with ours.no_sync():
+        backward(first)
+    with pytest.raises(RuntimeError, match=r"set_reduce_scatter_unused_params\(True\)"):
+        backward(second, net.blocks[0])
+    net.zero_grad()
+    net.reset_iter_state()
+    backward(first)
+    assert averaged(), "it goes on"
+    net.set_reduce_scatter_unused_params(True)
+    with ours.no_sync():
+        backward(first)
+    backward(second, net.blocks[0])
+    assert averaged(), "zeros for the unused"
+    hook = net.head.weight.register_post_accumulate_grad_hook(lambda _: None)
+    with pytest.raises(ValueError, match=r"step the optimizer after backward\(\)"):
+        backward(second)
+    hook.remove()
+    ours.close()
+
+
+class WithoutAccelerator(FullyShardedDataParallel):
+    """FSDP1, which is made on accelerators alone."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+
+def on_two_meshes(mesh: DeviceMesh) -> nn.Module:
+    """Its weight is sharded over one dimension, its bias over the other."""
+    other = ShardPlacementResult(Shard(0), FSDPMeshInfo(mesh["replicate"], shard_mesh_dim=0))
+    return fully_shard(
+        nn.Linear(WIDTH, WIDTH),
+        mesh=mesh["shard"],
+        shard_placement_fn=lambda parameter: other if parameter.dim() == 1 else None,
+    )
+
+
+def summing(mesh: DeviceMesh) -> nn.Module:
+    """FSDP divides its gradients after they are summed."""
+    net = sharded(mesh["shard"])
+    net.set_force_sum_reduction_for_comms(True)
+    return net
+
+
+def test_what_cannot_work_is_refused() -> None:
+    mesh = mesh_of(2, 2)
+    whole, shard = init_device_mesh("cpu", (4,)), mesh["shard"]
+    columns = {"mesh": shard, "shard_placement_fn": lambda _: Shard(1)}
+    bf16, fp16 = (MixedPrecisionPolicy(reduce_dtype=each) for each in (torch.bfloat16, torch.half))
+    offload = CPUOffloadPolicy(pin_memory=False)
+    cases: list[tuple[str, Callable[[], nn.Module], DeviceMesh]] = [
+        ("call fully_shard", Net, mesh),
+        ("two dimensions", lambda: sharded(shard), shard),
+        ("call it with mesh", lambda: sharded(mesh), mesh),
+        ("CPUOffloadPolicy", lambda: sharded(shard, offload_policy=offload), mesh),
+        ("reduce_dtype", lambda: sharded(shard, mp_policy=bf16), mesh),
+        (
+            "got reduce_dtype torch.float16 for parameters in torch.float32",
+            lambda: sharded(shard, mp_policy=fp16),
+            mesh,
+        ),
+        ("after set_force_sum_reduction_for_comms(True)", lambda: summing(mesh), mesh),
+        (
+            "keep parameters in bfloat16 or float32",
+            lambda: sharded(shard, dtype=torch.float16),
+            mesh,
+        ),
+        ("call fully_shard on the blocks", WithoutAccelerator, mesh),
+        (
+            "leave shard_placement_fn out",
+            lambda: fully_shard(nn.Linear(4, 4, bias=False), **columns),
+            mesh,
+        ),
+        ("parameters of a module in one group", lambda: on_two_meshes(mesh), mesh),
+        ("several replicas", lambda: sharded(whole), init_device_mesh("cpu", (1, 4))),
+        ("one dimension of mesh", lambda: sharded(whole), mesh),
+    ]
+    for says, make, over in cases:
+        assert says in raised(lambda make=make, over=over: compress_fsdp(make(), mesh=over))
+    unequal = "int8" if dist.get_rank() else "int4"
+    assert "codec" in raised(lambda: compress_fsdp(sharded(shard), unequal, mesh=mesh))
