@@ -166,7 +166,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     from hypothesis import settings
 
-    config.pluginmanager.register(Worlds(words["quick"]))
+    config.pluginmanager.register(Worlds(words["quick"], words["torch"]))
     interpret_triton()
     settings.register_profile("ci", derandomize=True, deadline=None, max_examples=40)
     settings.load_profile("ci")

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from _pytest.assertion.rewrite import _rewrite_test
+from forks import with_seeds
 from processes import environment_of, kill_process, port
 
 if TYPE_CHECKING:
@@ -116,18 +117,24 @@ class World:
 
 
 class Worlds:
-    """A plugin of pytest: at most one world at a time, kept from test to test."""
+    """A plugin of pytest: at most one world at a time, kept from test to test.
 
-    def __init__(self, python: Sequence[str]) -> None:
-        self._python = python
+    Args:
+        servers: words of the fork servers that are to be used in turns where a test asks for
+            ``hash_seeds=True``: neighbours go through a set in different orders then.
+    """
+
+    def __init__(self, *servers: list[str]) -> None:
+        self._servers = servers
         self._world: World | None = None
+        self._kind: tuple[int, bool] = 0, False
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
         mark = pyfuncitem.get_closest_marker("on_ranks")
         if mark is None:
             return None
-        world = self._of(mark.args[0])
+        world = self._of(mark.args[0], hash_seeds=mark.kwargs.get("hash_seeds", False))
         written = world.written()
         try:
             found = world.run(call_of(pyfuncitem, mark.kwargs.get("limit", LIMIT)))
@@ -148,11 +155,12 @@ class Worlds:
             pytest.skip(skipped[0])
         return True
 
-    def _of(self, size: int) -> World:
-        if self._world is not None and self._world.size != size:
+    def _of(self, size: int, *, hash_seeds: bool) -> World:
+        if self._kind != (size, hash_seeds):
             self.close()
         if self._world is None:
-            self._world = World(size, self._python)
+            servers = self._servers if hash_seeds else self._servers[:1]
+            self._world, self._kind = World(size, with_seeds(*servers)), (size, hash_seeds)
         return self._world
 
     @pytest.hookimpl(tryfirst=True)  # before what is left behind is looked for

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from processes import run
 
 pytestmark = pytest.mark.slow
-LATER = {"numbers": [1, 2]}
 
 
 @pytest.mark.on_ranks(2)
@@ -26,6 +25,13 @@ def test_every_rank_has_the_arguments_and_one_group(factor: int, tmp_path: Path)
     (tmp_path / str(dist.get_rank())).write_text("here")
     dist.barrier()
     assert sorted(os.listdir(tmp_path)) == ["0", "1"]
+
+
+@pytest.mark.on_ranks(2, hash_seeds=True)
+def test_neighbours_have_different_hash_seeds() -> None:
+    hashes = [0, 0]
+    dist.all_gather_object(hashes, hash("a name"))
+    assert hashes[0] != hashes[1]
 
 
 @pytest.mark.on_ranks(2)
