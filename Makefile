@@ -54,7 +54,7 @@ test-gpu: install
 
 # An environment with packages of its own, which finds those of .venv beside them.
 define beside
-	$(PYTHON) -m venv --clear $(1)
+	$(PYTHON) -m venv --clear --without-pip $(1)
 	$(BIN)/python -c "import sysconfig; print(f'import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})')" \
 	  > $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tested.pth
 	$(1)/bin/python -m pip install --quiet --no-deps --ignore-installed $(2)

@@ -48,7 +48,10 @@ def test_nothing_is_lost_in_a_small_campaign(
     assert [row["kind"] for row in rows] == codecs
     for row in rows:
         assert {name: row[name] for name in PROBLEMS} == dict.fromkeys(PROBLEMS, 0)
-        assert row["struck"] == row["faults"]
+        missed = {kind for kind, struck, drawn in row["kinds"] if struck < drawn}
+        # The worker of that place may be lost in the last step of its epoch, to another fault.
+        assert missed <= {"end of an epoch"}
+        assert row["faults"] - row["struck"] <= len(missed)
 
 
 def test_a_straggler_that_is_evicted_is_a_problem(tmp_path: Path) -> None:
