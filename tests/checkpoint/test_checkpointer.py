@@ -1,13 +1,14 @@
-"""The engine as a trainer uses it: one rank, a real writer."""
+"""The engine as a trainer uses it: its settings, its first save, a real writer."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import stores  # noqa: F401, for its bucket
 import torch
 from snapshots import assert_equal, small_state, trained
 
+from lightning_dist import AsyncTorchCheckpointIO
+from lightning_dist.checkpoint import writers
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.folder_owner import own
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
@@ -234,3 +237,86 @@ def test_a_clock_that_is_set_back_during_a_training(
             checkpointer.wait(LIMIT)
     found = [each.description for each in checkpoints(str(tmp_path)) if each.description]
     assert [each.origin.step for each in found if each.origin] == [3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"snapshot": "lazy"}, "snapshot must be one of 'auto', 'overlap', 'blocking', 'sync'"),
+        ({"on_busy": "drop"}, "on_busy must be one of 'wait', 'skip'; got 'drop'"),
+        ({"writer": None}, "writer must be one of 'auto', 'process', 'thread'; got None"),
+        ({"verify": True}, "verify must be one of 'resume', 'always', 'never'; got True"),
+        ({"on_error": "ignore"}, "on_error must be one of 'raise', 'warn'; got 'ignore'"),
+        ({"max_in_flight": 0}, "max_in_flight must be an integer >= 1; got 0"),
+        ({"max_in_flight": 1.5}, "max_in_flight must be an integer >= 1; got 1.5"),
+        (
+            {"host_memory_limit": 0},
+            "host_memory_limit must be a number of bytes >= 1, or None; got 0",
+        ),
+        ({"snapshot": "sync", "on_busy": "skip"}, "waits for every save, so on_busy='skip' cannot"),
+    ],
+)
+def test_a_bad_value_is_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=r"^") as error:
+        CheckpointSettings(**arguments)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"snapshot": "overlap", "max_in_flight": 3, "on_busy": "skip", "writer": "process"},
+        {"snapshot": "sync", "verify": "always", "on_error": "warn", "host_memory_limit": 1},
+    ],
+)
+def test_good_values_pass(arguments: dict[str, Any]) -> None:
+    made = CheckpointSettings(**arguments)
+    assert {name: getattr(made, name) for name in arguments} == arguments
+
+
+@pytest.fixture
+def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Writers that start do nothing until something is written here."""
+    path = tmp_path / "gate"
+    os.mkfifo(path)
+    monkeypatch.setattr(writers, "_BOOT", f"open({str(path)!r}).read()\n{writers._BOOT}")
+    yield path
+    with suppress(OSError):  # nobody waits any more
+        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+
+
+def test_the_first_save_returns_before_its_writer_has_started(tmp_path: Path, gate: Path) -> None:
+    io = AsyncTorchCheckpointIO()
+    path = tmp_path / "here" / "1.ckpt"
+    saved = threading.Thread(target=io.save_checkpoint, args=(small_state(), path), daemon=True)
+    saved.start()
+    saved.join(LIMIT)
+    waits = saved.is_alive()
+    gate.write_text("go on")
+    saved.join(LIMIT)
+    io.teardown()
+    assert not waits
+    assert_equal(load(str(path)), small_state())
+
+
+def test_a_trainer_that_is_killed_before_its_writer_has_started_loses_nothing(
+    tmp_path: Path, gate: Path
+) -> None:
+    folder = tmp_path / "here"
+    child = os.fork()
+    if child == 0:
+        signal.alarm(int(LIMIT))
+        io = AsyncTorchCheckpointIO()
+        io.save_checkpoint(small_state(), folder / "1.ckpt")
+        io._saves.checkpointer._delivery._thread.submit(int).result(LIMIT)  # type: ignore[union-attr]
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    with pytest.raises(ValueError, match="its writer still holds"):
+        own(str(folder), patience=0.1)
+    gate.write_text("go on")
+    lock = own(str(folder), patience=LIMIT)
+    assert lock is not None
+    lock.release()
+    assert_equal(load(f"{folder}/1.ckpt"), small_state())
+    assert os.listdir(folder) == ["1.ckpt"]

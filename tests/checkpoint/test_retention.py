@@ -1,23 +1,182 @@
-"""What a trainer asks to remove goes after a success, whatever happens in between."""
+"""Which checkpoint of a folder training goes on from, and which are removed."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
 from slow_copies import held_copies
-from snapshots import trained
+from snapshots import folder_saves, origin, small_state, trained, write_file, write_folder
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
+from lightning_dist.checkpoint.disk import manifest as manifests
+from lightning_dist.checkpoint.disk import scan
+from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Failed
+from lightning_dist.checkpoint.disk.scan import checkpoints, newest_valid
+from lightning_dist.checkpoint.disk.verify import Description, verify
 from lightning_dist.checkpoint.removals import Removals
 from lightning_dist.checkpoint.settings import CheckpointSettings
 
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Four checkpoints; their names and times of writing are in another order than their steps."""
+    write_file(tmp_path / "z.ckpt", small_state(1), origin(1))
+    write_file(tmp_path / "a.ckpt", small_state(4), origin(4))
+    write_folder(folder_saves(tmp_path / "b.ckpt", small_state(3), 1, step=3))
+    write_file(tmp_path / "c.ckpt", small_state(2), origin(2))
+    return tmp_path
+
+
+def steps(folder: Path) -> list[int]:
+    found = [f.description.origin for f in checkpoints(str(folder)) if f.description]
+    return [origin.step for origin in found if origin]
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_the_newest_comes_first(folder: Path) -> None:
+    assert steps(folder) == [4, 3, 2, 1]
+    found = newest_valid(str(folder))
+    assert found is not None
+    assert (found.path, found.origin) == (f"{folder}/a.ckpt", origin(4))
+
+
+def test_broken_ones_are_passed_over_with_a_warning(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = (folder / "a.ckpt").read_bytes()
+    (folder / "a.ckpt").write_bytes(data[: len(data) // 2])
+    (shard,) = (folder / "b.ckpt").glob("*.bin")
+    damage(shard)
+    with caplog.at_level(logging.WARNING):
+        found = newest_valid(str(folder))
+    assert found is not None
+    assert found.path == f"{folder}/c.ckpt"
+    assert [r.levelname for r in caplog.records if "Skipping" in r.message] == ["WARNING"] * 2
+    assert f"{folder}/a.ckpt" in caplog.text
+    assert f"{shard.name} has changed since it was written" in caplog.text
+
+
+def test_nothing_is_left_if_all_are_broken(folder: Path) -> None:
+    for file in [path for path in folder.rglob("*") if path.is_file()]:
+        file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"None of the checkpoints .* is complete: .*z\.ckpt"):
+        newest_valid(str(folder))
+    assert steps(folder) == []
+    assert len(checkpoints(str(folder))) == 4
+    assert all(found.problem for found in checkpoints(str(folder)))
+
+
+def test_what_is_foreign_is_listed_but_never_chosen(tmp_path: Path) -> None:
+    torch.save(small_state(), tmp_path / "foreign.ckpt")
+    (tmp_path / "notes.ckpt").write_text("not a checkpoint")
+    (tmp_path / "events.out").write_text("a log")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / ".a.ckpt.tmp-0123456789abcdef").write_text("staged")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    assert [Path(found.path).name for found in checkpoints(str(tmp_path))] == [
+        "foreign.ckpt", "notes.ckpt",
+    ]  # fmt: skip
+    with pytest.raises(CheckpointError, match="notes"):  # it may have been the newest
+        newest_valid(str(tmp_path))
+    write_file(tmp_path / "ours.ckpt", small_state(), origin(1))
+    found = newest_valid(str(tmp_path))
+    assert found is not None
+    assert found.path == f"{tmp_path}/ours.ckpt"
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_folder_with_a_manifest_counts_whatever_its_name(tmp_path: Path) -> None:
+    write_folder(folder_saves(tmp_path / "checkpoint_3", small_state(3), 2, step=3))
+    assert steps(tmp_path) == [3]
+
+
+def test_a_newer_format_is_passed_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(manifests, "VERSION", 2)
+        write_file(folder / "new.ckpt", small_state(9), origin(9))
+    found = newest_valid(str(folder))
+    assert found is not None
+    assert found.path == f"{folder}/a.ckpt"
+    assert ["newer lightning_dist" in f.problem for f in checkpoints(str(folder)) if f.problem] == [
+        True
+    ]
+
+
+def test_an_empty_or_missing_folder_has_none(tmp_path: Path) -> None:
+    assert newest_valid(str(tmp_path)) is None
+    assert newest_valid(f"{tmp_path}/missing") is None
+
+
+def test_weights_alone_are_nothing_to_go_on_from(tmp_path: Path) -> None:
+    write_file(tmp_path / "whole.ckpt", small_state(), origin(1))
+    write_file(tmp_path / "weights.ckpt", small_state(), replace(origin(2), resumable=False))
+    found = newest_valid(str(tmp_path))
+    assert found is not None
+    assert found.path == f"{tmp_path}/whole.ckpt"
+
+
+def test_headers_have_to_do_where_nothing_is_checked(tmp_path: Path) -> None:
+    write_file(tmp_path / "a.ckpt", small_state(), origin(1))
+    content = bytearray((tmp_path / "a.ckpt").read_bytes())
+    content[content.index(small_state()["weight"].numpy().tobytes())] ^= 1
+    (tmp_path / "a.ckpt").write_bytes(content)
+    with pytest.raises(CheckpointError):
+        newest_valid(str(tmp_path))
+    assert newest_valid(str(tmp_path), check=False) is not None
+
+
+def test_what_a_writer_replaces_meanwhile_is_no_damage(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[str] = []
+
+    def replaced(path: str) -> Description:
+        seen.append(Path(path).name)
+        if seen == ["a.ckpt"]:  # removed once the next is there
+            write_file(folder / "next.ckpt", small_state(5), origin(5))
+            (folder / "a.ckpt").unlink()
+        return verify(path)
+
+    monkeypatch.setattr(scan, "verify", replaced)
+    found = newest_valid(str(folder))
+    assert found is not None
+    assert seen == ["a.ckpt", "next.ckpt"]
+    assert found.path == f"{folder}/next.ckpt"
+    assert not caplog.records
+
+
+def test_what_takes_the_place_of_all_damaged_ones_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_file(tmp_path / "a.ckpt", small_state(), origin(1))
+    damage(tmp_path / "a.ckpt")
+
+    def slow(path: str) -> Description:
+        write_file(tmp_path / "b.ckpt", small_state(), origin(2))
+        return verify(path)
+
+    monkeypatch.setattr(scan, "verify", slow)
+    found = newest_valid(str(tmp_path))
+    assert found is not None
+    assert found.path == f"{tmp_path}/b.ckpt"
+    assert not caplog.records, "it is not the newest any more"
+
+
 Kind = Literal["process", "thread"]
+
 LIMIT = 30.0
 
 

@@ -1,30 +1,251 @@
-"""Several ranks save one folder together; what is loaded is what one rank would have saved."""
+"""Several ranks save one folder together: who writes which bytes, and what is loaded."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from rich.filesize import decimal
-from snapshots import assert_equal, folder_saves, open_together, write_folder
-from torch import nn
+from snapshots import (
+    assert_equal,
+    filled,
+    folder_saves,
+    open_together,
+    origin,
+    owned_tensors,
+    small_state,
+    trained,
+    write_folder,
+)
+from torch import Tensor, nn
 from worlds import Rank, run_threads
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
-from lightning_dist.checkpoint.disk.jobs import Committed, Failed
-from lightning_dist.checkpoint.disk.manifest import Manifest
+from lightning_dist.checkpoint.disk.archive import crc32
+from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.disk.folder import Receipt, merge
+from lightning_dist.checkpoint.disk.jobs import Committed, Failed, SaveFolder
+from lightning_dist.checkpoint.disk.manifest import Manifest, Part, zeros
 from lightning_dist.checkpoint.disk.verify import describe, verify
 from lightning_dist.checkpoint.reading import consolidate, load
 from lightning_dist.checkpoint.saves import committed_line
 from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.checkpoint.snapshot.pickling import pickled
+from lightning_dist.checkpoint.snapshot.plan import PICKLE, Plan, Striped, owned_by, plan, shape_of
+
+sizes = st.lists(st.integers(0, 200), max_size=8)
+
+worlds = st.integers(1, 8)
+
+
+def divided(shared: list[int], own: list[int], ranks: int) -> tuple[list[Plan], dict[str, bytes]]:
+    """The plans of all ranks for a state of shared and own tensors, and all its records."""
+    ours = [torch.randint(0, 256, (n,), dtype=torch.uint8) for n in shared]
+    rest = [torch.randint(0, 256, (n,), dtype=torch.uint8) for n in own]
+    content = pickled([t for pair in zip(ours, rest, strict=False) for t in pair] + ours + rest)
+    owned = owned_tensors(*(t for t in ours if t.numel()))
+    plans = [plan(content, owned=owned, overlap=True, rank=r, ranks=ranks) for r in range(ranks)]
+    records = {f"data/{key}": bytes(s.tolist()) for key, s in enumerate(content.storages)}
+    return plans, {PICKLE: content.data, **records}
+
+
+@given(sizes, sizes, worlds)
+def test_every_byte_is_written_once(shared: list[int], own: list[int], ranks: int) -> None:
+    plans, records = divided(shared, own, ranks)
+    found: dict[str, bytes] = dict.fromkeys(plans[0].records, b"")
+    for of_rank in plans:
+        snapshot = filled(of_rank)
+        for piece in of_rank.pieces:
+            found[piece.record] += snapshot[piece.offset : piece.offset + piece.nbytes]
+    assert {name: found[name] for name in records} == records
+    assert found.keys() - records.keys() == {"byteorder", "version"}
+
+
+@given(sizes, sizes, worlds)
+def test_shared_bytes_are_divided_evenly(shared: list[int], own: list[int], ranks: int) -> None:
+    plans, _ = divided(shared, own, ranks)
+    shares = [sum(run.piece.nbytes for run in of_rank.later) for of_rank in plans]
+    assert sum(shares) == sum(shared)
+    assert max(shares) - min(shares) <= 1
+
+
+@given(sizes, sizes, worlds)
+def test_rank_0_alone_has_the_rest(shared: list[int], own: list[int], ranks: int) -> None:
+    first, *others = divided(shared, own, ranks)[0]
+    assert sum(run.piece.nbytes for run in first.now) == sum(own)
+    assert {piece.record for piece, _ in first.constants} == {PICKLE, "byteorder", "version"}
+    assert all((of_rank.now, of_rank.constants) == ((), ()) for of_rank in others)
+
+
+@given(sizes, sizes, worlds)
+def test_pieces_lie_apart_in_the_order_of_the_archive(
+    shared: list[int], own: list[int], ranks: int
+) -> None:
+    for of_rank in divided(shared, own, ranks)[0]:
+        order = [of_rank.records.index(piece.record) for piece in of_rank.pieces]
+        assert order == sorted(order)
+        ends = 0
+        for piece in sorted(of_rank.pieces, key=lambda piece: piece.offset):
+            assert piece.offset >= ends
+            assert piece.offset % 64 == 0
+            ends = piece.offset + piece.nbytes
+        assert ends <= of_rank.nbytes
+
+
+def test_without_overlap_all_is_copied_at_the_trigger() -> None:
+    state = small_state()
+    owned = owned_tensors(state["weight"])
+    later = plan(pickled(state), owned=owned, overlap=True)
+    at_once = plan(pickled(state), owned=owned, overlap=False)
+    assert [run.piece.record for run in later.later] == ["data/0"]
+    assert at_once.later == ()
+    assert {r.piece for r in (*later.now, *later.later)} == {r.piece for r in at_once.now}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_optimizers_own_parameters_and_their_state(kind: Any) -> None:
+    arguments = {"lr": 0.1, "momentum": 0.9} if kind is torch.optim.SGD else {}
+    model, optimizer = trained(kind, **arguments)
+    expected = [*model.parameters()]
+    for state in optimizer.state.values():
+        expected += [value for value in state.values() if torch.is_tensor(value)]
+    assert set(owned_by([optimizer])) == set(owned_tensors(*expected))
+    assert not set(owned_by([optimizer])) & set(owned_tensors(*model.buffers()))
+    assert owned_by([]) == {}
+
+
+def test_empty_parameters_are_owned_by_nobody() -> None:
+    empty = torch.nn.Parameter(torch.empty(0))
+    assert owned_by([torch.optim.SGD([empty], lr=0.1)]) == {}
+
+
+def test_the_shape_tells_apart_what_would_be_divided_differently() -> None:
+    one, other = torch.zeros(3), torch.zeros(4)
+    owned = owned_tensors(one, other)
+    shape = shape_of(pickled([one, other]), owned)
+    assert shape == shape_of(pickled({"a": one, "b": [other]}), owned)
+    assert shape != shape_of(pickled([other, one]), owned)
+    assert shape != shape_of(pickled([one]), owned)
+    # The same bytes under another number: a tensor that only this rank has came first.
+    assert shape != shape_of(pickled([torch.zeros(9), one, other]), owned)
+
+
+Cuts = list[tuple[int, int, int]]  # (start, length, rank)
+
+
+@st.composite
+def cuts(draw: Any, numel: int = 60, ranks: int = 3) -> Cuts:
+    """Parts of a tensor that do not overlap, each on some rank."""
+    edges = sorted(draw(st.lists(st.integers(0, numel), max_size=8, unique=True)))
+    pairs = list(pairwise(edges))
+    kept = [pair for pair in pairs if draw(st.booleans())]
+    return [(start, end - start, draw(st.integers(0, ranks - 1))) for start, end in kept]
+
+
+def saves(target: str, values: Tensor, parts: Cuts, ranks: int = 3) -> list[Any]:
+    made = []
+    for rank in range(ranks):
+        whole = torch.full_like(values, torch.nan)
+        own = [(start, values.flatten()[start : start + n]) for start, n, r in parts if r == rank]
+        striped = {whole.untyped_storage().data_ptr(): Striped(whole, tuple(reversed(own)))}
+        content = pickled({"before": torch.ones(3), "whole": whole, "after": torch.ones(2)})
+        divided = plan(content, owned={}, overlap=False, striped=striped, rank=rank, ranks=ranks)
+        save = SaveFolder(
+            origin(ranks=ranks), target, divided.pieces, rank, divided.records,
+            tuple(divided.striped.items()), peer_timeout=20,
+        )  # fmt: skip
+        made.append((save, filled(divided)))
+    return made
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(parts=cuts())
+def test_parts_are_where_they_belong_and_the_rest_is_zero(parts: Cuts, tmp_path: Path) -> None:
+    target = f"{tmp_path}/x.ckpt"
+    values = torch.randn(3, 20, dtype=torch.float64)
+    events = write_folder(saves(target, values, parts))
+    assert not any(isinstance(event, Failed) for event in events), events
+    expected = torch.zeros(60, dtype=torch.float64)
+    for start, numel, _ in parts:
+        expected[start : start + numel] = values.flatten()[start : start + numel]
+    verify(target)
+    state = {"before": torch.ones(3), "whole": expected.view(3, 20), "after": torch.ones(2)}
+    assert_equal(load(target), state)
+    single = tmp_path / "single.ckpt"
+    single.unlink(missing_ok=True)
+    consolidate(target, str(single))
+    assert_equal(torch.load(single), state)
+    verify(str(single))
+
+
+@pytest.mark.parametrize("numel", [0, 1, (1 << 20) + 7, 3 << 20])
+def test_zeros_have_their_checksum(numel: int) -> None:
+    assert zeros(numel) == Part("", 0, numel, crc32([bytes(numel)]))
+
+
+def merged(
+    *placed: tuple[int, int], striped: int | None = None, complete: int | None = None
+) -> tuple[Part, ...]:
+    """``(start, bytes)`` of the parts of one record."""
+    gaps, whole = (
+        () if nbytes is None else (("data/0", nbytes),) for nbytes in (striped, complete)
+    )
+    save = SaveFolder(origin(), "x", (), 0, ("data/0",), gaps, whole)
+    parts = tuple(("data/0", start, Part("f", start, n, 0)) for start, n in placed)
+    return merge(save, [Receipt(parts=parts)]).records["data/0"]
+
+
+def test_parts_come_in_any_order() -> None:
+    assert merged((4, 4), (0, 4)) == (Part("f", 0, 4, 0), Part("f", 4, 4, 0))
+
+
+def test_gaps_are_filled_where_they_may_be() -> None:
+    assert merged((2, 2), striped=9) == (zeros(2), Part("f", 2, 2, 0), zeros(5))
+
+
+@pytest.mark.parametrize("placed", [[(0, 4), (2, 4)], [(0, 4), (0, 4)], [(0, 4), (5, 1)], [(1, 3)]])
+def test_what_was_not_written_once_is_an_error(placed: list[tuple[int, int]]) -> None:
+    with pytest.raises(CheckpointError, match=r"bytes \d to \d of data/0 were not written once"):
+        merged(*placed)
+
+
+@pytest.mark.parametrize("placed", [[(0, 4)], [(0, 4), (5, 4)], [(0, 4), (4, 6)], []])
+def test_what_must_be_complete_has_no_gap_and_an_end(placed: list[tuple[int, int]]) -> None:
+    assert merged((4, 5), (0, 4), complete=9) == (Part("f", 0, 4, 0), Part("f", 4, 5, 0))
+    with pytest.raises(CheckpointError, match=r"bytes \d+ to \d+ of data/0 were not written once"):
+        merged(*placed, complete=9)
+
+
+def test_parts_that_an_optimizer_owns_are_copied_later() -> None:
+    """Of a sharded parameter, as of a whole one; a residual is copied at the trigger."""
+    shard, residual = torch.ones(4), torch.ones(4)
+    wholes = [torch.empty(8), torch.empty(8)]
+    striped = {
+        whole.untyped_storage().data_ptr(): Striped(whole, ((4, part),), complete=part is shard)
+        for whole, part in zip(wholes, (shard, residual), strict=True)
+    }
+    owned = {shard.untyped_storage().data_ptr(): shard}
+    divided = plan(pickled(wholes), owned=owned, overlap=True, striped=striped, rank=1, ranks=2)
+    assert [run.piece.record for run in divided.later] == ["data/0"]
+    assert [run.piece.record for run in divided.now] == ["data/1"]
+    assert (divided.complete, divided.striped) == ({"data/0": 32}, {"data/1": 32})
+
 
 Kind = Literal["process", "thread"]
+
 LIMIT = 30.0
+
 _SEEDED = threading.Lock()
+
 """The threads of a world share one random state."""
 
 

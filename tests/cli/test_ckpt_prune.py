@@ -1,18 +1,24 @@
-"""``lightning-dist ckpt prune``."""
+"""``lightning-dist ckpt prune``, whatever a folder holds."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
+import shutil
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
-from ckpt_calls import LEFTOVER, ckpt, names, refusal, steps
-from cli_saves import damage, save_sharded
+from ckpt_calls import LEFTOVER, ckpt, listed, names, refusal, steps
+from cli_saves import damage, save_file, save_sharded
 from folder_owners import owner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_dist.checkpoint.disk.storage import storage_of
 
 
 def test_prune_keeps_the_newest(tmp_path: Path) -> None:
@@ -139,3 +145,126 @@ def test_keep_is_at_least_one(tmp_path: Path, keep: str) -> None:
 
 def test_keep_has_no_default(tmp_path: Path) -> None:
     assert ckpt("prune", tmp_path, "--yes").exit_code == 2
+
+
+STATES = st.lists(
+    st.tuples(
+        st.sampled_from(["whole", "flipped", "cut", "sharded", "shard flipped", "no manifest"]),
+        st.sampled_from(["{}.ckpt", "last-{}.ckpt", "best-{}.ckpt"]),
+        st.sampled_from([None, "hard", "symbolic"]),
+    ),
+    max_size=5,
+)
+
+
+def make(folder: Path, step: int, state: str, name: str, link: str | None) -> None:
+    path = folder / name.format(step)
+    if state in ("whole", "flipped", "cut"):
+        save_file(path, step=step)
+        if state == "flipped":
+            damage(path)
+        elif state == "cut":
+            os.truncate(path, path.stat().st_size - 30)
+    else:
+        save_sharded(path, step=step, ranks=1)
+        if state == "shard flipped":
+            damage(next(path.glob("shard-*")))
+        elif state == "no manifest":
+            (path / "manifest.json").unlink()
+    if link is not None:
+        storage, inside = storage_of(str(folder))
+        source, target = f"{inside}/{path.name}", f"{inside}/link-{step}.ckpt"
+        storage.link(source, target, symbolic=link == "symbolic")
+
+
+def whole(folder: Path) -> set[str]:
+    if not any(path.name.endswith(".ckpt") for path in folder.iterdir()):
+        return set()
+    verdicts = json.loads(ckpt("verify", folder, "--json").stdout)["checkpoints"]
+    return {each["name"] for each in verdicts if each["problem"] is None}
+
+
+@given(states=STATES, keep=st.integers(1, 3))
+def test_prune_keeps_as_many_whole_ones_as_asked(
+    tmp_path_factory: pytest.TempPathFactory,
+    states: list[tuple[str, str, str | None]],
+    keep: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("prune")
+    for step, (state, name, link) in enumerate(states, 1):
+        make(folder, step, state, name, link)
+    before, all_names = whole(folder), names(folder)
+    steps_of = {name: each["step"] for name, each in listed(folder).items()}
+    result = ckpt("prune", folder, "--keep", str(keep), "--yes")
+    assert result.exit_code == 0
+    after, left = whole(folder), names(folder)
+
+    assert after == before & left, "nothing that stays is harmed"
+    assert {n for n in all_names if n.startswith(("last", "best"))} <= left
+    plain = sorted({steps_of[n] for n in before if not n.startswith(("last", "best"))})
+    assert set(plain[-keep:]) <= {steps_of[n] for n in after}, "the newest whole ones stay"
+    assert bool(after) == bool(before), "never the last whole one"
+    if not before:
+        assert left == all_names
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_last_is_linked_to_stays(tmp_path: Path, symbolic: bool, sharded: bool) -> None:
+    save = save_sharded if sharded else save_file
+    for step in (1, 2, 3, 4):
+        save(tmp_path / f"{step}.ckpt", step=step)
+    storage, inside = storage_of(str(tmp_path))
+    storage.link(f"{inside}/2.ckpt", f"{inside}/last.ckpt", symbolic=symbolic)
+    ckpt("prune", tmp_path, "--keep", "1", "--yes")
+    assert names(tmp_path) == {"4.ckpt", "2.ckpt", "last.ckpt"}
+    assert ckpt("verify", tmp_path).exit_code == 0
+
+
+def test_links_of_one_save_count_once_and_are_not_removed(tmp_path: Path) -> None:
+    """The run did not write them, so somebody wants them."""
+    steps(tmp_path, 1, 2, 3)
+    for source, target in (("3", "last"), ("2", "second"), ("1", "first")):
+        os.link(tmp_path / f"{source}.ckpt", tmp_path / f"{target}.ckpt")
+    result = ckpt("prune", tmp_path, "--keep", "2", "--yes")
+    assert names(tmp_path) == {"3.ckpt", "last.ckpt", "2.ckpt", "second.ckpt", "first.ckpt"}
+    assert "first.ckpt: step 1" in result.stdout
+    assert "saved as '1.ckpt'; this is a copy or a link" in result.stdout
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_copies_that_a_user_made_stay(tmp_path: Path, whole: bool) -> None:
+    steps(tmp_path, 1, 2, 3)
+    shutil.copy(tmp_path / "1.ckpt", tmp_path / "teacher.ckpt")
+    (tmp_path / "1.ckpt").unlink()
+    save_sharded(tmp_path / "4.ckpt", step=4)
+    shutil.copytree(tmp_path / "4.ckpt", tmp_path / "other.ckpt")
+    if not whole:
+        os.truncate(tmp_path / "teacher.ckpt", 500)
+        manifest = tmp_path / "other.ckpt" / "manifest.json"
+        manifest.write_text(manifest.read_text()[:-1])
+    ckpt("prune", tmp_path, "--keep", "1", "--yes")
+    assert names(tmp_path) == {"4.ckpt", "other.ckpt", "teacher.ckpt"}
+
+
+def test_what_a_link_of_a_user_points_to_stays(tmp_path: Path) -> None:
+    steps(tmp_path, 1, 2, 3)
+    (tmp_path / "paper.ckpt").symlink_to("1.ckpt")
+    ckpt("prune", tmp_path, "--keep", "1", "--yes")
+    assert names(tmp_path) == {"3.ckpt", "1.ckpt", "paper.ckpt"}
+
+
+def test_last_of_a_save_of_its_own_does_not_count(tmp_path: Path) -> None:
+    steps(tmp_path, 1, 2)
+    save_file(tmp_path / "last.ckpt", step=3)
+    ckpt("prune", tmp_path, "--keep", "1", "--yes")
+    assert names(tmp_path) == {"last.ckpt", "2.ckpt"}
+
+
+def test_a_damaged_last_stays_and_so_does_what_it_points_to(tmp_path: Path) -> None:
+    steps(tmp_path, 1, 2)
+    os.truncate(tmp_path / "2.ckpt", 500)  # not even its headers can be read
+    (tmp_path / "last.ckpt").symlink_to("2.ckpt")
+    ckpt("prune", tmp_path, "--keep", "1", "--yes")
+    assert names(tmp_path) == {"1.ckpt", "2.ckpt", "last.ckpt"}

@@ -1,18 +1,28 @@
-"""A worker in one generation after the other, over a TCPStore."""
+"""A worker in one generation after the other: its groups, and what all ranks decide together."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
-from torch.distributed import TCPStore
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed import Store, TCPStore
+from worlds import Rank, run_threads
 
+from lightning_dist.checkpoint.ranks import Ranks
+from lightning_dist.elastic.membership import StopConsensus
 from lightning_dist.elastic.recovery import member as member_module
 from lightning_dist.elastic.recovery.generations import Generations
+from lightning_dist.elastic.recovery.groups import GenerationGroups, init_alone
 from lightning_dist.elastic.recovery.member import Member, RecoveryEnvironment, StoreLostError
 from lightning_dist.elastic.recovery.protocol import Generation, Report, Worker
 
@@ -125,3 +135,135 @@ def test_timeouts_are_those_of_the_launcher() -> None:
     }
     found = RecoveryEnvironment.from_env(variables)
     assert found == RecoveryEnvironment("host", 1, Worker(0, 1, 0), 7.0, 3.0)
+
+
+@pytest.fixture
+def groups() -> Iterator[GenerationGroups]:
+    yield GenerationGroups()
+    dist.destroy_process_group()
+
+
+def test_connections_of_other_threads_stay_open(groups: GenerationGroups) -> None:
+    """They may be opened while groups are made."""
+    limit = timedelta(seconds=30)
+    server = TCPStore("127.0.0.1", 0, is_master=True, timeout=limit, wait_for_workers=False)
+    elsewhere = socket.create_server(("127.0.0.1", 0))
+
+    def connect() -> Store:
+        return TCPStore("127.0.0.1", server.port, is_master=False, timeout=limit)
+
+    with elsewhere, groups.made(connect, port=server.port, number=0, rank=0, world_size=1):
+        other = socket.create_connection(elsewhere.getsockname())
+        peer, _ = elsewhere.accept()
+    with other, peer:
+        kept = {each.getpeername()[1] for each in groups._sockets}
+        assert server.port in kept
+        assert kept.isdisjoint((other.getsockname()[1], peer.getsockname()[1]))
+        groups.shut()
+        other.sendall(b"x")
+        assert peer.recv(1) == b"x"
+
+
+def test_a_line_of_a_traceback_has_one_rank(
+    groups: GenerationGroups, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That of the last generation; none before the first, when each process is alone."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    limit = timedelta(seconds=30)
+    server = TCPStore("127.0.0.1", 0, is_master=True, timeout=limit, wait_for_workers=False)
+
+    def connect() -> Store:
+        return TCPStore("127.0.0.1", server.port, is_master=False, timeout=limit)
+
+    def printed() -> str:
+        sys.excepthook(ValueError, ValueError("x"), None)
+        return capsys.readouterr().err
+
+    init_alone()
+    assert printed() == "ValueError: x\n"
+    for number in range(3):
+        with groups.made(connect, port=server.port, number=number, rank=0, world_size=1):
+            pass
+        assert printed() == "[rank0]: ValueError: x\n"
+
+
+def votes(wishes: list[list[bool]]) -> list[list[bool]]:
+    """What every rank hears when rank r casts ``wishes[r]``, one after the other."""
+
+    def one(rank: Rank) -> list[bool]:
+        vote = StopConsensus(rank.group("votes"), ranks=Ranks(None))
+        heard = [vote.ask(wish) for wish in wishes[rank.rank]]
+        return [*heard, vote.ask(False)]
+
+    return run_threads(one, len(wishes))
+
+
+@settings(max_examples=8)
+@given(st.integers(2, 4).flatmap(lambda n: st.lists(st.tuples(*[st.booleans()] * n), max_size=5)))
+def test_all_hear_at_once_what_any_wished_one_call_before(calls: list[tuple[bool, ...]]) -> None:
+    size = len(calls[0]) if calls else 2
+    heard = votes([[call[rank] for call in calls] for rank in range(size)])
+    assert heard == [[False, *map(any, calls)]] * size
+
+
+def test_a_rank_alone_has_nobody_to_wait_for() -> None:
+    vote = StopConsensus(None, ranks=Ranks(None))
+    wishes = [True, False, True, True, False]
+    assert [vote.ask(wish) for wish in wishes] == wishes
+    assert Ranks(None).gather("x") == ["x"]
+
+
+def test_a_cast_does_not_wait_for_the_others() -> None:
+    early = threading.Event()
+
+    def one(rank: Rank) -> bool:
+        vote = StopConsensus(rank.group("votes"), ranks=Ranks(None))
+        if rank.rank == 1:
+            assert early.wait(20)
+        vote.ask(rank.rank == 1)
+        early.set()
+        return vote.ask(False)
+
+    assert run_threads(one, 2) == [True, True]
+
+
+def test_values_of_all_ranks_in_their_order() -> None:
+    def one(rank: Rank) -> list[object]:
+        return Ranks(rank.group("facts")).gather({"rank": rank.rank, "more": "x" * rank.rank})
+
+    expected = [{"rank": rank, "more": "x" * rank} for rank in range(3)]
+    assert run_threads(one, 3) == [expected] * 3
+
+
+def test_other_questions_may_come_between_two_calls() -> None:
+    def one(rank: Rank) -> list[object]:
+        ranks = Ranks(rank.group("facts"))
+        stop = StopConsensus(rank.group("stop"), ranks=ranks)
+        stop.ask(rank.rank == 0)
+        return [ranks.gather(rank.rank), stop.ask(False)]
+
+    assert run_threads(one, 2) == [[[0, 1], True]] * 2
+
+
+def test_waits_end_where_they_are_given_up() -> None:
+    """Of facts and of the wish to stop: the other rank does not come."""
+
+    def one(rank: Rank) -> None:
+        ranks = Ranks(rank.group("facts"))
+        stop = StopConsensus(rank.group("stop"), ranks=ranks)
+        if rank.rank == 1:
+            assert given_up.wait(60)
+            return
+        stop.ask(False)
+        timer = threading.Timer(0.2, ranks.give_up)
+        timer.start()
+        with pytest.raises(RuntimeError, match="Gave up waiting for"):
+            ranks.all({})
+        with pytest.raises(RuntimeError, match="Gave up waiting for"):
+            ranks.gather("x")
+        with pytest.raises(RuntimeError, match="Gave up waiting for the wish to stop"):
+            stop.ask(False)
+        given_up.set()
+
+    given_up = threading.Event()
+    run_threads(one, 2)

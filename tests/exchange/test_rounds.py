@@ -1,20 +1,137 @@
-"""Exchanges move bytes: what every rank receives, in which order, and that all receive the same."""
+"""Exchanges move bytes: the planes of a buffer, what every rank receives, and how many are sent."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from worlds import Rank, run_threads
 
+from lightning_dist import exchanges
 from lightning_dist.codecs import Int8, Payload, Plane
+from lightning_dist.exchange import rounds
 from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.rounds import AllGather, AllReduce, Exchange, TwoShot
-from lightning_dist.exchange.wire import row_bytes
+from lightning_dist.exchange.traffic import (
+    Sent,
+    all_to_all,
+    broadcasts,
+    ring_all_gather,
+    ring_allreduce,
+    scatter,
+)
+from lightning_dist.exchange.wire import row_bytes, views
+from lightning_dist.exchanges import EXCHANGES, ExchangeKind, register_exchange
+from lightning_dist.topology import Topology, this_host
+
+_DTYPES = [torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+_planes = st.builds(Plane, st.sampled_from(_DTYPES), st.integers(1, 17))
+
+layouts = given(
+    planes=st.lists(_planes, min_size=1, max_size=4),
+    rows=st.integers(1, 4),
+    blocks=st.integers(1, 9),
+)
+
+
+def pattern(number: int, like: torch.Tensor) -> torch.Tensor:
+    """Bytes that no other plane or place has, as far as a byte can tell."""
+    return torch.arange(like.nbytes).mul(31).add(number * 7 + 1).to(torch.uint8)
+
+
+@layouts
+def test_shapes_and_dtypes(planes: list[Plane], rows: int, blocks: int) -> None:
+    buffer = torch.zeros(rows, row_bytes(planes, blocks), dtype=torch.uint8)
+    got = [(view.dtype, tuple(view.shape)) for view in views(buffer, planes, blocks)]
+    assert got == [(plane.dtype, (rows, blocks, plane.per_block)) for plane in planes]
+
+
+@layouts
+def test_planes_do_not_overlap(planes: list[Plane], rows: int, blocks: int) -> None:
+    """What is written to each plane is still there after all others are written."""
+    buffer = torch.zeros(rows, row_bytes(planes, blocks), dtype=torch.uint8)
+    payload = views(buffer, planes, blocks)
+    for number, view in enumerate(payload):
+        view.copy_(pattern(number, view).view(view.dtype).view(view.shape))
+    for number, view in enumerate(payload):
+        read = view.contiguous().view(torch.uint8).view(-1)
+        assert torch.equal(read, pattern(number, view))
+
+
+@layouts
+def test_planes_cover_the_row(planes: list[Plane], rows: int, blocks: int) -> None:
+    """Writing all planes writes every byte of the buffer but up to 7 after each plane."""
+    buffer = torch.zeros(rows, row_bytes(planes, blocks), dtype=torch.uint8)
+    for view in views(buffer, planes, blocks):
+        ones = torch.full((view.nbytes,), 255, dtype=torch.uint8)
+        view.copy_(ones.view(view.dtype).view(view.shape))
+    payload_bytes = sum(plane.bytes_per_block for plane in planes) * blocks
+    assert (buffer == 255).sum(1).tolist() == [payload_bytes] * rows
+    assert payload_bytes <= row_bytes(planes, blocks) <= payload_bytes + 7 * len(planes)
+
+
+@layouts
+def test_planes_are_aligned(planes: list[Plane], rows: int, blocks: int) -> None:
+    buffer = torch.zeros(rows, row_bytes(planes, blocks), dtype=torch.uint8)
+    for view in views(buffer, planes, blocks):
+        assert all(row.data_ptr() % view.itemsize == 0 for row in view)
+
+
+@layouts
+def test_views_follow_the_buffer(planes: list[Plane], rows: int, blocks: int) -> None:
+    """A view shows what arrives later: collectives write into the buffer."""
+    buffer = torch.zeros(rows, row_bytes(planes, blocks), dtype=torch.uint8)
+    payload = views(buffer, planes, blocks)
+    buffer.fill_(1)
+    for view in payload:
+        assert (view.contiguous().view(torch.uint8) == 1).all()
+
+
+def test_a_buffer_of_another_size_is_refused() -> None:
+    planes = [Plane(torch.float32, 4)]
+    with pytest.raises(RuntimeError):
+        views(torch.zeros(1, row_bytes(planes, 2) - 8, dtype=torch.uint8), planes, 2)
+
+
+GATHER = EXCHANGES["gather"]
+
+
+def mine(implementation: type = rounds.AllGather) -> ExchangeKind:
+    return replace(GATHER, name="mine", implementation=implementation)
+
+
+def test_rows_are_added_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchanges, "EXCHANGES", dict(EXCHANGES))
+    register_exchange(mine())
+    register_exchange(mine())  # a module that is imported again
+    assert list(exchanges.EXCHANGES) == ["allreduce", "gather", "two_shot", "mine"]
+    with pytest.raises(ValueError, match=r"must not be taken, got 'mine' for .*:TwoShot, .*:AllGa"):
+        register_exchange(mine(rounds.TwoShot))
+    with pytest.raises(ValueError, match="must not be taken, got 'gather'"):
+        register_exchange(replace(mine(rounds.TwoShot), name="gather"))
+
+
+def test_two_ranks_gather_where_more_use_two_shots() -> None:
+    kind = EXCHANGES["two_shot"]
+    assert [kind.among(ranks).name for ranks in (2, 3)] == ["gather", "two_shot"]
+    assert [kind.among(ranks).rows(ranks) for ranks in (1, 2, 3)] == [1, 1, 3]
+    assert [kind.among(ranks).received(ranks) for ranks in (2, 3)] == [2, 1]
+    assert [EXCHANGES["allreduce"].received(ranks) for ranks in (2, 3)] == [1, 1]
+
 
 CPU = torch.device("cpu")
+
 PLANES = Int8(block_size=16).planes(torch.float32)
+
 BLOCKS = 3
+
 worlds = pytest.mark.parametrize("size", [2, 3, 4])
 
 
@@ -147,3 +264,123 @@ def test_many_in_flight_do_not_mix(size: int) -> None:
         return [numbers(section.payloads[0]) for section in sections]
 
     assert run_threads(body, size) == [[[[number] * size] for number in range(8)]] * size
+
+
+FORMULAS = [ring_allreduce, ring_all_gather, all_to_all]
+
+
+def world(hosts: str) -> list[Topology]:
+    """``"aabb"``: ranks 0 and 1 on host a, 2 and 3 on host b."""
+    return [Topology(tuple(hosts), rank) for rank in range(len(hosts))]
+
+
+def test_on_one_host_nothing_leaves_it() -> None:
+    for topology in world("aaaa"):
+        assert ring_allreduce(800, topology) == Sent(intra=2 * 3 * 800 // 4)
+        assert ring_all_gather(800, topology) == Sent(intra=3 * 800)
+        assert all_to_all(800, topology) == Sent(intra=3 * 200)
+
+
+def test_one_rank_per_host_everything_leaves() -> None:
+    for topology in world("abcd"):
+        assert ring_allreduce(800, topology) == Sent(inter=1200)
+        assert ring_all_gather(800, topology) == Sent(inter=2400)
+        assert all_to_all(800, topology) == Sent(inter=600)
+
+
+def test_two_ranks_per_host() -> None:
+    """A ring leaves the host at its last rank only; all_to_all sends to each of both others."""
+    rings = [ring_allreduce(800, topology) for topology in world("aabb")]
+    assert rings == [Sent(intra=1200), Sent(inter=1200)] * 2
+    gathers = [ring_all_gather(800, topology) for topology in world("aabb")]
+    assert gathers == [Sent(intra=2400), Sent(inter=2400)] * 2
+    assert [all_to_all(800, t) for t in world("aabb")] == [Sent(intra=200, inter=400)] * 4
+
+
+def test_uneven_hosts() -> None:
+    assert [all_to_all(300, t) for t in world("aab")] == [
+        Sent(100, 100),
+        Sent(100, 100),
+        Sent(0, 200),
+    ]
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_alone_nothing_is_sent(formula: Callable[[int, Topology], Sent]) -> None:
+    assert formula(800, Topology(("a",), 0)) == Sent()
+
+
+@given(st.text("abc", min_size=2, max_size=6), st.integers(1, 1000))
+def test_hosts_change_where_bytes_go_and_not_how_many(hosts: str, blocks: int) -> None:
+    nbytes = blocks * len(hosts)
+    for formula in FORMULAS:
+        flat = formula(nbytes, Topology(tuple("x" * len(hosts)), 0)).total
+        assert {formula(nbytes, topology).total for topology in world(hosts)} == {flat}
+
+
+def test_shares_of_any_size() -> None:
+    """Two hosts of two: to each other rank its share, from each owner its own to all others."""
+    shares = [10, 20, 30, 0]
+    assert [scatter(shares, topology) for topology in world("aabb")] == [
+        Sent(intra=20, inter=30),
+        Sent(intra=10, inter=30),
+        Sent(intra=0, inter=30),
+        Sent(intra=30, inter=30),
+    ]
+    assert [broadcasts(shares, topology) for topology in world("aabb")] == [
+        Sent(intra=10, inter=20),
+        Sent(intra=20, inter=40),
+        Sent(intra=30, inter=60),
+        Sent(),
+    ]
+
+
+@given(st.text("ab", min_size=1, max_size=6), st.randoms(use_true_random=False))
+def test_all_shares_reach_all_other_ranks(hosts: str, random: Random) -> None:
+    shares = [random.choice([0, 8, 24]) for _ in hosts]
+    for way in (scatter, broadcasts):
+        total = sum(way(shares, topology).total for topology in world(hosts))
+        assert total == (len(hosts) - 1) * sum(shares)
+
+
+def test_sent_is_the_sum_of_both_rounds() -> None:
+    """AllGather: (W-1) rows. Two-shot: (W-1) rows to their owners and (W-1) rows of means."""
+
+    def body(rank: Rank) -> tuple[Sent, Sent, Sent]:
+        planes = Int8(block_size=16).planes(torch.float32)
+        make = {
+            "channel": Channel(rank.group("data")),
+            "topology": rank.topology(),
+            "device": torch.device("cpu"),
+        }
+        gather = AllGather(row_bytes(planes, 3), **make)
+        two_shot = TwoShot([row_bytes(planes, 3)] * rank.size, **make)
+        reduce = AllReduce([Plane(torch.float16, 1)], 100, keep_own=True, **make)
+        return gather.sent, two_shot.sent, reduce.sent
+
+    row = 8 + 48  # 3 scales of 2 bytes padded to 8, 3 blocks of 16 codes
+    gather, two_shot, reduce = run_threads(body, 4)[0]
+    assert gather == Sent(inter=3 * row)
+    assert two_shot == Sent(inter=3 * row + 3 * row)
+    assert reduce == Sent(inter=2 * 3 * 200 // 4)
+
+
+def test_sent_adds() -> None:
+    assert Sent(1, 2) + Sent(10, 20) == Sent(11, 22)
+    assert (Sent(1, 2) + Sent(10, 20)).total == 33
+
+
+@pytest.mark.parametrize(
+    ("hosts", "text"),
+    [("aabb", "2 hosts x 2 ranks"), ("a", "1 host x 1 rank"), ("aab", "2 hosts with 2, 1 ranks")],
+)
+def test_topology_describes_itself(hosts: str, text: str) -> None:
+    assert world(hosts)[0].describe() == text
+
+
+def test_the_host_name_can_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where several hosts report one name."""
+    monkeypatch.setenv("LIGHTNING_DIST_HOSTNAME", "left")
+    assert this_host() == "left"
+    monkeypatch.delenv("LIGHTNING_DIST_HOSTNAME")
+    assert this_host() != "left"

@@ -1,7 +1,8 @@
-"""The page of a report, without a browser."""
+"""The files of a report and its page, without a browser, and the summary on a terminal."""
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import subprocess
@@ -13,14 +14,24 @@ from typing import Any
 
 import pytest
 from planted import Planted, bare, replace
-from rendered import assert_snapshot
+from rendered import assert_snapshot, printed
 from report_pages import body_of, choices_of, figures_of, text_of
 from summaries import a_summary, a_timeline, sampled
 
 from lightning_dist.profiling.analysis.metrics import METRICS, format_value
-from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, Timeline, TimelineSpan, Traffic
+from lightning_dist.profiling.analysis.parts import (
+    EXPOSED,
+    PARTS,
+    Summary,
+    Timeline,
+    TimelineSpan,
+    Traffic,
+)
 from lightning_dist.profiling.analysis.summarize import pick_steps, summarize
+from lightning_dist.profiling.capture.events import LinkRecord
+from lightning_dist.profiling.capture.files import RankFile
 from lightning_dist.profiling.report.figures import most_telling
+from lightning_dist.profiling.report.files import write_files
 from lightning_dist.profiling.report.page import write_report
 from lightning_dist.profiling.report.tables import (
     buckets_table,
@@ -30,9 +41,11 @@ from lightning_dist.profiling.report.tables import (
     ranks_table,
     run_table,
 )
-from lightning_dist.profiling.run import Run
+from lightning_dist.profiling.report.terminal import print_summary
+from lightning_dist.profiling.run import Run, read_run
 from lightning_dist.profiling.whatif.costs import Costs
 from lightning_dist.profiling.whatif.predict import with_whatif
+from lightning_dist.shared_folder import replace_file
 
 
 def test_the_text_of_the_page() -> None:
@@ -279,3 +292,129 @@ def test_waiting_for_a_rank_without_lines_is_no_zero_on_the_page() -> None:
     assert "exposed wait" not in {trace["name"] for trace in drawn["steps"]["data"]}
     (sent,) = [each for each in facts(summary) if each.label == "bytes sent"]
     assert sent.detail.startswith("per step and rank with records, ")
+
+
+ALL = {"html": True, "trace": True, "csv": True}
+
+
+def recorded(folder: Path) -> None:
+    for rank, of_rank in Planted().run().ranks.items():
+        file = RankFile(folder, rank=rank)
+        file.write([of_rank.metadata, *of_rank.steps.values()])
+        file.close()
+
+
+def test_steps_that_are_another_text_meanwhile_keep_the_summary(tmp_path: Path) -> None:
+    recorded(tmp_path)
+    run = read_run(tmp_path)
+    summary = summarize(run)
+    path = tmp_path / "rank1.jsonl"
+    path.write_bytes(b"x" * path.stat().st_size)
+    written = write_files(tmp_path, run, summary, **ALL)
+    assert written.names == ["summary.json"]
+    assert [each.partition(" not written")[0] for each in written.problems] == [
+        "report.html",
+        "trace.json.gz",
+        "steps.csv",
+    ]
+    assert all("rank1.jsonl has changed while it was read" in each for each in written.problems)
+
+
+def test_what_was_there_stays_until_the_new_one_is_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, seen = tmp_path / "summary.json", []
+    path.write_bytes(b"old")
+
+    def fsync(handle: int) -> None:
+        seen.append((path.read_bytes(), os.fstat(handle).st_size))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    replace_file(path, b"newer")
+    assert seen == [(b"old", 5)]
+    assert path.read_bytes() == b"newer"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_in_the_place_of_the_page_keeps_the_rest(tmp_path: Path) -> None:
+    recorded(tmp_path)
+    (tmp_path / "report.html").mkdir()
+    run = read_run(tmp_path)
+    written = write_files(tmp_path, run, summarize(run), **ALL)
+    assert written.names == ["summary.json", "trace.json.gz", "steps.csv"]
+    assert written.problems == [f"report.html not written to {tmp_path}: Is a directory"]
+    left = {"report.html", "rank0.jsonl", "rank1.jsonl", *written.names}
+    assert {each.name for each in tmp_path.iterdir()} == left
+
+
+def rows(summary: Summary) -> dict[str, str]:
+    """What follows the label of each line."""
+    lines = [line.strip().split("  ", 1) for line in printed(summary).splitlines()[1:]]
+    return {each[0]: " ".join(each[1].split()) for each in lines if len(each) > 1}
+
+
+def late() -> Summary:
+    run = Planted(late={1: 50}).run()
+    links = [LinkRecord("flat", sent=1_000_000_000, seconds=10)]
+    return summarize(Run({**run.ranks, 0: replace(run.ranks[0], links=links)}, ["weather [bold]"]))
+
+
+def test_the_text_of_a_planted_run() -> None:
+    summary = late()
+    wide = printed(summary)
+    assert wide.startswith(f"{summary.headline}\n")
+    assert {METRICS[name].label for name in PARTS} <= rows(summary).keys()
+    narrow = printed(summary, width=60)
+    assert max(map(len, narrow.splitlines())) <= 60
+    assert "…" not in narrow
+    text = "\n".join(line.rstrip() for line in (wide + narrow).splitlines())
+    assert_snapshot("terminal.txt", f"{text}\n")
+
+
+def test_what_is_not_known_is_no_zero() -> None:
+    run = Planted(world_size=3).run()
+    missing = summarize(Run({rank: run.ranks[rank] for rank in (0, 2)}))
+    assert rows(missing)["exposed wait"].startswith("n/a exchanges without a record of rank 1")
+    ddp = summarize(Planted(codec="ddp", encode=0, decode=0).run())
+    assert rows(ddp)["exposed codec"].startswith("n/a")
+    assert rows(missing)["link bandwidth"] == "n/a no link was measured"
+    assert rows(missing)["0"] == "host-a 100 33.0 n/a n/a reference"
+    alone = rows(summarize(Planted(world_size=1, buckets=0).run()))
+    assert alone["bytes sent"] == "n/a one rank sends nothing"
+    assert alone["overlap"] == "n/a one rank exchanges nothing"
+    found = rows(summarize(bare(run, buckets=(), spans=(), detailed=False)))
+    reason = "n/a no step was recorded in detail on all ranks"
+    assert "no step was recorded in detail on all ranks" in found["parts"]
+    assert found["exposed communication"] == reason
+    assert not {"forward", "exposed transfer"} & set(found)
+    assert found["0"] == "host-a 100 n/a n/a n/a reference"
+
+
+def test_of_many_ranks_only_the_worst() -> None:
+    text = printed(summarize(Planted(world_size=12, late={7: 20, 3: 45}).run()))
+    after = text.split("4 of 12 ranks, those others waited for most, ms:\n")[1].splitlines()
+    assert [line.split()[0] for line in after[1:]] == ["rank", "3", "0", "1", "2"]
+
+
+def test_no_steps() -> None:
+    summary = summarize(Planted(steps=0).run())
+    assert printed(summary) == f"{summary.headline}\n"
+
+
+def test_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
+    summary = summarize(Planted(late={1: 50}).run())
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert "\x1b[33m" in printed(summary, color=True)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[33m" not in printed(summary, color=True)
+
+
+def test_without_a_terminal_a_line_stays_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    run = Planted().run()
+    note = "a long story " * 30
+    summary = summarize(Run(run.ranks, [note.strip()]))
+    print_summary(summary)
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert f"note: {note.strip()}" in out.splitlines()

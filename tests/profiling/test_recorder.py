@@ -1,4 +1,4 @@
-"""Buckets and spans of a step, and which steps have them."""
+"""Buckets, spans and exchanges of a step, and which steps have them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,54 @@ from itertools import count
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from identities import check_identities
+from planted import MS, Planted, doubled, replace, replaced, twice
 
 from lightning_dist.measurement.device_clock import HostClock
+from lightning_dist.profiling.analysis.breakdown import analyse, exposed_in, passes_of
+from lightning_dist.profiling.analysis.intervals import (
+    Interval,
+    difference,
+    intersection,
+    lanes,
+    length,
+    union,
+)
+from lightning_dist.profiling.analysis.summarize import summarize
+from lightning_dist.profiling.analysis.tables import BUCKET_COLUMNS, step_table
 from lightning_dist.profiling.capture import session
 from lightning_dist.profiling.capture.events import OF_NO_BUCKET, BucketTimes, Span
 from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.profiling.capture.session import Governor, SessionSettings, cost_of_an_event
 from lightning_dist.profiling.capture.steps import PendingStep
+from lightning_dist.profiling.run import Run
+from lightning_dist.profiling.whatif.observe import observe
+
+DRAWN = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=6)
+
+
+def points(intervals: list[Interval]) -> set[int]:
+    return {point for begin, end in intervals for point in range(begin, end)}
+
+
+@settings(max_examples=300, deadline=None)
+@given(a=DRAWN, b=DRAWN)
+@example(a=[(10, 20)], b=[(0, 5), (7, 12), (14, 16), (18, 30)])
+@example(a=[(0, 9), (12, 30)], b=[(3, 20), (22, 23)])
+def test_they_are_sets_of_points(a: list[Interval], b: list[Interval]) -> None:
+    one, other = union(a), union(b)
+    assert points(one) == points(a)
+    assert points(intersection(one, other)) == points(a) & points(b)
+    assert points(difference(one, other)) == points(a) - points(b)
+    assert length(one) == len(points(a))
+    for each in (one, intersection(one, other), difference(one, other)):
+        assert each == union(each)
+
+
+def test_spans_that_overlap_are_in_lanes_of_their_own() -> None:
+    assert lanes([(0, 5), (5, 9), (3, 6), (4, 8), (6, 7)]) == [0, 0, 1, 2, 1]
 
 
 def recorder() -> Recorder:
@@ -210,10 +251,12 @@ def test_the_cost_of_an_event_is_that_of_one_look_at_the_clock(
     assert now == 1000 * 50_000
 
 
-MS = 1_000_000
+MILLISECOND = 1_000_000
 
 
-def run(governor: Governor, *, cost: float, steps: int, of: int = 10 * MS, first: int = 0) -> float:
+def run(
+    governor: Governor, *, cost: float, steps: int, of: int = 10 * MILLISECOND, first: int = 0
+) -> float:
     """Share of the last half of the steps that the profiler took."""
     shares = []
     for step in range(first, first + steps):
@@ -227,20 +270,20 @@ def run(governor: Governor, *, cost: float, steps: int, of: int = 10 * MS, first
 
 @pytest.mark.parametrize("cost", [0.01, 0.3, 1.0, 4.0, 30.0])
 def test_the_mean_cost_stays_within_the_budget(cost: float) -> None:
-    assert run(Governor(0.01), cost=cost * MS, steps=20_000) <= 0.0102
+    assert run(Governor(0.01), cost=cost * MILLISECOND, steps=20_000) <= 0.0102
 
 
 def test_a_profiler_that_is_cheap_looks_at_every_step() -> None:
     governor = Governor(0.01)
-    run(governor, cost=0.05 * MS, steps=100)
+    run(governor, cost=0.05 * MILLISECOND, steps=100)
     assert governor.period == 1
 
 
 def test_it_looks_again_when_steps_take_longer() -> None:
     governor = Governor(0.01)
-    run(governor, cost=1.0 * MS, steps=2000)
+    run(governor, cost=1.0 * MILLISECOND, steps=2000)
     assert governor.period >= 8
-    run(governor, cost=1.0 * MS, steps=20_000, of=1000 * MS, first=2000)
+    run(governor, cost=1.0 * MILLISECOND, steps=20_000, of=1000 * MILLISECOND, first=2000)
     assert governor.period == 1
 
 
@@ -250,7 +293,7 @@ def test_ranks_that_decide_for_themselves_have_steps_in_common() -> None:
     for step in range(4000):
         for governor, cost, steps in ((quick, 0.3, seen[0]), (slow, 2.5, seen[1])):
             if governor.wants(step):
-                governor.spent(cost * MS, of=10 * MS)
+                governor.spent(cost * MILLISECOND, of=10 * MILLISECOND)
                 steps.add(step)
     assert quick.period < slow.period
     late = {step for step in seen[1] if step > 2000}
@@ -273,3 +316,89 @@ def test_what_happens_every_so_many_steps_is_seen_as_often(period: int, every: i
 def test_a_budget_out_of_range(budget: float) -> None:
     with pytest.raises(ValueError, match=f"above 0 and at most 1; got {budget}"):
         SessionSettings(max_overhead=budget)
+
+
+ONCE = Planted(steps=6).run()
+
+TWICE = twice(ONCE)
+
+
+def test_a_bucket_that_comes_again_is_of_the_next_pass() -> None:
+    record = ONCE.ranks[0].steps[0]
+    (only,) = passes_of(record)
+    assert only == list(record.buckets)
+    first, second = passes_of(doubled(record))
+    assert first == only
+    assert second[0].ready == only[0].ready + record.duration
+    assert passes_of(replace(record, buckets=())) == []
+
+
+def test_every_pass_has_its_exposed_part() -> None:
+    record = ONCE.ranks[0].steps[0]
+    ((begin, end),) = exposed_in(record)
+    again = record.duration
+    assert exposed_in(doubled(record)) == [(begin, end), (begin + again, end + again)]
+
+
+def test_all_of_it_counts_and_the_parts_add_up() -> None:
+    for one, two in zip(analyse(ONCE, 3), analyse(TWICE, 3), strict=True):
+        check_identities(two)
+        assert two.ns["exposed"] == 2 * one.ns["exposed"] > 0
+        assert two.ns["hidden"] == 2 * one.ns["hidden"] > 0
+        assert two.parts["exposed_wait"] == 2 * one.parts["exposed_wait"]
+    once, both = summarize(ONCE), summarize(TWICE)
+    assert both.traffic.raw_bytes == 2 * once.traffic.raw_bytes
+    assert both.traffic.wire_gbps == pytest.approx(once.traffic.wire_gbps)
+
+
+def test_a_bucket_is_counted_once_for_every_pass() -> None:
+    single, double = (step_table(run, [3]).buckets for run in (ONCE, TWICE))
+    assert len(single) == len(double) == 4
+    for index, (_, once_count, sums) in single.items():
+        _, twice_count, twice_sums = double[index]
+        assert (once_count, twice_count) == (2, 4), "once on each rank"
+        one, two = (dict(zip(BUCKET_COLUMNS, of, strict=True)) for of in (sums, twice_sums))
+        for name in set(BUCKET_COLUMNS) - {"ready_ms"}:
+            assert two[name] == 2 * one[name], name
+        assert two["exposed_ms"] == 0 or two["exposed_ms"] > MS
+
+
+def test_nothing_is_predicted_of_it() -> None:
+    with pytest.raises(ValueError, match="its steps exchange gradients several times"):
+        observe(TWICE)
+
+
+def note_of(run: Run) -> str:
+    found = [each for each in summarize(run).notes if "no_sync" in each]
+    assert len(found) <= 1
+    return "".join(found)
+
+
+def without_optimizer(run: Run, every: int) -> Run:
+    """In all steps but one of so many."""
+    for rank, of_rank in run.ranks.items():
+        steps = {
+            step: record
+            if step % every == 0
+            else replace(record, phases=[p for p in record.phases if p.name != "optimizer"])
+            for step, record in of_rank.steps.items()
+        }
+        run = replaced(run, rank, steps=steps)
+    return run
+
+
+def test_exchanges_that_could_be_spared_are_reported() -> None:
+    several = note_of(TWICE)
+    assert several.startswith("gradients are exchanged 2 times in a step of an optimizer: ")
+    often = without_optimizer(Planted(steps=32).run(), every=3)
+    assert note_of(often).startswith("an optimizer stepped after 33% of the gradient exchanges")
+
+
+def test_steps_that_a_scaler_skips_and_loops_without_optimizers_are_no_such_exchanges() -> None:
+    run = Planted(steps=32).run()
+    assert note_of(run) == ""
+    assert note_of(without_optimizer(run, every=10**6)) == ""  # 0 is left out: none has one
+    rare = run.ranks[0].steps[20]
+    phases = [phase for phase in rare.phases if phase.name != "optimizer"]
+    of_rank = {**run.ranks[0].steps, 20: replace(rare, phases=phases)}
+    assert note_of(replaced(run, 0, steps=of_rank)) == ""

@@ -1,21 +1,27 @@
-"""What a step costs the process that is profiled, and when its lines are in the file."""
+"""What a step costs the process that is profiled, beside torch's own tools too."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
-from planted import MS, Planted
+from planted import MS, Planted, bare, replace
 from processes import run
 
+from lightning_dist.integrations.profiler.live import LiveProfile, log_summary, of_one_rank
+from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.capture.events import (
+    OF_NO_BUCKET,
     ClockRecord,
     EndRecord,
+    Phase,
+    Span,
     StepRecord,
     from_line,
     to_line,
@@ -23,6 +29,8 @@ from lightning_dist.profiling.capture.events import (
 from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.profiling.capture.session import Session, SessionSettings
 from lightning_dist.profiling.capture.steps import PendingStep
+from lightning_dist.profiling.capture.torch_tools import TorchTracer
+from lightning_dist.profiling.run import Run
 
 BUCKETS = 40
 
@@ -222,3 +230,124 @@ def test_what_disturbs_a_step_makes_nobody_look_less_often(tmp_path: Path) -> No
     records = map(from_line, (tmp_path / "rank0.jsonl").read_text().splitlines())
     kept = [each.step for each in records if isinstance(each, StepRecord)]
     assert kept == [each.step for each in told] == [0, 1, 2, 5, 6, 7, 8]
+
+
+UNEVEN = Planted(slow_steps={1: 4, 3: 9})
+
+
+def logged(run: Run) -> dict[str, float]:
+    """By a profile of rank 0 that is asked once, at the end."""
+    heard: list[dict[str, float]] = []
+    logger = SimpleNamespace(log_metrics=lambda metrics, step: heard.append(metrics))
+    module = SimpleNamespace(log=lambda *args, **kwargs: None)
+    trainer: Any = SimpleNamespace(loggers=[logger], global_step=6, lightning_module=module)
+    live = LiveProfile()
+    for step in run.ranks[0].steps.values():
+        live.add(step)
+    live.log(trainer)
+    (metrics,) = heard
+    return metrics
+
+
+def within_the_exchange(step: StepRecord) -> StepRecord:
+    """An optimizer of a second model began before the mean was there."""
+    end = max(bucket.done for bucket in step.buckets)
+    return replace(step, phases=[*step.phases[:-1], Phase("optimizer", end - 5_000_000, end)])
+
+
+@pytest.mark.parametrize("change", [lambda step: step, within_the_exchange])
+def test_what_is_exposed_is_the_same_everywhere(change: Any) -> None:
+    of_rank = UNEVEN.run().ranks[0]
+    steps = {number: change(step) for number, step in of_rank.steps.items()}
+    run = Run({0: replace(of_rank, steps=steps)})
+    told, summary = logged(run), summarize(run, warmup_steps=0)
+    assert summary.exposed_fraction is not None
+    assert told["comm/exposed_ms"] == pytest.approx(summary.exposed_ms)
+    assert told["comm/exposed_fraction"] == pytest.approx(summary.exposed_fraction)
+    assert told["comm/hidden_ms"] == pytest.approx(summary.hidden_ms)
+    assert told["comm/step_ms"] == pytest.approx(summary.step_ms["mean"])
+
+
+@pytest.mark.parametrize("step", [0, 4])
+def test_steps_of_a_window_need_not_have_the_same_metrics(step: int) -> None:
+    own = Span("exchange", OF_NO_BUCKET, 0, 6_000_000, "all_gather", "flat", 100, blocks=True)
+    told = logged(bare(Planted().run(), only=[step], spans=[own]))
+    assert told["comm/exposed_fsdp_ms"] == pytest.approx(1)
+    assert told["comm/codec_total_ms"] == pytest.approx(10), "the replaced spans held 12 ms of 72"
+
+
+def test_stock_ddp_has_no_time_of_a_codec() -> None:
+    ddp = Planted(codec="ddp", encode=0, decode=0).run()
+    assert "codec_total_ms" not in of_one_rank(ddp.ranks[0].steps[3])
+    assert of_one_rank(Planted().run().ranks[0].steps[3])["codec_total_ms"] == pytest.approx(12)
+
+
+@pytest.mark.parametrize(("steps", "rows"), [(6, 1), (0, 0)])
+def test_loggers_hear_nothing_of_a_run_without_steps(steps: int, rows: int, tmp_path: Path) -> None:
+    heard: list[dict[str, float]] = []
+    logger = SimpleNamespace(log_metrics=lambda metrics, step: heard.append(metrics))
+    trainer: Any = SimpleNamespace(loggers=[logger], global_step=steps)
+    log_summary(trainer, summarize(Planted(steps=steps).run()), tmp_path, upload="report")
+    assert len(heard) == rows
+
+
+def test_a_trace_that_cannot_be_written_is_reported_and_no_reason_to_stop(tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    told: list[str] = []
+    folder = tmp_path / "taken" / "run-0"
+    tracer = TorchTracer(folder, rank=2, wanted=range(1), on_problem=told.append)
+    tracer.begin_step(0)
+    tracer.begin_step(1)
+    tracer.close()
+    assert told == [
+        f"{folder / 'torch-trace-rank2-step0.json.gz'} was not written: Not a directory"
+    ]
+
+
+def test_the_step_in_which_the_trace_is_written_is_disturbed_too(tmp_path: Path) -> None:
+    tracer = TorchTracer(tmp_path, rank=0, wanted=range(1, 3))
+    disturbed = [tracer.begin_step(step) for step in range(6)]
+    assert disturbed == [False, True, True, True, False, False]
+    assert (tmp_path / "torch-trace-rank0-step1.json.gz").is_file()
+
+
+def test_steps_that_never_come_are_reported(tmp_path: Path) -> None:
+    told: list[str] = []
+    tracer = TorchTracer(tmp_path, rank=0, wanted=range(100, 103), on_problem=told.append)
+    assert not any(tracer.begin_step(step) for step in range(6))
+    tracer.close()
+    assert told == [
+        "torch_profiler=range(100, 103): none of these steps was run; no trace was written"
+    ]
+
+
+RECORDED = """
+import sys, torch, torch.distributed as dist
+from pathlib import Path
+from lightning_dist.profiling.capture.torch_tools import dump_flight_record
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for _ in range(30):
+    dist.all_reduce(torch.ones(2))
+print(dump_flight_record(Path(sys.argv[1]) / "run-0", rank=3))
+dist.destroy_process_group()  # torch's threads may abort a process that ends without
+"""
+
+
+@pytest.mark.parametrize(("size", "kept"), [(None, 30), ("20", 20), ("0", 0)])
+def test_what_torch_keeps_is_written(
+    size: str | None,
+    kept: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    quick_python: list[str],
+) -> None:
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    environment = {} if size is None else {"TORCH_FR_BUFFER_SIZE": size}
+    done = run([*quick_python, "-c", RECORDED, tmp_path], limit=100, **environment)
+    path = tmp_path / "run-0" / "flight-rank3.json"
+    last = done.require_success().output.splitlines()[-1]
+    assert last == (str(path) if kept else "None")
+    entries = json.loads(path.read_text())["entries"] if kept else []
+    assert [each["profiling_name"] for each in entries] == ["gloo:all_reduce"] * kept
+    assert path.exists() == bool(kept)

@@ -19,8 +19,7 @@ from feeding import (
     step_digest,
 )
 from layouts import HOSTS_OF_FOUR, PAIRS, UNEVEN, Layout, flat
-from test_interrupted import SHAPES as SHAPES_OF_BUCKETS
-from test_interrupted import Model
+from test_skipped_steps import THREE, Model
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import resolve_codec
@@ -112,7 +111,7 @@ def test_a_backward_that_is_cut_short_is_not_counted(
         try:
             counts = []
             for step, buckets in enumerate((3, 2, 3)):
-                futures = model.reduce(feed(rank.rank, step, SHAPES_OF_BUCKETS), buckets)
+                futures = model.reduce(feed(rank.rank, step, THREE), buckets)
                 if buckets == 3:
                     torch.futures.wait_all(futures)
                     counts.append(dict(model.reducer.comm_stats()["last_step"]))
@@ -130,7 +129,7 @@ def test_a_backward_that_is_cut_short_leaves_replicas_equal() -> None:
         model, got = Model(rank, "int8", commit="immediate"), []
         try:
             for step in range(4):
-                given = feed(rank.rank, step, SHAPES_OF_BUCKETS)
+                given = feed(rank.rank, step, THREE)
                 if step == 1:
                     model.reduce(given, 2)
                     continue
@@ -143,7 +142,7 @@ def test_a_backward_that_is_cut_short_leaves_replicas_equal() -> None:
     ranks = run_threads(body, 2)
     for got, owed in ranks:
         for here, there in zip(got, ranks[0][0], strict=True):
-            assert all(torch.equal(here[name], there[name]) for name in SHAPES_OF_BUCKETS)
+            assert all(torch.equal(here[name], there[name]) for name in THREE)
         assert all(each.abs().max() < 0.2 for each in owed.values())
 
 
@@ -157,7 +156,7 @@ def test_keys_and_their_order_may_be_any(size: int) -> None:
         parameters = dict(zip((0, 2, 4), model.parameters.items(), strict=True))
         try:
             for step, keys in enumerate(steps):
-                given = feed(rank.rank, step, SHAPES_OF_BUCKETS)
+                given = feed(rank.rank, step, THREE)
                 handles = []
                 for key in keys:
                     name, parameter = parameters[key]
@@ -175,7 +174,7 @@ def test_keys_and_their_order_may_be_any(size: int) -> None:
         lambda rank: [body(rank, "immediate"), body(rank, "deferred")], size
     ):
         for here, there in zip(immediate, deferred, strict=True):
-            assert all(torch.equal(here[name], there[name]) for name in SHAPES_OF_BUCKETS)
+            assert all(torch.equal(here[name], there[name]) for name in THREE)
 
 
 def payload_bytes(rank: Rank, size: int, commit: str) -> float:

@@ -1,18 +1,28 @@
-"""The arithmetic between gradient, residual and payload, against its own formulas."""
+"""The arithmetic between gradient, residual and payload, eager and fused."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
 import pytest
 import torch
-from arguments import PASSES, arguments, same_bits
+from arguments import DEFERRED, IMMEDIATE, PASSES, arguments, same_bits
+from feeding import Fed, backward, compressed, feed, step_digest
+from processes import run as run_process
 from torch import Tensor
+from torch._inductor import metrics
+from worlds import Rank, run_threads
 
 from lightning_dist.codecs import BF16, FP16, BlockCodec, Int8, Payload
 from lightning_dist.codecs.memory import ErrorFeedback, NoMemory
+from lightning_dist.kernels import inductor
 from lightning_dist.kernels import passes as module
-from lightning_dist.kernels.passes import Factors, Kernels, compute_dtype
+from lightning_dist.kernels.passes import Factors, Kernels, Passes, compute_dtype
 
 CODEC = Int8(block_size=64)
+
 SCALE = 8.0
 
 
@@ -151,3 +161,184 @@ def test_a_short_gradient_is_not_rounded_on_the_way() -> None:
     make(codec, size=2).encode(grad, (residual,), torch.tensor(1.0), None, own)
     assert same_bits(own, codec.encode(torch.full(shape, 1.002)))
     assert (own[0] > 1).all()
+
+
+CPU = torch.device("cpu")
+
+SIZE = 3  # with three ranks one variant has all four passes
+
+SHAPES = {"first": (128, 130), "bias": (130,), "second": (256, 128)}  # 16 blocks a row and more
+
+eager = Kernels(Int8(), memory=ErrorFeedback(), factors=Factors(), world_size=SIZE)
+
+
+@pytest.fixture(scope="module")
+def fused() -> Mapping[str, Callable[..., None]]:
+    """The compiled passes of both ways to commit; ``decode`` has no state."""
+    variant = inductor.Variant(
+        eager.passes, torch.float32, rows=SIZE, received=1, device=CPU, immediate=False
+    )
+    immediate = dict(inductor.fused_passes(replace(variant, immediate=True)))
+    immediate["decode"] = immediate.pop("decode_and_commit")
+    return {**inductor.fused_passes(variant), **immediate}
+
+
+def test_every_pass_is_fused(fused: Mapping[str, object]) -> None:
+    assert set(fused) == set(PASSES)
+    assert metrics.generated_kernel_count >= len(PASSES)
+
+
+@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize(("blocks", "offset"), [(16, 0), (17, 3), (96, 256), (301, 1)])
+def test_fused_passes_give_the_bytes_of_the_eager_ones(
+    fused: Mapping[str, Callable[..., None]], name: str, blocks: int, offset: int
+) -> None:
+    """Any number of blocks, any strides, any place in the bucket."""
+
+    def fresh() -> tuple[object, ...]:
+        of_passes = arguments(Int8(), rows=SIZE, blocks=blocks, offset=offset)
+        grad = of_passes["encode"][0]
+        grad[0, 0] = 0
+        grad[1, 1] *= 1e-40
+        grad[2, 2, 7] = 1e30
+        return of_passes[name]
+
+    by_fused, by_eager = fresh(), fresh()
+    with torch.no_grad():
+        fused[name](*by_fused)
+        getattr(eager, "decode_and_commit" if name == "decode" else name)(*by_eager)
+    assert same_bits(by_fused, by_eager)
+    assert not same_bits(by_fused, fresh()), "the pass did nothing"
+
+
+@pytest.mark.parametrize("name", ["encode_and_commit", "decode_and_commit", "server_feedback"])
+def test_fused_passes_keep_the_residual_of_what_is_not_finite(
+    fused: Mapping[str, Callable[..., None]], name: str
+) -> None:
+    """The same bits as the eager ones; of the payload only that it is not finite."""
+
+    def residual_after(run: Callable[..., None]) -> Tensor:
+        of_passes = arguments(Int8(), rows=SIZE, blocks=96)
+        of_passes["encode"][0][0, 3, 5] = torch.inf
+        of_passes["server_feedback"][2][0][1, 4] = torch.nan
+        own = of_passes["decode_and_commit"][4][0]
+        own[0, 3] = torch.inf
+        with torch.no_grad():
+            run(*of_passes[name])
+        residual = of_passes[name][0] if name == "server_feedback" else of_passes[name][1][0]
+        before = arguments(Int8(), rows=SIZE, blocks=96)["encode"][1][0][: len(residual)]
+        kept = (residual == before).all(-1).nonzero().tolist()
+        assert kept == [[0, 4 if name == "server_feedback" else 3]]
+        return residual
+
+    assert torch.equal(residual_after(fused[name]), residual_after(getattr(eager, name)))
+
+
+def run(rank: Rank, *, compile_kernels: bool, commit: str) -> tuple[list[str], list[int], set[str]]:
+    """Digests of 4 steps, kernels generated in each, and which fused passes were called."""
+    called: set[str] = set()
+
+    def counted(name: str, kernel: Callable[..., None]) -> Callable[..., None]:
+        def call(*tensors: object) -> None:
+            called.add(name)
+            kernel(*tensors)
+
+        return call
+
+    settings = {
+        "compile_kernels": compile_kernels,
+        "commit": commit,
+        "ddp": {"bucket_cap_mb": 0.05},
+    }
+    with compressed(rank, Fed(SHAPES), **settings) as (model, reducer):
+        assert reducer.planner.is_fused is compile_kernels
+        kernels = reducer.planner.blocks(Int8(), torch.float32).kernels
+        kernels.use({name: counted(name, kernel) for name, kernel in kernels._fused.items()})
+        rank.barrier.wait()
+        digests, generated = [], [metrics.generated_kernel_count]
+        for step in range(4):
+            gradients = backward(model, feed(rank.rank, step, SHAPES))
+            digests.append(step_digest(gradients, reducer))
+            generated.append(metrics.generated_kernel_count)
+        assert len(model._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")) > 1
+    return digests, generated, called
+
+
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("commit", ["deferred", "immediate"])
+def test_a_real_step_runs_fused_and_compiles_nothing(commit: str) -> None:
+    """Also when DDP rebuilds its buckets after the first step; with the bits of eager kernels."""
+    known = len(inductor._fused)
+    by_fused = run_threads(lambda rank: run(rank, compile_kernels=True, commit=commit), SIZE)
+    assert len(inductor._fused) == known
+    for _, generated, called in by_fused:
+        assert generated == [generated[0]] * 5
+        assert called == {
+            "decode_and_commit" if name == "decode" else name
+            for name in (DEFERRED if commit == "deferred" else IMMEDIATE)
+        }
+    by_eager = run_threads(lambda rank: run(rank, compile_kernels=False, commit=commit), SIZE)
+    assert [called for _, _, called in by_eager] == [set()] * SIZE
+    assert [digests for digests, _, _ in by_fused] == [digests for digests, _, _ in by_eager]
+
+
+def test_small_models_are_not_compiled_unless_asked() -> None:
+    large, small = inductor.FUSE_FROM_ELEMENTS, inductor.FUSE_FROM_ELEMENTS - 1
+    assert inductor.should_fuse("auto", numel=large, device=CPU)
+    assert not inductor.should_fuse("auto", numel=small, device=CPU)
+    assert inductor.should_fuse(True, numel=1, device=CPU)
+    assert not inductor.should_fuse(False, numel=large, device=CPU)
+
+
+def test_without_a_compiler_auto_is_eager_and_true_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert not inductor.should_fuse("auto", numel=inductor.FUSE_FROM_ELEMENTS, device=CPU)
+    with pytest.raises(ValueError, match=r"compile_kernels=True needs a compiler for cpu \(g\+\+"):
+        inductor.should_fuse(True, numel=1, device=CPU)
+
+
+def test_for_a_gpu_triton_is_looked_for_by_who_has_imported_nothing_of_it() -> None:
+    """As in ``lightning-dist profile whatif``, where no model has had torch load its compiler."""
+    asks = (
+        "import sys, torch; from lightning_dist.kernels.inductor import should_fuse; "
+        "print(should_fuse('auto', numel=1 << 30, device=torch.device('cuda')))"
+    )
+    told = run_process([sys.executable, "-c", asks], limit=60).require_success()
+    assert told.output.strip() in ("True", "False")
+
+
+def other_variant(block_size: int) -> inductor.Variant:
+    passes = Passes(Int8(block_size), ErrorFeedback(), Factors(), 2)
+    return inductor.Variant(passes, torch.float32, rows=1, received=2, device=CPU, immediate=False)
+
+
+def test_a_broken_tool_chain_leaves_the_kernels_eager(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(function: object, arguments: object) -> None:
+        raise RuntimeError("no such header")
+
+    monkeypatch.setattr(inductor, "_compile", fail)
+    assert inductor.fused_passes(other_variant(32)) == {}
+    assert "the kernels stay eager (same bytes, slower): no such header" in caplog.text
+
+
+def test_the_compiler_is_not_used_on_an_accelerator(caplog: pytest.LogCaptureFixture) -> None:
+    elsewhere = replace(other_variant(80), device=torch.device("meta"))
+    assert inductor.fused_passes(elsewhere) == {}
+    assert not caplog.records
+
+
+def test_a_kernel_that_gives_other_bytes_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here: one that does nothing, and one that is right."""
+
+    def miscompile(function: Callable[..., None], arguments: object) -> Callable[..., None]:
+        return function if function.__name__ == "encode" else lambda *tensors: None
+
+    monkeypatch.setattr(inductor, "_compile", miscompile)
+    assert set(inductor.fused_passes(other_variant(48))) == {"encode"}
+    assert "The fused decode_and_commit pass differs from the eager one: not used" in caplog.text

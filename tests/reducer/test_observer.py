@@ -1,18 +1,29 @@
-"""What an observer is told: every collective and every byte, without changing a bit."""
+"""What is measured while a reducer works: collectives, bytes, and what codecs cost."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 from feeding import EVERY_CODEC, Fed, backward, compressed, feed, step_digest
 from layouts import FORMS, Layout, flat
+from planted_gpu import Gpu
+from torch import nn
 from worlds import Rank, run_threads
 
+from lightning_dist import compress_ddp
+from lightning_dist.codecs import Int8
 from lightning_dist.exchange.channel import PendingWork
+from lightning_dist.measurement import calibration, exposure
+from lightning_dist.measurement.calibration import calibrate
+from lightning_dist.measurement.costs import CANDIDATES
+from lightning_dist.measurement.device_clock import HostClock, StreamClock
+from lightning_dist.measurement.microbenchmark import Passes
 from lightning_dist.reducer.observer import Observer, Phase
 from lightning_dist.reducer.units.base import CodecGroup
 
@@ -123,3 +134,120 @@ def test_an_observer_that_is_attached_while_another_one_ends_stays() -> None:
             assert len(late.finished_steps) == 1
 
     run_threads(body, 2)
+
+
+STEPS = 30
+
+
+def train(rank: Rank) -> None:
+    torch.manual_seed(0)
+    model = rank.ddp(nn.Linear(64, 64))
+    handle = compress_ddp(model, "int8", groups=rank.groups(), min_compress_numel=0)
+    inputs = torch.ones(2, 64)
+    for _ in range(STEPS):
+        model(inputs).sum().backward()
+    handle.close()
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_second", "said"), [(1e12, 1), (1e3, 0)], ids=["fast link", "slow link"]
+)
+def test_it_is_said_once_where_the_link_is_fast(
+    bytes_per_second: float,
+    said: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(exposure, "measure_link", lambda network: bytes_per_second)
+    with caplog.at_level(logging.WARNING):
+        run_threads(train, 2)
+    assert caplog.text.count("Compression costs more than it saves") == said
+    assert caplog.text.count("or ranks wait for one that is late") == said
+    assert caplog.text.count("CommProfiler()") == said
+
+
+SECOND = 1_000_000_000
+
+
+def test_every_candidate_has_a_cost_and_bytes() -> None:
+    threads = torch.get_num_threads()
+    costs = calibrate(units=1, rounds=1)
+    assert tuple(costs) == CANDIDATES
+    assert torch.get_num_threads() == threads
+    for name, cost in costs.items():
+        assert cost.name == name
+        assert cost.encode > 0
+        assert cost.decoding(1) >= 0
+        assert cost.decoding(4) >= cost.decoding(1)
+        assert cost.source == "measured alone on this machine now, not compiled"
+    assert costs["int8"].wire == Int8().wire_bytes(1 << 20) / (1 << 20)
+    assert [costs[name].wire for name in ("none", "fp16")] == [4.0, 2.0]
+    assert costs["none"].decoding(1) == 0  # added up in the bucket itself
+    assert costs["powersgd"].wire == 4 * 4 / 1024
+    assert costs["powersgd"].assumption
+    assert {name for name, cost in costs.items() if cost.assumption} == {"powersgd"}
+
+
+def test_options_count() -> None:
+    costs = calibrate(["topk:ratio=0.1", "topk"], units=1, rounds=1)
+    assert costs["topk:ratio=0.1"].wire == pytest.approx(10 * costs["topk"].wire, rel=0.05)
+
+
+def test_bytes_that_depend_on_the_gradient_are_refused() -> None:
+    with pytest.raises(ValueError, match="depend on the gradient, got 'threshold'"):
+        calibrate(["threshold"])
+
+
+def test_a_codec_that_alternates_costs_the_mean_of_both() -> None:
+    now = 0
+
+    class Alternating(Passes):
+        def __init__(self) -> None:
+            self.step = 0
+
+        def prepare(self) -> None:
+            self.step += 1
+
+        def encode(self) -> None:
+            nonlocal now
+            now += SECOND if self.step % 2 else 3 * SECOND
+
+        def decode(self) -> None:
+            nonlocal now
+            now += 5 * SECOND
+
+        def exchange(self) -> None:
+            nonlocal now
+            now += 7 * SECOND  # not of the codec
+
+    clock = HostClock(lambda: now)
+    assert calibration._seconds(Alternating(), rounds=3, clock=clock) == (2.0, 5.0)
+
+
+def test_on_a_gpu_it_is_the_time_of_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host asks for the work, which takes it next to no time."""
+    (gpu := Gpu()).install(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: gpu.work(cycles / 2e6))
+
+    class Asked(Passes):
+        def __init__(self) -> None:
+            pass
+
+        def prepare(self) -> None:
+            gpu.work(30)
+
+        def encode(self) -> None:
+            gpu.work(0.25)
+
+        def decode(self) -> None:
+            for _ in range(7):
+                gpu.sleep(2)  # to launch a kernel takes longer than the kernel
+                gpu.work(1)
+
+        def exchange(self) -> None:
+            gpu.work(11)  # not of the codec
+
+    clock = StreamClock(torch.device("cuda", 0), gpu.clock)
+    encode, decode = calibration._seconds(Asked(), rounds=3, clock=clock)
+    assert encode == pytest.approx(0.25e-3, rel=0.01)
+    assert decode == pytest.approx(7e-3, rel=0.01)

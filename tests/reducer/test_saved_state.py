@@ -1,26 +1,30 @@
-"""Contract 4: state in a checkpoint, by parameter name.
-
-Of all ranks, or of all hosts where they reduce first.
-"""
+"""Contract 4: state in a checkpoint, by parameter name, on any number of ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from feeding import EVERY_CODEC, PER_LEVEL, SHAPES, Fed, backward, compressed, feed
-from layouts import PAIRS, UNEVEN, Layout, flat
-from saving import SETTINGS, Resumed, State, tensors, train, train_here
+from feeding import EVERY_CODEC, PER_LEVEL, SHAPES, Fed, Tensors, backward, compressed, digest, feed
+from layouts import HOSTS_OF_FOUR, PAIRS, UNEVEN, Layout, Tree, flat
+from saving import SETTINGS, Resumed, State, tensors, through_a_file, train, train_here
+from torch import Tensor
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import resolve_codec
+from lightning_dist.reducer.parts import Stripes
+from lightning_dist.reducer.reducer import Reducer
 
 KEEP = [c for c in EVERY_CODEC if resolve_codec(c).keeps_residual]
+
 # A ring adds in an order that depends on the place in the bucket, which a restart changes.
 IN_ORDER = [c for c in EVERY_CODEC if resolve_codec(c).exchange != "allreduce"]
+
 HOSTS = [Layout(PAIRS), Layout(PAIRS, leader=True), Layout(UNEVEN)]
+
 CASES = [
     (flat(2), EVERY_CODEC),
     (flat(3), IN_ORDER[::3]),
@@ -85,6 +89,7 @@ def test_saving_and_residuals_matter() -> None:
 
 
 SMALL_TOO = {"one": (40,), "two": (24,), "weight": (40, 48), "three": (7,), "four": (300,)}
+
 """Small neighbours, which a codec of blocks inside a host must not mix."""
 
 
@@ -166,3 +171,173 @@ def test_a_state_of_another_version_or_model_is_refused() -> None:
                 backward(model, feed(rank.rank, 0))
 
     run_threads(body, 2)
+
+
+LAYOUTS = [flat(3), Layout(PAIRS), Layout(PAIRS, leader=True), Layout(UNEVEN)]
+
+STRIPED = ["none", "int8", "dgc:ratio=0.1,block_size=128", "powersgd:rank=2"]
+
+Striped = tuple[dict[str, Any], list[Stripes]]
+
+Seen = tuple[State | None, Striped]
+
+
+def world(layout: Layout) -> list[dict[str, list[Seen]]]:
+    """By rank and codec: gathered and striped state before a step, after two, and just loaded."""
+    saved: dict[str, State] = {}
+
+    def states(reducer: Reducer) -> Seen:
+        gathered = reducer.state_dict()
+        return gathered and through_a_file(gathered), copied(reducer.striped_state_dict())
+
+    def body(rank: Rank) -> dict[str, list[Seen]]:
+        return {codec: in_turn(rank, codec) for codec in STRIPED}
+
+    def in_turn(rank: Rank, codec: str) -> list[Seen]:
+        with compressed(rank, Fed(), codec, **SETTINGS, **layout.form) as (model, reducer):
+            found = [states(reducer)]
+            for step in range(2):
+                backward(model, feed(rank.rank, step))
+            found.append(states(reducer))
+            if found[-1][0] is not None:
+                saved[codec] = found[-1][0]
+            rank.barrier.wait()
+            reducer.load_state_dict(saved[codec])
+            return [*found, states(reducer)]
+
+    return run_threads(body, layout.size)
+
+
+def copied(striped: Striped) -> Striped:
+    state, stripes = striped
+    return state, [
+        Stripes(each.whole, tuple((start, part.clone()) for start, part in each.own))
+        for each in stripes
+    ]
+
+
+def joined(of_ranks: list[Striped]) -> dict[str, Any]:
+    """The state of rank 0 with the stripes of all ranks where they belong."""
+    state, first = of_ranks[0]
+    for index, stripes in enumerate(first):
+        flat = stripes.whole.flatten()
+        flat.zero_()
+        taken = torch.zeros_like(flat, dtype=torch.bool)
+        for _, of_rank in of_ranks:
+            for start, part in of_rank[index].own:
+                assert not taken[start : start + part.numel()].any(), "two ranks have the same"
+                taken[start : start + part.numel()] = True
+                flat[start : start + part.numel()] = part
+        stripes.whole.copy_(flat.view_as(stripes.whole))
+    return state
+
+
+def flattened(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return tuple(value.shape), digest([value])
+    if isinstance(value, dict):
+        return {key: flattened(each) for key, each in value.items()}
+    return [flattened(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_stripes_of_all_ranks_are_the_gathered_state(layout: Layout) -> None:
+    """Before a step, after two and just loaded; every rank describes the same tensors."""
+    ranks = world(layout)
+    for codec in STRIPED:
+        described = [
+            [(each.whole.shape, each.whole.dtype) for each in of_rank[codec][1][1][1]]
+            for of_rank in ranks
+        ]
+        assert all(of_rank == described[0] for of_rank in described), codec
+        for moment in range(3):
+            seen = [of_rank[codec][moment] for of_rank in ranks]
+            gathered = seen[0][0]
+            together = joined([striped for _, striped in seen])
+            assert flattened(together) == flattened(gathered), (codec, moment)
+            if moment and codec == "int8":
+                assert any(part.abs().sum() > 0 for part in gathered["residuals"].values())
+
+
+DOUBLE = torch.float64
+
+TRIPLES: Tree = [[0, 1, 2], [3, 4, 5]]
+
+CHANGES = [
+    (flat(4), flat(2)),
+    (flat(2), flat(3)),
+    (flat(2), flat(1)),
+    (flat(4), Layout(PAIRS)),
+    (Layout(PAIRS), flat(4)),
+    (Layout(PAIRS), Layout(UNEVEN)),
+    (Layout(PAIRS), Layout(TRIPLES)),
+    (Layout(PAIRS), flat(2)),
+    (Layout(UNEVEN), Layout(PAIRS)),
+    (Layout(HOSTS_OF_FOUR), flat(3)),
+    (Layout(TRIPLES), Layout(HOSTS_OF_FOUR)),
+]
+
+RESIZED = ("int8", "powersgd:rank=2")
+
+
+def mean_of_rows(state: State) -> Tensors:
+    return {name: rows.mean(0) for name, rows in state["residuals"].items()}
+
+
+def left_by(layout: Layout, codec: str, steps: int, state: State | None = None) -> State:
+    """State after so many steps on this layout, from ``state`` on."""
+
+    def body(rank: Rank) -> State | None:
+        settings = {"dtype": DOUBLE, "codec": codec, **layout.form}
+        return train_here(rank, range(steps), state, **settings)[2]
+
+    found = run_threads(body, layout.size)[0]
+    assert found is not None
+    return through_a_file(found)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [*CHANGES[:6], *(pytest.param(*each, marks=pytest.mark.slow) for each in CHANGES[6:])],
+    ids=str,
+)
+@pytest.mark.parametrize("codec", RESIZED)
+def test_another_layout_conserves_the_residual(before: Layout, after: Layout, codec: str) -> None:
+    """The mean over rows stays; then it comes out, or is held still, of steps without gradients."""
+    first = left_by(before, codec, 3)
+    owed = mean_of_rows(first)
+    zeros = {n: torch.zeros_like(g) for n, g in feed(0, 0, dtype=DOUBLE).items()}
+
+    def body(rank: Rank) -> tuple[State | None, Tensors, State | None]:
+        came = dict(zeros)
+        settings = {**SETTINGS, **after.form}
+        with compressed(rank, Fed(dtype=DOUBLE), codec, **settings) as (model, reducer):
+            reducer.load_state_dict(first)
+            loaded = reducer.state_dict()
+            for _ in range(4):
+                gradients = backward(model, zeros)
+                came = {name: total + gradients[name] for name, total in came.items()}
+            return loaded, came, reducer.state_dict()
+
+    loaded, came, still = run_threads(body, after.size)[0]
+    assert loaded is not None
+    assert still is not None
+    assert loaded["world_size"] == after.size
+    for name, expected in owed.items():
+        assert expected.any()
+        found = mean_of_rows(loaded)[name]
+        torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-16)
+        held = mean_of_rows(still).get(name, torch.zeros(1))
+        total = came[name].flatten() + held
+        torch.testing.assert_close(total, expected, rtol=1e-9, atol=1e-12)
+        if codec == "int8" and after.tree is None and after.size > 1:
+            torch.testing.assert_close(total, expected, rtol=1e-11, atol=1e-14)
+            assert held.norm() < 1e-3 * expected.norm(), "it must have come out by now"
+
+
+def test_there_and_back_again() -> None:
+    """Two changes of size lose no more than one."""
+    first = left_by(flat(4), "int8", 2)
+    third = left_by(flat(4), "int8", 0, left_by(flat(3), "int8", 0, first))
+    for name, owed in mean_of_rows(first).items():
+        torch.testing.assert_close(mean_of_rows(third)[name], owed, rtol=1e-14, atol=1e-16)

@@ -1,0 +1,399 @@
+"""Exchanges where hosts reduce first: their means, collectives, large tensors, codecs, memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from feeding import (
+    EVERY_CODEC,
+    FEW,
+    SHAPES,
+    Fed,
+    Tensors,
+    backward,
+    compressed,
+    digest,
+    feed,
+    residuals,
+)
+from layouts import FORMS, HOSTS_OF_FOUR, MORE, PAIRS, UNEVEN, Layout, every_layout, grids
+from torch import Size, Tensor
+from worlds import Rank, run_threads
+
+from lightning_dist.codecs import BlockCodec, Int8, resolve_codec
+from lightning_dist.reducer.units import sizes
+
+SMALL = {"first": (40, 48), "bias": (40,), "second": (33, 50), "one": (1,)}
+
+
+def exact(rank: int, size: int) -> Tensors:
+    """``sign * size * 2**j`` with the same ``j`` on all ranks: no sum or mean of it is rounded."""
+    common = torch.Generator().manual_seed(5)
+    own = torch.Generator().manual_seed(100 + rank)
+
+    def one(shape: tuple[int, ...]) -> Tensor:
+        powers = torch.randint(-20, 20, shape, generator=common)
+        signs = torch.randint(0, 2, shape, generator=own) * 2.0 - 1
+        return torch.ldexp(signs * size, powers)
+
+    return {name: one(shape) for name, shape in SMALL.items()}
+
+
+@dataclass
+class TwoSteps:
+    """One rank's two steps of codec none: exact gradients, then random ones."""
+
+    exact: str
+    random: Tensors
+
+
+def two_steps(rank: Rank, layout: Layout | None) -> TwoSteps:
+    """Flat without a ``layout``. The second step has other buckets than the first."""
+    tree, leader = (None, False) if layout is None else (layout.tree, layout.leader)
+    ddp = {"bucket_cap_mb": 0.004}
+    with compressed(rank, Fed(SMALL), "none", tree=tree, leader=leader, ddp=ddp) as (model, red):
+        first = backward(model, exact(rank.rank, rank.size))
+        second = backward(model, feed(rank.rank, 0, SMALL))
+        assert (red.network.intra is not None) == (layout is not None)
+    return TwoSteps(digest([first[name] for name in SMALL]), second)
+
+
+def run(size: int, layouts: Sequence[Layout]) -> list[list[TwoSteps]]:
+    """``[layout][rank]``, the flat exchange first."""
+
+    def body(rank: Rank) -> list[TwoSteps]:
+        return [two_steps(rank, layout) for layout in (None, *layouts)]
+
+    return [list(of_ranks) for of_ranks in zip(*run_threads(body, size), strict=True)]
+
+
+def test_every_grid_is_here() -> None:
+    assert [len(grids(size)) for size in range(3, 9)] == [1, 4, 5, 11, 13, 22]
+    assert all(layout.ranks == list(range(8)) for layout in every_layout(8))
+
+
+@pytest.mark.parametrize(
+    ("size", "layouts"),
+    [
+        *((size, every_layout(size)) for size in range(3, 7)),
+        (8, MORE[8]),
+        *(pytest.param(n, every_layout(n), marks=pytest.mark.slow) for n in (7, 8)),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else str(len(value)),
+)
+def test_it_is_the_flat_exchange(size: int, layouts: Sequence[Layout]) -> None:
+    """Exact gradients are bit-equal, random ones the mean within rounding, replicas equal."""
+    flat, *others = run(size, layouts)
+    given = [exact(rank, size) for rank in range(size)]
+    exact_mean = [torch.stack([g[n].double() for g in given]).mean(0).float() for n in SMALL]
+    assert {ran.exact for ran in flat} == {digest(exact_mean)}
+    given = [feed(rank, 0, SMALL) for rank in range(size)]
+    mean = {n: sum(g[n].double() for g in given) / size for n in SMALL}
+    largest = {n: torch.stack([g[n].abs() for g in given]).amax(0).double() for n in SMALL}
+    for layout, of_ranks in zip(layouts, others, strict=True):
+        assert {ran.exact for ran in of_ranks} == {digest(exact_mean)}, str(layout)
+        assert len({digest(ran.random) for ran in of_ranks}) == 1, str(layout)
+        for name, found in of_ranks[0].random.items():
+            # Every sum and product rounds by 2**-24 of what is at most the largest value.
+            bound = (size + 4) * 2.0**-24 * largest[name]
+            assert ((found.double() - mean[name]).abs() <= bound).all(), (str(layout), name)
+
+
+FOUR_HOSTS = Layout([[0, 1], [2, 3], [4, 5], [6, 7]])
+
+every_form = pytest.mark.parametrize("layout", [*FORMS, FOUR_HOSTS], ids=str)
+
+
+class Counting:
+    """A watch that counts collectives by the name of their channel."""
+
+    def __init__(self) -> None:
+        self.found: Counter[str] = Counter()
+
+    def launches(self, op: str, *, group: str, sent: int) -> Callable[[dist.Work], None] | None:
+        self.found[group] += 1
+        return None
+
+    def waits(self) -> Callable[[], None]:
+        return lambda: None
+
+
+def shapes_of(count: int) -> dict[str, tuple[int, ...]]:
+    """Of sizes that no number of owners divides."""
+    return {f"layer{i}": (160 + 3 * i, 100 + i) for i in range(count)}
+
+
+@pytest.fixture
+def whole_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "UNIT_ELEMENTS", sizes.WHOLE_BUCKET)
+
+
+def step(layout: Layout, parameters: int, codec: str) -> tuple[list[Counter[str]], Tensors]:
+    """Collectives of every rank in its second step, and the mean that all have after it."""
+    shapes = shapes_of(parameters)
+
+    def body(rank: Rank) -> tuple[Counter[str], Tensors]:
+        form = {"min_compress_numel": 1, "ddp": {"bucket_cap_mb": 100}, **layout.form}
+        with compressed(rank, Fed(shapes), codec, **form) as (model, reducer):
+            backward(model, feed(rank.rank, 0, shapes))
+            counting = Counting()
+            for channel in reducer.network.channels:
+                channel.watch = counting
+            found = backward(model, feed(rank.rank, 1, shapes))
+            counting.found.pop("control", None)
+            return counting.found, found
+
+    ranks = run_threads(body, layout.size)
+    assert len({digest(found) for _, found in ranks}) == 1
+    return [counted for counted, _ in ranks], ranks[0][1]
+
+
+@pytest.mark.usefixtures("whole_buckets")
+@every_form
+@pytest.mark.parametrize(
+    ("codec", "parameters"),
+    [
+        ("none", 2),
+        ("int8", 24),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("none", 24), ("int8", 2))),
+    ],
+)
+def test_a_bucket_takes_two_collectives_a_level(
+    codec: str, parameters: int, layout: Layout
+) -> None:
+    counts, mean = step(layout, parameters, codec)
+    for counted in counts:
+        assert counted["intra"] == 2
+        assert all(number <= 2 for number in counted.values()), counted
+    shapes, tolerance = shapes_of(parameters), 1e-5 if codec == "none" else 0.1
+    for name, found in mean.items():
+        expected = sum(feed(rank, 1, shapes)[name] for rank in range(layout.size)) / layout.size
+        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+
+
+def test_pieces_take_more_of_them() -> None:
+    """On a CPU, where one piece is encoded while another travels."""
+    counts, _ = step(FOUR_HOSTS, 40, "int8")
+    assert all(counted["intra"] > 2 for counted in counts)
+
+
+LARGE = {"large": (1100, 1000), "bias": (600,), "other": (700, 800)}
+
+"""Two owners take 512 Ki elements at a time, so the first is three fragments."""
+
+FEW_LAYOUTS = [Layout(PAIRS), Layout(PAIRS, leader=True), Layout(UNEVEN)]
+
+few_layouts = pytest.mark.parametrize("layout", FEW_LAYOUTS, ids=str)
+
+
+@few_layouts
+def test_chunks_that_follow_each_other_keep_apart(layout: Layout) -> None:
+    """While one crosses the next is reduced inside, in memory that every other one uses."""
+    form = {**layout.form, "min_compress_numel": 1000}
+    mean = {n: sum(feed(r, 1, LARGE)[n] for r in range(4)) / 4 for n in LARGE}
+
+    def body(rank: Rank) -> list[Tensors]:
+        found = []
+        for codec in ("none", "int8"):
+            with compressed(rank, Fed(LARGE), codec, **form) as (model, reducer):
+                backward(model, feed(rank.rank, 0, LARGE))
+                found.append(backward(model, feed(rank.rank, 1, LARGE)))
+                largest = max(len(group.units) for group in reducer._plans.groups())
+            assert largest >= 3
+        return found
+
+    ranks = run_threads(body, 4)
+    for number, tolerance in enumerate((1e-6, 0.1)):
+        assert len({digest([r[number][name] for name in LARGE]) for r in ranks}) == 1
+        for name, expected in mean.items():
+            torch.testing.assert_close(ranks[0][number][name], expected, rtol=0, atol=tolerance)
+
+
+@dataclass
+class Ran:
+    """One rank's steps with all gradients, with those of ``bias`` alone, and with most."""
+
+    before: dict[str, str]  # digests of the residuals after the first and after the second step
+    after: dict[str, str]
+    last: Tensors
+
+
+@few_layouts
+@pytest.mark.parametrize("codec", ["int8", "powersgd:rank=2", "threshold:tau=1.5"])
+def test_a_tensor_without_a_gradient_keeps_what_it_owes(codec: str, layout: Layout) -> None:
+    """Unused on all ranks nothing of it is applied, on one rank its gradient there is zero."""
+    form = {**layout.form, "min_compress_numel": 256}
+
+    def body(rank: Rank) -> Ran:
+        ddp = {"find_unused_parameters": True}
+        with compressed(rank, Fed(), codec, ddp=ddp, **form) as (model, reducer):
+
+            def owed() -> dict[str, str]:
+                return {name: digest([held]) for name, held in residuals(reducer).items()}
+
+            backward(model, feed(rank.rank, 0))
+            before = owed()
+            unused = backward(model, {"bias": feed(rank.rank, 1)["bias"]})
+            assert set(unused) == {"bias"}
+            after = owed()
+            some = feed(rank.rank, 2)
+            if rank.rank == 1:
+                del some["second"]
+            return Ran(before, after, backward(model, some))
+
+    ranks = run_threads(body, 4)
+    assert len({digest([ran.last[name] for name in sorted(ran.last)]) for ran in ranks}) == 1
+    for ran in ranks:
+        assert set(ran.before) == {"first", "second"}
+        assert ran.after == ran.before
+        assert set(ran.last) == {"first", "bias", "second"}
+        assert ran.last["second"].any()
+
+
+SETTINGS = {"min_compress_numel": 256}
+
+INSIDE = ("none", "fp16", "bf16")
+
+SHORT = (torch.float16, torch.bfloat16)
+
+DTYPES = [
+    *((dtype, FORMS[0], EVERY_CODEC) for dtype in SHORT),
+    *((dtype, FORMS[1], FEW) for dtype in SHORT),
+    *((torch.float64, layout, FEW) for layout in FORMS[:2]),
+    *(
+        pytest.param(dtype, layout, EVERY_CODEC, marks=pytest.mark.slow)
+        for layout in FORMS[:2]
+        for dtype in (*SHORT, torch.float64)
+        if layout.leader or dtype == torch.float64
+    ),
+]
+
+
+@pytest.mark.parametrize(("dtype", "layout", "codecs"), DTYPES, ids=str)
+def test_gradients_of_other_dtypes(
+    dtype: torch.dtype, layout: Layout, codecs: Sequence[str]
+) -> None:
+    """They arrive and leave in their dtype; replicas agree, the small tensor has the mean."""
+
+    def body(rank: Rank) -> list[tuple[str, float]]:
+        found = []
+        for codec in codecs:
+            with compressed(rank, Fed(dtype=dtype), codec, **layout.form, **SETTINGS) as (model, _):
+                for step in range(2):
+                    gradients = backward(model, feed(rank.rank, step, dtype=dtype))
+            assert {g.dtype for g in gradients.values()} == {dtype}
+            bias = sum(feed(r, 1, dtype=dtype)["bias"].double() for r in range(4)) / 4
+            error = (gradients["bias"].double() - bias).norm() / bias.norm()
+            found.append((digest([gradients[name] for name in SHAPES]), float(error)))
+        return found
+
+    first, *others = run_threads(body, 4)
+    assert others == [first] * 3
+    for (_, error), codec in zip(first, codecs, strict=True):
+        assert error < 2, codec
+        if resolve_codec(codec).min_numel and not codec.startswith("dgc"):  # else compressed too
+            assert error < 4 * max(torch.finfo(dtype).eps, 2e-7), codec
+
+
+def largest_error(codec: BlockCodec, amax: float) -> float:
+    """Of gradients of at most ``amax``."""
+    return float(codec.error_bound(torch.full((1, codec.block), amax)).max())
+
+
+@pytest.mark.parametrize("intra", INSIDE)
+def test_a_codec_inside_is_within_its_error_bound(intra: str) -> None:
+    """Rounded on the way in, between hosts and on the way out; inside nothing is kept of it."""
+    given = [feed(rank, 0) for rank in range(4)]
+    inside = resolve_codec(intra)
+    assert isinstance(inside, BlockCodec)
+
+    def body(rank: Rank) -> list[dict[str, torch.Tensor]]:
+        found = []
+        codec = {"intra": intra, "inter": "int8"}
+        for layout in FORMS[:3]:
+            with compressed(rank, Fed(), codec, **layout.form, min_compress_numel=0) as (model, _):
+                found.append(backward(model, given[rank.rank]))
+        return found
+
+    ranks = run_threads(body, 4)
+    for number, layout in enumerate(FORMS[:3]):
+        assert len({digest([r[number][name] for name in SHAPES]) for r in ranks}) == 1, layout
+        for name in SHAPES:
+            amax = max(float(g[name].abs().max()) for g in given)
+            weight = 1 if len(set(map(len, layout.tree))) == 1 else 2 * 3 / 4
+            up = largest_error(inside, amax) * weight
+            across = largest_error(Int8(), amax * weight + up)
+            down = largest_error(inside, amax + up + across)
+            mean = sum(g[name].double() for g in given) / 4
+            error = float((ranks[0][number][name].double() - mean).abs().max())
+            assert error <= (up + across + down) * (1 + 1e-5) + 1e-6, (str(layout), name)
+            assert error > across / 10, "int8 has rounded between the hosts"
+
+
+DIVIDES = {"large": (768, 1024), "small": (6, 1024)}
+
+"""By 2, 3 and 4 owners with shares of whole 512 elements; the first is several fragments."""
+
+TRIPLES = [[0, 1, 2], [3, 4, 5]]
+
+
+def held(layout: Layout, shapes: dict[str, tuple[int, ...]], codec: str) -> list[dict[str, int]]:
+    """Elements of the residual of every parameter on every rank."""
+
+    def body(rank: Rank) -> dict[str, int]:
+        form = {**layout.form, "min_compress_numel": 256}
+        with compressed(rank, Fed(shapes), codec, **form) as (model, reducer):
+            backward(model, feed(rank.rank, 0, shapes))
+            sizes = {name: reducer.residuals[name].numel() for name in reducer.residuals}
+            if codec != "powersgd":
+                assert reducer.memory()["residual_bytes"] == 4 * sum(sizes.values())
+            return sizes
+
+    return run_threads(body, layout.size)
+
+
+@pytest.mark.parametrize(
+    ("layout", "parts"),
+    [(Layout(PAIRS), 2), (Layout(TRIPLES), 3), (Layout(HOSTS_OF_FOUR), 4)],
+    ids=["pairs", "triples", "fours"],
+)
+def test_a_rank_keeps_its_share(layout: Layout, parts: int) -> None:
+    assert held(layout, DIVIDES, "int8") == [
+        {name: Size(shape).numel() // parts for name, shape in DIVIDES.items()}
+    ] * len(layout.ranks)
+
+
+@pytest.mark.parametrize(
+    ("layout", "leaders"),
+    [(Layout(PAIRS, leader=True), {0, 2}), (Layout(UNEVEN), {0, 3})],
+    ids=["pairs", "uneven"],
+)
+def test_a_leader_keeps_everything_and_the_others_nothing(
+    layout: Layout, leaders: set[int]
+) -> None:
+    everything = {name: Size(shape).numel() for name, shape in DIVIDES.items()}
+    for rank, found in enumerate(held(layout, DIVIDES, "int8")):
+        assert found == {name: n * (rank in leaders) for name, n in everything.items()}
+
+
+@pytest.mark.parametrize("codec", ["int8", "topk:ratio=0.1,block_size=128", "threshold:tau=1.5"])
+@pytest.mark.parametrize("layout", [Layout(PAIRS), Layout(TRIPLES), Layout(UNEVEN)], ids=str)
+def test_a_host_keeps_every_element_once(layout: Layout, codec: str) -> None:
+    """Whatever the sizes; matrices of powersgd are whole on one rank."""
+    ranks = held(layout, SHAPES, codec)
+    for host in layout.tree:
+        for name in ("first", "second"):
+            assert sum(ranks[r][name] for r in host) == Size(SHAPES[name]).numel()
+
+
+def test_a_matrix_is_on_one_rank_of_each_host() -> None:
+    ranks = held(Layout(PAIRS), SHAPES, "powersgd")
+    for host in PAIRS:
+        for name in ("first", "second"):
+            assert sorted(ranks[r].get(name, 0) for r in host) == [0, Size(SHAPES[name]).numel()]
+    assert ranks[:2] == ranks[2:], "the same rank on every host"

@@ -1,0 +1,328 @@
+"""Deep Gradient Compression and Strom's threshold against the papers' loops, written out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from feeding import SHAPES, Fed, Tensors, backward, compressed, digest, feed, gradients, residuals
+from torch import Tensor
+from worlds import Rank, run_threads
+
+from lightning_dist.codecs import NoCompression, Threshold
+from lightning_dist.reducer.plan.planner import Planner
+from lightning_dist.reducer.plan.slices import ParameterSlice
+from lightning_dist.reducer.state import ReducerState
+
+DOUBLE = torch.float64
+
+BLOCK, STEPS = 128, 20
+
+LARGE = ("first", "second")  # the bias stays uncompressed
+
+
+def given(rank: int, step: int, dtype: torch.dtype = DOUBLE) -> Tensors:
+    """Every other step small, so that clipping acts on some steps and not on others."""
+    factor = 1.0 if step % 2 else 0.125
+    return {name: g.to(dtype) * factor for name, g in feed(rank, step).items()}
+
+
+@dataclass
+class Twin:
+    """One rank of algorithm 2 of arXiv 1712.01887; ``k`` elements of every block are sent."""
+
+    momentum: float
+    clip: float
+    size: int
+    u: Tensors = field(default_factory=dict)
+    v: Tensors = field(default_factory=dict)
+
+    def send(self, name: str, gradient: Tensor, k: int) -> Tensor:
+        g = gradient.flatten()
+        most = self.clip / self.size**0.5
+        if self.clip and g.norm() > most:
+            g = g * (most / g.norm())
+        u = self.momentum * self.u.get(name, torch.zeros_like(g)) + g
+        v = self.v.get(name, torch.zeros_like(g)) + u
+        mask = torch.zeros_like(v, dtype=torch.bool)
+        for start in range(0, v.numel(), BLOCK):
+            block = v[start : start + BLOCK].abs()
+            chosen = sorted(range(len(block)), key=block.tolist().__getitem__)[-k:]
+            mask[[start + place for place in chosen]] = True
+        self.u[name], self.v[name] = u.masked_fill(mask, 0), v.masked_fill(mask, 0)
+        return v.masked_fill(~mask, 0).view(gradient.shape)
+
+
+@dataclass(frozen=True)
+class Case:
+    options: str
+    momentum: float = 0.9
+    clip: float = 0.0
+    k_until: Mapping[int, int] = field(default_factory=lambda: {STEPS: 6})  # 5 % of 128, even
+    dtype: torch.dtype = DOUBLE
+
+    def k(self, step: int) -> int:
+        return next(k for until, k in self.k_until.items() if step < until)
+
+
+CASES = {
+    "paper": Case("ratio=0.05"),
+    "other momentum": Case("ratio=0.05,momentum=0.3", momentum=0.3),
+    "no momentum": Case("ratio=0.05,momentum=0", momentum=0.0),
+    "clipped": Case("ratio=0.05,clip=10.0", clip=10.0),
+    # 25 % and 6.25 % for 6 steps each, then 5 %.
+    "ramp": Case("ratio=0.05,warmup_steps=12", k_until={6: 32, 12: 8, STEPS: 6}),
+    "ramp, clipped": Case(
+        "ratio=0.05,warmup_steps=12,clip=10.0",
+        clip=10.0,
+        k_until={6: 32, 12: 8, STEPS: 6},
+    ),
+}
+
+cases = pytest.mark.parametrize("name", CASES)
+
+worlds = pytest.mark.parametrize("size", [2, 3])
+
+
+@dataclass
+class Run:
+    outputs: list[Tensors]
+    u: Tensors
+    v: Tensors
+
+
+def ours(rank: Rank, case: Case) -> Run:
+    codec = f"dgc:block_size={BLOCK},values=fp32,{case.options}"
+    module, outputs = Fed(dtype=case.dtype), []
+    with compressed(rank, module, codec, min_compress_numel=256) as (model, reducer):
+        for step in range(STEPS):
+            outputs.append(backward(model, given(rank.rank, step, case.dtype)))
+        v, u = reducer.state.residuals, reducer.state.momenta
+        return Run(
+            outputs,
+            {name: u[name].clone() for name in u},
+            {name: v[name].clone() for name in v},
+        )
+
+
+def dgc_by_hand(case: Case, size: int) -> tuple[list[Tensors], list[Twin]]:
+    twins = [Twin(case.momentum, case.clip, size) for _ in range(size)]
+    outputs = []
+    bias = torch.zeros(SHAPES["bias"], dtype=DOUBLE)
+    for step in range(STEPS):
+        fed = [given(rank, step) for rank in range(size)]
+        # Not compressed, but with the same momentum; not clipped.
+        bias = case.momentum * bias + sum(gradients["bias"] for gradients in fed) / size
+        out = {"bias": bias}
+        for name in LARGE:
+            sent = [t.send(name, g[name], case.k(step)) for t, g in zip(twins, fed, strict=True)]
+            out[name] = torch.stack(sent).sum(0) / size
+        outputs.append(out)
+    return outputs, twins
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    """But for the rounding of what is sent to float32, or of all to float32."""
+    atol = 1e-6 if found.dtype == DOUBLE else 1e-5
+    torch.testing.assert_close(found.to(DOUBLE), expected, rtol=1e-6, atol=atol)
+
+
+@cases
+@worlds
+def test_dgc_is_the_papers_loop(name: str, size: int) -> None:
+    case = CASES[name]
+    expected, twins = dgc_by_hand(case, size)
+    runs = run_threads(lambda rank: ours(rank, case), size)
+    for run, twin in zip(runs, twins, strict=True):
+        for found, wanted in zip(run.outputs, expected, strict=True):
+            assert found.keys() == wanted.keys() == SHAPES.keys()
+            for parameter, value in wanted.items():
+                close(found[parameter], value)
+        assert set(run.v) == set(LARGE)
+        assert set(run.u) == (set(SHAPES) if case.momentum else set())
+        for parameter in run.v:
+            close(run.v[parameter], twin.v[parameter])
+        for parameter in run.u.keys() & set(LARGE):
+            close(run.u[parameter], twin.u[parameter])
+
+
+def test_the_cases_differ() -> None:
+    """Otherwise the table above says less than it seems to."""
+    last = [dgc_by_hand(case, 2)[0][-1]["first"] for case in CASES.values()]
+    pairs = [(a, b) for i, a in enumerate(last) for b in last[:i]]
+    assert not any(torch.allclose(a, b, rtol=1e-3, atol=1e-3) for a, b in pairs)
+
+
+def test_all_ranks_get_the_same_bits() -> None:
+    first, *others = run_threads(lambda rank: ours(rank, CASES["ramp, clipped"]), 3)
+    for other in others:
+        for a, b in zip(other.outputs, first.outputs, strict=True):
+            assert all(torch.equal(a[name], b[name]) for name in SHAPES)
+
+
+TAU = 1.5
+
+NUMEL = {name: SHAPES[name][0] * SHAPES[name][1] for name in LARGE}
+
+
+def threshold_by_hand(
+    size: int, steps: int, wire: torch.dtype
+) -> tuple[list[Tensors], list[Tensors]]:
+    """``v = g + e``; where ``|v| > tau``: send v as ``wire`` holds it; keep the rest."""
+    owed = [{name: torch.zeros(SHAPES[name], dtype=DOUBLE) for name in LARGE} for _ in range(size)]
+    outputs = []
+    for step in range(steps):
+        fed = [feed(rank, step, dtype=DOUBLE) for rank in range(size)]
+        out = {"bias": torch.stack([gradients["bias"] for gradients in fed]).mean(0)}
+        for name in LARGE:
+            out[name] = torch.zeros(SHAPES[name], dtype=DOUBLE)
+            for rank in range(size):
+                v = fed[rank][name] + owed[rank][name]
+                sent = torch.where(v.abs() > TAU, v.to(wire).to(DOUBLE), 0.0)
+                owed[rank][name] = v - sent
+                out[name] += sent / size
+        outputs.append(out)
+    return outputs, owed
+
+
+@worlds
+@pytest.mark.parametrize(("values", "wire"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_it_is_the_loop(size: int, values: str, wire: torch.dtype) -> None:
+    steps = 12
+
+    def body(rank: Rank) -> tuple[list[Tensors], Tensors]:
+        codec = f"threshold:unit=absolute,tau={TAU},values={values}"
+        with compressed(rank, Fed(dtype=DOUBLE), codec, min_compress_numel=256) as (model, reducer):
+            path = [backward(model, feed(rank.rank, s, dtype=DOUBLE)) for s in range(steps)]
+            return path, residuals(reducer)
+
+    expected, owed = threshold_by_hand(size, steps, wire)
+    for (path, kept), mine in zip(run_threads(body, size), owed, strict=True):
+        for found, wanted in zip(path, expected, strict=True):
+            for name in LARGE:
+                torch.testing.assert_close(found[name], wanted[name], rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(found["bias"], wanted["bias"], rtol=1e-12, atol=1e-12)
+        for name in LARGE:
+            found = kept[name].view(SHAPES[name])
+            torch.testing.assert_close(found, mine[name], rtol=1e-12, atol=1e-12)
+
+
+def flat(amounts: Sequence[int], rank: int) -> Tensors:
+    """Gradients of which the first ``amounts[rank]`` elements of both matrices are large."""
+    given = {"bias": torch.zeros(SHAPES["bias"])}
+    for name in LARGE:
+        values = torch.full((NUMEL[name],), 0.25)
+        values[: amounts[rank]] = 2.0 + rank
+        given[name] = values.view(SHAPES[name])
+    return given
+
+
+def mean_of(amounts: Sequence[int], name: str) -> Tensor:
+    total = torch.zeros(NUMEL[name])
+    for rank, amount in enumerate(amounts):
+        total[:amount] += (2.0 + rank) / len(amounts)
+    return total.view(SHAPES[name])
+
+
+ALL = 10**6
+
+AMOUNTS: list[tuple[int, ...]] = [
+    (0, 5),
+    (0, 0),
+    (ALL, 0),
+    (1, 0),
+    (ALL, ALL),
+    (0, 0, 0),
+    (0, 7, 2),
+    (0, ALL, 0),
+    (0, 0, 1, 0),
+]
+
+
+@pytest.mark.parametrize("amounts", AMOUNTS, ids=str)
+def test_any_amount_on_any_rank(amounts: tuple[int, ...]) -> None:
+    """Bytes by hand: 8 for the length, then index and value padded to the longest of all ranks."""
+
+    def body(rank: Rank) -> tuple[Tensors, Mapping[str, Any], Tensors]:
+        codec = f"threshold:unit=absolute,tau={TAU}"
+        with compressed(rank, Fed(), codec, min_compress_numel=256) as (model, reducer):
+            means = backward(model, flat(amounts, rank.rank))
+            return means, reducer.comm_stats()["per_codec"]["threshold"], residuals(reducer)
+
+    size = len(amounts)
+    for rank, (means, stats, owed) in enumerate(run_threads(body, size)):
+        for name in LARGE:
+            torch.testing.assert_close(means[name], mean_of(amounts, name), rtol=1e-6, atol=0)
+            small = torch.arange(NUMEL[name]) >= amounts[rank]
+            assert torch.equal(owed[name], torch.where(small, 0.25, 0.0))
+        longest = max(sum(min(amount, numel) for numel in NUMEL.values()) for amount in amounts)
+        assert stats["wire_bytes"] == (size - 1) * (8 + longest * (4 + 2))
+
+
+def test_nothing_then_something_then_nothing() -> None:
+    """What a step received does not come back in a step without anything."""
+
+    def body(rank: Rank) -> list[Tensor]:
+        codec = f"threshold:unit=absolute,tau={TAU}"
+        with compressed(rank, Fed(), codec, error_feedback=False, min_compress_numel=256) as (m, _):
+            steps = [(0, 0), (3, 9), (0, 0), (0, 2)]
+            return [backward(m, flat(amounts, rank.rank))["first"] for amounts in steps]
+
+    for found in run_threads(body, 2):
+        nothing, something, nothing_again, little = found
+        assert not nothing.any()
+        assert torch.equal(something, mean_of((3, 9), "first"))
+        assert not nothing_again.any()
+        assert torch.equal(little, mean_of((0, 2), "first"))
+
+
+def test_what_is_small_arrives_later() -> None:
+    """0.25 a step: it is sent once the residual has passed tau, and then all of it."""
+
+    def body(rank: Rank) -> list[float]:
+        codec = f"threshold:unit=absolute,tau={TAU}"
+        with compressed(rank, Fed(), codec, min_compress_numel=256) as (model, _):
+            path = [backward(model, flat((0, 0), rank.rank))["first"] for _ in range(8)]
+        assert all((gradient == gradient[0, 0]).all() for gradient in path)
+        return [float(gradient[0, 0]) for gradient in path]
+
+    assert run_threads(body, 2) == [[0, 0, 0, 0, 0, 0, 1.75, 0]] * 2
+
+
+def scaled(rank: Rank, scale: float) -> list[str]:
+    """Digests of unscaled gradients and residuals under a GradScaler."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    codec, digests = f"threshold:unit=absolute,tau={TAU}", []
+    with compressed(rank, Fed(), codec, min_compress_numel=256, grad_scaler=scaler) as (model, red):
+        for step in range(4):
+            model.zero_grad()
+            scaler.scale(model(feed(rank.rank, step))).backward()
+            found = gradients(model)
+            digests.append(digest({name: gradient / scale for name, gradient in found.items()}))
+            digests.append(digest(residuals(red)))
+    return digests
+
+
+@worlds
+def test_a_grad_scaler_changes_nothing(size: int) -> None:
+    """``tau`` is in units of the gradient: with a scale of 1024 the same bits."""
+    assert run_threads(lambda r: scaled(r, 1024.0), size) == run_threads(
+        lambda r: scaled(r, 1.0), size
+    )
+
+
+def test_a_bucket_beyond_int32_is_refused() -> None:
+    """A bucket is as large as its largest parameter, and an int32 sum wraps without a word."""
+
+    def body(rank: Rank) -> None:
+        bucket = torch.empty(2**31 + 1, device="meta")
+        planner = Planner(
+            rank.network(), ReducerState(), error_feedback=False, intra_codec=NoCompression()
+        )
+        with pytest.raises(ValueError, match="as int32, got 2147483649 elements"):
+            planner.units(Threshold(), [ParameterSlice("p", 0, (2**31 + 1,))], bucket)
+
+    run_threads(body, 2)
