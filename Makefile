@@ -75,11 +75,11 @@ test-triton: $(TRITON)/installed
 
 test-lowest: $(LOWEST)/installed
 	$(LOWEST)/bin/python -m tests.rerun_failed test_out/lowest -n 0 -m "not exhaustive" \
-	  $(addprefix tests/integrations/test_,private_names.py lightning_versions.py \
-	  async_checkpoint_files.py async_checkpoint_resume.py elastic_resume.py accelerate_state.py \
+	  $(addprefix tests/integrations/test_,private_names.py \
+	  async_checkpoint_files.py elastic_resume.py accelerate_state.py \
 	  wrong_strategy.py trainer_mixin.py recovery_refusals.py loop.py::test_later_starts_go_on_to_the_same_end \
 	  accelerate_programs.py::test_the_trainer_example_resumes_bit_for_bit) \
-	  $(addprefix tests/,cli/test_profile_command.py profiling/test_page.py profiling/test_terminal.py) \
+	  $(addprefix tests/,cli/test_profile_command.py profiling/test_page.py) \
 	  tests/test_documents.py::test_blocks_run_on_two_ranks[accelerate]
 
 # Whether what the tests ran with is what `install` brings, and nothing else.

@@ -1,15 +1,29 @@
-"""What a run says of its restarts, and loggers that go on where they were."""
+"""What a run says of its restarts, what it is told, and on what devices it runs."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
-from elastic_runs import FailAt, Fault, fit
+import torch
+from elastic_runs import FailAt, Fault, Net, fit, make_loader
+from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
+
+from lightning_dist import AsyncCheckpoint, ElasticRestart
+from lightning_dist.elastic.launcher.launch import Launch
+from lightning_dist.integrations.lightning.launcher import (
+    ElasticEnvironment,
+    launch_of,
+    local_devices,
+)
 
 
 def fail_and_go_on(folder: Path, **settings: Any) -> None:
@@ -86,3 +100,147 @@ def test_the_same_wandb_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     # offline-run-<second>-<id>, and a number behind it where two began within one second.
     runs = {path.name.split("-")[3] for path in (tmp_path / "wandb").glob("offline-run-*")}
     assert runs == {start["run_id"]}
+
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "elastic.md"
+
+
+def test_the_table_has_every_argument_with_its_default() -> None:
+    section = DOCUMENT.read_text().partition("## Arguments")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| (?:`(.*?)`|required) \|", section, re.MULTILINE)
+    arguments = dict(inspect.signature(ElasticRestart).parameters)
+    del arguments["saving"]
+    expected = {
+        name: "" if each.default is each.empty else repr(each.default).replace("'", '"')
+        for name, each in arguments.items()
+    }
+    assert dict(rows) == expected
+
+
+LOGGER = "lightning.pytorch.utilities.rank_zero"
+
+
+class WorseEachEpoch(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", float(self.current_epoch))
+
+
+def trainer_with(callbacks: list[L.Callback], **arguments: Any) -> L.Trainer:
+    settings = {"accelerator": "cpu", "devices": 1, "logger": False, "max_epochs": 2}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+    return L.Trainer(callbacks=callbacks, num_sanity_val_steps=0, **settings, **quiet, **arguments)
+
+
+def validation() -> Any:
+    return make_loader(shuffle=False)
+
+
+@pytest.mark.parametrize("kind", [ModelCheckpoint, AsyncCheckpoint])
+@pytest.mark.parametrize("order", [1, -1])
+def test_best_is_of_the_callback_that_monitors(tmp_path: Path, kind: Any, order: int) -> None:
+    monitors = kind(tmp_path / "best", monitor="loss", save_top_k=2)
+    restart = ElasticRestart(tmp_path / "newest", every_n_train_steps=5, writer="thread")
+    trainer, module = trainer_with([restart, monitors][::order]), WorseEachEpoch()
+    trainer.fit(module, make_loader(), validation())
+    assert torch.load(monitors.best_model_path)["epoch"] == 0
+    trainer.validate(module, validation(), ckpt_path="best", verbose=False)
+    assert trainer.ckpt_path == monitors.best_model_path
+    assert trainer.checkpoint_callback is monitors
+
+
+def test_best_is_the_newest_where_nobody_monitors(tmp_path: Path) -> None:
+    trainer, module = fit(tmp_path, max_epochs=2)
+    trainer.validate(module, validation(), ckpt_path="best", verbose=False)
+    assert str(trainer.ckpt_path).endswith("step=24.ckpt")
+
+
+def start_of(caplog: pytest.LogCaptureFixture) -> str:
+    (line,) = [each for each in caplog.messages if "elastic: world" in each]
+    return line
+
+
+def test_a_checkpoint_that_was_not_saved_under_elastic_restart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stock = ModelCheckpoint(tmp_path / "stock", every_n_train_steps=5, save_top_k=-1)
+    trainer_with([stock]).fit(Net(), make_loader())
+    given = str(tmp_path / "stock" / "epoch=1-step=15.ckpt")
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger=LOGGER), pytest.raises(Fault):
+        fit(tmp_path, FailAt("on_after_backward", 19), validate=False, ckpt_path=given)
+    line = start_of(caplog)
+    assert "fresh start" not in line
+    assert f"world 1, resumed from {given} (epoch 1, step 15)" in line
+    assert "its samples of epoch 1 are not known" in line
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger=LOGGER):
+        fit(tmp_path, validate=False, ckpt_path=given)
+    assert "(epoch 1, step 18)" in start_of(caplog), "its own checkpoint comes first"
+    assert f"ckpt_path={given!r} is not loaded" in caplog.text
+
+
+def test_a_checkpoint_of_another_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path / "one", validate=False, max_epochs=1)
+    given = str(tmp_path / "one" / "ckpt" / "epoch=0-step=10.ckpt")
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger=LOGGER):
+        fit(tmp_path / "two", validate=False, max_epochs=1, ckpt_path=given)
+    assert "resumed at sample 40 (epoch 0, step 10)" in start_of(caplog)
+
+
+CPU = torch.device("cpu")
+
+
+def gpus(*indices: int) -> list[torch.device]:
+    return [torch.device("cuda", index) for index in indices]
+
+
+def node(ranks: int, local_rank: int = 0) -> Launch:
+    return Launch(is_elastic=True, local_rank=local_rank, local_world_size=ranks)
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+
+
+@pytest.mark.parametrize("given", [0, 1, 2, 3, 5])
+def test_cpus(given: int) -> None:
+    assert local_devices([CPU] * given, node(3)) == [CPU] * 3
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "expected"),
+    [
+        (gpus(0, 1, 2, 3), 2, gpus(0, 1)),  # devices="auto"
+        (gpus(2, 3), 2, gpus(2, 3)),
+        (gpus(2), 3, gpus(2, 0, 1)),
+        (gpus(0), 4, gpus(0, 1, 2, 3)),
+    ],
+)
+@pytest.mark.usefixtures("four_gpus")
+def test_gpus(given: list[torch.device], ranks: int, expected: list[torch.device]) -> None:
+    assert local_devices(given, node(ranks)) == expected
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_more_ranks_than_gpus() -> None:
+    with pytest.raises(ValueError, match=r"local rank 4 needs a cuda .* --nproc-per-node=4"):
+        local_devices(gpus(0), node(6, local_rank=4))
+
+
+def test_ranks_that_each_see_one_gpu_as_their_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun --virtual-local-rank: every rank is local rank 0, and device 0 is its own."""
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    assert local_devices(gpus(0), node(8)) == gpus(0)
+
+
+def test_other_launchers_are_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch_of(TorchElasticEnvironment()) is None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setenv("WORLD_SIZE", "7")
+    assert launch_of(LightningEnvironment()) is None
+    assert launch_of(None) is None
+    launch = launch_of(ElasticEnvironment())
+    assert launch is not None
+    assert launch.world_size == 7

@@ -1,8 +1,9 @@
-"""One line at the start says what is in force; and settings that cannot be are told."""
+"""What is said at the start: what is in force, and what is waited for."""
 
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from torch import nn
 from worlds import Rank, run_threads
 
 from lightning_dist import after_steps, by_name, by_size, compress_ddp, warmup
+from lightning_dist.integrations.profiler.run import log_if_slow
 from lightning_dist.integrations.torch.in_force import show
 
 SCRIPT = Path(__file__).with_name("in_force_runs.py")
+
 LINE = (
     r"compressed DDP: codec Int8\(block_size=256\), flat exchange, 1 host x 2 ranks, world size 2; "
     r"rank 0 sends about \d\d\.\d kB per step, \d\d\.\d kB without compression"
@@ -165,3 +168,24 @@ def test_a_training_that_ends_before_compression_begins_says_so_at_its_end(caplo
         "step 100 (start_step, warmup, after_steps), with OneBitAdam after its freeze_step; lower "
         "it"
     ]
+
+
+def timers() -> set[threading.Timer]:
+    """Those that run in this process."""
+    return {each for each in threading.enumerate() if isinstance(each, threading.Timer)}
+
+
+def test_it_is_said_while_it_is_waited_for() -> None:
+    said = threading.Event()
+    with log_if_slow(0.01, lambda text: said.set() if text == "for rank 1" else None, "for rank 1"):
+        assert said.wait(20)
+
+
+def test_what_is_over_soon_is_not_spoken_of() -> None:
+    told: list[str] = []
+    before = timers()
+    with log_if_slow(3600, told.append, "for rank 1"):
+        (timer,) = timers() - before
+    timer.join(20)
+    assert not timer.is_alive()
+    assert told == []

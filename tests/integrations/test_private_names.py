@@ -1,27 +1,56 @@
-"""Private names of frameworks: each is in a table, is there, and is reached through private.py."""
+"""Private names of frameworks, and what differs between the versions that the package admits."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import re
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Callable, Iterator
 from importlib import import_module, reload
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
+import lightning as L
+import lightning.pytorch as pl
 import pytest
 import torch
+from checkpoint_runs import fit
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from packaging.requirements import Requirement
+from packaging.version import Version
+from processes import run
 
 import lightning_dist
+from lightning_dist import CODECS, AsyncCheckpoint, CompressedDDPStrategy
 from lightning_dist import private as of_torch
+from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
 from lightning_dist.integrations.lightning import private as of_lightning
+from lightning_dist.integrations.strategies.names import (
+    ELASTIC_NAMES,
+    LOCAL_NAMES,
+    LOCAL_SHARDED_NAMES,
+    SHARDED_NAMES,
+    register,
+)
+from lightning_dist.integrations.strategies.registration import lightning_strategy, register_all
 from lightning_dist.private import Table, is_there, require_names
 
 PACKAGE = Path(lightning_dist.__file__).parent
+
 COMPILERS = PACKAGE / "kernels"
+
 """Uses those of torch's compiler, which is not there on every platform."""
+
 DOCUMENTED = {("os", "_exit")}
+
 DOCUMENTED_FIELDS = {"_fields"}  # of named tuples
+
 BY_NAME = ("getattr", "hasattr", "setattr")
 
 
@@ -191,3 +220,170 @@ def architecture() -> str:
             line = f"- `{owner.replace(':', '.')}`: {names}"
             lines += textwrap.wrap(line, 100, subsequent_indent="  ", break_long_words=False)
     return "\n".join(lines)
+
+
+ROOT = Path(__file__).parents[2]
+
+Link = Callable[[ModelCheckpoint, pl.Trainer, str, str], None]
+
+
+def of_the_object(callback: ModelCheckpoint, trainer: pl.Trainer, file: str, link: str) -> None:
+    callback._link_checkpoint(trainer, file, link)
+
+
+def of_the_class(callback: ModelCheckpoint, trainer: pl.Trainer, file: str, link: str) -> None:
+    type(callback)._link_checkpoint(trainer, file, link)
+
+
+def with_keywords(callback: ModelCheckpoint, trainer: pl.Trainer, file: str, link: str) -> None:
+    type(callback)._link_checkpoint(trainer=trainer, filepath=file, linkpath=link)
+
+
+@pytest.mark.parametrize("link", [of_the_object, of_the_class, with_keywords])
+def test_the_last_checkpoint_is_linked_by_either_form_of_the_call(
+    tmp_path: Path, link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save_last(self: Any, trainer: pl.Trainer, candidates: Any) -> None:
+        if not self.save_last:
+            return
+        path = self.format_checkpoint_name(candidates, self.CHECKPOINT_NAME_LAST)
+        self.last_model_path = path
+        link(self, trainer, self._last_checkpoint_saved, path)
+
+    monkeypatch.setattr(ModelCheckpoint, "_save_last_checkpoint", save_last)
+    others = AsyncCheckpoint(tmp_path / "other", "{step}", every_n_train_steps=3)
+    callback = AsyncCheckpoint(
+        tmp_path / "here", "{step}", every_n_train_steps=3, save_last="link", monitor="step"
+    )
+    fit(others, callback, max_epochs=1)
+    assert (tmp_path / "here" / "last.ckpt").readlink() == Path("step=3.ckpt")
+    assert not (tmp_path / "other" / "last.ckpt").exists()
+
+
+def test_a_link_outside_of_a_training_is_that_of_lightning(tmp_path: Path) -> None:
+    (tmp_path / "step=3.ckpt").touch()
+    AsyncCheckpoint._link_checkpoint(
+        trainer=Mock(), filepath=f"{tmp_path}/step=3.ckpt", linkpath=f"{tmp_path}/last.ckpt"
+    )
+    assert (tmp_path / "last.ckpt").readlink() == Path("step=3.ckpt")
+
+
+def requirements() -> dict[str, Requirement]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = (each for extra in project["optional-dependencies"].values() for each in extra)
+    found = map(Requirement, [*project["dependencies"], *extras])
+    return {each.name: each for each in found}
+
+
+def pinned(name: str, file: str = "constraints.txt") -> Version:
+    (version,) = re.findall(rf"^{name}==(.+)$", (ROOT / file).read_text(), flags=re.MULTILINE)
+    return Version(version)
+
+
+@pytest.mark.parametrize("name", ["torch", "lightning", "accelerate"])
+def test_no_version_beyond_the_tested_ones_is_admitted(name: str) -> None:
+    """Their private parts are used: a minor version later they may be others."""
+    admitted, version = requirements()[name].specifier, pinned(name)
+    assert admitted.contains(version)
+    assert not admitted.contains(f"{version.major}.{version.minor + 1}.0")
+    assert not admitted.contains(f"{version.major}.{version.minor - 1}.99")
+
+
+@pytest.mark.parametrize("name", ["lightning", "accelerate"])
+def test_the_lowest_versions_that_are_tested_are_the_lowest_admitted(name: str) -> None:
+    lowest = [each.version for each in requirements()[name].specifier if each.operator == ">="]
+    assert [Version(version) for version in lowest] == [pinned(name, "constraints-lowest.txt")]
+
+
+NAMES = {
+    "compressed_ddp": {"start_method": "popen"},
+    "compressed_ddp_spawn": {"start_method": "spawn"},
+    "compressed_ddp_fork": {"start_method": "fork"},
+    "compressed_ddp_notebook": {"start_method": "fork"},
+    "compressed_ddp_find_unused_parameters_true": {"find_unused_parameters": True},
+    **{f"compressed_ddp_{codec}": {"codec": codec} for codec in CODECS},
+}
+
+
+@pytest.mark.parametrize(
+    ("registry", "strategy"),
+    [(StrategyRegistry, CompressedDDPStrategy), (STRATEGY_REGISTRY, FabricStrategy)],
+    ids=["Lightning", "Fabric"],
+)
+def test_a_registry_has_the_names_and_no_others(registry: Any, strategy: type) -> None:
+    """Lower-case, because Lightning lower-cases what the user writes."""
+    ours = {name: registry[name]["init_params"] for name in registry if "compressed" in name}
+    of_trainer = {**SHARDED_NAMES, **LOCAL_SHARDED_NAMES, **ELASTIC_NAMES}
+    assert ours == {**NAMES, **LOCAL_NAMES, **(of_trainer if registry is StrategyRegistry else {})}
+    for name in NAMES:
+        assert name == name.lower()
+        assert type(registry.get(name)) is strategy, name
+
+
+@pytest.mark.parametrize(
+    ("name", "codec"), [("compressed_ddp", "int8"), ("compressed_ddp_int4", "int4")]
+)
+def test_fabric_takes_the_name(name: str, codec: str) -> None:
+    fabric = Fabric(strategy=name, accelerator="cpu", devices=2)
+    assert isinstance(fabric.strategy, FabricStrategy)
+    assert fabric.strategy._settings.codec.name == codec
+
+
+# What an interpreter without Lightning imports first, and that Lightning then takes the names.
+ORDERS = (
+    "import lightning_dist, lightning",
+    "from lightning_dist import CompressedDDPStrategy",
+    "from lightning_dist.fabric import CompressedDDPStrategy",
+)
+
+IN_FORKS = """
+import os, sys
+assert not [name for name in sys.modules if name.startswith("lightning_dist")]
+assert "lightning" not in sys.modules
+for order in sys.argv[1:]:
+    if os.fork() == 0:
+        exec(order)
+        from lightning.pytorch.strategies import StrategyRegistry
+        print(*StrategyRegistry, flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0, order
+"""
+
+
+def test_the_order_of_imports_does_not_matter(torch_python: list[str]) -> None:
+    done = run([*torch_python, "-c", IN_FORKS, *ORDERS], limit=100).require_success()
+    known = [set(line.split()) for line in done.output.splitlines()]
+    assert [set(NAMES) <= names for names in known] == [True] * len(ORDERS)
+
+
+def test_importing_again_changes_nothing() -> None:
+    before = {name: dict(entry) for name, entry in StrategyRegistry.items()}
+    importlib.reload(lightning_dist)
+    register_all()
+    assert {name: dict(entry) for name, entry in StrategyRegistry.items()} == before
+
+
+def test_a_name_that_the_user_took_stays_theirs() -> None:
+    registry = _StrategyRegistry()
+    registry.register("compressed_ddp", DDPStrategy, description="mine")
+    register(registry, lightning_strategy)
+    assert registry["compressed_ddp"]["strategy"] is DDPStrategy
+    assert registry["compressed_ddp"]["description"] == "mine"
+    assert set(registry) == set(NAMES)
+
+
+@pytest.mark.parametrize("name", ["compressed_ddp", "Compressed_DDP_BF16"])
+def test_a_trainer_takes_the_name(name: str) -> None:
+    trainer = L.Trainer(strategy=name, accelerator="cpu", devices=2, logger=False)
+    assert type(trainer.strategy) is CompressedDDPStrategy
+    assert trainer.world_size == 2
+    assert trainer.strategy.comm_stats() == {}
+
+
+def test_a_trainer_takes_the_name_from_its_environment_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PL_TRAINER_STRATEGY", "compressed_ddp_fp16")
+    trainer = L.Trainer(accelerator="cpu", devices=2, logger=False)
+    assert type(trainer.strategy) is CompressedDDPStrategy
+    assert trainer.strategy._settings.codec.name == "fp16"
