@@ -30,7 +30,6 @@ from lightning_dist.checkpoint.disk.archive import (
 from lightning_dist.checkpoint.snapshot.pickling import pickled
 
 names = st.text(st.characters(exclude_categories=["C"], exclude_characters="\\"), min_size=1)
-
 records = st.dictionaries(names.filter(lambda n: n.strip("/") == n), st.binary(), max_size=20)
 
 

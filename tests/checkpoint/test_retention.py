@@ -176,7 +176,6 @@ def test_what_takes_the_place_of_all_damaged_ones_is_found(
 
 
 Kind = Literal["process", "thread"]
-
 LIMIT = 30.0
 
 

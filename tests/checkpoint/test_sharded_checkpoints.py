@@ -41,7 +41,6 @@ from lightning_dist.checkpoint.snapshot.pickling import pickled
 from lightning_dist.checkpoint.snapshot.plan import PICKLE, Plan, Striped, owned_by, plan, shape_of
 
 sizes = st.lists(st.integers(0, 200), max_size=8)
-
 worlds = st.integers(1, 8)
 
 
@@ -241,11 +240,8 @@ def test_parts_that_an_optimizer_owns_are_copied_later() -> None:
 
 
 Kind = Literal["process", "thread"]
-
 LIMIT = 30.0
-
 _SEEDED = threading.Lock()
-
 """The threads of a world share one random state."""
 
 

@@ -16,7 +16,6 @@ from click.testing import Result
 from processes import run
 
 PROGRAM = ["-c", "from lightning_dist.cli import main; main()", "launch"]
-
 SCRIPT = """
 import json, os, sys
 from accelerate import Accelerator
@@ -243,9 +242,7 @@ def test_two_processes_are_one_training(
 
 
 __all__ = ["home"]  # a fixture, for every test here
-
 TORCHRUN, ACCELERATE = "lightning_dist.elastic.agent", "accelerate.commands.launch"
-
 LIGHTNING = [
     "import lightning as L",
     "from lightning.pytorch import Trainer",
@@ -254,7 +251,6 @@ LIGHTNING = [
     "import transformers\nimport lightning as L",
     "def main():\n    import lightning_dist, lightning",
 ]
-
 OF_ACCELERATE = [
     "from accelerate import Accelerator",
     "from lightning_dist.accelerate import CompressedDDPPlugin",
@@ -262,7 +258,6 @@ OF_ACCELERATE = [
     "from transformers import Trainer",
     "import accelerate.utils",
 ]
-
 UNCLEAR = {
     "import torch": "imports neither accelerate nor lightning",
     "import accelerate, lightning": "imports accelerate and lightning",

@@ -16,7 +16,6 @@ from lightning_dist.codecs.laws import decoded, fits
 from lightning_dist.codecs.powersgd import cholesky_qr, orthonormal
 
 _DRAWS = 4000
-
 UNBIASED: list[BlockCodec] = [
     QSGD(64, 2),
     QSGD(64, 4),

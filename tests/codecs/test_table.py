@@ -155,7 +155,6 @@ def test_a_memory_keeps_what_a_reducer_has_room_for() -> None:
 
 
 nan, inf = math.nan, math.inf
-
 BAD: list[tuple[type[Codec], str, list[Any]]] = [
     (Int8, "block_size", [0, 8, 24, 65552]),
     (Int4, "block_size", [0, 8, 24, 65552]),

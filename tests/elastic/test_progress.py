@@ -21,7 +21,6 @@ from lightning_dist.elastic.progress import ElasticState, Generators, scale_lear
 from lightning_dist.elastic.rng import derive_seed
 
 STEPS = 24
-
 Make = Callable[[torch.optim.Optimizer, float], Any]
 
 

@@ -31,9 +31,7 @@ from lightning_dist.exchanges import EXCHANGES, ExchangeKind, register_exchange
 from lightning_dist.topology import Topology, this_host
 
 _DTYPES = [torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.float64]
-
 _planes = st.builds(Plane, st.sampled_from(_DTYPES), st.integers(1, 17))
-
 layouts = given(
     planes=st.lists(_planes, min_size=1, max_size=4),
     rows=st.integers(1, 4),
@@ -127,11 +125,8 @@ def test_two_ranks_gather_where_more_use_two_shots() -> None:
 
 
 CPU = torch.device("cpu")
-
 PLANES = Int8(block_size=16).planes(torch.float32)
-
 BLOCKS = 3
-
 worlds = pytest.mark.parametrize("size", [2, 3, 4])
 
 

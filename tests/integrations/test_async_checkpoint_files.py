@@ -175,7 +175,6 @@ def test_lightning_alone_loads_it(tmp_path: Path) -> None:
 
 
 RESUMED: dict[str, Any] = {"monitor": "seen", "save_top_k": 2, "every_n_train_steps": 2}
-
 """In mid-epoch too. The least `seen` is that of step 6, of 8."""
 
 

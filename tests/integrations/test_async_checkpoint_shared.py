@@ -286,7 +286,6 @@ def test_settings_that_cannot_take_effect(tmp_path: Path) -> None:
 
 
 LIMIT = 60.0
-
 OWNER = Path(__file__).with_name("checkpoint_owner.py")
 
 

@@ -12,13 +12,9 @@ import pytest
 from processes import Finished, port, run_together
 
 pytestmark = pytest.mark.slow
-
 SCRIPT = Path(__file__).with_name("scenarios") / "elastic_job.py"
-
 TORCHRUN = ["-m", "torch.distributed.run", "--max-restarts=2"]
-
 LIMIT = 100.0
-
 SAMPLES = list(range(24))
 
 
@@ -102,9 +98,7 @@ def test_stock_ddp_with_the_plugin(tmp_path: Path, quick_executable: str) -> Non
 
 
 NODES = Path(__file__).with_name("scenarios") / "elastic_nodes.py"
-
 NODES_LIMIT = 110.0
-
 QUICK = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 

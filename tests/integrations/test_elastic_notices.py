@@ -72,7 +72,6 @@ elif what == "hang":
 else:
     fit(folder, go(what))
 """
-
 Start = Callable[..., Finished]
 
 
@@ -199,7 +198,6 @@ if framework == "trainer":
 else:
     train(folder, "plain", strike=strike, saving=saving, elastic={"every_n_train_steps": 4})
 """
-
 FRAMEWORKS = ("trainer", "loop")
 
 

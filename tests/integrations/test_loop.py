@@ -353,15 +353,10 @@ def test_epochs_outside_of_with(tmp_path: Path) -> None:
 
 
 Log = Callable[[Mapping[str, float], int], None]
-
 ELASTIC = {f"elastic/{name}" for name in ("restarts", "lost_time_s", "samples_recomputed")}
-
 OF_SAVES = {f"checkpoint/{name}" for name in ("blocking_ms", "queue_ms", "optimizer_wait_ms")}
-
 OF_COMMITS = {f"checkpoint/{name}" for name in ("write_ms", "bytes")}
-
 ALWAYS = {f"checkpoint/{name}" for name in ("in_flight", "skipped", "failed")}
-
 ALL = {"elastic/world_size"} | ELASTIC | OF_SAVES | OF_COMMITS | ALWAYS
 
 

@@ -42,15 +42,10 @@ from lightning_dist.integrations.strategies.registration import lightning_strate
 from lightning_dist.private import Table, is_there, require_names
 
 PACKAGE = Path(lightning_dist.__file__).parent
-
 COMPILERS = PACKAGE / "kernels"
-
 """Uses those of torch's compiler, which is not there on every platform."""
-
 DOCUMENTED = {("os", "_exit")}
-
 DOCUMENTED_FIELDS = {"_fields"}  # of named tuples
-
 BY_NAME = ("getattr", "hasattr", "setattr")
 
 
@@ -223,7 +218,6 @@ def architecture() -> str:
 
 
 ROOT = Path(__file__).parents[2]
-
 Link = Callable[[ModelCheckpoint, pl.Trainer, str, str], None]
 
 
@@ -335,7 +329,6 @@ ORDERS = (
     "from lightning_dist import CompressedDDPStrategy",
     "from lightning_dist.fabric import CompressedDDPStrategy",
 )
-
 IN_FORKS = """
 import os, sys
 assert not [name for name in sys.modules if name.startswith("lightning_dist")]

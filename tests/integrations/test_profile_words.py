@@ -210,7 +210,6 @@ def test_the_profile_of_an_earlier_training_is_not_logged_again(tmp_path: Path) 
 
 
 OF_RANKS = {"rank0.jsonl", "rank11.jsonl", "torch-trace-rank0-step3.json.gz", "flight-rank1.json"}
-
 REPORTS = {"meta.json", "summary.json", "report.html", "trace.json.gz", "costs.json", "steps.csv"}
 
 

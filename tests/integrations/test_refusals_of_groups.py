@@ -304,7 +304,6 @@ def test_the_hosts_of_all_ranks_decide(hosts: str, monkeypatch: pytest.MonkeyPat
 
 
 SCRIPT = Path(__file__).with_name("attach_groups.py")
-
 LIMIT = 90.0  # seconds; about 10 are needed on an idle machine
 
 

@@ -265,7 +265,6 @@ def test_a_time_line_of_what_there_is() -> None:
 
 
 ATTRIBUTES = ("rank", "begin", "parts", "waited_for")
-
 GROUPS = {"intra": ((0, 1), (2, 3)), "inter": ((0, 2), (1, 3)), "flat": ((0, 1, 2, 3),)}
 
 

@@ -24,13 +24,9 @@ from lightning_dist.profiling.clocks import read_offset
 from lightning_dist.profiling.run import RankRun, Run
 
 SECOND = 1000 * MS
-
 HOUR = 3600 * SECOND
-
 ABOUT = Planted(steps=0).run().ranks[1].metadata
-
 SAYS = 120_000
-
 """Nanoseconds of a usual reading."""
 
 
@@ -125,9 +121,7 @@ def test_a_run_that_was_killed_says_how_uncertain_its_clocks_are() -> None:
 
 
 SCRIPT = Path(__file__).with_name("read_clocks.py")
-
 FOUR = ["a", "b", "c", "d"]
-
 ROWS: dict[str, dict[str, Any]] = {
     "shifted": {"shifts": [0, HOUR, -HOUR, 12_345], "machines": FOUR},
     "rank 0 is shifted": {"shifts": [-HOUR, 0, 0, 5_000_000], "machines": FOUR},
@@ -138,17 +132,13 @@ ROWS: dict[str, dict[str, Any]] = {
     "busy": {"shifts": [0, HOUR, -HOUR, 0], "machines": FOUR, "busy": 4_000_000},
     "what the kernel says": {"shifts": [0, 0, 0, 0]},
 }
-
 LINKED: dict[str, dict[str, Any]] = {
     "idle": {"shifts": [5, -HOUR], "drifts": [0, 100], "machines": FOUR},
     "busy": {"shifts": [0, HOUR], "machines": FOUR, "busy": 1_000_000},
     "what the kernel says": {"shifts": [0, 0]},
 }
-
 """Of two hosts with 200 Mbit/s each."""
-
 Reading = dict[str, int]
-
 Readings = dict[str, list[Reading]]
 
 

@@ -21,19 +21,12 @@ from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.observe import observe
 
 SCRIPT = Path(__file__).with_name("measure_links.py")
-
 CALIBRATES = Path(__file__).with_name("calibrate_links.py")
-
 FAST, SLOW = 200.0, 100.0
-
 """Of the links of hosts 0 and 1, and of host 2, in Mbit/s."""
-
 PAYLOAD = 1448 / 1514
-
 """Of a full frame, which is what the shaper counts: the rest is headers."""
-
 NEAR = 0.2
-
 """A busy machine gets less, and after a break more: a shaped link saves up 10 ms.
 How exact it is without that, benchmarks/profiler measures."""
 
@@ -167,9 +160,7 @@ def test_a_burst_takes_as_long_as_on_its_slowest_rank(
 
 
 SENT = 1_000_000
-
 TOOK = 15  # milliseconds
-
 RATE = SENT * 8 / (TOOK * MS)  # Gbit/s
 
 

@@ -36,13 +36,11 @@ from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.observe import observe
 
 SENDS = Path(__file__).with_name("send_bytes.py")
-
 META = {
     "date": "2026-11-22T03:00:00+00:00",
     "versions": {"torch": "2.13.0"},
     "machine": {"cpu": "a CPU", "cores": 2, "load_before": 0.5},
 }
-
 SHOWN = ("truth", "wire", "clocks", "cost")
 
 
@@ -211,9 +209,7 @@ def test_every_row_is_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 LOCAL = "streaming@16:fragments=2,overlap_steps=1/none"
-
 SCHEDULE = {"sync_every": 16, "fragments": 2, "overlap_steps": 1}
-
 LOCAL_META = {
     "date": "2026-11-23T22:20:00+00:00",
     "versions": {"torch": "2.13.0"},

@@ -319,7 +319,6 @@ def test_a_budget_out_of_range(budget: float) -> None:
 
 
 ONCE = Planted(steps=6).run()
-
 TWICE = twice(ONCE)
 
 

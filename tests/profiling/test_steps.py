@@ -220,9 +220,7 @@ def test_spans_are_moved_with_what_is_around_them() -> None:
 
 
 FOUR = Planted(world_size=4, late_data={2: 40}, meets_in_forward=True)
-
 BUFFERS = Planted(late_data={0: 50}, meets_in_forward=True)
-
 """Rank 0 is late, and rank 1 waits for it before the forward pass."""
 
 

@@ -215,7 +215,6 @@ def test_nothing_recorded_is_a_table_without_rows(tmp_path: Path) -> None:
 
 
 UNEVEN = {step: 1 + step % 5 / 10 for step in range(42)}
-
 BASE = Planted(steps=42, slow_steps=UNEVEN)
 
 

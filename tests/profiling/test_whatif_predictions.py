@@ -43,13 +43,9 @@ from lightning_dist.profiling.whatif.predictions import (
 )
 
 COST = CodecCost("int8", "two_shot", 1.02, 1e-9, 5e-10, 1e-9, source="on a", assumption="b")
-
 KEPT = Costs({"int8": COST}, "no time was left")
-
 LONG = Planted(steps=4, forward=10_000)
-
 """40 s."""
-
 DEVICE = torch.device("cuda", 1)
 
 

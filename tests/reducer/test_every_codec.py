@@ -314,9 +314,7 @@ def test_accumulated_gradients_are_sent_once(codec: str) -> None:
 
 
 DIGITS = DigitsSettings(steps=120)
-
 WORLD_SIZE = 2
-
 LEAST = 75.0  # percent of the test images; chance is 10, without compression it is 94
 
 

@@ -24,7 +24,6 @@ grids = st.builds(
     rows=st.integers(1, 9),
     block=st.sampled_from([1, 2, 16, 64, 256]),
 )
-
 limits = st.integers(1, 400)
 
 

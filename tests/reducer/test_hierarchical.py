@@ -105,7 +105,6 @@ def test_it_is_the_flat_exchange(size: int, layouts: Sequence[Layout]) -> None:
 
 
 FOUR_HOSTS = Layout([[0, 1], [2, 3], [4, 5], [6, 7]])
-
 every_form = pytest.mark.parametrize("layout", [*FORMS, FOUR_HOSTS], ids=str)
 
 
@@ -183,11 +182,8 @@ def test_pieces_take_more_of_them() -> None:
 
 
 LARGE = {"large": (1100, 1000), "bias": (600,), "other": (700, 800)}
-
 """Two owners take 512 Ki elements at a time, so the first is three fragments."""
-
 FEW_LAYOUTS = [Layout(PAIRS), Layout(PAIRS, leader=True), Layout(UNEVEN)]
-
 few_layouts = pytest.mark.parametrize("layout", FEW_LAYOUTS, ids=str)
 
 
@@ -256,11 +252,8 @@ def test_a_tensor_without_a_gradient_keeps_what_it_owes(codec: str, layout: Layo
 
 
 SETTINGS = {"min_compress_numel": 256}
-
 INSIDE = ("none", "fp16", "bf16")
-
 SHORT = (torch.float16, torch.bfloat16)
-
 DTYPES = [
     *((dtype, FORMS[0], EVERY_CODEC) for dtype in SHORT),
     *((dtype, FORMS[1], FEW) for dtype in SHORT),
@@ -336,9 +329,7 @@ def test_a_codec_inside_is_within_its_error_bound(intra: str) -> None:
 
 
 DIVIDES = {"large": (768, 1024), "small": (6, 1024)}
-
 """By 2, 3 and 4 owners with shares of whole 512 elements; the first is several fragments."""
-
 TRIPLES = [[0, 1, 2], [3, 4, 5]]
 
 

@@ -22,7 +22,6 @@ from lightning_dist.kernels import passes as module
 from lightning_dist.kernels.passes import Factors, Kernels, Passes, compute_dtype
 
 CODEC = Int8(block_size=64)
-
 SCALE = 8.0
 
 
@@ -164,11 +163,8 @@ def test_a_short_gradient_is_not_rounded_on_the_way() -> None:
 
 
 CPU = torch.device("cpu")
-
 SIZE = 3  # with three ranks one variant has all four passes
-
 SHAPES = {"first": (128, 130), "bias": (130,), "second": (256, 128)}  # 16 blocks a row and more
-
 eager = Kernels(Int8(), memory=ErrorFeedback(), factors=Factors(), world_size=SIZE)
 
 

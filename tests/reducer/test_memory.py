@@ -29,9 +29,7 @@ from lightning_dist.reducer.units import sizes
 from lightning_dist.settings import Settings
 
 SCALE = torch.tensor(8.0, dtype=torch.float64)
-
 SHAPE = (2, 3, 16)
-
 MOMENTUM = 0.7
 
 
@@ -113,7 +111,6 @@ def test_it_is_pure(memory: Memory, generator: torch.Generator) -> None:
 
 
 Wish = bool | Literal["auto"]
-
 TABLE: list[tuple[str, Wish, Memory]] = [
     ("none", "auto", NoMemory()),
     ("none", True, NoMemory()),
@@ -222,9 +219,7 @@ EVERY_SIZE = {
 
 # Threshold: bytes that the gradients decide are not promised. Of a schedule the last stage counts.
 LATE = after_steps(1, "int8")
-
 EVERY = ["dgc:warmup_steps=0" if name == "dgc" else name for name in CODECS]
-
 LAYOUTS = [
     flat(2),
     pytest.param(flat(3), marks=pytest.mark.slow),
@@ -298,9 +293,7 @@ def test_a_model_that_is_too_small_never_begins() -> None:
 
 
 WEIGHT, BIAS = 64 * 256, 256  # 64 blocks; 1-D, so that int8 leaves it uncompressed
-
 SHAPES = {"weight": (64, 256), "bias": (256,)}
-
 ITEM = 4
 
 

@@ -32,11 +32,8 @@ from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
 
 DOUBLE = torch.float64
-
 SETTINGS = {"min_compress_numel": 256}
-
 UNUSED = {"find_unused_parameters": True, "bucket_cap_mb": 0.004}
-
 Script = Mapping[int, Collection[int]]  # step -> ranks that do not use "second" in it
 
 
@@ -172,9 +169,7 @@ def test_modules_in_short_types(dtype: torch.dtype, codec: str) -> None:
 
 
 STRIDED = {"matrix": (40, 48), "filters": (12, 6, 5, 4)}
-
 EVERYTHING = {"min_compress_numel": 0, "error_feedback": True}
-
 ORDERS = {"matrix": (1, 0), "filters": (0, 2, 3, 1)}  # of dimensions in memory: channels_last
 
 

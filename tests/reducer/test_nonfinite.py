@@ -31,24 +31,17 @@ from worlds import Rank, run_threads
 from lightning_dist.codecs import resolve_codec
 
 SPOILT_STEPS = 4
-
 Bad = Mapping[int, tuple[int, str, float]]  # step -> rank, parameter, value
-
 WITH_FEEDBACK = [c for c in EVERY_CODEC if not c.startswith(("none", "terngrad"))]
-
 ALL, SOME = [*EVERY_CODEC, *PER_LEVEL], [*FEW, *PER_LEVEL]
-
 LARGE = {"min_compress_numel": 256}  # "bias" is not compressed
-
 OF_FLAT: Bad = {1: (1, "second", torch.inf), 2: (1, "bias", torch.nan)}
-
 EACH_ALONE: list[Bad] = [
     {2: (1, name, value)} for name in ("first", "bias") for value in (torch.inf, torch.nan)
 ]
 
 # Rank 1 never leads, rank 2 leads in pairs and not of three.
 OF_HOSTS: Bad = {1: (1, "second", torch.inf), 2: (2, "bias", torch.nan)}
-
 CASES = [
     (flat(2), WITH_FEEDBACK[::4], OF_FLAT),
     pytest.param(flat(2), WITH_FEEDBACK, OF_FLAT, marks=pytest.mark.slow),
@@ -187,7 +180,6 @@ def test_a_sum_that_overflows_does_not_poison_the_residual(size: int) -> None:
 
 
 ONE_BUCKET = {"weight": (24, 16)}  # one bucket: with several the hook aborts on gloo
-
 OVERFLOW_AT, STEPS = 4, 8
 
 
@@ -228,7 +220,6 @@ def test_ours_loses_one_step() -> None:
 
 
 DOUBLE = torch.float64
-
 SCALES = [1024.0, 2048.0, 512.0, 512.0, 65536.0, 1.0]
 
 

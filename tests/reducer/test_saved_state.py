@@ -22,9 +22,7 @@ KEEP = [c for c in EVERY_CODEC if resolve_codec(c).keeps_residual]
 
 # A ring adds in an order that depends on the place in the bucket, which a restart changes.
 IN_ORDER = [c for c in EVERY_CODEC if resolve_codec(c).exchange != "allreduce"]
-
 HOSTS = [Layout(PAIRS), Layout(PAIRS, leader=True), Layout(UNEVEN)]
-
 CASES = [
     (flat(2), EVERY_CODEC),
     (flat(3), IN_ORDER[::3]),
@@ -89,7 +87,6 @@ def test_saving_and_residuals_matter() -> None:
 
 
 SMALL_TOO = {"one": (40,), "two": (24,), "weight": (40, 48), "three": (7,), "four": (300,)}
-
 """Small neighbours, which a codec of blocks inside a host must not mix."""
 
 
@@ -174,11 +171,8 @@ def test_a_state_of_another_version_or_model_is_refused() -> None:
 
 
 LAYOUTS = [flat(3), Layout(PAIRS), Layout(PAIRS, leader=True), Layout(UNEVEN)]
-
 STRIPED = ["none", "int8", "dgc:ratio=0.1,block_size=128", "powersgd:rank=2"]
-
 Striped = tuple[dict[str, Any], list[Stripes]]
-
 Seen = tuple[State | None, Striped]
 
 
@@ -260,9 +254,7 @@ def test_stripes_of_all_ranks_are_the_gathered_state(layout: Layout) -> None:
 
 
 DOUBLE = torch.float64
-
 TRIPLES: Tree = [[0, 1, 2], [3, 4, 5]]
-
 CHANGES = [
     (flat(4), flat(2)),
     (flat(2), flat(3)),
@@ -276,7 +268,6 @@ CHANGES = [
     (Layout(HOSTS_OF_FOUR), flat(3)),
     (Layout(TRIPLES), Layout(HOSTS_OF_FOUR)),
 ]
-
 RESIZED = ("int8", "powersgd:rank=2")
 
 

@@ -35,7 +35,6 @@ from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
 
 THREE = {"first": (40, 48), "second": (33, 50), "third": (16, 70)}
-
 INTERRUPTED = 2
 
 
@@ -231,15 +230,10 @@ def test_a_real_backward_that_raises_then_a_new_ddp() -> None:
 
 
 DOUBLE = torch.float64
-
 DEFERRED: dict[str, Any] = {"min_compress_numel": 256, "commit": "deferred"}
-
 STEPS = 8
-
 BAD = {2: ("second", torch.inf), 3: ("second", torch.nan), 5: ("first", -torch.inf)}
-
 """What is not finite on rank 1, by step."""
-
 CODECS: tuple[str | Codec, ...] = (
     "int8",
     "topk:ratio=0.1,block_size=128",
@@ -247,7 +241,6 @@ CODECS: tuple[str | Codec, ...] = (
     "powersgd:rank=2",
     warmup({0: "int8", 5: "none"}),  # the residuals are sent in a step that is bad
 )
-
 TREES = [None, [[0, 1], [2]]]
 
 
@@ -279,7 +272,6 @@ def leaves_out(module: nn.Module) -> bool:
 
 
 ALL, TWO = [["first", "bias", "second"]], [["first", "bias"], ["second"]]
-
 LOOPS = {
     "one optimizer, GradScaler": Loop(ALL, True, ALL[0]),
     "one fused optimizer, GradScaler": Loop(ALL, True, ALL[0], fused=True),
@@ -339,7 +331,6 @@ PAIRS = [
     *((loop, codec) for loop in LOOPS for codec in ("int8", CODECS[-1])),
     *((loop, codec) for loop in list(LOOPS)[::3] for codec in CODECS[1:-1]),
 ]
-
 """Every loop and every codec; all pairs of them are slow."""
 
 

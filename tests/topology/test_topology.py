@@ -22,7 +22,6 @@ from lightning_dist.topology.groups import (
 from lightning_dist.topology.launcher import Claim, claim, contradiction, promised_ranks
 
 EVEN = ((0, 1), (2, 3))
-
 UNEVEN = ((0, 1, 2), (3,))
 
 
@@ -186,7 +185,6 @@ def test_groups_do_not_count_when_topologies_are_compared() -> None:
 
 
 SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_NODEID": "1", "SLURM_LOCALID": "1"}
-
 TORCHRUN = {"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "LOCAL_RANK": "1", "RANK": "3"}
 
 
