@@ -77,6 +77,10 @@ class Call:
 def meet(store: dist.Store, rank: int, size: int, *, timeout: timedelta = TIMEOUT) -> None:
     """Make the default group, and wait until all of its ranks have it."""
     forget_group_numbers()  # of one that could not be made: the store has the number in its keys
+    if "torch.distributed.tensor" in sys.modules:  # it keeps meshes of groups that are gone
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     # Each pair is connected by its two ends on their own: who gives the group up at once closes
     # what another rank is still waiting for, and that one fails.
