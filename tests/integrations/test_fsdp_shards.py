@@ -260,7 +260,11 @@ def pause(mesh: DeviceMesh, **settings: Any) -> tuple[list[Tensor], Any, list[Te
     return between, shared[0], weights(net)
 
 
-@pytest.mark.parametrize("settings", [{**RANDOM, "codec": "qsgd:bits=4,block_size=64"}, FED_BACK])
+@pytest.mark.parametrize(
+    "settings",
+    [{**RANDOM, "codec": "qsgd:bits=4,block_size=64"}, FED_BACK],
+    ids=["random", "errors"],
+)
 @RANKS
 def test_random_numbers_and_errors_go_on_after_a_pause(
     ranks: int, settings: dict[str, Any]
