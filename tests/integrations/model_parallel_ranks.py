@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
+from fsdp_models import mesh_of
+from fsdp_models import weights as weights  # for local_model_parallel_ranks.py
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -49,9 +50,7 @@ class Module(L.LightningModule):
             for _ in range(2)
         ]
         self.blocks = nn.Sequential(*blocks)
-        mesh = self.device_mesh["data_parallel"]
-        if self.native:
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        mesh = mesh_of(2, 2) if self.native else self.device_mesh["data_parallel"]
         for block in blocks:
             if self.device_mesh["tensor_parallel"].size() > 1:
                 how = {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -116,22 +115,8 @@ def dist_size() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
-def weights(module: L.LightningModule) -> list[Tensor]:
-    return [p.detach().to_local().clone() for p in module.parameters()]
-
-
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(map(torch.equal, a, b))
-
-
-def replicas_are_equal(module: L.LightningModule) -> bool:
-    mesh = module.device_mesh["replicate"]
-    for held in weights(module):
-        first = held.clone()
-        dist.broadcast(first, group_src=0, group=mesh.get_group())
-        if not torch.equal(first, held):
-            return False
-    return True
 
 
 def fitted(strategy: Any, module: Module | None = None, **given: Any) -> tuple[L.Trainer, Module]:
@@ -147,7 +132,7 @@ def held(strategy: Any) -> list[Tensor]:
     return [residuals[name] for name in sorted(residuals)]
 
 
-def parallelize(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def parallelize(net: nn.Module, mesh: Mapping[str, DeviceMesh] | DeviceMesh) -> nn.Module:
     for block in net:
         fully_shard(block, mesh=mesh["data_parallel"])
     return fully_shard(net, mesh=mesh["data_parallel"])

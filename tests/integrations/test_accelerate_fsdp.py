@@ -16,6 +16,7 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
 )
+from fsdp_models import weights
 from model_parallel_ranks import same
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -78,7 +79,7 @@ class Run:
                     self.accelerator.clip_grad_norm_(self.net.parameters(), 0.5)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-        return [p.detach().to_local().clone() for p in self.net.parameters()]
+        return weights(self.net)
 
 
 def test_uncompressed_it_has_the_bits_of_accelerate() -> None:

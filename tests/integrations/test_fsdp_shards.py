@@ -16,7 +16,16 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import WIDTH, Net, counted_passes, local, sharded, train, weights
+from fsdp_models import (
+    WIDTH,
+    Net,
+    counted_passes,
+    local,
+    require_same_debt,
+    sharded,
+    train,
+    weights,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -314,28 +323,13 @@ def require_owed(state: Any, codec: str, mesh: DeviceMesh) -> Any:
     shared = [ours.state_dict()]
     dist.broadcast_object_list(shared, group=mesh.get_group(), group_src=0)
     ours.close()
-    before, after = owed(state), owed(shared[0])
+    before, after = state["errors"], shared[0]["errors"]
     # A bias of two ranks has no error where its shards are too small for a block.
     common = {"first.weight", "second.weight", "last.weight"} & before.keys() & after.keys()
     assert len(common) > 1
     for name in common:
-        error, (now, largest) = before[name][0], after[name]
-        assert error.any(), name
-        assert ((now - error).abs() <= 0.0041 * largest).all(), name
+        require_same_debt(small().get_parameter(name), before[name], after[name])
     return shared[0]
-
-
-def owed(state: Any) -> dict[str, tuple[Tensor, float]]:
-    """Mean of the ranks' errors of each parameter, and the largest error of one."""
-    found = {}
-    for name, parameter in small().named_parameters():
-        if name in state["errors"]:
-            scales, codes = state["errors"][name]
-            errors = codes.double() * scales.double()
-            numel = as_rows(parameter, codes.shape[1]).shape[1]
-            rows = errors.mean(0).flatten(1)[:, :numel]
-            found[name] = from_rows(rows, parameter), float(errors.abs().max())
-    return found
 
 
 @pytest.mark.exhaustive

@@ -14,6 +14,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_models import mesh_of, replicas_are_equal, weights
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
 from lightning.pytorch.plugins import MixedPrecision
@@ -28,14 +29,12 @@ from model_parallel_ranks import (
     held,
     ours,
     parallelize,
-    replicas_are_equal,
     same,
     trainer,
-    weights,
 )
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from lightning_dist import AsyncCheckpoint, CommProfiler, OneBitAdam
 from lightning_dist.fabric import CompressedModelParallelStrategy as CompressedFabric
@@ -81,7 +80,7 @@ def test_mesh_samplers_and_bytes_and_a_second_fit_goes_on() -> None:
     assert held(strategy)
     found.fit_loop.max_epochs = 3
     found.fit(module)
-    assert replicas_are_equal(module)
+    assert replicas_are_equal(module, module.device_mesh)
     assert strategy._reducer.step == 12, "with the residuals of the first"
     assert type(trainer("compressed_model_parallel").strategy) is type(strategy)
 
@@ -136,7 +135,7 @@ def test_tensor_parallel_ranks_resume_and_residuals_of_parts_go_on(tmp_path: Pat
 
 def test_tensor_parallel_ranks_get_the_same_data() -> None:
     found, module = fitted(ours(tensor_parallel_size=2))
-    assert replicas_are_equal(module)
+    assert replicas_are_equal(module, module.device_mesh)
     sampler = found.strategy.distributed_sampler_kwargs
     assert sampler == {"num_replicas": 2, "rank": dist.get_rank() // 2}
 
@@ -275,13 +274,6 @@ def test_what_cannot_work_is_refused() -> None:
             case()
 
 
-def native_hsdp(net: nn.Module, _: DeviceMesh) -> nn.Module:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for block in net:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(net, mesh=mesh)
-
-
 class Run:
     """A loop under Fabric; micro-batches of two."""
 
@@ -304,16 +296,14 @@ class Run:
                 x = torch.randn(3, WIDTH, generator=generator)
                 if native:
                     self.net.set_requires_all_reduce(last)
-                with nullcontext() if native else self.waiting(not last):
+                sync = self.fabric.no_backward_sync(self.net, enabled=not last)
+                with nullcontext() if native else sync:
                     self.fabric.backward((self.net(x) - x.flip(-1)).square().mean())
             self.fabric.clip_gradients(self.net, self.optimizer, max_norm=0.5)
             self.optimizer.step()
             self.optimizer.zero_grad()
         self.state["step"] = begin + steps
-        return [p.detach().to_local().clone() for p in self.net.parameters()]
-
-    def waiting(self, enabled: bool) -> Any:
-        return self.fabric.no_backward_sync(self.net, enabled=enabled)
+        return weights(self.net)
 
 
 def under_fabric(codec: str, **given: Any) -> CompressedFabric:
@@ -321,7 +311,10 @@ def under_fabric(codec: str, **given: Any) -> CompressedFabric:
 
 
 def test_uncompressed_it_has_the_bits_of_torch_under_fabric() -> None:
-    native = FabricModelParallel(native_hsdp, data_parallel_size=4, tensor_parallel_size=1)
+    def hsdp(net: nn.Module, _: DeviceMesh) -> nn.Module:
+        return parallelize(net, {"data_parallel": mesh_of(2, 2)})
+
+    native = FabricModelParallel(hsdp, data_parallel_size=4, tensor_parallel_size=1)
     expected = Run(native).train(3, native=True)
     assert same(expected, Run(under_fabric("none")).train(3))
 

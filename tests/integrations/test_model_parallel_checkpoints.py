@@ -16,6 +16,7 @@ import torch.distributed as dist
 from elastic_data import LOADERS
 from elastic_runs import FailAt, Fault, Numbered, ShardedNet, committed, make_loader
 from elastic_runs import fit as elastic_fit
+from fsdp_models import require_same_debt, weights
 from lightning.pytorch.callbacks import LambdaCallback
 from model_parallel_checkpoints import Reshaped, watch_reads, whole
 from model_parallel_ranks import (
@@ -27,7 +28,6 @@ from model_parallel_ranks import (
     ours,
     same,
     trainer,
-    weights,
 )
 from rank_loop import meet
 from torch import Tensor, nn
@@ -345,19 +345,8 @@ def test_errors_of_shards_go_to_another_number_of_ranks(tmp_path: Path) -> None:
     state = load_checkpoint(str(path))
     before, after = state["lightning_dist"]["errors"], begun[0]["errors"]
     assert len(before) == 4
-    for name in before:
-        a, _ = mean_error(state["state_dict"][name], before[name])
-        b, largest = mean_error(state["state_dict"][name], after[name])
-        assert a.any(), name
-        assert ((a - b).abs() <= 0.0041 * largest).all(), "to the rounding to 8 bits"
-
-
-def mean_error(weight: Tensor, state: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Mean of the ranks' errors of ``weight``, and the largest error."""
-    scales, codes = state
-    error = codes.double() * scales.double()
-    rows = error.mean(0).flatten(1)[:, : -(-len(weight) // error.shape[1]) * weight.shape[1]]
-    return rows.flatten()[: weight.numel()], error.abs().max()
+    for name, errors in before.items():
+        require_same_debt(state["state_dict"][name], errors, after[name])
 
 
 def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
