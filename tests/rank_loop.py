@@ -44,6 +44,7 @@ class Call:
         function: its name there.
         arguments: pickled, for they may be of the module.
         limit: seconds until a rank that has not come to its end tells where it is, and exits.
+        hosts: on which the ranks are, by name; 0: they have the name of this machine.
         environment: variables for this test.
     """
 
@@ -53,6 +54,7 @@ class Call:
     function: str
     arguments: bytes
     limit: float
+    hosts: int
     environment: dict[str, str]
 
     def __call__(self) -> None:
@@ -75,6 +77,10 @@ class Call:
 def meet(store: dist.Store, rank: int, size: int, *, timeout: timedelta = TIMEOUT) -> None:
     """Make the default group, and wait until all of its ranks have it."""
     forget_group_numbers()  # of one that could not be made: the store has the number in its keys
+    if "torch.distributed.tensor" in sys.modules:  # it keeps meshes of groups that are gone
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     # Each pair is connected by its two ends on their own: who gives the group up at once closes
     # what another rank is still waiting for, and that one fails.
@@ -88,6 +94,9 @@ def as_at_the_start(call: Call) -> Iterator[None]:
 
     before, folder = dict(os.environ), os.getcwd()
     os.environ.update(call.environment)
+    if call.hosts:
+        host = int(before["RANK"]) * call.hosts // int(before["WORLD_SIZE"])
+        os.environ["LIGHTNING_DIST_HOSTNAME"] = f"host{host}"
     if hits := sys.modules.get("lightning_dist._hits"):  # campaigns.mutants.hits
         hits.begin(os.environ["HITS_TEST"])
     torch.manual_seed(0)

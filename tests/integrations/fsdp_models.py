@@ -171,6 +171,17 @@ def same_in_replicas(tensors: Iterable[Tensor], mesh: DeviceMesh) -> bool:
     return True
 
 
+def require_same_debt(weight: Tensor, before: list[Tensor], after: list[Tensor]) -> None:
+    """Errors of ``weight`` on different ranks have one mean, to the rounding to 8 bits."""
+    means = []
+    for scales, codes in (before, after):
+        errors = codes.double() * scales.double()
+        numel = -(-len(weight) // codes.shape[1]) * weight[0].numel()  # of a rank, padded
+        means.append(errors.mean(0).flatten(1)[:, :numel].flatten()[: weight.numel()])
+    assert means[0].any()
+    assert ((means[0] - means[1]).abs() <= 0.0041 * errors.abs().max()).all()
+
+
 def raised(call: Callable[[], object]) -> str:
     """The message of the error that ``call`` raises."""
     try:

@@ -2,67 +2,101 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from elastic_runs import committed
-from processes import torchrun
+import torch.distributed as dist
+from elastic_data import LOADERS
+from elastic_runs import FailAt, Fault, Numbered, ShardedNet, committed, make_loader
+from elastic_runs import fit as elastic_fit
+from fsdp_models import require_same_debt, weights
+from lightning.pytorch.callbacks import LambdaCallback
+from model_parallel_checkpoints import Reshaped, watch_reads, whole
+from model_parallel_ranks import (
+    WIDTH,
+    Module,
+    dist_size,
+    fitted,
+    held,
+    ours,
+    same,
+    trainer,
+)
+from rank_loop import meet
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from typer.testing import CliRunner
 
+from lightning_dist import AsyncCheckpoint
+from lightning_dist.checkpoint.disk.errors import CorruptCheckpointError
+from lightning_dist.checkpoint.reading import consolidate
+from lightning_dist.checkpoint.reading import load as load_checkpoint
+from lightning_dist.checkpoint.snapshot.plan import Plan
+from lightning_dist.checkpoint.snapshot.snapshot import Snapshots
 from lightning_dist.cli import app
 
-RANKS = Path(__file__).with_name("model_parallel_checkpoints.py")
-LIMIT = 240.0
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * LIMIT + 30), pytest.mark.ranks(4)]
+pytestmark = [pytest.mark.slow, pytest.mark.on_ranks(4, hosts=2)]
 NAME = "epoch=0.ckpt"
+INT8 = "int8:block_size=16"
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Path:
-    """A folder with what two replicas of two shards have saved, and what others make of it."""
-    folder = tmp_path_factory.mktemp("saved")
-    launch(folder, quick_python, ["resume", "load", "refusals"], ranks=4)
-    return folder
+class Seen(L.Callback):
+    """What a training begins with: whole weights, optimizer states and residuals."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        states = trainer.optimizers[0].state
+        self.weights = {n: whole(p) for n, p in pl_module.named_parameters()}
+        self.exp_avg = {n: whole(states[p]["exp_avg"]) for n, p in pl_module.named_parameters()}
+        self.steps = sorted({float(each["step"]) for each in states.values()})
+        strategy: Any = trainer.strategy
+        state = None if strategy._exchange is None else strategy._exchange.state_dict()
+        self.residuals = None if state is None else dict(state["residuals"])
 
 
-@pytest.fixture(scope="module")
-def rest(saved: Path, quick_python: list[str]) -> Path:
-    """The same folder, with restarts and what other worlds make of it."""
-    of_four = ["restarts", "restarts_of_shards"]
-    of_both = ["load_others", "meshes", "shards_elsewhere"]
-    launch(saved, quick_python, [*of_four, *of_both], ranks=4)
-    launch(saved, quick_python, of_both, ranks=2)
-    return saved
+def saving(folder: Path, **given: Any) -> AsyncCheckpoint:
+    settings = {"format": "sharded", "save_top_k": -1, "filename": "{epoch}", **given}
+    return AsyncCheckpoint(folder, **settings)
 
 
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Path:
-    """A folder with restarts under tensor parallelism."""
-    folder = tmp_path_factory.mktemp("parts")
-    launch(folder, quick_python, ["restarts_of_parts", "own_positions"], ranks=4)
-    return folder
+def fit(strategy: Any, *callbacks: Any, **given: Any) -> tuple[L.Trainer, Module]:
+    return fitted(strategy, enable_checkpointing=True, callbacks=[*callbacks], **given)
 
 
-def launch(folder: Path, python: list[str], scenarios: list[str], *, ranks: int) -> None:
-    finished = torchrun(RANKS, folder, *scenarios, ranks=ranks, limit=LIMIT, python=python)
-    finished.require_success()
+def saved(folder: Path) -> Path:
+    """A checkpoint of two replicas of two shards, after an epoch."""
+    fit(ours("int4"), saving(folder), max_epochs=1)
+    return folder / NAME
 
 
-def facts(folder: Path, scenario: str, *, ranks: int = 4) -> list[dict[Any, Any]]:
-    paths = [folder / f"{scenario}.{ranks}.{rank}.pt" for rank in range(ranks)]
-    return [torch.load(path, weights_only=True) for path in paths]
+def in_one_file(path: Path) -> Path:
+    single = path.with_name("single.ckpt")
+    if dist.get_rank() == 0:
+        consolidate(str(path), str(single))
+    dist.barrier()
+    return single
 
 
-@pytest.fixture(scope="module")
-def single(saved: Path) -> Path:
-    """The checkpoint as one file."""
-    path = saved / "single.ckpt"
-    assert ckpt("consolidate", saved / "epoch" / NAME, path)[0] == 0
-    return path
+def go_on_with(ranks: int) -> bool:
+    """Give the group up for one of the first ranks, in another run; is this rank of it?"""
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    dist.destroy_process_group()
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = f"{ranks}"
+    os.environ["TORCHELASTIC_RUN_ID"] = f"of {ranks}"
+    if rank < ranks:
+        meet(dist.PrefixStore(f"of {ranks}", store), rank, ranks)
+    return rank < ranks
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def ckpt(*words: str | Path) -> tuple[int, str]:
@@ -71,51 +105,64 @@ def ckpt(*words: str | Path) -> tuple[int, str]:
     return result.exit_code, result.stdout
 
 
-def test_a_resumed_training_is_that_without_a_pause(saved: Path) -> None:
-    for each in facts(saved, "resume"):
-        assert each["equal"]
-        assert each["residuals"]
-        assert each["steps"] == 8
-        numel, shards = 2700, 2
-        assert each["read"] == 4 * 4 * numel // shards, "parameters, two of Adam, and residuals"
+def watch_copies(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Bytes that each save copies at the trigger, and while training goes on."""
+    copied: list[tuple[int, int]] = []
+    usual = Snapshots.take
+
+    def take(self: Snapshots, save: Any, divided: Plan, owned: Any) -> None:
+        runs = divided.now, divided.later
+        copied.append(tuple(sum(run.piece.nbytes for run in each) for each in runs))
+        usual(self, save, divided, owned)
+
+    patch.setattr(Snapshots, "take", take)
+    return copied
 
 
-def test_every_rank_writes_its_share(saved: Path) -> None:
-    first, *others = facts(saved, "resume")[0]["bytes"]
+def test_a_resumed_training_is_that_without_a_pause(tmp_path: Path) -> None:
+    """What a rank copies, writes and reads is its share."""
+    straight, expected = fitted(ours("int4"))
+    with pytest.MonkeyPatch.context() as patch:
+        copied = watch_copies(patch)
+        path = saved(tmp_path)
+        read = watch_reads(patch)
+        again, got = fitted(ours("int4"), ckpt_path=path)  # no AsyncCheckpoint is needed
+    assert same(weights(expected), weights(got))
+    before, after = held(straight.strategy), held(again.strategy)
+    assert same(before, after)
+    assert any(part.any() for part in after)
+    assert again.strategy._reducer.step == 8
+    numel, shards, steps = 2700, 2, 8
+    assert sum(read) == 4 * 4 * numel // shards, "parameters, two of Adam, and residuals"
+    states = 3 * 4 * numel + 4 * steps  # parameters, two of Adam, and its step of each
+    ((now, later),) = copied
+    assert abs(later - states / 4) < 64, "while training goes on"
+    assert now < states / 4, "residuals"
+    manifest = json.loads((path / "manifest.json").read_text())["body"]
+    first, *others = (file["nbytes"] for file in manifest["files"])
     assert max(others) - min(others) < 100
     assert first - max(others) < 8000, "and rank 0 what is not of tensors"
 
 
-def test_the_program_verifies_it(saved: Path, single: Path) -> None:
-    for path in (saved / "epoch" / NAME, single):
-        code, said = ckpt("verify", path)
-        assert (code, said.split()[:2]) == (0, ["ok", f"{path}:"])
-    code, said = ckpt("verify", saved / "damaged.ckpt")
-    assert code == 1
-    assert "shard-00003-of-00004-" in said
-
-
-def test_parameters_and_optimizer_states_are_copied_while_training_goes_on(saved: Path) -> None:
-    numel, steps = 2700, 8
-    states = 3 * 4 * numel + 4 * steps  # parameters, two of Adam, and its step of each
-    for each in facts(saved, "resume"):
-        ((now, later),) = each["copied"]
-        assert abs(later - states / 4) < 64
-        assert now < states / 4, "residuals"
-
-
-def test_one_file_loads_into_the_plain_module(single: Path) -> None:
-    state = torch.load(single, weights_only=True)
-    plain = Plain()
-    plain.load_state_dict(state["state_dict"])
-    optimizer = plain.configure_optimizers()
-    optimizer.load_state_dict(state["optimizer_states"][0])
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_epochs=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(Plain(), torch.utils.data.DataLoader(torch.randn(6, 18)), ckpt_path=single)
-    assert trainer.global_step == 4 + 6
+def test_damage_is_found_by_the_program_and_by_ranks_that_load(tmp_path: Path) -> None:
+    """One bit of the last rank's shard is turned over."""
+    path, damaged = saved(tmp_path), tmp_path / "damaged.ckpt"
+    single = in_one_file(path)
+    if dist.get_rank() == 0:
+        shutil.copytree(path, damaged)
+        shard = sorted(damaged.glob("shard-*"))[-1]
+        content = bytearray(shard.read_bytes())
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content)
+        for intact in (path, single):
+            code, said = ckpt("verify", intact)
+            assert (code, said.split()[:2]) == (0, ["ok", f"{intact}:"])
+        code, said = ckpt("verify", damaged)
+        assert code == 1
+        assert "shard-00003-of-00004-" in said
+    dist.barrier()
+    with pytest.raises(CorruptCheckpointError, match="shard-00003-of-00004-"):
+        fit(ours(), saving(tmp_path / "x"), ckpt_path=damaged)
 
 
 class Plain(L.LightningModule):
@@ -123,10 +170,9 @@ class Plain(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        width = 18
         self.blocks = nn.Sequential(
             *(
-                nn.Sequential(nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, width))
+                nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
                 for _ in range(2)
             )
         )
@@ -139,100 +185,284 @@ class Plain(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
-def test_another_mesh_loads_it(saved: Path, single: Path) -> None:
-    require_loaded(facts(saved, "load"), single, replicas=4)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "replicas"), [(4, 1), (4, 2), (2, 1), (2, 2)], ids=lambda number: f"{number}"
-)
-def test_any_mesh_loads_it(rest: Path, single: Path, ranks: int, replicas: int) -> None:
-    require_loaded(facts(rest, "load_others", ranks=ranks), single, replicas=replicas)
-
-
-def require_loaded(found: list[dict[Any, Any]], single: Path, *, replicas: int) -> None:
-    """Weights and optimizer states to the bit; replicas owe together what they owed."""
+def test_one_file_loads_into_the_plain_module(tmp_path: Path) -> None:
+    path, single = saved(tmp_path), tmp_path / "single.ckpt"
+    if not go_on_with(1):
+        return
+    assert ckpt("consolidate", path, single)[0] == 0
     state = torch.load(single, weights_only=True)
+    plain = Plain()
+    plain.load_state_dict(state["state_dict"])
+    optimizer = plain.configure_optimizers()
+    optimizer.load_state_dict(state["optimizer_states"][0])
+    alone = trainer("auto")
+    alone.fit(Plain(), torch.utils.data.DataLoader(torch.randn(6, WIDTH)), ckpt_path=single)
+    assert alone.global_step == 4 + 6
+
+
+def test_any_mesh_loads_it(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    state = torch.load(in_one_file(path), weights_only=True)
+    for replicas in (4, 2, 1):
+        require_loaded(path, state, replicas)
+    if go_on_with(2):
+        for replicas in (2, 1):
+            require_loaded(path, state, replicas)
+
+
+def require_loaded(path: Path, state: dict[str, Any], replicas: int) -> None:
+    """Weights and optimizer states to the bit; replicas owe together what they owed."""
+    seen, case = Seen(), f"{replicas} replicas of {dist.get_world_size()} ranks"
+    strategy = ours("int4", replicate_size=replicas)
+    fit(strategy, saving(path.with_name("other")), seen, ckpt_path=path)
+    assert seen.weights.keys() == state["state_dict"].keys()
+    assert seen.steps == [4.0]
     optimizer = state["optimizer_states"][0]["state"]
-    begun = [each[replicas] for each in found]
-    for each in begun:
-        assert each["weights"].keys() == state["state_dict"].keys()
-        assert each["steps"] == [4.0]
-        for number, (name, weight) in enumerate(each["weights"].items()):
-            assert torch.equal(weight, state["state_dict"][name])
-            assert torch.equal(each["exp_avg"][name], optimizer[number]["exp_avg"])
-    owed = begun[0]["residuals"]
-    assert (owed is None) == (replicas == 1), "one replica compresses nothing"
-    for name, rows in (owed or {}).items():
+    for number, (name, weight) in enumerate(seen.weights.items()):
+        assert torch.equal(weight, state["state_dict"][name]), (case, name)
+        assert torch.equal(seen.exp_avg[name], optimizer[number]["exp_avg"]), (case, name)
+    if dist.get_rank() == 0:
+        assert (seen.residuals is None) == (replicas == 1), "one replica compresses nothing"
+    for name, rows in (seen.residuals or {}).items():
         before = state["lightning_dist"]["residuals"][name]
         assert len(rows) == replicas
-        assert rows.any()
+        assert rows.any(), (case, name)
         if replicas == 2:
-            assert torch.equal(rows, before)
+            assert torch.equal(rows, before), (case, name)
         else:
             torch.testing.assert_close(rows.mean(0), before.mean(0))
 
 
+@pytest.mark.exhaustive
+def test_layers_divided_in_both_dimensions_go_to_other_meshes(tmp_path: Path) -> None:
+    """Of replicas and tensor-parallel ranks."""
+
+    def on(replicas: int, tensors: int) -> Any:
+        return ours("int4", replicate_size=replicas, tensor_parallel_size=tensors)
+
+    others = {(1, 2): [(2, 2)], (2, 2): [(2, 1), (4, 1)], (2, 1): [(2, 2)]}
+    for mesh, loaded_by in others.items():
+        folder = tmp_path / f"{mesh}"
+        _, module = fit(on(*mesh), saving(folder))
+        expected = {name: whole(p) for name, p in module.named_parameters()}
+        states = module.optimizers().optimizer.state
+        exp_avg = {n: whole(states[p]["exp_avg"]) for n, p in module.named_parameters()}
+        state = load_checkpoint(str(folder / "epoch=1.ckpt"))
+        assert equal(state["state_dict"], expected), mesh
+        for other in loaded_by:
+            seen, case = Seen(), f"saved by {mesh}, loaded by {other}"
+            given = {"max_epochs": 3, "ckpt_path": folder / "epoch=1.ckpt"}
+            fitted(on(*other), callbacks=[seen], **given)
+            assert equal(seen.weights, expected), case
+            assert equal(seen.exp_avg, exp_avg), case
+            if mesh[0] == 2 and seen.residuals is not None:
+                before = state["lightning_dist"]["residuals"]
+                assert seen.residuals.keys() == before.keys() == expected.keys()
+                for name, rows in seen.residuals.items():
+                    assert rows.any(), (case, name)
+                    if other[0] == 2:
+                        assert torch.equal(rows, before[name]), (case, name)
+                    else:
+                        assert torch.allclose(rows.mean(0), before[name].mean(0)), (case, name)
+
+
+class Tied(Module):
+    """Its first and last layer have one weight."""
+
+    def configure_model(self) -> None:
+        if self.blocks is not None:
+            return
+        torch.manual_seed(3)
+        first, last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        last.weight = first.weight
+        self.blocks = nn.Sequential(first, nn.BatchNorm1d(WIDTH), last)
+        fully_shard(self.blocks, mesh=self.device_mesh["data_parallel"])
+
+
+class AfterSteps(L.Callback):
+    """Whole weights after every step."""
+
+    def __init__(self) -> None:
+        self.weights: dict[int, dict[str, Tensor]] = {}
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
+        parameters = pl_module.named_parameters(remove_duplicate=False)
+        self.weights[trainer.global_step] = {name: whole(p) for name, p in parameters}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("snapshot", ["overlap", "blocking"])
+def test_tied_weights_and_buffers_are_in_every_checkpoint(snapshot: str, tmp_path: Path) -> None:
+    """Copied while training goes on, and at once."""
+    straight, again, steps = Tied(), Tied(), AfterSteps()
+    fitted(ours(), straight)
+    kept = saving(tmp_path, snapshot=snapshot, every_n_train_steps=1, filename="{step}")
+    fit(ours(), steps, kept, module=Tied())
+    states = {n: load_checkpoint(str(tmp_path / f"step={n}.ckpt")) for n in steps.weights}
+    names = [name for name in states[1]["state_dict"] if name in steps.weights[1]]
+    assert len(names) == 5
+    for n, state in states.items():
+        assert equal({name: state["state_dict"][name] for name in names}, steps.weights[n]), n
+    first, last = (states[1]["state_dict"][f"blocks.{n}.weight"] for n in (0, 2))
+    assert first.data_ptr() == last.data_ptr()
+    assert "blocks.1.running_mean" in states[1]["state_dict"]
+    fit(ours(), saving(tmp_path / "again"), module=again, ckpt_path=tmp_path / "step=4.ckpt")
+    assert same(weights(straight), weights(again))
+
+
+@pytest.mark.exhaustive
+def test_what_else_a_strategy_loads(tmp_path: Path) -> None:
+    """And sharded checkpoints where there is no AsyncCheckpoint."""
+    first, module = fit(ours("int4"), saving(tmp_path), max_epochs=1)
+    expected = {name: whole(p) for name, p in module.named_parameters()}
+    own, again = tmp_path / NAME, tmp_path / "again"
+    first.save_checkpoint(tmp_path / "theirs.ckpt")  # by torch.distributed.checkpoint
+    for path in (tmp_path / "theirs.ckpt", in_one_file(own)):
+        seen = Seen()
+        fit(ours("int4"), saving(again), seen, ckpt_path=path)
+        assert equal(seen.weights, expected), path
+        assert seen.steps == [4.0], path
+    alone = Module()
+    trainer(ours("int4"), limit_val_batches=1).validate(alone, ckpt_path=own, verbose=False)
+    assert equal({name: whole(p) for name, p in alone.named_parameters()}, expected)
+    _, straight = fitted(ours("int4"))
+    _, resumed = fit(ours("int4"), saving(again), ckpt_path=own)
+    assert same(weights(straight), weights(resumed))
+
+
+def test_errors_of_shards_go_to_another_number_of_ranks(tmp_path: Path) -> None:
+    """Two ranks begin with the mean error of each weight that four have saved."""
+    given = {"parameters": "int8", "error_feedback": True}
+    fit(ours("int4", **given), saving(tmp_path), max_epochs=1)
+    if not go_on_with(2):
+        return
+    path, begun = tmp_path / NAME, []
+    seen = LambdaCallback(on_train_start=lambda t, _: begun.append(t.strategy.shards.state_dict()))
+    fit(ours("int4", **given), saving(tmp_path / "other"), seen, ckpt_path=path)
+    assert (begun[0] is None) == (dist.get_rank() > 0)
+    if begun[0] is None:
+        return
+    state = load_checkpoint(str(path))
+    before, after = state["lightning_dist"]["errors"], begun[0]["errors"]
+    assert len(before) == 4
+    for name, errors in before.items():
+        require_same_debt(state["state_dict"][name], errors, after[name])
+
+
+def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="set format='sharded'"):
+        fit(ours(), AsyncCheckpoint(tmp_path / "single"))
+    says = "The state of Reshaped must have the shapes of its sharded parameters"
+    with pytest.raises(ValueError, match=says):
+        fit(ours(), saving(tmp_path / "x"), module=Module(optimizer=Reshaped))
+
+
+FAULTS = {
+    "on_after_backward": 1,
+    "on_before_optimizer_step": 3,
+    "on_train_batch_end": 5,
+    "on_validation_batch_end": 6,
+    "on_train_epoch_end": 6,
+    "on_train_end": 9,
+}
+"""Optimizer steps before each hook at which a run fails, on all ranks."""
+
+
+def elastic_run(
+    folder: Path, *, codec: str, fault: str = "", loader: Any = None, **given: Any
+) -> dict[str, Any]:
+    """A start of a run; weights and residuals at its end."""
+    noisy, tensors = codec != "none", given.get("tensor_parallel_size", 1)
+    strategy = ours(codec, **given)
+    module = ShardedNet(noisy=noisy)
+    callbacks = [FailAt(fault, FAULTS[fault])] if fault else []
+    expected = pytest.raises(Fault, match=f"^{fault} at step") if fault else nullcontext()
+    with expected:
+        elastic_fit(
+            folder,
+            *callbacks,
+            loader=loader or (lambda: make_loader(Numbered(noisy=noisy), batch_size=4 * tensors)),
+            module=module,
+            strategy=strategy,
+            devices=dist_size(),
+            elastic={"format": "sharded"},
+        )
+    dist.barrier()
+    if fault:
+        return {}
+    found = {n: whole(p) for n, p in module.named_parameters()}
+    states: Any = module.optimizers().optimizer.state
+    moments = [whole(each["momentum_buffer"]) for each in states.values()]
+    residuals = held_here(strategy)
+    return {"weights": found, "momenta": moments, "residuals": residuals}
+
+
+def held_here(strategy: Any) -> dict[str, Tensor]:
+    """Residuals of this rank, those in 8 bits as their scales and codes."""
+    if strategy.shards is None:
+        return dict(strategy._reducer.residuals)
+    found = strategy.shards._errors.items()
+    return {f"{name} {kind}": x.clone() for name, (_, of) in found for kind, x in enumerate(of)}
+
+
 @pytest.mark.parametrize(
-    ("case", "says"),
+    "given",
     [
-        ("single", "set format='sharded'"),
-        ("damaged", "shard-00003-of-00004-"),
-        ("shapes", "The state of Reshaped must have the shapes of its sharded parameters"),
+        {"codec": "int8", "replicate_size": 2},
+        {"codec": INT8, "parameters": INT8, "error_feedback": True},
+        pytest.param(
+            {"codec": "powersgd:rank=1", "replicate_size": 2, "tensor_parallel_size": 2},
+            marks=pytest.mark.exhaustive,
+        ),
     ],
+    ids=["replicas", "shards", "parts of layers"],
 )
-def test_what_is_refused(saved: Path, case: str, says: str) -> None:
-    for each in facts(saved, "refusals"):
-        assert says in each[case], each
-
-
-@pytest.mark.parametrize("of", ["", " shards"])
-def test_a_restarted_run_is_that_without_a_fault(rest: Path, of: str) -> None:
-    require_the_same_run(rest, of)
-
-
-@pytest.mark.exhaustive
-def test_tensor_parallel_ranks_restart_too(parts: Path) -> None:
-    require_the_same_run(parts, " parts")
-
-
-def require_the_same_run(rest: Path, of: str) -> None:
+def test_a_restarted_run_is_that_without_a_fault(given: dict[str, Any], tmp_path: Path) -> None:
     """Failed at six hooks: samples, weights, momenta and residuals to the bit."""
-    for each in facts(rest, f"restarts_of{of}".replace(" ", "_") if of else "restarts"):
-        straight, restarted = each["straight"], each["restarted"]
-        assert straight["residuals"]
-        assert all(residual.any() for residual in straight["residuals"].values())
-        assert straight["residuals"].keys() == restarted["residuals"].keys()
-        for kind in ("weights", "residuals"):
-            for name, value in straight[kind].items():
-                assert torch.equal(restarted[kind][name], value), (kind, name)
-        assert len(straight["momenta"]) == 4
-        assert all(map(torch.equal, restarted["momenta"], straight["momenta"]))
-    require_same_samples(rest / f"restarted{of}", rest / f"straight{of}", worlds=[4] * 9)
+    straight = elastic_run(tmp_path / "straight", **given)
+    for hook in FAULTS:
+        elastic_run(tmp_path / "restarted", fault=hook, **given)
+    restarted = elastic_run(tmp_path / "restarted", **given)
+    assert straight["residuals"]
+    assert all(residual.any() for residual in straight["residuals"].values())
+    assert equal(restarted["residuals"], straight["residuals"])
+    assert equal(restarted["weights"], straight["weights"])
+    assert len(straight["momenta"]) == 4
+    assert all(map(torch.equal, restarted["momenta"], straight["momenta"]))
+    require_same_samples(tmp_path / "restarted", tmp_path / "straight", worlds=[4] * 9)
 
 
 @pytest.mark.exhaustive
-def test_loaders_of_tensor_parallel_ranks_go_on(parts: Path) -> None:
-    for each in facts(parts, "own_positions"):
-        for name, weight in each["straight"].items():
-            assert torch.equal(each["restarted"][name], weight), name
-    require_same_samples(parts / "own", parts / "own straight", worlds=[4] * 36)
+def test_loaders_of_tensor_parallel_ranks_go_on(tmp_path: Path) -> None:
+    """Those that keep their position on each data-parallel rank."""
+    given = {"codec": "int8", "replicate_size": 2, "tensor_parallel_size": 2}
+    given["loader"] = LOADERS["stateful stream"]
+    straight = elastic_run(tmp_path / "straight", **given)
+    elastic_run(tmp_path / "restarted", fault="on_train_batch_end", **given)
+    restarted = elastic_run(tmp_path / "restarted", **given)
+    assert equal(restarted["weights"], straight["weights"])
+    require_same_samples(tmp_path / "restarted", tmp_path / "straight", worlds=[4] * 36)
 
 
-@pytest.mark.parametrize("run", ["meshes", "meshes of parts"])
-def test_other_meshes_go_on(rest: Path, run: str) -> None:
-    """Two replicas of two ranks, then one of two, then two of one: rounded otherwise at most."""
-    (straight, *_), (changed, *_) = facts(rest, "meshes"), facts(rest, "meshes", ranks=2)
-    expected = straight["straight"]
-    for kind in ("weights", "momenta"):
-        torch.testing.assert_close(changed[run][kind], expected[kind], rtol=1e-5, atol=1e-6)
-    require_same_samples(rest / run, rest / "exact", worlds=[4] * 4 + [2] * 5)
+def test_other_meshes_go_on(tmp_path: Path) -> None:
+    """Two replicas of two ranks, then one of two, then two of one: rounded otherwise at most.
 
-
-def test_errors_of_shards_go_to_another_number_of_ranks(rest: Path) -> None:
-    first, _ = facts(rest, "shards_elsewhere", ranks=2)
-    assert len(first) == 4
-    assert all(first.values()), first
+    One run has parts of layers on two ranks, until whole layers end it.
+    """
+    given = {"codec": "none", "replicate_size": 2}
+    runs = {"whole layers": given, "parts of layers": {**given, "tensor_parallel_size": 2}}
+    expected = elastic_run(tmp_path / "straight", **given)
+    for name, of in runs.items():
+        elastic_run(tmp_path / name, fault="on_train_batch_end", **of)
+    if not go_on_with(2):
+        return
+    for name, of in runs.items():
+        one = {**of, "replicate_size": 1}
+        elastic_run(tmp_path / name, fault="on_validation_batch_end", **one)
+        changed = elastic_run(tmp_path / name, **given)
+        for kind in ("weights", "momenta"):
+            torch.testing.assert_close(changed[kind], expected[kind], rtol=1e-5, atol=1e-6)
+        require_same_samples(tmp_path / name, tmp_path / "straight", worlds=[4] * 4 + [2] * 5)
 
 
 def require_same_samples(folder: Path, straight: Path, *, worlds: list[int]) -> None:
@@ -240,10 +470,3 @@ def require_same_samples(folder: Path, straight: Path, *, worlds: list[int]) -> 
     assert [step.ids for step in found.values()] == [step.ids for step in expected.values()]
     assert [step.world for step in found.values()] == worlds
     assert all(len(step.hashes) == 1 for step in found.values()), "equal on all ranks"
-
-
-@pytest.mark.parametrize("scenario", ["tied", "tensor_parallel", "others"])
-def test_it_holds(tmp_path: Path, quick_python: list[str], scenario: str) -> None:
-    launch(tmp_path, quick_python, [scenario], ranks=4)
-    for each in facts(tmp_path, scenario):
-        assert all(each.values()), each
