@@ -137,6 +137,17 @@ def test_attaching_twice_or_late() -> None:
         TOPK.attach(run.accelerator)
 
 
+def test_several_processes_that_would_train_for_themselves() -> None:
+    """On CPU without ACCELERATE_USE_CPU: Accelerate sees one process in each."""
+    forget_accelerators()
+    accelerator = accelerate.Accelerator(cpu=torch.cuda.is_available())
+    assert accelerator.num_processes == 1, "they know of each other"
+    says = "WORLD_SIZE=2 and this Accelerator has num_processes=1"
+    with pytest.raises(ValueError, match=says):
+        CompressedDDPPlugin().attach(accelerator)
+    forget_accelerators()
+
+
 def test_what_accelerate_does_not_document_is_still_there() -> None:
     asked: list[type] = []
 

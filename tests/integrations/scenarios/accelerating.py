@@ -6,7 +6,6 @@ import logging
 import os
 import random
 import resource
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from accelerate.utils import ProjectConfiguration
 from torch import nn
 
 from lightning_dist import compress_ddp
-from lightning_dist.accelerate import Accelerator, AsyncStateCheckpointer, CompressedDDPPlugin
+from lightning_dist.accelerate import Accelerator, CompressedDDPPlugin
 from scenarios.fitting import digest, parameters
 from scenarios.models import Regression, loader
 
@@ -233,22 +232,6 @@ def writers() -> list[int]:
     tasks = Path("/proc/self/task").iterdir()
     children = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
     return [pid for pid in children if b"disk.service" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-
-def writer_of(state: AsyncStateCheckpointer) -> int:
-    """The writer process of ``state``, which has saved something then."""
-    state.save_state()
-    state.wait()
-    (writer,) = writers()
-    return writer
-
-
-def kill_writer_during_a_save(state: AsyncStateCheckpointer) -> None:
-    """The second one."""
-    writer = writer_of(state)
-    os.kill(writer, signal.SIGSTOP)
-    state.save_state()
-    os.kill(writer, signal.SIGKILL)
 
 
 @contextmanager
