@@ -15,12 +15,11 @@ from torch import Tensor, nn
 
 pytest.importorskip("accelerate")
 
-from scenarios.accelerating import TOPK, Facts, Run, forget_accelerators, of_all_ranks, warnings
+from scenarios.accelerating import Run, of_all_ranks, warnings
 from scenarios.catalogue import first_ranks
-from scenarios.fitting import parameters
 from scenarios.models import WIDTH
 
-from lightning_dist.accelerate import Accelerator, AsyncStateCheckpointer
+from lightning_dist.accelerate import AsyncStateCheckpointer
 
 WEIGHT, BIAS = 16 * 256, 256  # elements of the generator's first layer
 pytestmark = pytest.mark.on_ranks(2)
@@ -64,60 +63,30 @@ def test_residuals_of_every_rank_and_model_come_back(way: str, tmp_path: Path) -
     assert "lightning_dist_reducer_2.bin" not in files
 
 
-class Adversaries:
-    """A generator and a critic with an optimizer each, trained in turn.
+class Adversaries(Run):
+    """A generator and a critic with an optimizer each, trained in turn."""
 
-    Args:
-        quiet: nothing of the critic travels while the generator learns.
-    """
-
-    def __init__(self, *, quiet: bool = True) -> None:
-        forget_accelerators()
-        self.accelerator, self.quiet = Accelerator(cpu=True, kwargs_handlers=[TOPK]), quiet
+    def __init__(self) -> None:
         torch.manual_seed(3)
-        models = [
-            nn.Sequential(nn.Linear(WIDTH, 256), nn.Tanh(), nn.Linear(256, WIDTH)),
-            nn.Sequential(nn.Linear(WIDTH, 512), nn.Tanh(), nn.Linear(512, 1)),
-        ]
-        steps = [torch.optim.Adam(model.parameters(), lr=0.01) for model in models]
-        self.generator, self.critic, *self.steps = self.accelerator.prepare(*models, *steps)
+        generator = nn.Sequential(nn.Linear(WIDTH, 256), nn.Tanh(), nn.Linear(256, WIDTH))
+        critic = nn.Sequential(nn.Linear(WIDTH, 512), nn.Tanh(), nn.Linear(512, 1))
+        super().__init__(by_hand=False, models=[generator, critic], optimizer=torch.optim.Adam)
 
-    def train(self, batches: list[Tensor]) -> None:
-        of_generator, of_critic = self.steps
+    def learn(self, batches: list[Tensor], *, quiet: bool = True) -> None:
+        """quiet: nothing of the critic travels while the generator learns."""
+        generator, critic = self.models
+        of_generator, of_critic = self.optimizers
         for real in batches:
-            made = self.generator(real.flip(0))
-            judged = self.critic(torch.cat([real, made.detach()]))
+            made = generator(real.flip(0))
+            judged = critic(torch.cat([real, made.detach()]))
             self.accelerator.backward(judged[8:].mean() - judged[:8].mean())
             of_critic.step()
             of_critic.zero_grad()
-            with self.accelerator.no_sync(self.critic) if self.quiet else nullcontext():
-                self.accelerator.backward(-self.critic(made).mean())
+            with self.accelerator.no_sync(critic) if quiet else nullcontext():
+                self.accelerator.backward(-critic(made).mean())
             of_generator.step()
             of_generator.zero_grad()
             of_critic.zero_grad()
-
-    def facts(self) -> Facts:
-        compression = self.accelerator.compression
-        return {
-            "parameters": {
-                f"{index}.{name}": value
-                for index, model in enumerate((self.generator, self.critic))
-                for name, value in parameters(self.accelerator.unwrap_model(model)).items()
-            },
-            "residuals": [
-                {name: each.residuals[name].clone() for name in each.residuals}
-                for each in compression.reducers
-            ],
-            "stats": [dict(each) for each in compression.comm_stats()],
-            "metrics": compression.metrics(),
-        }
-
-    def __enter__(self) -> Adversaries:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.accelerator.compression.close()
-        forget_accelerators()
 
 
 def test_adversaries_have_a_compression_each(tmp_path: Path) -> None:
@@ -125,36 +94,36 @@ def test_adversaries_have_a_compression_each(tmp_path: Path) -> None:
     draws = torch.Generator().manual_seed(dist.get_rank())
     batches = [torch.randn(8, WIDTH, generator=draws) for _ in range(4)]
     with Adversaries() as adversaries:
-        adversaries.train(batches)
-        whole = adversaries.facts()
+        adversaries.learn(batches)
+        whole, stats = adversaries.facts(), adversaries.compression.comm_stats()
+        total = adversaries.compression.metrics()["comm/total_wire_bytes"]
     with Adversaries() as first:
-        first.train(batches[:2])
+        first.learn(batches[:2])
         first.accelerator.save_state(str(tmp_path))
     dist.barrier()
     with Adversaries() as second:
         second.accelerator.load_state(str(tmp_path))
-        second.train(batches[2:])
+        second.learn(batches[2:])
         resumed = second.facts()
     numel = [WEIGHT + BIAS + WEIGHT + 16, 16 * 512 + 512 + 512 + 1]
-    assert [each["steps"] for each in whole["stats"]] == [4, 4]
-    assert [each["raw_bytes"] for each in whole["stats"]] == [4 * 4 * n for n in numel]
-    assert all(each["ratio"] > 2 for each in whole["stats"])
-    wire_bytes = sum(each["wire_bytes"] for each in whole["stats"])
-    assert whole["metrics"]["comm/total_wire_bytes"] == wire_bytes
-    assert all(each["2.weight"].any() for each in whole["residuals"])
+    assert [each["steps"] for each in stats] == [4, 4]
+    assert [each["raw_bytes"] for each in stats] == [4 * 4 * n for n in numel]
+    assert all(each["ratio"] > 2 for each in stats)
+    assert total == sum(each["wire_bytes"] for each in stats)
+    assert whole["residuals"]["0.2.weight"].any()
+    assert whole["residuals"]["1.2.weight"].any()
     require_equal(resumed["parameters"], whole["parameters"])
-    for one, other in zip(resumed["residuals"], whole["residuals"], strict=True):
-        require_equal(one, other)
+    require_equal(resumed["residuals"], whole["residuals"])
     first, second = of_all_ranks(whole)
     require_equal(first["parameters"], second["parameters"])
-    for one, other in zip(first["residuals"], second["residuals"], strict=True):
-        assert not torch.equal(one["0.weight"], other["0.weight"])
+    for name in ("0.0.weight", "1.0.weight"):
+        assert not torch.equal(first["residuals"][name], second["residuals"][name])
 
 
 def test_without_no_sync_the_critic_exchanges_while_the_generator_learns() -> None:
-    with Adversaries(quiet=False) as loud:
-        loud.train([torch.randn(8, WIDTH) for _ in range(4)])
-        assert [each["steps"] for each in loud.facts()["stats"]] == [4, 8]
+    with Adversaries() as loud:
+        loud.learn([torch.randn(8, WIDTH) for _ in range(4)], quiet=False)
+        assert [each["steps"] for each in loud.compression.comm_stats()] == [4, 8]
 
 
 def test_checkpoints_of_plain_ddp_load_and_ours_load_there(tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ class Run:
         plugin: None for plain DDP.
         by_hand: attach it to Accelerate's own Accelerator.
         attach: called with that Accelerator before it prepares anything.
+        models: how many, or these.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Run:
         attach: Callable[[Any], object] = lambda accelerator: None,
         handlers: Sequence[Any] = (),
         scaler: Any = None,
-        models: int = 1,
+        models: int | Sequence[nn.Module] = 1,
         optimizer: Any = torch.optim.SGD,
         **arguments: Any,
     ) -> None:
@@ -98,10 +99,11 @@ class Run:
         attach(self.accelerator)
         if scaler is not None:
             self.accelerator.scaler = scaler  # Accelerate makes one on GPUs only
-        plain = [Regression(hidden=256).net for _ in range(models)]
-        steps = [optimizer(model.parameters(), lr=0.1) for model in plain]
-        prepared = self.accelerator.prepare(*plain, *steps)
-        self.models, self.optimizers = prepared[:models], prepared[models:]
+        if isinstance(models, int):
+            models = [Regression(hidden=256).net for _ in range(models)]
+        steps = [optimizer(model.parameters(), lr=0.1) for model in models]
+        prepared = self.accelerator.prepare(*models, *steps)
+        self.models, self.optimizers = prepared[: len(models)], prepared[len(models) :]
         self.batches = iter(own_batches() * 2)
         self.digests: list[str] = []
 
