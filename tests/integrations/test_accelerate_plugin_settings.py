@@ -35,11 +35,16 @@ from lightning_dist.integrations.accelerate.attach import handler_of
 from lightning_dist.settings import Settings
 
 
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    forget_accelerators()
+    yield
+    forget_accelerators()
+
+
 @pytest.fixture
-def accelerator() -> Iterator[Any]:
-    forget_accelerators()
-    yield accelerate.Accelerator(cpu=True)
-    forget_accelerators()
+def accelerator() -> Any:
+    return accelerate.Accelerator(cpu=True)
 
 
 @pytest.fixture
@@ -53,11 +58,9 @@ def sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
+def said(capsys: pytest.CaptureFixture[str]) -> Any:
     """What was told of settings from outside since the last call."""
-    forget_accelerators()
-    yield lambda: [m for m in capsys.readouterr().err.splitlines() if "outside of the code" in m]
-    forget_accelerators()
+    return lambda: [m for m in capsys.readouterr().err.splitlines() if "outside of the code" in m]
 
 
 def test_the_plugin_is_frozen_and_equal_by_value() -> None:
@@ -244,11 +247,9 @@ def test_a_hook_of_the_users(accelerator: Any, given: Any, named: str) -> None:
 
 
 def test_two_plugins_in_kwargs_handlers() -> None:
-    forget_accelerators()
     plugins = [CompressedDDPPlugin("int8"), CompressedDDPPlugin("int4")]
     with pytest.raises(ValueError, match="takes one CompressedDDPPlugin, got 2"):
         Accelerator(cpu=True, kwargs_handlers=plugins)
-    forget_accelerators()
 
 
 def test_attaching_after_prepare_and_twice(accelerator: Any) -> None:

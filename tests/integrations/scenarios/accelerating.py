@@ -167,7 +167,6 @@ class Training:
         naming = {"project_dir": str(project), "automatic_checkpoint_naming": True}
         config = ProjectConfiguration(**(naming if project else {}), **arguments)
         self.accelerator = accelerate.Accelerator(cpu=True, project_config=config)
-        self.rank = self.accelerator.process_index
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(12, 16), nn.Dropout(0.2), nn.Linear(16, 4))
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -182,7 +181,7 @@ class Training:
             self.reducer = compress_ddp(
                 self.model, "topk:ratio=0.1,block_size=64", min_compress_numel=0
             )
-        own = 100 * seed + self.rank
+        own = 100 * seed + self.accelerator.process_index
         torch.manual_seed(own)
         random.seed(own)
         np.random.seed(own)
@@ -203,12 +202,11 @@ class Training:
 
     def facts(self) -> Facts:
         adam = self.optimizer.state_dict()["state"]
-        plain = self.accelerator.unwrap_model(self.model)
-        owed = None if self.reducer is None else self.reducer.residuals
+        owed = {} if self.reducer is None else self.reducer.residuals
         return {
-            "parameters": {name: p.detach().clone() for name, p in plain.named_parameters()},
+            "parameters": parameters(self.accelerator.unwrap_model(self.model)),
             "optimizer": {f"{i}.{key}": v.clone() for i, s in adam.items() for key, v in s.items()},
-            "residuals": {} if owed is None else {n: owed[n].clone() for n in owed},
+            "residuals": {name: owed[name].clone() for name in owed},
             "rate": self.schedule.get_last_lr()[0],
             "seen": self.tally.seen,
             "drawn": [torch.rand(()).item(), random.random(), float(np.random.rand())],
