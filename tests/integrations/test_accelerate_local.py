@@ -193,10 +193,8 @@ def test_ranks_of_a_host_are_one_worker_as_in_a_loop() -> None:
 
 def test_local_updates_refuse_what_cannot_work() -> None:
     compressed = CompressedDDPPlugin("int8", min_compress_numel=0)
-    with (
-        Run(compressed) as run,
-        pytest.raises(ValueError, match="in every step by a CompressedDDPPlugin"),
-    ):
+    says = "compressed in every step by a CompressedDDPPlugin"
+    with Run(compressed) as run, pytest.raises(ValueError, match=says):
         local_updates(run.accelerator, run.models[0], run.optimizers[0])
     both = {"replicas": "host", "method": "post_local_sgd", "ddp_steps": 2}
     delay = "delay is a setting of DDP and cannot take effect with"

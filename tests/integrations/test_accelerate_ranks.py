@@ -20,6 +20,7 @@ from scenarios.accelerating import (
     names,
     no_room,
     of_all_ranks,
+    saving,
     warnings,
     writers,
 )
@@ -72,10 +73,7 @@ def test_killed_ranks_resume_bit_for_bit(killed: Path) -> None:
     with Training(None) as training:
         history, whole = training.train(6), training.facts()
     project = killed / "pair"
-    with (
-        Training(project, seed=5) as training,
-        AsyncStateCheckpointer(training.accelerator) as state,
-    ):
+    with saving(project, seed=5) as (state, training):
         number = int(base(state.load_state()).removeprefix("checkpoint_"))
         done = training.schedule.scheduler.last_epoch // 2  # Accelerate has a step for each rank
         assert of_all_ranks((number, done)) == [(number, 2 * (number + 1))] * 2
@@ -109,10 +107,7 @@ def test_a_killed_process_resumes_bit_for_bit(killed: Path) -> None:
     with Training(None) as training:
         history, whole = training.train(6), training.facts()
     project = killed / "single"
-    with (
-        Training(project, seed=5) as training,
-        AsyncStateCheckpointer(training.accelerator) as state,
-    ):
+    with saving(project, seed=5) as (state, training):
         loaded = state.load_state()
         assert (project / "checkpoints" / LOCK).exists()
         done = {"checkpoint_0": 2, "checkpoint_1": 4}[base(loaded)]
@@ -134,10 +129,7 @@ def test_the_limit_holds_and_numbers_go_on_without_loading(tmp_path: Path) -> No
         dist.barrier()
         assert names(tmp_path) == ["checkpoint_2", "checkpoint_3"]
         training.accelerator.load_state()  # accelerate finds the newest by itself
-    with (
-        Training(tmp_path, total_limit=2) as training,
-        AsyncStateCheckpointer(training.accelerator) as state,
-    ):
+    with saving(tmp_path, total_limit=2) as (state, training):
         assert base(state.save_state()) == "checkpoint_4", "without loading"
         state.wait()
         dist.barrier()
@@ -149,7 +141,7 @@ def test_the_limit_holds_and_numbers_go_on_without_loading(tmp_path: Path) -> No
 @pytest.mark.on_ranks(2)
 def test_damaged_and_incomplete_ones_are_passed_over(tmp_path: Path) -> None:
     """The newest is damaged, and one with a higher number is not even complete."""
-    with Training(tmp_path) as training, AsyncStateCheckpointer(training.accelerator) as state:
+    with saving(tmp_path) as (state, training):
         training.train(1)
         state.save_state()
         state.wait()
@@ -183,10 +175,7 @@ def test_damaged_and_incomplete_ones_are_passed_over(tmp_path: Path) -> None:
 def test_a_failure_on_one_rank_is_raised_once_on_all(tmp_path: Path) -> None:
     """The writer of rank 1 cannot write more than some bytes."""
     says = "checkpoint_1 of step 1 was not written: rank 1 could not write: OSError"
-    with (
-        Training(tmp_path, total_limit=1) as training,
-        AsyncStateCheckpointer(training.accelerator) as state,
-    ):
+    with saving(tmp_path, total_limit=1) as (state, _):
         state.save_state()
         state.wait()
         dist.barrier()
@@ -219,15 +208,14 @@ def test_closing_gives_the_process_group_back(tmp_path: Path) -> None:
 @pytest.mark.on_ranks(2)
 def test_one_rank_loads_what_two_saved_and_says_what_is_not_exact(tmp_path: Path) -> None:
     target = tmp_path / "of_two"
-    with Training(None) as training, AsyncStateCheckpointer(training.accelerator) as state:
+    with saving(None) as (state, training):
         training.train(2)
         state.save_state(target)
         state.wait()
         first, _ = of_all_ranks(training.facts())
     dist.barrier()
-    with alone(), Training(None, seed=5) as training:
-        with AsyncStateCheckpointer(training.accelerator) as state, warnings() as messages:
-            state.load_state(target)
+    with alone(), saving(None, seed=5) as (state, training), warnings() as messages:
+        state.load_state(target)
         found = training.facts()
     require_equal(found["parameters"], first["parameters"])
     assert found["seen"] == first["seen"]
@@ -241,7 +229,7 @@ def test_refusals_reach_all_ranks_and_the_next_save_works(tmp_path: Path) -> Non
     foreign = tmp_path / "foreign"
     foreign.mkdir(exist_ok=True)
     (foreign / "notes.txt").write_text("mine")
-    with Training(None) as training, AsyncStateCheckpointer(training.accelerator) as state:
+    with saving(None) as (state, _):
         own = tmp_path / f"of_{dist.get_rank()}"
         for call, folder, error, says in (
             (state.save_state, foreign, ValueError, "AsyncStateCheckpointer did not write it"),

@@ -6,8 +6,6 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import torch
 
 pytest.importorskip("accelerate")
 
-from scenarios.accelerating import Training, damage, names, no_room, writers
+from scenarios.accelerating import Training, damage, names, no_room, saving, writers
 
 from lightning_dist.accelerate import AsyncStateCheckpointer
 from lightning_dist.checkpoint.checkpointer import Checkpointer
@@ -31,17 +29,6 @@ def staging(tmp_path: Path) -> Path:
     """Where accelerate's files wait."""
     (tmp_path / "staging").mkdir()
     return tmp_path / "staging"
-
-
-@contextmanager
-def saving(
-    project: Path | None, *, seed: int = 0, **options: Any
-) -> Iterator[tuple[AsyncStateCheckpointer, Training]]:
-    with (
-        Training(project, seed=seed) as training,
-        AsyncStateCheckpointer(training.accelerator, **options) as state,
-    ):
-        yield state, training
 
 
 def writer_of(state: AsyncStateCheckpointer) -> int:

@@ -350,7 +350,7 @@ def test_lines_of_other_disks_reach_rank_0(tmp_path: Path) -> None:
     assert sockets() == before
     names = sorted(path.name for path in profiler.folder.glob("rank*"))
     assert of_all_ranks(names) == [["rank0.jsonl", "rank1.jsonl"], ["rank1.jsonl"]]
-    first, second = (disk / "profiles" / profiler.folder.name for disk in disks)
+    first, second = (disk / "profiles" / "run-0" for disk in disks)
     assert (first / "rank1.jsonl").read_bytes() == (second / "rank1.jsonl").read_bytes()
     gathered = read_run(first)
     assert len(gathered.common_steps) == 230

@@ -20,7 +20,7 @@ from accelerate.utils import ProjectConfiguration
 from torch import nn
 
 from lightning_dist import compress_ddp
-from lightning_dist.accelerate import Accelerator, CompressedDDPPlugin
+from lightning_dist.accelerate import Accelerator, AsyncStateCheckpointer, CompressedDDPPlugin
 from scenarios.fitting import digest, parameters
 from scenarios.models import Regression, loader
 
@@ -219,6 +219,17 @@ class Training:
         if self.reducer is not None:
             self.reducer.close()
         forget_accelerators()
+
+
+@contextmanager
+def saving(
+    project: Path | None, *, seed: int = 0, total_limit: int | None = None, **options: Any
+) -> Iterator[tuple[AsyncStateCheckpointer, Training]]:
+    with (
+        Training(project, seed=seed, total_limit=total_limit) as training,
+        AsyncStateCheckpointer(training.accelerator, **options) as state,
+    ):
+        yield state, training
 
 
 def names(project: Path) -> list[str]:
