@@ -1,27 +1,50 @@
-"""What CompressedDDPPlugin takes from variables and files, and how it says so."""
+"""CompressedDDPPlugin in one process: its settings, also from variables and files; refusals."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 pytest.importorskip("accelerate")
 
 import accelerate
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from scenarios.accelerating import forget_accelerators
 
 from lightning_dist import CompressedDDPStrategy
-from lightning_dist.accelerate import Accelerator, CompressedDDPPlugin, CompressedFSDPPlugin
+from lightning_dist.accelerate import (
+    Accelerator,
+    CompressedDDPPlugin,
+    CompressedFSDPPlugin,
+    local_updates,
+)
 from lightning_dist.configuration import OPTIONS
 from lightning_dist.configuration.options import OF_DDP
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
+from lightning_dist.integrations.accelerate.attach import handler_of
 from lightning_dist.settings import Settings
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    forget_accelerators()
+    yield
+    forget_accelerators()
+
+
+@pytest.fixture
+def accelerator() -> Any:
+    return accelerate.Accelerator(cpu=True)
 
 
 @pytest.fixture
@@ -35,11 +58,50 @@ def sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
+def said(capsys: pytest.CaptureFixture[str]) -> Any:
     """What was told of settings from outside since the last call."""
-    forget_accelerators()
-    yield lambda: [m for m in capsys.readouterr().err.splitlines() if "outside of the code" in m]
-    forget_accelerators()
+    return lambda: [m for m in capsys.readouterr().err.splitlines() if "outside of the code" in m]
+
+
+def test_the_plugin_is_frozen_and_equal_by_value() -> None:
+    plugin = CompressedDDPPlugin("int4", start_step=3)
+    assert plugin == CompressedDDPPlugin(codec="int4", start_step=3)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plugin.codec = "int8"
+
+
+def test_the_code_takes_every_option() -> None:
+    options: dict[str, Any] = {
+        "codec": {"intra": "bf16", "inter": "int4"},
+        "error_feedback": False,
+        "hierarchical": "leader",
+        "ranks_per_host": 2,
+        "rank_groups": None,
+        "min_compress_numel": 0,
+        "start_step": 5,
+        "compile_kernels": False,
+        "commit": "immediate",
+        "delay": 1,
+        "exchange_timeout": 30.0,
+    }
+    plugin = CompressedDDPPlugin(**options)
+    assert {name: getattr(plugin, name) for name in options} == options
+    assert tuple(options) == OF_DDP
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"codec": "int9"}, "codec must be one of"),
+        ({"start_step": "3"}, "start_step must be 0 or more"),
+        ({"codec": "qsgd", "error_feedback": True}, "Error feedback diverges"),
+        ({"ranks_per_host": 2, "rank_groups": [[0], [1]]}, "give one"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_take_effect(options: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(ValueError, match=remedy):
+        CompressedDDPPlugin(**options)
 
 
 def test_nothing_is_set() -> None:
@@ -135,3 +197,96 @@ def test_settings_of_a_sharded_model_are_from_outside(
         CompressedFSDPPlugin()
     with pytest.raises(ValueError, match="parameters is a setting of FSDP2"):
         CompressedDDPPlugin()
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"])
+def test_accelerators_that_do_not_use_ddp(accelerator: Any, kind: str) -> None:
+    accelerator.state.distributed_type = kind
+    with pytest.raises(ValueError, match=f"Accelerator with {kind}, which exchanges them itself"):
+        CompressedDDPPlugin().attach(accelerator)
+    assert handler_of(accelerator) is None
+
+
+def test_local_updates_of_sharded_models(accelerator: Any) -> None:
+    accelerator.state.distributed_type = "FSDP"
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="local_updates in a loop of plain PyTorch"):
+        local_updates(accelerator, net, optimizer)
+
+
+def test_tensor_parallelism(accelerator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SimpleNamespace(tp_enabled=True, tp_size=2)
+    monkeypatch.setattr(accelerate.Accelerator, "parallelism_config", config)
+    with pytest.raises(ValueError, match="got tp_size=2"):
+        CompressedDDPPlugin().attach(accelerator)
+
+
+class _OwnHook(DistributedDataParallelKwargs):
+    def register_comm_hook(self, model: nn.Module) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16), "comm_hook=fp16"),
+        (
+            DistributedDataParallelKwargs(comm_wrapper=DDPCommunicationHookType.BF16),
+            "comm_wrapper=bf16",
+        ),
+        (DistributedDataParallelKwargs(comm_state_option={"x": 1}), "comm_state_option"),
+        (_OwnHook(), "a _OwnHook with a register_comm_hook of its own"),
+    ],
+    ids=["hook", "wrapper", "state", "own"],
+)
+def test_a_hook_of_the_users(accelerator: Any, given: Any, named: str) -> None:
+    accelerator.ddp_handler = given
+    with pytest.raises(ValueError, match=named):
+        CompressedDDPPlugin().attach(accelerator)
+    assert accelerator.ddp_handler is given
+
+
+def test_two_plugins_in_kwargs_handlers() -> None:
+    plugins = [CompressedDDPPlugin("int8"), CompressedDDPPlugin("int4")]
+    with pytest.raises(ValueError, match="takes one CompressedDDPPlugin, got 2"):
+        Accelerator(cpu=True, kwargs_handlers=plugins)
+
+
+def test_attaching_after_prepare_and_twice(accelerator: Any) -> None:
+    CompressedDDPPlugin().attach(accelerator)
+    with pytest.raises(ValueError, match="one is attached already"):
+        CompressedDDPPlugin().attach(accelerator)
+    forget_accelerators()
+    late = accelerate.Accelerator(cpu=True)
+    late.prepare(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="with a prepared Linear; attach it right after"):
+        CompressedDDPPlugin().attach(late)
+
+
+def test_residuals_for_which_there_is_no_compressed_model(
+    accelerator: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    CompressedDDPPlugin("int8").attach(accelerator)
+    accelerator.prepare(nn.Linear(2, 2))
+    accelerator.save_state(str(tmp_path))
+    (tmp_path / "lightning_dist_reducer_0.bin").touch()
+    accelerator.load_state(str(tmp_path))
+    (warned,) = [message for message in caplog.messages if str(tmp_path) in message]
+    assert "holds residuals of a compressed model" in warned
+    assert "a CompressedDDPPlugin attached before prepare, which needs several processes" in warned
+    assert "or with compress_ddp after it" in warned
+
+
+def test_one_process_is_warned_of_once_and_trains(
+    accelerator: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    with caplog.at_level(logging.WARNING, "lightning_dist"):
+        compression = CompressedDDPPlugin().attach(accelerator)
+        model = accelerator.prepare(nn.Linear(2, 2))
+    (record,) = caplog.records
+    assert "one process, so nothing is exchanged" in record.getMessage()
+    assert "ACCELERATE_USE_CPU=true accelerate launch --multi_gpu" in record.getMessage()
+    assert type(model) is nn.Linear
+    assert (compression.reducers, compression.metrics()) == ([], {})
+    accelerator.save_state(str(tmp_path))
+    accelerator.load_state(str(tmp_path))

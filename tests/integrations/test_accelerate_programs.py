@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -78,6 +80,36 @@ def test_the_example_in_local_steps_goes_on(tmp_path: Path, quick_python: list[s
     assert "sent in 2 exchanges" in first.output, "8 steps, by fours"
     assert "going on from step 8" in second.output
     assert ["comm/total_wire_bytes" in run for run in logged(tmp_path / "out")] == [True, True]
+
+
+def test_the_example_of_all_engines_goes_on_at_its_second_start(
+    tmp_path: Path, quick_python: list[str]
+) -> None:
+    """In one loop."""
+    example, words = EXAMPLES / "accelerate_engines.py", ["--folder", tmp_path, "--epochs"]
+    first, second = (
+        torchrun(example, *words, epochs, ranks=2, limit=120, python=quick_python)
+        .require_success()
+        .output
+        for epochs in "12"
+    )
+    assert "elastic: world 2, fresh start; global batch 32" in first
+    assert "elastic: world 2 -> 2, resumed at sample 512 (epoch 1, step 16)" in second
+    assert "epoch 0: step 16" in first
+    assert "epoch 0" not in second.replace("(epoch 0", "")
+    assert "epoch 1: step 32" in second
+    logs = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    assert len(logs) == 2
+    assert len({log.name for log in logs}) == 1, "both starts log to the same run"
+    found = logged(tmp_path)
+    assert [json.loads(each["_step"][0]) for each in found] == [16, 32]
+    for each in found:
+        assert each.keys() >= {"loss", "elastic/world_size", "checkpoint/write_ms"}
+    assert sorted(os.listdir(tmp_path / "epochs"))[-2:] == ["epoch-0", "epoch-1"]
+    assert (tmp_path / "epochs" / "epoch-1" / "model.safetensors").exists()
+    assert (tmp_path / "epochs" / "epoch-1" / "lightning_dist_reducer_0.bin").exists()
+    assert list((tmp_path / "profile").glob("run-*/report.html"))
+    assert len(list((tmp_path / "elastic").glob("*.ckpt"))) == 2
 
 
 def test_accelerates_own_checks_pass_under_the_plugin(quick_python: list[str]) -> None:

@@ -1,63 +1,85 @@
-"""CommProfiler where a rank is lost, late or alone, or has no folder; twice, traced by torch."""
+"""CommProfiler where a rank is late or alone, or has no folder; twice, traced by torch."""
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
+import os
+import shutil
+import signal
+import time
+import warnings
+from contextlib import ExitStack, suppress
+from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
 from comm_profiles import (
+    LIMIT,
+    STEPS,
+    ddp,
+    digest,
+    network,
+    of_all_ranks,
+    printed,
     profile,
-    profiles,
+    profiled,
     require_no_prediction,
-    truth,
+    require_report_without_a_rank,
+    train,
 )
+from scenarios.catalogue import alone, meet
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dist.integrations.profiler import run as profile_run
 from lightning_dist.profiling.analysis.breakdown import analyse, passes_of
 from lightning_dist.profiling.run import read_run
 
-pytestmark = pytest.mark.slow  # jobs of two ranks, one after the other
-
-ENDS = ("lost at the end", "late at the end")
-CASES = (
-    *ENDS,
-    *("hanging", "twice", "traced", "alone", "compiled", "closures", "other hook"),
-    *("two at once", "destroyed", "together", "steps in backward"),
-    *("no folder", "no folder on one", "own folders"),
-)
+pytestmark = [pytest.mark.slow, pytest.mark.on_ranks(2)]
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> dict[str, Path]:
-    return profiles(tmp_path_factory.mktemp("profiles"), CASES, python=quick_python)
+def test_a_late_rank_costs_no_report_and_is_not_waited_for_without_end(tmp_path: Path) -> None:
+    """Rank 1 leaves by an error that is its own, and goes on."""
+    begin = time.monotonic()
+    with (
+        ExitStack() as stack,
+        printed() as output,
+        suppress(ArithmeticError),
+        profiled(model := ddp(), tmp_path, print_summary=True),
+    ):
+        train(model)
+        stack.enter_context(patch.object(profile_run, "_TIMEOUT", 1.0))
+        if dist.get_rank() == 1:
+            raise ArithmeticError("of this rank alone")
+    if dist.get_rank() == 0:
+        assert time.monotonic() - begin < 20  # gloo's own patience, in this test: 30
+        require_report_without_a_rank(tmp_path, output.getvalue())
+    dist.monitored_barrier(timeout=LIMIT)  # rank 1 is late, and does not leave
 
 
-@pytest.mark.parametrize("name", ENDS)
-def test_a_rank_that_does_not_come_to_the_end_costs_no_report(
-    name: str, folders: dict[str, Path]
-) -> None:
-    profiled, summary = profile(folders[name])
-    assert list(profiled.ranks[0].steps) == list(range(12))
-    assert profiled.ranks[0].end is not None
-    assert profiled.ranks[0].end.reason == "finished"
-    assert summary["steps"] > 0
-    output = (folders[name] / "output-0.txt").read_text()
-    assert "a rank had terminated or was late at the end, so clocks were not compared" in output
-    assert "of the step is exposed communication" in output
+def test_a_hang_leaves_the_flight_record_beside_the_report(tmp_path: Path) -> None:
+    """Rank 1 does not come to one collective of the model."""
+    model = ddp(process_group=(group := dist.new_group()))
 
+    def hang() -> None:
+        with profiled(model, tmp_path, html=True):
+            train(model, steps=4)
+            if dist.get_rank():
+                raise TimeoutError("as if it hung here")
+            _set_pg_timeout(timedelta(seconds=0.5), group)
+            train(model, steps=1)
 
-def test_a_late_rank_is_not_waited_for_without_end(folders: dict[str, Path]) -> None:
-    waited = json.loads((folders["late at the end"] / "truth-0.json").read_text())["seconds"]
-    assert waited < 20  # gloo's own patience, in this test: 60
-
-
-def test_what_would_help_is_not_measured_for_a_short_training(folders: dict[str, Path]) -> None:
-    require_no_prediction(folders["twice"], "the training was shorter than 30 s")
-
-
-def test_a_hang_leaves_the_flight_record_beside_the_report(folders: dict[str, Path]) -> None:
-    found = folders["hanging"] / "run-0"
+    with pytest.raises((RuntimeError, TimeoutError)):
+        hang()
+    dist.monitored_barrier(timeout=LIMIT)
+    found = tmp_path / "run-0"
     assert len(read_run(found).common_steps) == 4
     assert (found / "report.html").is_file()
     for rank in range(2):
@@ -65,47 +87,81 @@ def test_a_hang_leaves_the_flight_record_beside_the_report(folders: dict[str, Pa
         assert any("all_reduce" in entry["profiling_name"] for entry in entries)
 
 
-def test_a_model_can_be_profiled_again(folders: dict[str, Path]) -> None:
-    for number in range(2):
-        profiled, summary = profile(folders["twice"], number)
-        assert profiled.common_steps == list(range(12))
-        assert summary["traffic"]["wire_bytes"] > 0
-        assert {link["peer"] for link in summary["links"]} == {None, 0, 1}
-    for each in truth(folders["twice"]):
-        assert each["opened"] == [each["opened"][0]] * 3
+def sockets() -> int:
+    """That this process has open."""
+    links = (link for link in Path("/proc/self/fd").iterdir() if link.is_symlink())
+    return sum(os.readlink(link).startswith("socket:") for link in links)
+
+
+def test_a_model_can_be_profiled_again(tmp_path: Path) -> None:
+    """On two hosts, as far as the ranks can tell."""
+    model = ddp()
+    gc.collect()  # groups of other tests
+    opened = sockets()
+    with patch.object(profile_run, "this_host", lambda: f"host-{dist.get_rank()}"):
+        for number in range(2):
+            with profiled(model, tmp_path):
+                train(model)
+            assert sockets() == opened
+            run, summary = profile(tmp_path, number)
+            assert run.common_steps == list(range(STEPS))
+            assert summary["traffic"]["wire_bytes"] > 0
+            assert {link["peer"] for link in summary["links"]} == {None, 0, 1}
+    require_no_prediction(tmp_path, "the training was shorter than 30 s")
 
 
 def test_a_compiled_ddp_has_its_steps_in_detail_and_no_word_of_the_compiler(
-    folders: dict[str, Path],
+    tmp_path: Path,
 ) -> None:
-    profiled, summary = profile(folders["compiled"])
-    assert profiled.common_steps == list(range(12))
-    assert all(step.buckets for step in profiled.ranks[0].steps.values())
-    assert all(
-        summary["breakdown_ms"][part] > 0 for part in ("forward", "backward", "exposed_transfer")
-    )
-    for each in truth(folders["compiled"]):
-        assert [said for said in each["said"] if "Dynamo" in said] == []
-        assert each["model"] == truth(folders["compiled"])[0]["model"]
+    """DDP and all is given to torch.compile, which traces what hooks on a module do."""
+    whole = DistributedDataParallel(network(), bucket_cap_mb=1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", UserWarning)
+        with profiled(whole, tmp_path):
+            train(torch.compile(whole, backend="aot_eager"))
+    assert [each for each in said if "Dynamo" in str(each.message)] == []
+    run, summary = profile(tmp_path)
+    assert run.common_steps == list(range(STEPS))
+    assert all(step.buckets for step in run.ranks[0].steps.values())
+    for part in ("forward", "backward", "exposed_transfer"):
+        assert summary["breakdown_ms"][part] > 0
+    first, second = of_all_ranks(digest(whole))
+    assert first == second
 
 
 def test_an_optimizer_with_a_closure_has_one_step_with_all_of_its_exchanges(
-    folders: dict[str, Path],
+    tmp_path: Path,
 ) -> None:
-    profiled, summary = profile(folders["closures"])
-    asked = truth(folders["closures"])[0]["asked"]
-    assert profiled.common_steps == list(range(12))
-    steps = profiled.ranks[0].steps.values()
+    """LBFGS asks for several passes in a step, and gradients travel in each."""
+    model = ddp()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, max_eval=3)
+    data = torch.randn(8, 256, generator=torch.Generator().manual_seed(dist.get_rank()))
+    asked = 0
+
+    def closure() -> torch.Tensor:
+        nonlocal asked
+        asked += 1
+        optimizer.zero_grad()
+        loss = model(data).square().mean()
+        loss.backward()
+        return loss
+
+    with profiled(model, tmp_path):
+        for _ in range(STEPS):
+            optimizer.step(closure)
+    run, summary = profile(tmp_path)
+    assert run.common_steps == list(range(STEPS))
+    steps = run.ranks[0].steps.values()
     passes = [len(passes_of(each)) for each in steps]
-    assert sum(passes) == asked > 12
+    assert sum(passes) == asked > STEPS
     for step, of_step in zip(steps, passes, strict=True):
         exchanges = [span for span in step.spans if span.phase == "exchange"]
         assert len(step.buckets) == len(exchanges)
         assert {each.name for each in step.phases} >= {"forward", "backward", "optimizer"}
         if step.step:  # the first has other buckets, which are built anew after it
             assert sum(each.raw for each in step.buckets) == of_step * 4 * (256 * 256 + 256) * 4
-    for step in profiled.common_steps:
-        for each in analyse(profiled, step):
+    for step in run.common_steps:
+        for each in analyse(run, step):
             assert sum(each.parts.values()) == each.duration
             assert each.ns["exposed"] > 0
     (note,) = (note for note in summary["notes"] if "gradients are exchanged" in note)
@@ -115,74 +171,126 @@ def test_an_optimizer_with_a_closure_has_one_step_with_all_of_its_exchanges(
     )
 
 
-def test_a_model_is_profiled_once_at_a_time(folders: dict[str, Path]) -> None:
-    for each in truth(folders["two at once"]):
-        assert each["said"].startswith("This model is profiled already, and one CommProfiler")
-        assert not each["made"]
-    profiled, summary = profile(folders["two at once"])
-    assert profiled.common_steps == list(range(12))
+def test_a_model_is_profiled_once_at_a_time(tmp_path: Path) -> None:
+    model = ddp()
+    with profiled(model, tmp_path):
+        train(model, steps=3)
+        says = "^This model is profiled already, and one CommProfiler"
+        with pytest.raises(ValueError, match=says), profiled(model, tmp_path / "other"):
+            pass
+        train(model, steps=9)
+    assert not (tmp_path / "other").exists()
+    run, summary = profile(tmp_path)
+    assert run.common_steps == list(range(STEPS))
     assert summary["traffic"]["wire_bytes"] > 0
 
 
-def test_a_process_group_that_is_gone_costs_the_last_comparison_of_clocks(
-    folders: dict[str, Path],
-) -> None:
-    profiled, _ = profile(folders["destroyed"])
-    assert profiled.common_steps == list(range(12))
-    assert all(each.end.reason == "finished" for each in profiled.ranks.values())
-    output = (folders["destroyed"] / "output-1.txt").read_text()
-    assert "the process group was destroyed before the profile was over" in output
+def test_a_process_group_that_is_gone_costs_the_last_comparison_of_clocks(tmp_path: Path) -> None:
+    """The training function destroys it at its end."""
+    rank, again = dist.get_rank(), dist.FileStore(str(tmp_path / "store"), 2)
+    with printed() as output, profiled(model := ddp(), tmp_path):
+        train(model)
+        dist.barrier()
+        dist.destroy_process_group()
+    assert "the process group was destroyed before the profile was over" in output.getvalue()
+    meet(again, rank, 2)
+    run, _ = profile(tmp_path)
+    assert run.common_steps == list(range(STEPS))
+    assert all(each.end.reason == "finished" for each in run.ranks.values())
 
 
-def test_lines_of_ranks_that_fail_together_are_waited_for(folders: dict[str, Path]) -> None:
-    _, summary = profile(folders["together"])
+def test_lines_of_ranks_that_fail_together_are_waited_for(tmp_path: Path) -> None:
+    """All leave by the same error; rank 1 writes its last lines after rank 0."""
+
+    def fail() -> None:
+        with profiled(model := ddp(), tmp_path) as profiler:
+            train(model, steps=8)
+            if dist.get_rank() == 1:
+                of_session = profiler._run._session.end
+
+                def later(reason: str) -> None:
+                    while '"end"' not in (tmp_path / "run-0" / "rank0.jsonl").read_text():
+                        time.sleep(0.01)  # the test has a limit
+                    of_session(reason)
+
+                profiler._run._session.end = later
+            raise ArithmeticError("the loss is odd")
+
+    with pytest.raises(ArithmeticError):
+        fail()
+    _, summary = profile(tmp_path)
     assert "Partial data" not in summary["headline"]
     assert summary["notes"][0] == "the training ended by ArithmeticError: the loss is odd"
     assert summary["steps"] == 6
 
 
 def test_the_hook_of_optimizers_that_step_in_the_backward_pass_is_left_to_ddp(
-    folders: dict[str, Path],
+    tmp_path: Path,
 ) -> None:
-    output = (folders["steps in backward"] / "output-0.txt").read_text()
-    assert "buckets: n/a, optimizers step in the backward pass" in output
+    module = network()
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.01})
+    model = DistributedDataParallel(module)
+    with printed() as output, profiled(model, tmp_path):
+        pass  # DDP takes its own hook at the first pass, where there is an accelerator
+    model.register_comm_hook(None, lambda state, bucket: None)  # as it does
+    if dist.get_rank() == 0:
+        assert "buckets: n/a, optimizers step in the backward pass" in output.getvalue()
 
 
-def test_torch_traces_steps_that_are_left_out(folders: dict[str, Path]) -> None:
+def test_torch_traces_steps_that_are_left_out(tmp_path: Path) -> None:
+    """A range of steps, and those after a signal."""
+    with profiled(model := ddp(), tmp_path, torch_profiler=range(3, 5)):
+        train(model)
+    with profiled(model, tmp_path, torch_profiler=signal.SIGUSR2):
+        train(model, steps=4)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        train(model)
+    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
     for number, (first, steps) in enumerate([(3, {3, 4, 5}), (4, {4, 5, 6, 7})]):
-        profiled, _ = profile(folders["traced"], number)
-        assert set(range(12)) - set(profiled.common_steps) == steps
+        run, _ = profile(tmp_path, number)
+        assert set(range(STEPS)) - set(run.common_steps) == steps
         for rank in range(2):
             name = f"torch-trace-rank{rank}-step{first}.json.gz"
-            with gzip.open(folders["traced"] / f"run-{number}" / name) as trace:
+            with gzip.open(tmp_path / f"run-{number}" / name) as trace:
                 names = {event.get("name", "") for event in json.load(trace)["traceEvents"]}
             assert any("AddmmBackward" in name for name in names)
-    assert all(each["usual"] for each in truth(folders["traced"]))
 
 
-def test_a_run_that_ends_within_a_trace_leaves_its_steps_out(folders: dict[str, Path]) -> None:
-    for number, (kept, traces) in enumerate([([0, 1, 2], 2), ([0, 1, 2, 3], 0)]):
-        profiled, _ = profile(folders["traced"] / "short", number)
-        assert profiled.common_steps == kept
-        found = list((folders["traced"] / "short" / f"run-{number}").glob("torch-trace-*"))
-        assert len(found) == traces
+def test_a_run_that_ends_within_a_trace_leaves_its_steps_out(tmp_path: Path) -> None:
+    """While it is on, and just before."""
+    model = ddp()
+    for number, (traced, kept, traces) in enumerate(
+        [(range(3, 5), [0, 1, 2], 2), (range(4, 6), [0, 1, 2, 3], 0)]
+    ):
+        with profiled(model, tmp_path, torch_profiler=traced):
+            train(model, steps=4)
+        run, _ = profile(tmp_path, number)
+        assert run.common_steps == kept
+        assert len(list((tmp_path / f"run-{number}").glob("torch-trace-*"))) == traces
 
 
-def test_one_rank_has_nothing_to_exchange(folders: dict[str, Path]) -> None:
-    _, summary = profile(folders["alone"] / "0")
+def test_one_rank_has_nothing_to_exchange(tmp_path: Path) -> None:
+    """In a group of its own, as on a machine with one device."""
+    folder = tmp_path / str(dist.get_rank())
+    with alone(), profiled(model := ddp(), folder, html=True):
+        train(model)
+    _, summary = profile(folder)
     assert summary["traffic"] is None
     assert summary["unavailable"]["traffic"] == "one rank sends nothing"
     assert summary["step_ms"]["mean"] > 0
 
 
-def test_what_is_not_measured_has_its_reason(folders: dict[str, Path]) -> None:
-    output = (folders["other hook"] / "output-0.txt").read_text()
-    assert "buckets: n/a, the model has a communication hook already (fp16_compress_hook)" in output
-    _, summary = profile(folders["other hook"])
+def test_what_is_not_measured_has_its_reason(tmp_path: Path) -> None:
+    model = ddp()
+    model.register_comm_hook(None, fp16_compress_hook)
+    with printed() as output, profiled(model, tmp_path, html=True):
+        train(model)
+    _, summary = profile(tmp_path)
+    reason = "buckets: n/a, the model has a communication hook already"
+    if dist.get_rank() == 0:
+        assert f"{reason} (fp16_compress_hook)" in output.getvalue()
     assert summary["traffic"] is None
-    assert summary["notes"][0].startswith(
-        "buckets: n/a, the model has a communication hook already"
-    )
+    assert summary["notes"][0].startswith(reason)
     for name in ("buckets", "exposed_codec", "exposed_ms", "errors"):
         assert "fp16_compress_hook" in summary["unavailable"][name]
     assert not any("gradients of ddp" in note for note in summary["notes"])
@@ -190,44 +298,75 @@ def test_what_is_not_measured_has_its_reason(folders: dict[str, Path]) -> None:
     assert summary["step_ms"]["mean"] > 0
 
 
-def test_a_folder_that_cannot_be_made_is_another_one(folders: dict[str, Path]) -> None:
-    found = {each["found"] for each in truth(folders["no folder"])}
-    assert len(found) == 1
-    other = Path(found.pop())
-    assert read_run(other).common_steps
-    assert f"the profile is in {other}" in (folders["no folder"] / "output-0.txt").read_text()
-    for path in other.iterdir():
-        path.unlink()
-    other.rmdir()
+def test_a_folder_that_cannot_be_made_is_another_one(tmp_path: Path) -> None:
+    if dist.get_rank() == 0:
+        (tmp_path / "taken").touch()
+    with printed() as output, profiled(model := ddp(), tmp_path / "taken") as profiler:
+        train(model)
+    other, of_neighbour = of_all_ranks(profiler.folder)
+    assert other == of_neighbour
+    if dist.get_rank() == 0:
+        assert read_run(other).common_steps
+        assert f"the profile is in {other}" in output.getvalue()
+        shutil.rmtree(other)
 
 
-def test_a_rank_without_a_folder_keeps_nothing_and_says_so(folders: dict[str, Path]) -> None:
-    folder = folders["no folder on one"]
-    profiled = read_run(folder / "profiles" / "run-0")
-    assert list(profiled.ranks) == [0]
-    assert "nothing of rank 1" in profiled.notes
-    told = "CommProfiler, rank 1: profiles/run-0: Not a directory; steps of this rank are not"
-    assert told in (folder / "output-1.txt").read_text()
-    assert [each["summary"] for each in truth(folder)] == [True, False]
+def test_a_rank_without_a_folder_keeps_nothing_and_says_so(tmp_path: Path) -> None:
+    """Rank 1 is on a host where the path of rank 0 cannot be made."""
+    is_first = dist.get_rank() == 0
+    os.chdir(tmp_path)
+    if not is_first:
+        os.mkdir("elsewhere")
+        os.chdir("elsewhere")
+        Path("profiles").touch()
+    with printed() as output, profiled(model := ddp(), "profiles") as profiler:
+        train(model)
+    assert (profiler.summary is not None) == is_first
+    run, _ = profile(tmp_path / "profiles")
+    assert list(run.ranks) == [0]
+    assert "nothing of rank 1" in run.notes
+    if not is_first:
+        told = "CommProfiler, rank 1: profiles/run-0: Not a directory; steps of this rank are not"
+        assert told in output.getvalue()
 
 
-def test_lines_of_other_disks_reach_rank_0(folders: dict[str, Path]) -> None:
-    first, second = truth(folders["own folders"])
-    assert first["ranks"] == ["rank0.jsonl", "rank1.jsonl"]
-    assert second["ranks"] == ["rank1.jsonl"]
-    assert first["left"] == second["left"] == 0
-    disks = [folders["own folders"] / f"disk-{rank}" / "profiles" / "run-0" for rank in range(2)]
-    assert (disks[0] / "rank1.jsonl").read_bytes() == (disks[1] / "rank1.jsonl").read_bytes()
-    gathered = read_run(disks[0])
+def test_lines_of_other_disks_reach_rank_0(tmp_path: Path) -> None:
+    """Each rank has a disk of its own, as on hosts without a shared one.
+
+    That of rank 1 has been part of another run, of which rank 0's has nothing.
+    """
+    disks = [tmp_path / f"disk-{rank}" for rank in range(2)]
+    own = disks[dist.get_rank()]
+    own.mkdir()
+    if dist.get_rank() == 1:
+        (own / "profiles" / "run-0").mkdir(parents=True)
+        (own / "profiles" / "run-0" / "rank1.jsonl").write_text("of an older run\n")
+    os.chdir(own)
+    model = ddp()
+    gc.collect()  # groups of other tests
+    before = sockets()
+    with profiled(model, "profiles") as profiler:
+        train(model, steps=230)
+    assert sockets() == before
+    names = sorted(path.name for path in profiler.folder.glob("rank*"))
+    assert of_all_ranks(names) == [["rank0.jsonl", "rank1.jsonl"], ["rank1.jsonl"]]
+    first, second = (disk / "profiles" / "run-0" for disk in disks)
+    assert (first / "rank1.jsonl").read_bytes() == (second / "rank1.jsonl").read_bytes()
+    gathered = read_run(first)
     assert len(gathered.common_steps) == 230
     assert gathered.notes == []
 
 
-def test_how_to_copy_lines_of_other_disks_is_said_where_the_training_fails(
-    folders: dict[str, Path],
-) -> None:
-    for rank in range(2):
-        output = (folders["own folders"] / f"output-{rank}.txt").read_text()
-        assert "were not gathered; copy rank1.jsonl of" in output
-        assert "into failed/run-0 of" in output
-        assert "lightning-dist profile report failed/run-0" in output
+def test_how_to_copy_lines_of_other_disks_is_said_where_the_training_fails(tmp_path: Path) -> None:
+    own = tmp_path / f"disk-{dist.get_rank()}"
+    own.mkdir()
+    os.chdir(own)
+    with (
+        printed() as output,
+        pytest.raises(ArithmeticError),
+        profiled(model := ddp(), "failed"),
+    ):
+        train(model, steps=5, fails_at=3)
+    assert "were not gathered; copy rank1.jsonl of" in output.getvalue()
+    assert "into failed/run-0 of" in output.getvalue()
+    assert "lightning-dist profile report failed/run-0" in output.getvalue()

@@ -1,4 +1,4 @@
-"""What a rank has lost of its lines is told by that rank: rank 0 sees only that none came."""
+"""CommProfiler in one process, and in a job that loses a rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from comm_profiles import require_report_without_a_rank
 from planted import Planted
+from processes import torchrun
 from torch import nn
 
 from lightning_dist import CommProfiler
@@ -30,6 +32,7 @@ class Closing:
 
 
 def test_a_rank_tells_what_it_could_not_send() -> None:
+    """What is lost of its lines: rank 0 sees only that none came."""
     profiler = CommProfiler()
     profiler._run = Closing()
     told = "CommProfiler, rank 1: lines do not reach rank 0: Connection closed by peer"
@@ -92,3 +95,10 @@ def test_an_error_is_reported_without_its_source_locations() -> None:
     assert told.startswith("RuntimeError: lightning_dist: closed closed")
     assert told.endswith(" closed ...")
     assert len(told) <= 220
+
+
+@pytest.mark.slow
+def test_a_lost_rank_costs_no_report(tmp_path: Path, quick_python: list[str]) -> None:
+    script = Path(__file__).with_name("profiled_lost.py")
+    done = torchrun(script, tmp_path, ranks=2, limit=110, python=quick_python).require_success()
+    require_report_without_a_rank(tmp_path, done.output)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 faulthandler.dump_traceback_later(100, exit=True)
 
-from lightning_dist.accelerate import AsyncStateCheckpointer  # noqa: E402
 from scenarios.accelerating import Training  # noqa: E402
+
+from lightning_dist.accelerate import AsyncStateCheckpointer  # noqa: E402
 
 training = Training(Path(sys.argv[1]))
 state = AsyncStateCheckpointer(training.accelerator)
