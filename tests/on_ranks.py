@@ -134,10 +134,11 @@ class Worlds:
         mark = pyfuncitem.get_closest_marker("on_ranks")
         if mark is None:
             return None
-        world = self._of(mark.args[0], hash_seeds=mark.kwargs.get("hash_seeds", False))
+        settings = dict(mark.kwargs)
+        world = self._of(mark.args[0], hash_seeds=settings.pop("hash_seeds", False))
         written = world.written()
         try:
-            found = world.run(call_of(pyfuncitem, mark.kwargs.get("limit", LIMIT)))
+            found = world.run(call_of(pyfuncitem, **settings))
         except BaseException:
             self.close()
             raise
@@ -173,7 +174,7 @@ class Worlds:
             world.close()
 
 
-def call_of(item: pytest.Function, limit: float) -> Call:
+def call_of(item: pytest.Function, *, limit: float = LIMIT, hosts: int = 0) -> Call:
     from rank_loop import Call  # which imports torch, and the process that has workers does not
 
     names = item._fixtureinfo.argnames
@@ -185,5 +186,6 @@ def call_of(item: pytest.Function, limit: float) -> Call:
         function=item.originalname,
         arguments=pickle.dumps({name: item.funcargs[name] for name in names}),
         limit=limit,
+        hosts=hosts,
         environment={name: os.environ[name] for name in ("HITS_TEST",) if name in os.environ},
     )

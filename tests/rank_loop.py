@@ -44,6 +44,7 @@ class Call:
         function: its name there.
         arguments: pickled, for they may be of the module.
         limit: seconds until a rank that has not come to its end tells where it is, and exits.
+        hosts: on which the ranks are, by name; 0: they have the name of this machine.
         environment: variables for this test.
     """
 
@@ -53,6 +54,7 @@ class Call:
     function: str
     arguments: bytes
     limit: float
+    hosts: int
     environment: dict[str, str]
 
     def __call__(self) -> None:
@@ -88,6 +90,9 @@ def as_at_the_start(call: Call) -> Iterator[None]:
 
     before, folder = dict(os.environ), os.getcwd()
     os.environ.update(call.environment)
+    if call.hosts:
+        host = int(before["RANK"]) * call.hosts // int(before["WORLD_SIZE"])
+        os.environ["LIGHTNING_DIST_HOSTNAME"] = f"host{host}"
     if hits := sys.modules.get("lightning_dist._hits"):  # campaigns.mutants.hits
         hits.begin(os.environ["HITS_TEST"])
     torch.manual_seed(0)

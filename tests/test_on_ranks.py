@@ -34,9 +34,14 @@ def test_neighbours_have_different_hash_seeds() -> None:
     assert hashes[0] != hashes[1]
 
 
+@pytest.mark.on_ranks(2, hosts=2)
+def test_each_rank_is_on_a_host_of_its_own() -> None:
+    assert os.environ["LIGHTNING_DIST_HOSTNAME"] == f"host{dist.get_rank()}"
+
+
 @pytest.mark.on_ranks(2)
 def test_nothing_of_another_test_is_left() -> None:
-    assert "LEFT_BY_A_TEST" not in os.environ
+    assert not {"LEFT_BY_A_TEST", "LIGHTNING_DIST_HOSTNAME"} & os.environ.keys()
     assert torch.rand(1, generator=None).item() == torch.rand(1, generator=torch.manual_seed(0))
     os.environ["LEFT_BY_A_TEST"] = "1"
     torch.set_default_dtype(torch.float64)
