@@ -28,6 +28,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from lightning_dist.private import forget_group_numbers
 
@@ -77,6 +78,7 @@ class Call:
 def meet(store: dist.Store, rank: int, size: int, *, timeout: timedelta = TIMEOUT) -> None:
     """Make the default group, and wait until all of its ranks have it."""
     forget_group_numbers()  # of one that could not be made: the store has the number in its keys
+    _clear_sharding_prop_cache()  # DTensors take equal meshes from it, with groups that are gone
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     # Each pair is connected by its two ends on their own: who gives the group up at once closes
     # what another rank is still waiting for, and that one fails.
