@@ -42,7 +42,7 @@ from lightning_dist.checkpoint.snapshot.plan import Plan
 from lightning_dist.checkpoint.snapshot.shards import LazyState
 from lightning_dist.checkpoint.snapshot.snapshot import Snapshots
 
-FOLDER = Path(sys.argv[1])
+FOLDER = Path(sys.argv[1] if len(sys.argv) > 1 else ".")  # tests import this module too
 SAVED = FOLDER / "epoch"
 """Checkpoints of two replicas of two shards; other worlds load them."""
 

@@ -15,7 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-os.environ["LIGHTNING_DIST_HOSTNAME"] = f"host{int(os.environ['RANK']) // 2}"
+if "RANK" in os.environ:
+    os.environ["LIGHTNING_DIST_HOSTNAME"] = f"host{int(os.environ['RANK']) // 2}"
 
 import accelerate_fsdp
 import lightning as L
@@ -50,7 +51,7 @@ from lightning_dist.profiling.whatif.observe import observe
 
 WIDTH = 18
 BATCHES = 4
-FOLDER = Path(sys.argv[1])
+FOLDER = Path(sys.argv[1] if len(sys.argv) > 1 else ".")  # tests import this module too
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
