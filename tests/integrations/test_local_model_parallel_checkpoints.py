@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from elastic_runs import FailAt, Fault, Numbered, ShardedNet, make_loader
 from elastic_runs import fit as elastic_fit
-from first_ranks import first_ranks
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -34,6 +33,7 @@ from local_model_parallel import (
 )
 from model_parallel_checkpoints import Reshaped, watch_reads
 from model_parallel_ranks import BATCHES, Module, fitted, same, weights
+from replicas import world_of
 from torch import Tensor
 
 from lightning_dist import AsyncCheckpoint, CompressedModelParallelStrategy, LocalUpdateStrategy
@@ -172,7 +172,7 @@ def require_goes_on(path: Path, *, workers: int) -> None:
 def test_four_workers_of_one_rank_or_two_go_on_from_two_of_two(how: str, tmp_path: Path) -> None:
     path = saved(tmp_path, how=how, codec="int4")
     require_goes_on(path, workers=4)
-    with first_ranks(2, tmp_path) as is_here:
+    with world_of(2) as is_here:
         if is_here:
             require_goes_on(path, workers=2)
 
