@@ -13,7 +13,7 @@ RUNNER = Path(__file__).with_name("run_scenarios.py")
 OF_TWO = [
     *("training", "precision", "several_optimizers", "parameters", "lifecycle"),
     *("failures", "checkpoints", "loggers", "refusals", "fabric_runs"),
-    *("async_checkpoints", "async_agreement", "delayed"),
+    *("async_checkpoints", "async_agreement"),
 ]
 OF_THREE = ("world_sizes", "async_world_sizes")
 LIMIT = 170.0

@@ -1,21 +1,31 @@
-"""`delay=1`: the mean of a step is applied in the next one. Ranks are threads."""
+"""`delay=1`: the mean of a step is applied in the next one."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from results import Results, require_equal
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from local_steps import SameData, dealt, fit
+from replicas import of_all, require_equal
+from scenarios.catalogue import TIMEOUT
+from scenarios.fabric_runs import Run
+from scenarios.fitting import compressed, digest, residuals
+from scenarios.models import Regression
+from scenarios.precision import half
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank, run_threads
 
-from lightning_dist import OneBitAdam, compress_ddp
+from lightning_dist import AsyncCheckpoint, LocalUpdateStrategy, OneBitAdam, compress_ddp
 from lightning_dist.codecs import CODECS
+from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
 from lightning_dist.integrations.torch.ddp import connect_optimizers
 from lightning_dist.reducer.delayed import DelayedMeans
 from lightning_dist.reducer.plan.plans import Handle
@@ -294,33 +304,93 @@ def test_momenta_are_not_delayed() -> None:
     run_threads(train, 2)
 
 
-def test_a_trainer_does_what_a_loop_does(two: Results) -> None:
-    ranks = two("delayed_as_in_a_loop")
-    for facts in ranks:
-        assert facts["trainer"]["digests"] == facts["loop"]
-        assert facts["trainer"]["digests"] == ranks[0]["loop"]
-        assert facts["trainer"]["stats"]["steps"] == 8
+@pytest.mark.on_ranks(2)
+def test_a_trainer_does_what_a_loop_does() -> None:
+    trainer, watched = fit(compressed(delay=1))
+    model = SameData()
+    optimizer, own = model.configure_optimizers(), list[str]()
+    ddp = DistributedDataParallel(model.net)
+    reducer = compress_ddp(ddp, "int8", min_compress_numel=0, delay=1)
+    for x, y in dealt(model):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(ddp(x), y).backward()
+        optimizer.step()
+        own.append(digest(model))
+    reducer.wait()
+    reducer.close()
+    assert of_all(watched.own) == [[*own, own[-1]]] * 2
+    assert trainer.strategy.comm_stats()["steps"] == 8
 
 
+@cache
+def in_one_go() -> tuple[list[str], dict[str, Tensor]]:
+    """Digests and residuals of a fit of 8 steps in two epochs."""
+    trainer, watched = fit(compressed("int4", delay=1))
+    return watched.own, residuals(trainer.strategy)
+
+
+@pytest.mark.on_ranks(2)
 @pytest.mark.parametrize("saver", ["whole", "sharded"])
-def test_a_resumed_fit_is_bit_exact(two: Results, saver: str) -> None:
-    for facts in two("delayed_resumes"):
-        assert facts[saver]["digests"] == facts["all"]["digests"][4:]
-        require_equal(facts[saver]["residuals"], facts["all"]["residuals"])
+def test_a_resumed_fit_is_bit_exact(saver: str, tmp_path: Path) -> None:
+    """After 4 steps, from a checkpoint of rank 0 and from one in parts."""
+    saves: Any = ModelCheckpoint(tmp_path)
+    if saver == "sharded":
+        saves = AsyncCheckpoint(tmp_path, format="sharded", save_last=True)
+    given = {"enable_checkpointing": True}
+    fit(compressed("int4", delay=1), saves, max_epochs=1, **given)
+    given["ckpt_path"] = saves.last_model_path or saves.best_model_path
+    reads = AsyncCheckpoint(tmp_path / "read", format="sharded")
+    trainer, resumed = fit(compressed("int4", delay=1), reads, **given)
+    own, owed = in_one_go()
+    assert resumed.own == own[4:]
+    require_equal(residuals(trainer.strategy), owed)
 
 
-def test_a_second_fit_goes_on(two: Results) -> None:
-    for facts in two("delayed_resumes"):
-        assert facts["again"] == facts["all"]["digests"]
+@pytest.mark.on_ranks(2)
+def test_a_second_fit_goes_on() -> None:
+    trainer, watched = fit(compressed("int4", delay=1), max_epochs=1)
+    trainer.fit_loop.max_epochs = 2
+    state = copy.deepcopy(trainer.optimizers[0].state_dict())
+    trainer.callbacks.append(
+        LambdaCallback(  # a fit makes new optimizers
+            on_train_start=lambda *_: trainer.optimizers[0].load_state_dict(state)
+        )
+    )
+    trainer.fit(trainer.lightning_module)
+    del watched.own[4]  # the end of the first
+    assert watched.own == in_one_go()[0][:8]
 
 
-def test_fabric_resumes_bit_exact(two: Results) -> None:
-    for facts in two("delayed_fabric"):
-        assert facts["resumed"] == facts["whole"]
+@pytest.mark.on_ranks(2)
+def test_fabric_resumes_bit_exact(tmp_path: Path) -> None:
+    def made() -> Run:
+        return Run(FabricStrategy("int8", min_compress_numel=0, delay=1, timeout=TIMEOUT))
+
+    whole, half, resumed = made(), made(), made()
+    whole.train(6)
+    half.train(3)
+    half.fabric.save(tmp_path / "half.ckpt", half.state())
+    resumed.fabric.load(tmp_path / "half.ckpt", resumed.state())
+    for _ in range(3):
+        next(resumed.batches)
+    resumed.train(3)
+    assert resumed.digests == whole.digests[3:]
 
 
-def test_a_trainer_refuses_what_cannot_work(two: Results) -> None:
-    for facts in two("delayed_refused"):
-        assert "got 2 optimizers" in facts["optimizers"]
-        assert "got a GradScaler" in facts["scaler"]
-        assert "overlap_steps" in facts["local"]
+class TwoOptimizers(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.net[0], self.net[2])]
+
+
+@pytest.mark.on_ranks(2)
+def test_a_trainer_refuses_what_cannot_work() -> None:
+    with pytest.raises(ValueError, match="got 2 optimizers"):
+        fit(compressed(delay=1), model=TwoOptimizers())
+    with pytest.raises(ValueError, match="got a GradScaler"):
+        fit(compressed(delay=1), plugins=half())
+    with pytest.raises(ValueError, match="overlap_steps"):
+        LocalUpdateStrategy(delay=1)
