@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +18,8 @@ from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates
 
 WIDTH = 24
 T = TypeVar("T")
+require_same = partial(torch.testing.assert_close, rtol=0, atol=0)
+"""The same bits, of lists and dictionaries of tensors too."""
 
 
 class Net(nn.Module):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from local_worlds import Net, Twin, World, adam, batches, plain, run, sgd, unequal
+from local_worlds import Net, Twin, World, adam, batches, plain, require_same, run, sgd, unequal
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,60 +36,39 @@ def test_every_step_averaged_is_data_parallel_training(size: int) -> None:
         optimizer.zero_grad()
         sum(model(next(each)).square().mean() for each in data).div(size).backward()
         optimizer.step()
-    for found in run(train, size):
-        for ours, theirs in zip(found, model.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs.detach(), rtol=1e-12, atol=1e-12)
+    expected = [[*model.parameters()]] * size
+    torch.testing.assert_close(run(train, size), expected, rtol=1e-12, atol=1e-12)
+
+
+LOCAL_SGD = {"method": "local_sgd", "sync_every": 3}
+STREAMING = {"method": "streaming", "sync_every": 4, "fragments": 2, "overlap_steps": 1}
+OF_STREAMING = {"lr": 0.4, "momentum": 0.9, "fragments": 2, "overlap": 1, "mixing": 0.5}
 
 
 @pytest.mark.parametrize(
     ("settings", "twin"),
     [
-        ({"method": "local_sgd", "sync_every": 3}, {}),
+        (LOCAL_SGD, {}),
         ({"method": "diloco", "sync_every": 4}, {"lr": 0.7, "momentum": 0.6}),
         (
             {"method": "diloco", "sync_every": 4, "overlap_steps": 2},
             {"lr": 0.7, "momentum": 0.6, "overlap": 2},
         ),
-        (
-            {"method": "streaming", "sync_every": 4, "fragments": 2, "overlap_steps": 1},
-            {"lr": 0.4, "momentum": 0.9, "fragments": 2, "overlap": 1, "mixing": 0.5},
-        ),
+        (STREAMING, OF_STREAMING),
+        ({**LOCAL_SGD, "weigh_by": "samples"}, {"samples": unequal}),
+        ({**STREAMING, "weigh_by": "samples"}, {**OF_STREAMING, "samples": unequal}),
     ],
 )
 def test_uncompressed_it_is_the_rule(settings: dict[str, Any], twin: dict[str, Any]) -> None:
     def train(world: World) -> list[Tensor]:
         worker = world.worker(plain(world.rank.rank), codec="none", **settings)
+        worker.samples = twin.get("samples")
         worker.train(13)
+        assert worker.samples is None or worker.updates.metrics()["outer/samples"] > 0
         return worker.weights()
 
     expected = Twin(2, settings["sync_every"], **twin).train(13, adam)
-    for found, wanted in zip(run(train, 2), expected, strict=True):
-        for ours, theirs in zip(found, wanted, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize(
-    ("settings", "twin"),
-    [
-        ({"method": "local_sgd", "sync_every": 3}, {}),
-        (
-            {"method": "streaming", "sync_every": 4, "fragments": 2, "overlap_steps": 1},
-            {"lr": 0.4, "momentum": 0.9, "fragments": 2, "overlap": 1, "mixing": 0.5},
-        ),
-    ],
-)
-def test_workers_count_by_their_samples(settings: dict[str, Any], twin: dict[str, Any]) -> None:
-    def train(world: World) -> list[Tensor]:
-        worker = world.worker(plain(world.rank.rank), codec="none", weigh_by="samples", **settings)
-        worker.samples = unequal
-        worker.train(13)
-        assert worker.updates.metrics()["outer/samples"] > 0
-        return worker.weights()
-
-    expected = Twin(2, settings["sync_every"], **twin, samples=unequal).train(13, adam)
-    for found, wanted in zip(run(train, 2), expected, strict=True):
-        for ours, theirs in zip(found, wanted, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(run(train, 2), expected, rtol=1e-10, atol=1e-10)
 
 
 def test_with_equal_samples_it_is_the_mean_and_the_cosine_that_of_workers() -> None:
@@ -103,8 +83,7 @@ def test_with_equal_samples_it_is_the_mean_and_the_cosine_that_of_workers() -> N
     equal = run(train, 2)
     weighted = run(lambda world: train(world, weigh_by="samples"), 2)
     for (ours, of_ours), (theirs, of_theirs) in zip(weighted, equal, strict=True):
-        for one, other in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
         assert of_ours.pop("outer/samples") == 2 * 2 * 32
         assert of_ours == pytest.approx(of_theirs)
 
@@ -227,9 +206,8 @@ def test_several_optimizers_make_one_step() -> None:
         assert worker.updates.attempted == 5
         return worker.weights()
 
-    one = run(lambda world: train(world, several=False), 2)
-    for found, expected in zip(run(lambda world: train(world, several=True), 2), one, strict=True):
-        assert all(map(torch.equal, found, expected))
+    one, both = (run(partial(train, several=several), 2) for several in (False, True))
+    require_same(both, one)
 
 
 def test_fragments_are_whole_parameters_for_powersgd() -> None:
@@ -257,10 +235,12 @@ def test_models_with_tied_and_frozen_parts_and_statistics() -> None:
         return {name: value.clone() for name, value in worker.model.state_dict().items()}
 
     first, second = run(train, 2)
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
+    require_same(first, second)
     assert first["norm.running_mean"].abs().sum() > 0
+
+
+def mean_of(workers: Iterable[list[Tensor]]) -> list[Tensor]:
+    return [sum(each) / len(each) for each in zip(*workers, strict=True)]
 
 
 def test_the_end_is_the_mean_of_the_workers_and_evaluation_the_anchor() -> None:
@@ -278,15 +258,14 @@ def test_the_end_is_the_mean_of_the_workers_and_evaluation_the_anchor() -> None:
     for _, end, anchors, before in ranks:
         assert all(map(torch.equal, end, anchors))
         assert not torch.equal(anchors[0], before[0])
-        for i, found in enumerate(end):
-            torch.testing.assert_close(found, (ranks[0][0][i] + ranks[1][0][i]) / 2)
+        torch.testing.assert_close(end, mean_of(own for own, *_ in ranks))
 
 
 @pytest.mark.parametrize(
     "settings",
     [
         {"method": "sparseloco", "sync_every": 2},
-        {"method": "streaming", "sync_every": 4, "fragments": 2, "overlap_steps": 1},
+        STREAMING,
         {"codec": "terngrad", "sync_every": 3, "overlap_steps": 2},
     ],
 )
@@ -304,8 +283,7 @@ def test_the_end_is_the_exact_mean_whatever_is_compressed_or_under_way(
 
     ranks = run(train, 2)
     for _, end, exchanges in ranks:
-        for i, found in enumerate(end):
-            torch.testing.assert_close(found, (ranks[0][0][i] + ranks[1][0][i]) / 2)
+        torch.testing.assert_close(end, mean_of(own for own, *_ in ranks))
         assert exchanges == 0
 
 
@@ -325,7 +303,7 @@ def test_the_last_step_of_a_known_number_is_followed_by_the_mean(known: bool) ->
         return own, worker.weights()
 
     ranks = run(train, 2)
-    mean = [(first + second) / 2 for first, second in zip(ranks[0][0], ranks[1][0], strict=True)]
+    mean = mean_of(own for own, _ in ranks)
     for _, end in ranks:
         assert all(map(torch.allclose, end, mean)) == known
 
