@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
+from inspect import signature
 from typing import Any, TypeVar
 
 import torch
@@ -111,6 +113,8 @@ class World:
 
     rank: Rank
     stack: ExitStack
+    given: list[Any]
+    """What each rank gives to `of_all`."""
 
     def worker(
         self,
@@ -125,15 +129,34 @@ class World:
         dtype = next(model.parameters()).dtype
         return Worker(self.rank, model, optimizer, updates, batches(self.rank.rank, dtype))
 
+    def of_all(self, value: T) -> list[T]:
+        """Copies of what every rank gives."""
+        self.given[self.rank.rank] = value
+        self.rank.barrier.wait()
+        found = copy.deepcopy(self.given)
+        self.rank.barrier.wait()
+        return found
 
-def run(train: Callable[[World], T], size: int, **arguments: Any) -> list[T]:
-    """Results of ``train`` on every rank, which end their exchanges before that."""
 
-    def run_rank(rank: Rank) -> T:
-        with ExitStack() as stack:
-            return train(World(rank, stack))
+def on_threads(size: int, **arguments: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test that runs in a thread for each of ``size`` ranks, and has their `World`."""
 
-    return run_threads(run_rank, size, **arguments)
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @wraps(test)
+        def on_all(**given: Any) -> None:
+            of_ranks: list[Any] = [None] * size
+
+            def run_rank(rank: Rank) -> None:
+                with ExitStack() as stack:  # ends exchanges
+                    test(World(rank, stack, of_ranks), **given)
+
+            run_threads(run_rank, size, **arguments)
+
+        _, *parameters = signature(test).parameters.values()
+        vars(on_all)["__signature__"] = signature(test).replace(parameters=parameters)
+        return on_all
+
+    return decorate
 
 
 @dataclass
