@@ -85,10 +85,6 @@ def all_same(a: list[list[Tensor]], b: list[list[Tensor]]) -> bool:
     return len(a) == len(b) and len(a) > 0 and all(map(same, a, b))
 
 
-def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 def begun_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=DIMENSIONS)
 

@@ -20,7 +20,6 @@ from local_model_parallel import (
     all_same,
     anchor_of,
     begun_mesh,
-    equal,
     held_by,
     ours,
     state_of,
@@ -39,6 +38,7 @@ from model_parallel_ranks import (
     trainer,
     weights,
 )
+from replicas import of_all, require_equal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -54,8 +54,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.on_ranks(4, hosts=2)]
 
 def equal_in_workers(tensors: list[Tensor]) -> bool:
     """Whether the ranks that hold the same shards have the same."""
-    found: list[list[Tensor]] = [[]] * 4
-    dist.all_gather_object(found, tensors)
+    found = of_all(tensors)
     return same(found[0], found[2]) and same(found[1], found[3])
 
 
@@ -248,14 +247,14 @@ def test_a_validation_is_of_the_anchor_or_the_workers_own_and_changes_nothing(
     assert not all(alike["worker"])
     assert all_same(runs["anchor"].own, runs["worker"].own)
     first, second = (each["workers"][0]["parameters"] for each in states.values())
-    assert equal(first, second)
+    require_equal(first, second)
     anchor = states["anchor"]["shared"]["anchor"]
-    assert not equal(first, anchor)
+    assert any(not torch.equal(first[name], anchor[name]) for name in first)
     for replicas in (1, 2):  # nothing is exchanged
         alone = Normed()
         validating = trainer(ours(replicate_size=replicas), limit_val_batches=1)
         validating.validate(alone, ckpt_path=paths["worker"], verbose=False)
-        assert equal({name: whole(p) for name, p in alone.named_parameters()}, anchor)
+        require_equal({name: whole(p) for name, p in alone.named_parameters()}, anchor)
 
 
 def test_a_profile_changes_nothing(tmp_path: Path) -> None:
