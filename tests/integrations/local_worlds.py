@@ -68,8 +68,8 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 class Worker:
     """One rank's training."""
 
-    rank: Rank
-    model: nn.Module
+    rank: int
+    model: Any
     optimizer: torch.optim.Optimizer
     updates: LocalUpdates
     data: Iterator[Tensor]
@@ -85,13 +85,13 @@ class Worker:
     def train(self, steps: int, *, poison: int | None = None) -> None:
         for step in range(steps):
             self.learn()
-            if step == poison and self.rank.rank == 0:
+            if step == poison and self.rank == 0:
                 with torch.no_grad():
                     next(self.model.parameters())[0, 0] = float("inf")
             if self.samples is None:
                 self.updates.step()
             else:
-                self.updates.step(self.samples(self.rank.rank, self.updates.attempted + 1))
+                self.updates.step(self.samples(self.rank, self.updates.attempted + 1))
 
     def parts(self) -> list[Fragment]:
         return self.updates._fragments
@@ -127,7 +127,8 @@ class World:
         updates = local_updates(model, optimizer, **settings)
         self.stack.callback(updates.close)
         dtype = next(model.parameters()).dtype
-        return Worker(self.rank, model, optimizer, updates, batches(self.rank.rank, dtype))
+        rank = self.rank.rank
+        return Worker(rank, model, optimizer, updates, batches(rank, dtype))
 
     def of_all(self, value: T) -> list[T]:
         """Copies of what every rank gives."""

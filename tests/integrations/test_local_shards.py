@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,12 @@ from fsdp_models import (
     weights,
 )
 from lightning_utilities.core import rank_zero
+from local_worlds import Worker, adam, sgd
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from lightning_dist import local_updates
-from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates
 from lightning_dist.integrations.torch.local.state import WorkerStates
 
 pytestmark = [pytest.mark.slow, pytest.mark.on_ranks(4)]
@@ -53,48 +51,18 @@ def batches(dtype: torch.dtype, *, seed: int = 0) -> Iterator[Tensor]:
         yield torch.randn(4, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
 
 
-@dataclass
-class Training:
-    """Local steps of this rank's worker."""
-
-    net: Any
-    optimizer: torch.optim.Optimizer
-    updates: LocalUpdates
-    data: Iterator[Tensor]
-
-    def learn(self) -> None:
-        self.optimizer.zero_grad()
-        self.net(next(self.data)).square().mean().backward()
-        self.optimizer.step()
-
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            self.learn()
-            self.updates.step()
-
-    def anchors(self) -> list[Tensor]:
-        found = self.updates.anchor_state_dict()
-        return [local(each).clone() for each in found.values() if isinstance(each, DTensor)]
-
-
-def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1)
-
-
-adam = partial(torch.optim.AdamW, lr=0.01)
-
-
 @contextmanager
 def training(
     net: Any,
     make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adam,
     **settings: Any,
-) -> Iterator[Training]:
+) -> Iterator[Worker]:
+    """Local steps of this rank's worker."""
     optimizer = make(net.parameters())
     updates = local_updates(net, optimizer, **settings)
     dtype = next(net.parameters()).dtype
     try:
-        yield Training(net, optimizer, updates, batches(dtype))
+        yield Worker(dist.get_rank(), net, optimizer, updates, batches(dtype))
     finally:
         updates.close()
 
@@ -167,7 +135,7 @@ def test_one_line_has_what_is_in_force() -> None:
     [
         {"sync_every": 4, "codec": "int8", **ALL},
         {"sync_every": 5, "overlap_steps": 3, "codec": "int4", **ALL},
-        {"sync_every": 3, "outer_optimizer": adam},
+        {"sync_every": 3, "outer_optimizer": partial(torch.optim.AdamW, lr=0.01)},
         STREAMING,
     ],
     ids=["window", "exchange", "Adam outside", "streaming"],

@@ -199,7 +199,7 @@ def test_several_optimizers_make_one_step(world: World) -> None:
     world.stack.callback(updates.close)
     halves[0].register_step_post_hook(lambda *_: halves[1].step())
     halves[0].register_step_post_hook(lambda *_: halves[1].zero_grad())
-    several = Worker(world.rank, model, halves[0], updates, batches(world.rank.rank))
+    several = Worker(world.rank.rank, model, halves[0], updates, batches(world.rank.rank))
     several.train(5)
     assert several.updates.attempted == one.updates.attempted == 5
     require_same(several.weights(), one.weights())
