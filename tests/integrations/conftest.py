@@ -13,9 +13,9 @@ RUNNER = Path(__file__).with_name("run_scenarios.py")
 OF_TWO = [
     *("training", "precision", "several_optimizers", "parameters", "lifecycle"),
     *("failures", "checkpoints", "loggers", "refusals", "fabric_runs"),
-    *("async_checkpoints", "async_agreement", "local_steps", "delayed"),
+    *("async_checkpoints", "async_agreement"),
 ]
-OF_THREE = ("world_sizes", "async_world_sizes", "local_hosts")
+OF_THREE = ("world_sizes", "async_world_sizes")
 LIMIT = 170.0
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial, wraps
+from inspect import signature
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +20,8 @@ from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates
 
 WIDTH = 24
 T = TypeVar("T")
+require_same = partial(torch.testing.assert_close, rtol=0, atol=0)
+"""The same bits, of lists and dictionaries of tensors too."""
 
 
 class Net(nn.Module):
@@ -63,8 +68,8 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 class Worker:
     """One rank's training."""
 
-    rank: Rank
-    model: nn.Module
+    rank: int
+    model: Any
     optimizer: torch.optim.Optimizer
     updates: LocalUpdates
     data: Iterator[Tensor]
@@ -80,13 +85,13 @@ class Worker:
     def train(self, steps: int, *, poison: int | None = None) -> None:
         for step in range(steps):
             self.learn()
-            if step == poison and self.rank.rank == 0:
+            if step == poison and self.rank == 0:
                 with torch.no_grad():
                     next(self.model.parameters())[0, 0] = float("inf")
             if self.samples is None:
                 self.updates.step()
             else:
-                self.updates.step(self.samples(self.rank.rank, self.updates.attempted + 1))
+                self.updates.step(self.samples(self.rank, self.updates.attempted + 1))
 
     def parts(self) -> list[Fragment]:
         return self.updates._fragments
@@ -108,6 +113,8 @@ class World:
 
     rank: Rank
     stack: ExitStack
+    given: list[Any]
+    """What each rank gives to `of_all`."""
 
     def worker(
         self,
@@ -120,17 +127,37 @@ class World:
         updates = local_updates(model, optimizer, **settings)
         self.stack.callback(updates.close)
         dtype = next(model.parameters()).dtype
-        return Worker(self.rank, model, optimizer, updates, batches(self.rank.rank, dtype))
+        rank = self.rank.rank
+        return Worker(rank, model, optimizer, updates, batches(rank, dtype))
+
+    def of_all(self, value: T) -> list[T]:
+        """Copies of what every rank gives."""
+        self.given[self.rank.rank] = value
+        self.rank.barrier.wait()
+        found = copy.deepcopy(self.given)
+        self.rank.barrier.wait()
+        return found
 
 
-def run(train: Callable[[World], T], size: int, **arguments: Any) -> list[T]:
-    """Results of ``train`` on every rank, which end their exchanges before that."""
+def on_threads(size: int, **arguments: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test that runs in a thread for each of ``size`` ranks, and has their `World`."""
 
-    def run_rank(rank: Rank) -> T:
-        with ExitStack() as stack:
-            return train(World(rank, stack))
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @wraps(test)
+        def on_all(**given: Any) -> None:
+            of_ranks: list[Any] = [None] * size
 
-    return run_threads(run_rank, size, **arguments)
+            def run_rank(rank: Rank) -> None:
+                with ExitStack() as stack:  # ends exchanges
+                    test(World(rank, stack, of_ranks), **given)
+
+            run_threads(run_rank, size, **arguments)
+
+        _, *parameters = signature(test).parameters.values()
+        vars(on_all)["__signature__"] = signature(test).replace(parameters=parameters)
+        return on_all
+
+    return decorate
 
 
 @dataclass

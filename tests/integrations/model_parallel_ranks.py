@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import lightning as L
 import torch
 from fsdp_models import mesh_of
-from fsdp_models import weights as weights  # for local_model_parallel_ranks.py
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
@@ -24,9 +22,6 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist import CompressedModelParallelStrategy
-
-if "RANK" in os.environ:  # of local_model_parallel_ranks.py, which torchrun starts
-    os.environ.setdefault("LIGHTNING_DIST_HOSTNAME", f"host{int(os.environ['RANK']) // 2}")
 
 WIDTH = 18
 BATCHES = 4

@@ -1,21 +1,32 @@
-"""`delay=1`: the mean of a step is applied in the next one. Ranks are threads."""
+"""`delay=1`: the mean of a step is applied in the next one."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from results import Results, require_equal
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from local_steps import SameData, dealt, fit
+from local_worlds import World, on_threads, require_same
+from replicas import of_all, require_equal
+from scenarios.catalogue import TIMEOUT
+from scenarios.fabric_runs import Run
+from scenarios.fitting import compressed, digest, residuals
+from scenarios.models import Regression
+from scenarios.precision import half
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank, run_threads
 
-from lightning_dist import OneBitAdam, compress_ddp
+from lightning_dist import AsyncCheckpoint, LocalUpdateStrategy, OneBitAdam, compress_ddp
 from lightning_dist.codecs import CODECS
+from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
 from lightning_dist.integrations.torch.ddp import connect_optimizers
 from lightning_dist.reducer.delayed import DelayedMeans
 from lightning_dist.reducer.plan.plans import Handle
@@ -110,9 +121,8 @@ def test_uncompressed_it_is_the_rule(size: int, accumulate: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         last = mean
-    for found in run_threads(train, size):
-        for ours, theirs in zip(found, model.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs.detach(), rtol=1e-12, atol=1e-12)
+    expected = [weights(model)] * size
+    torch.testing.assert_close(run_threads(train, size), expected, rtol=1e-12, atol=1e-12)
 
 
 def late(steps: int, **settings: Any) -> Callable[[Rank], list[Tensor]]:
@@ -136,9 +146,7 @@ def late(steps: int, **settings: Any) -> Callable[[Rank], list[Tensor]]:
 def test_with_any_codec_it_is_the_same_training_one_step_late(codec: str) -> None:
     """Error feedback too: what is owed goes with the step that it belongs to."""
     now = run_threads(late(4, codec=codec, delay=0), 2)
-    after = run_threads(late(5, codec=codec), 2)
-    for ours, theirs in zip(after, now, strict=True):
-        assert all(map(torch.equal, ours, theirs))
+    require_same(run_threads(late(5, codec=codec), 2), now)
     assert not torch.equal(now[0][0], next(Given().parameters()))
 
 
@@ -154,72 +162,59 @@ def test_with_any_codec_it_is_the_same_training_one_step_late(codec: str) -> Non
 )
 def test_in_any_form_it_is_the_same_training_one_step_late(settings: dict[str, Any]) -> None:
     now = run_threads(late(4, delay=0, **settings), 4)
-    after = run_threads(late(5, **settings), 4)
-    for ours, theirs in zip(after, now, strict=True):
-        assert all(map(torch.equal, ours, theirs))
+    require_same(run_threads(late(5, **settings), 4), now)
 
 
 def test_the_first_steps_may_be_in_time() -> None:
     """Up to ``start_step`` plain DDP; the step after it gets zeros."""
     plain = run_threads(late(2, delay=0, start_step=2), 2)
     for steps in (2, 3):
-        for ours, theirs in zip(run_threads(late(steps, start_step=2), 2), plain, strict=True):
-            assert all(map(torch.equal, ours, theirs))
+        require_same(run_threads(late(steps, start_step=2), 2), plain)
     ours, theirs = run_threads(late(5, start_step=2), 2)[0], run_threads(late(4, delay=0), 2)[0]
     assert not torch.equal(ours[0], plain[0][0])
     torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=0.02)
 
 
 @pytest.mark.parametrize("at", [1, 3])
-def test_a_resumed_training_is_bit_exact(at: int) -> None:
+@on_threads(2)
+def test_a_resumed_training_is_bit_exact(world: World, at: int) -> None:
     """The mean that is on its way is in the state, and goes on in other buckets."""
-    saved: dict[str, Any] = {}
 
-    def train(rank: Rank) -> tuple[list[Tensor], list[Tensor]]:
-        def steps(model: nn.Module, optimizer: Any, numbers: range) -> None:
-            for number in numbers:
-                optimizer.zero_grad()
-                model(batch(rank.rank, number)).square().mean().backward()
-                optimizer.step()
+    def steps(model: nn.Module, optimizer: Any, numbers: range) -> None:
+        for number in numbers:
+            optimizer.zero_grad()
+            model(batch(world.rank.rank, number)).square().mean().backward()
+            optimizer.step()
 
-        whole, reducer = delayed(rank, layers(), "int4")
-        optimizer = torch.optim.AdamW(whole.parameters(), lr=0.02)
-        steps(whole, optimizer, range(at))
-        own = copy.deepcopy((whole.module.state_dict(), optimizer.state_dict()))
-        state = reducer.state_dict()
-        assert (state is None) == (rank.rank > 0)
-        if state is not None:
-            saved.update(copy.deepcopy(state))
-        rank.barrier.wait()
-        steps(whole, optimizer, range(at, 6))
-        reducer.close()
-        module = layers()
-        module.load_state_dict(own[0])
-        resumed, reducer = delayed(rank, module, "int4", ddp={"bucket_cap_mb": 0.002})
-        optimizer = torch.optim.AdamW(resumed.parameters(), lr=0.02)
-        optimizer.load_state_dict(own[1])
-        reducer.load_state_dict(copy.deepcopy(saved))
-        steps(resumed, optimizer, range(at, 6))
-        reducer.close()
-        return weights(whole), weights(resumed)
-
-    for whole, resumed in run_threads(train, 2):
-        assert all(map(torch.equal, whole, resumed))
+    whole, reducer = delayed(world.rank, layers(), "int4")
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=0.02)
+    steps(whole, optimizer, range(at))
+    own = copy.deepcopy((whole.module.state_dict(), optimizer.state_dict()))
+    saved, other = world.of_all(reducer.state_dict())
     assert saved["delayed"].keys() == dict(layers().named_parameters()).keys()
+    assert other is None
+    steps(whole, optimizer, range(at, 6))
+    reducer.close()
+    module = layers()
+    module.load_state_dict(own[0])
+    resumed, reducer = delayed(world.rank, module, "int4", ddp={"bucket_cap_mb": 0.002})
+    optimizer = torch.optim.AdamW(resumed.parameters(), lr=0.02)
+    optimizer.load_state_dict(own[1])
+    reducer.load_state_dict(saved)
+    steps(resumed, optimizer, range(at, 6))
+    reducer.close()
+    require_same(weights(resumed), weights(whole))
 
 
-def test_memory_is_a_copy_of_the_gradients() -> None:
-    def train(rank: Rank) -> tuple[int, int]:
-        model, reducer = delayed(rank, Given())
-        for step in range(4):
-            model(step).backward()
-        reducer.wait()
-        found = reducer.memory()["delayed_bytes"]
-        reducer.close()
-        return found, sum(each.nbytes for each in model.parameters())
-
-    for found, gradients in run_threads(train, 2):
-        assert found == gradients
+@on_threads(2)
+def test_memory_is_a_copy_of_the_gradients(world: World) -> None:
+    model, reducer = delayed(world.rank, Given())
+    for step in range(4):
+        model(step).backward()
+    reducer.wait()
+    gradients = sum(each.nbytes for each in model.parameters())
+    assert reducer.memory()["delayed_bytes"] == gradients
+    reducer.close()
 
 
 def test_memory_of_buckets_that_are_no_more_is_freed() -> None:
@@ -239,30 +234,23 @@ def test_memory_of_buckets_that_are_no_more_is_freed() -> None:
     assert means.nbytes == last.nbytes
 
 
-def test_other_groups_begin_anew() -> None:
+@on_threads(2)
+def test_other_groups_begin_anew(world: World) -> None:
     """A mean that was on its way to ranks that are gone may not be there on all who are left."""
+    model, reducer = delayed(world.rank, Given(), "none")
 
-    def train(rank: Rank) -> list[Tensor]:
-        model, reducer = delayed(rank, Given(), "none")
-        for step in range(2):
-            model.zero_grad()
-            model(step).backward()
-        before = model.module.weights[0].grad.clone()
-        reducer.wait()
-        reducer.rebind(rank.network())
+    def gradient(step: int) -> Tensor:
         model.zero_grad()
-        model(2).backward()
-        zeros = model.module.weights[0].grad.clone()
-        model.zero_grad()
-        model(3).backward()
-        after = model.module.weights[0].grad.clone()
-        reducer.close()
-        return [before, zeros, after]
+        model(step).backward()
+        return model.module.weights[0].grad
 
-    for before, zeros, after in run_threads(train, 2):
-        assert before.any()
-        assert not zeros.any()
-        assert after.any()
+    gradient(0)
+    assert gradient(1).any()
+    reducer.wait()
+    reducer.rebind(world.rank.network())
+    assert not gradient(2).any()
+    assert gradient(3).any()
+    reducer.close()
 
 
 @pytest.mark.parametrize(
@@ -275,52 +263,108 @@ def test_other_groups_begin_anew() -> None:
         ({"ddp": {"find_unused_parameters": True}}, "got find_unused_parameters=True"),
     ],
 )
-def test_what_cannot_work_is_refused(settings: dict[str, Any], says: str) -> None:
-    def train(rank: Rank) -> None:
-        delayed(rank, layers(), **settings)
-
+@on_threads(1)
+def test_what_cannot_work_is_refused(world: World, settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        run_threads(train, 1)
+        delayed(world.rank, layers(), **settings)
 
 
-def test_momenta_are_not_delayed() -> None:
-    def train(rank: Rank) -> None:
-        model, reducer = delayed(rank, Given())
-        optimizer = OneBitAdam(model.parameters(), freeze_step=2)
-        with pytest.raises(ValueError, match="OneBitAdam needs exchanged momenta in the same step"):
-            connect_optimizers([optimizer], reducer)
-        reducer.close()
-
-    run_threads(train, 2)
+@on_threads(2)
+def test_momenta_are_not_delayed(world: World) -> None:
+    model, reducer = delayed(world.rank, Given())
+    optimizer = OneBitAdam(model.parameters(), freeze_step=2)
+    with pytest.raises(ValueError, match="OneBitAdam needs exchanged momenta in the same step"):
+        connect_optimizers([optimizer], reducer)
+    reducer.close()
 
 
-def test_a_trainer_does_what_a_loop_does(two: Results) -> None:
-    ranks = two("delayed_as_in_a_loop")
-    for facts in ranks:
-        assert facts["trainer"]["digests"] == facts["loop"]
-        assert facts["trainer"]["digests"] == ranks[0]["loop"]
-        assert facts["trainer"]["stats"]["steps"] == 8
+@pytest.mark.on_ranks(2)
+def test_a_trainer_does_what_a_loop_does() -> None:
+    trainer, watched = fit(compressed(delay=1))
+    model = SameData()
+    optimizer, own = model.configure_optimizers(), list[str]()
+    ddp = DistributedDataParallel(model.net)
+    reducer = compress_ddp(ddp, "int8", min_compress_numel=0, delay=1)
+    for x, y in dealt(model):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(ddp(x), y).backward()
+        optimizer.step()
+        own.append(digest(model))
+    reducer.wait()
+    reducer.close()
+    assert of_all(watched.own) == [[*own, own[-1]]] * 2
+    assert trainer.strategy.comm_stats()["steps"] == 8
 
 
+@cache
+def in_one_go() -> tuple[list[str], dict[str, Tensor]]:
+    """Digests and residuals of a fit of 8 steps in two epochs."""
+    trainer, watched = fit(compressed("int4", delay=1))
+    return watched.own, residuals(trainer.strategy)
+
+
+@pytest.mark.on_ranks(2)
 @pytest.mark.parametrize("saver", ["whole", "sharded"])
-def test_a_resumed_fit_is_bit_exact(two: Results, saver: str) -> None:
-    for facts in two("delayed_resumes"):
-        assert facts[saver]["digests"] == facts["all"]["digests"][4:]
-        require_equal(facts[saver]["residuals"], facts["all"]["residuals"])
+def test_a_resumed_fit_is_bit_exact(saver: str, tmp_path: Path) -> None:
+    """After 4 steps, from a checkpoint of rank 0 and from one in parts."""
+    saves: Any = ModelCheckpoint(tmp_path)
+    if saver == "sharded":
+        saves = AsyncCheckpoint(tmp_path, format="sharded", save_last=True)
+    given = {"enable_checkpointing": True}
+    fit(compressed("int4", delay=1), saves, max_epochs=1, **given)
+    given["ckpt_path"] = saves.last_model_path or saves.best_model_path
+    reads = AsyncCheckpoint(tmp_path / "read", format="sharded")
+    trainer, resumed = fit(compressed("int4", delay=1), reads, **given)
+    own, owed = in_one_go()
+    assert resumed.own == own[4:]
+    require_equal(residuals(trainer.strategy), owed)
 
 
-def test_a_second_fit_goes_on(two: Results) -> None:
-    for facts in two("delayed_resumes"):
-        assert facts["again"] == facts["all"]["digests"]
+@pytest.mark.on_ranks(2)
+def test_a_second_fit_goes_on() -> None:
+    trainer, watched = fit(compressed("int4", delay=1), max_epochs=1)
+    trainer.fit_loop.max_epochs = 2
+    state = copy.deepcopy(trainer.optimizers[0].state_dict())
+    trainer.callbacks.append(
+        LambdaCallback(  # a fit makes new optimizers
+            on_train_start=lambda *_: trainer.optimizers[0].load_state_dict(state)
+        )
+    )
+    trainer.fit(trainer.lightning_module)
+    del watched.own[4]  # the end of the first
+    assert watched.own == in_one_go()[0][:8]
 
 
-def test_fabric_resumes_bit_exact(two: Results) -> None:
-    for facts in two("delayed_fabric"):
-        assert facts["resumed"] == facts["whole"]
+@pytest.mark.on_ranks(2)
+def test_fabric_resumes_bit_exact(tmp_path: Path) -> None:
+    def made() -> Run:
+        return Run(FabricStrategy("int8", min_compress_numel=0, delay=1, timeout=TIMEOUT))
+
+    whole, half, resumed = made(), made(), made()
+    whole.train(6)
+    half.train(3)
+    half.fabric.save(tmp_path / "half.ckpt", half.state())
+    resumed.fabric.load(tmp_path / "half.ckpt", resumed.state())
+    for _ in range(3):
+        next(resumed.batches)
+    resumed.train(3)
+    assert resumed.digests == whole.digests[3:]
 
 
-def test_a_trainer_refuses_what_cannot_work(two: Results) -> None:
-    for facts in two("delayed_refused"):
-        assert "got 2 optimizers" in facts["optimizers"]
-        assert "got a GradScaler" in facts["scaler"]
-        assert "overlap_steps" in facts["local"]
+class TwoOptimizers(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.net[0], self.net[2])]
+
+
+@pytest.mark.on_ranks(2)
+def test_a_trainer_refuses_what_cannot_work() -> None:
+    with pytest.raises(ValueError, match="got 2 optimizers"):
+        fit(compressed(delay=1), model=TwoOptimizers())
+    with pytest.raises(ValueError, match="got a GradScaler"):
+        fit(compressed(delay=1), plugins=half())
+    with pytest.raises(ValueError, match="overlap_steps"):
+        LocalUpdateStrategy(delay=1)

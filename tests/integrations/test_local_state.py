@@ -7,182 +7,156 @@ from typing import Any
 
 import pytest
 import torch
-from local_worlds import SCHEDULE, Net, Worker, World, plain, run, sgd, unequal
-from torch import Tensor, nn
+from local_worlds import (
+    SCHEDULE,
+    Net,
+    World,
+    on_threads,
+    plain,
+    require_same,
+    sgd,
+    unequal,
+)
+from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 
-def test_an_anchor_on_the_host_changes_nothing() -> None:
-    def train(world: World, *, offload: bool) -> list[Tensor]:
+@on_threads(2)
+def test_an_anchor_on_the_host_changes_nothing(world: World) -> None:
+    found = []
+    for offload in (True, False):
         worker = world.worker(plain(dtype=torch.float32), offload=offload, **SCHEDULE)
         worker.train(8)
         worker.updates.finish()
-        return worker.weights() + worker.anchors()
-
-    for here, there in zip(
-        run(lambda world: train(world, offload=True), 2),
-        run(lambda world: train(world, offload=False), 2),
-        strict=True,
-    ):
-        assert all(map(torch.equal, here, there))
+        found.append(worker.weights() + worker.anchors())
+    require_same(*found)
 
 
 @pytest.mark.parametrize("weigh_by", ["workers", "samples"])
 @pytest.mark.parametrize("at", [2, 3, 4, 5, 6, 9], ids=lambda at: f"after step {at}")
-def test_a_resumed_training_is_bit_exact(at: int, weigh_by: str) -> None:
+@on_threads(2)
+def test_a_resumed_training_is_bit_exact(world: World, at: int, weigh_by: str) -> None:
     """Inside a window, where an exchange begins, while it is under way, and when it is over; before
     the first step of the outer schedule and after it.
     """
-    samples = unequal if weigh_by == "samples" else None
-    saved: dict[str, Any] = {}
-
-    def train(world: World) -> tuple[list[Tensor], list[Tensor]]:
-        settings = {**SCHEDULE, "method": "diloco", "weigh_by": weigh_by}
-        settings["outer_schedule"] = lambda each: CosineAnnealingLR(each, T_max=10)
-        whole = world.worker(plain(), **settings)
-        whole.samples = samples
-        whole.train(at)
-        model, optimizer = whole.model.state_dict(), whole.optimizer.state_dict()
-        own = copy.deepcopy((model, optimizer))
-        state = whole.updates.state_dict()
-        assert (state is None) == (world.rank.rank > 0)
-        if state is not None:
-            saved.update(copy.deepcopy(state))
-        world.rank.barrier.wait()
-        whole.train(17 - at)
-        resumed = world.worker(plain(7), **settings)
-        resumed.samples = samples
-        resumed.model.load_state_dict(own[0])
-        resumed.optimizer.load_state_dict(own[1])
-        resumed.updates.load_state_dict(copy.deepcopy(saved))
-        for _ in range(at):
-            next(resumed.data)
-        resumed.train(17 - at)
-        return whole.weights() + whole.anchors(), resumed.weights() + resumed.anchors()
-
-    for whole, resumed in run(train, 2):
-        assert all(map(torch.equal, whole, resumed))
+    settings = {**SCHEDULE, "method": "diloco", "weigh_by": weigh_by}
+    settings["outer_schedule"] = lambda each: CosineAnnealingLR(each, T_max=10)
+    whole = world.worker(plain(), **settings)
+    whole.samples = unequal if weigh_by == "samples" else None
+    whole.train(at)
+    own = copy.deepcopy((whole.model.state_dict(), whole.optimizer.state_dict()))
+    saved, other = world.of_all(whole.updates.state_dict())
+    assert saved is not None
+    assert other is None
+    whole.train(17 - at)
+    resumed = world.worker(plain(7), **settings)
+    resumed.samples = whole.samples
+    resumed.model.load_state_dict(own[0])
+    resumed.optimizer.load_state_dict(own[1])
+    resumed.updates.load_state_dict(saved)
+    for _ in range(at):
+        next(resumed.data)
+    resumed.train(17 - at)
+    require_same(resumed.weights() + resumed.anchors(), whole.weights() + whole.anchors())
 
 
-def test_saving_in_an_overlap_changes_nothing() -> None:
+@on_threads(2)
+def test_saving_in_an_overlap_changes_nothing(world: World) -> None:
     """Running statistics too are averaged when the mean is used, not when it has landed."""
-
-    def train(world: World) -> list[dict[str, Tensor]]:
-        found = []
-        for saves in (False, True):
-            model = Net()
-            generator = torch.Generator().manual_seed(0)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.copy_(torch.randn(parameter.shape, generator=generator) / 5)
-            worker = world.worker(model, sync_every=4, overlap_steps=2, codec="int8")
-            for step in range(1, 8):
-                worker.train(1)
-                if saves and step == 5:
-                    worker.updates.state_dict()
-            found.append({name: each.clone() for name, each in model.state_dict().items()})
-        return found
-
-    for plain_run, saved_run in run(train, 2):
-        for name, value in plain_run.items():
-            assert torch.equal(value, saved_run[name]), name
+    found = []
+    for saves in (False, True):
+        model = Net()
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 5)
+        worker = world.worker(model, sync_every=4, overlap_steps=2, codec="int8")
+        for step in range(1, 8):
+            worker.train(1)
+            if saves and step == 5:
+                worker.updates.state_dict()
+        found.append(model.state_dict())
+    require_same(*found)
 
 
-def test_memory_is_what_the_guide_says() -> None:
+@on_threads(2)
+def test_memory_is_what_the_guide_says(world: World) -> None:
     """Anchor, outer momentum and residual of 4 bytes a parameter, and a buffer of a fragment."""
-
-    def train(world: World) -> tuple[int, int, int, int, int]:
-        model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(4)])
-        worker = world.worker(model, sync_every=4, fragments=4, codec="int8")
-        worker.data = iter([torch.randn(4, 256) for _ in range(8)])
-        worker.train(8)
-        outer = worker.updates.outer_optimizer
-        momenta = [state["momentum_buffer"].nbytes for state in outer.state.values()]
-        anchors = sum(each.nbytes for each in worker.anchors())
-        memory = worker.updates.reducer.memory()
-        of_fragment = worker.updates._gradients.flat.nbytes
-        return anchors, sum(momenta), memory["residual_bytes"], of_fragment, memory["buffer_bytes"]
-
-    n = 4 * 256 * 256
-    for anchors, momenta, residuals, of_fragment, payloads in run(train, 2):
-        assert anchors == momenta == residuals == 4 * n
-        assert of_fragment == n
-        assert payloads < n
+    model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(4)])
+    worker = world.worker(model, sync_every=4, fragments=4, codec="int8")
+    worker.data = iter([torch.randn(4, 256) for _ in range(8)])
+    worker.train(8)
+    n, outer = 4 * 256 * 256, worker.updates.outer_optimizer
+    assert sum(each.nbytes for each in worker.anchors()) == 4 * n
+    assert sum(state["momentum_buffer"].nbytes for state in outer.state.values()) == 4 * n
+    memory = worker.updates.reducer.memory()
+    assert memory["residual_bytes"] == 4 * n
+    assert memory["buffer_bytes"] < n, "payloads"
+    assert worker.updates._gradients.flat.nbytes == n
 
 
 def test_another_number_of_workers_goes_on_from_the_anchor() -> None:
     saved: dict[str, Any] = {}
 
-    def first(world: World) -> list[Tensor]:
+    @on_threads(2)
+    def first(world: World) -> None:
         worker = world.worker(plain(), sync_every=4, codec="int8")
         worker.train(5)
-        saved.update(copy.deepcopy(worker.updates.state_dict() or {}))
-        return worker.anchors()
+        saved["state"], _ = world.of_all(worker.updates.state_dict())
+        saved["anchors"] = worker.anchors()
 
-    def second(world: World) -> tuple[list[Tensor], list[Tensor], int]:
+    @on_threads(3)
+    def second(world: World) -> None:
         worker = world.worker(plain(3), sync_every=4, codec="int8")
-        worker.updates.load_state_dict(copy.deepcopy(saved))
+        worker.updates.load_state_dict(copy.deepcopy(saved["state"]))
         worker.updates.start_from_anchor()
-        joined = worker.weights()
+        require_same(worker.weights(), saved["anchors"])
         worker.train(3)
-        return joined, worker.anchors(), worker.updates.attempted
+        assert worker.updates.attempted == 8
+        after = worker.anchors()
+        assert not torch.equal(after[0], saved["anchors"][0])
+        require_same(after, world.of_all(after)[0])
 
-    before = run(first, 2)[0]
-    found = run(second, 3)
-    for joined, after, attempted in found:
-        assert all(map(torch.equal, joined, before))
-        assert attempted == 8
-        assert not torch.equal(after[0], before[0])
-        assert all(map(torch.equal, after, found[0][1]))
+    first()
+    second()
 
 
 @pytest.mark.parametrize("sync_every", [4, 5])
-def test_an_exchange_that_was_under_way_is_applied_under_any_schedule(sync_every: int) -> None:
+@on_threads(2)
+def test_an_exchange_that_was_under_way_is_applied_under_any_schedule(
+    world: World, sync_every: int
+) -> None:
     """Saved after step 4, to be due after step 6; the next exchange begins after ``sync_every``."""
-    saved: dict[str, Any] = {}
-
-    def train(world: World) -> tuple[list[Tensor], list[Tensor]]:
-        settings = {"method": "local_sgd", "codec": "none"}
-        whole = world.worker(plain(), sync_every=4, overlap_steps=2, **settings)
-        whole.train(4)
-        saved.update(copy.deepcopy(whole.updates.state_dict() or {}))
-        world.rank.barrier.wait()
-        whole.train(2)
-        resumed = world.worker(plain(), sync_every=sync_every, **settings)
-        resumed.updates.load_state_dict(copy.deepcopy(saved))
-        before = resumed.anchors()
-        for _ in range(2):
-            resumed.updates.step()  # weights are the anchor's: it moves by what was under way
-        assert not torch.equal(before[0], whole.anchors()[0])
-        return whole.anchors(), resumed.anchors()
-
-    for whole, resumed in run(train, 2):
-        for ours, theirs in zip(resumed, whole, strict=True):
-            torch.testing.assert_close(ours, theirs)
+    settings = {"method": "local_sgd", "codec": "none"}
+    whole = world.worker(plain(), sync_every=4, overlap_steps=2, **settings)
+    whole.train(4)
+    saved, _ = world.of_all(whole.updates.state_dict())
+    whole.train(2)
+    resumed = world.worker(plain(), sync_every=sync_every, **settings)
+    resumed.updates.load_state_dict(saved)
+    before = resumed.anchors()
+    for _ in range(2):
+        resumed.updates.step()  # weights are the anchor's: it moves by what was under way
+    assert not torch.equal(before[0], whole.anchors()[0])
+    torch.testing.assert_close(resumed.anchors(), whole.anchors())
 
 
-def test_low_precision_weights_have_an_anchor_of_full_precision() -> None:
-    def train(world: World) -> tuple[Worker, list[Tensor]]:
-        worker = world.worker(plain(dtype=torch.bfloat16), sgd, sync_every=2, codec="int8")
-        worker.train(4)
-        return worker, worker.weights()
-
-    for worker, weights in run(train, 2):
-        for anchor, weight in zip(worker.anchors(), weights, strict=True):
-            assert anchor.dtype == torch.float32
-            assert torch.equal(anchor.bfloat16(), weight)
-        assert any(not torch.equal(a, a.bfloat16().float()) for a in worker.anchors())
+@on_threads(2)
+def test_low_precision_weights_have_an_anchor_of_full_precision(world: World) -> None:
+    worker = world.worker(plain(dtype=torch.bfloat16), sgd, sync_every=2, codec="int8")
+    worker.train(4)
+    assert {each.dtype for each in worker.anchors()} == {torch.float32}
+    require_same([each.bfloat16() for each in worker.anchors()], worker.weights())
+    assert any(not torch.equal(a, a.bfloat16().float()) for a in worker.anchors())
 
 
-def test_a_state_of_another_model_or_version_is_refused() -> None:
-    def train(world: World) -> None:
-        worker = world.worker(plain(), sync_every=4)
-        state = worker.updates.state_dict()
-        assert state is not None
-        state["anchor"]["another"] = state["anchor"].pop("0.weight")
-        with pytest.raises(ValueError, match="the same trained parameters"):
-            worker.updates.load_state_dict(state)
-        with pytest.raises(ValueError, match="must be of version 1, got 2"):
-            worker.updates.load_state_dict({**state, "version": 2})
-
-    run(train, 1)
+@on_threads(1)
+def test_a_state_of_another_model_or_version_is_refused(world: World) -> None:
+    worker = world.worker(plain(), sync_every=4)
+    state = worker.updates.state_dict()
+    assert state is not None
+    state["anchor"]["another"] = state["anchor"].pop("0.weight")
+    with pytest.raises(ValueError, match="the same trained parameters"):
+        worker.updates.load_state_dict(state)
+    with pytest.raises(ValueError, match="must be of version 1, got 2"):
+        worker.updates.load_state_dict({**state, "version": 2})

@@ -1,234 +1,417 @@
-"""`Trainer(strategy="compressed_diloco")` on two ranks."""
+"""Local steps under a Trainer, Fabric and an ElasticLoop, on two ranks."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
+import lightning as L
 import pytest
 import torch
-from results import Results, require_equal
-
-
-def test_a_trainer_does_what_a_loop_does(two: Results) -> None:
-    ranks = two("local_steps_as_in_a_loop")
-    for facts in ranks:
-        assert facts["trainer"]["own"] == facts["loop"]["own"]
-        require_equal(facts["trainer"]["parameters"], facts["loop"]["parameters"])
-        require_equal(facts["loop"]["parameters"], ranks[0]["loop"]["parameters"])
-    *own, last = zip(*(facts["trainer"]["own"] for facts in ranks), strict=True)
-    assert all(first != second for first, second in own)
-    assert last[0] == last[1]  # the mean
-    norms = [facts["loop"]["norms"] for facts in ranks]
-    assert max(map(max, norms)) > 0.1  # each worker clips its own gradient
-    assert norms[0] != norms[1]
-
-
-@pytest.mark.parametrize("framework", ["trainer", "fabric"])
-def test_post_local_sgd_is_ddp_until_it_starts(two: Results, framework: str) -> None:
-    ranks = two("local_steps_after_ddp")
-    for facts in ranks:
-        ours, ddp = facts[f"{framework} local"], facts[f"{framework} ddp"]
-        assert len(ours) == 4
-        assert ours[:2] == ddp[:2]
-    first, second = (facts[f"{framework} local"] for facts in ranks)
-    assert [a == b for a, b in zip(first, second, strict=True)] == [True, True, False, True]
-
-
-@pytest.mark.parametrize("framework", ["trainer", "fabric"])
-def test_a_step_that_a_scaler_skips_on_one_worker_counts(two: Results, framework: str) -> None:
-    ranks = [facts[framework] for facts in two("local_steps_that_a_scaler_skips")]
-    skips = [facts["own"][0] == facts["own"][1] for facts in ranks]
-    assert skips == [True, False]
-    assert [facts["attempted"] for facts in ranks] == [8, 8]
-    assert [facts["scale"] for facts in ranks] == [2.0**9, 2.0**10]
-    require_equal(ranks[0]["parameters"], ranks[1]["parameters"])
-    assert all(each.isfinite().all() for each in ranks[0]["parameters"].values())
-
-
-def test_workers_that_have_skipped_resume_bit_exact(two: Results) -> None:
-    for facts in two("local_steps_that_a_scaler_skips"):
-        assert facts["resumed"]["own"] == facts["trainer"]["own"][4:]
-        assert facts["resumed"]["scale"] == facts["trainer"]["scale"]
-
-
-def test_a_resumed_training_is_bit_exact(two: Results) -> None:
-    for facts in two("local_steps_resume"):
-        assert facts["resumed"]["own"] == facts["whole"]["own"][4:]
-        require_equal(facts["resumed"]["parameters"], facts["whole"]["parameters"])
-
-
-def test_a_checkpoint_has_the_anchor_as_weights(two: Results) -> None:
-    ranks = two("local_steps_resume")
-    for facts in ranks:
-        require_equal(facts["weights"], facts["anchor"])
-        require_equal(facts["other"], facts["anchor"])
-
-
-def test_the_last_checkpoint_has_the_mean_at_the_end(two: Results) -> None:
-    for facts in two("local_steps_resume"):
-        require_equal(facts["last"], facts["whole"]["parameters"])
-
-
-def test_a_restarted_training_is_bit_exact(two: Results) -> None:
-    for facts in two("local_steps_elastic"):
-        assert facts["resumed"]["own"] == facts["whole"]["own"][5:]
-        require_equal(facts["resumed"]["parameters"], facts["whole"]["parameters"])
-
-
-def test_every_rank_writes_its_own_worker_into_a_sharded_checkpoint(two: Results) -> None:
-    for rank, facts in enumerate(two("local_steps_in_parts")):
-        assert facts["whole"]["own"] == facts["gathered"]
-        assert facts["resumed"]["own"] == facts["whole"]["own"][4:]
-        require_equal(facts["resumed"]["parameters"], facts["whole"]["parameters"])
-        for ours, single in zip(facts["workers"], facts["as_single"], strict=True):
-            torch.testing.assert_close(ours, single, rtol=0, atol=0)
-        of_first = facts["workers"][0]["optimizer_states"]
-        torch.testing.assert_close(facts["optimizer"], of_first, rtol=0, atol=0)
-        own, other = (facts["workers"][each]["optimizer_states"][0] for each in (rank, 1 - rank))
-        assert not torch.equal(own["state"][0]["exp_avg"], other["state"][0]["exp_avg"])
-
-
-def test_every_worker_resumes_with_its_own_loss_scale(two: Results) -> None:
-    assert [facts["scale"] for facts in two("local_steps_of_workers_with_scalers")] == [8.0, 16.0]
-
-
-def test_workers_that_join_take_the_anchor(three: Results) -> None:
-    ranks = three("local_steps_of_two_go_on_as_three")
-    for rank, facts in enumerate(ranks):
-        require_equal(facts["start"], facts["saved"][rank] if rank < 2 else facts["anchor"])
-        before = facts["saved_moments"][rank % 2]
-        assert all(torch.equal(a, b) for a, b in zip(facts["moments"], before, strict=True))
-        require_equal(facts["parameters"], ranks[0]["parameters"])
-        assert facts["steps"] > 5
-    assert not torch.equal(ranks[0]["start"]["net.0.weight"], ranks[1]["start"]["net.0.weight"])
-
-
-def test_a_worker_that_leaves_takes_nothing_of_the_others(three: Results) -> None:
-    """Those who stay have their own weights and moments, and all that workers share, exactly."""
-    ranks = three("local_steps_of_three_go_on_as_two")
-    for facts in ranks[:2]:
-        before, after = facts["before"], facts["after"]
-        require_equal(after["parameters"], before["parameters"])
-        assert all(map(torch.equal, after["moments"], before["moments"]))
-        require_equal(after["shared"], before["shared"])
-        for name, residual in after["residuals"].items():
-            of_all = [each["before"]["residuals"][name] for each in ranks]
-            torch.testing.assert_close(residual, sum(of_all) / 3)
-        require_equal(facts["end"], ranks[0]["end"])
-    assert not torch.equal(ranks[0]["after"]["moments"][0], ranks[1]["after"]["moments"][0])
-    runs = [facts[run]["samples"] for facts in ranks for run in ("before", "after") if run in facts]
-    seen = Counter(sample for samples in runs for sample in samples)
-    assert len(seen) == 64
-    assert set(seen.values()) == {2}  # once an epoch
-
-
-def test_validation_uses_the_anchor_or_the_workers_own_weights(two: Results) -> None:
-    first, second = two("local_steps_evaluate")
-    assert len(first["anchor"]["validated"]) == 4
-    assert first["anchor"]["validated"] == second["anchor"]["validated"]
-    assert first["worker"]["validated"] != second["worker"]["validated"]
-    for facts in (first, second):  # evaluating changes nothing
-        assert facts["anchor"]["own"] == facts["worker"]["own"]
-        require_equal(facts["anchor"]["parameters"], facts["worker"]["parameters"])
-
-
-def test_a_validation_after_the_fit_uses_the_checkpoint_that_it_is_given(two: Results) -> None:
-    for facts in two("local_steps_validate_another_checkpoint"):
-        assert facts["validated"] == [facts["wanted"]]
-        require_equal(facts["saved"], facts["other"])
-
-
-def test_averaged_weights_are_of_each_worker_and_their_mean_at_the_end(two: Results) -> None:
-    first, second = two("local_steps_with_averaged_weights")
-    require_equal(first["parameters"], second["parameters"])
-    for name, value in first["parameters"].items():
-        mean = (first["average"][name] + second["average"][name]) / 2
-        torch.testing.assert_close(value, mean)
-    assert first["own"] != second["own"]
-
-
-def test_fabric_resumes_bit_exact_with_the_anchor_as_weights(two: Results) -> None:
-    ranks = two("local_steps_fabric")
-    for facts in ranks:
-        assert facts["resumed"] == facts["whole"][4:]
-        require_equal(facts["ends"], facts["end"])
-        require_equal(facts["end"], ranks[0]["end"])
-        require_equal(facts["saved"], facts["anchor"])
-        require_equal(facts["taken"], facts["plain"])
-        assert "call fabric.setup(model, optimizer)" in facts["alone"]
-        assert "got a second one" in facts["second"]
-    assert ranks[0]["whole"][0] != ranks[1]["whole"][0]
-
-
-def test_by_name_with_statistics_and_metrics(two: Results) -> None:
-    ranks = two("local_steps_by_name")
-    for facts in ranks:
-        require_equal(facts["parameters"], ranks[0]["parameters"])
-        assert facts["stats"]["steps"] == 2  # a window of 8, and the end
-        assert facts["config"]["sync_every"] == 8
-    assert {"outer/cosine", "outer/drift", "comm/wire_bytes"} <= set(ranks[0]["logged"])
-
-
-@pytest.mark.parametrize(
-    ("case", "says"),
-    [
-        ("start_step", "ddp_steps are steps of plain DDP"),
-        ("replicas", "replicas must be 'rank' or 'host'"),
-        ("both", "give one of the two"),
-        ("compiled", "compile_kernels=True has no effect on local updates"),
-        ("rates", "set them there"),
-        ("one level", "needs several hosts"),
-        ("no outer step", "must have an outer step"),
-        ("zero", "exchanges between ranks in every step"),
-        ("sharded", "sharded over all 2 ranks; call fully_shard over the ranks of a host"),
-    ],
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.loggers import CSVLogger
+from local_steps import (
+    COMPRESSED,
+    KEY,
+    SCHEDULE,
+    Interrupted,
+    SameData,
+    Watched,
+    dealt,
+    elastic,
+    fit,
+    looped,
+    strategy,
 )
-def test_what_cannot_work_is_refused(two: Results, case: str, says: str) -> None:
-    for facts in two("local_steps_refused"):
-        assert says in facts[case]
+from replicas import of_all, require_equal
+from scenarios.catalogue import TIMEOUT
+from scenarios.fabric_runs import Run
+from scenarios.fitting import digest, parameters, plain
+from scenarios.models import Regression
+from scenarios.precision import half
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim import SGD
+from torch.utils.data import DataLoader, Subset
+
+from lightning_dist import AsyncCheckpoint, ElasticLoop, local_updates
+from lightning_dist.checkpoint.reading import load
+from lightning_dist.fabric import LocalUpdateStrategy as FabricStrategy
+from lightning_dist.integrations.loop.objects import Objects
+from lightning_dist.integrations.torch.local.state import WorkerStates
+
+pytestmark = pytest.mark.on_ranks(2)
 
 
-def test_ranks_of_a_host_are_one_worker(three: Results) -> None:
-    first, second, other = three("local_steps_inside_hosts")
-    assert first["own"] == second["own"]
-    assert first["own"][0] != other["own"][0]
-    for facts in (first, second, other):
-        require_equal(facts["parameters"], first["parameters"])
-        assert facts["stats"]["steps"] == 2  # a window of 3, and the end
-        for other_way in ("loop", "fabric"):
-            assert facts[other_way]["own"] == facts["own"]
-            require_equal(facts[other_way]["parameters"], facts["parameters"])
+def same_on_both(own: list[str]) -> list[bool]:
+    return [first == second for first, second in zip(*of_all(own), strict=True)]
 
 
-def test_an_elastic_loop_goes_on_bit_exactly(two: Results) -> None:
-    ranks = two("local_steps_in_an_elastic_loop")
-    for facts in ranks:
-        assert facts["resumed"]["own"] == facts["whole"]["own"][3:]
-        require_equal(facts["resumed"]["parameters"], facts["whole"]["parameters"])
-        require_equal(facts["whole"]["parameters"], ranks[0]["whole"]["parameters"])
-        refused = facts["whole"]["refused"]
-        assert "use recovery='restart'" in refused
-        assert "with local steps every worker has its own optimizer state" in refused
-    assert ranks[0]["whole"]["own"][0] != ranks[1]["whole"]["own"][0]
+def on_fabric(**settings: Any) -> FabricStrategy:
+    return FabricStrategy(**{"min_compress_numel": 0, "timeout": TIMEOUT, **settings})
 
 
-def test_an_elastic_loop_of_two_goes_on_as_three(three: Results) -> None:
-    ranks = three("local_steps_of_two_loop_on_as_three")
-    for rank, facts in enumerate(ranks):
-        require_equal(facts["start"], facts["saved"][rank] if rank < 2 else facts["anchor"])
-        require_equal(facts["weights"], facts["anchor"])
-        require_equal(facts["parameters"], ranks[0]["parameters"])
-        assert facts["steps"] == 8
-        assert len(facts["own"]) == 5
-    assert not torch.equal(ranks[0]["start"]["net.0.weight"], ranks[1]["start"]["net.0.weight"])
+def test_a_trainer_does_what_a_loop_does() -> None:
+    _, watched = fit(strategy(codec="int8"), gradient_clip_val=0.1)
+    model = SameData()
+    optimizer = model.configure_optimizers()
+    updates = local_updates(model, optimizer, codec="int8", **COMPRESSED)
+    updates.total_steps = 8
+    own, norms = list[str](), list[float]()
+    for batch in dealt(model):
+        optimizer.zero_grad()
+        model.loss(batch).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        optimizer.step()
+        updates.step()
+        own.append(digest(model))
+    updates.close()
+    assert watched.own == [*own, own[-1]]
+    assert same_on_both(own) == [False] * 7 + [True], "the mean"
+    first, second = of_all(norms)
+    assert max(*first, *second) > 0.1
+    assert first != second, "each worker clips its own gradient"
 
 
-def test_workers_count_by_their_samples_in_every_framework(two: Results) -> None:
-    ranks = two("local_steps_by_samples")
-    for facts in ranks:
-        assert facts["loop"]["metrics"]["outer/samples"] == 2 * (2 + 6)
-        assert "call strategy.count_samples" in facts["uncounted"]
-        for other in ("trainer", "fabric"):
-            assert facts[other]["own"] == facts["loop"]["own"]
-            require_equal(facts[other]["parameters"], facts["loop"]["parameters"])
-    assert ranks[0]["loop"]["own"] != ranks[1]["loop"]["own"]
+@pytest.mark.parametrize("framework", ["trainer", "fabric"])
+def test_post_local_sgd_is_ddp_until_it_starts(framework: str) -> None:
+    """Two steps of DDP, of two batches each, and two local ones; beside DDP alone."""
+    settings = {"method": "post_local_sgd", "ddp_steps": 2, "sync_every": 2, "codec": "none"}
+    if framework == "trainer":
+        local = strategy(overlap_steps=0, mixing=0.0, **settings)
+        fits = [fit(of, accumulate_grad_batches=2) for of in (local, plain())]
+        ours, ddp = (watched.own[1:8:2] for _, watched in fits)
+    else:
+        runs = [Run(of, accumulate=2) for of in (on_fabric(**settings), "ddp")]
+        for run in runs:
+            run.train(8)
+        ours, ddp = (run.digests for run in runs)
+    assert ours[:2] == ddp[:2]
+    assert same_on_both(ours) == [True, True, False, True]
+
+
+class Overflows(SameData):
+    """The loss of rank 0 is infinite in the second step of the first epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hit = dist.get_rank() == 0 and batch_idx == 1 and self.current_epoch == 0
+        return super().training_step(batch, batch_idx) * (float("inf") if hit else 1.0)
+
+
+def require_one_skipped(module: nn.Module, own: list[str], attempted: int, scale: float) -> None:
+    """By the worker of rank 0, in its second step of 8."""
+    assert of_all(own[0] == own[1]) == [True, False]
+    assert of_all(attempted) == [8, 8]
+    assert of_all(scale) == [2.0**9, 2.0**10]
+    require_equal(parameters(module), of_all(parameters(module))[0])
+    assert all(each.isfinite().all() for each in module.parameters())
+
+
+def test_a_step_that_a_scaler_skips_on_one_worker_counts_and_is_resumed(tmp_path: Path) -> None:
+    """Saved after 4 steps of 8."""
+    found = []
+    for path in (None, tmp_path / "epoch=0.ckpt"):
+        saver = ModelCheckpoint(
+            tmp_path, filename="{epoch}", save_top_k=-1, enable_version_counter=False
+        )
+        given = {"plugins": half(), "ckpt_path": path, "enable_checkpointing": True}
+        trainer, watched = fit(strategy(codec="int8"), saver, model=Overflows(), **given)
+        found.append((trainer.precision_plugin.scaler.get_scale(), watched.own))
+        dist.barrier()
+        if path is None:
+            attempted = trainer.strategy.updates.attempted
+            require_one_skipped(trainer.lightning_module, watched.own, attempted, found[0][0])
+    (scale, whole), (scale_again, resumed) = found
+    assert resumed == whole[4:]
+    assert scale_again == scale
+
+
+def test_a_step_that_a_scaler_skips_on_one_worker_counts_under_fabric() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    ours = on_fabric(codec="int8", **SCHEDULE)
+    run = Run(ours, plugins=MixedPrecision("16-mixed", device="cpu", scaler=scaler))
+    batches = list(run.batches)
+    if dist.get_rank() == 0:
+        batches[1] = batches[1][0], batches[1][1] * float("inf")
+    run.batches = iter(batches)
+    run.train(8)
+    ours.updates.finish()
+    require_one_skipped(run.model, run.digests, ours.updates.attempted, scaler.get_scale())
+
+
+def test_a_resumed_training_is_bit_exact_from_one_file_and_from_parts(tmp_path: Path) -> None:
+    """Saved after 4 steps of 8: in the middle of a window, one step after an exchange began."""
+    naming = {"filename": "{epoch}", "auto_insert_metric_name": False, "save_top_k": -1}
+
+    def saving(saver: L.Callback, **arguments: Any) -> tuple[L.Trainer, Watched]:
+        return fit(strategy(codec="int4"), saver, enable_checkpointing=True, **arguments)
+
+    def whole(name: str, **arguments: Any) -> tuple[L.Trainer, Watched]:
+        return saving(ModelCheckpoint(tmp_path / name, **naming), **arguments)
+
+    def in_parts(name: str, **arguments: Any) -> list[str]:
+        saver = AsyncCheckpoint(tmp_path / name, format="sharded", **naming)
+        with patch.object(dist, "gather_object", side_effect=AssertionError("gathered")):
+            return saving(saver, **arguments)[1].own
+
+    one_file, parts = tmp_path / "one" / "0.ckpt", tmp_path / "parts" / "0.ckpt"
+    straight, watched = whole("one")
+    assert whole("one again", ckpt_path=one_file)[1].own == watched.own[4:]
+    assert in_parts("parts") == watched.own
+    dist.barrier()
+    assert in_parts("parts again", ckpt_path=parts) == watched.own[4:]
+
+    single, sharded = torch.load(one_file, weights_only=True), load(str(parts))
+    anchor = single[KEY]["shared"]["anchor"]
+    require_equal({name: single["state_dict"][name] for name in anchor}, anchor)
+    other, _ = fit(plain(), ckpt_path=one_file, max_epochs=1)
+    require_equal(parameters(other.lightning_module), anchor)
+    last = torch.load(tmp_path / "one" / "1.ckpt", weights_only=True)["state_dict"]
+    require_equal(last, parameters(straight.lightning_module))
+
+    workers, as_single = sharded[KEY]["workers"], single[KEY]["workers"]
+    torch.testing.assert_close(workers, as_single, rtol=0, atol=0)
+    own, other = (each["optimizer_states"] for each in workers)
+    torch.testing.assert_close(sharded["optimizer_states"], own, rtol=0, atol=0)
+    assert not torch.equal(own[0]["state"][0]["exp_avg"], other[0]["state"][0]["exp_avg"])
+
+
+def test_a_restarted_training_is_bit_exact(tmp_path: Path) -> None:
+    """Stopped after 5 steps of 8, inside a window."""
+    _, whole = elastic(tmp_path / "whole")
+    with suppress(InterruptedError):
+        elastic(tmp_path / "stopped", Interrupted(5))
+    dist.barrier()
+    _, resumed = elastic(tmp_path / "stopped")
+    assert resumed.own == whole.own[5:]
+
+
+def test_an_elastic_loop_goes_on_bit_exactly(tmp_path: Path) -> None:
+    """Stopped after 4 steps of 8, saved after 3."""
+    _, whole = looped(tmp_path / "whole")
+    looped(tmp_path / "stopped", stop=4)
+    dist.barrier()
+    assert looped(tmp_path / "stopped")[1] == whole[3:]
+    same = same_on_both(whole)
+    assert not same[0]
+    assert same[-1]
+
+
+def test_an_elastic_loop_restarts_with_files_of_all_workers(tmp_path: Path) -> None:
+    model = SameData()
+    optimizer = model.configure_optimizers()
+    updates = local_updates(model, optimizer, **COMPRESSED)
+    state = {"updates": updates, "model": model, "optimizer": optimizer}
+    with pytest.raises(ValueError, match="use recovery='restart'"):
+        Objects(state, world_size=2).model_to_recover()
+    loader = model.train_dataloader()
+    loop = ElasticLoop(tmp_path, loader=loader, state=state, format="sharded")
+    with pytest.raises(
+        ValueError, match="with local steps every worker has its own optimizer state"
+    ):
+        loop.__enter__()
+    updates.close()
+
+
+def test_every_worker_resumes_with_its_own_loss_scale() -> None:
+    """As it skips steps of its own."""
+    model = Regression()
+    optimizer, scale = model.configure_optimizers(), 2.0 ** (3 + dist.get_rank())
+    updates = local_updates(model, optimizer, **SCHEDULE)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=scale) for _ in range(2)]
+    saved = [WorkerStates(updates, [optimizer], scaler=scalers[0]).state_dict()]
+    dist.broadcast_object_list(saved)
+    scalers[1].load_state_dict({**scalers[1].state_dict(), "scale": 1.0})
+    WorkerStates(updates, [optimizer], scaler=scalers[1]).load_state_dict(saved[0])
+    updates.close()
+    assert scalers[1].get_scale() == scale
+
+
+class UnequalData(Regression):
+    """Batches of 6 on one rank and of 2 on the other, four of each."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="adam")
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        size = 2 + 4 * dist.get_rank()
+        dataset = super().train_dataloader().dataset
+        return DataLoader(Subset(dataset, range(4 * size)), batch_size=size)
+
+
+def train_by_samples(
+    model: Any, optimizer: Any, updates: Any, *, count: Callable[[int], None] | None = None
+) -> list[str]:
+    """Two epochs of one's own loop.
+
+    Args:
+        count: for an optimizer that makes the step of ``updates`` too.
+    """
+    updates.total_steps, own = 8, list[str]()
+    for _ in range(2):
+        for x, y in model.train_dataloader():
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model.net(x), y).backward()
+            if count is not None:
+                count(len(x))
+            optimizer.step()
+            if count is None:
+                updates.step(samples=len(x))
+            own.append(digest(model))
+    updates.close()
+    return [*own, digest(model)]
+
+
+def test_workers_count_by_their_samples_in_every_framework() -> None:
+    settings: dict[str, Any] = {**SCHEDULE, "weigh_by": "samples", "codec": "int8"}
+    _, watched = fit(strategy(**settings), model=UnequalData(), use_distributed_sampler=False)
+    model = UnequalData()
+    optimizer = model.configure_optimizers()
+    updates = local_updates(model, optimizer, min_compress_numel=0, **settings)
+    own = train_by_samples(model, optimizer, updates)
+    assert watched.own == own
+    assert updates.metrics()["outer/samples"] == 2 * (2 + 6)
+    first, second = of_all(own)
+    assert first != second
+    ours, model = on_fabric(**settings), UnequalData()
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=ours)
+    fabric.launch()
+    _, optimizer = fabric.setup(model.net, model.configure_optimizers())
+    with pytest.raises(ValueError, match=r"call strategy\.count_samples"):
+        optimizer.step()
+    assert train_by_samples(model, optimizer, ours.updates, count=ours.count_samples) == own
+
+
+def test_validation_uses_the_anchor_or_the_workers_own_weights() -> None:
+    """In the middle of windows; it changes nothing."""
+    given = {"limit_val_batches": 1, "val_check_interval": 2}
+    _, anchor = fit(strategy(codec="int8", evaluate="anchor"), **given)
+    _, worker = fit(strategy(codec="int8", evaluate="worker"), **given)
+    assert same_on_both(anchor.validated) == [True] * 4
+    assert not all(same_on_both(worker.validated))
+    assert anchor.own == worker.own
+
+
+def test_a_validation_after_the_fit_uses_the_checkpoint_that_it_is_given(tmp_path: Path) -> None:
+    """It has weights that are not of this Trainer's fit."""
+    path = tmp_path / "other.ckpt"
+    saver = ModelCheckpoint(tmp_path, filename="other")
+    fit(plain(), saver, enable_checkpointing=True, max_epochs=1)
+    trainer, watched = fit(strategy(codec="int8"), limit_val_batches=1)
+    watched.validated.clear()
+    trainer.validate(trainer.lightning_module, ckpt_path=path)
+    trainer.save_checkpoint(tmp_path / "validated.ckpt")
+    other, saved = (
+        torch.load(tmp_path / name, weights_only=True)["state_dict"]
+        for name in ("other.ckpt", "validated.ckpt")
+    )
+    model = SameData()
+    model.load_state_dict(other)
+    assert watched.validated == [digest(model)]
+    require_equal(saved, other)
+
+
+def test_averaged_weights_are_of_each_worker_and_their_mean_at_the_end() -> None:
+    averages = WeightAveraging()
+    trainer, watched = fit(strategy(codec="none", overlap_steps=0, mixing=0.0), averages)
+    end = parameters(trainer.lightning_module)
+    first, second = of_all(parameters(averages._average_model.module))
+    for name, value in end.items():
+        torch.testing.assert_close(value, (first[name] + second[name]) / 2)
+    same = same_on_both(watched.own)
+    assert not all(same)
+    assert same[-1]
+
+
+def run_on(of: Any, *, path: Any = None, skipped: int = 0) -> Run:
+    run = Run(of, momentum=0.5)
+    if path is not None:
+        run.fabric.load(path, run.state())
+    for _ in range(skipped):
+        next(run.batches)
+    return run
+
+
+def test_fabric_resumes_bit_exact_with_the_anchor_as_weights(tmp_path: Path) -> None:
+    """Saved after 4 steps, inside a window and an overlap."""
+    path, settings = tmp_path / "ours.ckpt", {"codec": "int4", **SCHEDULE}
+    whole = run_on(on_fabric(**settings))
+    whole.train(4)
+    whole.fabric.save(path, whole.state())
+    anchor = whole.fabric.strategy.updates.anchor_state_dict()
+    whole.train(4)
+    resumed = run_on(on_fabric(**settings), path=path, skipped=4)
+    resumed.train(4)
+    assert resumed.digests == whole.digests[4:]
+    assert not same_on_both(whole.digests)[0]
+    for run in (whole, resumed):
+        run.fabric.strategy.updates.finish()
+    require_equal(parameters(resumed.model), parameters(whole.model))
+    require_equal(parameters(whole.model), of_all(parameters(whole.model))[0])
+    require_equal(torch.load(path, weights_only=True)["model"], anchor)
+
+
+def test_fabric_takes_the_weights_of_plain_ddp_and_one_model_with_its_optimizer(
+    tmp_path: Path,
+) -> None:
+    ddp = run_on("ddp")
+    ddp.train(2)
+    ddp.fabric.save(tmp_path / "ddp.ckpt", ddp.state())
+    other = run_on("compressed_local_sgd", path=tmp_path / "ddp.ckpt")
+    with other.fabric.no_backward_sync(other.model):
+        anchor = other.fabric.strategy.updates.anchor_state_dict()
+    require_equal(anchor, parameters(ddp.model.module))
+    model = Regression().net
+    with pytest.raises(ValueError, match=r"call fabric\.setup\(model, optimizer\)"):
+        other.fabric.setup_module(model)
+    with pytest.raises(ValueError, match="got a second one"):
+        other.fabric.setup(model, SGD(model.parameters(), lr=0.1))
+
+
+def test_by_name_with_statistics_and_metrics(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, name=str(dist.get_rank()))
+    trainer, watched = fit("compressed_local_sgd", logger=logger, max_epochs=4)
+    assert same_on_both(watched.own)[-1]
+    assert trainer.strategy.comm_stats()["steps"] == 2  # a window of 8, and the end
+    assert trainer.strategy.comm_config()["local_updates"]["sync_every"] == 8
+    if dist.get_rank() == 0:
+        header = Path(logger.log_dir, "metrics.csv").read_text().splitlines()[0]
+        assert {"outer/cosine", "outer/drift", "comm/wire_bytes"} <= {*header.split(",")}
+
+
+def test_what_cannot_work_is_refused() -> None:
+    model, shards = nn.Linear(4, 4), nn.Linear(4, 4)
+    fully_shard(shards, mesh=init_device_mesh("cpu", (2,)))
+    after_ddp = {"replicas": "host", "method": "post_local_sgd", "ddp_steps": 2}
+    cases: list[tuple[str, Callable[[], object]]] = [
+        ("ddp_steps are steps of plain DDP", lambda: strategy(start_step=3)),
+        ("replicas must be 'rank' or 'host'", lambda: strategy(replicas="node")),
+        ("give one of the two", lambda: strategy(**after_ddp)),
+        (
+            "compile_kernels=True has no effect on local updates",
+            lambda: strategy(compile_kernels=True),
+        ),
+        ("set them there", lambda: strategy(outer_lr=0.5, outer_optimizer=SGD)),
+        ("needs several hosts", lambda: fit(strategy(replicas="host"))),
+        ("must have an outer step", lambda: fit(strategy(sync_every=100))),
+        (
+            "exchanges between ranks in every step",
+            lambda: local_updates(model, ZeroRedundancyOptimizer(model.parameters(), SGD)),
+        ),
+        (
+            "sharded over all 2 ranks; call fully_shard over the ranks of a host",
+            lambda: local_updates(shards, SGD(shards.parameters())),
+        ),
+    ]
+    for says, case in cases:
+        with pytest.raises(ValueError, match=says):
+            case()
+        dist.barrier()
