@@ -10,12 +10,8 @@ from processes import torchrun
 from results import Results
 
 RUNNER = Path(__file__).with_name("run_scenarios.py")
-OF_TWO = [
-    *("training", "precision", "several_optimizers", "parameters", "lifecycle"),
-    *("failures", "checkpoints", "loggers", "refusals", "fabric_runs"),
-    *("async_checkpoints", "async_agreement", "local_steps", "delayed"),
-]
-OF_THREE = ("world_sizes", "async_world_sizes", "local_hosts")
+OF_TWO = ("local_steps", "delayed")
+OF_THREE = ("local_hosts",)
 LIMIT = 170.0
 
 
@@ -32,7 +28,7 @@ def two(
 
 @pytest.fixture(scope="session")
 def three(two: Results, quick_python: list[str]) -> Results:
-    """Scenarios of three ranks, in the folder of the two: they take over its checkpoint."""
+    """Scenarios of three ranks, in the folder of the two: they take over its checkpoints."""
     finished = torchrun(RUNNER, two.folder, *OF_THREE, ranks=3, limit=LIMIT, python=quick_python)
     return Results(two.folder, finished, ranks=3)
 
