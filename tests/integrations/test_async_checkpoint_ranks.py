@@ -151,7 +151,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
 
 
 def test_the_last_checkpoint_is_found_on_all_ranks(tmp_path: Path) -> None:
-    fit(STRATEGIES["int8"](), checkpoint(tmp_path, format="sharded"))
+    fit(STRATEGIES["int8"](), checkpoint(tmp_path, format="sharded", writer="thread"))
     found = fit(compressed(), checkpoint(tmp_path), ckpt_path="last", steps=STEPS + 2)
     assert found["from"] == str(tmp_path / "step=6.ckpt")
     assert list(found["digests"]) == [7, 8]
@@ -314,7 +314,7 @@ def test_a_file_for_a_folder_and_another_model_are_refused_on_all_ranks(tmp_path
             f"File exists: '{path}'"
         )
     saved = tmp_path / "saved" / "step=3.ckpt"
-    fit(plain(), checkpoint(saved.parent, format="sharded"), steps=HALF)
+    fit(plain(), checkpoint(saved.parent, format="sharded", writer="thread"), steps=HALF)
     model = Regression(hidden=7)
     before = digest(model)
     assert error_of(checkpoint(tmp_path / "other"), model=model, ckpt_path=saved).startswith(
@@ -360,7 +360,8 @@ def test_other_numbers_of_ranks_go_on_from_either_format(name: str, tmp_path: Pa
         path, first = tmp_path / form / "step=3.ckpt", set[str]()
         with world_of(2) as is_here:
             if is_here:
-                fit(STRATEGIES[name](), checkpoint(path.parent, format=form), steps=HALF)
+                saver = checkpoint(path.parent, format=form, writer="thread")
+                fit(STRATEGIES[name](), saver, steps=HALF)
         assert describe(str(path)).origin.ranks == 2
         found.append(saved := load(str(path), weights_only=True))
         for size in (3, 1):
