@@ -64,9 +64,3 @@ def require_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
     assert found.keys() == expected.keys()
     different = [name for name in expected if not torch.equal(found[name], expected[name])]
     assert not different, f"differ: {different}"
-
-
-def mean_loss(ranks: list[Facts], batches: slice) -> float:
-    """Over ranks and these batches."""
-    losses = [loss for facts in ranks for loss in facts["losses"][batches]]
-    return sum(losses) / len(losses)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,24 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric import Fabric
-from processes import torchrun
-from results import Facts, Results, pick, require_compressed, require_equal, require_replicas
+from lightning.pytorch.callbacks import ModelCheckpoint
+from replicas import of_all, require_compressed, require_equal, require_replicas
+from scenarios.catalogue import TIMEOUT, Facts, rank
+from scenarios.fabric_runs import Run
+from scenarios.fitting import fit, plain
+from scenarios.models import Regression
+from torch import nn
 
-from lightning_dist import CODECS, CompressedDDPStrategy, by_name, by_size, warmup
+from lightning_dist import CODECS, CompressedDDPStrategy, OneBitAdam, by_name, by_size, warmup
 from lightning_dist.codecs import DGC, POLICIES, QSGD, Codec, Int4, PowerSGD, TopK
 from lightning_dist.configuration import resolve
 from lightning_dist.configuration.options import POLICIES as POLICIES_OF_FILES
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
 from lightning_dist.settings import Settings
 
-RUNNER = Path(__file__).with_name("run_scenarios.py")
 GUIDE = Path(__file__).resolve().parents[2] / "docs/guide.md"
-WEIGHTS, BIAS = 2 * 16 * 256, 256  # elements; the bias stays uncompressed
+HIDDEN = 256  # weights of 4096 elements: compressed by default
+WEIGHTS, BIAS = 2 * 16 * HIDDEN, HIDDEN  # elements; the bias stays uncompressed
 STEPS, FREEZE = 8, 5
 
 STRINGS: list[tuple[str, Codec]] = [
@@ -39,14 +45,6 @@ STRINGS: list[tuple[str, Codec]] = [
 strings = pytest.mark.parametrize(("text", "codec"), STRINGS)
 both = pytest.mark.parametrize("strategy", [CompressedDDPStrategy, FabricStrategy])
 OPTIONS = [*(text for text, _ in STRINGS), "threshold:tau=2.0"]
-
-
-@pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Results:
-    """One pair of processes for all scenarios of this file."""
-    folder = tmp_path_factory.mktemp("codec_options")
-    finished = torchrun(RUNNER, folder, "codec_options", ranks=2, limit=110, python=quick_python)
-    return Results(folder, finished, ranks=2)
 
 
 @strings
@@ -176,111 +174,177 @@ def test_what_cannot_be_is_refused(
     assert not torch.distributed.is_initialized()
 
 
-def require_trained(ranks: list[Facts], codec: str) -> None:
-    require_replicas(ranks)
-    if codec != "threshold":  # with a small tau it sends more than uncompressed, as it says
-        require_compressed(ranks, steps=STEPS)
-    for facts in ranks:
-        assert facts["finite"], facts["losses"]
-        parts = facts["stats"]["per_codec"]
-        assert parts[codec]["raw_bytes"] == STEPS * 4 * WEIGHTS
-        assert parts["none"]["raw_bytes"] == STEPS * 4 * BIAS
+def require_trained(facts: Facts, codec: str) -> None:
+    if codec == "threshold":  # with a small tau it sends more than uncompressed, as it says
+        require_replicas(facts)
+    else:
+        require_compressed(facts, steps=STEPS)
+    assert all(map(math.isfinite, facts["losses"])), facts["losses"]
+    parts = facts["stats"]["per_codec"]
+    assert parts[codec]["raw_bytes"] == STEPS * 4 * WEIGHTS
+    assert parts["none"]["raw_bytes"] == STEPS * 4 * BIAS
 
 
+@pytest.mark.on_ranks(2)
 @pytest.mark.parametrize("codec", CODECS)
-def test_every_codec_trains_under_its_registered_name(launched: Results, codec: str) -> None:
-    ranks = pick(launched("every_codec"), codec)
+def test_every_codec_trains_under_its_registered_name(codec: str) -> None:
+    """With the defaults."""
+    facts = fit(Regression(HIDDEN), f"compressed_ddp_{codec}")
     if codec in ("none", "fp16", "bf16"):  # these take the bias too
-        require_replicas(ranks)
-        assert all(facts["finite"] for facts in ranks)
-        assert set(ranks[0]["stats"]["per_codec"]) == {codec}
+        require_replicas(facts)
+        assert all(map(math.isfinite, facts["losses"]))
+        assert set(facts["stats"]["per_codec"]) == {codec}
         return
-    require_trained(ranks, codec)
+    require_trained(facts, codec)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_trains_in_lightning(launched: Results, option: str) -> None:
-    require_trained(pick(launched("options_in_lightning"), option), option.split(":")[0])
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_trains_in_fabric(launched: Results, option: str) -> None:
-    ranks = pick(launched("options_in_fabric"), option)
-    require_compressed(ranks, steps=6)
-    require_replicas(ranks)
-    for facts in ranks:
-        assert facts["stats"]["per_codec"][option.split(":")[0]]["raw_bytes"] == 6 * 4 * WEIGHTS
-
-
-def test_options_change_what_is_sent(launched: Results) -> None:
-    """By hand: 41 of 4096, rounded up to even, in 3.5 bytes; 52 of 1024 in 2.5 and a scale."""
-    wire = {
-        option: pick(launched("options_in_lightning"), option)[0]["stats"]["per_codec"]
-        for option in OPTIONS[:2]
-    }
-    first, second = (parts["topk"]["wire_bytes"] / STEPS for parts in wire.values())
-    assert first == pytest.approx(WEIGHTS / 4096 * 42 * 3.5, abs=2 * 16)  # planes are padded to 8
-    assert second == pytest.approx(WEIGHTS / 1024 * (52 * 2.5 + 2), abs=2 * 16)
-
-
-def test_onebit_adam_has_two_phases(launched: Results) -> None:
-    """Gradients uncompressed for 5 steps, then momenta of the matrices through ``sign``."""
-    ranks = pick(launched("onebit"), "whole")
-    everything = WEIGHTS + BIAS
-    for facts in ranks:
-        warm = [{"none": everything * step} for step in range(1, FREEZE + 1)]
-        frozen = [
-            {"none": FREEZE * everything + step * BIAS, "sign": step * WEIGHTS}
-            for step in range(1, 12 - FREEZE + 1)
-        ]
-        assert facts["raw"] == [*warm, *frozen]
-        assert set(facts["residuals"]) == {"net.0.weight", "net.2.weight"}
-        assert all(residual.any() for residual in facts["residuals"].values())
-    require_replicas(ranks)
-    assert len(set(ranks[0]["digests"])) == 12
-    assert sum(ranks[0]["losses"][-4:]) < 0.7 * sum(ranks[0]["losses"][:4])
-
-
-def test_onebit_adam_resumes_in_the_compressed_phase_bit_for_bit(launched: Results) -> None:
-    for facts in launched("onebit"):
-        whole, resumed = facts["whole"], facts["resumed"]
-        assert len(facts["half"]["digests"]) == 8 > FREEZE
-        assert facts["half"]["digests"] == whole["digests"][:8]
-        assert resumed["digests"] == whole["digests"][8:]
-        require_equal(resumed["residuals"], whole["residuals"])
-        for index, state in whole["optimizer"].items():
-            require_equal(resumed["optimizer"][index], state)
-        assert resumed["raw"] == [{"none": n * BIAS, "sign": n * WEIGHTS} for n in range(1, 5)]
-
-
-def test_onebit_adam_in_fabric(launched: Results) -> None:
-    """Connected by ``setup``; with ``none`` the momenta are exchanged exactly."""
-    first, second = launched("onebit_in_fabric")
-    for name in ("sign", "none"):
-        assert torch.equal(first[name]["weight"], second[name]["weight"])
-    numel, bias = 64 * 64, 64
-    assert first["sign"]["raw"] == {"none": 5 * numel + 10 * bias, "sign": 5 * numel}
-    assert first["none"]["raw"] == {"none": 10 * (numel + bias)}
-    assert not torch.equal(first["sign"]["weight"], first["none"]["weight"])
-
-
-REFUSED = {
-    "1-D under powersgd": r"PowerSGD\(.* none of the model's 2 parameters is one: lower the rank",
-    "1-D under powersgd in fabric": "none of the model's 2 parameters is one: lower the rank",
-    "rank as large as the matrix": r"rank \* \(n \+ m\) < n \* m, and none of the model's 3 param",
-    "onebit clipped": "gradient_clip_val would clip OneBitAdam's momenta .* leave it out",
-    "onebit under ddp": "OneBitAdam needs compressed DDP .* found none: use strategy='compressed",
-    "1-D under int8": "^$",  # a warning
+WIRE_BYTES = {
+    # By hand: 41 of 4096, rounded up to even, in 3.5 bytes; 52 of 1024 in 2.5 and a scale.
+    "topk:ratio=0.01": WEIGHTS / 4096 * 42 * 3.5,
+    "topk:ratio=0.05,values=int8,block_size=1024": WEIGHTS / 1024 * (52 * 2.5 + 2),
 }
 
 
-@pytest.mark.parametrize("attempt", REFUSED)
-def test_a_fit_is_refused_on_both_ranks(launched: Results, attempt: str) -> None:
-    for facts in launched("refused"):
-        assert re.search(REFUSED[attempt], facts[attempt]), facts[attempt]
+@pytest.mark.on_ranks(2)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_trains_in_lightning_and_changes_what_is_sent(option: str) -> None:
+    codec = option.split(":")[0]
+    facts = fit(Regression(HIDDEN), CompressedDDPStrategy(option, timeout=TIMEOUT))
+    require_trained(facts, codec)
+    if option in WIRE_BYTES:
+        sent = facts["stats"]["per_codec"][codec]["wire_bytes"] / STEPS
+        assert sent == pytest.approx(WIRE_BYTES[option], abs=2 * 16)  # planes are padded to 8
 
 
-def test_the_ranks_train_on_after_a_refusal(launched: Results) -> None:
-    ranks = launched("after_refusals")
-    require_replicas(ranks)
-    require_compressed(ranks, steps=STEPS)
+@pytest.mark.on_ranks(2)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_trains_in_fabric(option: str) -> None:
+    codec = option.split(":")[0]
+    momentum = 0.0 if codec == "dgc" else 0.9  # dgc brings its own
+    run = Run(FabricStrategy(codec=option, timeout=TIMEOUT), momentum=momentum)
+    run.train(6)
+    facts = run.facts()
+    require_compressed(facts, steps=6)
+    assert facts["stats"]["per_codec"][codec]["raw_bytes"] == 6 * 4 * WEIGHTS
+
+
+def elements(per_codec: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """How many each codec has taken."""
+    return {codec: count["raw_bytes"] / 4 for codec, count in per_codec.items()}
+
+
+class OneBit(Regression):
+    """Remembers after every batch how many elements each codec has taken."""
+
+    def __init__(self) -> None:
+        super().__init__(HIDDEN)
+        self.raw: list[Mapping[str, float]] = []
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return OneBitAdam(self.parameters(), lr=0.01, freeze_step=FREEZE)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.raw.append(elements(self.trainer.strategy.comm_stats()["per_codec"]))
+
+
+@pytest.mark.on_ranks(2)
+def test_onebit_adam_has_two_phases_and_resumes_in_the_second_bit_for_bit(tmp_path: Path) -> None:
+    """Gradients uncompressed for 5 steps, then momenta of the matrices through ``sign``; 12 steps
+    in one go, and 8 + 4."""
+
+    def trained(name: str, *, epochs: int, **arguments: Any) -> tuple[Facts, OneBit, Any]:
+        model, saver = OneBit(), ModelCheckpoint(tmp_path, filename=name)
+        saving = {"callbacks": [saver], "enable_checkpointing": True}
+        facts = fit(model, "compressed_ddp_sign", max_epochs=epochs, **saving, **arguments)
+        torch.distributed.barrier()
+        file = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)
+        return facts, model, file["optimizer_states"][0]["state"]
+
+    whole, model, state = trained("whole", epochs=3)
+    everything = WEIGHTS + BIAS
+    warm = [{"none": everything * step} for step in range(1, FREEZE + 1)]
+    frozen = [
+        {"none": FREEZE * everything + step * BIAS, "sign": step * WEIGHTS}
+        for step in range(1, 12 - FREEZE + 1)
+    ]
+    assert model.raw == [*warm, *frozen]
+    assert set(whole["residuals"]) == {"net.0.weight", "net.2.weight"}
+    assert all(residual.any() for residual in whole["residuals"].values())
+    require_replicas(whole)
+    assert len(set(whole["digests"])) == 12
+    losses = of_all(whole["losses"])[0]
+    assert sum(losses[-4:]) < 0.7 * sum(losses[:4])
+
+    half, *_ = trained("half", epochs=2)
+    assert len(half["digests"]) == 8 > FREEZE
+    assert half["digests"] == whole["digests"][:8]
+    resumed, model, found = trained("resumed", epochs=3, ckpt_path=tmp_path / "half.ckpt")
+    assert resumed["digests"] == whole["digests"][8:]
+    require_equal(resumed["residuals"], whole["residuals"])
+    for index, moments in state.items():
+        require_equal(found[index], moments)
+    assert model.raw == [{"none": n * BIAS, "sign": n * WEIGHTS} for n in range(1, 5)]
+
+
+@pytest.mark.on_ranks(2)
+def test_onebit_adam_in_fabric() -> None:
+    """Connected by ``setup``; with ``none`` the momenta are exchanged exactly."""
+    weights, numel, bias = [], 64 * 64, 64
+    for codec, raw in {
+        "sign": {"none": 5 * numel + 10 * bias, "sign": 5 * numel},
+        "none": {"none": 10 * (numel + bias)},
+    }.items():
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricStrategy(codec=codec))
+        fabric.launch()
+        model = nn.Linear(64, 64)
+        nn.init.zeros_(model.weight)
+        optimizer = OneBitAdam(model.parameters(), lr=0.01, freeze_step=FREEZE)
+        model, optimizer = fabric.setup(model, optimizer)
+        generator = torch.Generator().manual_seed(rank())
+        for _ in range(10):
+            x = torch.randn(8, 64, generator=generator)
+            optimizer.zero_grad()
+            fabric.backward((model(x) - x).square().mean())
+            optimizer.step()
+        (stats,) = fabric.strategy.comm_stats()
+        assert elements(stats["per_codec"]) == raw
+        weights.append(model.weight.detach().clone())
+        assert torch.equal(*of_all(weights[-1]))
+    assert not torch.equal(*weights)
+
+
+class Vector(Regression):
+    """Nothing but 1-D parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.LayerNorm(16)
+
+
+@pytest.mark.on_ranks(2)
+def test_what_must_not_train_is_refused_and_the_ranks_train_on() -> None:
+    def strategy(codec: str) -> CompressedDDPStrategy:
+        return CompressedDDPStrategy(codec, timeout=TIMEOUT)
+
+    with pytest.raises(
+        ValueError, match=r"PowerSGD\(.* none of the model's 2 parameters is one: lower the rank"
+    ):
+        fit(Vector(), strategy("powersgd"))
+    require_compressed(fit(Regression(HIDDEN), "compressed_ddp_powersgd"), steps=STEPS)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricStrategy("powersgd"))
+    fabric.launch()
+    with pytest.raises(ValueError, match="none of the model's 2 parameters is one: lower the rank"):
+        fabric.setup(nn.LayerNorm(16))
+    with pytest.raises(
+        ValueError, match=r"rank \* \(n \+ m\) < n \* m, and none of the model's 3 param"
+    ):
+        fit(Regression(), strategy("powersgd:rank=16"))
+    with pytest.raises(
+        ValueError, match=r"gradient_clip_val would clip OneBitAdam's momenta .* leave it out"
+    ):
+        fit(OneBit(), strategy("sign"), gradient_clip_val=0.1)
+    with pytest.raises(
+        ValueError, match=r"OneBitAdam needs compressed DDP .* found none: use strategy='compressed"
+    ):
+        fit(OneBit(), plain())
+    fit(Vector(), strategy("int8"))  # a warning

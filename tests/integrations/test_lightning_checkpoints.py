@@ -2,103 +2,170 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
-from results import Facts, Results, pick, require_compressed, require_equal, require_replicas
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from replicas import (
+    mean_of_all,
+    of_all,
+    require_compressed,
+    require_equal,
+    require_replicas,
+    world_of,
+)
+from scenarios.catalogue import Facts
+from scenarios.fitting import AtStart, compressed, fit, make_trainer, plain, snapshot
+from scenarios.models import Regression
+from torch import Tensor
 
 KEY = "lightning_dist"
 WEIGHTS = ["net.0.weight", "net.2.weight"]  # the bias is smaller than min_compress_numel
 
 
-def _mean(ranks: list[Facts]) -> dict[str, torch.Tensor]:
-    names = ranks[0]["residuals"]
-    return {name: torch.stack([f["residuals"][name] for f in ranks]).mean(0) for name in names}
+def ours() -> Any:
+    """Biases stay uncompressed, weights travel in several buckets."""
+    return compressed(min_compress_numel=100, bucket_cap_mb=0.001)
 
 
-def test_a_checkpoint_holds_every_ranks_residuals_in_plain_values(two: Results) -> None:
-    ranks = pick(two("resume"), "half")
-    state = torch.load(two.folder / "half.ckpt", weights_only=True)[KEY]
+def model() -> Regression:
+    return Regression(optimizer="adam")
+
+
+def fit_and_save(path: Path, strategy: Any, *, epochs: int, **arguments: Any) -> Facts:
+    """Saves ``path`` after every epoch, over the one before."""
+    saver = ModelCheckpoint(
+        path.parent, filename=path.stem, enable_version_counter=False, every_n_epochs=1
+    )
+    callbacks = [saver, *arguments.pop("callbacks", [])]
+    given = {"max_epochs": epochs, "callbacks": callbacks, "enable_checkpointing": True}
+    facts = fit(model(), strategy, **given, **arguments)
+    dist.barrier()
+    return facts
+
+
+def loaded(path: Path) -> Any:
+    return torch.load(path, weights_only=True)
+
+
+@pytest.mark.on_ranks(2)
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
+    """8 steps in one go, and 4 + 4 with a checkpoint between, which has every rank's residuals in
+    plain values; without them it would not."""
+    path, end = tmp_path / "half.ckpt", tmp_path / "whole.ckpt"
+    whole = fit_and_save(end, ours(), epochs=2)
+    half = fit_and_save(path, ours(), epochs=1)
+    state = loaded(path)[KEY]
     assert sorted(state) == ["residuals", "step", "strides", "version", "world_size"]
     assert (state["step"], state["world_size"]) == (4, 2)
     assert sorted(state["residuals"]) == WEIGHTS
-    for rank, facts in enumerate(ranks):
-        mine = {name: rows[rank] for name, rows in state["residuals"].items()}
-        require_equal(mine, facts["residuals"])
-        assert all(residual.any() for residual in mine.values())
-    assert not torch.equal(ranks[0]["residuals"][WEIGHTS[0]], ranks[1]["residuals"][WEIGHTS[0]])
+    mine = {name: rows[dist.get_rank()] for name, rows in state["residuals"].items()}
+    require_equal(mine, half["residuals"])
+    assert all(residual.any() for residual in mine.values())
+    assert not torch.equal(*state["residuals"][WEIGHTS[0]])
+
+    resumed = fit_and_save(tmp_path / "resumed.ckpt", ours(), epochs=2, ckpt_path=path)
+    assert resumed["digests"] == whole["digests"][4:]
+    require_equal(resumed["parameters"], whole["parameters"])
+    require_equal(resumed["residuals"], whole["residuals"])
+    require_compressed(resumed, steps=4)
+    first, second = (
+        loaded(each)["optimizer_states"][0]["state"] for each in (end, tmp_path / "resumed.ckpt")
+    )
+    for index, moments in first.items():
+        require_equal(second[index], moments)
+
+    stripped = tmp_path / f"stripped.{dist.get_rank()}.ckpt"
+    torch.save({name: value for name, value in loaded(path).items() if name != KEY}, stripped)
+    without = fit_and_save(tmp_path / "other.ckpt", ours(), epochs=2, ckpt_path=stripped)
+    require_replicas(without)
+    assert without["digests"][-1] != whole["digests"][-1]
 
 
-def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(two: Results) -> None:
-    ranks = two("resume")
-    for facts in ranks:
-        assert facts["resumed"]["digests"] == facts["whole"]["digests"][4:]
-        require_equal(facts["resumed"]["parameters"], facts["whole"]["parameters"])
-        require_equal(facts["resumed"]["residuals"], facts["whole"]["residuals"])
-        for index, whole in facts["optimizer"]["whole"].items():
-            require_equal(facts["optimizer"]["resumed"][index], whole)
-    require_compressed(pick(ranks, "resumed"), steps=4)
-    require_replicas(pick(ranks, "resumed"))
+@pytest.mark.on_ranks(2)
+def test_a_checkpoint_of_ours_loads_under_plain_ddp(tmp_path: Path) -> None:
+    fit_and_save(tmp_path / "ours.ckpt", ours(), epochs=1)
+    assert KEY in loaded(tmp_path / "ours.ckpt")
+    found = fit_and_save(tmp_path / "ddp.ckpt", plain(), epochs=2, ckpt_path=tmp_path / "ours.ckpt")
+    require_replicas(found)
+    assert found["optimizer_steps"] == 8
+    assert KEY not in loaded(tmp_path / "ddp.ckpt")
 
 
-def test_without_the_residuals_it_would_not(two: Results) -> None:
-    """Shows that the test above can fail."""
-    whole, stripped = pick(two("resume"), "whole"), two("without_residuals")
-    require_replicas(stripped)
-    assert stripped[0]["digests"][-1] != whole[0]["digests"][-1]
-
-
-def test_a_checkpoint_of_ours_loads_under_plain_ddp(two: Results) -> None:
-    ranks = pick(two("ours_under_ddp"), "resumed")
-    assert KEY in torch.load(two.folder / "ours.ckpt", weights_only=True)
-    require_replicas(ranks)
-    assert ranks[0]["optimizer_steps"] == 8
-    assert KEY not in torch.load(two.folder / "ddp.ckpt", weights_only=True)
-
-
-def test_a_plain_checkpoint_loads_under_ours_without_residuals(two: Results) -> None:
+@pytest.mark.on_ranks(2)
+def test_a_plain_checkpoint_loads_under_ours_without_residuals(tmp_path: Path) -> None:
     """Not even what the strategy still owed from a fit before it."""
-    ranks = two("ddp_under_ours")
-    for facts in ranks:
-        assert any(residual.any() for residual in facts["before"]["residuals"].values())
-        assert not any(residual.any() for residual in facts["start"].values())
-        assert facts["step"] == 0
-        assert sorted(facts["resumed"]["residuals"]) == WEIGHTS
-    require_compressed(pick(ranks, "resumed"), steps=4)
-    require_replicas(pick(ranks, "resumed"))
+    fit_and_save(tmp_path / "plain.ckpt", plain(), epochs=1)
+    start = AtStart()
+    trainer = make_trainer(ours(), max_epochs=2, callbacks=[start])
+    trainer.fit(model())
+    assert any(residual.any() for residual in snapshot(trainer)["residuals"].values())
+    trainer.fit(model(), ckpt_path=tmp_path / "plain.ckpt")
+    assert not any(residual.any() for residual in start.residuals.values())
+    assert start.step == 0
+    resumed = snapshot(trainer)
+    assert sorted(resumed["residuals"]) == WEIGHTS
+    require_compressed(resumed, steps=4)
 
 
-def test_weights_alone_have_no_residuals_and_a_save_after_the_fit_has(two: Results) -> None:
-    ranks = two("weights_only")
-    assert KEY not in ranks[0]["keys"]
-    assert "state_dict" in ranks[0]["keys"]
-    assert ranks[0]["validated"] == ranks[1]["validated"] < 1
-    for rank, facts in enumerate(ranks):
-        saved = {name: rows[rank] for name, rows in facts["after"]["residuals"].items()}
-        require_equal(saved, facts["fit"]["residuals"])
+@pytest.mark.on_ranks(2)
+def test_weights_alone_have_no_residuals_and_a_save_after_the_fit_has(tmp_path: Path) -> None:
+    trainer = make_trainer(ours(), max_epochs=1, limit_val_batches=1.0)
+    trainer.fit(model())
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    weights, after = (loaded(tmp_path / f"{name}.ckpt") for name in ("weights", "after"))
+    assert KEY not in weights
+    assert "state_dict" in weights
+    rows = after[KEY]["residuals"]
+    require_equal(
+        {name: each[dist.get_rank()] for name, each in rows.items()}, snapshot(trainer)["residuals"]
+    )
+    (validated,) = trainer.validate(model(), ckpt_path=tmp_path / "after.ckpt", verbose=False)
+    assert of_all(validated) == [validated] * 2
+    assert validated["val_loss"] < 1
 
 
-def test_another_number_of_ranks_starts_from_the_mean_residual(
-    two: Results, three: Results
-) -> None:
+def means(path: Path) -> dict[str, Tensor]:
+    """Of the ranks that have left residuals in a file."""
+    return {name: rows.mean(0) for name, rows in loaded(path)[KEY]["residuals"].items()}
+
+
+@pytest.mark.on_ranks(3)
+def test_another_number_of_ranks_starts_from_the_mean_residual(tmp_path: Path) -> None:
     """What is owed to the model is the mean over ranks: 2 -> 3 and 2 -> 1 conserve it."""
-    owed = _mean(pick(two("resume"), "half"))
-    for name in ("two_to_three", "two_to_one"):
-        ranks = three(name)
-        started = _mean([{"residuals": facts["start"]} for facts in ranks])
-        assert started.keys() == owed.keys()
-        for parameter, residual in owed.items():
-            torch.testing.assert_close(started[parameter], residual, rtol=1e-6, atol=0.0)
-        assert all(facts["step"] == 4 for facts in ranks)
-        require_replicas(pick(ranks, "resumed"))
-    require_compressed(pick(three("two_to_three"), "resumed"), steps=4)
-    saved = torch.load(three.folder / "three.ckpt", weights_only=True)[KEY]
-    assert saved["world_size"] == 3
+    path = tmp_path / "half.ckpt"
+    with world_of(2) as is_here:
+        if is_here:
+            fit_and_save(path, ours(), epochs=1)
+    owed = means(path)
+    for size in (3, 1):
+        with world_of(size) as is_here:
+            if not is_here:
+                continue
+            start, end = AtStart(), tmp_path / f"{size}.ckpt"
+            resumed = fit_and_save(end, ours(), epochs=2, callbacks=[start], ckpt_path=path)
+            started = mean_of_all(start.residuals)
+            assert started.keys() == owed.keys()
+            for name, residual in owed.items():
+                torch.testing.assert_close(started[name], residual, rtol=1e-6, atol=0.0)
+            assert start.step == 4
+            require_replicas(resumed)
+            if size == 3:
+                require_compressed(resumed, steps=4)
+                assert loaded(end)[KEY]["world_size"] == 3
 
 
-def test_three_ranks_resume_bit_for_bit_too(three: Results) -> None:
+@pytest.mark.on_ranks(3)
+def test_three_ranks_resume_bit_for_bit_too(tmp_path: Path) -> None:
     """Two rounds on the wire, and owners that carry the second rounding."""
-    ranks = three("resume_three")
-    for facts in ranks:
-        assert facts["resumed"]["digests"] == facts["whole"]["digests"][4:]
-        require_equal(facts["resumed"]["residuals"], facts["whole"]["residuals"])
-    require_compressed(pick(ranks, "resumed"), steps=4)
-    require_replicas(pick(ranks, "resumed"))
+    path = tmp_path / "half.ckpt"
+    whole = fit_and_save(tmp_path / "whole.ckpt", ours(), epochs=2)
+    fit_and_save(path, ours(), epochs=1)
+    resumed = fit_and_save(tmp_path / "resumed.ckpt", ours(), epochs=2, ckpt_path=path)
+    assert resumed["digests"] == whole["digests"][4:]
+    require_equal(resumed["residuals"], whole["residuals"])
+    require_compressed(resumed, steps=4)

@@ -1,111 +1,222 @@
-"""One trainer used several times, and what loggers get of it."""
+"""One trainer on two ranks used several times, fits that fail, and what is refused."""
 
 from __future__ import annotations
 
+import logging
+import os
+import re
+import time
+from typing import Any
+
 import pytest
-from results import Results, pick, require_compressed, require_equal, require_replicas
+from replicas import of_all, require_compressed, require_equal
+from scenarios.catalogue import rank
+from scenarios.fitting import AtStart, compressed, fit, make_trainer, residuals, snapshot
+from scenarios.models import Regression
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-STEP = {"raw_bytes": 4 * 4096, "wire_bytes": 4096 + 16 * 2}  # one step of `OneMatrix`
+from lightning_dist import OneBitAdam, after_steps
+
+pytestmark = pytest.mark.on_ranks(2)
+SMALL_BUCKETS = {"bucket_cap_mb": 0.001}
+SOON = 20  # seconds; a hang would last for the timeout of the group, 30
 
 
-def test_a_second_fit_goes_on_where_the_first_ended(two: Results) -> None:
+def test_a_second_fit_goes_on_where_the_first_ended() -> None:
     """Residuals and step count carry over: two fits of an epoch are one fit of two, bit for bit."""
-    ranks = two("several_fits")
-    for facts in ranks:
-        require_equal(facts["start of second"], facts["first"]["residuals"])
-        assert facts["step at start of second"] == 4
-        assert facts["second"]["digests"] == facts["one fit"]["digests"]
-        require_equal(facts["second"]["residuals"], facts["one fit"]["residuals"])
-    require_compressed(pick(ranks, "first"), steps=4)
-    require_compressed(pick(ranks, "second"), steps=4)  # counted from the start of the fit
-    require_replicas(pick(ranks, "second"))
+    start, model = AtStart(), Regression()
+    trainer = make_trainer(compressed(**SMALL_BUCKETS), max_epochs=1, callbacks=[start])
+    trainer.fit(model)
+    first = snapshot(trainer)
+    require_compressed(first, steps=4)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model)
+    second, one_fit = snapshot(trainer), fit(Regression(), compressed(**SMALL_BUCKETS))
+    require_equal(start.residuals, first["residuals"])
+    assert start.step == 4
+    assert second["digests"] == one_fit["digests"]
+    require_equal(second["residuals"], one_fit["residuals"])
+    require_compressed(second, steps=4)  # counted from the start of the fit
 
 
-def test_fits_do_not_pile_up_threads_and_sockets(two: Results) -> None:
+def test_fits_do_not_pile_up_threads_and_sockets() -> None:
     """Under plain DDP a fit leaves nothing behind; two gloo groups are 6 threads and 10 files."""
-    for facts in two("many_fits"):
-        threads, files = zip(*facts["threads and files"], strict=True)
-        assert threads[4] < threads[2] + 6, "two fits later"
-        assert files[4] < files[2] + 10
+    trainer, threads, files = make_trainer(compressed(), max_epochs=0), [], []
+    for fits in range(1, 6):
+        trainer.fit_loop.max_epochs = fits
+        trainer.fit(Regression(batches=1))
+        threads.append(len(os.listdir("/proc/self/task")))
+        files.append(len(os.listdir("/proc/self/fd")))
+    assert threads[4] < threads[2] + 6, "two fits later"
+    assert files[4] < files[2] + 10
 
 
-@pytest.mark.parametrize("scenario", ["fit_after_a_failure", "fit_after_uneven_failures"])
-def test_a_fit_after_a_failed_one_continues_with_its_residuals(two: Results, scenario: str) -> None:
+FIRST, LAST = 2, 0  # layers in the order of their gradients; each is a bucket
+
+
+class Interrupted(Regression):
+    """Fails once, in batch 2, when the gradient of ``layer`` has been computed."""
+
+    def __init__(self, layer: int) -> None:
+        super().__init__()
+        self.layer, self.fails = layer, True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2 and self.fails:
+            self.net[self.layer].weight.register_hook(self._fail)
+        return loss
+
+    def _fail(self, _: Tensor) -> None:
+        if self.fails:
+            self.fails = False
+            raise RuntimeError("once")
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        pytest.param((LAST, LAST), id="at the same place, with one bucket on its way"),
+        pytest.param((LAST, FIRST), id="when rank 0 has sent a bucket that rank 1 never will"),
+    ],
+)
+def test_a_fit_after_a_failed_one_continues_with_its_residuals(layers: tuple[int, int]) -> None:
     """The failure came in a backward pass with buckets on their way: its step never happened."""
-    ranks = two(scenario)
-    for facts in ranks:
-        assert facts["error"] == "once"
-        assert facts["step"] == 2
-        require_equal(facts["start"], facts["owed"])
-        assert any(residual.any() for residual in facts["owed"].values())
-    require_compressed(pick(ranks, "second"), steps=4)
-    require_replicas(pick(ranks, "second"))
+    start, model = AtStart(), Interrupted(layers[rank()])
+    strategy = compressed(**SMALL_BUCKETS)
+    trainer = make_trainer(strategy, max_epochs=1, callbacks=[start])
+    with pytest.raises(RuntimeError, match=r"^once$"):
+        trainer.fit(model)
+    owed = residuals(strategy)
+    trainer.fit(model)
+    assert start.step == 2
+    require_equal(start.residuals, owed)
+    assert any(residual.any() for residual in owed.values())
+    require_compressed(snapshot(trainer), steps=4)
 
 
-def test_rank_0_says_once_that_compression_does_not_pay(two: Results) -> None:
-    ranks = two("advice")
-    said = [[m for m in facts["messages"] if "costs more than it saves" in m] for facts in ranks]
-    assert [len(messages) for messages in said] == [1, 0]
-    assert "use codec='none' or plain DDP" in said[0][0]
-    require_compressed(ranks, steps=40)
+class Listener(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
 
 
-def test_validate_test_and_predict_around_a_fit(two: Results) -> None:
-    ranks = two("evaluation_around_fit")
-    for facts in ranks:
-        assert facts["stats before"] == facts["stats after validate"] == {}
-        assert facts["val after"] < facts["val before"]
-        assert facts["test after"] < facts["test before"]
-        assert facts["predictions"] == 4
-        assert not facts["wrapped after fit"]
-        for name in ("val before", "val after", "test before", "test after"):
-            assert facts[name] == ranks[0][name]
-    require_compressed(pick(ranks, "fit"), steps=4)
-    require_compressed(pick(ranks, "second fit"), steps=4)
-    require_replicas(pick(ranks, "second fit"))
+def test_rank_0_says_once_that_compression_does_not_pay() -> None:
+    """A tiny model on the loopback interface."""
+    listener = Listener()
+    logging.getLogger("lightning_dist").addHandler(listener)
+    try:
+        ours = fit(Regression(), compressed(), max_epochs=10)
+    finally:
+        logging.getLogger("lightning_dist").removeHandler(listener)
+    said = [message for message in listener.messages if "costs more than it saves" in message]
+    assert len(said) == (1 if rank() == 0 else 0)
+    assert all("use codec='none' or plain DDP" in message for message in said)
+    require_compressed(ours, steps=40)
 
 
-@pytest.mark.parametrize(("name", "every"), [("every step", 1), ("every second", 2)])
-def test_loggers_get_the_bytes_of_the_last_step_and_in_total(
-    two: Results, name: str, every: int
-) -> None:
-    """At the trainer's own interval, on rank 0, the last step of the fit included."""
-    on_rank_0, on_rank_1 = two("csv_logger")
-    steps = list(range(every, 5, every))
-    assert on_rank_0[name] == [
-        {
-            "step": step - 1,
-            "comm/raw_bytes": STEP["raw_bytes"],
-            "comm/wire_bytes": STEP["wire_bytes"],
-            "comm/compression_ratio": pytest.approx(STEP["raw_bytes"] / STEP["wire_bytes"]),
-            "comm/intra_bytes": STEP["wire_bytes"],  # both ranks are on this host
-            "comm/inter_bytes": 0,
-            "comm/total_raw_bytes": step * STEP["raw_bytes"],
-            "comm/total_wire_bytes": step * STEP["wire_bytes"],
-        }
-        for step in steps
-    ]
-    assert on_rank_1[name] == []
+def test_validate_test_and_predict_around_a_fit() -> None:
+    """Evaluation needs no hook, and leaves what the next fit goes on from."""
+    model = Regression()
+    trainer = make_trainer(compressed(), max_epochs=1, limit_val_batches=1.0)
+
+    def losses() -> tuple[float, float]:
+        validated = trainer.validate(model, verbose=False)[0]["val_loss"]
+        return validated, trainer.test(model, verbose=False)[0]["test_loss"]
+
+    assert trainer.strategy.comm_stats() == {}
+    before = losses()
+    assert trainer.strategy.comm_stats() == {}
+    trainer.fit(model)
+    assert not isinstance(trainer.strategy.model, DistributedDataParallel)
+    after = losses()
+    assert after[0] < before[0]
+    assert after[1] < before[1]
+    assert of_all((before, after)) == [(before, after)] * 2
+    assert len(trainer.predict(model)) == 4
+    require_compressed(snapshot(trainer), steps=4)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model)
+    require_compressed(snapshot(trainer), steps=4)
 
 
-def test_log_every_n_steps_0_logs_nothing(two: Results) -> None:
-    """As in Lightning, where 0 switches logging off."""
-    for facts in two("csv_logger"):
-        assert facts["never stats"]["steps"] == 4
-        assert facts["never"] == []
+def test_ranks_with_different_settings_are_named_and_train_afterwards() -> None:
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="codec: ") as raised:
+        fit(Regression(), compressed("int8" if rank() == 0 else "bf16"))
+    assert time.monotonic() - start < SOON
+    assert "codec: 'Int8(block_size=256)' on rank 0; 'BF16()' on rank 1" in str(raised.value)
+    with pytest.raises(ValueError, match="start_step: 0 on rank 0; 1 on rank 1") as raised:
+        fit(Regression(), compressed(start_step=rank()))
+    assert "codec" not in str(raised.value)
+    require_compressed(fit(Regression(), compressed()), steps=8)
 
 
-def test_a_second_fit_logs_its_own_steps_only(two: Results) -> None:
-    rows = two("csv_logger_two_fits")[0]["rows"]
-    assert [row["step"] for row in rows] == list(range(8))
-    assert {row["comm/wire_bytes"] for row in rows} == {STEP["wire_bytes"]}
+class Frozen(Regression):
+    """Its variance is frozen after as many steps."""
+
+    def __init__(self, freeze_step: int) -> None:
+        super().__init__()
+        self.freeze_step = freeze_step
+
+    def configure_optimizers(self) -> Any:
+        return OneBitAdam(self.parameters(), freeze_step=self.freeze_step)
 
 
-def test_wandb_shows_the_ratio(two: Results) -> None:
-    facts = two("wandb_logger")[0]
-    if "missing" in facts:
-        pytest.skip("wandb is not installed")
-    assert facts["summary"]["comm/compression_ratio"] == pytest.approx(
-        STEP["raw_bytes"] / STEP["wire_bytes"]
+class Manual(Regression):
+    """Lightning does not know how many synchronised steps there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for _ in range(2):
+            self.optimizers().zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.optimizers().step()
+
+
+def test_compression_that_would_begin_after_the_training_is_refused() -> None:
+    """8 steps. A trial run is no training, and nobody knows the steps of manual optimization."""
+    late = (
+        "Compression must start before training ends, got step {} as its first (start_step, "
+        "warmup or after_steps) and a training of 8 steps; set it lower, or use strategy='ddp'"
     )
-    assert facts["summary"]["comm/total_wire_bytes"] == 4 * STEP["wire_bytes"]
+    frozen = (
+        "OneBitAdam compresses nothing before its freeze_step, which must come before the "
+        "training ends, got freeze_step=8 and 8 steps; 15 to 25 % of them is usual"
+    )
+    start = time.monotonic()
+    for model, strategy, message in (
+        (Regression(), compressed(start_step=8), late.format(8)),
+        (Regression(), compressed(after_steps(9, "int8")), late.format(9)),
+        (Frozen(8), compressed("sign"), frozen),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            fit(model, strategy)
+    fit(Regression(), compressed(start_step=7))
+    fit(Frozen(7), compressed("sign"))
+    fit(Manual(), compressed(start_step=9))
+    fit(Regression(), compressed(start_step=8), fast_dev_run=2)
+    assert time.monotonic() - start < SOON
+
+
+class Sparse(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 16, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x + self.table(x[:, :1].long() % 10).squeeze(1))
+
+
+def test_models_without_gradients_to_compress_are_refused() -> None:
+    with pytest.raises(ValueError, match="must have a parameter with requires_grad=True"):
+        fit(Regression().requires_grad_(False), compressed())
+    with pytest.raises(ValueError, match="'table' was made with sparse=True"):
+        fit(Sparse(), compressed())

@@ -1,8 +1,9 @@
-"""One way to fit a model in a scenario, and what to remember of it."""
+"""One way to fit a model on ranks, and what to remember of it."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 from typing import Any
 
 import lightning as L
@@ -11,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from lightning_dist import CompressedDDPStrategy
-from scenarios.catalogue import TIMEOUT, Facts, folder, world_size
+from scenarios.catalogue import TIMEOUT, Facts, world_size
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -46,6 +47,18 @@ class Observer(L.Callback):
         self.ddp = {name: logged.get(name) for name in names}
 
 
+class AtStart(L.Callback):
+    """Residuals and step count when a fit starts."""
+
+    def __init__(self) -> None:
+        self.residuals: dict[str, Tensor] = {}
+        self.step = -1
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.residuals = residuals(trainer.strategy)
+        self.step = trainer.strategy._reducer.step
+
+
 def compressed(codec: Any = "int8", **arguments: Any) -> CompressedDDPStrategy:
     """Our strategy; everything is compressed and nothing waits for long."""
     arguments = {"min_compress_numel": 0, "timeout": TIMEOUT, **arguments}
@@ -62,14 +75,10 @@ def plain(**arguments: Any) -> DDPStrategy:
     return DDPStrategy(timeout=TIMEOUT, **arguments)
 
 
-VARIANTS = {"ddp": plain, "none": lossless, "int8": compressed}
-"""What a scenario compares: the reference, what must equal it, and what must save bytes."""
-
-
 def make_trainer(strategy: Any, **arguments: Any) -> L.Trainer:
     callbacks = [*arguments.pop("callbacks", []), Observer()]
-    arguments = {**QUIET, "devices": world_size(), "default_root_dir": folder(), **arguments}
-    return L.Trainer(strategy=strategy, callbacks=callbacks, **arguments)
+    given = {"devices": world_size(), "default_root_dir": os.environ.get("SCENARIO_FOLDER")}
+    return L.Trainer(strategy=strategy, callbacks=callbacks, **{**QUIET, **given, **arguments})
 
 
 def fit(model: L.LightningModule, strategy: Any, *, ckpt_path: Any = None, **arguments: Any) -> Any:
