@@ -10,8 +10,6 @@ import sys
 import threading
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
-from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -57,29 +55,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.get_closest_marker("slow") is None,
         )
     )
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``--dist loadfile`` one worker runs all of a file, and all that use the same launch.
-
-    (``xdist_group`` does nothing with pytest 9.2.)
-    """
-    if config.getoption("dist") != "loadfile":
-        return None
-    from xdist.scheduler import LoadFileScheduling
-
-    class ByLaunch(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return "launch" if _uses_the_launch(config.rootpath / file) else file
-
-    return ByLaunch(config, log)
-
-
-@cache
-def _uses_the_launch(file: Path) -> bool:
-    return re.search(r"\b(two|three): Results", file.read_text()) is not None
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -47,12 +47,6 @@ def digest(model: nn.Module) -> str:
     return repr([p.double().sum().item() for p in model.parameters()])
 
 
-def of_all_ranks(mine: Any) -> list[Any]:
-    everybody = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, mine)
-    return everybody
-
-
 def busy(seconds: float) -> None:
     """What a slow rank does; planted, and measured by who plants it."""
     end = time.monotonic() + seconds

@@ -9,9 +9,9 @@ from typing import Any
 
 import lightning as L
 import torch.distributed as dist
-from scenarios.catalogue import TIMEOUT
 from scenarios.fitting import QUIET, digest, parameters
 from scenarios.models import Regression
+from scenarios.world import TIMEOUT
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 

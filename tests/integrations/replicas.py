@@ -12,8 +12,8 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from rank_loop import meet
-from scenarios.catalogue import Facts
 from scenarios.fitting import compressed, fit, lossless, plain
+from scenarios.world import Facts
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -105,3 +105,20 @@ def world_of(size: int) -> Iterator[bool]:
         yield False
     store = dist.PrefixStore(f"{number} of all", store)
     meet(store, rank, everybody, timeout=timedelta(seconds=100))
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """A world of this rank, as if torchrun had started a single process."""
+    size, store = dist.get_world_size(), _get_default_store()
+    before = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    number = store.add(f"alone {before['RANK']}", 1)
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    dist.destroy_process_group()
+    meet(dist.HashStore(), 0, 1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        os.environ.update(before)
+        meet(dist.PrefixStore(f"{number} after alone", store), int(before["RANK"]), size)

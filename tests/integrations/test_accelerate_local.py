@@ -13,14 +13,14 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from results import require_equal
+from replicas import of_all, require_equal
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 pytest.importorskip("accelerate")
 
 from safetensors.torch import load_file
-from scenarios.accelerating import Run, of_all_ranks, own_batches
+from scenarios.accelerating import Run, own_batches
 from scenarios.fitting import digest, parameters
 from scenarios.models import Regression
 
@@ -107,7 +107,7 @@ def test_local_updates_are_those_of_a_loop_and_resume_bit_exact(tmp_path: Path) 
     assert digests == expected()[0]
     require_equal(end, expected()[1])
     require_equal(load_file(tmp_path / "model.safetensors"), anchor)
-    first, second = of_all_ranks((digests[0], end))
+    first, second = of_all((digests[0], end))
     assert first[0] != second[0]
     require_equal(first[1], second[1])
 
@@ -142,7 +142,7 @@ def test_post_local_sgd_is_ddp_until_it_starts() -> None:
         run.train(8)
         plugin._end(lambda: None)  # of end_training, which ends the group too
     assert run.digests[:2] == of_ddp.digests[:2]
-    first, second = of_all_ranks(run.digests)
+    first, second = of_all(run.digests)
     assert [a == b for a, b in zip(first, second, strict=True)] == [True, True, False, True]
 
 
@@ -161,7 +161,7 @@ def test_a_step_that_a_scaler_skips_on_one_worker_counts() -> None:
         assert plugin.updates.attempted == 8
         plugin._end(lambda: None)  # of end_training, which ends the group too
         assert scaler.get_scale() == (8.0 if is_first else 16.0)
-        first, second = of_all_ranks(parameters(run.models[0].module))
+        first, second = of_all(parameters(run.models[0].module))
     require_equal(first, second)
     assert all(each.isfinite().all() for each in first.values())
 
@@ -184,7 +184,7 @@ def test_ranks_of_a_host_are_one_worker_as_in_a_loop() -> None:
         **settings,
     )
     assert run.digests == digests
-    first, second, third = of_all_ranks((digests, end))
+    first, second, third = of_all((digests, end))
     assert first[0] == second[0]
     assert first[0][0] != third[0][0]
     require_equal(first[1], second[1])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from results import require_compressed, require_equal, require_replicas
+from replicas import of_all, require_compressed, require_equal, require_replicas
 from wandb_runs import config, history
 
 pytest.importorskip("accelerate")
@@ -17,7 +17,7 @@ pytest.importorskip("accelerate")
 import accelerate
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import DistributedDataParallelKwargs
-from scenarios.accelerating import TOPK, Facts, Run, forget_accelerators, of_all_ranks
+from scenarios.accelerating import TOPK, Facts, Run, forget_accelerators
 from scenarios.models import WIDTH
 from torch import nn
 
@@ -48,8 +48,7 @@ def test_replicas_train_with_the_bytes_of_int8() -> None:
     for name, value in found["ddp"]["parameters"].items():
         torch.testing.assert_close(found["int8"]["parameters"][name], value, rtol=0, atol=1e-2)
     for name in ("int8", "in kwargs_handlers"):
-        require_compressed([found[name]], steps=8)
-        require_replicas(of_all_ranks(found[name]))
+        require_compressed(found[name], steps=8)
 
 
 @pytest.mark.parametrize(
@@ -61,8 +60,7 @@ def test_there_is_an_exchange_in_every_step(given: dict[str, Any], steps: int) -
     with Run(INT8, **given) as run:
         run.train(8)
         found = run.facts()
-    require_compressed([found], steps=steps)
-    require_replicas(of_all_ranks(found))
+    require_compressed(found, steps=steps)
 
 
 def test_residuals_are_unscaled() -> None:
@@ -77,7 +75,7 @@ def test_residuals_are_unscaled() -> None:
     constant, growing = found
     require_equal(growing["residuals"], constant["residuals"])
     require_equal(growing["parameters"], constant["parameters"])
-    require_compressed([growing], steps=8)
+    require_compressed(growing, steps=8)
 
 
 @pytest.mark.parametrize("by_hand", [True, False])
@@ -107,7 +105,7 @@ def test_optimizers_are_connected() -> None:
     with Run(CompressedDDPPlugin("sign"), by_hand=False, optimizer=onebit) as run:
         assert run.compression.reducers[0].adjustment is run.optimizers[0].optimizer
         run.train(4)
-        require_replicas(of_all_ranks(run.facts()))
+        require_replicas(run.facts())
 
 
 def test_a_model_may_be_prepared_again() -> None:
@@ -122,8 +120,7 @@ def test_a_model_may_be_prepared_again() -> None:
         run.train(2)
         assert first.closed
         found = run.facts()
-    require_compressed([found], steps=2)
-    require_replicas(of_all_ranks(found))
+    require_compressed(found, steps=2)
 
 
 def test_attaching_twice_or_late() -> None:
@@ -242,7 +239,7 @@ def test_wandb_through_accelerate(tmp_path: Path) -> None:
             run.train(1)
             run.compression.log(step)
         wanted, metrics = run.compression.reducers[0].comm_config(), run.compression.metrics()
-        assert of_all_ranks(metrics) == [metrics] * 2, "rank 1 sends as much and logs nothing"
+        assert of_all(metrics) == [metrics] * 2, "rank 1 sends as much and logs nothing"
         if dist.get_rank() == 1:
             return
         run.accelerator.get_tracker("wandb").finish()

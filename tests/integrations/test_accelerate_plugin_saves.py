@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from results import require_equal, require_replicas
+from replicas import of_all, require_equal, require_replicas, world_of
 from torch import Tensor, nn
 
 pytest.importorskip("accelerate")
 
-from scenarios.accelerating import Run, of_all_ranks, warnings
-from scenarios.catalogue import first_ranks
+from scenarios.accelerating import Run, warnings
 from scenarios.models import WIDTH
 
 from lightning_dist.accelerate import AsyncStateCheckpointer
@@ -56,7 +55,7 @@ def test_residuals_of_every_rank_and_model_come_back(way: str, tmp_path: Path) -
     assert found["step"] == expected["step"] == [8, 8]
     assert any(residual.any() for residual in expected["residuals"].values())
     assert messages == []
-    owed = of_all_ranks(expected["residuals"]["0.0.weight"])
+    owed = of_all(expected["residuals"]["0.0.weight"])
     assert not torch.equal(*owed), "every rank owes something of its own"
     files = set(os.listdir(target))
     assert {"lightning_dist_reducer_0.bin", "lightning_dist_reducer_1.bin"} <= files
@@ -114,7 +113,7 @@ def test_adversaries_have_a_compression_each(tmp_path: Path) -> None:
     assert whole["residuals"]["1.2.weight"].any()
     require_equal(resumed["parameters"], whole["parameters"])
     require_equal(resumed["residuals"], whole["residuals"])
-    first, second = of_all_ranks(whole)
+    first, second = of_all(whole)
     require_equal(first["parameters"], second["parameters"])
     for name in ("0.0.weight", "1.0.weight"):
         assert not torch.equal(first["residuals"][name], second["residuals"][name])
@@ -183,15 +182,14 @@ def test_end_training_waits_for_checkpoints_and_stops_threads(tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.on_ranks(3)
 def test_three_ranks_go_on_with_what_two_owe(tmp_path: Path) -> None:
-    os.environ["SCENARIO_FOLDER"] = str(tmp_path)  # where `first_ranks` meet
     saved = None
-    with first_ranks(2) as is_of_two:
+    with world_of(2) as is_of_two:
         if is_of_two:
             with Run() as run:
                 run.train(3)
                 run.accelerator.save_state(str(tmp_path / "of_two"))
                 saved = run.facts()
-    first, second, _ = of_all_ranks(saved)
+    first, second, _ = of_all(saved)
     with Run() as run:
         run.accelerator.load_state(str(tmp_path / "of_two"))
         found = run.facts()
@@ -202,4 +200,4 @@ def test_three_ranks_go_on_with_what_two_owe(tmp_path: Path) -> None:
         mean = (first["residuals"][name] + second["residuals"][name]) / 2
         torch.testing.assert_close(residual, mean)
         assert name != "0.0.weight" or residual.any()
-    require_replicas(of_all_ranks({**found, "digests": ["", *run.digests]}))
+    require_replicas({**found, "digests": ["", *run.digests]})

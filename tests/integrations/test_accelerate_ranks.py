@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from processes import port, run_together
-from results import Facts, require_equal
+from replicas import alone, of_all, require_equal
+from scenarios.world import Facts
 
 pytest.importorskip("accelerate")
 
@@ -19,12 +20,10 @@ from scenarios.accelerating import (
     damage,
     names,
     no_room,
-    of_all_ranks,
     saving,
     warnings,
     writers,
 )
-from scenarios.catalogue import alone
 from torch.distributed import distributed_c10d
 
 from lightning_dist.accelerate import AsyncStateCheckpointer
@@ -76,7 +75,7 @@ def test_killed_ranks_resume_bit_for_bit(killed: Path) -> None:
     with saving(project, seed=5) as (state, training):
         number = int(base(state.load_state()).removeprefix("checkpoint_"))
         done = training.schedule.scheduler.last_epoch // 2  # Accelerate has a step for each rank
-        assert of_all_ranks((number, done)) == [(number, 2 * (number + 1))] * 2
+        assert of_all((number, done)) == [(number, 2 * (number + 1))] * 2
         assert number in (0, 1)
         assert training.train(6 - done) == history[done:]
         require_same_end(training.facts(), whole)
@@ -84,7 +83,7 @@ def test_killed_ranks_resume_bit_for_bit(killed: Path) -> None:
         state.wait()
         assert names(project) == [f"checkpoint_{n}" for n in range(number + 2)]
     assert any(residual.any() for residual in whole["residuals"].values())
-    first, second = of_all_ranks(whole)
+    first, second = of_all(whole)
     assert first["drawn"] != second["drawn"]
     assert first["seen"] != second["seen"]
     dist.barrier()
@@ -95,10 +94,10 @@ def test_killed_ranks_resume_bit_for_bit(killed: Path) -> None:
 def test_stock_accelerate_loads_it_but_knows_no_objects_of_other_ranks(killed: Path) -> None:
     """Shows that bit-exactness above is not accelerate's own."""
     with Training(None) as training:
-        seen = of_all_ranks(training.train(2)[1])
+        seen = of_all(training.train(2)[1])
     with Training(killed / "pair", seed=5) as training:
         training.accelerator.load_state(str(killed / "pair" / "checkpoints" / "checkpoint_0"))
-        stock = of_all_ranks(training.facts())
+        stock = of_all(training.facts())
     require_equal(stock[0]["parameters"], stock[1]["parameters"])
     assert stock[0]["seen"] == stock[1]["seen"] == seen[0]
 
@@ -212,7 +211,7 @@ def test_one_rank_loads_what_two_saved_and_says_what_is_not_exact(tmp_path: Path
         training.train(2)
         state.save_state(target)
         state.wait()
-        first, _ = of_all_ranks(training.facts())
+        first, _ = of_all(training.facts())
     dist.barrier()
     with alone(), saving(None, seed=5) as (state, training), warnings() as messages:
         state.load_state(target)
@@ -238,6 +237,6 @@ def test_refusals_reach_all_ranks_and_the_next_save_works(tmp_path: Path) -> Non
         ):
             with pytest.raises(error, match=says) as refused:
                 call(folder)
-            assert len(set(of_all_ranks(str(refused.value)))) == 1, says
+            assert len(set(of_all(str(refused.value)))) == 1, says
         assert base(state.save_state(tmp_path / "after_refusals")) == "after_refusals"
         assert os.listdir(foreign) == ["notes.txt"]

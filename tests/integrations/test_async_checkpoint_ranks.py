@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from replicas import mean_of_all, of_all, require_equal, world_of
-from scenarios.catalogue import Facts, rank
 from scenarios.fitting import AtStart, compressed, digest, make_trainer, plain, residuals
 from scenarios.models import WIDTH, Regression
+from scenarios.world import Facts, rank
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 

@@ -16,10 +16,10 @@ import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from replicas import of_all, require_compressed, require_equal, require_replicas
-from scenarios.catalogue import TIMEOUT, Facts, rank
 from scenarios.fabric_runs import Run
 from scenarios.fitting import fit, plain
 from scenarios.models import Regression
+from scenarios.world import TIMEOUT, Facts, rank
 from torch import nn
 
 from lightning_dist import CODECS, CompressedDDPStrategy, OneBitAdam, by_name, by_size, warmup

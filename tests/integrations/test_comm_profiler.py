@@ -23,7 +23,6 @@ from comm_profiles import (
     busy,
     ddp,
     digest,
-    of_all_ranks,
     one_bucket,
     printed,
     profile,
@@ -33,6 +32,7 @@ from comm_profiles import (
     require_report_of_failure,
     train,
 )
+from replicas import of_all
 
 from lightning_dist import CommProfiler, compress_ddp
 from lightning_dist.codecs import Int8
@@ -89,7 +89,7 @@ def test_planted_skew_is_waiting_for_that_rank(codec: str, tmp_path: Path) -> No
         # Links would be measured with the functions that are watched.
         with profiled(model, tmp_path, measure_links=False):
             train(model, late=lambda step: late.get(step, 0) / 1e3)
-    known = of_all_ranks(launched)
+    known = of_all(launched)
     run, _ = profile(tmp_path)
     lates = {}  # at least, at most: a busy machine may stop a rank while it launches
     for step in PLANTED:
@@ -132,7 +132,7 @@ def test_planted_codec_time_is_codec_time(tmp_path: Path) -> None:
     assert min(known) > 10 * MS
     run, _ = profile(tmp_path)
     errors = []
-    for of_rank, encoded in zip(run.ranks.values(), of_all_ranks(known), strict=True):
+    for of_rank, encoded in zip(run.ranks.values(), of_all(known), strict=True):
         for (_, step), of_step in zip(sorted(of_rank.steps.items()), encoded, strict=True):
             spans = [span for span in step.spans if span.phase == "encode"]
             errors.append(sum(span.end - span.begin for span in spans) - of_step)

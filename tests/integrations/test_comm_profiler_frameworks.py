@@ -23,7 +23,6 @@ from comm_profiles import (
     busy,
     in_detail,
     network,
-    of_all_ranks,
     printed,
     profile,
     profiled,
@@ -31,6 +30,7 @@ from comm_profiles import (
     require_report_of_failure,
 )
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from replicas import of_all
 from scenarios.accelerating import forget_accelerators
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -116,7 +116,7 @@ def test_a_callback_of_lightning_tells_the_console_files_and_loggers(
     assert told == (meta["script"], meta["started"])
     assert Path(told[0]).suffix == ".py"
     says = "of the step is exposed communication"
-    assert [says in each for each in of_all_ranks(output.getvalue())] == [True, False]
+    assert [says in each for each in of_all(output.getvalue())] == [True, False]
     made = {"meta.json", "summary.json", "report.html", "trace.json.gz", "steps.csv"}
     assert set(os.listdir(found)) == {"rank0.jsonl", "rank1.jsonl", *made}
     with gzip.open(found / "trace.json.gz") as trace:

@@ -24,7 +24,6 @@ from comm_profiles import (
     ddp,
     digest,
     network,
-    of_all_ranks,
     printed,
     profile,
     profiled,
@@ -32,7 +31,8 @@ from comm_profiles import (
     require_report_without_a_rank,
     train,
 )
-from scenarios.catalogue import alone, meet
+from rank_loop import meet
+from replicas import alone, of_all
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -125,7 +125,7 @@ def test_a_compiled_ddp_has_its_steps_in_detail_and_no_word_of_the_compiler(
     assert all(step.buckets for step in run.ranks[0].steps.values())
     for part in ("forward", "backward", "exposed_transfer"):
         assert summary["breakdown_ms"][part] > 0
-    first, second = of_all_ranks(digest(whole))
+    first, second = of_all(digest(whole))
     assert first == second
 
 
@@ -303,7 +303,7 @@ def test_a_folder_that_cannot_be_made_is_another_one(tmp_path: Path) -> None:
         (tmp_path / "taken").touch()
     with printed() as output, profiled(model := ddp(), tmp_path / "taken") as profiler:
         train(model)
-    other, of_neighbour = of_all_ranks(profiler.folder)
+    other, of_neighbour = of_all(profiler.folder)
     assert other == of_neighbour
     if dist.get_rank() == 0:
         assert read_run(other).common_steps
@@ -349,7 +349,7 @@ def test_lines_of_other_disks_reach_rank_0(tmp_path: Path) -> None:
         train(model, steps=230)
     assert sockets() == before
     names = sorted(path.name for path in profiler.folder.glob("rank*"))
-    assert of_all_ranks(names) == [["rank0.jsonl", "rank1.jsonl"], ["rank1.jsonl"]]
+    assert of_all(names) == [["rank0.jsonl", "rank1.jsonl"], ["rank1.jsonl"]]
     first, second = (disk / "profiles" / "run-0" for disk in disks)
     assert (first / "rank1.jsonl").read_bytes() == (second / "rank1.jsonl").read_bytes()
     gathered = read_run(first)

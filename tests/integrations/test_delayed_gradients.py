@@ -15,11 +15,10 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from local_steps import SameData, dealt, fit
 from local_worlds import World, on_threads, require_same
 from replicas import of_all, require_equal
-from scenarios.catalogue import TIMEOUT
 from scenarios.fabric_runs import Run
-from scenarios.fitting import compressed, digest, residuals
+from scenarios.fitting import compressed, digest, half, residuals
 from scenarios.models import Regression
-from scenarios.precision import half
+from scenarios.world import TIMEOUT
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank, run_threads

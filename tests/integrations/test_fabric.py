@@ -9,9 +9,9 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from replicas import mean_of_all, require_compressed, require_equal, require_replicas, world_of
-from scenarios.catalogue import rank
 from scenarios.fabric_runs import Run
 from scenarios.models import WIDTH
+from scenarios.world import rank
 from torch import nn
 
 from lightning_dist.fabric import CompressedDDPStrategy

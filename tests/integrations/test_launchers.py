@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from elastic_jobs import selected
-from processes import port, run, run_together
-from results import Facts, Results, require_compressed, require_replicas
+from processes import Finished, port, run, run_together
+from replicas import require_equal
+from scenarios.world import Facts
 from tiers import some_exhaustive
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -16,6 +18,40 @@ SCRIPTS = Path(__file__).with_name("scenarios")
 
 STARTS = ("notebook", "fork")
 EXHAUSTIVE = "spawn"  # imports all in a new process
+
+
+class Results:
+    """Facts of every scenario by name, one entry per rank."""
+
+    def __init__(self, folder: Path, finished: Finished, *, ranks: int) -> None:
+        self.folder, self.finished, self.ranks = folder, finished, ranks
+
+    def __call__(self, name: str, *, ranks: int | None = None) -> list[Facts]:
+        return [self._of(name, rank) for rank in range(ranks or self.ranks)]
+
+    def _of(self, name: str, rank: int) -> Facts:
+        path = self.folder / f"{name}.{rank}.pt"
+        if not path.exists():
+            output = self.finished.output[-8000:]
+            pytest.fail(f"rank {rank} left no {path.name}; output:\n{output}", pytrace=False)
+        result = torch.load(path, weights_only=True)
+        if "error" in result:
+            pytest.fail(f"{name} on rank {rank}:\n{result['error']}", pytrace=False)
+        return result["facts"]
+
+
+def require_compressed(ranks: list[Facts], *, steps: int) -> None:
+    """Ranks are replicas, whose hook ran ``steps`` times and saved bytes each time."""
+    digests = ranks[0]["digests"]
+    assert len(set(digests)) > 1
+    for facts in ranks:
+        assert facts["digests"] == digests
+        require_equal(facts["parameters"], ranks[0]["parameters"])
+        assert all(value.isfinite().all() for value in facts["parameters"].values())
+        stats = facts["stats"]
+        assert stats["steps"] == steps
+        assert 0 < stats["wire_bytes"] < stats["raw_bytes"]
+        assert 0 < stats["last_step"]["wire_bytes"] < stats["last_step"]["raw_bytes"]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +74,6 @@ def test_lightning_starts_the_second_rank(launched: Results, name: str) -> None:
     ranks = launched("_".join(filter(None, ["compressed_ddp", name])))
     assert ranks[0]["pid"] != ranks[1]["pid"]
     require_compressed(ranks, steps=8)
-    require_replicas(ranks)
 
 
 @pytest.mark.parametrize("name", some_exhaustive([*STARTS, EXHAUSTIVE], [EXHAUSTIVE]))
@@ -84,7 +119,6 @@ def test_slurm_tasks_find_each_other(slurm: Results) -> None:
     ranks: list[Facts] = slurm("slurm")
     assert {facts["environment"] for facts in ranks} == {"SLURMEnvironment"}
     require_compressed(ranks, steps=8)
-    require_replicas(ranks)
 
 
 def test_the_survivor_of_a_dead_rank_fails_soon(slurm: Results) -> None:

@@ -17,9 +17,9 @@ from replicas import (
     require_replicas,
     world_of,
 )
-from scenarios.catalogue import Facts
 from scenarios.fitting import AtStart, compressed, fit, make_trainer, plain, snapshot
 from scenarios.models import Regression
+from scenarios.world import Facts
 from torch import Tensor
 
 KEY = "lightning_dist"

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from replicas import of_all, require_compressed, require_equal
-from scenarios.catalogue import rank
 from scenarios.fitting import AtStart, compressed, fit, make_trainer, residuals, snapshot
 from scenarios.models import Regression
+from scenarios.world import rank
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

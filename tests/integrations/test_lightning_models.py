@@ -9,9 +9,9 @@ import lightning as L
 import pytest
 import torch
 from replicas import fit_beside_ddp, of_all, require_compressed, require_equal
-from scenarios.catalogue import rank
 from scenarios.fitting import compressed, fit, make_trainer, parameters, plain, residuals, snapshot
 from scenarios.models import WIDTH, Regression, loader
+from scenarios.world import rank
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.on_ranks(2)

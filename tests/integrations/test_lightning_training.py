@@ -16,10 +16,9 @@ from replicas import (
     require_equal,
     require_replicas,
 )
-from scenarios.catalogue import Facts, rank
-from scenarios.fitting import compressed, fit, lossless, parameters, plain, residuals
+from scenarios.fitting import compressed, fit, half, lossless, parameters, plain, residuals
 from scenarios.models import Regression
-from scenarios.precision import half
+from scenarios.world import Facts, rank
 from torch import Tensor
 
 pytestmark = pytest.mark.on_ranks(2, hash_seeds=True)

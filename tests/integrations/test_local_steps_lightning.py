@@ -30,11 +30,10 @@ from local_steps import (
     strategy,
 )
 from replicas import of_all, require_equal
-from scenarios.catalogue import TIMEOUT
 from scenarios.fabric_runs import Run
-from scenarios.fitting import digest, parameters, plain
+from scenarios.fitting import digest, half, parameters, plain
 from scenarios.models import Regression
-from scenarios.precision import half
+from scenarios.world import TIMEOUT
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -25,8 +25,8 @@ from local_steps import (
     strategy,
 )
 from replicas import of_all, require_equal, world_of
-from scenarios.catalogue import TIMEOUT
 from scenarios.fitting import digest, parameters, residuals
+from scenarios.world import TIMEOUT
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger
 from replicas import of_all
-from scenarios.catalogue import rank
 from scenarios.fitting import compressed, make_trainer
+from scenarios.world import rank
 from torch import Tensor, nn
 
 from lightning_dist import CommProfiler, CompressionError, ExchangedVolume

@@ -12,9 +12,9 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from replicas import of_all, require_equal
-from scenarios.catalogue import rank, world_size
 from scenarios.fitting import compressed, make_trainer, parameters
 from scenarios.models import Regression, loader
+from scenarios.world import rank, world_size
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset

@@ -1,1 +1,1 @@
-"""Training runs for `run_scenarios.py`: what happened on each rank, judged by the tests."""
+"""Trainings of the tests, and scripts that launchers start."""

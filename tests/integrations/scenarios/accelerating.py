@@ -47,12 +47,6 @@ def forget_accelerators() -> None:
     GradientState._reset_state()
 
 
-def of_all_ranks(mine: Any) -> list[Any]:
-    everybody = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, mine)
-    return everybody
-
-
 @contextmanager
 def warnings() -> Iterator[list[str]]:
     """What the package warns of meanwhile."""

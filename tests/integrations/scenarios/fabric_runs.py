@@ -8,9 +8,9 @@ import torch
 from lightning.fabric import Fabric
 from torch import nn
 
-from scenarios.catalogue import Facts
 from scenarios.fitting import digest, parameters
 from scenarios.models import Regression, loader
+from scenarios.world import Facts
 
 
 class Run:

@@ -8,11 +8,12 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from lightning_dist import CompressedDDPStrategy
-from scenarios.catalogue import TIMEOUT, Facts, world_size
+from scenarios.world import TIMEOUT, Facts, world_size
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -120,3 +121,9 @@ def residuals(strategy: Any) -> dict[str, Tensor]:
 def digest(module: nn.Module) -> str:
     flat = torch.cat([p.detach().reshape(-1).to(torch.float32) for p in module.parameters()])
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+
+
+def half(**scaler: Any) -> list[MixedPrecision]:
+    """16-mixed on the CPU, which ``precision="16-mixed"`` would turn into bf16-mixed."""
+    real = torch.amp.GradScaler("cpu", **{"init_scale": 2.0**10, **scaler})
+    return [MixedPrecision("16-mixed", device="cpu", scaler=real)]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from scenarios.catalogue import world_size
+from scenarios.world import world_size
 
 WIDTH = 16
 

@@ -1,0 +1,19 @@
+"""The world that a training is in: a launcher's, or that of `on_ranks`."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+Facts = dict[str, Any]
+"""Tensors and plain values of a training."""
+TIMEOUT = timedelta(seconds=30)
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", 2))  # launchers other than torchrun: always two
