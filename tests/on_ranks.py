@@ -34,6 +34,8 @@ LOOP = Path(__file__).with_name("rank_loop.py")
 START_LIMIT = 100.0
 LIMIT = 150.0
 """Seconds that a test may take on ranks."""
+SPARE = 20.0
+"""Seconds for ranks that exit at their limit to tell where they are."""
 GRACE = 3.0
 """Seconds in which ranks may end a test that has failed on another; most wait for that one."""
 
@@ -95,7 +97,7 @@ class World:
         for rank in self._ranks:
             rank.send(call)
         found: dict[int, tuple[str, str]] = {}
-        end = time.monotonic() + call.limit + 20
+        end = time.monotonic() + call.limit + SPARE
         while len(found) < self.size:
             waiting = [rank for n, rank in enumerate(self._ranks) if n not in found]
             ready = wait(waiting, max(0.0, end - time.monotonic()))
@@ -128,6 +130,14 @@ class Worlds:
         self._servers = servers
         self._world: World | None = None
         self._kind: tuple[int, bool] = 0, False
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """pytest's limit is above those of a world, which say what the ranks are doing."""
+        for item in items:
+            mark = item.get_closest_marker("on_ranks")
+            if mark is not None and item.get_closest_marker("timeout") is None:
+                limit = mark.kwargs.get("limit", LIMIT)
+                item.add_marker(pytest.mark.timeout(START_LIMIT + limit + 2 * SPARE))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import SPARE, START_LIMIT
 from processes import run
 
 pytestmark = pytest.mark.slow
@@ -50,6 +51,17 @@ def test_nothing_of_another_test_is_left() -> None:
 @pytest.mark.on_ranks(2)
 def test_nothing_of_another_test_is_left_here_either() -> None:
     test_nothing_of_another_test_is_left()
+
+
+@pytest.mark.on_ranks(2, limit=300)
+def test_limits_of_a_world_come_first(limit_of_pytest: float) -> None:
+    assert limit_of_pytest > START_LIMIT + 300 + SPARE
+
+
+@pytest.fixture
+def limit_of_pytest(request: pytest.FixtureRequest) -> float:
+    (limit,) = request.node.get_closest_marker("timeout").args
+    return float(limit)
 
 
 CASES = """
