@@ -6,6 +6,7 @@ fails after ``TIMEOUT`` instead of hanging.
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import stat
@@ -34,10 +35,36 @@ from lightning_dist.topology import Topology
 from lightning_dist.topology.groups import hosts_of, levels_of
 
 TIMEOUT = timedelta(seconds=20)
+T = TypeVar("T")
+
+
+@dataclass
+class _Past:
+    """Groups of a world that has ended, and the ports at which it accepted their connections."""
+
+    groups: list[dist.ProcessGroup]
+    ports: set[int]
+
+    def shut_down(self) -> None:
+        _shut_down(self.ports)
+        self.ports.clear()
+
+
 # A gloo group that is destroyed while its last collective is being freed deadlocks (it joins its
 # thread while it holds the interpreter lock), so the groups of a world outlive the next worlds.
-_RECENT: deque[list[dist.ProcessGroup]] = deque(maxlen=4)
-T = TypeVar("T")
+_RECENT: deque[_Past] = deque(maxlen=4)
+
+
+@atexit.register
+def _shut_down_past_worlds() -> None:
+    """Their connections stay open while the next world runs.
+
+    A collective that nobody waits for may still run when the ranks have ended, and gloo waits as
+    long as ``TIMEOUT`` for the end of a send whose connection is shut.
+    """
+    for past in _RECENT:
+        if past.ports:
+            past.shut_down()
 
 
 @dataclass
@@ -172,7 +199,7 @@ def run_threads(
 ) -> list[T]:
     """Results of ``function`` on every rank of a world of ``size``, in rank order.
 
-    Its groups are of no use after that: a collective that some ranks have left fails at once.
+    Its groups are of no use after that: the next world shuts their connections down.
     """
     store, barrier = dist.HashStore(), threading.Barrier(size, timeout=60)
     before = _listening()
@@ -182,7 +209,6 @@ def run_threads(
     ports = _listening() - before
     ranks = [Rank(rank, size, store, device, barrier, ranks_per_host) for rank in range(size)]
     alive: list[dist.ProcessGroup] = []
-    _RECENT.append(alive)
     for rank in ranks:
         rank.alive = alive
 
@@ -196,7 +222,8 @@ def run_threads(
     with ThreadPoolExecutor(size, initializer=os.sched_setaffinity, initargs=(0, _core())) as pool:
         futures = [pool.submit(guarded, rank) for rank in ranks]
         errors = [future.exception() for future in futures]
-    _shut_down(ports)
+    _shut_down_past_worlds()
+    _RECENT.append(_Past(alive, ports))
     first = [e for e in errors if e is not None and not isinstance(e, threading.BrokenBarrierError)]
     if first:
         raise first[0]
