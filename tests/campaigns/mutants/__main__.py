@@ -1,9 +1,10 @@
 """Mutants of the package, and the tests that notice them.
 
 Each of ``--count`` mutants is met by the tests that run its block, the quick files first, until one
-fails: those of the tier that CI runs, and, if none of them fails, those of the exhaustive tier. A
-mutant that ends no test in time is noticed too. The tests of a block are those that `hits` has
-found; a result that is in the file already is kept, so that a campaign goes on where it was ended.
+fails: those of the tier that CI runs, and, if none of them fails, those of the exhaustive tier; of
+each tier the quickest, which take ``--budget`` seconds together. A mutant that ends no test in time
+is noticed too. The tests of a block are those that `hits` has found; a result that is in the file
+already is kept, so that a campaign goes on where it was ended.
 
     python -m tests.campaigns.mutants --hits FOLDER --count 200 --seed 1 --json FILE
 """
@@ -20,6 +21,7 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -69,12 +71,20 @@ def copies(count: int) -> Iterator[SimpleQueue[Path]]:
         yield free
 
 
-def noticed_by(copy: Path, tests: Iterable[str], seconds: dict[str, float]) -> str | None:
+def within(budget: float, tests: Iterable[str], seconds: dict[str, float]) -> dict[str, float]:
+    """Tests that take so long together, the quickest first, and what each takes."""
+    found = {test: seconds.get(test, 1.0) for test in tests}
+    order = sorted(found, key=lambda test: found[test])
+    total = accumulate(found[test] for test in order)
+    return {test: found[test] for test, until in zip(order, total, strict=True) if until <= budget}
+
+
+def noticed_by(copy: Path, tests: dict[str, float]) -> str | None:
     """The first test that fails in a copy; None if all pass. Quick files come first."""
     cost: dict[str, float] = {}
-    for test in tests:
+    for test, seconds in tests.items():
         file = test.partition("::")[0]
-        cost[file] = cost.get(file, 0.0) + seconds.get(test, 1.0)
+        cost[file] = cost.get(file, 0.0) + seconds
     if not cost:
         return None
     files = sorted(cost, key=lambda file: cost[file])
@@ -115,6 +125,7 @@ def main() -> int:
     parser.add_argument("--hits", type=Path, required=True, help="folder that `hits` has written")
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--budget", type=float, default=300.0, help="seconds of tests of a tier")
     parser.add_argument("--json", type=Path, required=True, help="lines of results")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--tier", choices=TIERS, help="only this one")
@@ -130,13 +141,14 @@ def main() -> int:
         for tier, of_tier in tiers.items():
             found = done.get((str(mutant), tier))
             if (str(mutant), tier) not in done:
-                began, chosen = time.monotonic(), sorted(relevant & of_tier)
+                began = time.monotonic()
+                chosen = within(given.budget, relevant & of_tier, seconds)
                 copy = free.get()
                 source = copy / "lightning_dist" / mutant.file
                 text = source.read_text()
                 try:
                     source.write_text(mutant.applied(text))
-                    found = noticed_by(copy, chosen, seconds)
+                    found = noticed_by(copy, chosen)
                 finally:
                     source.write_text(text)
                     free.put(copy)
