@@ -3,12 +3,14 @@
     torchrun --nproc-per-node=N rank_loop.py SOCKET
 
 Each test has a default group of its own. The rank answers with ``("passed", "")``, ``("failed",
-traceback)`` or ``("skipped", reason)``, and ends when the other end of the socket is closed.
+traceback)`` or ``("skipped", reason)`` and the number of its threads. It ends when the other end
+of the socket is closed.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib.util
 import marshal
 import os
@@ -139,6 +141,7 @@ def main(path: str) -> None:
     # The agent of torchrun serves it.
     store = dist.TCPStore(address, port, size, is_master=False, timeout=timedelta(seconds=60))
     told.send(int(os.environ["RANK"]))
+    gc.freeze()  # what is imported stays
     number = 0
     while True:
         try:
@@ -147,7 +150,9 @@ def main(path: str) -> None:
             return
         number += 1
         faulthandler.dump_traceback_later(call.limit, exit=True)
-        told.send(answer(call, dist.PrefixStore(f"test {number}", store)))
+        answered = answer(call, dist.PrefixStore(f"test {number}", store))
+        gc.collect()  # groups in circles of references, each with three threads
+        told.send((answered, len(os.listdir("/proc/self/task"))))
         faulthandler.cancel_dump_traceback_later()
         sys.stdout.flush()
 

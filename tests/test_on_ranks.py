@@ -53,6 +53,20 @@ def test_nothing_of_another_test_is_left_here_either() -> None:
     test_nothing_of_another_test_is_left()
 
 
+LEFT: list[dist.ProcessGroup] = []
+
+
+@pytest.mark.on_ranks(2)
+def test_groups_that_are_left() -> None:
+    assert not LEFT
+    LEFT.extend(dist.new_group() for _ in range(12))
+
+
+@pytest.mark.on_ranks(2)
+def test_groups_that_are_left_end_with_their_world() -> None:
+    assert not LEFT
+
+
 @pytest.mark.on_ranks(2, limit=300)
 def test_limits_of_a_world_come_first(limit_of_pytest: float) -> None:
     assert limit_of_pytest > START_LIMIT + 300 + SPARE

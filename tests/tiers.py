@@ -21,6 +21,13 @@ def listed() -> dict[str, str]:
     return {test: tier for tier, test in words}
 
 
+def naming_no_test(lines: Iterable[str], tests: Iterable[str]) -> list[str]:
+    """Lines that none of these tests is meant by; files with no test are not installed."""
+    known = {name for test in tests for name in (test, test.partition("[")[0])}
+    files = {test.partition("::")[0] for test in known}
+    return [line for line in lines if line.partition("::")[0] in files and line not in known]
+
+
 def some_exhaustive(values: Iterable[Any], exhaustive: Collection[Any]) -> list[Any]:
     """Values of a parameter, of which some are for the exhaustive tier."""
     mark = pytest.mark.exhaustive
