@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from threads import on_threads
 from torch import Tensor
 from worlds import Rank, run_threads
 
@@ -160,20 +161,18 @@ ROW = row_bytes(PLANES, BLOCKS)
 
 
 @worlds
-def test_gather_brings_all_payloads_in_rank_order(size: int) -> None:
-    def body(rank: Rank) -> list[list[list[int]]]:
-        make = {"channel": Channel(rank.group("data")), "topology": rank.topology(), "device": CPU}
-        exchange = AllGather(ROW, **make)
-        section = exchange.section(PLANES, BLOCKS)
-        received = []
-        for step in range(2):  # buffers are reused
-            fill(section.own, rank.rank + 1 + step)
-            run(exchange)
-            received.append([numbers(payload)[0] for payload in section.payloads])
-        return received
-
+@on_threads("size")
+def test_gather_brings_all_payloads_in_rank_order(rank: Rank, size: int) -> None:
     first, second = ([[10 * (r + 1 + step)] for r in range(size)] for step in range(2))
-    assert run_threads(body, size) == [[first, second]] * size
+    make = {"channel": Channel(rank.group("data")), "topology": rank.topology(), "device": CPU}
+    exchange = AllGather(ROW, **make)
+    section = exchange.section(PLANES, BLOCKS)
+    received = []
+    for step in range(2):  # buffers are reused
+        fill(section.own, rank.rank + 1 + step)
+        run(exchange)
+        received.append([numbers(payload)[0] for payload in section.payloads])
+    assert received == [first, second]
 
 
 @worlds
@@ -238,27 +237,26 @@ def test_all_reduce_in_place_uses_no_second_buffer() -> None:
 
 
 @worlds
-def test_many_in_flight_do_not_mix(size: int) -> None:
+@on_threads("size")
+def test_many_in_flight_do_not_mix(rank: Rank, size: int) -> None:
     """Eight exchanges issued, then advanced, then awaited: each gets its own bytes."""
-
-    def body(rank: Rank) -> list[list[list[int]]]:
-        make = {"channel": Channel(rank.group("data")), "topology": rank.topology(), "device": CPU}
-        exchanges = [TwoShot([ROW] * size, **make) for _ in range(8)]
-        sections = [exchange.section(PLANES, BLOCKS) for exchange in exchanges]
-        for number, (exchange, section) in enumerate(zip(exchanges, sections, strict=True)):
-            for plane in section.own:
-                plane.fill_(number)
-            exchange.start()
-        for exchange, section in zip(exchanges, sections, strict=True):
-            exchange.wait()
-            for plane, out in zip(section.received[0], section.mean, strict=True):
-                out.copy_(plane.float().mean(0, keepdim=True))
-            exchange.start_second()
-        for exchange in exchanges:
-            exchange.wait()
-        return [numbers(section.payloads[0]) for section in sections]
-
-    assert run_threads(body, size) == [[[[number] * size] for number in range(8)]] * size
+    make = {"channel": Channel(rank.group("data")), "topology": rank.topology(), "device": CPU}
+    exchanges = [TwoShot([ROW] * size, **make) for _ in range(8)]
+    sections = [exchange.section(PLANES, BLOCKS) for exchange in exchanges]
+    for number, (exchange, section) in enumerate(zip(exchanges, sections, strict=True)):
+        for plane in section.own:
+            plane.fill_(number)
+        exchange.start()
+    for exchange, section in zip(exchanges, sections, strict=True):
+        exchange.wait()
+        for plane, out in zip(section.received[0], section.mean, strict=True):
+            out.copy_(plane.float().mean(0, keepdim=True))
+        exchange.start_second()
+    for exchange in exchanges:
+        exchange.wait()
+    assert [numbers(section.payloads[0]) for section in sections] == [
+        [[number] * size] for number in range(8)
+    ]
 
 
 FORMULAS = [ring_allreduce, ring_all_gather, all_to_all]

@@ -5,7 +5,7 @@ Plans are made for one rank of a world that is not there: bytes are known before
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from itertools import product
 from typing import Any, cast
@@ -13,9 +13,10 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from feeding import Fed, Tensors, backward, compressed
+from feeding import Fed, backward, compressed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from threads import on_threads
 from torch import Tensor
 from totals import Totals, lost, totals
 from worlds import Rank, run_threads
@@ -169,23 +170,20 @@ def test_small_parameters_between_six_ranks(codec: str) -> None:
         assert "dgc" in codec or lost(ranks) < 1e-9  # dgc sums momenta, not gradients
 
 
-def test_residuals_of_parameters_that_are_no_longer_compressed_are_sent() -> None:
+@on_threads(6)
+def test_residuals_of_parameters_that_are_no_longer_compressed_are_sent(rank: Rank) -> None:
     """A state as earlier versions saved it: by parameter, without any padding."""
     owed = {name: torch.arange(6.0).view(6, 1).repeat(1, 4) for name in ("f",)}
     owed["b"] = torch.ones(6, 40 * 48)
     state: Mapping[str, Any] = {"version": 1, "world_size": 6, "step": 3, "residuals": owed}
     zeros = {name: torch.zeros(shape) for name, shape in SMALL.items()}
-
-    def body(rank: Rank) -> tuple[Tensors, Sequence[str]]:
-        with compressed(rank, Fed(SMALL), "int8", min_compress_numel=0) as (model, reducer):
-            reducer.load_state_dict(state)
-            return backward(model, zeros), list(reducer.residuals)
-
-    for got, names in run_threads(body, 6):
-        assert torch.equal(got["f"], torch.full((2, 2), 2.5))
-        assert torch.allclose(got["b"], torch.ones(40, 48), rtol=0.01)
-        assert "f" not in names
-        assert "b" in names
+    with compressed(rank, Fed(SMALL), "int8", min_compress_numel=0) as (model, reducer):
+        reducer.load_state_dict(state)
+        got, names = backward(model, zeros), list(reducer.residuals)
+    assert torch.equal(got["f"], torch.full((2, 2), 2.5))
+    assert torch.allclose(got["b"], torch.ones(40, 48), rtol=0.01)
+    assert "f" not in names
+    assert "b" in names
 
 
 def require(codec: str, hosts: int, per_host: int = 1, *, shape: tuple[int, ...]) -> None:

@@ -20,6 +20,7 @@ from feeding import (
 )
 from layouts import HOSTS_OF_FOUR, PAIRS, UNEVEN, Layout, flat
 from test_skipped_steps import THREE, Model
+from threads import on_threads
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import resolve_codec
@@ -49,16 +50,13 @@ def digests(rank: Rank, codec: str, commit: str, **settings: Any) -> list[str]:
     ],
     ids=lambda value: str(value) * isinstance(value, Layout),
 )
-def test_finite_steps_are_the_same_bits(layout: Layout, codecs: list[str]) -> None:
+@on_threads("layout")
+def test_finite_steps_are_the_same_bits(rank: Rank, layout: Layout, codecs: list[str]) -> None:
     """So that every law of the deferred commit holds for the immediate one, and the reverse."""
     form = {**layout.form, **SEVERAL_BUCKETS}
-
-    def body(rank: Rank) -> None:
-        for codec in codecs:
-            ways = [digests(rank, codec, commit, **form) for commit in ("immediate", "deferred")]
-            assert ways[0] == ways[1], codec
-
-    run_threads(body, layout.size)
+    for codec in codecs:
+        ways = [digests(rank, codec, commit, **form) for commit in ("immediate", "deferred")]
+        assert ways[0] == ways[1], codec
 
 
 def spoilt(rank: int, step: int) -> Tensors:
@@ -103,23 +101,22 @@ def test_what_is_not_finite_keeps_its_residual_and_nothing_else_is_lost(size: in
 
 
 @pytest.mark.parametrize("commit", ["immediate", "deferred"])
+@on_threads(2)
 def test_a_backward_that_is_cut_short_is_not_counted(
+    rank: Rank,
     commit: Literal["immediate", "deferred"],
 ) -> None:
-    def body(rank: Rank) -> None:
-        model = Model(rank, "int8", commit=commit)
-        try:
-            counts = []
-            for step, buckets in enumerate((3, 2, 3)):
-                futures = model.reduce(feed(rank.rank, step, THREE), buckets)
-                if buckets == 3:
-                    torch.futures.wait_all(futures)
-                    counts.append(dict(model.reducer.comm_stats()["last_step"]))
-            assert counts[0] == counts[1]
-        finally:
-            model.reducer.close()
-
-    run_threads(body, 2)
+    model = Model(rank, "int8", commit=commit)
+    try:
+        counts = []
+        for step, buckets in enumerate((3, 2, 3)):
+            futures = model.reduce(feed(rank.rank, step, THREE), buckets)
+            if buckets == 3:
+                torch.futures.wait_all(futures)
+                counts.append(dict(model.reducer.comm_stats()["last_step"]))
+        assert counts[0] == counts[1]
+    finally:
+        model.reducer.close()
 
 
 def test_a_backward_that_is_cut_short_leaves_replicas_equal() -> None:
@@ -211,20 +208,16 @@ def test_tensors_take_turns_with_the_memory_of_payloads(size: int) -> None:
         ({"grad_scaler": torch.amp.GradScaler("cpu"), "commit": "immediate"}, True),
     ],
 )
-def test_which_one_is_in_force(settings: dict[str, Any], immediate: bool) -> None:
-    def body(rank: Rank) -> None:
-        with compressed(rank, Fed(), **LARGE, **settings) as (_, reducer):
-            assert reducer.immediate is immediate
-            assert reducer.comm_config()["commit"] == ("immediate" if immediate else "deferred")
-
-    run_threads(body, 2)
+@on_threads(2)
+def test_which_one_is_in_force(rank: Rank, settings: dict[str, Any], immediate: bool) -> None:
+    with compressed(rank, Fed(), **LARGE, **settings) as (_, reducer):
+        assert reducer.immediate is immediate
+        assert reducer.comm_config()["commit"] == ("immediate" if immediate else "deferred")
 
 
-def test_unused_parameters_need_the_deferred_one() -> None:
-    def body(rank: Rank) -> None:
-        ddp = {"find_unused_parameters": True}
-        refused = pytest.raises(ValueError, match=r"commit='immediate'.*find_unused.*'auto'")
-        with refused, compressed(rank, Fed(), commit="immediate", ddp=ddp):
-            pass
-
-    run_threads(body, 2)
+@on_threads(2)
+def test_unused_parameters_need_the_deferred_one(rank: Rank) -> None:
+    ddp = {"find_unused_parameters": True}
+    refused = pytest.raises(ValueError, match=r"commit='immediate'.*find_unused.*'auto'")
+    with refused, compressed(rank, Fed(), commit="immediate", ddp=ddp):
+        pass

@@ -9,6 +9,7 @@ import pytest
 import torch
 from feeding import digest, feed, held
 from layouts import PAIRS
+from threads import on_threads
 from torch import Tensor
 from torch.futures import Future
 from worlds import Rank, run_threads
@@ -180,36 +181,31 @@ def test_closing_one_gives_up_nothing_of_the_others(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("commit", ["immediate", "deferred"])
 @pytest.mark.parametrize("codec", ["none", "int8", "threshold:tau=1.5", "powersgd:rank=2"])
+@on_threads("size")
 def test_a_tensor_may_be_elsewhere_at_every_step(
-    codec: str, commit: Literal["immediate", "deferred"], size: int
+    rank: Rank, codec: str, commit: Literal["immediate", "deferred"], size: int
 ) -> None:
     """The same bits as of one that stays, and no more memory from step to step."""
-
-    def body(rank: Rank) -> None:
-        staying = Context(rank.network(), codec, seed=0, commit=commit)
-        flats = [torch.zeros(part.numel) for (part,) in staying.slices]
-        for step in range(6):
-            given = feed(rank.rank, step, SHAPES)
-            for flat, name in zip(flats, SHAPES, strict=True):
-                flat.copy_(given[name].flatten())
-            starts = zip(flats, staying.slices, strict=True)
-            staying.ends(
-                [staying.reducer.start(f, s, key=i).done for i, (f, s) in enumerate(starts)]
-            )
-        expected = staying.reducer.memory()["buffer_bytes"]
-        staying.reducer.close()
-        moving = Context(rank.network(), codec, seed=0, commit=commit)
-        kept, planned, memory = [], [], []  # all alive, so that none is where another was
-        for step in range(6):
-            means = [moving.start(step, key) for key in (0, 1)]
-            moving.ends(means)
-            kept += means
-            planned.append(moving.reducer._plans.groups())
-            memory.append(moving.reducer.memory()["buffer_bytes"])
-        assert moving.digests == staying.digests
-        assert memory[2] <= expected + 2 * 4 * sum(flat.numel() for flat in flats)
-        assert memory[2:] == [memory[2]] * 4
-        assert all(found[0] is planned[2][0] for found in planned[3:])
-        moving.reducer.close()
-
-    run_threads(body, size)
+    staying = Context(rank.network(), codec, seed=0, commit=commit)
+    flats = [torch.zeros(part.numel) for (part,) in staying.slices]
+    for step in range(6):
+        given = feed(rank.rank, step, SHAPES)
+        for flat, name in zip(flats, SHAPES, strict=True):
+            flat.copy_(given[name].flatten())
+        starts = zip(flats, staying.slices, strict=True)
+        staying.ends([staying.reducer.start(f, s, key=i).done for i, (f, s) in enumerate(starts)])
+    expected = staying.reducer.memory()["buffer_bytes"]
+    staying.reducer.close()
+    moving = Context(rank.network(), codec, seed=0, commit=commit)
+    kept, planned, memory = [], [], []  # all alive, so that none is where another was
+    for step in range(6):
+        means = [moving.start(step, key) for key in (0, 1)]
+        moving.ends(means)
+        kept += means
+        planned.append(moving.reducer._plans.groups())
+        memory.append(moving.reducer.memory()["buffer_bytes"])
+    assert moving.digests == staying.digests
+    assert memory[2] <= expected + 2 * 4 * sum(flat.numel() for flat in flats)
+    assert memory[2:] == [memory[2]] * 4
+    assert all(found[0] is planned[2][0] for found in planned[3:])
+    moving.reducer.close()

@@ -9,6 +9,7 @@ import torch
 from fed_model import SHAPES, Model
 from feeding import FakeBucket, Fed, backward, compressed, feed
 from processes import run
+from threads import on_threads
 from worlds import Rank, run_threads
 
 from lightning_dist.exchange.rounds import AllGather, AllReduce
@@ -169,42 +170,35 @@ def test_after_a_failure_every_later_bucket_fails_at_once(monkeypatch: pytest.Mo
     assert "An earlier exchange failed" in second
 
 
-def test_a_closed_reducer_averages_nothing() -> None:
+@on_threads(2)
+def test_a_closed_reducer_averages_nothing(rank: Rank) -> None:
     """Its thread has ended, so a gradient that were handed over would be waited for for ever."""
+    model = Model(rank.network())
+    model.step(rank.rank, 0)
+    model.reducer.close()
+    with pytest.raises(RuntimeError, match="a reducer that is closed"):
+        model.begin(feed(rank.rank, 1, SHAPES))
+    with pytest.raises(RuntimeError, match="a reducer that is closed"):
+        model.reducer.finish()
+    model.reducer.abandon()
 
-    def body(rank: Rank) -> None:
-        model = Model(rank.network())
-        model.step(rank.rank, 0)
-        model.reducer.close()
+
+@on_threads(2)
+def test_close_in_a_step_ends_its_futures(rank: Rank) -> None:
+    model = Model(rank.network())
+    name, parameter = next(iter(model.parameters.items()))
+    flat = feed(rank.rank, 0, SHAPES)[name].flatten()
+    future = model.buckets.reduce(FakeBucket(flat, [parameter], 0, last=False))
+    model.reducer.close()
+    assert future.done()
+    with pytest.raises(RuntimeError, match="closed in a step"):
+        future.wait()
+
+
+@on_threads(2)
+def test_a_backward_pass_after_close_raises(rank: Rank) -> None:
+    with compressed(rank, Fed()) as (model, reducer):
+        backward(model, feed(rank.rank, 0))
+        reducer.close()
         with pytest.raises(RuntimeError, match="a reducer that is closed"):
-            model.begin(feed(rank.rank, 1, SHAPES))
-        with pytest.raises(RuntimeError, match="a reducer that is closed"):
-            model.reducer.finish()
-        model.reducer.abandon()
-
-    run_threads(body, 2)
-
-
-def test_close_in_a_step_ends_its_futures() -> None:
-    def body(rank: Rank) -> None:
-        model = Model(rank.network())
-        name, parameter = next(iter(model.parameters.items()))
-        flat = feed(rank.rank, 0, SHAPES)[name].flatten()
-        future = model.buckets.reduce(FakeBucket(flat, [parameter], 0, last=False))
-        model.reducer.close()
-        assert future.done()
-        with pytest.raises(RuntimeError, match="closed in a step"):
-            future.wait()
-
-    run_threads(body, 2)
-
-
-def test_a_backward_pass_after_close_raises() -> None:
-    def body(rank: Rank) -> None:
-        with compressed(rank, Fed()) as (model, reducer):
-            backward(model, feed(rank.rank, 0))
-            reducer.close()
-            with pytest.raises(RuntimeError, match="a reducer that is closed"):
-                backward(model, feed(rank.rank, 1))
-
-    run_threads(body, 2)
+            backward(model, feed(rank.rank, 1))

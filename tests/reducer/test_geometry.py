@@ -9,6 +9,7 @@ import torch
 from feeding import Fed, Tensors, backward, compressed, feed, residuals, step_digest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from threads import on_threads
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank, run_threads
 
@@ -289,13 +290,10 @@ def test_a_chunk_is_not_larger_than_asked() -> None:
     assert max(sizes) <= 512
 
 
-def test_empty_parameters_are_left_alone() -> None:
+@on_threads(2)
+def test_empty_parameters_are_left_alone(rank: Rank) -> None:
     """A parameter without elements has no payload and no residual."""
-
-    def body(rank: Rank) -> tuple[list[str], torch.Size]:
-        shapes = {"w": (20, 20), "empty": (0, 5)}
-        with compressed(rank, Fed(shapes), min_compress_numel=0) as (model, reducer):
-            gradients = backward(model, feed(rank.rank, 0, shapes))
-            return list(reducer.residuals), gradients["empty"].shape
-
-    assert run_threads(body, 2) == [(["w"], torch.Size([0, 5]))] * 2
+    shapes = {"w": (20, 20), "empty": (0, 5)}
+    with compressed(rank, Fed(shapes), min_compress_numel=0) as (model, reducer):
+        gradients = backward(model, feed(rank.rank, 0, shapes))
+        assert (list(reducer.residuals), gradients["empty"].shape) == (["w"], torch.Size([0, 5]))

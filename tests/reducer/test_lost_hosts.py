@@ -20,6 +20,7 @@ from test_lost_ranks import (
     lose_answer,
     state_of,
 )
+from threads import on_threads
 from torch import Tensor
 from worlds import Rank, run_threads
 
@@ -123,27 +124,26 @@ def test_only_residuals_of_lost_ranks_are_lost(commit: Commit, left: list[int], 
 
 @pytest.mark.parametrize("codec", CODECS)
 @both_commits
-def test_a_rank_that_has_missed_the_answer_commits_by_itself(commit: Commit, codec: str) -> None:
+@on_threads(4)
+def test_a_rank_that_has_missed_the_answer_commits_by_itself(
+    rank: Rank, commit: Commit, codec: str
+) -> None:
     """To the bits of a run in which it has heard the answer, while all others are gone."""
-
-    def body(rank: Rank) -> tuple[list[str], list[str]]:
-        ends = []
-        for misses in (False, True):
-            model = Model(among(rank, FOUR, f"{misses}", per_host=2), codec, commit=commit)
-            told = Told(result=True)
-            model.reducer.leave_failures_to(told)
-            model.step(rank.rank, 0)
-            if misses and rank.rank == 1:
-                lose_answer(model.reducer.network)
-            digests = [digest(model.step(rank.rank, 1)), state_of(model)]
-            assert told.asked == (misses and rank.rank == 1)
-            assert model.reducer.step == 2
-            model.reducer.close()
-            ends.append(digests)
-        return ends[0], ends[1]
-
-    for quiet, faulty in run_threads(body, 4):
-        assert quiet == faulty
+    ends = []
+    for misses in (False, True):
+        model = Model(among(rank, FOUR, f"{misses}", per_host=2), codec, commit=commit)
+        told = Told(result=True)
+        model.reducer.leave_failures_to(told)
+        model.step(rank.rank, 0)
+        if misses and rank.rank == 1:
+            lose_answer(model.reducer.network)
+        digests = [digest(model.step(rank.rank, 1)), state_of(model)]
+        assert told.asked == (misses and rank.rank == 1)
+        assert model.reducer.step == 2
+        model.reducer.close()
+        ends.append(digests)
+    quiet, faulty = ends[0], ends[1]
+    assert quiet == faulty
 
 
 @pytest.mark.parametrize("codec", CODECS[:3])

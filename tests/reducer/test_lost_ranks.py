@@ -10,6 +10,7 @@ import pytest
 import torch
 from fed_model import SHAPES, Model, among
 from feeding import FakeBucket, Tensors, digest, feed, fitting, held
+from threads import on_threads
 from torch import Tensor
 from worlds import Rank, run_threads
 
@@ -145,26 +146,23 @@ def test_a_step_that_nobody_has_committed_is_given_up_and_taken_again(
 
 @both_commits
 @pytest.mark.parametrize("codec", FEW)
-def test_a_step_that_is_abandoned_changes_no_state(commit: Commit, codec: str) -> None:
+@on_threads(2)
+def test_a_step_that_is_abandoned_changes_no_state(rank: Rank, commit: Commit, codec: str) -> None:
     """Though the first bucket was decoded while the second one travelled: it is not ready yet."""
     shapes = {"first": (40, 48), "second": (33, 50), "third": (16, 16)}
-
-    def body(rank: Rank) -> None:
-        model = Model(rank.network(), codec, commit=commit, shapes=shapes)
-        model.reducer.leave_failures_to(Told())
-        model.step(rank.rank, 0)
-        state, given = state_of(model), feed(rank.rank, 1, shapes)
-        for number, (name, parameter) in enumerate([*model.parameters.items()][:2]):
-            bucket = FakeBucket(given[name].flatten().clone(), [parameter], number, last=False)
-            future = model.buckets.reduce(bucket)
-            model.reducer._executor.drain()
-            assert not future.done()
-        model.reducer.abandon()
+    model = Model(rank.network(), codec, commit=commit, shapes=shapes)
+    model.reducer.leave_failures_to(Told())
+    model.step(rank.rank, 0)
+    state, given = state_of(model), feed(rank.rank, 1, shapes)
+    for number, (name, parameter) in enumerate([*model.parameters.items()][:2]):
+        bucket = FakeBucket(given[name].flatten().clone(), [parameter], number, last=False)
+        future = model.buckets.reduce(bucket)
         model.reducer._executor.drain()
-        assert state_of(model) == state
-        model.reducer.close()
-
-    run_threads(body, 2)
+        assert not future.done()
+    model.reducer.abandon()
+    model.reducer._executor.drain()
+    assert state_of(model) == state
+    model.reducer.close()
 
 
 @both_commits
@@ -385,69 +383,62 @@ def test_nobody_votes_before_all_its_payloads_have_landed(
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_one_rank_that_wants_to_pause_is_heard_by_all(size: int) -> None:
-    def body(rank: Rank) -> list[bool]:
-        model = Model(rank.network(), "none")
-        told = Told()
-        model.reducer.leave_failures_to(told)
-        said = []
-        for step in range(3):
-            told.wants = step == 1 and rank.rank == size - 1
-            model.step(rank.rank, step)
-            said.append(model.reducer.answer.pauses)
-        model.reducer.close()
-        return said
-
-    assert run_threads(body, size) == [[False, True, False]] * size
+@on_threads("size")
+def test_one_rank_that_wants_to_pause_is_heard_by_all(rank: Rank, size: int) -> None:
+    model = Model(rank.network(), "none")
+    told = Told()
+    model.reducer.leave_failures_to(told)
+    said = []
+    for step in range(3):
+        told.wants = step == 1 and rank.rank == size - 1
+        model.step(rank.rank, step)
+        said.append(model.reducer.answer.pauses)
+    model.reducer.close()
+    assert said == [False, True, False]
 
 
-def test_no_collective_more_than_the_vote() -> None:
+@on_threads(3)
+def test_no_collective_more_than_the_vote(rank: Rank) -> None:
     """With a codec that keeps residuals, which asks for finiteness anyway: not one more."""
-
-    def body(rank: Rank) -> list[int]:
-        counts = []
-        for recovers in (False, True):
-            model = Model(rank.network(), "int8")
-            if recovers:
-                model.reducer.leave_failures_to(Told())
-            count = 0
-
-            def counting(launch: Callable[..., PendingWork]) -> Callable[..., PendingWork]:
-                def call(*arguments: Any, **named: Any) -> PendingWork:
-                    nonlocal count
-                    count += 1
-                    return launch(*arguments, **named)
-
-                return call
-
-            for channel in model.reducer.network.channels:
-                for name in ("all_reduce", "all_gather", "all_to_all", "broadcast"):
-                    setattr(channel, name, counting(getattr(channel, name)))
-            for step in range(1, 3):
-                model.step(rank.rank, step)
-            counts.append(count)
-            model.reducer.close()
-        return counts
-
-    for without, with_recovery in run_threads(body, 3):
-        assert without == with_recovery > 0
-
-
-def test_mistakes_are_still_raised() -> None:
-    def body(rank: Rank) -> None:
+    counts = []
+    for recovers in (False, True):
         model = Model(rank.network(), "int8")
-        model.reducer.leave_failures_to(Told())
+        if recovers:
+            model.reducer.leave_failures_to(Told())
+        count = 0
 
-        def mistaken(*arguments: Any, **named: Any) -> NoReturn:
-            raise ValueError("a mistake")
+        def counting(launch: Callable[..., PendingWork]) -> Callable[..., PendingWork]:
+            def call(*arguments: Any, **named: Any) -> PendingWork:
+                nonlocal count
+                count += 1
+                return launch(*arguments, **named)
 
-        model.reducer.network.data.all_gather = mistaken  # type: ignore[method-assign]
-        for future in model.begin(feed(rank.rank, 0, SHAPES)):
-            with pytest.raises(RuntimeError, match=r"a mistake|earlier"):
-                future.wait()
+            return call
+
+        for channel in model.reducer.network.channels:
+            for name in ("all_reduce", "all_gather", "all_to_all", "broadcast"):
+                setattr(channel, name, counting(getattr(channel, name)))
+        for step in range(1, 3):
+            model.step(rank.rank, step)
+        counts.append(count)
         model.reducer.close()
+    without, with_recovery = counts
+    assert without == with_recovery > 0
 
-    run_threads(body, 2)
+
+@on_threads(2)
+def test_mistakes_are_still_raised(rank: Rank) -> None:
+    model = Model(rank.network(), "int8")
+    model.reducer.leave_failures_to(Told())
+
+    def mistaken(*arguments: Any, **named: Any) -> NoReturn:
+        raise ValueError("a mistake")
+
+    model.reducer.network.data.all_gather = mistaken  # type: ignore[method-assign]
+    for future in model.begin(feed(rank.rank, 0, SHAPES)):
+        with pytest.raises(RuntimeError, match=r"a mistake|earlier"):
+            future.wait()
+    model.reducer.close()
 
 
 @pytest.mark.parametrize(
@@ -457,19 +448,17 @@ def test_mistakes_are_still_raised() -> None:
         ({"commit": "deferred"}, True, r"find_unused_parameters"),
     ],
 )
+@on_threads(2)
 def test_settings_that_need_other_ranks_to_commit_are_refused(
-    settings: Any, absent: bool, match: str
+    rank: Rank, settings: Any, absent: bool, match: str
 ) -> None:
-    def body(rank: Rank) -> None:
-        names: dict[Tensor, str] = {torch.zeros(4, 4): "weight"}
-        reducer = Reducer(
-            names,
-            settings=Settings.check("int8", **settings),
-            network=rank.network(),
-            allow_absent=absent,
-        )
-        with pytest.raises(ValueError, match=match):
-            reducer.leave_failures_to(Told())
-        reducer.close()
-
-    run_threads(body, 2)
+    names: dict[Tensor, str] = {torch.zeros(4, 4): "weight"}
+    reducer = Reducer(
+        names,
+        settings=Settings.check("int8", **settings),
+        network=rank.network(),
+        allow_absent=absent,
+    )
+    with pytest.raises(ValueError, match=match):
+        reducer.leave_failures_to(Told())
+    reducer.close()

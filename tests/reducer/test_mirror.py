@@ -10,6 +10,7 @@ import pytest
 import torch
 from fed_model import SHAPES, Model, among
 from feeding import feed
+from threads import on_threads
 from torch import Tensor
 from worlds import Rank, run_threads
 
@@ -43,19 +44,17 @@ def test_a_copy_comes_from_the_rank_before() -> None:
     assert run_threads(body, 3) == [{"c": c}, {"b": b}, {"b": b, "c": c}]
 
 
-def test_a_copy_waits_no_longer_than_a_step_for_a_silent_rank() -> None:
-    def body(rank: Rank) -> None:
-        model, ring = Model(rank.network(), "int8"), rank.group("ring")
-        model.step(rank.rank, 0)
-        if rank.rank == 0:
-            model.reducer.network.limit.seconds = 0.3
-            mirror = ResidualMirror(model.reducer, every=1)
-            mirror.regroup(["a", "b"])
-            with pytest.raises(RuntimeError, match=r"within 0\.3 s"):
-                mirror.refresh(ring)
-        model.reducer.close()
-
-    run_threads(body, 2)
+@on_threads(2)
+def test_a_copy_waits_no_longer_than_a_step_for_a_silent_rank(rank: Rank) -> None:
+    model, ring = Model(rank.network(), "int8"), rank.group("ring")
+    model.step(rank.rank, 0)
+    if rank.rank == 0:
+        model.reducer.network.limit.seconds = 0.3
+        mirror = ResidualMirror(model.reducer, every=1)
+        mirror.regroup(["a", "b"])
+        with pytest.raises(RuntimeError, match=r"within 0\.3 s"):
+            mirror.refresh(ring)
+    model.reducer.close()
 
 
 def test_a_copy_fits_a_state_that_has_changed_meanwhile() -> None:

@@ -21,6 +21,7 @@ from feeding import (
     residuals,
 )
 from saving import through_a_file
+from threads import on_threads
 from torch import Tensor, nn
 from worlds import Rank, run_threads
 
@@ -90,29 +91,29 @@ def assert_nothing_is_lost(
     torch.testing.assert_close(came_out + owed, went_in / len(ranks), rtol=0, atol=1e-12)
 
 
-def test_a_parameter_that_is_never_used_under_static_graph() -> None:
-    def body(rank: Rank) -> tuple[set[str], bool]:
-        ddp = {"static_graph": True, "bucket_cap_mb": 0.004}
-        with compressed(rank, Fed(), ddp=ddp, **SETTINGS) as (model, reducer):
-            for step in range(3):
-                given = feed(rank.rank, step)
-                del given["second"]
-                left = backward(model, given)
-            return set(left), bool(residuals(reducer)["first"].any())
-
-    assert run_threads(body, 2) == [({"first", "bias"}, True)] * 2
+@on_threads(2)
+def test_a_parameter_that_is_never_used_under_static_graph(rank: Rank) -> None:
+    ddp = {"static_graph": True, "bucket_cap_mb": 0.004}
+    with compressed(rank, Fed(), ddp=ddp, **SETTINGS) as (model, reducer):
+        for step in range(3):
+            given = feed(rank.rank, step)
+            del given["second"]
+            left = backward(model, given)
+        assert (set(left), bool(residuals(reducer)["first"].any())) == ({"first", "bias"}, True)
 
 
-def test_frozen_parameters_do_not_travel() -> None:
-    def body(rank: Rank) -> tuple[set[str], list[str], int]:
-        module = Fed()
-        module.get_parameter("second").requires_grad_(False)
-        with compressed(rank, module, **SETTINGS) as (model, reducer):
-            left = backward(model, feed(rank.rank, 0))
-            raw = reducer.comm_stats()["raw_bytes"]
-            return set(left), list(reducer.residuals), raw
-
-    assert run_threads(body, 2) == [({"first", "bias"}, ["first"], (40 * 48 + 40) * 4)] * 2
+@on_threads(2)
+def test_frozen_parameters_do_not_travel(rank: Rank) -> None:
+    module = Fed()
+    module.get_parameter("second").requires_grad_(False)
+    with compressed(rank, module, **SETTINGS) as (model, reducer):
+        left = backward(model, feed(rank.rank, 0))
+        raw = reducer.comm_stats()["raw_bytes"]
+        assert (set(left), list(reducer.residuals), raw) == (
+            {"first", "bias"},
+            ["first"],
+            (40 * 48 + 40) * 4,
+        )
 
 
 class Tied(nn.Module):
@@ -147,27 +148,6 @@ def test_tied_weights_have_one_residual_and_the_sum_of_both_gradients() -> None:
     assert torch.equal(ranks[0][1], ranks[1][1])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("codec", ["none", "fp16", "bf16", "int8"])
-def test_modules_in_short_types(dtype: torch.dtype, codec: str) -> None:
-    """Gradients stay in their type, replicas equal; arithmetic and residuals are in float32."""
-
-    def body(rank: Rank) -> tuple[Tensors, set[torch.dtype], str]:
-        feedback = {"error_feedback": codec != "none"}
-        with compressed(rank, Fed(dtype=dtype), codec, **SETTINGS, **feedback) as (model, reducer):
-            for step in range(3):
-                left = backward(model, feed(rank.rank, step, dtype=dtype))
-            return left, {r.dtype for r in residuals(reducer).values()}, digest(left)
-
-    ranks = run_threads(body, 3)
-    assert len({of_rank[2] for of_rank in ranks}) == 1
-    assert {g.dtype for g in ranks[0][0].values()} == {dtype}
-    assert ranks[0][1] == (set() if codec == "none" else {torch.float32})
-    wanted = mean([{n: g.float() for n, g in feed(r, 2, dtype=dtype).items()} for r in range(3)])
-    for name, gradient in ranks[0][0].items():
-        torch.testing.assert_close(gradient.float(), wanted[name], rtol=0.02, atol=0.05)
-
-
 STRIDED = {"matrix": (40, 48), "filters": (12, 6, 5, 4)}
 EVERYTHING = {"min_compress_numel": 0, "error_feedback": True}
 ORDERS = {"matrix": (1, 0), "filters": (0, 2, 3, 1)}  # of dimensions in memory: channels_last
@@ -191,31 +171,6 @@ class Laid(nn.Module):
     def forward(self, given: Tensors) -> Tensor:
         own = dict(self.named_parameters())
         return torch.stack([(own[name] * value).sum() for name, value in given.items()]).sum()
-
-
-def logical(reducer: Reducer, name: str) -> Tensor:
-    """The residual of this rank in the shape of its parameter."""
-    parameter = next(p for p, n in reducer.names.items() if n == name)
-    found = torch.empty_like(parameter)  # lies in memory as the parameter does
-    flat = found.as_strided((found.numel(),), (1,))
-    flat.copy_(reducer.residuals[name])
-    return found
-
-
-def test_a_transposed_gradient_of_rank_1_leaves_no_error() -> None:
-    """The power iteration finds it in two steps, however it lies in memory."""
-
-    def body(rank: Rank, other: bool) -> float:
-        ones = {name: torch.ones(shape, dtype=DOUBLE) for name, shape in STRIDED.items()}
-        column = torch.arange(40, dtype=DOUBLE).sin()
-        ones["matrix"] = column.view(-1, 1) * torch.arange(48, dtype=DOUBLE).cos()
-        with compressed(rank, Laid(other=other), "powersgd:rank=1") as (model, reducer):
-            for _ in range(2):
-                backward(model, ones)
-            return float(logical(reducer, "matrix").norm() / ones["matrix"].norm())
-
-    for other in (False, True):
-        assert max(run_threads(lambda rank, o=other: body(rank, o), 2)) < 1e-12, other
 
 
 @pytest.mark.parametrize("dtype", [DOUBLE, torch.bfloat16], ids=str)
@@ -368,40 +323,21 @@ def test_mass_is_conserved(codec: str, tree: list[list[int]] | None) -> None:
         assert float((owed[name].mean(0) - lost.flatten()).abs().max()) < 1e-11, name
 
 
-def test_a_resumed_run_repeats_the_uninterrupted_one() -> None:
-    def body(rank: Rank, state: Any, steps: range) -> tuple[list[str], Any]:
-        with compressed(rank, Mixed(), **EVERYTHING) as (model, reducer):
-            reducer.load_state_dict(state)
-            found = [backward(model, feed_complex(rank.rank, step)) for step in steps]
-            assert residuals(reducer)["complex"].numel() == 2 * 24 * 32
-            return [digest(map(real, gradients.values())) for gradients in found], (
-                reducer.state_dict()
-            )
-
-    whole = run_threads(lambda rank: body(rank, None, range(4)), 2)
-    state = run_threads(lambda rank: body(rank, None, range(2)), 2)[0][1]
-    resumed = run_threads(lambda rank: body(rank, state, range(2, 4)), 2)
-    assert [found for found, _ in resumed] == [found[2:] for found, _ in whole]
-
-
 def test_one_bit_adam_refuses_them() -> None:
     with pytest.raises(ValueError, match=r"real parameters.*complex64.*AdamW"):
         OneBitAdam([nn.Parameter(torch.zeros(3, dtype=torch.complex64))], freeze_step=1)
 
 
-def test_parameters_that_do_not_fill_their_bucket_fail_the_step() -> None:
+@on_threads(2)
+def test_parameters_that_do_not_fill_their_bucket_fail_the_step(rank: Rank) -> None:
     """However a bucket came to be laid out: an element without a parameter would not be reduced."""
-
-    def body(rank: Rank) -> str:
-        parameter = torch.zeros(64)
-        settings = Settings.check("int8", min_compress_numel=0)
-        reducer = Reducer({parameter: "short"}, settings=settings, network=rank.network())
-        try:
-            future = DDPBuckets(reducer).reduce(FakeBucket(torch.zeros(65), [parameter]))
-            with pytest.raises(RuntimeError, match=r"65 elements.*64"):
-                future.wait()
-            return "failed"
-        finally:
-            reducer.close()
-
-    assert run_threads(body, 2) == ["failed"] * 2
+    parameter = torch.zeros(64)
+    settings = Settings.check("int8", min_compress_numel=0)
+    reducer = Reducer({parameter: "short"}, settings=settings, network=rank.network())
+    try:
+        future = DDPBuckets(reducer).reduce(FakeBucket(torch.zeros(65), [parameter]))
+        with pytest.raises(RuntimeError, match=r"65 elements.*64"):
+            future.wait()
+        assert "failed" == "failed"
+    finally:
+        reducer.close()

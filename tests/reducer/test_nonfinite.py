@@ -23,6 +23,7 @@ from feeding import (
     step_digest,
 )
 from layouts import HOSTS_OF_FOUR, PAIRS, UNEVEN, Layout, flat
+from threads import on_threads
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -140,7 +141,8 @@ def test_a_bad_value_spoils_its_step_on_all_ranks_and_leaves_no_trace(
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_without_error_feedback_all_ranks_see_it_too(size: int) -> None:
+@on_threads("size")
+def test_without_error_feedback_all_ranks_see_it_too(rank: Rank, size: int) -> None:
     """A GradScaler on any rank must skip the step on all of them."""
 
     def spoilt(rank: int) -> Tensors:
@@ -149,34 +151,28 @@ def test_without_error_feedback_all_ranks_see_it_too(size: int) -> None:
             gradients["first"].view(-1)[-3] = torch.inf
         return gradients
 
-    def body(rank: Rank) -> None:
-        for codec in EVERY_CODEC:
-            if "dgc" in codec:  # nothing without
-                continue
-            with compressed(rank, Fed(), codec, error_feedback=False, **LARGE) as (model, reducer):
-                backward(model, feed(rank.rank, 0))
-                bad = backward(model, spoilt(rank.rank))
-                good = backward(model, feed(rank.rank, 3))
-                assert not residuals(reducer), codec
-                finite = [bool(g["first"].isfinite().all()) for g in (bad, good)]
-                assert finite == [False, True], codec
-
-    run_threads(body, size)
+    for codec in EVERY_CODEC:
+        if "dgc" in codec:  # nothing without
+            continue
+        with compressed(rank, Fed(), codec, error_feedback=False, **LARGE) as (model, reducer):
+            backward(model, feed(rank.rank, 0))
+            bad = backward(model, spoilt(rank.rank))
+            good = backward(model, feed(rank.rank, 3))
+            assert not residuals(reducer), codec
+            finite = [bool(g["first"].isfinite().all()) for g in (bad, good)]
+            assert finite == [False, True], codec
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_sum_that_overflows_does_not_poison_the_residual(size: int) -> None:
+@on_threads("size")
+def test_a_sum_that_overflows_does_not_poison_the_residual(rank: Rank, size: int) -> None:
     """Every rank is finite, their float32 sum is not: that step may be lost, later ones not."""
-
-    def body(rank: Rank) -> list[bool]:
-        with compressed(rank, Fed(), error_feedback=True, **LARGE) as (model, reducer):
-            huge = {**feed(rank.rank, 0), "first": torch.full((40, 48), 3e38)}
-            backward(model, huge)
-            after = backward(model, feed(rank.rank, 1))
-            assert all(r.isfinite().all() for r in residuals(reducer).values())
-        return [bool(g.isfinite().all()) for g in after.values()]
-
-    assert run_threads(body, size) == [[True] * 3] * size
+    with compressed(rank, Fed(), error_feedback=True, **LARGE) as (model, reducer):
+        huge = {**feed(rank.rank, 0), "first": torch.full((40, 48), 3e38)}
+        backward(model, huge)
+        after = backward(model, feed(rank.rank, 1))
+        assert all(r.isfinite().all() for r in residuals(reducer).values())
+    assert [bool(g.isfinite().all()) for g in after.values()] == [True] * 3
 
 
 ONE_BUCKET = {"weight": (24, 16)}  # one bucket: with several the hook aborts on gloo
@@ -196,27 +192,22 @@ def finite_steps(rank: Rank, model: DistributedDataParallel) -> list[bool]:
     return [bool(gradient.isfinite().all()) for gradient in steps]
 
 
-def test_torchs_powersgd_hook_stays_nan_for_ever() -> None:
+@on_threads(2)
+def test_torchs_powersgd_hook_stays_nan_for_ever(rank: Rank) -> None:
     """If this fails torch has mended it: then the claim in our documents must go."""
-
-    def body(rank: Rank) -> list[bool]:
-        group = rank.group("ddp")
-        model = DistributedDataParallel(Fed(ONE_BUCKET), process_group=group)
-        state = PowerSGDState(group, start_powerSGD_iter=2, min_compression_rate=1)
-        model.register_comm_hook(state, powerSGD_hook)
-        return finite_steps(rank, model)
-
     dead_since = [step < OVERFLOW_AT for step in range(STEPS)]
-    assert run_threads(body, 2) == [dead_since] * 2
+    group = rank.group("ddp")
+    model = DistributedDataParallel(Fed(ONE_BUCKET), process_group=group)
+    state = PowerSGDState(group, start_powerSGD_iter=2, min_compression_rate=1)
+    model.register_comm_hook(state, powerSGD_hook)
+    assert finite_steps(rank, model) == dead_since
 
 
-def test_ours_loses_one_step() -> None:
-    def body(rank: Rank) -> list[bool]:
-        with compressed(rank, Fed(ONE_BUCKET), "int8", min_compress_numel=0) as (model, _):
-            return finite_steps(rank, model)
-
+@on_threads(2)
+def test_ours_loses_one_step(rank: Rank) -> None:
     one_lost = [step != OVERFLOW_AT for step in range(STEPS)]
-    assert run_threads(body, 2) == [one_lost] * 2
+    with compressed(rank, Fed(ONE_BUCKET), "int8", min_compress_numel=0) as (model, _):
+        assert finite_steps(rank, model) == one_lost
 
 
 DOUBLE = torch.float64

@@ -13,6 +13,7 @@ import torch
 from feeding import EVERY_CODEC, Fed, backward, compressed, feed, step_digest
 from layouts import FORMS, Layout, flat
 from planted_gpu import Gpu
+from threads import on_threads
 from torch import nn
 from worlds import Rank, run_threads
 
@@ -113,27 +114,24 @@ def test_every_collective_and_every_byte(layout: Layout, codecs: Sequence[str]) 
             assert digests == plain, codec
 
 
-def test_an_observer_that_is_attached_while_another_one_ends_stays() -> None:
+@on_threads(2)
+def test_an_observer_that_is_attached_while_another_one_ends_stays(rank: Rank) -> None:
     """The training's thread attaches it while the reducer's takes the other one off."""
+    with compressed(rank, Fed(), **SETTINGS) as (model, reducer):
+        late = Story()
 
-    def body(rank: Rank) -> None:
-        with compressed(rank, Fed(), **SETTINGS) as (model, reducer):
-            late = Story()
+        class Ends(Observer):
+            @property
+            def done(self) -> bool:  # type: ignore[override]
+                reducer.detach(late)
+                reducer.observe(late)
+                return True
 
-            class Ends(Observer):
-                @property
-                def done(self) -> bool:  # type: ignore[override]
-                    reducer.detach(late)
-                    reducer.observe(late)
-                    return True
-
-            reducer.observe(Ends())
-            backward(model, feed(rank.rank, 0))
-            backward(model, feed(rank.rank, 1))
-            reducer.detach(late)
-            assert len(late.finished_steps) == 1
-
-    run_threads(body, 2)
+        reducer.observe(Ends())
+        backward(model, feed(rank.rank, 0))
+        backward(model, feed(rank.rank, 1))
+        reducer.detach(late)
+        assert len(late.finished_steps) == 1
 
 
 STEPS = 30

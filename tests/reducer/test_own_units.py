@@ -11,6 +11,7 @@ import pytest
 import torch
 from feeding import SHAPES, Fed, backward, compressed, feed
 from layouts import PAIRS, Layout
+from threads import on_threads
 from torch import Tensor
 from totals import lost, totals
 from typing_extensions import override
@@ -157,19 +158,17 @@ def test_units_must_be_there() -> None:
     run_threads(body, 2)
 
 
-def test_what_arrives_is_the_mean() -> None:
-    def body(rank: Rank) -> float:
-        with compressed(rank, Fed(dtype=torch.float64), PerTensor(), min_compress_numel=0) as (
-            model,
-            reducer,
-        ):
-            got = backward(model, feed(rank.rank, 0, dtype=torch.float64))
-            assert reducer.comm_stats()["ratio"] > 3
-        given = [feed(r, 0, dtype=torch.float64) for r in range(2)]
-        return max(float((got[n] - (given[0][n] + given[1][n]) / 2).abs().max()) for n in got)
-
-    for error in run_threads(body, 2):
-        assert 0 < error < 4 / 127
+@on_threads(2)
+def test_what_arrives_is_the_mean(rank: Rank) -> None:
+    with compressed(rank, Fed(dtype=torch.float64), PerTensor(), min_compress_numel=0) as (
+        model,
+        reducer,
+    ):
+        got = backward(model, feed(rank.rank, 0, dtype=torch.float64))
+        assert reducer.comm_stats()["ratio"] > 3
+    given = [feed(r, 0, dtype=torch.float64) for r in range(2)]
+    error = max(float((got[n] - (given[0][n] + given[1][n]) / 2).abs().max()) for n in got)
+    assert 0 < error < 4 / 127
 
 
 def test_a_codec_without_units_is_refused_at_the_start() -> None:

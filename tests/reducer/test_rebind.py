@@ -16,6 +16,7 @@ from feeding import Tensors, digest, feed, held
 from layouts import PAIRS, UNEVEN
 from processes import port, run_together
 from test_lost_ranks import Told
+from threads import on_threads
 from torch import Tensor
 from worlds import Rank, run_threads
 
@@ -146,17 +147,15 @@ def test_saving_state_waits_no_longer_than_a_step_for_a_silent_rank(
     run_threads(body, 2)
 
 
-def test_averaging_state_waits_no_longer_than_a_step_for_a_silent_rank() -> None:
-    def body(rank: Rank) -> None:
-        model = Model(rank.network(), "int8")
-        model.step(rank.rank, 0)
-        if rank.rank == 0:
-            model.reducer.network.limit.seconds = 0.3
-            with pytest.raises(RuntimeError, match=r"within 0\.3 s"):
-                model.reducer.state.average(model.reducer.network, row="rank 0")
-        model.reducer.close()
-
-    run_threads(body, 2)
+@on_threads(2)
+def test_averaging_state_waits_no_longer_than_a_step_for_a_silent_rank(rank: Rank) -> None:
+    model = Model(rank.network(), "int8")
+    model.step(rank.rank, 0)
+    if rank.rank == 0:
+        model.reducer.network.limit.seconds = 0.3
+        with pytest.raises(RuntimeError, match=r"within 0\.3 s"):
+            model.reducer.state.average(model.reducer.network, row="rank 0")
+    model.reducer.close()
 
 
 def mean_residual(rank: Rank, model: Model) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from feeding import (
     residuals,
 )
 from layouts import PAIRS, UNEVEN, Layout
+from threads import on_threads
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank, run_threads
@@ -128,40 +129,40 @@ def test_an_overflow_of_the_pass_that_was_cut_short_is_not_the_next_ones(
 @pytest.mark.parametrize(
     "layout", [Layout(PAIRS), Layout(PAIRS, leader=True), Layout(UNEVEN)], ids=str
 )
-def test_the_next_step_is_clean_where_hosts_reduce_first(codec: str, layout: Layout) -> None:
-    def body(rank: Rank) -> list[list[str]]:
-        return [trained(rank, Model(rank, codec, layout), buckets=of) for of in (0, 1, 2)]
-
-    for clean, *interrupted in run_threads(body, layout.size):
-        assert interrupted == [clean] * 2
+@on_threads("layout")
+def test_the_next_step_is_clean_where_hosts_reduce_first(
+    rank: Rank, codec: str, layout: Layout
+) -> None:
+    clean, *interrupted = [
+        trained(rank, Model(rank, codec, layout), buckets=of) for of in (0, 1, 2)
+    ]
+    assert interrupted == [clean] * 2
 
 
 @pytest.mark.parametrize("exchange", [AllReduce, TwoShot])
+@on_threads(3)
 def test_a_failure_of_what_was_left_over_reaches_the_new_step(
-    exchange: type[AllReduce | TwoShot], monkeypatch: pytest.MonkeyPatch
+    rank: Rank, exchange: type[AllReduce | TwoShot], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Waiting for the payloads of the interrupted step fails: the new step must say so."""
 
     def fail(self: object) -> None:
         raise RuntimeError("the link broke")
 
-    def body(rank: Rank) -> str:
-        model = Model(rank, "int8" if exchange is TwoShot else "fp16")
-        try:
-            model.reduce(feed(rank.rank, 0, THREE), 1)
-            rank.barrier.wait()
-            monkeypatch.setattr(exchange, "wait", fail)
-            model.flats = {name: flat.clone() for name, flat in model.flats.items()}
-            (future,) = model.reduce(feed(rank.rank, 1, THREE), 1)
-            idle(model.reducer)
-            assert future.done(), "nobody told the new step"
-            with pytest.raises(RuntimeError, match="the link broke"):
-                future.value()
-            return "told"
-        finally:
-            model.reducer.close()
-
-    assert run_threads(body, 3) == ["told"] * 3
+    model = Model(rank, "int8" if exchange is TwoShot else "fp16")
+    try:
+        model.reduce(feed(rank.rank, 0, THREE), 1)
+        rank.barrier.wait()
+        monkeypatch.setattr(exchange, "wait", fail)
+        model.flats = {name: flat.clone() for name, flat in model.flats.items()}
+        (future,) = model.reduce(feed(rank.rank, 1, THREE), 1)
+        idle(model.reducer)
+        assert future.done(), "nobody told the new step"
+        with pytest.raises(RuntimeError, match="the link broke"):
+            future.value()
+        assert "told" == "told"
+    finally:
+        model.reducer.close()
 
 
 class _Failing(torch.autograd.Function):
@@ -357,16 +358,16 @@ def test_a_step_that_is_not_finite_is_undone(
         assert max(short.values()) < 1e-11, (pair, short)
 
 
-def test_a_bad_value_is_seen_in_every_parameter_with_state() -> None:
+@on_threads(3)
+def test_a_bad_value_is_seen_in_every_parameter_with_state(rank: Rank) -> None:
     """Or what is finite would be applied, and its state would not say so."""
-
-    def body(rank: Rank) -> dict[str, bool]:
-        with compressed(rank, Fed(), **DEFERRED) as (model, _):
-            gradients = feed(rank.rank, 0)
-            if rank.rank == 1:
-                gradients["first"][0, 0] = torch.inf
-            got = backward(model, gradients)
-            assert got["bias"].isfinite().all()
-            return {name: bool(got[name].isnan().all()) for name in ("first", "second")}
-
-    assert run_threads(body, 3) == [{"first": True, "second": True}] * 3
+    with compressed(rank, Fed(), **DEFERRED) as (model, _):
+        gradients = feed(rank.rank, 0)
+        if rank.rank == 1:
+            gradients["first"][0, 0] = torch.inf
+        got = backward(model, gradients)
+        assert got["bias"].isfinite().all()
+        assert {name: bool(got[name].isnan().all()) for name in ("first", "second")} == {
+            "first": True,
+            "second": True,
+        }

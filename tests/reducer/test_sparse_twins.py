@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from feeding import SHAPES, Fed, Tensors, backward, compressed, digest, feed, gradients, residuals
+from threads import on_threads
 from torch import Tensor
 from worlds import Rank, run_threads
 
@@ -262,34 +263,28 @@ def test_any_amount_on_any_rank(amounts: tuple[int, ...]) -> None:
         assert stats["wire_bytes"] == (size - 1) * (8 + longest * (4 + 2))
 
 
-def test_nothing_then_something_then_nothing() -> None:
+@on_threads(2)
+def test_nothing_then_something_then_nothing(rank: Rank) -> None:
     """What a step received does not come back in a step without anything."""
-
-    def body(rank: Rank) -> list[Tensor]:
-        codec = f"threshold:unit=absolute,tau={TAU}"
-        with compressed(rank, Fed(), codec, error_feedback=False, min_compress_numel=256) as (m, _):
-            steps = [(0, 0), (3, 9), (0, 0), (0, 2)]
-            return [backward(m, flat(amounts, rank.rank))["first"] for amounts in steps]
-
-    for found in run_threads(body, 2):
-        nothing, something, nothing_again, little = found
-        assert not nothing.any()
-        assert torch.equal(something, mean_of((3, 9), "first"))
-        assert not nothing_again.any()
-        assert torch.equal(little, mean_of((0, 2), "first"))
+    codec = f"threshold:unit=absolute,tau={TAU}"
+    with compressed(rank, Fed(), codec, error_feedback=False, min_compress_numel=256) as (m, _):
+        steps = [(0, 0), (3, 9), (0, 0), (0, 2)]
+        found = [backward(m, flat(amounts, rank.rank))["first"] for amounts in steps]
+    nothing, something, nothing_again, little = found
+    assert not nothing.any()
+    assert torch.equal(something, mean_of((3, 9), "first"))
+    assert not nothing_again.any()
+    assert torch.equal(little, mean_of((0, 2), "first"))
 
 
-def test_what_is_small_arrives_later() -> None:
+@on_threads(2)
+def test_what_is_small_arrives_later(rank: Rank) -> None:
     """0.25 a step: it is sent once the residual has passed tau, and then all of it."""
-
-    def body(rank: Rank) -> list[float]:
-        codec = f"threshold:unit=absolute,tau={TAU}"
-        with compressed(rank, Fed(), codec, min_compress_numel=256) as (model, _):
-            path = [backward(model, flat((0, 0), rank.rank))["first"] for _ in range(8)]
-        assert all((gradient == gradient[0, 0]).all() for gradient in path)
-        return [float(gradient[0, 0]) for gradient in path]
-
-    assert run_threads(body, 2) == [[0, 0, 0, 0, 0, 0, 1.75, 0]] * 2
+    codec = f"threshold:unit=absolute,tau={TAU}"
+    with compressed(rank, Fed(), codec, min_compress_numel=256) as (model, _):
+        path = [backward(model, flat((0, 0), rank.rank))["first"] for _ in range(8)]
+    assert all((gradient == gradient[0, 0]).all() for gradient in path)
+    assert [float(gradient[0, 0]) for gradient in path] == [0, 0, 0, 0, 0, 0, 1.75, 0]
 
 
 def scaled(rank: Rank, scale: float) -> list[str]:
@@ -314,15 +309,12 @@ def test_a_grad_scaler_changes_nothing(size: int) -> None:
     )
 
 
-def test_a_bucket_beyond_int32_is_refused() -> None:
+@on_threads(2)
+def test_a_bucket_beyond_int32_is_refused(rank: Rank) -> None:
     """A bucket is as large as its largest parameter, and an int32 sum wraps without a word."""
-
-    def body(rank: Rank) -> None:
-        bucket = torch.empty(2**31 + 1, device="meta")
-        planner = Planner(
-            rank.network(), ReducerState(), error_feedback=False, intra_codec=NoCompression()
-        )
-        with pytest.raises(ValueError, match="as int32, got 2147483649 elements"):
-            planner.units(Threshold(), [ParameterSlice("p", 0, (2**31 + 1,))], bucket)
-
-    run_threads(body, 2)
+    bucket = torch.empty(2**31 + 1, device="meta")
+    planner = Planner(
+        rank.network(), ReducerState(), error_feedback=False, intra_codec=NoCompression()
+    )
+    with pytest.raises(ValueError, match="as int32, got 2147483649 elements"):
+        planner.units(Threshold(), [ParameterSlice("p", 0, (2**31 + 1,))], bucket)
