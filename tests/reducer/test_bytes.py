@@ -52,7 +52,7 @@ BLOCK_CODECS = (
     "randomk",
 )
 WORLDS = (2, 3, 4, 8, 16, 64, 200, 256, 1024)
-SIZES = (1, 2, 3, 10, 63, 100, 1000, 4096, 4097, 5000, 20_000, 65_536, 300_001)
+SIZES = (1, 2, 3, 10, 63, 100, 1000, 4096, 4097, 5000, 20_000, 65_536, 300_001, 3_000_017)
 ITEM = 4
 NOBODY = cast(dist.ProcessGroup, object())
 
@@ -91,12 +91,6 @@ def test_a_flat_exchange_sends_no_more_than_ddp(name: str) -> None:
         # Uncompressed tensors fill whole columns of W elements once a bucket, at 8 bytes a row.
         padding = 2 * (world - 1) * 8 if isinstance(codec, Uncompressed) else 0
         assert sent.total <= 2 * (world - 1) * numel * ITEM // world + padding, (world, numel)
-
-
-def test_a_few_million_elements() -> None:
-    for name, world in product(BLOCK_CODECS, (2, 16, 1024)):
-        _, sent = lane_of(resolve_codec(name), 3_000_017, planner(world))
-        assert sent.total <= 2 * (world - 1) * 3_000_017 * ITEM // world + 2 * (world - 1) * 8
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from feeding import SHAPES, Fed, Tensors, backward, compressed, digest, feed, gradients, mean
-from layouts import FORMS, Layout
+from feeding import (
+    SHAPES,
+    Fed,
+    Tensors,
+    backward,
+    compressed,
+    digest,
+    feed,
+    gradients,
+    mean,
+    residuals,
+)
+from layouts import FORMS, Layout, flat
 from saving import through_a_file
+from threads import of_all, on_threads
 from torch import Tensor
 from worlds import Rank, run_threads
 
@@ -99,31 +112,26 @@ def lost(ranks: list[Run]) -> float:
     return worst
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_switch_conserves_the_sum_and_frees_the_residual(name: str, size: int) -> None:
-    codec, left = SCHEDULES[name]
-    ranks = run_threads(lambda rank: run(rank, codec), size)
-    assert all(each.digests == ranks[0].digests for each in ranks), "replicas"
-    assert lost(ranks) < 1e-9
-    for each in ranks:
-        assert set(each.names) == left
-        assert (each.memory > 0) == bool(left)
-    assert ranks[0].state is not None
-    assert set(ranks[0].state["residuals"]) == left
-    assert "factors" not in ranks[0].state
-
-
-@pytest.mark.parametrize("layout", FORMS, ids=str)
-@pytest.mark.parametrize("name", ["int8, none", "by_name"])
-def test_the_same_where_hosts_reduce_first(name: str, layout: Layout) -> None:
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *product(SCHEDULES, [flat(2), flat(3)]),
+        *product(["int8, none", "by_name"], FORMS),
+    ],
+    ids=str,
+)
+def test_a_switch_conserves_the_sum_and_frees_the_residual(name: str, layout: Layout) -> None:
     codec, left = SCHEDULES[name]
     ranks = run_threads(lambda rank: run(rank, codec, layout=layout), layout.size)
     assert all(each.digests == ranks[0].digests for each in ranks), "replicas"
     assert lost(ranks) < 1e-9
+    for each in ranks:
+        assert set(each.names) == left
+        if layout.tree is None:
+            assert (each.memory > 0) == bool(left)
     assert ranks[0].state is not None
     assert set(ranks[0].state["residuals"]) == left
-    assert all(set(each.names) == left for each in ranks)
+    assert "factors" not in ranks[0].state
 
 
 @pytest.mark.parametrize("layout", [None, FORMS[0]], ids=str)
@@ -145,35 +153,30 @@ def test_a_step_that_is_not_finite_at_the_switch_sends_it_in_the_next(
 
 @pytest.mark.parametrize("scale", [None, 1024.0])
 @pytest.mark.parametrize("last", ["none", "bf16", "fp16", "qsgd:block_size=64"])
-def test_residuals_arrive_in_one_step(last: str, scale: float | None) -> None:
+@on_threads(2)
+def test_residuals_arrive_in_one_step(rank: Rank, last: str, scale: float | None) -> None:
     """With gradients of zero from the switch on."""
+    codec = warmup({0: TOPK, 1: last})
+    scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
+    zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    settings = {"min_compress_numel": 256, "grad_scaler": scaler}
+    with compressed(rank, Fed(), codec, **settings) as (model, reducer):
 
-    def body(rank: Rank) -> tuple[Tensors, Tensors, Tensors]:
-        codec = warmup({0: TOPK, 1: last})
-        scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
-        zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-        settings = {"min_compress_numel": 256, "grad_scaler": scaler}
-        with compressed(rank, Fed(), codec, **settings) as (model, reducer):
+        def step(fed: Tensors) -> Tensors:
+            model.zero_grad()
+            loss = model(fed)
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            return {name: got / (scale or 1.0) for name, got in gradients(model).items()}
 
-            def step(fed: Tensors) -> Tensors:
-                model.zero_grad()
-                loss = model(fed)
-                (loss if scaler is None else scaler.scale(loss)).backward()
-                return {name: got / (scale or 1.0) for name, got in gradients(model).items()}
-
-            step(feed(rank.rank, 0))
-            names = list(reducer.residuals)
-            owed = {name: reducer.residuals[name].clone().view(SHAPES[name]) for name in names}
-            return owed, step(zeros), step(zeros)
-
-    ranks = run_threads(body, 2)
-    owed = mean([held for held, _, _ in ranks])
+        step(feed(rank.rank, 0))
+        owed = mean(of_all(rank, residuals(reducer)))
+        sent, after = step(zeros), step(zeros)
     assert set(owed) == {"first", "second"}
-    for _, sent, after in ranks:
-        for name, value in owed.items():
-            error = 0.0 if last == "none" else 2**-8 if "16" in last else 1 / 7
-            assert (sent[name] - value).abs().max() <= value.abs().max() * (error + 1e-6) * 2
-            assert not after[name].any()
+    for name, value in owed.items():
+        error = 0.0 if last == "none" else 2**-8 if "16" in last else 1 / 7
+        gap = sent[name].flatten() - value
+        assert gap.abs().max() <= value.abs().max() * (error + 1e-6) * 2
+        assert not after[name].any()
 
 
 @pytest.mark.parametrize("layout", [None, *FORMS[:2]], ids=str)
@@ -216,53 +219,40 @@ def test_a_codec_without_a_residual_sends_what_a_checkpoint_owes() -> None:
     assert all(not each.names for each in loaded)
 
 
-def test_the_residual_of_an_unused_parameter_is_kept_until_it_is_used() -> None:
-    def body(rank: Rank) -> tuple[list[set[str]], Tensor, Tensor]:
-        arguments = {"ddp": {"find_unused_parameters": True}, "min_compress_numel": 256}
-        codec = warmup({0: TOPK, 1: "none"})
-        with compressed(rank, Fed(), codec, **arguments) as (model, reducer):
-            backward(model, feed(rank.rank, 0))
-            owed = reducer.residuals["second"].clone()
-            zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-            left = []
-            backward(model, {name: zeros[name] for name in ("first", "bias")})
-            left.append(set(reducer.residuals))
-            got = backward(model, zeros)
-            left.append(set(reducer.residuals))
-            return left, owed, got["second"]
-
-    ranks = run_threads(body, 2)
-    for left, _, got in ranks:
-        assert left == [{"second"}, set()]
-        expected = (ranks[0][1] + ranks[1][1]).view_as(got) / 2
-        assert torch.allclose(got, expected, atol=1e-6)
+@on_threads(2)
+def test_the_residual_of_an_unused_parameter_is_kept_until_it_is_used(rank: Rank) -> None:
+    arguments = {"ddp": {"find_unused_parameters": True}, "min_compress_numel": 256}
+    zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    with compressed(rank, Fed(), warmup({0: TOPK, 1: "none"}), **arguments) as (model, reducer):
+        backward(model, feed(rank.rank, 0))
+        owed = mean(of_all(rank, residuals(reducer)))["second"]
+        backward(model, {name: zeros[name] for name in ("first", "bias")})
+        assert set(reducer.residuals) == {"second"}
+        got = backward(model, zeros)["second"]
+        assert not set(reducer.residuals)
+    assert torch.allclose(got.flatten(), owed, atol=1e-6)
 
 
-def test_momentum_ends_with_the_codec_that_brings_it() -> None:
-    codec = warmup({0: DGC, SWITCH: "none"})
-    ranks = run_threads(lambda rank: run(rank, codec), 2)
-    assert all(not each.names and each.memory == 0 for each in ranks)
-    assert ranks[0].state is not None
-    assert "momenta" not in ranks[0].state
+@on_threads(2)
+def test_momentum_ends_with_the_codec_that_brings_it(rank: Rank) -> None:
+    found = run(rank, warmup({0: DGC, SWITCH: "none"}))
+    assert not found.names
+    assert found.memory == 0
+    assert "momenta" not in (found.state or {})
 
 
-def test_momentum_that_goes_on_does_not_multiply_the_residual() -> None:
+@on_threads(2)
+def test_momentum_that_goes_on_does_not_multiply_the_residual(rank: Rank) -> None:
     """Beside ``dgc`` uncompressed tensors have momentum too; a residual of dgc is a sum of momenta.
 
     With gradients of zero all that comes out is the residual and the tail of the momentum.
     """
-
-    def body(rank: Rank) -> tuple[Tensor, Tensor]:
-        codec = warmup({0: by_size(DGC, min_numel=1), 2: by_size(DGC, min_numel=10_000)})
-        zeros = {n: torch.zeros(shape, dtype=DOUBLE) for n, shape in SHAPES.items()}
-        with compressed(rank, Fed(dtype=DOUBLE), codec) as (model, reducer):
-            for step in range(2):
-                backward(model, feed(rank.rank, step, dtype=DOUBLE))
-            u, v = reducer.state.momenta["first"].clone(), reducer.residuals["first"].clone()
-            total = sum(backward(model, zeros)["first"] for _ in range(300))
-            assert isinstance(total, Tensor)
-            return v + u * 0.9 / (1 - 0.9), total.flatten()
-
-    ranks = run_threads(body, 2)
-    expected = (ranks[0][0] + ranks[1][0]) / 2
-    assert (ranks[0][1] - expected).abs().max() < 1e-9
+    codec = warmup({0: by_size(DGC, min_numel=1), 2: by_size(DGC, min_numel=10_000)})
+    zeros = {n: torch.zeros(shape, dtype=DOUBLE) for n, shape in SHAPES.items()}
+    with compressed(rank, Fed(dtype=DOUBLE), codec) as (model, reducer):
+        for step in range(2):
+            backward(model, feed(rank.rank, step, dtype=DOUBLE))
+        u, v = reducer.state.momenta["first"], reducer.residuals["first"]
+        expected = sum(of_all(rank, v + u * 0.9 / (1 - 0.9))) / 2
+        total = sum(backward(model, zeros)["first"] for _ in range(300))
+    assert (total.flatten() - expected).abs().max() < 1e-9

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.distributed as dist
+from fed_model import Counting
 from feeding import (
     EVERY_CODEC,
     FEW,
@@ -19,9 +19,11 @@ from feeding import (
     compressed,
     digest,
     feed,
+    mean,
     residuals,
 )
 from layouts import FORMS, HOSTS_OF_FOUR, MORE, PAIRS, UNEVEN, Layout, every_layout, grids
+from threads import of_all, on_threads
 from torch import Size, Tensor
 from worlds import Rank, run_threads
 
@@ -108,20 +110,6 @@ FOUR_HOSTS = Layout([[0, 1], [2, 3], [4, 5], [6, 7]])
 every_form = pytest.mark.parametrize("layout", [*FORMS, FOUR_HOSTS], ids=str)
 
 
-class Counting:
-    """A watch that counts collectives by the name of their channel."""
-
-    def __init__(self) -> None:
-        self.found: Counter[str] = Counter()
-
-    def launches(self, op: str, *, group: str, sent: int) -> Callable[[dist.Work], None] | None:
-        self.found[group] += 1
-        return None
-
-    def waits(self) -> Callable[[], None]:
-        return lambda: None
-
-
 def shapes_of(count: int) -> dict[str, tuple[int, ...]]:
     """Of sizes that no number of owners divides."""
     return {f"layer{i}": (160 + 3 * i, 100 + i) for i in range(count)}
@@ -144,8 +132,7 @@ def step(layout: Layout, parameters: int, codec: str) -> tuple[list[Counter[str]
             for channel in reducer.network.channels:
                 channel.watch = counting
             found = backward(model, feed(rank.rank, 1, shapes))
-            counting.found.pop("control", None)
-            return counting.found, found
+            return Counter(group for group, _ in counting.found if group != "control"), found
 
     ranks = run_threads(body, layout.size)
     assert len({digest(found) for _, found in ranks}) == 1
@@ -188,67 +175,43 @@ few_layouts = pytest.mark.parametrize("layout", FEW_LAYOUTS, ids=str)
 
 
 @few_layouts
-def test_chunks_that_follow_each_other_keep_apart(layout: Layout) -> None:
+@on_threads(4)
+def test_chunks_that_follow_each_other_keep_apart(rank: Rank, layout: Layout) -> None:
     """While one crosses the next is reduced inside, in memory that every other one uses."""
     form = {**layout.form, "min_compress_numel": 1000}
-    mean = {n: sum(feed(r, 1, LARGE)[n] for r in range(4)) / 4 for n in LARGE}
-
-    def body(rank: Rank) -> list[Tensors]:
-        found = []
-        for codec in ("none", "int8"):
-            with compressed(rank, Fed(LARGE), codec, **form) as (model, reducer):
-                backward(model, feed(rank.rank, 0, LARGE))
-                found.append(backward(model, feed(rank.rank, 1, LARGE)))
-                largest = max(len(group.units) for group in reducer._plans.groups())
-            assert largest >= 3
-        return found
-
-    ranks = run_threads(body, 4)
-    for number, tolerance in enumerate((1e-6, 0.1)):
-        assert len({digest([r[number][name] for name in LARGE]) for r in ranks}) == 1
-        for name, expected in mean.items():
-            torch.testing.assert_close(ranks[0][number][name], expected, rtol=0, atol=tolerance)
-
-
-@dataclass
-class Ran:
-    """One rank's steps with all gradients, with those of ``bias`` alone, and with most."""
-
-    before: dict[str, str]  # digests of the residuals after the first and after the second step
-    after: dict[str, str]
-    last: Tensors
+    for codec, tolerance in (("none", 1e-6), ("int8", 0.1)):
+        with compressed(rank, Fed(LARGE), codec, **form) as (model, reducer):
+            backward(model, feed(rank.rank, 0, LARGE))
+            found = backward(model, feed(rank.rank, 1, LARGE))
+            assert max(len(group.units) for group in reducer._plans.groups()) >= 3
+        assert len({*of_all(rank, digest([found[name] for name in LARGE]))}) == 1
+        for name, expected in mean([feed(r, 1, LARGE) for r in range(4)]).items():
+            torch.testing.assert_close(found[name], expected, rtol=0, atol=tolerance)
 
 
 @few_layouts
 @pytest.mark.parametrize("codec", ["int8", "powersgd:rank=2", "threshold:tau=1.5"])
-def test_a_tensor_without_a_gradient_keeps_what_it_owes(codec: str, layout: Layout) -> None:
+@on_threads(4)
+def test_a_tensor_without_a_gradient_keeps_what_it_owes(
+    rank: Rank, codec: str, layout: Layout
+) -> None:
     """Unused on all ranks nothing of it is applied, on one rank its gradient there is zero."""
-    form = {**layout.form, "min_compress_numel": 256}
-
-    def body(rank: Rank) -> Ran:
-        ddp = {"find_unused_parameters": True}
-        with compressed(rank, Fed(), codec, ddp=ddp, **form) as (model, reducer):
-
-            def owed() -> dict[str, str]:
-                return {name: digest([held]) for name, held in residuals(reducer).items()}
-
-            backward(model, feed(rank.rank, 0))
-            before = owed()
-            unused = backward(model, {"bias": feed(rank.rank, 1)["bias"]})
-            assert set(unused) == {"bias"}
-            after = owed()
-            some = feed(rank.rank, 2)
-            if rank.rank == 1:
-                del some["second"]
-            return Ran(before, after, backward(model, some))
-
-    ranks = run_threads(body, 4)
-    assert len({digest([ran.last[name] for name in sorted(ran.last)]) for ran in ranks}) == 1
-    for ran in ranks:
-        assert set(ran.before) == {"first", "second"}
-        assert ran.after == ran.before
-        assert set(ran.last) == {"first", "bias", "second"}
-        assert ran.last["second"].any()
+    form = {**layout.form, "min_compress_numel": 256, "ddp": {"find_unused_parameters": True}}
+    with compressed(rank, Fed(), codec, **form) as (model, reducer):
+        backward(model, feed(rank.rank, 0))
+        before = residuals(reducer)
+        assert set(before) == {"first", "second"}
+        unused = backward(model, {"bias": feed(rank.rank, 1)["bias"]})
+        assert set(unused) == {"bias"}
+        after = residuals(reducer)
+        assert all(torch.equal(after[name], before[name]) for name in before)
+        some = feed(rank.rank, 2)
+        if rank.rank == 1:
+            del some["second"]
+        last = backward(model, some)
+    assert set(last) == {"first", "bias", "second"}
+    assert last["second"].any()
+    assert len({*of_all(rank, digest([last[name] for name in sorted(last)]))}) == 1
 
 
 SETTINGS = {"min_compress_numel": 256}
@@ -268,26 +231,19 @@ DTYPES = [
 
 
 @pytest.mark.parametrize(("dtype", "layout", "codecs"), DTYPES, ids=str)
+@on_threads("layout")
 def test_gradients_of_other_dtypes(
-    dtype: torch.dtype, layout: Layout, codecs: Sequence[str]
+    rank: Rank, dtype: torch.dtype, layout: Layout, codecs: Sequence[str]
 ) -> None:
     """They arrive and leave in their dtype; replicas agree, the small tensor has the mean."""
-
-    def body(rank: Rank) -> list[tuple[str, float]]:
-        found = []
-        for codec in codecs:
-            with compressed(rank, Fed(dtype=dtype), codec, **layout.form, **SETTINGS) as (model, _):
-                for step in range(2):
-                    gradients = backward(model, feed(rank.rank, step, dtype=dtype))
-            assert {g.dtype for g in gradients.values()} == {dtype}
-            bias = sum(feed(r, 1, dtype=dtype)["bias"].double() for r in range(4)) / 4
-            error = (gradients["bias"].double() - bias).norm() / bias.norm()
-            found.append((digest([gradients[name] for name in SHAPES]), float(error)))
-        return found
-
-    first, *others = run_threads(body, 4)
-    assert others == [first] * 3
-    for (_, error), codec in zip(first, codecs, strict=True):
+    bias = sum(feed(r, 1, dtype=dtype)["bias"].double() for r in range(4)) / 4
+    for codec in codecs:
+        with compressed(rank, Fed(dtype=dtype), codec, **layout.form, **SETTINGS) as (model, _):
+            for step in range(2):
+                gradients = backward(model, feed(rank.rank, step, dtype=dtype))
+        assert {g.dtype for g in gradients.values()} == {dtype}
+        assert len({*of_all(rank, digest([gradients[name] for name in SHAPES]))}) == 1, codec
+        error = (gradients["bias"].double() - bias).norm() / bias.norm()
         assert error < 2, codec
         if resolve_codec(codec).min_numel and not codec.startswith("dgc"):  # else compressed too
             assert error < 4 * max(torch.finfo(dtype).eps, 2e-7), codec
@@ -299,23 +255,17 @@ def largest_error(codec: BlockCodec, amax: float) -> float:
 
 
 @pytest.mark.parametrize("intra", INSIDE)
-def test_a_codec_inside_is_within_its_error_bound(intra: str) -> None:
+@on_threads(4)
+def test_a_codec_inside_is_within_its_error_bound(rank: Rank, intra: str) -> None:
     """Rounded on the way in, between hosts and on the way out; inside nothing is kept of it."""
     given = [feed(rank, 0) for rank in range(4)]
     inside = resolve_codec(intra)
     assert isinstance(inside, BlockCodec)
-
-    def body(rank: Rank) -> list[dict[str, torch.Tensor]]:
-        found = []
-        codec = {"intra": intra, "inter": "int8"}
-        for layout in FORMS[:3]:
-            with compressed(rank, Fed(), codec, **layout.form, min_compress_numel=0) as (model, _):
-                found.append(backward(model, given[rank.rank]))
-        return found
-
-    ranks = run_threads(body, 4)
-    for number, layout in enumerate(FORMS[:3]):
-        assert len({digest([r[number][name] for name in SHAPES]) for r in ranks}) == 1, layout
+    for layout in FORMS[:3]:
+        form = {**layout.form, "min_compress_numel": 0}
+        with compressed(rank, Fed(), {"intra": intra, "inter": "int8"}, **form) as (model, _):
+            found = backward(model, given[rank.rank])
+        assert len({*of_all(rank, digest([found[name] for name in SHAPES]))}) == 1, layout
         for name in SHAPES:
             amax = max(float(g[name].abs().max()) for g in given)
             weight = 1 if len(set(map(len, layout.tree))) == 1 else 2 * 3 / 4
@@ -323,7 +273,7 @@ def test_a_codec_inside_is_within_its_error_bound(intra: str) -> None:
             across = largest_error(Int8(), amax * weight + up)
             down = largest_error(inside, amax + up + across)
             mean = sum(g[name].double() for g in given) / 4
-            error = float((ranks[0][number][name].double() - mean).abs().max())
+            error = float((found[name].double() - mean).abs().max())
             assert error <= (up + across + down) * (1 + 1e-5) + 1e-6, (str(layout), name)
             assert error > across / 10, "int8 has rounded between the hosts"
 

@@ -18,13 +18,13 @@ from feeding import (
     compressed,
     digest,
     feed,
+    gradients,
     held,
     residuals,
     step_digest,
 )
 from layouts import HOSTS_OF_FOUR, PAIRS, UNEVEN, Layout, flat
 from threads import on_threads
-from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank, run_threads
@@ -64,6 +64,7 @@ class Ran:
     """Training of one rank, with a bad value in some steps or without those steps."""
 
     finite: list[dict[str, bool]] = field(default_factory=list)  # gradients of the bad steps
+    lost: list[set[str]] = field(default_factory=list)  # without any number in the bad steps
     trace: bool = False  # whether those steps changed any state
     gradients: list[str] = field(default_factory=list)  # digests of all other steps
     all: list[str] = field(default_factory=list)  # of gradients and state
@@ -78,17 +79,18 @@ def run(rank: Rank, layout: Layout, codec: str, bad: Bad, *, with_them: bool) ->
         for step in range(SPOILT_STEPS):
             given = feed(rank.rank, step)
             if step not in bad:
-                gradients = backward(model, given)
-                assert all(g.isfinite().all() for g in gradients.values())
-                ran.gradients.append(digest([gradients[name] for name in SHAPES]))
-                ran.all.append(step_digest(gradients, reducer))
+                found = backward(model, given)
+                assert all(g.isfinite().all() for g in found.values())
+                ran.gradients.append(digest([found[name] for name in SHAPES]))
+                ran.all.append(step_digest(found, reducer))
             elif with_them:
                 where, name, value = bad[step]
                 if rank.rank == where:
                     given[name].view(-1)[-3] = value
                 before = [digest([tensor]) for tensor in held(reducer)]
-                gradients = backward(model, given)
-                ran.finite.append({n: bool(g.isfinite().all()) for n, g in gradients.items()})
+                found = backward(model, given)
+                ran.finite.append({n: bool(g.isfinite().all()) for n, g in found.items()})
+                ran.lost.append({n for n, g in found.items() if g.isnan().all()})
                 ran.trace |= [digest([tensor]) for tensor in held(reducer)] != before
     return ran
 
@@ -134,6 +136,7 @@ def test_a_bad_value_spoils_its_step_on_all_ranks_and_leaves_no_trace(
         expected = [{n: n not in {*whole, name} for n in SHAPES} for _, name, _ in bad.values()]
         for spoilt, other in ranks:
             assert spoilt.finite == expected, codec
+            assert all(whole <= lost for lost in spoilt.lost), codec
             assert not spoilt.trace, codec
             assert spoilt.all == other.all, codec
             assert len(set(spoilt.gradients)) == SPOILT_STEPS - len(bad), codec
@@ -146,10 +149,10 @@ def test_without_error_feedback_all_ranks_see_it_too(rank: Rank, size: int) -> N
     """A GradScaler on any rank must skip the step on all of them."""
 
     def spoilt(rank: int) -> Tensors:
-        gradients = feed(rank, 2)
+        given = feed(rank, 2)
         if rank == 1:
-            gradients["first"].view(-1)[-3] = torch.inf
-        return gradients
+            given["first"].view(-1)[-3] = torch.inf
+        return given
 
     for codec in EVERY_CODEC:
         if "dgc" in codec:  # nothing without
@@ -176,38 +179,20 @@ def test_a_sum_that_overflows_does_not_poison_the_residual(rank: Rank, size: int
 
 
 ONE_BUCKET = {"weight": (24, 16)}  # one bucket: with several the hook aborts on gloo
-OVERFLOW_AT, STEPS = 4, 8
-
-
-def finite_steps(rank: Rank, model: DistributedDataParallel) -> list[bool]:
-    """Which steps gave finite gradients, when rank 1 alone overflows once."""
-
-    def given(step: int) -> dict[str, Tensor]:
-        gradients = feed(rank.rank, step, ONE_BUCKET)
-        if rank.rank == 1 and step == OVERFLOW_AT:
-            gradients["weight"][3, 5] = torch.inf
-        return gradients
-
-    steps = [backward(model, given(step))["weight"] for step in range(STEPS)]
-    return [bool(gradient.isfinite().all()) for gradient in steps]
 
 
 @on_threads(2)
 def test_torchs_powersgd_hook_stays_nan_for_ever(rank: Rank) -> None:
     """If this fails torch has mended it: then the claim in our documents must go."""
-    dead_since = [step < OVERFLOW_AT for step in range(STEPS)]
     group = rank.group("ddp")
     model = DistributedDataParallel(Fed(ONE_BUCKET), process_group=group)
     state = PowerSGDState(group, start_powerSGD_iter=2, min_compression_rate=1)
     model.register_comm_hook(state, powerSGD_hook)
-    assert finite_steps(rank, model) == dead_since
-
-
-@on_threads(2)
-def test_ours_loses_one_step(rank: Rank) -> None:
-    one_lost = [step != OVERFLOW_AT for step in range(STEPS)]
-    with compressed(rank, Fed(ONE_BUCKET), "int8", min_compress_numel=0) as (model, _):
-        assert finite_steps(rank, model) == one_lost
+    for step in range(8):
+        given = feed(rank.rank, step, ONE_BUCKET)
+        if rank.rank == 1 and step == 4:
+            given["weight"][3, 5] = torch.inf
+        assert backward(model, given)["weight"].isfinite().all() == (step < 4)
 
 
 DOUBLE = torch.float64
@@ -248,21 +233,25 @@ def test_a_reducer_without_the_scale_loses_mass() -> None:
     assert lost(run_threads(lambda rank: scaled_run(rank, told=False), 2)) > 1e-3
 
 
-def test_powers_of_two_change_no_bits() -> None:
-    """With and without a scaler the unscaled gradients are the same ones."""
+@pytest.mark.parametrize("codec", ["int8", "threshold:tau=1.5,unit=absolute", "dgc:momentum=0.5"])
+@on_threads(2)
+def test_powers_of_two_change_no_bits(rank: Rank, codec: str) -> None:
+    """Of unscaled gradients and state; ``tau`` is in units of the gradient."""
 
-    def body(rank: Rank, scale: float) -> list[str]:
-        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    def train(scales: list[float]) -> list[str]:
+        scaler = torch.amp.GradScaler("cpu")
         digests = []
-        with compressed(rank, Fed(), min_compress_numel=256, grad_scaler=scaler) as (model, _):
-            for step in range(3):
+        with compressed(rank, Fed(), codec, grad_scaler=scaler, **LARGE) as (model, reducer):
+            for step, scale in enumerate(scales):
+                scaler.scale(torch.zeros(()))  # a scaler has no scale before its first use
+                scaler.update(scale)
                 model.zero_grad()
                 scaler.scale(model(feed(rank.rank, step))).backward()
-                digests.append(digest(p.grad / scale for p in model.parameters()))
+                unscaled = {name: g / scale for name, g in gradients(model).items()}
+                digests.append(step_digest(unscaled, reducer))
         return digests
 
-    scaled, alone = (run_threads(lambda rank, s=s: body(rank, s), 2) for s in (4096.0, 1.0))
-    assert scaled == alone
+    assert train([4096.0, 1024.0, 8.0, 8.0, 0.5]) == train([1.0] * 5)
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all_and_training_goes_on() -> None:
