@@ -72,13 +72,6 @@ def test_an_example_by_hand() -> None:
     assert list(second.filled()) == [(0, 200, 200), (1, 600, 200)]
 
 
-def test_more_ranks_than_blocks() -> None:
-    """Rows beyond the last block are empty and nothing is direct."""
-    (span,) = Grid(numel=300, rows=4, block=256).spans(100)
-    assert not span.direct
-    assert list(span.filled()) == [(0, 0, 256), (1, 256, 44)]
-
-
 def test_small_payloads_travel_together() -> None:
     """A message costs as much as many KB; other payloads stay in units that overlap."""
     for codec in (TopK(ratio=0.1), TopK(), DGC()):

@@ -19,7 +19,6 @@ from test_lost_ranks import (
     leave_before_the_vote,
     state_of,
 )
-from threads import of_all, on_threads
 from torch import Tensor
 from worlds import Rank, run_threads
 
@@ -118,22 +117,6 @@ def test_only_residuals_of_lost_ranks_are_lost(commit: Commit, left: list[int], 
 
     ranks = run_threads(body, 4)
     assert all(each == ranks[0] for each in ranks)
-
-
-@pytest.mark.parametrize("codec", ["int8", "topk:ratio=0.1,block_size=128", "powersgd:rank=2"])
-@on_threads(4)
-def test_a_step_that_is_not_finite_leaves_no_trace(rank: Rank, codec: str) -> None:
-    model = Model(among(rank, FOUR, "first", per_host=2), codec)
-    model.reducer.leave_failures_to(Told())
-    model.step(rank.rank, 0)
-    state, given = state_of(model), feed(rank.rank, 1, SHAPES)
-    if rank.rank == 2:
-        given["first"][0, 0] = torch.inf
-    means = [future.wait() for future in model.begin(given)]
-    assert not model.reducer.answer.finite
-    assert state_of(model) == state
-    model.reducer.close()
-    assert len({*of_all(rank, digest(means))}) == 1
 
 
 @pytest.mark.parametrize("per_host", [1, 2], ids=["flat", "hierarchical"])

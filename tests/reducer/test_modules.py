@@ -132,18 +132,27 @@ def reordered(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
     return tensor.permute(order).contiguous().permute(inverse)
 
 
-class Laid(nn.Module):
-    """``d loss / d p = given[name of p]``; ``other``: in another order than row by row."""
+def real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
-    def __init__(self, *, other: bool, dtype: torch.dtype = DOUBLE) -> None:
+
+class Of(nn.Module):
+    """``d loss / d p = given[name of p]``, for parameters that begin as ``values``."""
+
+    def __init__(self, values: Tensors) -> None:
         super().__init__()
-        for name, value in feed(99, 0, STRIDED, dtype).items():
-            laid = reordered(value, ORDERS[name]) if other else value
-            self.register_parameter(name, nn.Parameter(laid))
+        for name, value in values.items():
+            self.register_parameter(name, nn.Parameter(value))
 
     def forward(self, given: Tensors) -> Tensor:
         own = dict(self.named_parameters())
-        return torch.stack([(own[name] * value).sum() for name, value in given.items()]).sum()
+        return torch.stack([(real(own[n]) * real(value)).sum() for n, value in given.items()]).sum()
+
+
+def laid(*, other: bool, dtype: torch.dtype = DOUBLE) -> Of:
+    """``other``: in another order than row by row."""
+    values = feed(99, 0, STRIDED, dtype)
+    return Of({n: reordered(value, ORDERS[n]) if other else value for n, value in values.items()})
 
 
 @pytest.mark.parametrize("dtype", [DOUBLE, torch.bfloat16], ids=str)
@@ -154,7 +163,7 @@ def test_powersgd_does_the_same_in_every_order(
     rank: Rank, form: str, tree: Any, dtype: torch.dtype
 ) -> None:
     def train(other: bool) -> list[Tensors]:
-        with compressed(rank, Laid(other=other, dtype=dtype), form, tree=tree) as (model, _):
+        with compressed(rank, laid(other=other, dtype=dtype), form, tree=tree) as (model, _):
             return [backward(model, feed(rank.rank, s, STRIDED, dtype)) for s in range(4)]
 
     close = {"rtol": 1e-9, "atol": 1e-9} if dtype == DOUBLE else {"rtol": 0.05, "atol": 0.02}
@@ -168,11 +177,11 @@ def test_powersgd_does_the_same_in_every_order(
 def test_a_checkpoint_of_another_order_is_refused(rank: Rank, codec: str) -> None:
     """What is owed would reach other elements."""
     for first in (False, True):
-        with compressed(rank, Laid(other=first), codec, **EVERYTHING) as (model, reducer):
+        with compressed(rank, laid(other=first), codec, **EVERYTHING) as (model, reducer):
             backward(model, feed(rank.rank, 0, STRIDED, DOUBLE))
             wrote = through_a_file(of_all(rank, reducer.state_dict())[0])
         for other in (first, not first):
-            with compressed(rank, Laid(other=other), codec, **EVERYTHING) as (_, reducer):
+            with compressed(rank, laid(other=other), codec, **EVERYTHING) as (_, reducer):
                 refused = pytest.raises(ValueError, match="must be that of the run whose state")
                 with nullcontext() if other == first else refused:
                     reducer.load_state_dict(wrote)
@@ -182,9 +191,9 @@ def test_a_new_memory_format_between_two_fits_is_reported(caplog: pytest.LogCapt
     """What is owed lies as the parameter did, and would reach other elements."""
 
     def body(rank: Rank) -> None:
-        with compressed(rank, Laid(other=False), **EVERYTHING) as (model, old):
+        with compressed(rank, laid(other=False), **EVERYTHING) as (model, old):
             backward(model, feed(rank.rank, 0, STRIDED, DOUBLE))
-        new = rank.ddp(Laid(other=True))
+        new = rank.ddp(laid(other=True))
         new.module.matrix.data = new.module.matrix.data.contiguous()  # type: ignore[union-attr]
         with closing(attach(new, old.settings, continue_from=old)) as reducer:
             assert reducer.residuals["matrix"].any()
@@ -209,10 +218,6 @@ def test_strides_are_those_of_the_bucket() -> None:
 WITH_COMPLEX = {"complex": (24, 32), "real": (40, 48), "transposed": (18, 20), "vector": (7,)}
 
 
-def real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
 def feed_complex(rank: int, step: int, dtype: torch.dtype = torch.complex64) -> Tensors:
     """Gradients; all but ``real`` are complex."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
@@ -220,18 +225,9 @@ def feed_complex(rank: int, step: int, dtype: torch.dtype = torch.complex64) -> 
     return found | {"real": found["real"].real.contiguous()}
 
 
-class Mixed(nn.Module):
-    """``d loss / d p = feed_complex[name of p]``."""
-
-    def __init__(self, dtype: torch.dtype = torch.complex64) -> None:
-        super().__init__()
-        for name, value in feed_complex(99, 0, dtype).items():
-            value = value.t().contiguous().t() if name == "transposed" else value
-            self.register_parameter(name, nn.Parameter(value))
-
-    def forward(self, given: Tensors) -> Tensor:
-        own = dict(self.named_parameters())
-        return torch.stack([(real(own[n]) * real(value)).sum() for n, value in given.items()]).sum()
+def mixed(dtype: torch.dtype = torch.complex64) -> Of:
+    values = feed_complex(99, 0, dtype)
+    return Of({**values, "transposed": values["transposed"].t().contiguous().t()})
 
 
 def digests(rank: Rank, model: nn.Module) -> list[str]:
@@ -243,8 +239,8 @@ def digests(rank: Rank, model: nn.Module) -> list[str]:
 @on_threads("size")
 def test_none_is_bit_identical_to_ddp(rank: Rank, size: int) -> None:
     ddp = {"bucket_cap_mb": 0.004}
-    with compressed(rank, Mixed(), "none", ddp=ddp) as (model, _):
-        assert digests(rank, model) == digests(rank, rank.ddp(Mixed(), **ddp))
+    with compressed(rank, mixed(), "none", ddp=ddp) as (model, _):
+        assert digests(rank, model) == digests(rank, rank.ddp(mixed(), **ddp))
 
 
 @pytest.mark.parametrize("codec", ["int8", "topk:ratio=0.1,block_size=128", "powersgd:rank=2"])
@@ -254,7 +250,7 @@ def test_mass_is_conserved(rank: Rank, codec: str, tree: list[list[int]] | None)
     """And replicas agree."""
     dtype = torch.complex128
     lost = {name: torch.zeros_like(real(g)) for name, g in feed_complex(0, 0, dtype).items()}
-    with compressed(rank, Mixed(dtype), codec, tree=tree, **EVERYTHING) as (model, reducer):
+    with compressed(rank, mixed(dtype), codec, tree=tree, **EVERYTHING) as (model, reducer):
         for step in range(20):
             given = feed_complex(rank.rank, step, dtype)
             left = {name: real(of) for name, of in sorted(backward(model, given).items())}

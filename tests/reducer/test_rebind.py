@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from fed_model import SHAPES, Model, among
 from feeding import Tensors, digest, feed, held
-from layouts import PAIRS, UNEVEN
 from test_lost_ranks import Told
-from threads import of_all, on_threads
+from threads import on_threads
 from torch import Tensor
 from worlds import Rank, run_threads
 
@@ -89,7 +88,7 @@ def test_a_reducer_that_waits_for_a_silent_rank_is_closed_in_half_a_second(
     start = time.monotonic()
     with patch.object(Worker, "close", autospec=True, side_effect=Worker.close) as close:
         model.reducer.close()
-    assert close.call_args.args[1:] == (0.5,)
+    assert [call.args[1:] for call in close.call_args_list] == [(0.5,), ()]
     assert time.monotonic() - start < SOON
     assert not model.reducer.in_step
     failed(futures, "Gave up")
@@ -144,34 +143,6 @@ def test_averaging_state_waits_no_longer_than_a_step_for_a_silent_rank(rank: Ran
         with pytest.raises(RuntimeError, match=r"within 0\.3 s"):
             model.reducer.state.average(model.reducer.network, row="rank 0")
     model.reducer.close()
-
-
-def mean_residual(rank: Rank, model: Model) -> dict[str, Tensor]:
-    state = model.reducer.state_dict()
-    if state is None:
-        return {}
-    return {name: rows.double().mean(0) for name, rows in state["residuals"].items()}
-
-
-@pytest.mark.parametrize(
-    "codec", [CODECS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in CODECS[1:])]
-)
-@pytest.mark.parametrize(("old", "new"), [(None, PAIRS), (PAIRS, None), (UNEVEN, PAIRS)], ids=str)
-@on_threads(4)
-def test_another_hierarchy_keeps_the_residual(rank: Rank, codec: str, old: Any, new: Any) -> None:
-    model = Model(rank.network(old, leader=old is UNEVEN), codec)
-    for step in range(3):
-        model.step(rank.rank, step)
-    before = mean_residual(rank, model)
-    model.reducer.rebind(rank.network(new))
-    after = mean_residual(rank, model)
-    assert before.keys() == after.keys()
-    for name, owed in before.items():
-        assert owed.abs().max() > 0
-        torch.testing.assert_close(after[name], owed, rtol=1e-5, atol=1e-7)
-    digests = [digest(model.step(rank.rank, step)) for step in range(3, 6)]
-    model.reducer.close()
-    assert len({*of_all(rank, str(digests))}) == 1
 
 
 def test_kernels_stay_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
@@ -19,16 +18,14 @@ from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
 
 DOUBLE = torch.float64
-
 BLOCK, STEPS = 128, 20
-
 LARGE = ("first", "second")  # the bias stays uncompressed
 
 
-def given(rank: int, step: int, dtype: torch.dtype = DOUBLE) -> Tensors:
+def given(rank: int, step: int) -> Tensors:
     """Every other step small, so that clipping acts on some steps and not on others."""
     factor = 1.0 if step % 2 else 0.125
-    return {name: g.to(dtype) * factor for name, g in feed(rank, step).items()}
+    return {name: g.to(DOUBLE) * factor for name, g in feed(rank, step).items()}
 
 
 @dataclass
@@ -63,7 +60,6 @@ class Case:
     momentum: float = 0.9
     clip: float = 0.0
     k_until: Mapping[int, int] = field(default_factory=lambda: {STEPS: 6})  # 5 % of 128, even
-    dtype: torch.dtype = DOUBLE
 
     def k(self, step: int) -> int:
         return next(k for until, k in self.k_until.items() if step < until)
@@ -84,7 +80,6 @@ CASES = {
 }
 
 cases = pytest.mark.parametrize("name", CASES)
-
 worlds = pytest.mark.parametrize("size", [2, 3])
 
 
@@ -97,10 +92,10 @@ class Run:
 
 def ours(rank: Rank, case: Case) -> Run:
     codec = f"dgc:block_size={BLOCK},values=fp32,{case.options}"
-    module, outputs = Fed(dtype=case.dtype), []
+    module, outputs = Fed(dtype=DOUBLE), []
     with compressed(rank, module, codec, min_compress_numel=256) as (model, reducer):
         for step in range(STEPS):
-            outputs.append(backward(model, given(rank.rank, step, case.dtype)))
+            outputs.append(backward(model, given(rank.rank, step)))
         v, u = reducer.state.residuals, reducer.state.momenta
         return Run(
             outputs,
@@ -126,9 +121,8 @@ def dgc_by_hand(case: Case, size: int) -> tuple[list[Tensors], list[Twin]]:
 
 
 def close(found: Tensor, expected: Tensor) -> None:
-    """But for the rounding of what is sent to float32, or of all to float32."""
-    atol = 1e-6 if found.dtype == DOUBLE else 1e-5
-    torch.testing.assert_close(found.to(DOUBLE), expected, rtol=1e-6, atol=atol)
+    """But for the rounding of what is sent to float32."""
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 @cases
@@ -152,7 +146,6 @@ def test_dgc_is_the_papers_loop(name: str, size: int) -> None:
 
 
 TAU = 1.5
-
 NUMEL = {name: SHAPES[name][0] * SHAPES[name][1] for name in LARGE}
 
 
@@ -178,24 +171,19 @@ def threshold_by_hand(
 
 @worlds
 @pytest.mark.parametrize(("values", "wire"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
-def test_it_is_the_loop(size: int, values: str, wire: torch.dtype) -> None:
-    steps = 12
-
-    def body(rank: Rank) -> tuple[list[Tensors], Tensors]:
-        codec = f"threshold:unit=absolute,tau={TAU},values={values}"
-        with compressed(rank, Fed(dtype=DOUBLE), codec, min_compress_numel=256) as (model, reducer):
-            path = [backward(model, feed(rank.rank, s, dtype=DOUBLE)) for s in range(steps)]
-            return path, residuals(reducer)
-
+@on_threads("size")
+def test_it_is_the_loop(rank: Rank, size: int, values: str, wire: torch.dtype) -> None:
+    codec, steps = f"threshold:unit=absolute,tau={TAU},values={values}", 12
     expected, owed = threshold_by_hand(size, steps, wire)
-    for (path, kept), mine in zip(run_threads(body, size), owed, strict=True):
-        for found, wanted in zip(path, expected, strict=True):
-            for name in LARGE:
-                torch.testing.assert_close(found[name], wanted[name], rtol=1e-12, atol=1e-12)
-            torch.testing.assert_close(found["bias"], wanted["bias"], rtol=1e-12, atol=1e-12)
-        for name in LARGE:
-            found = kept[name].view(SHAPES[name])
-            torch.testing.assert_close(found, mine[name], rtol=1e-12, atol=1e-12)
+    with compressed(rank, Fed(dtype=DOUBLE), codec, min_compress_numel=256) as (model, reducer):
+        for step in range(steps):
+            found = backward(model, feed(rank.rank, step, dtype=DOUBLE))
+            for name, wanted in expected[step].items():
+                torch.testing.assert_close(found[name], wanted, rtol=1e-12, atol=1e-12)
+        kept = residuals(reducer)
+    for name in LARGE:
+        found = kept[name].view(SHAPES[name])
+        torch.testing.assert_close(found, owed[rank.rank][name], rtol=1e-12, atol=1e-12)
 
 
 def flat(amounts: Sequence[int], rank: int) -> Tensors:
@@ -231,23 +219,19 @@ AMOUNTS: list[tuple[int, ...]] = [
 
 
 @pytest.mark.parametrize("amounts", AMOUNTS, ids=str)
-def test_any_amount_on_any_rank(amounts: tuple[int, ...]) -> None:
+@on_threads("amounts")
+def test_any_amount_on_any_rank(rank: Rank, amounts: tuple[int, ...]) -> None:
     """Bytes by hand: 8 for the length, then index and value padded to the longest of all ranks."""
-
-    def body(rank: Rank) -> tuple[Tensors, Mapping[str, Any], Tensors]:
-        codec = f"threshold:unit=absolute,tau={TAU}"
-        with compressed(rank, Fed(), codec, min_compress_numel=256) as (model, reducer):
-            means = backward(model, flat(amounts, rank.rank))
-            return means, reducer.comm_stats()["per_codec"]["threshold"], residuals(reducer)
-
-    size = len(amounts)
-    for rank, (means, stats, owed) in enumerate(run_threads(body, size)):
-        for name in LARGE:
-            torch.testing.assert_close(means[name], mean_of(amounts, name), rtol=1e-6, atol=0)
-            small = torch.arange(NUMEL[name]) >= amounts[rank]
-            assert torch.equal(owed[name], torch.where(small, 0.25, 0.0))
-        longest = max(sum(min(amount, numel) for numel in NUMEL.values()) for amount in amounts)
-        assert stats["wire_bytes"] == (size - 1) * (8 + longest * (4 + 2))
+    codec = f"threshold:unit=absolute,tau={TAU}"
+    with compressed(rank, Fed(), codec, min_compress_numel=256) as (model, reducer):
+        means = backward(model, flat(amounts, rank.rank))
+        stats, owed = reducer.comm_stats()["per_codec"]["threshold"], residuals(reducer)
+    for name in LARGE:
+        torch.testing.assert_close(means[name], mean_of(amounts, name), rtol=1e-6, atol=0)
+        small = torch.arange(NUMEL[name]) >= amounts[rank.rank]
+        assert torch.equal(owed[name], torch.where(small, 0.25, 0.0))
+    longest = max(sum(min(amount, numel) for numel in NUMEL.values()) for amount in amounts)
+    assert stats["wire_bytes"] == (rank.size - 1) * (8 + longest * (4 + 2))
 
 
 @on_threads(2)
