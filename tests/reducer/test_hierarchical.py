@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -23,10 +22,10 @@ from feeding import (
     mean,
     residuals,
 )
-from layouts import FORMS, HOSTS_OF_FOUR, MORE, PAIRS, UNEVEN, Layout, every_layout, grids
+from layouts import FORMS, HOSTS_OF_FOUR, MORE, PAIRS, UNEVEN, Layout, every_layout, flat, grids
 from threads import of_all, on_threads
 from torch import Size, Tensor
-from worlds import Rank, run_threads
+from worlds import Rank
 
 from lightning_dist.codecs import BlockCodec, Int8, resolve_codec
 from lightning_dist.reducer.units import sizes
@@ -47,32 +46,13 @@ def exact(rank: int, size: int) -> Tensors:
     return {name: one(shape) for name, shape in SMALL.items()}
 
 
-@dataclass
-class TwoSteps:
-    """One rank's two steps of codec none: exact gradients, then random ones."""
-
-    exact: str
-    random: Tensors
-
-
-def two_steps(rank: Rank, layout: Layout | None) -> TwoSteps:
-    """Flat without a ``layout``. The second step has other buckets than the first."""
-    tree, leader = (None, False) if layout is None else (layout.tree, layout.leader)
-    ddp = {"bucket_cap_mb": 0.004}
-    with compressed(rank, Fed(SMALL), "none", tree=tree, leader=leader, ddp=ddp) as (model, red):
+def two_steps(rank: Rank, layout: Layout) -> tuple[Tensors, Tensors]:
+    """Of codec none: exact gradients, then random ones. The second step has other buckets."""
+    form = {**layout.form, "ddp": {"bucket_cap_mb": 0.004}}
+    with compressed(rank, Fed(SMALL), "none", **form) as (model, reducer):
+        assert (reducer.network.intra is None) == (layout.tree is None)
         first = backward(model, exact(rank.rank, rank.size))
-        second = backward(model, feed(rank.rank, 0, SMALL))
-        assert (red.network.intra is not None) == (layout is not None)
-    return TwoSteps(digest([first[name] for name in SMALL]), second)
-
-
-def run(size: int, layouts: Sequence[Layout]) -> list[list[TwoSteps]]:
-    """``[layout][rank]``, the flat exchange first."""
-
-    def body(rank: Rank) -> list[TwoSteps]:
-        return [two_steps(rank, layout) for layout in (None, *layouts)]
-
-    return [list(of_ranks) for of_ranks in zip(*run_threads(body, size), strict=True)]
+        return first, backward(model, feed(rank.rank, 0, SMALL))
 
 
 def test_every_grid_is_here() -> None:
@@ -89,22 +69,24 @@ def test_every_grid_is_here() -> None:
     ],
     ids=lambda value: str(value) if isinstance(value, int) else str(len(value)),
 )
-def test_it_is_the_flat_exchange(size: int, layouts: Sequence[Layout]) -> None:
+@on_threads("size")
+def test_it_is_the_flat_exchange(rank: Rank, size: int, layouts: Sequence[Layout]) -> None:
     """Exact gradients are bit-equal, random ones the mean within rounding, replicas equal."""
-    flat, *others = run(size, layouts)
-    given = [exact(rank, size) for rank in range(size)]
-    exact_mean = [torch.stack([g[n].double() for g in given]).mean(0).float() for n in SMALL]
-    assert {ran.exact for ran in flat} == {digest(exact_mean)}
-    given = [feed(rank, 0, SMALL) for rank in range(size)]
-    mean = {n: sum(g[n].double() for g in given) / size for n in SMALL}
+    given = [exact(each, size) for each in range(size)]
+    exact_mean = {n: torch.stack([g[n].double() for g in given]).mean(0).float() for n in SMALL}
+    given = [feed(each, 0, SMALL) for each in range(size)]
+    wanted = mean([{n: g.double() for n, g in each.items()} for each in given])
     largest = {n: torch.stack([g[n].abs() for g in given]).amax(0).double() for n in SMALL}
-    for layout, of_ranks in zip(layouts, others, strict=True):
-        assert {ran.exact for ran in of_ranks} == {digest(exact_mean)}, str(layout)
-        assert len({digest(ran.random) for ran in of_ranks}) == 1, str(layout)
-        for name, found in of_ranks[0].random.items():
+    for layout in (flat(size), *layouts):
+        first, second = two_steps(rank, layout)
+        assert digest([first[n] for n in SMALL]) == digest(exact_mean), str(layout)
+        if layout.tree is None:
+            continue
+        assert len({*of_all(rank, digest([second[n] for n in SMALL]))}) == 1, str(layout)
+        for name, found in second.items():
             # Every sum and product rounds by 2**-24 of what is at most the largest value.
             bound = (size + 4) * 2.0**-24 * largest[name]
-            assert ((found.double() - mean[name]).abs() <= bound).all(), (str(layout), name)
+            assert ((found.double() - wanted[name]).abs() <= bound).all(), (str(layout), name)
 
 
 FOUR_HOSTS = Layout([[0, 1], [2, 3], [4, 5], [6, 7]])
@@ -121,23 +103,18 @@ def whole_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "UNIT_ELEMENTS", sizes.WHOLE_BUCKET)
 
 
-def step(layout: Layout, parameters: int, codec: str) -> tuple[list[Counter[str]], Tensors]:
-    """Collectives of every rank in its second step, and the mean that all have after it."""
+def step(rank: Rank, layout: Layout, parameters: int, codec: str) -> tuple[Counter[str], Tensors]:
+    """Collectives of the second step, and the mean that all have after it."""
     shapes = shapes_of(parameters)
-
-    def body(rank: Rank) -> tuple[Counter[str], Tensors]:
-        form = {"min_compress_numel": 1, "ddp": {"bucket_cap_mb": 100}, **layout.form}
-        with compressed(rank, Fed(shapes), codec, **form) as (model, reducer):
-            backward(model, feed(rank.rank, 0, shapes))
-            counting = Counting()
-            for channel in reducer.network.channels:
-                channel.watch = counting
-            found = backward(model, feed(rank.rank, 1, shapes))
-            return Counter(group for group, _ in counting.found if group != "control"), found
-
-    ranks = run_threads(body, layout.size)
-    assert len({digest(found) for _, found in ranks}) == 1
-    return [counted for counted, _ in ranks], ranks[0][1]
+    form = {"min_compress_numel": 1, "ddp": {"bucket_cap_mb": 100}, **layout.form}
+    with compressed(rank, Fed(shapes), codec, **form) as (model, reducer):
+        backward(model, feed(rank.rank, 0, shapes))
+        counting = Counting()
+        for channel in reducer.network.channels:
+            channel.watch = counting
+        found = backward(model, feed(rank.rank, 1, shapes))
+    assert len({*of_all(rank, digest([found[name] for name in shapes]))}) == 1
+    return Counter(group for group, _ in counting.found if group != "control"), found
 
 
 @pytest.mark.usefixtures("whole_buckets")
@@ -150,23 +127,23 @@ def step(layout: Layout, parameters: int, codec: str) -> tuple[list[Counter[str]
         *(pytest.param(*each, marks=pytest.mark.slow) for each in (("none", 24), ("int8", 2))),
     ],
 )
+@on_threads("layout")
 def test_a_bucket_takes_two_collectives_a_level(
-    codec: str, parameters: int, layout: Layout
+    rank: Rank, codec: str, parameters: int, layout: Layout
 ) -> None:
-    counts, mean = step(layout, parameters, codec)
-    for counted in counts:
-        assert counted["intra"] == 2
-        assert all(number <= 2 for number in counted.values()), counted
+    counted, means = step(rank, layout, parameters, codec)
+    assert counted["intra"] == 2
+    assert all(number <= 2 for number in counted.values()), counted
     shapes, tolerance = shapes_of(parameters), 1e-5 if codec == "none" else 0.1
-    for name, found in mean.items():
-        expected = sum(feed(rank, 1, shapes)[name] for rank in range(layout.size)) / layout.size
-        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+    expected = mean([feed(each, 1, shapes) for each in range(layout.size)])
+    for name, found in means.items():
+        torch.testing.assert_close(found, expected[name], rtol=0, atol=tolerance)
 
 
-def test_pieces_take_more_of_them() -> None:
+@on_threads(8)
+def test_pieces_take_more_of_them(rank: Rank) -> None:
     """On a CPU, where one piece is encoded while another travels."""
-    counts, _ = step(FOUR_HOSTS, 40, "int8")
-    assert all(counted["intra"] > 2 for counted in counts)
+    assert step(rank, FOUR_HOSTS, 40, "int8")[0]["intra"] > 2
 
 
 LARGE = {"large": (1100, 1000), "bias": (600,), "other": (700, 800)}
@@ -273,8 +250,8 @@ def test_a_codec_inside_is_within_its_error_bound(rank: Rank, intra: str) -> Non
             up = largest_error(inside, amax) * weight
             across = largest_error(Int8(), amax * weight + up)
             down = largest_error(inside, amax + up + across)
-            mean = sum(g[name].double() for g in given) / 4
-            error = float((found[name].double() - mean).abs().max())
+            exact = sum(g[name].double() for g in given) / 4
+            error = float((found[name].double() - exact).abs().max())
             assert error <= (up + across + down) * (1 + 1e-5) + 1e-6, (str(layout), name)
             assert error > across / 10, "int8 has rounded between the hosts"
 
