@@ -81,7 +81,7 @@ class Resumed:
         with compressed(rank, Fed(shapes), **settings) as (model, reducer):
             for step in range(stop):
                 backward(model, feed(rank.rank, step, shapes))
-            self.state = reducer.state_dict()
+            self.state, self.residuals = reducer.state_dict(), residuals(reducer)
             self.whole = later(rank, model, reducer, shapes, left)
         saved = of_all(rank, self.state)[0]
         with compressed(rank, Fed(shapes), **settings) as (model, reducer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -29,7 +29,7 @@ from layouts import FORMS, PAIRS, UNEVEN, Layout, flat
 from threads import of_all, on_threads
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from worlds import Rank, run_threads
+from worlds import Rank
 
 from benchmarks.convergence.tasks import DigitsSettings, DigitsTask
 from lightning_dist.codecs import CODECS, resolve_codec
@@ -272,23 +272,24 @@ def test_accumulated_gradients_are_sent_once(rank: Rank, codec: str) -> None:
 
 
 DIGITS = DigitsSettings(steps=120)
-WORLD_SIZE = 2
 LEAST = 75.0  # percent of the test images; chance is 10, without compression it is 94
 
 
 @cache
 def task_of(rank: int) -> DigitsTask:
-    return DigitsTask(DIGITS, rank=rank, world_size=WORLD_SIZE)
+    return DigitsTask(DIGITS, rank=rank, world_size=2)
 
 
-def accuracy(rank: Rank, codec: str, *, momentum: float) -> float:
-    """Percent of the test images that are classified correctly after training."""
+@pytest.mark.parametrize("codec", CODECS)
+@on_threads(2)
+def test_a_default_learns(rank: Rank, codec: str) -> None:
     task = task_of(rank.rank)
     module = task.model()  # DDP gives all ranks the parameters of the first
     generator = torch.Generator().manual_seed(0)
     for parameter in module.parameters():
         bound = 64**-0.5 if parameter.dim() == 1 else parameter.shape[1] ** -0.5
         torch.nn.init.uniform_(parameter, -bound, bound, generator=generator)
+    momentum = 0.0 if codec == "dgc" else 0.9  # dgc brings its own
     with compressed(rank, module, codec) as (model, _):
         optimizer = torch.optim.SGD(model.parameters(), lr=DIGITS.lr, momentum=momentum)
         batches = task.batches(seed=0)
@@ -297,32 +298,22 @@ def accuracy(rank: Rank, codec: str, *, momentum: float) -> float:
             task.loss(model, next(batches)).backward()
             optimizer.step()
         rank.barrier.wait()  # the optimizers of all ranks step in one process
-        return task.evaluate(model)["test_accuracy"]
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_a_default_learns_or_refuses_momentum(codec: str) -> None:
-    momentum = 0.9
-    if codec == "dgc":
-        with pytest.raises(ValueError, match="codec 'dgc' gives the gradients momentum, and SGD"):
-            run_threads(lambda rank: accuracy(rank, codec, momentum=0.9), WORLD_SIZE)
-        momentum = 0.0
-    reached = run_threads(lambda rank: accuracy(rank, codec, momentum=momentum), WORLD_SIZE)
-    assert min(reached) > LEAST
+        assert task.evaluate(model)["test_accuracy"] > LEAST
 
 
 @pytest.mark.parametrize("of_the_model", [True, False])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, partial(torch.optim.SGD, momentum=0.9)])
 @on_threads(2)
-def test_only_optimizers_of_the_model_are_refused(rank: Rank, of_the_model: bool) -> None:
+def test_only_optimizers_of_the_model_with_momentum_are_refused(
+    rank: Rank, kind: Any, of_the_model: bool
+) -> None:
     """Also one of several groups, and Adam, whose first moment is a momentum."""
     other = torch.nn.Parameter(torch.ones(3))
     with compressed(rank, Fed(), "dgc", **COMPRESSED) as (model, _):
         backward(model, feed(rank.rank, 0))
-        optimizer = torch.optim.Adam(
-            [{"params": [*model.parameters()] if of_the_model else [other]}]
-        )
+        optimizer = kind([{"params": [*model.parameters()] if of_the_model else [other]}])
         rank.barrier.wait()
-        refused = pytest.raises(ValueError, match="and Adam has its own")
+        refused = pytest.raises(ValueError, match=r"momentum, and (Adam|SGD) has its own")
         with refused if of_the_model else nullcontext():
             optimizer.step()
         rank.barrier.wait()

@@ -7,17 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from feeding import (
-    SHAPES,
-    Fed,
-    Tensors,
-    backward,
-    compressed,
-    feed,
-    gradients,
-    mean,
-    residuals,
-)
+from feeding import SHAPES, Fed, Tensors, backward, compressed, feed, gradients, mean, residuals
 from layouts import FORMS, Layout, flat
 from saving import State
 from threads import of_all, on_threads

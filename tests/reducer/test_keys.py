@@ -9,7 +9,7 @@ import pytest
 import torch
 from feeding import Fed, backward, compressed, digest, feed
 from saving import train
-from threads import on_threads
+from threads import of_all, on_threads
 from torch import Tensor
 from worlds import Rank
 
@@ -19,23 +19,13 @@ from lightning_dist.reducer.units.tiles import Grid, Tile, UnitKeys
 CODEC = QSGD(block_size=64)
 
 
-def tile(name: str, columns: slice, numbers: Tensor) -> Tile:
-    return Tile(name, torch.empty(0), (), columns, numbers)
-
-
-def tiles(*names: str, rows: int = 3, blocks: int = 4, block: int = 64) -> list[Tile]:
-    """Whole parameters of ``rows * blocks`` blocks, one after the other in a unit."""
-    grid = Grid(rows * blocks * block, rows, block)
-    (span,) = grid.spans(10**6)
-    numbers = span.numbers(torch.device("cpu"))
-    columns = (slice(i * blocks, (i + 1) * blocks) for i in range(len(names)))
-    return [tile(name, at, numbers) for name, at in zip(names, columns, strict=True)]
-
-
-def drawn(
-    *names: str, codec: BlockCodec = CODEC, rank: int = 0, step: int = 0, **shape: int
-) -> UnitKeys:
-    keys = UnitKeys(codec, tiles(*names, **shape), rank=rank)
+def drawn(*names: str, codec: BlockCodec = CODEC, rank: int = 0, step: int = 0) -> UnitKeys:
+    """Of whole parameters of three rows of four blocks, one after the other in a unit."""
+    (span,) = Grid(3 * 4 * 64, 3, 64).spans(10**6)
+    numbers, nothing = span.numbers(torch.device("cpu")), torch.empty(0)
+    columns = [slice(4 * i, 4 * i + 4) for i in range(len(names))]
+    tiles = [Tile(n, nothing, (), at, numbers) for n, at in zip(names, columns, strict=True)]
+    keys = UnitKeys(codec, tiles, rank=rank)
     keys.draw(step)
     return keys
 
@@ -139,6 +129,8 @@ def test_equal_gradients_are_rounded_otherwise_at_every_step_and_on_every_rank(r
 @on_threads(3)
 def test_randomk_sends_the_same_places_on_all_ranks(rank: Rank) -> None:
     """And other ones at the next step."""
-    chosen = [sent.view(-1, 64) != 0 for sent in repeated(rank, "randomk:ratio=0.25,block_size=64")]
+    steps = repeated(rank, "randomk:ratio=0.25,block_size=64")
+    assert len({*of_all(rank, digest(steps))}) == 1
+    chosen = [sent.view(-1, 64) != 0 for sent in steps]
     assert all((places.sum(1) == 16).all() for places in chosen)
     assert not torch.equal(*chosen)

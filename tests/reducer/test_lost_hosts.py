@@ -12,13 +12,7 @@ import pytest
 import torch
 from fed_model import SHAPES, Model, among
 from feeding import digest, feed
-from test_lost_ranks import (
-    Commit,
-    Told,
-    both_commits,
-    leave_before_the_vote,
-    state_of,
-)
+from test_lost_ranks import Commit, Told, both_commits, leave_before_the_vote, state_of
 from torch import Tensor
 from worlds import Rank, run_threads
 

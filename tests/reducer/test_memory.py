@@ -15,12 +15,7 @@ from torch import Tensor
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import CODECS, after_steps, resolve_codec
-from lightning_dist.codecs.memory import (
-    ErrorFeedback,
-    Memory,
-    MomentumCorrection,
-    NoMemory,
-)
+from lightning_dist.codecs.memory import ErrorFeedback, Memory, MomentumCorrection, NoMemory
 from lightning_dist.integrations.torch.buckets import DDPBuckets
 from lightning_dist.measurement.expected import expected_traffic, first_compressed_step
 from lightning_dist.reducer.reducer import Reducer

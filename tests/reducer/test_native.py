@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from arguments import in_a_bucket
+from arguments import in_a_bucket, on_the_wire
 from feeding import EVERY_CODEC, SHAPES, Fed, backward, compressed, feed, held
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -21,7 +21,6 @@ from worlds import Rank
 from lightning_dist.codecs import DGC, BlockCodec, RandomK, Threshold, TopK
 from lightning_dist.codecs.memory import Memory, NoMemory
 from lightning_dist.codecs.noise import block_keys
-from lightning_dist.exchange.wire import row_bytes, views
 from lightning_dist.kernels import inductor, native
 from lightning_dist.kernels.passes import Factors, Pass, Passes
 from lightning_dist.kernels.sparse import EAGER
@@ -66,12 +65,6 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def payload_of(codec: BlockCodec, blocks: int) -> tuple[Tensor, ...]:
-    planes = codec.planes(torch.float32)
-    buffer = torch.zeros(1, row_bytes(planes, blocks + 3), dtype=torch.uint8)
-    return tuple(plane[:, 2 : 2 + blocks] for plane in views(buffer, planes, blocks + 3))
-
-
 def passes_of(codec: BlockCodec, memory: Memory, *, world: int) -> Passes:
     share = 1.0 / world
     linear = codec.exchange == "allreduce"
@@ -99,7 +92,7 @@ def step(
     keys = block_keys(torch.arange(blocks, dtype=torch.int32), salt=3).view(1, blocks, 1)
     given_keys = keys if codec.stochastic else None
     factor = torch.tensor(scale)
-    payloads = [payload_of(codec, blocks) for _ in range(world)]
+    payloads = [on_the_wire(codec, 1, blocks) for _ in range(world)]
     for rank, payload in enumerate(payloads):
         grad = in_a_bucket(shape, spare=1, offset=3, seed=0)
         grad.copy_(values(shape, kind, seed=rank))

@@ -11,17 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fed_model import Model
-from feeding import (
-    SHAPES,
-    Fed,
-    Tensors,
-    backward,
-    compressed,
-    digest,
-    feed,
-    mean,
-    residuals,
-)
+from feeding import SHAPES, Fed, Tensors, backward, compressed, digest, feed, mean, residuals
 from layouts import FORMS, Layout, flat
 from threads import of_all, on_threads
 from torch import Tensor, nn
