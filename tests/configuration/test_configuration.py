@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -32,9 +33,7 @@ from lightning_dist.integrations.torch.local.settings import Method
 from lightning_dist.settings import Settings
 
 COUNTS = st.integers(0, 10**12)
-
 SWITCH = st.one_of(st.booleans(), st.just("auto"))
-
 SOME_OPTIONS = st.fixed_dictionaries(
     {},
     optional={
@@ -92,23 +91,18 @@ def test_nothing_is_set_by_a_file(tmp_path: Path, text: str) -> None:
         ("start_step: 1e3", "got '1e3'"),
         ("codec: {intra: bf16, inter: 4}", "codec must be"),
         ("rank_groups: [[0, 1], [a]]", "rank_groups must be"),
+        (b"start_step: 0\ncodec: \xff", "is not valid YAML .*#x00ff: invalid start byte"),
     ],
 )
-def test_wrong_files_are_named(tmp_path: Path, text: str, said: str) -> None:
+def test_wrong_files_are_named(tmp_path: Path, text: str | bytes, said: str) -> None:
     path = tmp_path / "x.yaml"
-    path.write_text(text)
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(ValueError, match=r".") as error:
         read(path)
     assert re.search(said, str(error.value))
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
     assert "<unicode string>" not in str(error.value)
-
-
-def test_bytes_that_are_no_text(tmp_path: Path) -> None:
-    (tmp_path / "x.yaml").write_bytes(b"start_step: 0\ncodec: \xff\xfe")
-    with pytest.raises(ValueError, match=r"is not valid YAML .*#x00ff: invalid start byte"):
-        read(tmp_path / "x.yaml")
 
 
 def test_what_is_wrong_is_not_written(tmp_path: Path) -> None:
@@ -140,11 +134,6 @@ def named(home: dict[str, str], text: str) -> Path:
     path.write_text(text)
     home["LIGHTNING_DIST_CONFIG"] = str(path)
     return path
-
-
-def test_nothing_is_set(home: dict[str, str]) -> None:
-    found = resolve(environ=home)
-    assert (found.options, found.origins, found.files) == ({}, {}, ())
 
 
 def test_code_wins_over_variables_over_the_named_file_over_the_sidecar(
@@ -213,7 +202,8 @@ def test_a_path_is_relative_to_the_current_folder(
 def test_other_variables_of_ours_are_no_settings(home: dict[str, str]) -> None:
     others = {"HOSTNAME": "a", "RECOVERY_STORE": "a:1", "WORKER": "0.0.0", "BEAT_TIMEOUT": "5"}
     given = {f"LIGHTNING_DIST_{name}": value for name, value in others.items()}
-    assert resolve(environ={**home, **given}).options == {}
+    found = resolve(environ={**home, **given})
+    assert (found.options, found.origins, found.files) == ({}, {}, ())
 
 
 @pytest.mark.parametrize(
@@ -303,18 +293,21 @@ def test_settings_that_are_not_defaults_are_listed_with_their_source(
 
 
 @pytest.mark.parametrize(
-    ("function", "others"),
+    ("function", "others", "options"),
     [
-        (lightning_dist.compress_ddp, {"model", "grad_scaler", "groups"}),
-        (Settings.check, set()),
-        (CompressionArguments.__init__, {"self", "recovery", "mirror_residuals", "kwargs"}),
+        (lightning_dist.compress_ddp, {"model", "grad_scaler", "groups"}, OF_DDP),
+        (Settings.check, set(), OF_DDP),
+        (CompressionArguments.__init__, {"self", "recovery", "mirror_residuals", "kwargs"}, OF_DDP),
+        (lightning_dist.compress_fsdp, {"model", "mesh", "grad_scaler"}, OF_SHARDS),
     ],
-    ids=["compress_ddp", "Settings", "the strategies"],
+    ids=["compress_ddp", "Settings", "the strategies", "compress_fsdp"],
 )
-def test_every_signature_has_these_options_and_defaults(function: Any, others: set[str]) -> None:
+def test_every_signature_has_these_options_and_defaults(
+    function: Any, others: set[str], options: Iterable[str]
+) -> None:
     parameters = inspect.signature(function).parameters
     assert {name: p.default for name, p in parameters.items() if name not in others} == {
-        name: OPTIONS[name].default for name in OF_DDP
+        name: OPTIONS[name].default for name in options
     }
 
 
@@ -323,14 +316,6 @@ def test_local_updates_have_their_options() -> None:
     known = inspect.signature(lightning_dist.local_updates).parameters
     others = {"model", "optimizer", "outer_optimizer", "outer_schedule", "groups"}
     assert set(known) - others == set(OF_LOCAL)
-
-
-def test_compress_fsdp_has_its_options_and_defaults() -> None:
-    parameters = inspect.signature(lightning_dist.compress_fsdp).parameters
-    others = {"model", "mesh", "grad_scaler"}
-    assert {name: p.default for name, p in parameters.items() if name not in others} == {
-        name: OPTIONS[name].default for name in OF_SHARDS
-    }
 
 
 def test_options_that_the_training_has_not_are_refused() -> None:

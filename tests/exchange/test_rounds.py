@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
-from worlds import Rank, run_threads
+from threads import on_threads
+from worlds import Rank
 
 from lightning_dist import exchanges
 from lightning_dist.codecs import Int8, Payload, Plane
@@ -45,51 +45,22 @@ def pattern(number: int, like: torch.Tensor) -> torch.Tensor:
 
 
 @layouts
-def test_shapes_and_dtypes(planes: list[Plane], rows: int, blocks: int) -> None:
-    buffer = torch.zeros(rows, row_bytes(planes, blocks), dtype=torch.uint8)
-    got = [(view.dtype, tuple(view.shape)) for view in views(buffer, planes, blocks)]
-    assert got == [(plane.dtype, (rows, blocks, plane.per_block)) for plane in planes]
-
-
-@layouts
-def test_planes_do_not_overlap(planes: list[Plane], rows: int, blocks: int) -> None:
-    """What is written to each plane is still there after all others are written."""
+def test_planes_lie_apart_in_the_buffer(planes: list[Plane], rows: int, blocks: int) -> None:
+    """Each in its dtype, aligned, and up to 7 bytes after it stay free."""
     buffer = torch.zeros(rows, row_bytes(planes, blocks), dtype=torch.uint8)
     payload = views(buffer, planes, blocks)
-    for number, view in enumerate(payload):
+    for number, (plane, view) in enumerate(zip(planes, payload, strict=True)):
+        assert (view.dtype, view.shape) == (plane.dtype, (rows, blocks, plane.per_block))
+        assert all(row.data_ptr() % view.itemsize == 0 for row in view)
         view.copy_(pattern(number, view).view(view.dtype).view(view.shape))
     for number, view in enumerate(payload):
         read = view.contiguous().view(torch.uint8).view(-1)
-        assert torch.equal(read, pattern(number, view))
-
-
-@layouts
-def test_planes_cover_the_row(planes: list[Plane], rows: int, blocks: int) -> None:
-    """Writing all planes writes every byte of the buffer but up to 7 after each plane."""
-    buffer = torch.zeros(rows, row_bytes(planes, blocks), dtype=torch.uint8)
-    for view in views(buffer, planes, blocks):
+        assert torch.equal(read, pattern(number, view)), "another plane has written there"
         ones = torch.full((view.nbytes,), 255, dtype=torch.uint8)
         view.copy_(ones.view(view.dtype).view(view.shape))
     payload_bytes = sum(plane.bytes_per_block for plane in planes) * blocks
     assert (buffer == 255).sum(1).tolist() == [payload_bytes] * rows
     assert payload_bytes <= row_bytes(planes, blocks) <= payload_bytes + 7 * len(planes)
-
-
-@layouts
-def test_planes_are_aligned(planes: list[Plane], rows: int, blocks: int) -> None:
-    buffer = torch.zeros(rows, row_bytes(planes, blocks), dtype=torch.uint8)
-    for view in views(buffer, planes, blocks):
-        assert all(row.data_ptr() % view.itemsize == 0 for row in view)
-
-
-@layouts
-def test_views_follow_the_buffer(planes: list[Plane], rows: int, blocks: int) -> None:
-    """A view shows what arrives later: collectives write into the buffer."""
-    buffer = torch.zeros(rows, row_bytes(planes, blocks), dtype=torch.uint8)
-    payload = views(buffer, planes, blocks)
-    buffer.fill_(1)
-    for view in payload:
-        assert (view.contiguous().view(torch.uint8) == 1).all()
 
 
 def test_a_buffer_of_another_size_is_refused() -> None:
@@ -139,15 +110,9 @@ def fill(payload: Payload, number: int) -> None:
 
 def numbers(payload: Payload) -> list[list[int]]:
     """The values of each row, which must be the same in the whole row of every plane."""
-    rows = [
-        torch.cat([plane[row].float().flatten() for plane in payload]) for row in _rows(payload)
-    ]
-    assert all((row == row[0]).all() for row in rows)
-    return [[int(row[0]) for row in rows]]
-
-
-def _rows(payload: Payload) -> range:
-    return range(len(payload[0]))
+    rows = torch.cat([plane.float().flatten(1) for plane in payload], dim=1)
+    assert (rows == rows[:, :1]).all()
+    return [rows[:, 0].int().tolist()]
 
 
 def run(exchange: Exchange) -> None:
@@ -156,109 +121,77 @@ def run(exchange: Exchange) -> None:
     exchange.wait()
 
 
+def basics(rank: Rank) -> dict[str, Any]:
+    """Arguments of every exchange."""
+    return {"channel": Channel(rank.group("data")), "topology": rank.topology(), "device": CPU}
+
+
 ROW = row_bytes(PLANES, BLOCKS)
 
 
 @worlds
-def test_gather_brings_all_payloads_in_rank_order(size: int) -> None:
-    def body(rank: Rank) -> list[list[list[int]]]:
-        make = {"channel": Channel(rank.group("data")), "topology": rank.topology(), "device": CPU}
-        exchange = AllGather(ROW, **make)
-        section = exchange.section(PLANES, BLOCKS)
-        received = []
-        for step in range(2):  # buffers are reused
-            fill(section.own, rank.rank + 1 + step)
-            run(exchange)
-            received.append([numbers(payload)[0] for payload in section.payloads])
-        return received
-
+@on_threads("size")
+def test_gather_brings_all_payloads_in_rank_order(rank: Rank, size: int) -> None:
     first, second = ([[10 * (r + 1 + step)] for r in range(size)] for step in range(2))
-    assert run_threads(body, size) == [[first, second]] * size
+    exchange = AllGather(ROW, **basics(rank))
+    section = exchange.section(PLANES, BLOCKS)
+    received = []
+    for step in range(2):  # buffers are reused
+        fill(section.own, rank.rank + 1 + step)
+        run(exchange)
+        received.append([numbers(payload)[0] for payload in section.payloads])
+    assert received == [first, second]
 
 
 @worlds
 @pytest.mark.parametrize("keep_own", [False, True])
-def test_two_shot_hands_each_rank_its_shards_and_all_ranks_the_means(
-    size: int, keep_own: bool
-) -> None:
-    """An owner sees, in rank order, what each rank wrote for it; means come in rank order."""
+@on_threads("size")
+def test_all_reduce_adds(rank: Rank, size: int, keep_own: bool) -> None:
+    """The sum arrives everywhere; `keep_own` leaves what this rank encoded as it was."""
+    exchange = AllReduce([Plane(torch.float16, 1)], 8, keep_own=keep_own, **basics(rank))
+    for _ in range(2):
+        exchange.whole.own[0].fill_(rank.rank + 1)
+        run(exchange)
+    ((summed,),) = exchange.whole.payloads
+    total = size * (size + 1) / 2
+    assert (summed == total).all()
+    assert (exchange.whole.own[0] == (rank.rank + 1 if keep_own else total)).all()
 
-    def body(rank: Rank) -> tuple[list[list[int]], list[list[int]]]:
-        make = {"channel": Channel(rank.group("data")), "topology": rank.topology(), "device": CPU}
-        exchange = TwoShot([ROW] * size, keep_own=keep_own, **make)
-        section = exchange.section(PLANES, BLOCKS)
-        fill(section.own, rank.rank + 1)
+
+@on_threads(2)
+def test_all_reduce_in_place_uses_no_second_buffer(rank: Rank) -> None:
+    buffer, plane = torch.full((1, 5, 1), rank.rank + 1.0), Plane(torch.float32, 1)
+    exchange = AllReduce([plane], 5, keep_own=False, in_place=buffer, **basics(rank))
+    assert exchange.whole.own[0].data_ptr() == buffer.data_ptr()
+    run(exchange)
+    assert (buffer == 3).all()
+
+
+@worlds
+@pytest.mark.parametrize("keep_own", [False, True])
+@on_threads("size")
+def test_two_shots_in_flight_do_not_mix(rank: Rank, size: int, keep_own: bool) -> None:
+    """Eight exchanges issued, then advanced, then awaited: each gets its own bytes.
+
+    An owner sees, in rank order, what each rank wrote for it; means come in rank order.
+    """
+    exchanges = [TwoShot([ROW] * size, keep_own=keep_own, **basics(rank)) for _ in range(8)]
+    sections = [exchange.section(PLANES, BLOCKS) for exchange in exchanges]
+    for number, (exchange, section) in enumerate(zip(exchanges, sections, strict=True)):
+        fill(section.own, rank.rank + number)
         exchange.start()
+    for number, (exchange, section) in enumerate(zip(exchanges, sections, strict=True)):
         exchange.wait()
         seen = numbers(section.received[0])
-        fill(section.mean, rank.rank + 5)
+        assert seen == [[10 * (sender + number) + rank.rank for sender in range(size)]]
+        fill(section.mean, rank.rank + number + 1)
         exchange.start_second()
+    for number, (exchange, section) in enumerate(zip(exchanges, sections, strict=True)):
         exchange.wait()
+        means = numbers(section.payloads[0])
+        assert means == [[10 * (owner + number + 1) for owner in range(size)]]
         if keep_own:
-            own = numbers(section.own)
-            assert own == [[10 * (rank.rank + 1) + r for r in range(size)]]
-        return seen, numbers(section.payloads[0])
-
-    for rank, (shards, means) in enumerate(run_threads(body, size)):
-        assert shards == [[10 * (sender + 1) + rank for sender in range(size)]]
-        assert means == [[10 * (owner + 5) for owner in range(size)]]
-
-
-@worlds
-@pytest.mark.parametrize("keep_own", [False, True])
-def test_all_reduce_adds(size: int, keep_own: bool) -> None:
-    """The sum arrives everywhere; `keep_own` leaves what this rank encoded as it was."""
-
-    def body(rank: Rank) -> tuple[float, float]:
-        make = {"channel": Channel(rank.group("data")), "topology": rank.topology(), "device": CPU}
-        exchange = AllReduce([Plane(torch.float16, 1)], 8, keep_own=keep_own, **make)
-        for _ in range(2):
-            exchange.whole.own[0].fill_(rank.rank + 1)
-            run(exchange)
-        ((summed,),) = exchange.whole.payloads
-        assert (summed == summed[0, 0]).all()
-        return float(exchange.whole.own[0][0, 0, 0]), float(summed[0, 0, 0])
-
-    total = size * (size + 1) / 2
-    own = [rank + 1 if keep_own else total for rank in range(size)]
-    assert run_threads(body, size) == [(mine, total) for mine in own]
-
-
-def test_all_reduce_in_place_uses_no_second_buffer() -> None:
-    def body(rank: Rank) -> Tensor:
-        buffer = torch.full((1, 5, 1), rank.rank + 1.0)
-        make = {"channel": Channel(rank.group("data")), "topology": rank.topology(), "device": CPU}
-        plane = Plane(torch.float32, 1)
-        exchange = AllReduce([plane], 5, keep_own=False, in_place=buffer, **make)
-        assert exchange.whole.own[0].data_ptr() == buffer.data_ptr()
-        run(exchange)
-        return buffer
-
-    assert all((buffer == 3).all() for buffer in run_threads(body, 2))
-
-
-@worlds
-def test_many_in_flight_do_not_mix(size: int) -> None:
-    """Eight exchanges issued, then advanced, then awaited: each gets its own bytes."""
-
-    def body(rank: Rank) -> list[list[list[int]]]:
-        make = {"channel": Channel(rank.group("data")), "topology": rank.topology(), "device": CPU}
-        exchanges = [TwoShot([ROW] * size, **make) for _ in range(8)]
-        sections = [exchange.section(PLANES, BLOCKS) for exchange in exchanges]
-        for number, (exchange, section) in enumerate(zip(exchanges, sections, strict=True)):
-            for plane in section.own:
-                plane.fill_(number)
-            exchange.start()
-        for exchange, section in zip(exchanges, sections, strict=True):
-            exchange.wait()
-            for plane, out in zip(section.received[0], section.mean, strict=True):
-                out.copy_(plane.float().mean(0, keepdim=True))
-            exchange.start_second()
-        for exchange in exchanges:
-            exchange.wait()
-        return [numbers(section.payloads[0]) for section in sections]
-
-    assert run_threads(body, size) == [[[[number] * size] for number in range(8)]] * size
+            assert numbers(section.own) == [[10 * (rank.rank + number) + r for r in range(size)]]
 
 
 FORMULAS = [ring_allreduce, ring_all_gather, all_to_all]
@@ -269,40 +202,28 @@ def world(hosts: str) -> list[Topology]:
     return [Topology(tuple(hosts), rank) for rank in range(len(hosts))]
 
 
-def test_on_one_host_nothing_leaves_it() -> None:
-    for topology in world("aaaa"):
-        assert ring_allreduce(800, topology) == Sent(intra=2 * 3 * 800 // 4)
-        assert ring_all_gather(800, topology) == Sent(intra=3 * 800)
-        assert all_to_all(800, topology) == Sent(intra=3 * 200)
-
-
-def test_one_rank_per_host_everything_leaves() -> None:
-    for topology in world("abcd"):
-        assert ring_allreduce(800, topology) == Sent(inter=1200)
-        assert ring_all_gather(800, topology) == Sent(inter=2400)
-        assert all_to_all(800, topology) == Sent(inter=600)
-
-
-def test_two_ranks_per_host() -> None:
-    """A ring leaves the host at its last rank only; all_to_all sends to each of both others."""
-    rings = [ring_allreduce(800, topology) for topology in world("aabb")]
-    assert rings == [Sent(intra=1200), Sent(inter=1200)] * 2
-    gathers = [ring_all_gather(800, topology) for topology in world("aabb")]
-    assert gathers == [Sent(intra=2400), Sent(inter=2400)] * 2
-    assert [all_to_all(800, t) for t in world("aabb")] == [Sent(intra=200, inter=400)] * 4
-
-
-def test_uneven_hosts() -> None:
-    assert [all_to_all(300, t) for t in world("aab")] == [
-        Sent(100, 100),
-        Sent(100, 100),
-        Sent(0, 200),
-    ]
-
-
-@pytest.mark.parametrize("formula", FORMULAS)
-def test_alone_nothing_is_sent(formula: Callable[[int, Topology], Sent]) -> None:
-    assert formula(800, Topology(("a",), 0)) == Sent()
+@pytest.mark.parametrize(
+    ("hosts", "allreduce", "gather", "to_all"),
+    [
+        ("a", [Sent()], [Sent()], [Sent()]),
+        ("aaaa", [Sent(intra=1200)], [Sent(intra=2400)], [Sent(intra=600)]),
+        ("abcd", [Sent(inter=1200)], [Sent(inter=2400)], [Sent(inter=600)]),
+        (
+            "aabb",  # a ring leaves the host at its last rank only
+            [Sent(intra=1200), Sent(inter=1200)],
+            [Sent(intra=2400), Sent(inter=2400)],
+            [Sent(intra=200, inter=400)],
+        ),
+    ],
+)
+def test_what_leaves_the_host(
+    hosts: str, allreduce: list[Sent], gather: list[Sent], to_all: list[Sent]
+) -> None:
+    """Of 800 bytes, by rank; a shorter list begins again."""
+    for rank, topology in enumerate(world(hosts)):
+        assert ring_allreduce(800, topology) == allreduce[rank % len(allreduce)]
+        assert ring_all_gather(800, topology) == gather[rank % len(gather)]
+        assert all_to_all(800, topology) == to_all[0]
 
 
 @given(st.text("abc", min_size=2, max_size=6), st.integers(1, 1000))
@@ -336,41 +257,6 @@ def test_all_shares_reach_all_other_ranks(hosts: str, random: Random) -> None:
     for way in (scatter, broadcasts):
         total = sum(way(shares, topology).total for topology in world(hosts))
         assert total == (len(hosts) - 1) * sum(shares)
-
-
-def test_sent_is_the_sum_of_both_rounds() -> None:
-    """AllGather: (W-1) rows. Two-shot: (W-1) rows to their owners and (W-1) rows of means."""
-
-    def body(rank: Rank) -> tuple[Sent, Sent, Sent]:
-        planes = Int8(block_size=16).planes(torch.float32)
-        make = {
-            "channel": Channel(rank.group("data")),
-            "topology": rank.topology(),
-            "device": torch.device("cpu"),
-        }
-        gather = AllGather(row_bytes(planes, 3), **make)
-        two_shot = TwoShot([row_bytes(planes, 3)] * rank.size, **make)
-        reduce = AllReduce([Plane(torch.float16, 1)], 100, keep_own=True, **make)
-        return gather.sent, two_shot.sent, reduce.sent
-
-    row = 8 + 48  # 3 scales of 2 bytes padded to 8, 3 blocks of 16 codes
-    gather, two_shot, reduce = run_threads(body, 4)[0]
-    assert gather == Sent(inter=3 * row)
-    assert two_shot == Sent(inter=3 * row + 3 * row)
-    assert reduce == Sent(inter=2 * 3 * 200 // 4)
-
-
-def test_sent_adds() -> None:
-    assert Sent(1, 2) + Sent(10, 20) == Sent(11, 22)
-    assert (Sent(1, 2) + Sent(10, 20)).total == 33
-
-
-@pytest.mark.parametrize(
-    ("hosts", "text"),
-    [("aabb", "2 hosts x 2 ranks"), ("a", "1 host x 1 rank"), ("aab", "2 hosts with 2, 1 ranks")],
-)
-def test_topology_describes_itself(hosts: str, text: str) -> None:
-    assert world(hosts)[0].describe() == text
 
 
 def test_the_host_name_can_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from threads import on_threads
 from torch import Tensor
 from worlds import Rank, run_threads
 
@@ -31,8 +32,14 @@ LENGTHS: list[Lengths] = [
     (0, 0, 0, 13),
 ]
 
+DTYPES = [
+    (torch.int64, torch.float64),
+    (torch.int32, torch.float32),
+    (torch.uint8, torch.float16),
+    (torch.uint8,),
+    (torch.int32, torch.int8, torch.bfloat16),
+]
 CPU = torch.device("cpu")
-
 LENGTH = 8  # bytes in which a rank tells its own
 
 
@@ -61,98 +68,63 @@ def require(found: Sequence[Payload], lengths: Lengths, dtypes: Sequence[torch.d
             assert torch.equal(plane, expected)
 
 
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_every_rank_receives_every_payload_in_rank_order(lengths: Lengths) -> None:
-    dtypes = (torch.int32, torch.bfloat16)
-
-    def body(rank: Rank) -> tuple[Sequence[Payload], int]:
-        exchange = make_gather(rank)
-        found = run(exchange, payload(rank.rank, lengths[rank.rank], dtypes))
-        return found, exchange.sent.total
-
-    size = len(lengths)
-    for found, sent in run_threads(body, size):
-        require(found, lengths, dtypes)
-        # The length, then both planes padded to the longest; nothing where all are empty.
-        assert sent == (size - 1) * (LENGTH + max(lengths) * (4 + 2))
-
-
 @pytest.mark.parametrize(
-    "dtypes",
+    ("lengths", "dtypes"),
     [
-        (torch.int64, torch.float64),
-        (torch.int32, torch.float32),
-        (torch.uint8, torch.float16),
-        (torch.uint8,),
-        (torch.int32, torch.int8, torch.bfloat16),
+        *((lengths, (torch.int32, torch.bfloat16)) for lengths in LENGTHS),
+        *(((5, 0, 3), dtypes) for dtypes in DTYPES),
     ],
     ids=str,
 )
-def test_any_planes(dtypes: tuple[torch.dtype, ...]) -> None:
-    lengths = (5, 0, 3)
+@on_threads("lengths")
+def test_every_rank_receives_every_payload_in_rank_order(
+    rank: Rank, lengths: Lengths, dtypes: Sequence[torch.dtype]
+) -> None:
+    exchange = make_gather(rank)
+    found = run(exchange, payload(rank.rank, lengths[rank.rank], dtypes))
+    require(found, lengths, dtypes)
+    # The length, then all planes padded to the longest; nothing where all are empty.
+    longest = max(lengths) * sum(dtype.itemsize for dtype in dtypes)
+    assert exchange.sent.total == (rank.size - 1) * (LENGTH + longest)
 
-    def body(rank: Rank) -> tuple[Sequence[Payload], int]:
-        exchange = make_gather(rank)
-        found = run(exchange, payload(rank.rank, lengths[rank.rank], dtypes))
-        return found, exchange.sent.total
 
-    for found, sent in run_threads(body, 3):
-        require(found, lengths, dtypes)
-        assert sent == 2 * (LENGTH + 5 * sum(dtype.itemsize for dtype in dtypes))
-
-
-def test_it_moves_bits_and_not_numbers() -> None:
+@on_threads(3)
+def test_it_moves_bits_and_not_numbers(rank: Rank) -> None:
     """NaN with a payload, infinities, a negative zero."""
     bits = torch.tensor([0x7FC12345, 0x7F800000, -(1 << 31), 1, -1], dtype=torch.int32)
-
-    def body(rank: Rank) -> Tensor:
-        given = bits.view(torch.float32)[: 5 - rank.rank]
-        return run(make_gather(rank), (given,))[0][0].view(torch.int32)
-
-    assert all(torch.equal(found, bits) for found in run_threads(body, 3))
+    given = bits.view(torch.float32)[: 5 - rank.rank]
+    assert torch.equal(run(make_gather(rank), (given,))[0][0].view(torch.int32), bits)
 
 
-def test_lengths_change_from_step_to_step() -> None:
+@on_threads(2)
+def test_lengths_change_from_step_to_step(rank: Rank) -> None:
     """Among them steps without anything after steps with something; bytes are of one step."""
     steps: list[Lengths] = [(3, 1), (0, 0), (0, 8), (0, 0), (2, 2)]
     dtypes = (torch.int32, torch.float32)
-
-    def body(rank: Rank) -> list[tuple[Sequence[Payload], int]]:
-        exchange = make_gather(rank)
-        seen = []
-        for lengths in steps:
-            found = run(exchange, payload(rank.rank, lengths[rank.rank], dtypes))
-            copies = [tuple(plane.clone() for plane in planes) for planes in found]
-            seen.append((copies, exchange.sent.total))
-        return seen
-
-    for seen in run_threads(body, 2):
-        for (found, sent), lengths in zip(seen, steps, strict=True):
-            require(found, lengths, dtypes)
-            assert sent == LENGTH + max(lengths) * 8
+    exchange = make_gather(rank)
+    for lengths in steps:
+        found = run(exchange, payload(rank.rank, lengths[rank.rank], dtypes))
+        require(found, lengths, dtypes)
+        assert exchange.sent.total == LENGTH + max(lengths) * 8
 
 
-def test_many_in_flight_do_not_mix() -> None:
+@on_threads(3)
+def test_many_in_flight_do_not_mix(rank: Rank) -> None:
     """Issued, then advanced, then awaited, of other lengths: each gets its own."""
     dtypes = (torch.int32, torch.bfloat16)
     of_each: list[Lengths] = [(n % 4, (n * 2) % 5, (n * 3) % 7) for n in range(8)]
-
-    def body(rank: Rank) -> list[Sequence[Payload]]:
-        exchanges: list[AllGatherV] = []
-        channel, topology = Channel(rank.group("data")), rank.topology()
-        for lengths in of_each:
-            exchanges.append(AllGatherV(channel=channel, topology=topology, device=CPU))
-            exchanges[-1].own = payload(rank.rank, lengths[rank.rank], dtypes)
-            exchanges[-1].start()
-        for exchange in exchanges:
-            exchange.start_second()
-        for exchange in exchanges:
-            exchange.wait()
-        return [exchange.payloads for exchange in exchanges]
-
-    for found in run_threads(body, 3):
-        for payloads, lengths in zip(found, of_each, strict=True):
-            require(payloads, lengths, dtypes)
+    exchanges: list[AllGatherV] = []
+    channel, topology = Channel(rank.group("data")), rank.topology()
+    for lengths in of_each:
+        exchanges.append(AllGatherV(channel=channel, topology=topology, device=CPU))
+        exchanges[-1].own = payload(rank.rank, lengths[rank.rank], dtypes)
+        exchanges[-1].start()
+    for exchange in exchanges:
+        exchange.start_second()
+    for exchange in exchanges:
+        exchange.wait()
+    for exchange, lengths in zip(exchanges, of_each, strict=True):
+        require(exchange.payloads, lengths, dtypes)
 
 
 @pytest.mark.parametrize("ranks_per_host", [1, 2])
@@ -223,7 +195,7 @@ def make_shares(
         [row_bytes(planes, count) for count in blocks],
         channel=Channel(rank.group("inside")),
         topology=rank.topology(),
-        device=torch.device("cpu"),
+        device=CPU,
         allocate=lambda size: next(ready)[:size],
     )
     payloads = [
@@ -280,59 +252,30 @@ def finish(
 
 @cases
 @planes_
+@on_threads("blocks")
 def test_every_share_goes_to_its_owner_and_comes_back(
-    blocks: list[int], planes: tuple[Plane, ...]
+    rank: Rank, blocks: list[int], planes: tuple[Plane, ...]
 ) -> None:
     """Twice, since buffers are used again."""
+    shares = make_shares(rank, planes, blocks, memory(planes, blocks, rank.rank))
+    for salt in (1, 2):
+        begin(shares, rank, planes, salt=salt)
+        reduce(shares, rank, planes, blocks[rank.rank], salt)
+        finish(shares, rank, planes, blocks, salt)
 
-    def body(rank: Rank) -> None:
-        shares = make_shares(rank, planes, blocks, memory(planes, blocks, rank.rank))
-        for salt in (1, 2):
+
+@on_threads(3)
+def test_exchanges_in_turn_share_memory(rank: Rank) -> None:
+    """The first is done with it before the second begins; shares of other sizes."""
+    large, small = [6, 1, 3], [0, 4, 1]
+    of = memory(FLOAT, [6, 6, 6], rank.rank)
+    first = make_shares(rank, FLOAT, large, of)
+    second = make_shares(rank, SCALED, small, of)
+    for salt in (1, 2):
+        for shares, planes, blocks in ((first, FLOAT, large), (second, SCALED, small)):
             begin(shares, rank, planes, salt=salt)
             reduce(shares, rank, planes, blocks[rank.rank], salt)
             finish(shares, rank, planes, blocks, salt)
-
-    run_threads(body, len(blocks))
-
-
-def test_exchanges_in_turn_share_memory() -> None:
-    """The first is done with it before the second begins; shares of other sizes."""
-
-    def body(rank: Rank) -> None:
-        large, small = [6, 1, 3], [0, 4, 1]
-        of = memory(FLOAT, [6, 6, 6], rank.rank)
-        first = make_shares(rank, FLOAT, large, of)
-        second = make_shares(rank, SCALED, small, of)
-        for salt in (1, 2):
-            for shares, planes, blocks in ((first, FLOAT, large), (second, SCALED, small)):
-                begin(shares, rank, planes, salt=salt)
-                reduce(shares, rank, planes, blocks[rank.rank], salt)
-                finish(shares, rank, planes, blocks, salt)
-
-    run_threads(body, 3)
-
-
-def test_two_exchanges_may_be_under_way() -> None:
-    """With memory of their own, as consecutive units are."""
-
-    def body(rank: Rank) -> None:
-        of = {1: ([2, 2, 2], FLOAT), 2: ([5, 0, 1], SCALED)}
-        made = {
-            salt: make_shares(rank, planes, blocks, memory(planes, blocks, rank.rank))
-            for salt, (blocks, planes) in of.items()
-        }
-        steps = (
-            lambda shares, salt, blocks, planes: begin(shares, rank, planes, salt=salt),
-            lambda shares, salt, blocks, planes: reduce(
-                shares, rank, planes, blocks[rank.rank], salt
-            ),
-            lambda shares, salt, blocks, planes: finish(shares, rank, planes, blocks, salt),
-        )
-        for step in steps:
-            for salt, shares in made.items():
-                step(shares, salt, *of[salt])
-
-    run_threads(body, 3)
 
 
 @cases

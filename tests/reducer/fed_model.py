@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from feeding import FakeBucket, Shapes, Tensors, feed
 from torch import Tensor
+from torch.futures import Future
 from worlds import Rank
 
 from lightning_dist.codecs import Codec
@@ -33,21 +35,24 @@ class Model:
         commit: Literal["immediate", "deferred"] = "deferred",
         dtype: torch.dtype = torch.float32,
         shapes: Shapes = SHAPES,
+        **settings: Any,
     ) -> None:
         self._dtype, self._shapes = dtype, shapes
         self.parameters = {n: torch.zeros(shape, dtype=dtype) for n, shape in shapes.items()}
+        self.flats = {n: torch.zeros(p.numel(), dtype=dtype) for n, p in self.parameters.items()}
         names: dict[Tensor, str] = {p: name for name, p in self.parameters.items()}
-        settings = Settings.check(codec, min_compress_numel=0, commit=commit)
-        self.reducer = Reducer(names, settings=settings, network=network)
+        checked = Settings.check(codec, min_compress_numel=0, commit=commit, **settings)
+        self.reducer = Reducer(names, settings=checked, network=network)
         self.buckets = DDPBuckets(self.reducer)
 
-    def begin(self, given: Tensors) -> list[torch.futures.Future[Tensor]]:
-        """Hand over the buckets of a step."""
-        last = len(self.parameters) - 1
-        return [
-            self.buckets.reduce(FakeBucket(given[name].flatten().clone(), [p], i, last=i == last))
-            for i, (name, p) in enumerate(self.parameters.items())
-        ]
+    def begin(self, given: Tensors, buckets: int | None = None) -> list[Future[Tensor]]:
+        """Hand over all buckets of a step, or the first ``buckets``, each in its ``flats``."""
+        last, futures = len(self.parameters) - 1, []
+        for number, (name, parameter) in enumerate([*self.parameters.items()][:buckets]):
+            flat = self.flats[name].copy_(given[name].flatten())
+            bucket = FakeBucket(flat, [parameter], number, last=number == last)
+            futures.append(self.buckets.reduce(bucket))
+        return futures
 
     def step(self, rank: int, step: int) -> list[Tensor]:
         return [future.wait() for future in self.begin(feed(rank, step, self._shapes, self._dtype))]
@@ -73,3 +78,16 @@ def among(rank: Rank, members: list[int], name: str, *, per_host: int = 1) -> Ne
         return rank.group(f"{name} level", [members[each] for each in ranks])
 
     return in_levels(flat, tree, leader=False, new_group=new_group)
+
+
+@dataclass
+class Counting:
+    """A watch that notes every collective: the name of its channel, and its bytes."""
+
+    found: list[tuple[str, int]] = field(default_factory=list)
+
+    def launches(self, op: str, *, group: str, sent: int) -> None:
+        self.found.append((group, sent))
+
+    def waits(self) -> Callable[[], None]:
+        return lambda: None

@@ -20,6 +20,7 @@ from feeding import (
     residuals,
     step_digest,
 )
+from threads import of_all
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank, run_threads
@@ -71,33 +72,20 @@ def train_here(
 
 
 class Resumed:
-    """A run that is saved after ``stop`` steps and goes on, and one resumed from what was saved.
-
-    ``saved`` is shared by all ranks of a world.
-    """
+    """A run that is saved after ``stop`` steps and goes on, and one resumed from what was saved."""
 
     def __init__(
-        self,
-        rank: Rank,
-        saved: dict[object, State],
-        *,
-        stop: int,
-        steps: int,
-        shapes: Shapes = SHAPES,
-        **settings: Any,
+        self, rank: Rank, *, stop: int, steps: int, shapes: Shapes = SHAPES, **settings: Any
     ) -> None:
-        key, settings = str(settings), {**SETTINGS, **settings}
-        left = range(stop, steps)
+        settings, left = {**SETTINGS, **settings}, range(stop, steps)
         with compressed(rank, Fed(shapes), **settings) as (model, reducer):
             for step in range(stop):
                 backward(model, feed(rank.rank, step, shapes))
-            self.state = reducer.state_dict()
+            self.state, self.residuals = reducer.state_dict(), residuals(reducer)
             self.whole = later(rank, model, reducer, shapes, left)
-        if self.state is not None:
-            saved[key] = through_a_file(self.state)
-        rank.barrier.wait()
+        saved = of_all(rank, self.state)[0]
         with compressed(rank, Fed(shapes), **settings) as (model, reducer):
-            reducer.load_state_dict(saved[key])
+            reducer.load_state_dict(through_a_file(saved))
             self.again = reducer.state_dict()
             self.resumed = later(rank, model, reducer, shapes, left)
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import product
 
 import pytest
 import torch
 from feeding import EVERY_CODEC, Fed, Tensors, backward, compressed, feed, step_digest
 from layouts import FORMS, Layout
+from threads import of_all, on_threads
 from torch import Tensor
-from worlds import Rank, run_threads
+from worlds import Rank
 
 from lightning_dist.codecs import BlockCodec, resolve_codec
 from lightning_dist.codecs.noise import block_keys
@@ -50,64 +52,48 @@ def held(reducer: Reducer, kind: str) -> Tensors:
 
 
 def norm(tensors: Mapping[str, Tensor] | Tensor) -> float:
-    flat = tensors if isinstance(tensors, Tensor) else torch.cat([*tensors.values()])
+    """Of all elements; 0 of none."""
+    flat = (
+        tensors if isinstance(tensors, Tensor) else torch.cat([*tensors.values(), torch.zeros(0)])
+    )
     return float(flat.double().norm())
 
 
-@dataclass
-class Reference:
-    """Norms of what goes in, of what is compensated, and of what was owed before it, by step."""
-
-    gradient: list[float] = field(default_factory=list)
-    compensated: list[float] = field(default_factory=list)
-    owed: list[float] = field(default_factory=list)
-    after: list[float] = field(default_factory=list)
-
-
-def observed(rank: Rank, codec: str, size: int) -> tuple[Looking, Reference]:
-    """A run, with what error feedback has to be by its definition."""
-    looking, known = Looking(), Reference()
-    resolved = resolve_codec(codec)
-    with compressed(rank, Fed(), codec, **SETTINGS) as (model, reducer):
-        reducer.observe(looking)
-        for step in range(STEPS):
-            given = {n: g for n, g in feed(rank.rank, step).items() if len(g.shape) > 1}
-            given = {name: g.double().flatten() for name, g in given.items()}
-            before = held(reducer, "residuals"), held(reducer, "momenta")
-            backward(model, feed(rank.rank, step))
-            if clip := resolved.local_clip:
-                most = clip / size**0.5
-                given = {n: g * min(1.0, most / norm(g)) for n, g in given.items()}
-            compensated = {
-                name: g
-                + before[0].get(name, torch.zeros(()))
-                + resolved.momentum_correction * before[1].get(name, torch.zeros(()))
-                for name, g in given.items()
-            }
-            known.gradient.append(norm(given))
-            known.compensated.append(norm(compensated))
-            owed = held(reducer, "residuals")
-            known.owed.append(norm(before[0]) if before[0] else 0.0)
-            known.after.append(norm(owed) if owed else 0.0)
-    return looking, known
-
-
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_glimpse_of_everything(size: int) -> None:
+@on_threads("size")
+def test_a_glimpse_of_everything(rank: Rank, size: int) -> None:
     """What goes in, what is compensated and what is owed are those of the definition; for two ranks
     what is lost is what is owed."""
-    ranks = run_threads(lambda rank: [observed(rank, codec, size) for codec in lossy], size)
-    for codec, (looking, known) in (pair for of in ranks for pair in zip(lossy, of, strict=True)):
+    nothing = torch.zeros(())
+    for codec in lossy:
+        looking, resolved = Looking(), resolve_codec(codec)
+        with compressed(rank, Fed(), codec, **SETTINGS) as (model, reducer):
+            reducer.observe(looking)
+            for step in range(STEPS):
+                given = {n: g for n, g in feed(rank.rank, step).items() if len(g.shape) > 1}
+                given = {name: g.double().flatten() for name, g in given.items()}
+                owed, momenta = held(reducer, "residuals"), held(reducer, "momenta")
+                backward(model, feed(rank.rank, step))
+                reducer._executor.drain()
+                if clip := resolved.local_clip:
+                    most = clip / size**0.5
+                    given = {n: g * min(1.0, most / norm(g)) for n, g in given.items()}
+                expected = {
+                    name: g
+                    + owed.get(name, nothing)
+                    + resolved.momentum_correction * momenta.get(name, nothing)
+                    for name, g in given.items()
+                }
+                gradient, compensated, sent, residual = looking.steps[step]
+                assert gradient.numel() == compensated.numel() == sent.numel() >= 40 * 48 + 33 * 50
+                assert norm(gradient) == pytest.approx(norm(given), rel=1e-6), codec
+                assert norm(compensated) == pytest.approx(norm(expected), rel=1e-6), codec
+                assert norm(residual) == pytest.approx(norm(owed), rel=1e-6), codec
+                assert (residual.numel() > 0) == resolved.keeps_residual, codec
+                if residual.numel() and size == 2 and codec not in OTHERWISE:
+                    lost, after = norm(compensated - sent), norm(held(reducer, "residuals"))
+                    assert lost == pytest.approx(after, rel=1e-4), codec
         assert looking.buckets == [0] * STEPS, codec
-        for i, (gradient, compensated, sent, residual) in enumerate(looking.steps):
-            assert gradient.numel() == compensated.numel() == sent.numel() >= 40 * 48 + 33 * 50
-            assert norm(gradient) == pytest.approx(known.gradient[i], rel=1e-6), codec
-            assert norm(compensated) == pytest.approx(known.compensated[i], rel=1e-6), codec
-            assert norm(residual) == pytest.approx(known.owed[i], rel=1e-6), codec
-            assert (residual.numel() > 0) == resolve_codec(codec).keeps_residual, codec
-            if residual.numel() and size == 2 and codec not in OTHERWISE:
-                lost = norm(compensated - sent)
-                assert lost == pytest.approx(known.after[i], rel=1e-4), codec
 
 
 def first_step(rank: Rank, codec: str, layout: Layout | None = None) -> tuple[Looking, Reducer]:
@@ -131,51 +117,42 @@ def by_hand(codec: BlockCodec, given: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "codec", ["fp16", "bf16", "int8", "fp8:block_size=64", "int4:block_size=64,hadamard=true"]
+    ("codec", "size"),
+    [
+        *product(["fp16", "bf16", "int8"], [2, 3]),
+        *product(["fp8:block_size=64", "int4:block_size=64,hadamard=true"], [2, 3]),
+        *product(["qsgd:block_size=64", "terngrad:block_size=64"], [2]),
+    ],
 )
-@pytest.mark.parametrize("size", [2, 3])
-def test_what_is_sent_is_what_the_codec_makes_of_it(codec: str, size: int) -> None:
+@on_threads("size")
+def test_what_is_sent_is_what_the_codec_makes_of_it(rank: Rank, codec: str, size: int) -> None:
     """In a step without a residual yet; elements may come in another order."""
-    resolved = resolve_codec(codec)
+    resolved, given = resolve_codec(codec), feed(rank.rank, 0)
     assert isinstance(resolved, BlockCodec)
-    for rank, (looking, _) in enumerate(run_threads(lambda rank: first_step(rank, codec), size)):
-        given = [feed(rank, 0)[name] for name in ("first", "second")]
-        if resolved.block == 1:
-            given = [torch.cat([each.flatten() for each in given])]
-        sent = torch.cat([by_hand(resolved, each) for each in given])
-        whole = torch.cat([each.flatten() for each in given]).double()
-        (_, compensated, seen, _) = (each.double() for each in looking.steps[0])
-        lost = norm(whole - sent)
-        assert lost > 0
-        assert norm(compensated - seen) == pytest.approx(lost, rel=1e-5)
-        assert float(compensated @ seen) == pytest.approx(float(whole @ sent), rel=1e-6)
-
-
-@pytest.mark.parametrize("codec", ["qsgd:block_size=64", "terngrad:block_size=64"])
-def test_stochastic_codecs_lose_as_much_with_other_random_numbers(codec: str) -> None:
-    resolved = resolve_codec(codec)
-    assert isinstance(resolved, BlockCodec)
-    for rank, (looking, _) in enumerate(run_threads(lambda rank: first_step(rank, codec), 2)):
-        given = [feed(rank, 0)[name] for name in ("first", "second")]
-        lost = [each.flatten() - by_hand(resolved, each) for each in given]
-        _, compensated, seen, _ = looking.steps[0]
-        assert norm(compensated - seen) == pytest.approx(norm(torch.cat(lost)), rel=0.1)
+    parts = [given["first"].flatten(), given["second"].flatten()]
+    whole = torch.cat(parts).double()
+    if resolved.block == 1:
+        parts = [torch.cat(parts)]
+    sent = torch.cat([by_hand(resolved, each) for each in parts])
+    looking, _ = first_step(rank, codec)
+    (_, compensated, seen, _) = (each.double() for each in looking.steps[0])
+    lost = norm(whole - sent)
+    assert lost > 0
+    if resolved.stochastic:  # with other random numbers it loses as much
+        assert norm(compensated - seen) == pytest.approx(lost, rel=0.1)
+        return
+    assert norm(compensated - seen) == pytest.approx(lost, rel=1e-5)
+    assert float(compensated @ seen) == pytest.approx(float(whole @ sent), rel=1e-6)
 
 
 @pytest.mark.parametrize("layout", FORMS, ids=str)
 @pytest.mark.parametrize("codec", ["int8", "topk:ratio=0.1,block_size=128", "fp16"])
-def test_between_hosts_it_is_of_the_shares(codec: str, layout: Layout) -> None:
+@on_threads("layout")
+def test_between_hosts_it_is_of_the_shares(rank: Rank, codec: str, layout: Layout) -> None:
     """All shares of the hosts together are the mean of their gradients, once each."""
-
-    def body(rank: Rank) -> tuple[Looking, Tensors]:
-        looking, reducer = first_step(rank, codec, layout)
-        return looking, held(reducer, "residuals")
-
-    total, elements = 0.0, 0
-    for looking, owed in run_threads(body, layout.size):
-        if not looking.steps[0]:  # leaves the way to another rank
-            assert norm(owed) == 0 if owed else True
-            continue
+    looking, reducer = first_step(rank, codec, layout)
+    owed, total, elements = held(reducer, "residuals"), 0.0, 0
+    if looking.steps[0]:
         gradient, compensated, sent, residual = looking.steps[0]
         # Nothing was owed before.
         torch.testing.assert_close(gradient, compensated, rtol=1e-6, atol=1e-7)
@@ -183,56 +160,53 @@ def test_between_hosts_it_is_of_the_shares(codec: str, layout: Layout) -> None:
         if owed:
             assert norm(residual) == 0
             assert norm(compensated - sent) == pytest.approx(norm(owed), rel=1e-5)
-        elements += gradient.numel()
-        total += float(gradient.double().sum())
+        elements, total = gradient.numel(), float(gradient.double().sum())
+    else:  # leaves the way to another rank
+        assert norm(owed) == 0
     of_hosts = len(layout.tree)
-    assert elements >= of_hosts * (40 * 48 + 33 * 50)
-    given = [feed(rank, 0) for rank in range(layout.size)]
-    whole = sum(float(each[name].double().sum()) for each in given for name in ("first", "second"))
+    assert sum(of_all(rank, elements)) >= of_hosts * (40 * 48 + 33 * 50)
+    given = feed(rank.rank, 0)
+    whole = of_all(rank, sum(float(given[name].double().sum()) for name in ("first", "second")))
     # Weighted, so that the plain mean over hosts is the mean over ranks.
-    assert total / of_hosts == pytest.approx(whole / layout.size, abs=1e-3)
+    assert sum(of_all(rank, total)) / of_hosts == pytest.approx(sum(whole) / rank.size, abs=1e-3)
 
 
-def test_looking_changes_no_bit() -> None:
-    def train(rank: Rank, codec: str, looks: bool) -> list[str]:
+@on_threads(3)
+def test_looking_changes_no_bit(rank: Rank) -> None:
+    def train(codec: str, looks: bool) -> list[str]:
         with compressed(rank, Fed(), codec, **SETTINGS) as (model, reducer):
             if looks:
                 reducer.observe(Looking())
             return [step_digest(backward(model, feed(rank.rank, s)), reducer) for s in range(3)]
 
-    def body(rank: Rank) -> None:
-        for codec in (*lossy, "none"):
-            assert train(rank, codec, True) == train(rank, codec, False), codec
-
     before = torch.get_rng_state()
-    run_threads(body, 3)
+    for codec in (*lossy, "none"):
+        assert train(codec, True) == train(codec, False), codec
+    rank.barrier.wait()
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_what_is_lossless_is_not_shown() -> None:
-    for looking, _ in run_threads(lambda rank: first_step(rank, "none"), 2):
-        assert looking.buckets == []
-        assert looking.steps == [[]]
+@on_threads(2)
+def test_what_is_lossless_is_not_shown(rank: Rank) -> None:
+    looking, _ = first_step(rank, "none")
+    assert (looking.buckets, looking.steps) == ([], [[]])
 
 
 @pytest.mark.parametrize("codec", ["int8", "threshold:tau=1.5", "powersgd:rank=2", "fp16"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_gradients_of_other_types(codec: str, dtype: torch.dtype) -> None:
-    def body(rank: Rank) -> Looking:
-        looking = Looking()
-        with compressed(rank, Fed(dtype=dtype), codec, **SETTINGS) as (model, reducer):
-            reducer.observe(looking)
-            for step in range(2):
-                backward(model, feed(rank.rank, step, dtype=dtype))
-        return looking
-
+@on_threads(2)
+def test_gradients_of_other_types(rank: Rank, codec: str, dtype: torch.dtype) -> None:
+    looking = Looking()
+    with compressed(rank, Fed(dtype=dtype), codec, **SETTINGS) as (model, reducer):
+        reducer.observe(looking)
+        for step in range(2):
+            backward(model, feed(rank.rank, step, dtype=dtype))
+    given = [feed(rank.rank, 1, dtype=dtype)[name].flatten() for name in ("first", "second")]
+    gradient, *others, residual = looking.steps[1]
+    assert norm(gradient) == pytest.approx(norm(torch.cat(given)), rel=1e-6)
     wide = torch.promote_types(dtype, torch.float32)
-    for rank, looking in enumerate(run_threads(body, 2)):
-        given = [feed(rank, 1, dtype=dtype)[name].flatten() for name in ("first", "second")]
-        gradient, *others, residual = looking.steps[1]
-        assert norm(gradient) == pytest.approx(norm(torch.cat(given)), rel=1e-6)
-        assert {each.dtype for each in (gradient, *others)} == {wide}
-        assert residual.numel() in (0, gradient.numel())
+    assert {each.dtype for each in (gradient, *others)} == {wide}
+    assert residual.numel() in (0, gradient.numel())
 
 
 def test_a_sampler_draws_each_element_as_often() -> None:

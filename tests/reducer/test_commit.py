@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any, Literal
 
 import pytest
 import torch
+from fed_model import Model
 from feeding import (
     EVERY_CODEC,
     FEW,
@@ -14,13 +16,15 @@ from feeding import (
     Tensors,
     backward,
     compressed,
+    digest,
     feed,
     residuals,
     step_digest,
 )
 from layouts import HOSTS_OF_FOUR, PAIRS, UNEVEN, Layout, flat
-from test_skipped_steps import THREE, Model
-from worlds import Rank, run_threads
+from test_skipped_steps import THREE
+from threads import of_all, on_threads
+from worlds import Rank
 
 from lightning_dist.codecs import resolve_codec
 from lightning_dist.reducer.plan.slices import slices_of
@@ -49,16 +53,13 @@ def digests(rank: Rank, codec: str, commit: str, **settings: Any) -> list[str]:
     ],
     ids=lambda value: str(value) * isinstance(value, Layout),
 )
-def test_finite_steps_are_the_same_bits(layout: Layout, codecs: list[str]) -> None:
+@on_threads("layout")
+def test_finite_steps_are_the_same_bits(rank: Rank, layout: Layout, codecs: list[str]) -> None:
     """So that every law of the deferred commit holds for the immediate one, and the reverse."""
     form = {**layout.form, **SEVERAL_BUCKETS}
-
-    def body(rank: Rank) -> None:
-        for codec in codecs:
-            ways = [digests(rank, codec, commit, **form) for commit in ("immediate", "deferred")]
-            assert ways[0] == ways[1], codec
-
-    run_threads(body, layout.size)
+    for codec in codecs:
+        ways = [digests(rank, codec, commit, **form) for commit in ("immediate", "deferred")]
+        assert ways[0] == ways[1], codec
 
 
 def spoilt(rank: int, step: int) -> Tensors:
@@ -70,92 +71,74 @@ def spoilt(rank: int, step: int) -> Tensors:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_is_not_finite_keeps_its_residual_and_nothing_else_is_lost(size: int) -> None:
+@on_threads("size")
+def test_what_is_not_finite_keeps_its_residual_and_nothing_else_is_lost(
+    rank: Rank, size: int
+) -> None:
     """The rank with the inf keeps the residual of that block; all ranks see it.
 
     A step that is then skipped costs what it has sent, no more: afterwards the residual of every
     other element is what the codec has lost of it.
     """
+    with compressed(rank, Fed(), INT8, **LARGE) as (model, reducer):
+        backward(model, feed(rank.rank, 0))
+        before = residuals(reducer)
+        bad = backward(model, spoilt(rank.rank, 1))
+        after = residuals(reducer)
+        good = backward(model, feed(rank.rank, 2))
+    assert all(g.isfinite().all() for g in (*good.values(), *after.values()))
+    finite = {name: bool(g.isfinite().all()) for name, g in bad.items()}
+    assert finite == {"first": False, "bias": True, "second": True}
+    assert int((~bad["first"].isfinite()).sum()) == INT8.block
+    kept = after["first"] == before["first"]
+    block = torch.arange(len(kept)) // INT8.block == 70 // INT8.block
+    if rank.rank == 1:
+        assert kept[block].all()
+    assert kept[~block].float().mean() < 0.1
+    largest = max(float(given.abs().max()) for given in feed(rank.rank, 1).values())
+    assert after["first"].abs().max() < largest / 20  # rounding errors, not gradients
+    assert len({*of_all(rank, digest(good))}) == 1
 
-    def body(rank: Rank) -> tuple[Tensors, Tensors, Tensors, Tensors]:
-        with compressed(rank, Fed(), INT8, **LARGE) as (model, reducer):
-            backward(model, feed(rank.rank, 0))
-            before = residuals(reducer)
-            bad = backward(model, spoilt(rank.rank, 1))
-            after = residuals(reducer)
-            good = backward(model, feed(rank.rank, 2))
-            assert all(g.isfinite().all() for g in (*good.values(), *after.values()))
-        return before, bad, after, good
 
-    ranks = run_threads(body, size)
-    for number, (before, bad, after, good) in enumerate(ranks):
-        finite = {name: bool(g.isfinite().all()) for name, g in bad.items()}
-        assert finite == {"first": False, "bias": True, "second": True}
-        assert int((~bad["first"].isfinite()).sum()) == INT8.block
-        kept = after["first"] == before["first"]
-        block = torch.arange(len(kept)) // INT8.block == 70 // INT8.block
-        if number == 1:
-            assert kept[block].all()
-        assert kept[~block].float().mean() < 0.1
-        largest = max(float(given.abs().max()) for given in feed(number, 1).values())
-        assert after["first"].abs().max() < largest / 20  # rounding errors, not gradients
-        assert all(torch.equal(good[name], ranks[0][3][name]) for name in good)
+Commit = Literal["immediate", "deferred"]
 
 
 @pytest.mark.parametrize("commit", ["immediate", "deferred"])
-def test_a_backward_that_is_cut_short_is_not_counted(
-    commit: Literal["immediate", "deferred"],
-) -> None:
-    def body(rank: Rank) -> None:
-        model = Model(rank, "int8", commit=commit)
-        try:
-            counts = []
-            for step, buckets in enumerate((3, 2, 3)):
-                futures = model.reduce(feed(rank.rank, step, THREE), buckets)
-                if buckets == 3:
-                    torch.futures.wait_all(futures)
-                    counts.append(dict(model.reducer.comm_stats()["last_step"]))
-            assert counts[0] == counts[1]
-        finally:
-            model.reducer.close()
-
-    run_threads(body, 2)
+@on_threads(2)
+def test_a_backward_that_is_cut_short_is_not_counted(rank: Rank, commit: Commit) -> None:
+    model, counts = Model(rank.network(), commit=commit, shapes=THREE), []
+    with closing(model.reducer):
+        for step, buckets in enumerate((3, 2, 3)):
+            futures = model.begin(feed(rank.rank, step, THREE), buckets)
+            if buckets == 3:
+                torch.futures.wait_all(futures)
+                counts.append(dict(model.reducer.comm_stats()["last_step"]))
+    assert counts[0] == counts[1]
 
 
-def test_a_backward_that_is_cut_short_leaves_replicas_equal() -> None:
+@on_threads(2)
+def test_a_backward_that_is_cut_short_leaves_replicas_equal(rank: Rank) -> None:
     """It costs what it has sent: residuals stay rounding errors."""
-
-    def body(rank: Rank) -> tuple[list[Tensors], Tensors]:
-        model, got = Model(rank, "int8", commit="immediate"), []
-        try:
-            for step in range(4):
-                given = feed(rank.rank, step, THREE)
-                if step == 1:
-                    model.reduce(given, 2)
-                    continue
-                torch.futures.wait_all(model.reduce(given))
-                got.append({name: flat.clone() for name, flat in model.flats.items()})
-            return got, residuals(model.reducer)
-        finally:
-            model.reducer.close()
-
-    ranks = run_threads(body, 2)
-    for got, owed in ranks:
-        for here, there in zip(got, ranks[0][0], strict=True):
-            assert all(torch.equal(here[name], there[name]) for name in THREE)
-        assert all(each.abs().max() < 0.2 for each in owed.values())
+    model = Model(rank.network(), commit="immediate", shapes=THREE)
+    with closing(model.reducer):
+        for step in range(4):
+            futures = model.begin(feed(rank.rank, step, THREE), 2 if step == 1 else 3)
+            if step != 1:
+                torch.futures.wait_all(futures)
+                assert len({*of_all(rank, digest(model.flats))}) == 1
+        assert all(each.abs().max() < 0.2 for each in residuals(model.reducer).values())
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_keys_and_their_order_may_be_any(size: int) -> None:
+@on_threads("size")
+def test_keys_and_their_order_may_be_any(rank: Rank, size: int) -> None:
     """Tensors that follow each other never share memory, whatever they are called."""
-    steps = [(0, 2, 4), (0, 2, 4), (2, 0, 4), (4, 2, 0)]
 
-    def body(rank: Rank, commit: Literal["immediate", "deferred"]) -> list[Tensors]:
-        model, got = Model(rank, "int8", commit=commit), []
+    def train(commit: Commit) -> list[str]:
+        model, got = Model(rank.network(), commit=commit, shapes=THREE), []
         parameters = dict(zip((0, 2, 4), model.parameters.items(), strict=True))
-        try:
-            for step, keys in enumerate(steps):
+        with closing(model.reducer):
+            for step, keys in enumerate([(0, 2, 4), (0, 2, 4), (2, 0, 4), (4, 2, 0)]):
                 given = feed(rank.rank, step, THREE)
                 handles = []
                 for key in keys:
@@ -165,19 +148,13 @@ def test_keys_and_their_order_may_be_any(size: int) -> None:
                     handles.append(model.reducer.start(flat, slices, key=key))
                 model.reducer.finish()
                 torch.futures.wait_all([handle.done for handle in handles])
-                got.append({name: flat.clone() for name, flat in model.flats.items()})
-            return got
-        finally:
-            model.reducer.close()
+                got.append(digest(model.flats))
+        return got
 
-    for immediate, deferred in run_threads(
-        lambda rank: [body(rank, "immediate"), body(rank, "deferred")], size
-    ):
-        for here, there in zip(immediate, deferred, strict=True):
-            assert all(torch.equal(here[name], there[name]) for name in THREE)
+    assert train("immediate") == train("deferred")
 
 
-def payload_bytes(rank: Rank, size: int, commit: str) -> float:
+def payload_bytes(rank: Rank, commit: str) -> float:
     """Bytes per element of payloads, in a model of 8 buckets of one parameter each."""
     shapes = {f"{i}": (64, 1024) for i in range(8)}
     ddp = {"bucket_cap_mb": 0.25}
@@ -191,13 +168,11 @@ def payload_bytes(rank: Rank, size: int, commit: str) -> float:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_tensors_take_turns_with_the_memory_of_payloads(size: int) -> None:
-    ways = ("immediate", "deferred")
-    for immediate, deferred in run_threads(
-        lambda rank: [payload_bytes(rank, size, commit) for commit in ways], size
-    ):
-        assert deferred > 2  # W payloads where they are gathered, else three of one
-        assert immediate < (0.8 if size > 2 else 0.6)
+@on_threads("size")
+def test_tensors_take_turns_with_the_memory_of_payloads(rank: Rank, size: int) -> None:
+    assert payload_bytes(rank, "immediate") < (0.8 if size > 2 else 0.6)
+    # W payloads where they are gathered, else three of one.
+    assert payload_bytes(rank, "deferred") > 2
 
 
 @pytest.mark.parametrize(
@@ -211,20 +186,16 @@ def test_tensors_take_turns_with_the_memory_of_payloads(size: int) -> None:
         ({"grad_scaler": torch.amp.GradScaler("cpu"), "commit": "immediate"}, True),
     ],
 )
-def test_which_one_is_in_force(settings: dict[str, Any], immediate: bool) -> None:
-    def body(rank: Rank) -> None:
-        with compressed(rank, Fed(), **LARGE, **settings) as (_, reducer):
-            assert reducer.immediate is immediate
-            assert reducer.comm_config()["commit"] == ("immediate" if immediate else "deferred")
-
-    run_threads(body, 2)
+@on_threads(2)
+def test_which_one_is_in_force(rank: Rank, settings: dict[str, Any], immediate: bool) -> None:
+    with compressed(rank, Fed(), **LARGE, **settings) as (_, reducer):
+        assert reducer.immediate is immediate
+        assert reducer.comm_config()["commit"] == ("immediate" if immediate else "deferred")
 
 
-def test_unused_parameters_need_the_deferred_one() -> None:
-    def body(rank: Rank) -> None:
-        ddp = {"find_unused_parameters": True}
-        refused = pytest.raises(ValueError, match=r"commit='immediate'.*find_unused.*'auto'")
-        with refused, compressed(rank, Fed(), commit="immediate", ddp=ddp):
-            pass
-
-    run_threads(body, 2)
+@on_threads(2)
+def test_unused_parameters_need_the_deferred_one(rank: Rank) -> None:
+    ddp = {"find_unused_parameters": True}
+    refused = pytest.raises(ValueError, match=r"commit='immediate'.*find_unused.*'auto'")
+    with refused, compressed(rank, Fed(), commit="immediate", ddp=ddp):
+        pass

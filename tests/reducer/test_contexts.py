@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, Literal
+from typing import Literal
+from unittest.mock import patch
 
 import pytest
 import torch
 from feeding import digest, feed, held
-from layouts import PAIRS
+from layouts import PAIRS, Layout, flat
+from threads import of_all, on_threads
 from torch import Tensor
 from torch.futures import Future
-from worlds import Rank, run_threads
+from worlds import Rank
 
 from lightning_dist.exchange.rounds import AllGather
 from lightning_dist.reducer import reducer as reducer_module
@@ -58,158 +60,136 @@ class Context:
         self.digests.append(digest([*(mean.wait() for mean in means), *held(self.reducer)]))
 
 
-@pytest.mark.parametrize("tree", [None, PAIRS], ids=str)
+@pytest.mark.parametrize("layout", [flat(2), Layout(PAIRS)], ids=str)
 @pytest.mark.parametrize("commit", ["immediate", "deferred"])
+@on_threads("layout")
 def test_steps_that_interleave_are_those_of_reducers_one_after_the_other(
-    commit: Literal["immediate", "deferred"], tree: Any
+    rank: Rank, commit: Literal["immediate", "deferred"], layout: Layout
 ) -> None:
-    codecs = "int8", "powersgd:rank=2"
-
-    def body(rank: Rank) -> tuple[list[list[str]], list[list[str]]]:
-        alone = []
-        for seed, codec in enumerate(codecs):
-            context = Context(rank.network(tree), codec, seed=10 * seed, commit=commit)
-            for step in range(STEPS):
-                context.ends([context.start(step, key) for key in (0, 1)])
-            context.reducer.close()
-            alone.append(context.digests)
-        network = rank.network(tree)
-        executor = executor_for(network.device)
-        first, second = (
-            Context(network, codec, seed=10 * seed, commit=commit, executor=executor)
-            for seed, codec in enumerate(codecs)
-        )
+    codecs, alone = ("int8", "powersgd:rank=2"), []
+    for seed, codec in enumerate(codecs):
+        context = Context(rank.network(layout.tree), codec, seed=10 * seed, commit=commit)
         for step in range(STEPS):
-            means = [first.start(step, 0)]
-            others = [second.start(step, 0)]
-            means.append(first.start(step, 1))
-            if step == 1:  # one step of the first within one of the second
-                first.ends(means)
-            others.append(second.start(step, 1))
-            second.ends(others)
-            if step != 1:
-                first.ends(means)
-        first.reducer.close()
-        assert second.reducer.in_step
-        second.ends([second.start(STEPS, key) for key in (0, 1)])
-        second.reducer.close()
-        assert executor.close()
-        return alone, [first.digests, second.digests[:STEPS]]
-
-    for alone, together in run_threads(body, 2 if tree is None else 4):
-        assert together == alone
-
-
-def test_each_has_a_state_under_its_prefix() -> None:
-    def body(rank: Rank) -> None:
-        network = rank.network()
-        executor = executor_for(network.device)
-        contexts = [
-            Context(network, "int8", seed=seed, executor=executor, prefix=prefix)
-            for seed, prefix in enumerate(["", "outer."])
-        ]
-        for context in contexts:
-            context.ends([context.start(0, key) for key in (0, 1)])
-        states = [context.reducer.state_dict() for context in contexts]
-        if rank.rank == 0:
-            whole: dict[str, Any] = {}
-            for state in states:
-                assert state is not None
-                whole |= state
-            assert {"step", "outer.step", "residuals", "outer.residuals"} <= whole.keys()
-            assert len(whole) == 2 * len(states[0] or ())
-            saved.append(whole)
-        rank.barrier.wait()
-        for context in contexts:
-            before = held(context.reducer)
-            context.ends([context.start(1, key) for key in (0, 1)])
-            context.reducer.load_state_dict(saved[0])
-            assert digest(held(context.reducer)) == digest(before)
-            assert context.reducer.step == 1
-            context.reducer.close()
-        executor.close()
-
-    saved: list[dict[str, Any]] = []
-    run_threads(body, 2)
+            context.ends([context.start(step, key) for key in (0, 1)])
+        context.reducer.close()
+        alone.append(context.digests)
+    network = rank.network(layout.tree)
+    executor = executor_for(network.device)
+    first, second = (
+        Context(network, codec, seed=10 * seed, commit=commit, executor=executor)
+        for seed, codec in enumerate(codecs)
+    )
+    for step in range(STEPS):
+        means = [first.start(step, 0)]
+        others = [second.start(step, 0)]
+        means.append(first.start(step, 1))
+        if step == 1:  # one step of the first within one of the second
+            first.ends(means)
+        others.append(second.start(step, 1))
+        second.ends(others)
+        if step != 1:
+            first.ends(means)
+    first.reducer.close()
+    assert second.reducer.in_step
+    second.ends([second.start(STEPS, key) for key in (0, 1)])
+    second.reducer.close()
+    assert executor.close()
+    assert [first.digests, second.digests[:STEPS]] == alone
 
 
-def test_after_a_failure_of_one_no_other_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_threads(2)
+def test_each_has_a_state_under_its_prefix(rank: Rank) -> None:
+    network = rank.network()
+    executor = executor_for(network.device)
+    contexts = [
+        Context(network, "int8", seed=seed, executor=executor, prefix=prefix)
+        for seed, prefix in enumerate(["", "outer."])
+    ]
+    for context in contexts:
+        context.ends([context.start(0, key) for key in (0, 1)])
+    inner, outer = of_all(rank, [context.reducer.state_dict() for context in contexts])[0]
+    assert inner is not None
+    assert outer is not None
+    whole = {**inner, **outer}
+    assert {"step", "outer.step", "residuals", "outer.residuals"} <= whole.keys()
+    assert len(whole) == 2 * len(inner)
+    for context in contexts:
+        before = held(context.reducer)
+        context.ends([context.start(1, key) for key in (0, 1)])
+        context.reducer.load_state_dict(whole)
+        assert digest(held(context.reducer)) == digest(before)
+        assert context.reducer.step == 1
+        context.reducer.close()
+    executor.close()
+
+
+def fail(self: AllGather) -> None:
+    raise RuntimeError("the link broke")
+
+
+@patch.object(AllGather, "start", fail)
+@on_threads(2)
+def test_after_a_failure_of_one_no_other_exchanges(rank: Rank) -> None:
     """Its payloads could be taken for those that the other has not sent."""
-
-    def fail(self: AllGather) -> None:
-        raise RuntimeError("the link broke")
-
-    def body(rank: Rank) -> None:
-        network = rank.network()
-        executor = executor_for(network.device)
-        first, second = (Context(network, "int8", seed=i, executor=executor) for i in range(2))
-        with pytest.raises(RuntimeError, match="the link broke"):
-            first.start(0, 0).wait()
-        with pytest.raises(RuntimeError, match="An earlier exchange failed: the link broke"):
-            second.start(0, 0).wait()
-        assert not second.reducer.in_step
-        for each in (first, second):
-            each.reducer.close()
-        executor.close()
-
-    monkeypatch.setattr(AllGather, "start", fail)
-    run_threads(body, 2)
+    network = rank.network()
+    executor = executor_for(network.device)
+    first, second = (Context(network, "int8", seed=i, executor=executor) for i in range(2))
+    with pytest.raises(RuntimeError, match="the link broke"):
+        first.start(0, 0).wait()
+    with pytest.raises(RuntimeError, match="An earlier exchange failed: the link broke"):
+        second.start(0, 0).wait()
+    assert not second.reducer.in_step
+    for each in (first, second):
+        each.reducer.close()
+    executor.close()
 
 
-def test_closing_one_gives_up_nothing_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+@patch.object(reducer_module, "_PATIENCE", 0.01)
+@on_threads(2)
+def test_closing_one_gives_up_nothing_of_the_others(rank: Rank) -> None:
     """Their exchanges may be slow, and what they wait for is no failure."""
-    monkeypatch.setattr(reducer_module, "_PATIENCE", 0.01)
-
-    def body(rank: Rank) -> None:
-        network, gate = rank.network(), threading.Event()
-        executor = executor_for(network.device)
-        first, second = (Context(network, "int8", seed=i, executor=executor) for i in range(2))
-        first.ends([first.start(0, key) for key in (0, 1)])
-        executor.submit(lambda: gate.wait(60) and None)
-        means = [second.start(0, key) for key in (0, 1)]
-        first.reducer.close()
-        gate.set()
-        second.ends(means)
-        second.reducer.close()
-        assert executor.close()
-        assert not first.reducer._plans.groups()
-
-    run_threads(body, 2)
+    network, gate = rank.network(), threading.Event()
+    executor = executor_for(network.device)
+    first, second = (Context(network, "int8", seed=i, executor=executor) for i in range(2))
+    first.ends([first.start(0, key) for key in (0, 1)])
+    executor.submit(lambda: gate.wait(60) and None)
+    means = [second.start(0, key) for key in (0, 1)]
+    first.reducer.close()
+    gate.set()
+    second.ends(means)
+    second.reducer.close()
+    assert executor.close()
+    assert not first.reducer._plans.groups()
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("commit", ["immediate", "deferred"])
 @pytest.mark.parametrize("codec", ["none", "int8", "threshold:tau=1.5", "powersgd:rank=2"])
+@on_threads("size")
 def test_a_tensor_may_be_elsewhere_at_every_step(
-    codec: str, commit: Literal["immediate", "deferred"], size: int
+    rank: Rank, codec: str, commit: Literal["immediate", "deferred"], size: int
 ) -> None:
     """The same bits as of one that stays, and no more memory from step to step."""
-
-    def body(rank: Rank) -> None:
-        staying = Context(rank.network(), codec, seed=0, commit=commit)
-        flats = [torch.zeros(part.numel) for (part,) in staying.slices]
-        for step in range(6):
-            given = feed(rank.rank, step, SHAPES)
-            for flat, name in zip(flats, SHAPES, strict=True):
-                flat.copy_(given[name].flatten())
-            starts = zip(flats, staying.slices, strict=True)
-            staying.ends(
-                [staying.reducer.start(f, s, key=i).done for i, (f, s) in enumerate(starts)]
-            )
-        expected = staying.reducer.memory()["buffer_bytes"]
-        staying.reducer.close()
-        moving = Context(rank.network(), codec, seed=0, commit=commit)
-        kept, planned, memory = [], [], []  # all alive, so that none is where another was
-        for step in range(6):
-            means = [moving.start(step, key) for key in (0, 1)]
-            moving.ends(means)
-            kept += means
-            planned.append(moving.reducer._plans.groups())
-            memory.append(moving.reducer.memory()["buffer_bytes"])
-        assert moving.digests == staying.digests
-        assert memory[2] <= expected + 2 * 4 * sum(flat.numel() for flat in flats)
-        assert memory[2:] == [memory[2]] * 4
-        assert all(found[0] is planned[2][0] for found in planned[3:])
-        moving.reducer.close()
-
-    run_threads(body, size)
+    staying = Context(rank.network(), codec, seed=0, commit=commit)
+    flats = [torch.zeros(part.numel) for (part,) in staying.slices]
+    for step in range(6):
+        given = feed(rank.rank, step, SHAPES)
+        for tensor, name in zip(flats, SHAPES, strict=True):
+            tensor.copy_(given[name].flatten())
+        starts = zip(flats, staying.slices, strict=True)
+        staying.ends([staying.reducer.start(f, s, key=i).done for i, (f, s) in enumerate(starts)])
+    expected = staying.reducer.memory()["buffer_bytes"]
+    staying.reducer.close()
+    moving = Context(rank.network(), codec, seed=0, commit=commit)
+    kept, planned, memory = [], [], []  # all alive, so that none is where another was
+    for step in range(6):
+        means = [moving.start(step, key) for key in (0, 1)]
+        moving.ends(means)
+        kept += means
+        planned.append(moving.reducer._plans.groups())
+        memory.append(moving.reducer.memory()["buffer_bytes"])
+    assert moving.digests == staying.digests
+    assert memory[2] <= expected + 2 * 4 * sum(flat.numel() for flat in flats)
+    assert memory[2:] == [memory[2]] * 4
+    assert all(found[0] is planned[2][0] for found in planned[3:])
+    moving.reducer.close()

@@ -14,6 +14,12 @@ US = 1000
 CUDA = torch.device("cuda", 0)
 
 
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    (planted := Gpu()).install(monkeypatch)
+    return planted
+
+
 def test_on_a_cpu_they_are_past_at_once() -> None:
     clock = clock_of(torch.device("cpu"))
     assert isinstance(clock, HostClock)
@@ -22,8 +28,7 @@ def test_on_a_cpu_they_are_past_at_once() -> None:
     assert list(clock.read([first, second], since=first)) == [first, second]
 
 
-def test_they_are_when_the_stream_comes_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    (gpu := Gpu()).install(monkeypatch)
+def test_they_are_when_the_stream_comes_to_them(gpu: Gpu) -> None:
     clock = StreamClock(CUDA, gpu.clock)
     asked = gpu.host
     gpu.work(3)
@@ -60,11 +65,8 @@ def test_clocks_that_drift_are_compared_again(monkeypatch: pytest.MonkeyPatch) -
         assert read - first == pytest.approx(1000 * MS, abs=100 * US)
 
 
-def test_within_a_step_they_are_exact_however_old_the_comparison(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_within_a_step_they_are_exact_however_old_the_comparison(gpu: Gpu) -> None:
     """Five hours after it a float32 of milliseconds has steps of two."""
-    (gpu := Gpu()).install(monkeypatch)
     clock = StreamClock(CUDA, gpu.clock)
     gpu.sleep(5 * 3600 * 1000)
     marks = [clock.now()]
@@ -77,10 +79,7 @@ def test_within_a_step_they_are_exact_however_old_the_comparison(
     assert took == pytest.approx([1.4 * MS, 5.8 * MS, 0.8 * MS], abs=2 * US)
 
 
-def test_where_the_device_has_no_time_the_last_comparison_stays(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    (gpu := Gpu()).install(monkeypatch)
+def test_where_the_device_has_no_time_the_last_comparison_stays(gpu: Gpu) -> None:
     clock = StreamClock(CUDA, gpu.clock)
     gpu.work(500, gpu.streams[0])  # its queue is shared with somebody's
     before = gpu.host

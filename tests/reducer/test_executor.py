@@ -3,49 +3,38 @@
 from __future__ import annotations
 
 import threading
+from contextlib import closing
+from functools import partial
 
 import pytest
 import torch
 from fed_model import SHAPES, Model
-from feeding import FakeBucket, Fed, backward, compressed, feed
+from feeding import feed
 from processes import run
-from worlds import Rank, run_threads
+from threads import on_threads
+from worlds import Rank
 
-from lightning_dist.exchange.rounds import AllGather, AllReduce
-from lightning_dist.integrations.torch.buckets import DDPBuckets
+from lightning_dist.exchange.rounds import AllGather
 from lightning_dist.reducer.executor import Worker, executor_for
-from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.settings import Settings
 
 LIMIT = 10
 
 
-def test_tasks_run_in_the_order_in_which_they_came_on_one_thread() -> None:
-    worker = Worker("lightning_dist test")
-    ran: list[tuple[int, str]] = []
-    for number in range(200):
-        worker.submit(lambda n=number: ran.append((n, threading.current_thread().name)))
-    worker.close()
-    assert ran == [(number, "lightning_dist test") for number in range(200)]
-
-
-def test_tasks_run_without_autograd() -> None:
-    worker = Worker("lightning_dist test")
-    modes: list[bool] = []
-    worker.submit(lambda: modes.append(torch.is_grad_enabled()))
-    worker.close()
-    assert modes == [False]
-    assert torch.is_grad_enabled()
-
-
-def test_close_waits_for_what_was_submitted_and_ends_the_thread() -> None:
+def test_tasks_run_in_their_order_on_one_thread_without_autograd_until_it_is_closed() -> None:
     before = set(threading.enumerate())
-    worker, gate = executor_for(torch.device("cpu")), threading.Event()
-    ran = []
-    worker.submit(lambda: (gate.wait(LIMIT), ran.append(1)))
+    worker, gate = Worker("lightning_dist test"), threading.Event()
+    ran: list[tuple[int, str, bool]] = []
+
+    def note(number: int) -> None:
+        ran.append((number, threading.current_thread().name, torch.is_grad_enabled()))
+
+    worker.submit(lambda: gate.wait(LIMIT))
+    for number in range(200):
+        worker.submit(partial(note, number))
     gate.set()
     worker.close()
-    assert ran == [1]
+    assert ran == [(number, "lightning_dist test", False) for number in range(200)]
+    assert torch.is_grad_enabled()
     assert set(threading.enumerate()) == before
 
 
@@ -93,118 +82,47 @@ def test_the_side_stream_waits_for_the_current_one() -> None:
     assert out[0].item() == 10 * x.numel()
 
 
-class _BrokenLink(RuntimeError):
-    pass
-
-
-def two_buckets(rank: Rank) -> list[str]:
-    """What the futures of a step of two buckets say; "pending" for one that was left waiting."""
-    weights = [torch.zeros(40, 48), torch.zeros(33, 50)]
-    names = {weights[0]: "first", weights[1]: "second"}
-    settings = Settings.check("int8", min_compress_numel=0)
-    reducer = Reducer(names, settings=settings, network=rank.network())
-    try:
-        futures = [
-            DDPBuckets(reducer).reduce(FakeBucket(torch.ones(w.numel()), [w], number, number == 1))
-            for number, w in enumerate(weights)
-        ]
-        return say(reducer, futures)
-    finally:
-        reducer.close()
-
-
-def say(reducer: Reducer, futures: list[torch.futures.Future[torch.Tensor]]) -> list[str]:
-    """Outcome of each future once the worker has nothing left to do."""
-    idle = threading.Event()
-    reducer._executor.submit(idle.set)
-    assert idle.wait(LIMIT), "the worker is gone or stuck"
-    said = []
-    for future in futures:
-        try:
-            said.append(f"{future.value().mean():.2f}" if future.done() else "pending")
-        except RuntimeError as error:
-            said.append(str(error))
-    return said
-
-
-def test_every_bucket_gets_its_mean() -> None:
-    assert run_threads(two_buckets, 2) == [["1.00", "1.00"]] * 2
+def fail(self: AllGather) -> None:
+    raise RuntimeError("the link broke")
 
 
 @pytest.mark.parametrize("verb", ["start", "wait"])
+@on_threads(2)
 def test_a_failing_exchange_reaches_every_waiting_bucket(
-    verb: str, monkeypatch: pytest.MonkeyPatch
+    rank: Rank, verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bucket that is left pending blocks the backward pass for ever: DDP waits without limit."""
-
-    def fail(self: AllGather) -> None:
-        raise _BrokenLink("the link broke")
-
     monkeypatch.setattr(AllGather, verb, fail)
-    for said in run_threads(two_buckets, 2):
-        assert len(said) == 2
-        assert "lightning_dist: the link broke" in " ".join(said)
-        assert all("lightning_dist: " in message for message in said), said
-
-
-def test_after_a_failure_every_later_bucket_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks are no longer in step: going on would mix payloads of different buckets."""
-
-    def body(rank: Rank) -> list[str]:
-        weight = torch.zeros(40, 48)
-        settings = Settings.check("fp16")
-        reducer = Reducer({weight: "weight"}, settings=settings, network=rank.network())
-        buckets = [FakeBucket(torch.ones(weight.numel()), [weight]) for _ in range(2)]
-        try:
-            return say(reducer, [DDPBuckets(reducer).reduce(bucket) for bucket in buckets])
-        finally:
-            reducer.close()
-
-    def fail(self: AllReduce) -> None:
-        raise _BrokenLink("the link broke")
-
-    monkeypatch.setattr(AllReduce, "start", fail)
-    ((first, second),) = run_threads(body, 2)[:1]
-    assert "the link broke" in first
-    assert "An earlier exchange failed" in second
-
-
-def test_a_closed_reducer_averages_nothing() -> None:
-    """Its thread has ended, so a gradient that were handed over would be waited for for ever."""
-
-    def body(rank: Rank) -> None:
-        model = Model(rank.network())
-        model.step(rank.rank, 0)
-        model.reducer.close()
-        with pytest.raises(RuntimeError, match="a reducer that is closed"):
-            model.begin(feed(rank.rank, 1, SHAPES))
-        with pytest.raises(RuntimeError, match="a reducer that is closed"):
-            model.reducer.finish()
-        model.reducer.abandon()
-
-    run_threads(body, 2)
-
-
-def test_close_in_a_step_ends_its_futures() -> None:
-    def body(rank: Rank) -> None:
-        model = Model(rank.network())
-        name, parameter = next(iter(model.parameters.items()))
-        flat = feed(rank.rank, 0, SHAPES)[name].flatten()
-        future = model.buckets.reduce(FakeBucket(flat, [parameter], 0, last=False))
-        model.reducer.close()
+    model, said = Model(rank.network()), []
+    with closing(model.reducer):
+        futures = model.begin(feed(rank.rank, 0, SHAPES))
+        assert model.reducer._executor.drain(LIMIT), "the worker is gone or stuck"
+    for future in futures:
         assert future.done()
-        with pytest.raises(RuntimeError, match="closed in a step"):
-            future.wait()
+        with pytest.raises(RuntimeError, match="lightning_dist: ") as error:
+            future.value()
+        said.append(str(error.value))
+    assert "lightning_dist: the link broke" in " ".join(said)
 
-    run_threads(body, 2)
+
+@on_threads(2)
+def test_a_closed_reducer_averages_nothing(rank: Rank) -> None:
+    """Its thread has ended, so a gradient that were handed over would be waited for for ever."""
+    model = Model(rank.network())
+    model.step(rank.rank, 0)
+    model.reducer.close()
+    with pytest.raises(RuntimeError, match="a reducer that is closed"):
+        model.begin(feed(rank.rank, 1, SHAPES))
+    with pytest.raises(RuntimeError, match="a reducer that is closed"):
+        model.reducer.finish()
+    model.reducer.abandon()
 
 
-def test_a_backward_pass_after_close_raises() -> None:
-    def body(rank: Rank) -> None:
-        with compressed(rank, Fed()) as (model, reducer):
-            backward(model, feed(rank.rank, 0))
-            reducer.close()
-            with pytest.raises(RuntimeError, match="a reducer that is closed"):
-                backward(model, feed(rank.rank, 1))
-
-    run_threads(body, 2)
+@on_threads(2)
+def test_close_in_a_step_ends_its_futures(rank: Rank) -> None:
+    model = Model(rank.network())
+    (future,) = model.begin(feed(rank.rank, 0, SHAPES), 1)
+    model.reducer.close()
+    assert future.done()
+    with pytest.raises(RuntimeError, match="closed in a step"):
+        future.wait()

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import pytest
 import torch
-import torch.distributed as dist
+from fed_model import Counting
 from feeding import (
     EVERY_CODEC,
     FEW,
     SHAPES,
     Fed,
+    Shapes,
     Tensors,
     backward,
     compressed,
     digest,
     feed,
+    mean,
     residuals,
 )
-from layouts import FORMS, HOSTS_OF_FOUR, MORE, PAIRS, UNEVEN, Layout, every_layout, grids
+from layouts import FORMS, HOSTS_OF_FOUR, MORE, PAIRS, UNEVEN, Layout, every_layout, flat, grids
+from threads import of_all, on_threads
 from torch import Size, Tensor
-from worlds import Rank, run_threads
+from worlds import Rank
 
 from lightning_dist.codecs import BlockCodec, Int8, resolve_codec
 from lightning_dist.reducer.units import sizes
@@ -44,32 +46,13 @@ def exact(rank: int, size: int) -> Tensors:
     return {name: one(shape) for name, shape in SMALL.items()}
 
 
-@dataclass
-class TwoSteps:
-    """One rank's two steps of codec none: exact gradients, then random ones."""
-
-    exact: str
-    random: Tensors
-
-
-def two_steps(rank: Rank, layout: Layout | None) -> TwoSteps:
-    """Flat without a ``layout``. The second step has other buckets than the first."""
-    tree, leader = (None, False) if layout is None else (layout.tree, layout.leader)
-    ddp = {"bucket_cap_mb": 0.004}
-    with compressed(rank, Fed(SMALL), "none", tree=tree, leader=leader, ddp=ddp) as (model, red):
+def two_steps(rank: Rank, layout: Layout) -> tuple[Tensors, Tensors]:
+    """Of codec none: exact gradients, then random ones. The second step has other buckets."""
+    form = {**layout.form, "ddp": {"bucket_cap_mb": 0.004}}
+    with compressed(rank, Fed(SMALL), "none", **form) as (model, reducer):
+        assert (reducer.network.intra is None) == (layout.tree is None)
         first = backward(model, exact(rank.rank, rank.size))
-        second = backward(model, feed(rank.rank, 0, SMALL))
-        assert (red.network.intra is not None) == (layout is not None)
-    return TwoSteps(digest([first[name] for name in SMALL]), second)
-
-
-def run(size: int, layouts: Sequence[Layout]) -> list[list[TwoSteps]]:
-    """``[layout][rank]``, the flat exchange first."""
-
-    def body(rank: Rank) -> list[TwoSteps]:
-        return [two_steps(rank, layout) for layout in (None, *layouts)]
-
-    return [list(of_ranks) for of_ranks in zip(*run_threads(body, size), strict=True)]
+        return first, backward(model, feed(rank.rank, 0, SMALL))
 
 
 def test_every_grid_is_here() -> None:
@@ -86,40 +69,28 @@ def test_every_grid_is_here() -> None:
     ],
     ids=lambda value: str(value) if isinstance(value, int) else str(len(value)),
 )
-def test_it_is_the_flat_exchange(size: int, layouts: Sequence[Layout]) -> None:
+@on_threads("size")
+def test_it_is_the_flat_exchange(rank: Rank, size: int, layouts: Sequence[Layout]) -> None:
     """Exact gradients are bit-equal, random ones the mean within rounding, replicas equal."""
-    flat, *others = run(size, layouts)
-    given = [exact(rank, size) for rank in range(size)]
-    exact_mean = [torch.stack([g[n].double() for g in given]).mean(0).float() for n in SMALL]
-    assert {ran.exact for ran in flat} == {digest(exact_mean)}
-    given = [feed(rank, 0, SMALL) for rank in range(size)]
-    mean = {n: sum(g[n].double() for g in given) / size for n in SMALL}
+    given = [exact(each, size) for each in range(size)]
+    exact_mean = {n: torch.stack([g[n].double() for g in given]).mean(0).float() for n in SMALL}
+    given = [feed(each, 0, SMALL) for each in range(size)]
+    wanted = mean([{n: g.double() for n, g in each.items()} for each in given])
     largest = {n: torch.stack([g[n].abs() for g in given]).amax(0).double() for n in SMALL}
-    for layout, of_ranks in zip(layouts, others, strict=True):
-        assert {ran.exact for ran in of_ranks} == {digest(exact_mean)}, str(layout)
-        assert len({digest(ran.random) for ran in of_ranks}) == 1, str(layout)
-        for name, found in of_ranks[0].random.items():
+    for layout in (flat(size), *layouts):
+        first, second = two_steps(rank, layout)
+        assert digest([first[n] for n in SMALL]) == digest(exact_mean), str(layout)
+        if layout.tree is None:
+            continue
+        assert len({*of_all(rank, digest([second[n] for n in SMALL]))}) == 1, str(layout)
+        for name, found in second.items():
             # Every sum and product rounds by 2**-24 of what is at most the largest value.
             bound = (size + 4) * 2.0**-24 * largest[name]
-            assert ((found.double() - mean[name]).abs() <= bound).all(), (str(layout), name)
+            assert ((found.double() - wanted[name]).abs() <= bound).all(), (str(layout), name)
 
 
 FOUR_HOSTS = Layout([[0, 1], [2, 3], [4, 5], [6, 7]])
 every_form = pytest.mark.parametrize("layout", [*FORMS, FOUR_HOSTS], ids=str)
-
-
-class Counting:
-    """A watch that counts collectives by the name of their channel."""
-
-    def __init__(self) -> None:
-        self.found: Counter[str] = Counter()
-
-    def launches(self, op: str, *, group: str, sent: int) -> Callable[[dist.Work], None] | None:
-        self.found[group] += 1
-        return None
-
-    def waits(self) -> Callable[[], None]:
-        return lambda: None
 
 
 def shapes_of(count: int) -> dict[str, tuple[int, ...]]:
@@ -132,24 +103,18 @@ def whole_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "UNIT_ELEMENTS", sizes.WHOLE_BUCKET)
 
 
-def step(layout: Layout, parameters: int, codec: str) -> tuple[list[Counter[str]], Tensors]:
-    """Collectives of every rank in its second step, and the mean that all have after it."""
+def step(rank: Rank, layout: Layout, parameters: int, codec: str) -> tuple[Counter[str], Tensors]:
+    """Collectives of the second step, and the mean that all have after it."""
     shapes = shapes_of(parameters)
-
-    def body(rank: Rank) -> tuple[Counter[str], Tensors]:
-        form = {"min_compress_numel": 1, "ddp": {"bucket_cap_mb": 100}, **layout.form}
-        with compressed(rank, Fed(shapes), codec, **form) as (model, reducer):
-            backward(model, feed(rank.rank, 0, shapes))
-            counting = Counting()
-            for channel in reducer.network.channels:
-                channel.watch = counting
-            found = backward(model, feed(rank.rank, 1, shapes))
-            counting.found.pop("control", None)
-            return counting.found, found
-
-    ranks = run_threads(body, layout.size)
-    assert len({digest(found) for _, found in ranks}) == 1
-    return [counted for counted, _ in ranks], ranks[0][1]
+    form = {"min_compress_numel": 1, "ddp": {"bucket_cap_mb": 100}, **layout.form}
+    with compressed(rank, Fed(shapes), codec, **form) as (model, reducer):
+        backward(model, feed(rank.rank, 0, shapes))
+        counting = Counting()
+        for channel in reducer.network.channels:
+            channel.watch = counting
+        found = backward(model, feed(rank.rank, 1, shapes))
+    assert len({*of_all(rank, digest([found[name] for name in shapes]))}) == 1
+    return Counter(group for group, _ in counting.found if group != "control"), found
 
 
 @pytest.mark.usefixtures("whole_buckets")
@@ -162,23 +127,23 @@ def step(layout: Layout, parameters: int, codec: str) -> tuple[list[Counter[str]
         *(pytest.param(*each, marks=pytest.mark.slow) for each in (("none", 24), ("int8", 2))),
     ],
 )
+@on_threads("layout")
 def test_a_bucket_takes_two_collectives_a_level(
-    codec: str, parameters: int, layout: Layout
+    rank: Rank, codec: str, parameters: int, layout: Layout
 ) -> None:
-    counts, mean = step(layout, parameters, codec)
-    for counted in counts:
-        assert counted["intra"] == 2
-        assert all(number <= 2 for number in counted.values()), counted
+    counted, means = step(rank, layout, parameters, codec)
+    assert counted["intra"] == 2
+    assert all(number <= 2 for number in counted.values()), counted
     shapes, tolerance = shapes_of(parameters), 1e-5 if codec == "none" else 0.1
-    for name, found in mean.items():
-        expected = sum(feed(rank, 1, shapes)[name] for rank in range(layout.size)) / layout.size
-        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+    expected = mean([feed(each, 1, shapes) for each in range(layout.size)])
+    for name, found in means.items():
+        torch.testing.assert_close(found, expected[name], rtol=0, atol=tolerance)
 
 
-def test_pieces_take_more_of_them() -> None:
+@on_threads(8)
+def test_pieces_take_more_of_them(rank: Rank) -> None:
     """On a CPU, where one piece is encoded while another travels."""
-    counts, _ = step(FOUR_HOSTS, 40, "int8")
-    assert all(counted["intra"] > 2 for counted in counts)
+    assert step(rank, FOUR_HOSTS, 40, "int8")[0]["intra"] > 2
 
 
 LARGE = {"large": (1100, 1000), "bias": (600,), "other": (700, 800)}
@@ -188,67 +153,43 @@ few_layouts = pytest.mark.parametrize("layout", FEW_LAYOUTS, ids=str)
 
 
 @few_layouts
-def test_chunks_that_follow_each_other_keep_apart(layout: Layout) -> None:
+@on_threads(4)
+def test_chunks_that_follow_each_other_keep_apart(rank: Rank, layout: Layout) -> None:
     """While one crosses the next is reduced inside, in memory that every other one uses."""
     form = {**layout.form, "min_compress_numel": 1000}
-    mean = {n: sum(feed(r, 1, LARGE)[n] for r in range(4)) / 4 for n in LARGE}
-
-    def body(rank: Rank) -> list[Tensors]:
-        found = []
-        for codec in ("none", "int8"):
-            with compressed(rank, Fed(LARGE), codec, **form) as (model, reducer):
-                backward(model, feed(rank.rank, 0, LARGE))
-                found.append(backward(model, feed(rank.rank, 1, LARGE)))
-                largest = max(len(group.units) for group in reducer._plans.groups())
-            assert largest >= 3
-        return found
-
-    ranks = run_threads(body, 4)
-    for number, tolerance in enumerate((1e-6, 0.1)):
-        assert len({digest([r[number][name] for name in LARGE]) for r in ranks}) == 1
-        for name, expected in mean.items():
-            torch.testing.assert_close(ranks[0][number][name], expected, rtol=0, atol=tolerance)
-
-
-@dataclass
-class Ran:
-    """One rank's steps with all gradients, with those of ``bias`` alone, and with most."""
-
-    before: dict[str, str]  # digests of the residuals after the first and after the second step
-    after: dict[str, str]
-    last: Tensors
+    for codec, tolerance in (("none", 1e-6), ("int8", 0.1)):
+        with compressed(rank, Fed(LARGE), codec, **form) as (model, reducer):
+            backward(model, feed(rank.rank, 0, LARGE))
+            found = backward(model, feed(rank.rank, 1, LARGE))
+            assert max(len(group.units) for group in reducer._plans.groups()) >= 3
+        assert len({*of_all(rank, digest([found[name] for name in LARGE]))}) == 1
+        for name, expected in mean([feed(r, 1, LARGE) for r in range(4)]).items():
+            torch.testing.assert_close(found[name], expected, rtol=0, atol=tolerance)
 
 
 @few_layouts
 @pytest.mark.parametrize("codec", ["int8", "powersgd:rank=2", "threshold:tau=1.5"])
-def test_a_tensor_without_a_gradient_keeps_what_it_owes(codec: str, layout: Layout) -> None:
+@on_threads(4)
+def test_a_tensor_without_a_gradient_keeps_what_it_owes(
+    rank: Rank, codec: str, layout: Layout
+) -> None:
     """Unused on all ranks nothing of it is applied, on one rank its gradient there is zero."""
-    form = {**layout.form, "min_compress_numel": 256}
-
-    def body(rank: Rank) -> Ran:
-        ddp = {"find_unused_parameters": True}
-        with compressed(rank, Fed(), codec, ddp=ddp, **form) as (model, reducer):
-
-            def owed() -> dict[str, str]:
-                return {name: digest([held]) for name, held in residuals(reducer).items()}
-
-            backward(model, feed(rank.rank, 0))
-            before = owed()
-            unused = backward(model, {"bias": feed(rank.rank, 1)["bias"]})
-            assert set(unused) == {"bias"}
-            after = owed()
-            some = feed(rank.rank, 2)
-            if rank.rank == 1:
-                del some["second"]
-            return Ran(before, after, backward(model, some))
-
-    ranks = run_threads(body, 4)
-    assert len({digest([ran.last[name] for name in sorted(ran.last)]) for ran in ranks}) == 1
-    for ran in ranks:
-        assert set(ran.before) == {"first", "second"}
-        assert ran.after == ran.before
-        assert set(ran.last) == {"first", "bias", "second"}
-        assert ran.last["second"].any()
+    form = {**layout.form, "min_compress_numel": 256, "ddp": {"find_unused_parameters": True}}
+    with compressed(rank, Fed(), codec, **form) as (model, reducer):
+        backward(model, feed(rank.rank, 0))
+        before = residuals(reducer)
+        assert set(before) == {"first", "second"}
+        unused = backward(model, {"bias": feed(rank.rank, 1)["bias"]})
+        assert set(unused) == {"bias"}
+        after = residuals(reducer)
+        assert all(torch.equal(after[name], before[name]) for name in before)
+        some = feed(rank.rank, 2)
+        if rank.rank == 1:
+            del some["second"]
+        last = backward(model, some)
+    assert set(last) == {"first", "bias", "second"}
+    assert last["second"].any()
+    assert len({*of_all(rank, digest([last[name] for name in sorted(last)]))}) == 1
 
 
 SETTINGS = {"min_compress_numel": 256}
@@ -268,26 +209,19 @@ DTYPES = [
 
 
 @pytest.mark.parametrize(("dtype", "layout", "codecs"), DTYPES, ids=str)
+@on_threads("layout")
 def test_gradients_of_other_dtypes(
-    dtype: torch.dtype, layout: Layout, codecs: Sequence[str]
+    rank: Rank, dtype: torch.dtype, layout: Layout, codecs: Sequence[str]
 ) -> None:
     """They arrive and leave in their dtype; replicas agree, the small tensor has the mean."""
-
-    def body(rank: Rank) -> list[tuple[str, float]]:
-        found = []
-        for codec in codecs:
-            with compressed(rank, Fed(dtype=dtype), codec, **layout.form, **SETTINGS) as (model, _):
-                for step in range(2):
-                    gradients = backward(model, feed(rank.rank, step, dtype=dtype))
-            assert {g.dtype for g in gradients.values()} == {dtype}
-            bias = sum(feed(r, 1, dtype=dtype)["bias"].double() for r in range(4)) / 4
-            error = (gradients["bias"].double() - bias).norm() / bias.norm()
-            found.append((digest([gradients[name] for name in SHAPES]), float(error)))
-        return found
-
-    first, *others = run_threads(body, 4)
-    assert others == [first] * 3
-    for (_, error), codec in zip(first, codecs, strict=True):
+    bias = sum(feed(r, 1, dtype=dtype)["bias"].double() for r in range(4)) / 4
+    for codec in codecs:
+        with compressed(rank, Fed(dtype=dtype), codec, **layout.form, **SETTINGS) as (model, _):
+            for step in range(2):
+                gradients = backward(model, feed(rank.rank, step, dtype=dtype))
+        assert {g.dtype for g in gradients.values()} == {dtype}
+        assert len({*of_all(rank, digest([gradients[name] for name in SHAPES]))}) == 1, codec
+        error = (gradients["bias"].double() - bias).norm() / bias.norm()
         assert error < 2, codec
         if resolve_codec(codec).min_numel and not codec.startswith("dgc"):  # else compressed too
             assert error < 4 * max(torch.finfo(dtype).eps, 2e-7), codec
@@ -299,31 +233,25 @@ def largest_error(codec: BlockCodec, amax: float) -> float:
 
 
 @pytest.mark.parametrize("intra", INSIDE)
-def test_a_codec_inside_is_within_its_error_bound(intra: str) -> None:
+@on_threads(4)
+def test_a_codec_inside_is_within_its_error_bound(rank: Rank, intra: str) -> None:
     """Rounded on the way in, between hosts and on the way out; inside nothing is kept of it."""
     given = [feed(rank, 0) for rank in range(4)]
     inside = resolve_codec(intra)
     assert isinstance(inside, BlockCodec)
-
-    def body(rank: Rank) -> list[dict[str, torch.Tensor]]:
-        found = []
-        codec = {"intra": intra, "inter": "int8"}
-        for layout in FORMS[:3]:
-            with compressed(rank, Fed(), codec, **layout.form, min_compress_numel=0) as (model, _):
-                found.append(backward(model, given[rank.rank]))
-        return found
-
-    ranks = run_threads(body, 4)
-    for number, layout in enumerate(FORMS[:3]):
-        assert len({digest([r[number][name] for name in SHAPES]) for r in ranks}) == 1, layout
+    for layout in FORMS[:3]:
+        form = {**layout.form, "min_compress_numel": 0}
+        with compressed(rank, Fed(), {"intra": intra, "inter": "int8"}, **form) as (model, _):
+            found = backward(model, given[rank.rank])
+        assert len({*of_all(rank, digest([found[name] for name in SHAPES]))}) == 1, layout
         for name in SHAPES:
             amax = max(float(g[name].abs().max()) for g in given)
             weight = 1 if len(set(map(len, layout.tree))) == 1 else 2 * 3 / 4
             up = largest_error(inside, amax) * weight
             across = largest_error(Int8(), amax * weight + up)
             down = largest_error(inside, amax + up + across)
-            mean = sum(g[name].double() for g in given) / 4
-            error = float((ranks[0][number][name].double() - mean).abs().max())
+            exact = sum(g[name].double() for g in given) / 4
+            error = float((found[name].double() - exact).abs().max())
             assert error <= (up + across + down) * (1 + 1e-5) + 1e-6, (str(layout), name)
             assert error > across / 10, "int8 has rounded between the hosts"
 
@@ -333,57 +261,52 @@ DIVIDES = {"large": (768, 1024), "small": (6, 1024)}
 TRIPLES = [[0, 1, 2], [3, 4, 5]]
 
 
-def held(layout: Layout, shapes: dict[str, tuple[int, ...]], codec: str) -> list[dict[str, int]]:
+def held(rank: Rank, layout: Layout, shapes: Shapes, codec: str) -> list[dict[str, int]]:
     """Elements of the residual of every parameter on every rank."""
-
-    def body(rank: Rank) -> dict[str, int]:
-        form = {**layout.form, "min_compress_numel": 256}
-        with compressed(rank, Fed(shapes), codec, **form) as (model, reducer):
-            backward(model, feed(rank.rank, 0, shapes))
-            sizes = {name: reducer.residuals[name].numel() for name in reducer.residuals}
-            if codec != "powersgd":
-                assert reducer.memory()["residual_bytes"] == 4 * sum(sizes.values())
-            return sizes
-
-    return run_threads(body, layout.size)
+    form = {**layout.form, "min_compress_numel": 256}
+    with compressed(rank, Fed(shapes), codec, **form) as (model, reducer):
+        backward(model, feed(rank.rank, 0, shapes))
+        sizes = {name: reducer.residuals[name].numel() for name in reducer.residuals}
+        if codec != "powersgd":
+            assert reducer.memory()["residual_bytes"] == 4 * sum(sizes.values())
+        return of_all(rank, sizes)
 
 
 @pytest.mark.parametrize(
-    ("layout", "parts"),
-    [(Layout(PAIRS), 2), (Layout(TRIPLES), 3), (Layout(HOSTS_OF_FOUR), 4)],
-    ids=["pairs", "triples", "fours"],
+    ("layout", "shares"),
+    [
+        (Layout(PAIRS), [1 / 2] * 4),
+        (Layout(TRIPLES), [1 / 3] * 6),
+        (Layout(HOSTS_OF_FOUR), [1 / 4] * 8),
+        (Layout(PAIRS, leader=True), [1, 0, 1, 0]),
+        (Layout(UNEVEN), [1, 0, 0, 1]),
+    ],
+    ids=["pairs", "triples", "fours", "leaders of pairs", "uneven"],
 )
-def test_a_rank_keeps_its_share(layout: Layout, parts: int) -> None:
-    assert held(layout, DIVIDES, "int8") == [
-        {name: Size(shape).numel() // parts for name, shape in DIVIDES.items()}
-    ] * len(layout.ranks)
-
-
-@pytest.mark.parametrize(
-    ("layout", "leaders"),
-    [(Layout(PAIRS, leader=True), {0, 2}), (Layout(UNEVEN), {0, 3})],
-    ids=["pairs", "uneven"],
-)
-def test_a_leader_keeps_everything_and_the_others_nothing(
-    layout: Layout, leaders: set[int]
+@on_threads("layout")
+def test_a_rank_keeps_its_share_or_a_leader_everything(
+    rank: Rank, layout: Layout, shares: list[float]
 ) -> None:
-    everything = {name: Size(shape).numel() for name, shape in DIVIDES.items()}
-    for rank, found in enumerate(held(layout, DIVIDES, "int8")):
-        assert found == {name: n * (rank in leaders) for name, n in everything.items()}
+    assert held(rank, layout, DIVIDES, "int8") == [
+        {name: round(Size(shape).numel() * share) for name, shape in DIVIDES.items()}
+        for share in shares
+    ]
 
 
 @pytest.mark.parametrize("codec", ["int8", "topk:ratio=0.1,block_size=128", "threshold:tau=1.5"])
 @pytest.mark.parametrize("layout", [Layout(PAIRS), Layout(TRIPLES), Layout(UNEVEN)], ids=str)
-def test_a_host_keeps_every_element_once(layout: Layout, codec: str) -> None:
+@on_threads("layout")
+def test_a_host_keeps_every_element_once(rank: Rank, layout: Layout, codec: str) -> None:
     """Whatever the sizes; matrices of powersgd are whole on one rank."""
-    ranks = held(layout, SHAPES, codec)
+    ranks = held(rank, layout, SHAPES, codec)
     for host in layout.tree:
         for name in ("first", "second"):
             assert sum(ranks[r][name] for r in host) == Size(SHAPES[name]).numel()
 
 
-def test_a_matrix_is_on_one_rank_of_each_host() -> None:
-    ranks = held(Layout(PAIRS), SHAPES, "powersgd")
+@on_threads(4)
+def test_a_matrix_is_on_one_rank_of_each_host(rank: Rank) -> None:
+    ranks = held(rank, Layout(PAIRS), SHAPES, "powersgd")
     for host in PAIRS:
         for name in ("first", "second"):
             assert sorted(ranks[r].get(name, 0) for r in host) == [0, Size(SHAPES[name]).numel()]

@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from feeding import Fed, Tensors, backward, compressed, digest, feed
+from feeding import Fed, backward, compressed, digest, feed
 from saving import train
+from threads import of_all, on_threads
 from torch import Tensor
-from worlds import Rank, run_threads
+from worlds import Rank
 
-from lightning_dist.codecs import QSGD, BlockCodec, RandomK, TernGrad
+from lightning_dist.codecs import QSGD, BlockCodec, TernGrad
 from lightning_dist.reducer.units.tiles import Grid, Tile, UnitKeys
 
 CODEC = QSGD(block_size=64)
 
 
-def tile(name: str, columns: slice, numbers: Tensor) -> Tile:
-    return Tile(name, torch.empty(0), (), columns, numbers)
-
-
-def tiles(*names: str, rows: int = 3, blocks: int = 4, block: int = 64) -> list[Tile]:
-    """Whole parameters of ``rows * blocks`` blocks, one after the other in a unit."""
-    grid = Grid(rows * blocks * block, rows, block)
-    (span,) = grid.spans(10**6)
-    numbers = span.numbers(torch.device("cpu"))
-    columns = (slice(i * blocks, (i + 1) * blocks) for i in range(len(names)))
-    return [tile(name, at, numbers) for name, at in zip(names, columns, strict=True)]
-
-
-def drawn(
-    *names: str, codec: BlockCodec = CODEC, rank: int = 0, step: int = 0, **shape: int
-) -> UnitKeys:
-    keys = UnitKeys(codec, tiles(*names, **shape), rank=rank)
+def drawn(*names: str, codec: BlockCodec = CODEC, rank: int = 0, step: int = 0) -> UnitKeys:
+    """Of whole parameters of three rows of four blocks, one after the other in a unit."""
+    (span,) = Grid(3 * 4 * 64, 3, 64).spans(10**6)
+    numbers, nothing = span.numbers(torch.device("cpu")), torch.empty(0)
+    columns = [slice(4 * i, 4 * i + 4) for i in range(len(names))]
+    tiles = [Tile(n, nothing, (), at, numbers) for n, at in zip(names, columns, strict=True)]
+    keys = UnitKeys(codec, tiles, rank=rank)
     keys.draw(step)
     return keys
 
@@ -66,16 +58,6 @@ def test_keys_depend_on_the_parameter() -> None:
     assert different(keys.reduce[:, :4], keys.reduce[:, 4:])
 
 
-def test_the_same_place_has_the_same_keys_again() -> None:
-    keys = drawn("weight", step=7)
-    before = keys.encode.clone(), keys.reduce.clone()
-    keys.draw(8)
-    assert different(keys.encode, before[0])
-    keys.draw(7)
-    assert torch.equal(keys.encode, before[0])
-    assert torch.equal(keys.reduce, before[1])
-
-
 def test_the_mean_is_rounded_with_other_keys_than_what_is_sent() -> None:
     for rank in range(3):
         keys = drawn("weight", rank=rank)
@@ -86,33 +68,6 @@ def test_the_mean_is_rounded_with_other_keys_than_what_is_sent() -> None:
 def test_every_owner_rounds_its_own_blocks() -> None:
     of_ranks = [drawn("weight", rank=rank).reduce for rank in range(3)]
     assert torch.stack(of_ranks).unique().numel() == 12
-
-
-def test_with_shared_keys_all_ranks_have_the_same_ones() -> None:
-    codec = RandomK(block_size=64)
-    first, *others = (drawn("weight", codec=codec, rank=r, rows=1).encode for r in range(3))
-    assert all(torch.equal(other, first) for other in others)
-    assert different(first, drawn("weight", codec=codec, step=1, rows=1).encode)
-
-
-def test_neighbours_in_the_chunk_change_nothing() -> None:
-    together, alone = drawn("weight", "other"), drawn("other")
-    assert torch.equal(together.encode[:, 4:], alone.encode)
-    assert torch.equal(together.reduce[:, 4:], alone.reduce)
-
-
-def test_a_parameter_in_pieces_has_the_keys_of_the_whole() -> None:
-    """Blocks count from the start of their parameter, not of their unit."""
-    whole = drawn("weight", blocks=5).encode
-    spans = Grid(3 * 5 * 64, 3, 64).spans(6)  # two columns of three rows at most
-    first = 0
-    for span in spans:
-        numbers = span.numbers(torch.device("cpu"))
-        keys = UnitKeys(CODEC, [tile("weight", slice(0, span.columns), numbers)], rank=0)
-        keys.draw(0)
-        assert torch.equal(keys.encode, whole[:, first : first + span.columns])
-        first += span.columns
-    assert first == 5
 
 
 DIVIDED, WHOLE = {"bucket_cap_mb": 0.004}, {"bucket_cap_mb": 25}
@@ -129,19 +84,18 @@ def path(rank: Rank, codec: str, buckets: dict[str, float]) -> list[str]:
     return digests
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("codec", ["qsgd:block_size=64", "terngrad:block_size=64"])
-def test_other_buckets_give_the_same_bits(codec: str, size: int) -> None:
-    whole = run_threads(lambda rank: path(rank, codec, WHOLE), size)
-    assert run_threads(lambda rank: path(rank, codec, DIVIDED), size) == whole
-    assert len(set(whole[0])) == 4
-
-
-def test_randomk_chooses_the_same_places_in_other_buckets() -> None:
-    """Of two ranks, whose sum does not depend on the order of a ring."""
-    codec = "randomk:ratio=0.25,block_size=64"
-    whole = run_threads(lambda rank: path(rank, codec, WHOLE), 2)
-    assert run_threads(lambda rank: path(rank, codec, DIVIDED), 2) == whole
+@pytest.mark.parametrize(
+    ("codec", "size"),
+    [
+        *product(["qsgd:block_size=64", "terngrad:block_size=64"], [2, 3]),
+        ("randomk:ratio=0.25,block_size=64", 2),  # more ranks add in the order of a ring
+    ],
+)
+@on_threads("size")
+def test_other_buckets_give_the_same_bits(rank: Rank, codec: str, size: int) -> None:
+    whole = path(rank, codec, WHOLE)
+    assert path(rank, codec, DIVIDED) == whole
+    assert len({*whole}) == 4
 
 
 @pytest.mark.parametrize("codec", ["qsgd:block_size=64", "terngrad:block_size=64"])
@@ -157,28 +111,26 @@ def test_a_restart_gives_the_same_bits_whatever_the_buckets(codec: str, size: in
     assert forgot.digests != resumed.digests, "else the step does not matter"
 
 
-def repeated(rank: Rank, codec: str, steps: int) -> list[Tensors]:
-    """The same gradients on every rank at every step."""
+def repeated(rank: Rank, codec: str) -> list[Tensor]:
+    """Two steps of the same gradients on every rank."""
     with compressed(rank, Fed(), codec, min_compress_numel=256, error_feedback=False) as (model, _):
-        return [backward(model, feed(0, 0)) for _ in range(steps)]
+        return [backward(model, feed(0, 0))["first"] for _ in range(2)]
 
 
-def test_equal_gradients_are_rounded_otherwise_at_every_step_and_on_every_rank() -> None:
+@on_threads(2)
+def test_equal_gradients_are_rounded_otherwise_at_every_step_and_on_every_rank(rank: Rank) -> None:
     """Two ranks: where they round differently the mean lies between two levels."""
-    codec = "qsgd:bits=2,block_size=64"
-    first, second = run_threads(lambda rank: repeated(rank, codec, 2), 2)[0]
-    assert not torch.equal(first["first"], second["first"])
-    between = 0
-    for block in first["first"].flatten().split(64):
-        levels = block.abs().unique()  # 0, half a step, a step
-        between += levels.numel() == 3
-    assert between == 30
+    first, second = repeated(rank, "qsgd:bits=2,block_size=64")
+    assert not torch.equal(first, second)
+    levels = [block.abs().unique().numel() for block in first.flatten().split(64)]
+    assert levels == [3] * 30  # 0, half a step, a step
 
 
-def test_randomk_sends_the_same_places_on_all_ranks() -> None:
+@on_threads(3)
+def test_randomk_sends_the_same_places_on_all_ranks(rank: Rank) -> None:
     """And other ones at the next step."""
-    codec = "randomk:ratio=0.25,block_size=64"
-    (first, second), *_ = run_threads(lambda rank: repeated(rank, codec, 2), 3)
-    chosen = [gradients["first"].view(-1, 64) != 0 for gradients in (first, second)]
+    steps = repeated(rank, "randomk:ratio=0.25,block_size=64")
+    assert len({*of_all(rank, digest(steps))}) == 1
+    chosen = [sent.view(-1, 64) != 0 for sent in steps]
     assert all((places.sum(1) == 16).all() for places in chosen)
     assert not torch.equal(*chosen)

@@ -12,20 +12,12 @@ import pytest
 import torch
 from fed_model import SHAPES, Model, among
 from feeding import digest, feed
-from test_lost_ranks import (
-    Commit,
-    Told,
-    both_commits,
-    leave_before_the_vote,
-    lose_answer,
-    state_of,
-)
+from test_lost_ranks import Commit, Told, both_commits, leave_before_the_vote, state_of
 from torch import Tensor
 from worlds import Rank, run_threads
 
 from lightning_dist.exchange.channel import Channel
 
-CODECS = ["int8", "topk:ratio=0.1,block_size=128", "powersgd:rank=2", "threshold:tau=1.5", "none"]
 EXACT = "topk:ratio=0.1,block_size=128,values=fp32"
 FOUR = [0, 1, 2, 3]
 
@@ -119,50 +111,6 @@ def test_only_residuals_of_lost_ranks_are_lost(commit: Commit, left: list[int], 
 
     ranks = run_threads(body, 4)
     assert all(each == ranks[0] for each in ranks)
-
-
-@pytest.mark.parametrize("codec", CODECS)
-@both_commits
-def test_a_rank_that_has_missed_the_answer_commits_by_itself(commit: Commit, codec: str) -> None:
-    """To the bits of a run in which it has heard the answer, while all others are gone."""
-
-    def body(rank: Rank) -> tuple[list[str], list[str]]:
-        ends = []
-        for misses in (False, True):
-            model = Model(among(rank, FOUR, f"{misses}", per_host=2), codec, commit=commit)
-            told = Told(result=True)
-            model.reducer.leave_failures_to(told)
-            model.step(rank.rank, 0)
-            if misses and rank.rank == 1:
-                lose_answer(model.reducer.network)
-            digests = [digest(model.step(rank.rank, 1)), state_of(model)]
-            assert told.asked == (misses and rank.rank == 1)
-            assert model.reducer.step == 2
-            model.reducer.close()
-            ends.append(digests)
-        return ends[0], ends[1]
-
-    for quiet, faulty in run_threads(body, 4):
-        assert quiet == faulty
-
-
-@pytest.mark.parametrize("codec", CODECS[:3])
-def test_a_step_that_is_not_finite_leaves_no_trace(codec: str) -> None:
-    def body(rank: Rank) -> str:
-        model = Model(among(rank, FOUR, "first", per_host=2), codec)
-        model.reducer.leave_failures_to(Told())
-        model.step(rank.rank, 0)
-        state, given = state_of(model), feed(rank.rank, 1, SHAPES)
-        if rank.rank == 2:
-            given["first"][0, 0] = torch.inf
-        means = [future.wait() for future in model.begin(given)]
-        assert not model.reducer.answer.finite
-        assert state_of(model) == state
-        model.reducer.close()
-        return digest(means)
-
-    found = run_threads(body, 4)
-    assert len({*found}) == 1
 
 
 @pytest.mark.parametrize("per_host", [1, 2], ids=["flat", "hierarchical"])

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any, Literal, NoReturn
 
 import pytest
 import torch
-from fed_model import SHAPES, Model, among
+from fed_model import SHAPES, Counting, Model, among
 from feeding import FakeBucket, Tensors, digest, feed, fitting, held
+from threads import of_all, on_threads
 from torch import Tensor
 from worlds import Rank, run_threads
 
-from lightning_dist.codecs import CODECS, Codec, resolve_codec
+from lightning_dist.codecs import CODECS
 from lightning_dist.exchange.channel import PendingWork
 from lightning_dist.exchange.rounds import Exchange
 from lightning_dist.reducer.network import Network
@@ -145,211 +145,125 @@ def test_a_step_that_nobody_has_committed_is_given_up_and_taken_again(
 
 @both_commits
 @pytest.mark.parametrize("codec", FEW)
-def test_a_step_that_is_abandoned_changes_no_state(commit: Commit, codec: str) -> None:
+@on_threads(2)
+def test_a_step_that_is_abandoned_changes_no_state(rank: Rank, commit: Commit, codec: str) -> None:
     """Though the first bucket was decoded while the second one travelled: it is not ready yet."""
     shapes = {"first": (40, 48), "second": (33, 50), "third": (16, 16)}
-
-    def body(rank: Rank) -> None:
-        model = Model(rank.network(), codec, commit=commit, shapes=shapes)
-        model.reducer.leave_failures_to(Told())
-        model.step(rank.rank, 0)
-        state, given = state_of(model), feed(rank.rank, 1, shapes)
-        for number, (name, parameter) in enumerate([*model.parameters.items()][:2]):
-            bucket = FakeBucket(given[name].flatten().clone(), [parameter], number, last=False)
-            future = model.buckets.reduce(bucket)
-            model.reducer._executor.drain()
-            assert not future.done()
-        model.reducer.abandon()
+    model = Model(rank.network(), codec, commit=commit, shapes=shapes)
+    model.reducer.leave_failures_to(Told())
+    model.step(rank.rank, 0)
+    state, given = state_of(model), feed(rank.rank, 1, shapes)
+    for number, (name, parameter) in enumerate([*model.parameters.items()][:2]):
+        bucket = FakeBucket(given[name].flatten().clone(), [parameter], number, last=False)
+        future = model.buckets.reduce(bucket)
         model.reducer._executor.drain()
-        assert state_of(model) == state
-        model.reducer.close()
-
-    run_threads(body, 2)
+        assert not future.done()
+    model.reducer.abandon()
+    model.reducer._executor.drain()
+    assert state_of(model) == state
+    model.reducer.close()
 
 
 @both_commits
-def test_a_step_after_loading_is_undone_to_what_was_loaded(commit: Commit) -> None:
+@on_threads(2)
+def test_a_step_after_loading_is_undone_to_what_was_loaded(rank: Rank, commit: Commit) -> None:
     """Not to the copy of the state that was taken after the step before."""
-    files: list[Any] = []
-    both = threading.Barrier(2, timeout=60)
-
-    def body(rank: Rank) -> None:
-        model = Model(rank.network(), commit=commit)
-        model.reducer.leave_failures_to(Told())
-        model.step(rank.rank, 0)
-        state, saved = state_of(model), model.reducer.state_dict()
-        if rank.rank == 0:
-            files.append(saved)
-        both.wait()
-        model.step(rank.rank, 1)
-        assert state_of(model) != state
-        model.reducer.load_state_dict(files[0])
-        name, parameter = next(iter(model.parameters.items()))
-        given = feed(rank.rank, 1, SHAPES)[name].flatten().clone()
-        model.buckets.reduce(FakeBucket(given, [parameter], 0, last=False))
-        model.reducer.abandon()
-        model.reducer._executor.drain()
-        assert state_of(model) == state
-        model.reducer.close()
-
-    run_threads(body, 2)
+    model = Model(rank.network(), commit=commit)
+    model.reducer.leave_failures_to(Told())
+    model.step(rank.rank, 0)
+    state, saved = state_of(model), of_all(rank, model.reducer.state_dict())[0]
+    model.step(rank.rank, 1)
+    assert state_of(model) != state
+    model.reducer.load_state_dict(saved)
+    model.begin(feed(rank.rank, 1, SHAPES), 1)
+    model.reducer.abandon()
+    model.reducer._executor.drain()
+    assert state_of(model) == state
+    model.reducer.close()
 
 
-@both_commits
-def test_what_ranks_owe_is_that_of_a_naive_twin(commit: Commit) -> None:
-    """In float64: one is lost in a step that is taken again without it, and another one joins."""
-    codec = resolve_codec("topk:ratio=0.1,block_size=128,values=fp32")
-    phases = [[0, 1, LAST], SURVIVORS, [0, 1, LAST]]
-    count = 25
-    all_here = threading.Barrier(3, timeout=60)
-
-    def body(rank: Rank) -> list[tuple[Tensors, Tensors]]:
-        own, found = rank.rank, []
-        model = Model(rank.network(), codec, commit=commit, dtype=torch.float64)
-        model.reducer.leave_failures_to(Told())
-        for phase, members in enumerate(phases):
-            if phase == 1 and own == LAST:
-                leave_before_the_vote(model.reducer.network)
-                take(model, own, count)
-                model.reducer.close()
-            elif phase == 1:
-                model.reducer.network.limit.seconds = 0.3
-                take(model, own, count)
-                assert model.reducer.step == count
-            all_here.wait()
-            if own in members and phase:
-                network = among(rank, members, str(phase))
-                if own == LAST:
-                    model = Model(network, codec, commit=commit, dtype=torch.float64)
-                    model.reducer.leave_failures_to(Told())
-                    model.reducer.join({"step": phase * count, "factors": {}})
-                else:
-                    model.reducer.rebind(network)
-            for step in range(phase * count, (phase + 1) * count) if own in members else ():
-                means = dict(zip(SHAPES, take(model, own, step), strict=True))
-                found.append((means, owed(model)))
-            all_here.wait()
-        model.reducer.close()
-        return found
-
-    ranks = run_threads(body, 3)
-    held = [{name: torch.zeros(shape).double() for name, shape in SHAPES.items()} for _ in ranks]
-    taken = [0, 0, 0]
-    for step in range(len(phases) * count):
-        members = phases[step // count]
-        if step == 2 * count:
-            held[LAST] = {name: torch.zeros_like(of) for name, of in held[LAST].items()}
-        sums = {name: torch.zeros(shape).double() for name, shape in SHAPES.items()}
-        for each in members:
-            given = feed(each, step, SHAPES, torch.float64)
-            for name in SHAPES:
-                wanted = given[name] + held[each][name]
-                sent = decoded(codec, wanted)
-                held[each][name], sums[name] = wanted - sent, sums[name] + sent
-        for each in members:
-            means, owes = ranks[each][taken[each]]
-            taken[each] += 1
-            for name in SHAPES:
-                mean = sums[name].flatten() / len(members)
-                torch.testing.assert_close(means[name], mean, rtol=0, atol=1e-12)
-                kept = held[each][name].flatten()
-                torch.testing.assert_close(owes[name].flatten(), kept, rtol=0, atol=1e-12)
-
-
-def test_ranks_that_owe_for_other_parameters_are_saved_together() -> None:
+@on_threads(3)
+def test_ranks_that_owe_for_other_parameters_are_saved_together(rank: Rank) -> None:
     """What is small is compressed, and owed for, between two ranks and not among three."""
-    shapes = {"bias": (6,), "weight": (40, 48)}
-    joined = threading.Barrier(3, timeout=60)
 
-    def body(rank: Rank) -> list[Any]:
-        def model_in(network: Network) -> Model:
-            model = Model(network, "int8", shapes=shapes)
-            model.reducer.leave_failures_to(Told())
-            return model
+    def model_in(network: Network) -> Model:
+        model = Model(network, "int8", shapes={"bias": (6,), "weight": (40, 48)})
+        model.reducer.leave_failures_to(Told())
+        return model
 
-        saved: list[Any] = []
-        if rank.rank != LAST:
-            model = model_in(among(rank, SURVIVORS, "two"))
-            model.step(rank.rank, 0)
-            assert {*model.reducer.residuals} == {"bias", "weight"}
-        joined.wait()
-        network = among(rank, [0, 1, LAST], "three")
-        if rank.rank == LAST:
-            model = model_in(network)
-            model.reducer.join({"step": 1, "factors": {}})
-        else:
-            model.reducer.rebind(network)
-        for step in (1, 2):
-            saved.append(model.reducer.state_dict())
-            model.step(rank.rank, step)
-        model.reducer.close()
-        return saved
-
-    first, *others = run_threads(body, 3)
-    assert [state["residuals"]["bias"].shape for state in first[:1]] == [(3, 6)]
-    assert not first[0]["residuals"]["bias"][LAST].any()
-    assert others == [[None, None]] * 2
-
-
-def decoded(codec: Codec, x: Tensor) -> Tensor:
-    padded = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % codec.block))
-    payload = codec.encode(padded.view(-1, codec.block))
-    return codec.decode(payload, x.dtype).flatten()[: x.numel()].view_as(x)
-
-
-@pytest.mark.parametrize("codec", EVERY)
-@both_commits
-def test_a_rank_that_has_missed_the_answer_commits_by_itself(commit: Commit, codec: str) -> None:
-    """To the bits of a run in which it has heard the answer, with nobody's help."""
-
-    def body(rank: Rank) -> tuple[list[str], list[str]]:
-        ends = []
-        for misses in (False, True):
-            model = Model(rank.network(), codec, commit=commit)
-            told = Told(result=True)
-            model.reducer.leave_failures_to(told)
-            digests = [digest(model.step(rank.rank, 0))]
-            if misses and rank.rank == 1:
-                lose_answer(model.reducer.network)
-            digests += [digest(model.step(rank.rank, 1)), state_of(model)]
-            assert model.reducer.step == 2
-            assert told.asked == (misses and rank.rank == 1)
-            if rank.rank != LAST:
-                name = f"second {misses}"
-                model.reducer.rebind(among(rank, SURVIVORS, name))
-                digests.append(digest(model.step(rank.rank, 2)))
-            model.reducer.close()
-            ends.append(digests)
-        return ends[0], ends[1]
-
-    found = run_threads(body, 3)
-    for quiet, faulty in found:
-        assert quiet == faulty
-    assert found[0][0][1] == found[1][0][1]
-
-
-def test_the_result_that_a_step_was_not_finite_is_taken_as_it_was() -> None:
-    """A rank that did not hear of another's inf does not commit what it owes."""
-
-    def body(rank: Rank) -> list[str]:
-        model = Model(rank.network(), "int8")
-        model.reducer.leave_failures_to(Told(result=False))
+    if rank.rank != LAST:
+        model = model_in(among(rank, SURVIVORS, "two"))
         model.step(rank.rank, 0)
-        state = state_of(model)
-        if rank.rank == 1:
-            lose_answer(model.reducer.network)
-        given = feed(rank.rank, 1, SHAPES)
-        if rank.rank == 0:
-            given["first"][0, 0] = torch.inf
-        means = [future.wait() for future in model.begin(given)]
-        assert state_of(model) == state
-        assert not model.reducer.answer.finite
-        assert means[0].isnan().all()
-        model.reducer.close()
-        return [digest(means)]
+        assert {*model.reducer.residuals} == {"bias", "weight"}
+    rank.barrier.wait()
+    network = among(rank, [0, 1, LAST], "three")
+    if rank.rank == LAST:
+        model = model_in(network)
+        model.reducer.join({"step": 1, "factors": {}})
+    else:
+        model.reducer.rebind(network)
+    first, *others = of_all(rank, model.reducer.state_dict())
+    assert first["residuals"]["bias"].shape == (3, 6)
+    assert not first["residuals"]["bias"][LAST].any()
+    assert others == [None, None]
+    model.step(rank.rank, 1)
+    assert (model.reducer.state_dict() is not None) == (rank.rank == 0)
+    model.step(rank.rank, 2)
+    model.reducer.close()
 
-    found = run_threads(body, 3)
-    assert found[0] == found[1] == found[2]
+
+@pytest.mark.parametrize(
+    ("members", "codec"),
+    [*(([0, 1, 2], codec) for codec in EVERY), *(([0, 1, 2, 3], codec) for codec in FEW)],
+    ids=str,
+)
+@both_commits
+@on_threads("members")
+def test_a_rank_that_has_missed_the_answer_commits_by_itself(
+    rank: Rank, commit: Commit, members: list[int], codec: str
+) -> None:
+    """To the bits of a run in which it has heard the answer, with nobody's help.
+
+    Three ranks are on hosts of their own, four on two hosts.
+    """
+    ends, per_host = [], len(members) // 2
+    for misses in (False, True):
+        model = Model(among(rank, members, f"{misses}", per_host=per_host), codec, commit=commit)
+        told = Told(result=True)
+        model.reducer.leave_failures_to(told)
+        digests = [digest(model.step(rank.rank, 0))]
+        if misses and rank.rank == 1:
+            lose_answer(model.reducer.network)
+        digests += [digest(model.step(rank.rank, 1)), state_of(model)]
+        assert model.reducer.step == 2
+        assert told.asked == (misses and rank.rank == 1)
+        if rank.rank != members[-1]:
+            model.reducer.rebind(among(rank, members[:-1], f"second {misses}", per_host=per_host))
+            digests.append(digest(model.step(rank.rank, 2)))
+        model.reducer.close()
+        ends.append(digests)
+    quiet, faulty = ends
+    assert quiet == faulty
+    assert len({*of_all(rank, quiet[1])}) == 1
+
+
+@on_threads(3)
+def test_the_result_that_a_step_was_not_finite_is_taken_as_it_was(rank: Rank) -> None:
+    """A rank that did not hear of another's inf does not commit what it owes."""
+    model = Model(rank.network(), "int8")
+    model.reducer.leave_failures_to(Told(result=False))
+    model.step(rank.rank, 0)
+    state, given = state_of(model), feed(rank.rank, 1, SHAPES)
+    if rank.rank == 1:
+        lose_answer(model.reducer.network)
+    if rank.rank == 0:
+        given["first"][0, 0] = torch.inf
+    means = [future.wait() for future in model.begin(given)]
+    assert state_of(model) == state
+    assert not model.reducer.answer.finite
+    assert means[0].isnan().all()
+    assert len({*of_all(rank, digest(means))}) == 1
+    model.reducer.close()
 
 
 @both_commits
@@ -385,69 +299,51 @@ def test_nobody_votes_before_all_its_payloads_have_landed(
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_one_rank_that_wants_to_pause_is_heard_by_all(size: int) -> None:
-    def body(rank: Rank) -> list[bool]:
-        model = Model(rank.network(), "none")
-        told = Told()
-        model.reducer.leave_failures_to(told)
-        said = []
-        for step in range(3):
-            told.wants = step == 1 and rank.rank == size - 1
-            model.step(rank.rank, step)
-            said.append(model.reducer.answer.pauses)
-        model.reducer.close()
-        return said
-
-    assert run_threads(body, size) == [[False, True, False]] * size
+@on_threads("size")
+def test_one_rank_that_wants_to_pause_is_heard_by_all(rank: Rank, size: int) -> None:
+    model = Model(rank.network(), "none")
+    told = Told()
+    model.reducer.leave_failures_to(told)
+    said = []
+    for step in range(3):
+        told.wants = step == 1 and rank.rank == size - 1
+        model.step(rank.rank, step)
+        said.append(model.reducer.answer.pauses)
+    model.reducer.close()
+    assert said == [False, True, False]
 
 
-def test_no_collective_more_than_the_vote() -> None:
+@on_threads(3)
+def test_no_collective_more_than_the_vote(rank: Rank) -> None:
     """With a codec that keeps residuals, which asks for finiteness anyway: not one more."""
-
-    def body(rank: Rank) -> list[int]:
-        counts = []
-        for recovers in (False, True):
-            model = Model(rank.network(), "int8")
-            if recovers:
-                model.reducer.leave_failures_to(Told())
-            count = 0
-
-            def counting(launch: Callable[..., PendingWork]) -> Callable[..., PendingWork]:
-                def call(*arguments: Any, **named: Any) -> PendingWork:
-                    nonlocal count
-                    count += 1
-                    return launch(*arguments, **named)
-
-                return call
-
-            for channel in model.reducer.network.channels:
-                for name in ("all_reduce", "all_gather", "all_to_all", "broadcast"):
-                    setattr(channel, name, counting(getattr(channel, name)))
-            for step in range(1, 3):
-                model.step(rank.rank, step)
-            counts.append(count)
-            model.reducer.close()
-        return counts
-
-    for without, with_recovery in run_threads(body, 3):
-        assert without == with_recovery > 0
-
-
-def test_mistakes_are_still_raised() -> None:
-    def body(rank: Rank) -> None:
-        model = Model(rank.network(), "int8")
-        model.reducer.leave_failures_to(Told())
-
-        def mistaken(*arguments: Any, **named: Any) -> NoReturn:
-            raise ValueError("a mistake")
-
-        model.reducer.network.data.all_gather = mistaken  # type: ignore[method-assign]
-        for future in model.begin(feed(rank.rank, 0, SHAPES)):
-            with pytest.raises(RuntimeError, match=r"a mistake|earlier"):
-                future.wait()
+    counts = []
+    for recovers in (False, True):
+        model, counting = Model(rank.network(), "int8"), Counting()
+        if recovers:
+            model.reducer.leave_failures_to(Told())
+        for channel in model.reducer.network.channels:
+            channel.watch = counting
+        for step in range(1, 3):
+            model.step(rank.rank, step)
+        counts.append(len(counting.found))
         model.reducer.close()
+    without, with_recovery = counts
+    assert without == with_recovery > 0
 
-    run_threads(body, 2)
+
+@on_threads(2)
+def test_mistakes_are_still_raised(rank: Rank) -> None:
+    model = Model(rank.network(), "int8")
+    model.reducer.leave_failures_to(Told())
+
+    def mistaken(*arguments: Any, **named: Any) -> NoReturn:
+        raise ValueError("a mistake")
+
+    model.reducer.network.data.all_gather = mistaken  # type: ignore[method-assign]
+    for future in model.begin(feed(rank.rank, 0, SHAPES)):
+        with pytest.raises(RuntimeError, match=r"a mistake|earlier"):
+            future.wait()
+    model.reducer.close()
 
 
 @pytest.mark.parametrize(
@@ -457,19 +353,13 @@ def test_mistakes_are_still_raised() -> None:
         ({"commit": "deferred"}, True, r"find_unused_parameters"),
     ],
 )
+@on_threads(2)
 def test_settings_that_need_other_ranks_to_commit_are_refused(
-    settings: Any, absent: bool, match: str
+    rank: Rank, settings: Any, absent: bool, match: str
 ) -> None:
-    def body(rank: Rank) -> None:
-        names: dict[Tensor, str] = {torch.zeros(4, 4): "weight"}
-        reducer = Reducer(
-            names,
-            settings=Settings.check("int8", **settings),
-            network=rank.network(),
-            allow_absent=absent,
-        )
-        with pytest.raises(ValueError, match=match):
-            reducer.leave_failures_to(Told())
-        reducer.close()
-
-    run_threads(body, 2)
+    names: dict[Tensor, str] = {torch.zeros(4, 4): "weight"}
+    checked = Settings.check("int8", **settings)
+    reducer = Reducer(names, settings=checked, network=rank.network(), allow_absent=absent)
+    with pytest.raises(ValueError, match=match):
+        reducer.leave_failures_to(Told())
+    reducer.close()

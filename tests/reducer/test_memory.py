@@ -10,105 +10,18 @@ import pytest
 import torch
 from feeding import FakeBucket, Fed, backward, compressed, digest, feed, held, residuals
 from layouts import HOSTS_OF_FOUR, PAIRS, UNEVEN, Layout, flat
+from threads import of_all, on_threads
 from torch import Tensor
 from worlds import Rank, run_threads
 
-from lightning_dist.codecs import CODECS, DGC, Codec, RandomK, after_steps, resolve_codec
-from lightning_dist.codecs.memory import (
-    ErrorFeedback,
-    Memory,
-    Momentum,
-    MomentumCorrection,
-    NoMemory,
-)
+from lightning_dist.codecs import CODECS, after_steps, resolve_codec
+from lightning_dist.codecs.memory import ErrorFeedback, Memory, MomentumCorrection, NoMemory
 from lightning_dist.integrations.torch.buckets import DDPBuckets
-from lightning_dist.measurement.expected import Expected, expected_traffic, first_compressed_step
+from lightning_dist.measurement.expected import expected_traffic, first_compressed_step
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.stats import CommStats
 from lightning_dist.reducer.units import sizes
 from lightning_dist.settings import Settings
-
-SCALE = torch.tensor(8.0, dtype=torch.float64)
-SHAPE = (2, 3, 16)
-MOMENTUM = 0.7
-
-
-def numbers(generator: torch.Generator) -> Tensor:
-    return torch.randn(SHAPE, generator=generator, dtype=torch.float64)
-
-
-def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
-
-
-def test_no_memory_sends_the_gradient_and_keeps_nothing(generator: torch.Generator) -> None:
-    x, sent = numbers(generator), numbers(generator)
-    memory = NoMemory()
-    assert memory.kinds == ()
-    assert torch.equal(memory.compensated(x, (), SCALE), x)
-    assert memory.after(x, x, sent, (), SCALE) == ()
-
-
-def test_error_feedback(generator: torch.Generator) -> None:
-    """``p = g + e``, ``e <- p - sent``: g, p and sent carry the scale, e does not."""
-    gradient, owed, sent = (numbers(generator) for _ in range(3))
-    memory = ErrorFeedback()
-    assert memory.kinds == ("residual",)
-    compensated = memory.compensated(gradient * SCALE, (owed,), SCALE)
-    close(compensated, (gradient + owed) * 8)
-    (after,) = memory.after(gradient * SCALE, compensated, sent * SCALE, (owed,), SCALE)
-    close(after, gradient + owed - sent)
-
-
-def test_momentum_correction(generator: torch.Generator) -> None:
-    """``u <- m u + g``, ``p = v + u``, ``v <- p - sent``; u is 0 where something was sent."""
-    gradient, owed, velocity, sent = (numbers(generator) for _ in range(4))
-    sent[..., ::2] = 0
-    memory = MomentumCorrection(MOMENTUM)
-    assert memory.kinds == ("residual", "momentum")
-    state = (owed, velocity)
-    compensated = memory.compensated(gradient * SCALE, state, SCALE)
-    new_velocity = MOMENTUM * velocity + gradient
-    close(compensated, (owed + new_velocity) * 8)
-    after, masked = memory.after(gradient * SCALE, compensated, sent * SCALE, state, SCALE)
-    close(after, owed + new_velocity - sent)
-    close(masked[..., ::2], new_velocity[..., ::2])
-    assert not masked[..., 1::2].any()
-
-
-@pytest.mark.parametrize(
-    "memory", [ErrorFeedback(), Momentum(MOMENTUM), MomentumCorrection(MOMENTUM)], ids=str
-)
-def test_a_scale_that_changes_leaves_no_trace(memory: Memory, generator: torch.Generator) -> None:
-    """Powers of two: the same bits, whatever the scale was at each step."""
-    gradients = [numbers(generator) for _ in range(6)]
-
-    def run(scales: list[float]) -> list[Tensor]:
-        state = tuple(torch.zeros(SHAPE, dtype=torch.float64) for _ in memory.kinds)
-        seen = []
-        for gradient, factor in zip(gradients, scales, strict=True):
-            scale = torch.tensor(factor, dtype=torch.float64)
-            x = gradient * scale
-            compensated = memory.compensated(x, state, scale)
-            sent = torch.where(compensated.abs() > scale, compensated, 0.0)
-            state = memory.after(x, compensated, sent, state, scale)
-            seen += [compensated / scale, *state]
-        return seen
-
-    constant, changing = run([1.0] * 6), run([1.0, 1024.0, 8.0, 8.0, 0.5, 2.0])
-    assert all(map(torch.equal, changing, constant))
-
-
-@pytest.mark.parametrize("memory", [NoMemory(), ErrorFeedback(), MomentumCorrection(0.9)], ids=str)
-def test_it_is_pure(memory: Memory, generator: torch.Generator) -> None:
-    """The reducer keeps the old state of a step that was not finite."""
-    x, sent = numbers(generator), numbers(generator)
-    state = tuple(numbers(generator) for _ in memory.kinds)
-    before = [tensor.clone() for tensor in (x, sent, *state)]
-    compensated = memory.compensated(x, state, SCALE)
-    memory.after(x, compensated, sent, state, SCALE)
-    assert all(map(torch.equal, (x, sent, *state), before))
-
 
 Wish = bool | Literal["auto"]
 TABLE: list[tuple[str, Wish, Memory]] = [
@@ -116,8 +29,11 @@ TABLE: list[tuple[str, Wish, Memory]] = [
     ("none", True, NoMemory()),
     ("fp16", "auto", NoMemory()),
     ("fp16", True, ErrorFeedback()),
+    ("bf16", "auto", NoMemory()),
     ("int8", "auto", ErrorFeedback()),
     ("int8", False, NoMemory()),
+    ("int4", "auto", ErrorFeedback()),
+    ("fp8", "auto", ErrorFeedback()),
     ("sign", "auto", ErrorFeedback()),
     ("qsgd", "auto", NoMemory()),
     ("terngrad", "auto", NoMemory()),
@@ -140,9 +56,8 @@ def test_the_memory_of_a_codec(codec: str, wish: Wish, expected: Memory) -> None
     assert resolve_codec(codec).memory(wish) == expected
 
 
-def test_codec_objects_are_asked_themselves() -> None:
-    assert DGC(momentum=0.25).memory("auto") == MomentumCorrection(0.25)
-    assert RandomK(unbiased=True).memory("auto") == NoMemory()
+def test_every_codec_is_in_the_table() -> None:
+    assert {name.partition(":")[0] for name, wish, _ in TABLE if wish == "auto"} == {*CODECS}
 
 
 WITH_STATE = ["int8", "dgc:ratio=0.1,block_size=128", "threshold:tau=1.5", "qsgd:block_size=64"]
@@ -159,53 +74,39 @@ WITH_STATE = ["int8", "dgc:ratio=0.1,block_size=128", "threshold:tau=1.5", "qsgd
     ],
     ids=str,
 )
-def test_the_first_step_allocates_no_residual(layout: Layout) -> None:
-    def body(rank: Rank) -> None:
-        for codec in WITH_STATE:
-            with compressed(rank, Fed(), codec, min_compress_numel=0, **layout.form) as (m, red):
-                before = {name: of.shape for name, of in residuals(red).items()}
-                nbytes = red.memory()["residual_bytes"]
-                backward(m, feed(rank.rank, 0))
-                assert {name: of.shape for name, of in residuals(red).items()} == before
-                assert red.memory()["residual_bytes"] == nbytes
-                assert bool(before) is not codec.startswith("qsgd")
-
-    run_threads(body, layout.size)
+@on_threads("layout")
+def test_the_first_step_allocates_no_residual(rank: Rank, layout: Layout) -> None:
+    for codec in WITH_STATE:
+        with compressed(rank, Fed(), codec, min_compress_numel=0, **layout.form) as (m, red):
+            before = {name: of.shape for name, of in residuals(red).items()}
+            nbytes = red.memory()["residual_bytes"]
+            backward(m, feed(rank.rank, 0))
+            assert {name: of.shape for name, of in residuals(red).items()} == before
+            assert red.memory()["residual_bytes"] == nbytes
+            assert bool(before) is not codec.startswith("qsgd")
 
 
-def test_those_of_later_phases_wait_for_them() -> None:
-    def body(rank: Rank) -> list[int]:
-        found = []
-        with compressed(rank, Fed(), min_compress_numel=0, start_step=1) as (model, reducer):
-            for step in range(2):
-                found.append(reducer.memory()["residual_bytes"])
-                backward(model, feed(rank.rank, step))
-            found.append(reducer.memory()["residual_bytes"])
-            return found
-
-    for before, compressing, after in run_threads(body, 2):
-        assert before == compressing == 0 < after
+@on_threads(2)
+def test_those_of_later_phases_wait_for_them(rank: Rank) -> None:
+    with compressed(rank, Fed(), min_compress_numel=0, start_step=1) as (model, reducer):
+        for step in range(2):
+            assert reducer.memory()["residual_bytes"] == 0
+            backward(model, feed(rank.rank, step))
+        assert reducer.memory()["residual_bytes"] > 0
 
 
 @pytest.mark.parametrize("layout", [flat(2), Layout(PAIRS)], ids=str)
-def test_a_state_that_is_loaded_is_in_its_place(layout: Layout) -> None:
+@on_threads("layout")
+def test_a_state_that_is_loaded_is_in_its_place(rank: Rank, layout: Layout) -> None:
     settings: dict[str, Any] = {"min_compress_numel": 0, **layout.form}
-
-    def body(rank: Rank) -> None:
-        with compressed(rank, Fed(), **settings) as (model, reducer):
-            backward(model, feed(rank.rank, 0))
-            state = reducer.state_dict()
-            kept, nbytes = digest(held(reducer)), reducer.memory()["residual_bytes"]
-        if state is not None:
-            states.append(state)
-        rank.barrier.wait()
-        with compressed(rank, Fed(), **settings) as (model, reducer):
-            reducer.load_state_dict(states[0])
-            assert reducer.memory()["residual_bytes"] == nbytes
-            assert digest(held(reducer)) == kept
-
-    states: list[Any] = []
-    run_threads(body, layout.size)
+    with compressed(rank, Fed(), **settings) as (model, reducer):
+        backward(model, feed(rank.rank, 0))
+        state = of_all(rank, reducer.state_dict())[0]
+        kept, nbytes = digest(held(reducer)), reducer.memory()["residual_bytes"]
+    with compressed(rank, Fed(), **settings) as (model, reducer):
+        reducer.load_state_dict(state)
+        assert reducer.memory()["residual_bytes"] == nbytes
+        assert digest(held(reducer)) == kept
 
 
 EVERY_SIZE = {
@@ -230,34 +131,26 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_the_bytes_of_a_step(layout: Layout) -> None:
-    codecs: list[str | Codec] = [*EVERY, LATE]
-
-    def body(rank: Rank) -> list[tuple[Expected, Any]]:
-        given, found = [feed(rank.rank, step, EVERY_SIZE) for step in range(3)], []
-        for codec in codecs:
-            with compressed(rank, Fed(EVERY_SIZE), codec, **layout.form) as (model, reducer):
-                expected = expected_traffic(reducer.names, reducer.settings, reducer.network)
-                counted = []
-                for gradients in given:
-                    backward(model, gradients)
-                    counted.append(reducer.comm_stats())
-            keys = ("raw_bytes", "intra_bytes", "inter_bytes")
-            # Of two steps: what powersgd sends alternates.
-            last = {key: (counted[2][key] - counted[0][key]) / 2 for key in keys}
-            found.append((expected, last))
-        return found
-
-    for ranks in run_threads(body, layout.size):
-        for codec, (expected, last) in zip(codecs, ranks, strict=True):
-            assert expected.raw == pytest.approx(last["raw_bytes"], rel=0.05), codec
-            assert expected.since == (1 if codec == LATE else 0)
-            if codec == "threshold":
-                assert expected.sent is None
-                continue
-            assert expected.sent is not None
-            assert expected.sent.intra == pytest.approx(last["intra_bytes"], rel=0.05), codec
-            assert expected.sent.inter == pytest.approx(last["inter_bytes"], rel=0.05), codec
+@on_threads("layout")
+def test_the_bytes_of_a_step(rank: Rank, layout: Layout) -> None:
+    for codec in (*EVERY, LATE):
+        with compressed(rank, Fed(EVERY_SIZE), codec, **layout.form) as (model, reducer):
+            expected = expected_traffic(reducer.names, reducer.settings, reducer.network)
+            counted = []
+            for step in range(3):
+                backward(model, feed(rank.rank, step, EVERY_SIZE))
+                counted.append(reducer.comm_stats())
+        keys = ("raw_bytes", "intra_bytes", "inter_bytes")
+        # Of two steps: what powersgd sends alternates.
+        last = {key: (counted[2][key] - counted[0][key]) / 2 for key in keys}
+        assert expected.raw == pytest.approx(last["raw_bytes"], rel=0.05), codec
+        assert expected.since == (1 if codec == LATE else 0)
+        if codec == "threshold":
+            assert expected.sent is None
+            continue
+        assert expected.sent is not None
+        assert expected.sent.intra == pytest.approx(last["intra_bytes"], rel=0.05), codec
+        assert expected.sent.inter == pytest.approx(last["inter_bytes"], rel=0.05), codec
 
 
 def test_on_accelerators_whole_buckets_travel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,52 +215,36 @@ WIRE = {
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("codec", WIRE)
-def test_bytes_of_a_step_equal_the_formulas(codec: str, size: int) -> None:
-    def body(rank: Rank) -> Mapping[str, Any]:
-        with compressed(rank, Fed(SHAPES), codec) as (model, reducer):
-            for step in range(2):
-                backward(model, feed(rank.rank, step, SHAPES))
-            return reducer.comm_stats()
-
+@on_threads("size")
+def test_bytes_of_a_step_equal_the_formulas(rank: Rank, codec: str, size: int) -> None:
     raw, wire = ring(WEIGHT * ITEM, size) + ring(BIAS * ITEM, size), WIRE[codec](size)
-    for stats in run_threads(body, size):
-        assert stats["steps"] == 2
-        last = stats["last_step"]
-        assert abs(last["raw_bytes"] - raw) <= 1  # rounded for each group or for both
-        assert last["wire_bytes"] == wire
-        assert stats["wire_bytes"] == 2 * wire
-        assert stats["ratio"] == stats["raw_bytes"] / stats["wire_bytes"]
-        assert last["intra_bytes"] == wire, "threads are on one host"
-        assert last["inter_bytes"] == 0
+    with compressed(rank, Fed(SHAPES), codec) as (model, reducer):
+        for step in range(2):
+            backward(model, feed(rank.rank, step, SHAPES))
+        stats = reducer.comm_stats()
+    assert stats["steps"] == 2
+    last = stats["last_step"]
+    assert abs(last["raw_bytes"] - raw) <= 1  # rounded for each group or for both
+    assert last["wire_bytes"] == wire
+    assert stats["wire_bytes"] == 2 * wire
+    assert stats["ratio"] == stats["raw_bytes"] / stats["wire_bytes"]
+    assert last["intra_bytes"] == wire, "threads are on one host"
+    assert last["inter_bytes"] == 0
 
 
-def test_int8_sends_about_a_quarter() -> None:
-    def body(rank: Rank) -> Mapping[str, Any]:
-        with compressed(rank, Fed({"w": (64, 256)})) as (model, reducer):
-            backward(model, feed(rank.rank, 0, {"w": (64, 256)}))
-            return reducer.comm_stats()
-
-    for stats in run_threads(body, 2):
-        assert stats["ratio"] == pytest.approx(4 / (1 + 2 / 256))
-        assert stats["ratio"] == pytest.approx(3.97, abs=0.005)
-
-
-def test_codecs_are_counted_separately() -> None:
+@on_threads(2)
+def test_codecs_are_counted_separately(rank: Rank) -> None:
     """Small tensors beside int8 show up as `none`; the parts add up to the whole."""
-
-    def body(rank: Rank) -> Mapping[str, Any]:
-        with compressed(rank, Fed(SHAPES), start_step=1) as (model, reducer):
-            for step in range(3):
-                backward(model, feed(rank.rank, step, SHAPES))
-            return reducer.comm_stats()
-
-    for stats in run_threads(body, 2):
-        parts = stats["per_codec"]
-        assert set(parts) == {"none", "int8"}
-        assert parts["int8"]["raw_bytes"] == 2 * WEIGHT * ITEM
-        assert parts["none"]["raw_bytes"] == (WEIGHT + BIAS) * ITEM + 2 * BIAS * ITEM
-        for key in ("raw_bytes", "wire_bytes", "intra_bytes", "inter_bytes"):
-            assert sum(part[key] for part in parts.values()) == stats[key]
+    with compressed(rank, Fed(SHAPES), start_step=1) as (model, reducer):
+        for step in range(3):
+            backward(model, feed(rank.rank, step, SHAPES))
+        stats = reducer.comm_stats()
+    parts = stats["per_codec"]
+    assert set(parts) == {"none", "int8"}
+    assert parts["int8"]["raw_bytes"] == 2 * WEIGHT * ITEM
+    assert parts["none"]["raw_bytes"] == (WEIGHT + BIAS) * ITEM + 2 * BIAS * ITEM
+    for key in ("raw_bytes", "wire_bytes", "intra_bytes", "inter_bytes"):
+        assert sum(part[key] for part in parts.values()) == stats[key]
 
 
 @pytest.mark.parametrize("ranks_per_host", [1, 2])

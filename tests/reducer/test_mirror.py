@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from fed_model import SHAPES, Model, among
-from feeding import feed
+from feeding import feed, residuals
+from threads import of_all, on_threads
 from torch import Tensor
 from worlds import Rank, run_threads
 
@@ -21,41 +22,37 @@ NAMES = ["a", "b", "c", "d", "new"]
 CODECS = ["int8", "topk:ratio=0.1,block_size=128", "powersgd:rank=2", "int4:block_size=64"]
 
 
-def test_a_copy_comes_from_the_rank_before() -> None:
+@on_threads(3)
+def test_a_copy_comes_from_the_rank_before(rank: Rank) -> None:
     """Of any length and in float64; nothing where that rank has no residuals."""
+    model = Model(rank.network())
+    mirror = ResidualMirror(model.reducer, every=1)
+    mirror.regroup(NAMES[:3])
+    state, cpu = model.reducer.state, torch.device("cpu")
+    state.keep_only({})
+    if rank.rank:
+        part = ParameterSlice(NAMES[rank.rank], 0, (rank.rank + 1,))
+        own = state.per_rank("residual", part, dtype=torch.float64, device=cpu)
+        own.copy_(torch.arange(rank.rank + 1) + 10 * rank.rank)
+    mirror.refresh(rank.group("ring"))
+    assert mirror.regroup([NAMES[rank.rank]]) == NAMES[(rank.rank - 1) % 3]
+    model.reducer.close()
+    b, c = {"b": [10.0, 11.0]}, {"c": [20.0, 21.0, 22.0]}
+    found = {name: (3 * held).tolist() for name, held in state.residuals.items()}
+    assert found == (c, b, {**b, **c})[rank.rank]
 
-    def body(rank: Rank) -> dict[str, list[float]]:
-        model = Model(rank.network())
+
+@on_threads(2)
+def test_a_copy_waits_no_longer_than_a_step_for_a_silent_rank(rank: Rank) -> None:
+    model, ring = Model(rank.network(), "int8"), rank.group("ring")
+    model.step(rank.rank, 0)
+    if rank.rank == 0:
+        model.reducer.network.limit.seconds = 0.3
         mirror = ResidualMirror(model.reducer, every=1)
-        mirror.regroup(NAMES[:3])
-        state, cpu = model.reducer.state, torch.device("cpu")
-        state.keep_only({})
-        if rank.rank:
-            part = ParameterSlice(NAMES[rank.rank], 0, (rank.rank + 1,))
-            own = state.per_rank("residual", part, dtype=torch.float64, device=cpu)
-            own.copy_(torch.arange(rank.rank + 1) + 10 * rank.rank)
-        mirror.refresh(rank.group("ring"))
-        assert mirror.regroup([NAMES[rank.rank]]) == NAMES[(rank.rank - 1) % 3]
-        model.reducer.close()
-        return {name: (3 * held).tolist() for name, held in state.residuals.items()}
-
-    b, c = [10.0, 11.0], [20.0, 21.0, 22.0]
-    assert run_threads(body, 3) == [{"c": c}, {"b": b}, {"b": b, "c": c}]
-
-
-def test_a_copy_waits_no_longer_than_a_step_for_a_silent_rank() -> None:
-    def body(rank: Rank) -> None:
-        model, ring = Model(rank.network(), "int8"), rank.group("ring")
-        model.step(rank.rank, 0)
-        if rank.rank == 0:
-            model.reducer.network.limit.seconds = 0.3
-            mirror = ResidualMirror(model.reducer, every=1)
-            mirror.regroup(["a", "b"])
-            with pytest.raises(RuntimeError, match=r"within 0\.3 s"):
-                mirror.refresh(ring)
-        model.reducer.close()
-
-    run_threads(body, 2)
+        mirror.regroup(["a", "b"])
+        with pytest.raises(RuntimeError, match=r"within 0\.3 s"):
+            mirror.refresh(ring)
+    model.reducer.close()
 
 
 def test_a_copy_fits_a_state_that_has_changed_meanwhile() -> None:
@@ -134,50 +131,40 @@ def test_no_gradient_is_lost_with_a_rank(codec: str, lost: list[int]) -> None:
     run_threads(body, 5)
 
 
-def test_a_copy_of_before_is_older_by_as_many_steps() -> None:
-    kept: dict[int, Tensor] = {}
-
-    def body(rank: Rank) -> None:
-        model = Model(rank.network(), "topk:ratio=0.1,block_size=128")
-        mirror = ResidualMirror(model.reducer, every=2)
-        mirror.regroup(NAMES[:2])
-        for step in range(3):
-            model.step(rank.rank, step)
-            mirror.refresh(rank.group("ring"))
-            if step == 1:
-                kept[rank.rank] = model.reducer.state.packed()
-        before = model.reducer.state.packed()
-        model.reducer.rebind(among(rank, [rank.rank], "alone"))
-        assert mirror.regroup([NAMES[rank.rank]]) == NAMES[1 - rank.rank]
-        torch.testing.assert_close(model.reducer.state.packed(), (before + kept[1 - rank.rank]) / 2)
-        model.reducer.close()
-
-    run_threads(body, 2)
-
-
-def test_a_copy_is_of_the_parameters_of_its_rank() -> None:
-    """Ranks keep names of a smaller world, which one that has joined since does not know."""
-
-    def body(rank: Rank) -> None:
-        model = Model(rank.network())
-        mirror = ResidualMirror(model.reducer, every=1)
-        mirror.regroup(NAMES[:2])
-        model.step(rank.rank, 0)
-        state, names = model.reducer.state, sorted(["a name that sorts first", *SHAPES])
-        if rank.rank == 0:
-            part = ParameterSlice(names[0], 0, (5,))
-            cpu = torch.device("cpu")
-            state.per_rank("residual", part, dtype=torch.float32, device=cpu).fill_(3.0)
-        kept[rank.rank] = {name: of.clone() for name, of in model.reducer.residuals.items()}
+@on_threads(2)
+def test_a_copy_of_before_is_older_by_as_many_steps(rank: Rank) -> None:
+    model = Model(rank.network(), "topk:ratio=0.1,block_size=128")
+    mirror = ResidualMirror(model.reducer, every=2)
+    mirror.regroup(NAMES[:2])
+    for step in range(3):
+        model.step(rank.rank, step)
         mirror.refresh(rank.group("ring"))
-        if rank.rank == 1:
-            model.reducer.rebind(among(rank, [1], "alone"))
-            assert mirror.regroup([NAMES[1]]) == NAMES[0]
-            found = model.reducer.residuals
-            for name in names:
-                mean = sum(kept[each].get(name, 0.0) for each in range(2)) / 2
-                torch.testing.assert_close(found[name], mean)
-        model.reducer.close()
+        if step == 1:
+            kept = of_all(rank, model.reducer.state.packed())
+    before = model.reducer.state.packed()
+    model.reducer.rebind(among(rank, [rank.rank], "alone"))
+    assert mirror.regroup([NAMES[rank.rank]]) == NAMES[1 - rank.rank]
+    torch.testing.assert_close(model.reducer.state.packed(), (before + kept[1 - rank.rank]) / 2)
+    model.reducer.close()
 
-    kept: dict[int, dict[str, Tensor]] = {}
-    run_threads(body, 2)
+
+@on_threads(2)
+def test_a_copy_is_of_the_parameters_of_its_rank(rank: Rank) -> None:
+    """Ranks keep names of a smaller world, which one that has joined since does not know."""
+    model = Model(rank.network())
+    mirror = ResidualMirror(model.reducer, every=1)
+    mirror.regroup(NAMES[:2])
+    model.step(rank.rank, 0)
+    state, names = model.reducer.state, sorted(["a name that sorts first", *SHAPES])
+    if rank.rank == 0:
+        part, cpu = ParameterSlice(names[0], 0, (5,)), torch.device("cpu")
+        state.per_rank("residual", part, dtype=torch.float32, device=cpu).fill_(3.0)
+    kept = of_all(rank, residuals(model.reducer))
+    mirror.refresh(rank.group("ring"))
+    if rank.rank == 1:
+        model.reducer.rebind(among(rank, [1], "alone"))
+        assert mirror.regroup([NAMES[1]]) == NAMES[0]
+        found = model.reducer.residuals
+        for name in names:
+            torch.testing.assert_close(found[name], sum(of.get(name, 0.0) for of in kept) / 2)
+    model.reducer.close()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import closing, nullcontext
 from typing import Any
 
 import pytest
 import torch
+from fed_model import Model
 from feeding import (
-    EVERY_CODEC,
     FakeBucket,
     Fed,
     Tensors,
@@ -21,15 +22,13 @@ from feeding import (
     residuals,
 )
 from saving import through_a_file
+from threads import of_all, on_threads
 from torch import Tensor, nn
 from worlds import Rank, run_threads
 
 from lightning_dist import OneBitAdam
-from lightning_dist.integrations.torch.buckets import DDPBuckets
 from lightning_dist.integrations.torch.ddp import attach
 from lightning_dist.reducer.plan.slices import strides_in_bucket
-from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.settings import Settings
 
 DOUBLE = torch.float64
 SETTINGS = {"min_compress_numel": 256}
@@ -44,75 +43,55 @@ def fed(rank: int, step: int, script: Script) -> Tensors:
     return given
 
 
-def run(rank: Rank, script: Script, steps: int = 5) -> tuple[list[Tensors], list[Tensors]]:
-    """Gradients and residuals after every step."""
-    with compressed(rank, Fed(dtype=DOUBLE), ddp=UNUSED, **SETTINGS) as (model, reducer):
-        done = [
-            (backward(model, fed(rank.rank, step, script)), residuals(reducer))
-            for step in range(steps)
-        ]
-    return [g for g, _ in done], [r for _, r in done]
-
-
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("who", ["nobody uses it", "one rank uses it"])
-def test_parameters_unused_in_some_steps(size: int, who: str) -> None:
+@on_threads("size")
+def test_parameters_unused_in_some_steps(rank: Rank, size: int, who: str) -> None:
     """Gradients are there where DDP's are; what is owed waits; nothing is lost."""
     others = range(size) if who == "nobody uses it" else range(1, size)
-    script = {1: others, 3: others}
-    ranks = run_threads(lambda rank: run(rank, script), size)
-
-    def plain(rank: Rank) -> list[set[str]]:
-        model = rank.ddp(Fed(dtype=DOUBLE), **UNUSED)
-        return [set(backward(model, fed(rank.rank, step, script))) for step in range(5)]
-
-    ours = [[set(gradients) for gradients in steps] for steps, _ in ranks]
-    assert ours == run_threads(plain, size)
+    script, zero = {1: others, 3: others}, torch.zeros(33, 50, dtype=DOUBLE)
+    given = [fed(rank.rank, step, script) for step in range(5)]
+    plain = rank.ddp(Fed(dtype=DOUBLE), **UNUSED)
+    expected = [set(backward(plain, each)) for each in given]
+    found, owed = [], []
+    with compressed(rank, Fed(dtype=DOUBLE), ddp=UNUSED, **SETTINGS) as (model, reducer):
+        for each in given:
+            found.append(backward(model, each))
+            owed.append(residuals(reducer)["second"])
+    assert [set(each) for each in found] == expected
     if who == "nobody uses it":
-        assert "second" not in ours[0][1]
-        for _, held in ranks:
-            assert torch.equal(held[0]["second"], held[1]["second"])
-            assert not torch.equal(held[1]["second"], held[2]["second"])
-    assert_nothing_is_lost(script, ranks)
+        assert "second" not in expected[1]
+        assert torch.equal(owed[0], owed[1])
+        assert not torch.equal(owed[1], owed[2])
+    went_in = sum(of_all(rank, sum(each.get("second", zero) for each in given))) / size
+    came_out = sum(each.get("second", zero) for each in found)
+    still = sum(of_all(rank, owed[-1])).view(33, 50) / size
+    torch.testing.assert_close(came_out + still, went_in, rtol=0, atol=1e-12)
 
 
-def assert_nothing_is_lost(
-    script: Script, ranks: list[tuple[list[Tensors], list[Tensors]]]
-) -> None:
-    zero = torch.zeros(33, 50, dtype=DOUBLE)
-    steps = range(len(ranks[0][0]))
-    went_in = sum(
-        fed(rank, step, script).get("second", zero) for rank in range(len(ranks)) for step in steps
-    )
-    came_out = sum(gradients.get("second", zero) for gradients in ranks[0][0])
-    owed = mean([held[-1] for _, held in ranks])["second"].view(33, 50)
-    assert isinstance(went_in, Tensor)
-    torch.testing.assert_close(came_out + owed, went_in / len(ranks), rtol=0, atol=1e-12)
+@on_threads(2)
+def test_a_parameter_that_is_never_used_under_static_graph(rank: Rank) -> None:
+    ddp = {"static_graph": True, "bucket_cap_mb": 0.004}
+    with compressed(rank, Fed(), ddp=ddp, **SETTINGS) as (model, reducer):
+        for step in range(3):
+            given = feed(rank.rank, step)
+            del given["second"]
+            left = backward(model, given)
+        assert (set(left), bool(residuals(reducer)["first"].any())) == ({"first", "bias"}, True)
 
 
-def test_a_parameter_that_is_never_used_under_static_graph() -> None:
-    def body(rank: Rank) -> tuple[set[str], bool]:
-        ddp = {"static_graph": True, "bucket_cap_mb": 0.004}
-        with compressed(rank, Fed(), ddp=ddp, **SETTINGS) as (model, reducer):
-            for step in range(3):
-                given = feed(rank.rank, step)
-                del given["second"]
-                left = backward(model, given)
-            return set(left), bool(residuals(reducer)["first"].any())
-
-    assert run_threads(body, 2) == [({"first", "bias"}, True)] * 2
-
-
-def test_frozen_parameters_do_not_travel() -> None:
-    def body(rank: Rank) -> tuple[set[str], list[str], int]:
-        module = Fed()
-        module.get_parameter("second").requires_grad_(False)
-        with compressed(rank, module, **SETTINGS) as (model, reducer):
-            left = backward(model, feed(rank.rank, 0))
-            raw = reducer.comm_stats()["raw_bytes"]
-            return set(left), list(reducer.residuals), raw
-
-    assert run_threads(body, 2) == [({"first", "bias"}, ["first"], (40 * 48 + 40) * 4)] * 2
+@on_threads(2)
+def test_frozen_parameters_do_not_travel(rank: Rank) -> None:
+    module = Fed()
+    module.get_parameter("second").requires_grad_(False)
+    with compressed(rank, module, **SETTINGS) as (model, reducer):
+        left = backward(model, feed(rank.rank, 0))
+        raw = reducer.comm_stats()["raw_bytes"]
+        assert (set(left), list(reducer.residuals), raw) == (
+            {"first", "bias"},
+            ["first"],
+            (40 * 48 + 40) * 4,
+        )
 
 
 class Tied(nn.Module):
@@ -129,43 +108,17 @@ class Tied(nn.Module):
         return (self.encoder(x) @ self.decoder.weight).square().mean()
 
 
-def test_tied_weights_have_one_residual_and_the_sum_of_both_gradients() -> None:
-    def body(rank: Rank) -> tuple[list[str], Tensor, Tensor]:
-        x = feed(rank.rank, 0, {"x": (8, 40)})["x"]
-        alone = Tied()
-        alone(x).backward()
-        with compressed(rank, Tied(), min_compress_numel=0) as (model, reducer):
-            model(x).backward()
-            names = list(reducer.residuals)
-        return names, gradients(model)["encoder.weight"], gradients(alone)["encoder.weight"]
-
-    ranks = run_threads(body, 2)
-    assert [names for names, _, _ in ranks] == [["encoder.weight"]] * 2
-    expected = (ranks[0][2] + ranks[1][2]) / 2
-    for _, got, _ in ranks:
-        torch.testing.assert_close(got, expected, rtol=0, atol=float(expected.abs().max()) / 60)
-    assert torch.equal(ranks[0][1], ranks[1][1])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("codec", ["none", "fp16", "bf16", "int8"])
-def test_modules_in_short_types(dtype: torch.dtype, codec: str) -> None:
-    """Gradients stay in their type, replicas equal; arithmetic and residuals are in float32."""
-
-    def body(rank: Rank) -> tuple[Tensors, set[torch.dtype], str]:
-        feedback = {"error_feedback": codec != "none"}
-        with compressed(rank, Fed(dtype=dtype), codec, **SETTINGS, **feedback) as (model, reducer):
-            for step in range(3):
-                left = backward(model, feed(rank.rank, step, dtype=dtype))
-            return left, {r.dtype for r in residuals(reducer).values()}, digest(left)
-
-    ranks = run_threads(body, 3)
-    assert len({of_rank[2] for of_rank in ranks}) == 1
-    assert {g.dtype for g in ranks[0][0].values()} == {dtype}
-    assert ranks[0][1] == (set() if codec == "none" else {torch.float32})
-    wanted = mean([{n: g.float() for n, g in feed(r, 2, dtype=dtype).items()} for r in range(3)])
-    for name, gradient in ranks[0][0].items():
-        torch.testing.assert_close(gradient.float(), wanted[name], rtol=0.02, atol=0.05)
+@on_threads(2)
+def test_tied_weights_have_one_residual_and_the_sum_of_both_gradients(rank: Rank) -> None:
+    x, alone = feed(rank.rank, 0, {"x": (8, 40)})["x"], Tied()
+    alone(x).backward()
+    with compressed(rank, Tied(), min_compress_numel=0) as (model, reducer):
+        model(x).backward()
+        assert list(reducer.residuals) == ["encoder.weight"]
+    expected = mean(of_all(rank, gradients(alone)))["encoder.weight"]
+    got = gradients(model)["encoder.weight"]
+    torch.testing.assert_close(got, expected, rtol=0, atol=float(expected.abs().max()) / 60)
+    assert len({*of_all(rank, digest([got]))}) == 1
 
 
 STRIDED = {"matrix": (40, 48), "filters": (12, 6, 5, 4)}
@@ -179,93 +132,72 @@ def reordered(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
     return tensor.permute(order).contiguous().permute(inverse)
 
 
-class Laid(nn.Module):
-    """``d loss / d p = given[name of p]``; ``other``: in another order than row by row."""
+def real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
-    def __init__(self, *, other: bool, dtype: torch.dtype = DOUBLE) -> None:
+
+class Of(nn.Module):
+    """``d loss / d p = given[name of p]``, for parameters that begin as ``values``."""
+
+    def __init__(self, values: Tensors) -> None:
         super().__init__()
-        for name, value in feed(99, 0, STRIDED, dtype).items():
-            laid = reordered(value, ORDERS[name]) if other else value
-            self.register_parameter(name, nn.Parameter(laid))
+        for name, value in values.items():
+            self.register_parameter(name, nn.Parameter(value))
 
     def forward(self, given: Tensors) -> Tensor:
         own = dict(self.named_parameters())
-        return torch.stack([(own[name] * value).sum() for name, value in given.items()]).sum()
+        return torch.stack([(real(own[n]) * real(value)).sum() for n, value in given.items()]).sum()
 
 
-def logical(reducer: Reducer, name: str) -> Tensor:
-    """The residual of this rank in the shape of its parameter."""
-    parameter = next(p for p, n in reducer.names.items() if n == name)
-    found = torch.empty_like(parameter)  # lies in memory as the parameter does
-    flat = found.as_strided((found.numel(),), (1,))
-    flat.copy_(reducer.residuals[name])
-    return found
-
-
-def test_a_transposed_gradient_of_rank_1_leaves_no_error() -> None:
-    """The power iteration finds it in two steps, however it lies in memory."""
-
-    def body(rank: Rank, other: bool) -> float:
-        ones = {name: torch.ones(shape, dtype=DOUBLE) for name, shape in STRIDED.items()}
-        column = torch.arange(40, dtype=DOUBLE).sin()
-        ones["matrix"] = column.view(-1, 1) * torch.arange(48, dtype=DOUBLE).cos()
-        with compressed(rank, Laid(other=other), "powersgd:rank=1") as (model, reducer):
-            for _ in range(2):
-                backward(model, ones)
-            return float(logical(reducer, "matrix").norm() / ones["matrix"].norm())
-
-    for other in (False, True):
-        assert max(run_threads(lambda rank, o=other: body(rank, o), 2)) < 1e-12, other
+def laid(*, other: bool, dtype: torch.dtype = DOUBLE) -> Of:
+    """``other``: in another order than row by row."""
+    values = feed(99, 0, STRIDED, dtype)
+    return Of({n: reordered(value, ORDERS[n]) if other else value for n, value in values.items()})
 
 
 @pytest.mark.parametrize("dtype", [DOUBLE, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tree", [None, [[0, 1], [2]]], ids=str)
 @pytest.mark.parametrize("form", ["powersgd:rank=2", "powersgd:rank=2,two_phase=true"])
-def test_powersgd_does_the_same_in_every_order(form: str, tree: Any, dtype: torch.dtype) -> None:
-    def body(rank: Rank, other: bool) -> list[Tensors]:
-        with compressed(rank, Laid(other=other, dtype=dtype), form, tree=tree) as (model, _):
+@on_threads(3)
+def test_powersgd_does_the_same_in_every_order(
+    rank: Rank, form: str, tree: Any, dtype: torch.dtype
+) -> None:
+    def train(other: bool) -> list[Tensors]:
+        with compressed(rank, laid(other=other, dtype=dtype), form, tree=tree) as (model, _):
             return [backward(model, feed(rank.rank, s, STRIDED, dtype)) for s in range(4)]
 
     close = {"rtol": 1e-9, "atol": 1e-9} if dtype == DOUBLE else {"rtol": 0.05, "atol": 0.02}
-    rows, others = (run_threads(lambda rank, o=o: body(rank, o), 3) for o in (False, True))
-    for row, other in zip(rows[0], others[0], strict=True):
+    for other, row in zip(train(other=True), train(other=False), strict=True):
         for name in STRIDED:
             torch.testing.assert_close(other[name], row[name], **close)
 
 
 @pytest.mark.parametrize("codec", ["int8", "powersgd:rank=2", "dgc:ratio=0.1,block_size=128"])
-def test_a_checkpoint_of_another_order_is_refused(codec: str) -> None:
+@on_threads(2)
+def test_a_checkpoint_of_another_order_is_refused(rank: Rank, codec: str) -> None:
     """What is owed would reach other elements."""
-
-    def body(rank: Rank, other: bool, state: Any) -> Any:
-        with compressed(rank, Laid(other=other), codec, **EVERYTHING) as (model, reducer):
-            if state is None:
-                backward(model, feed(rank.rank, 0, STRIDED, DOUBLE))
-                return reducer.state_dict()
-            reducer.load_state_dict(state)
-        return None
-
     for first in (False, True):
-        wrote = through_a_file(run_threads(lambda r, o=first: body(r, o, None), 2)[0])
-        run_threads(lambda r, o=first, s=wrote: body(r, o, s), 2)
-        with pytest.raises(ValueError, match="must be that of the run whose state"):
-            run_threads(lambda r, o=not first, s=wrote: body(r, o, s), 2)
+        with compressed(rank, laid(other=first), codec, **EVERYTHING) as (model, reducer):
+            backward(model, feed(rank.rank, 0, STRIDED, DOUBLE))
+            wrote = through_a_file(of_all(rank, reducer.state_dict())[0])
+        for other in (first, not first):
+            with compressed(rank, laid(other=other), codec, **EVERYTHING) as (_, reducer):
+                refused = pytest.raises(ValueError, match="must be that of the run whose state")
+                with nullcontext() if other == first else refused:
+                    reducer.load_state_dict(wrote)
 
 
 def test_a_new_memory_format_between_two_fits_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     """What is owed lies as the parameter did, and would reach other elements."""
 
     def body(rank: Rank) -> None:
-        with compressed(rank, Laid(other=False), **EVERYTHING) as (model, old):
+        with compressed(rank, laid(other=False), **EVERYTHING) as (model, old):
             backward(model, feed(rank.rank, 0, STRIDED, DOUBLE))
-        new = rank.ddp(Laid(other=True))
+        new = rank.ddp(laid(other=True))
         new.module.matrix.data = new.module.matrix.data.contiguous()  # type: ignore[union-attr]
-        reducer = attach(new, old.settings, continue_from=old)
-        try:
+        with closing(attach(new, old.settings, continue_from=old)) as reducer:
             assert reducer.residuals["matrix"].any()
             assert not reducer.residuals["filters"].any()
-        finally:
-            reducer.close()
 
     run_threads(body, 2)
     assert caplog.text.count("The memory format of filters has changed since the last fit") == 1
@@ -286,10 +218,6 @@ def test_strides_are_those_of_the_bucket() -> None:
 WITH_COMPLEX = {"complex": (24, 32), "real": (40, 48), "transposed": (18, 20), "vector": (7,)}
 
 
-def real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
 def feed_complex(rank: int, step: int, dtype: torch.dtype = torch.complex64) -> Tensors:
     """Gradients; all but ``real`` are complex."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
@@ -297,18 +225,9 @@ def feed_complex(rank: int, step: int, dtype: torch.dtype = torch.complex64) -> 
     return found | {"real": found["real"].real.contiguous()}
 
 
-class Mixed(nn.Module):
-    """``d loss / d p = feed_complex[name of p]``."""
-
-    def __init__(self, dtype: torch.dtype = torch.complex64) -> None:
-        super().__init__()
-        for name, value in feed_complex(99, 0, dtype).items():
-            value = value.t().contiguous().t() if name == "transposed" else value
-            self.register_parameter(name, nn.Parameter(value))
-
-    def forward(self, given: Tensors) -> Tensor:
-        own = dict(self.named_parameters())
-        return torch.stack([(real(own[n]) * real(value)).sum() for n, value in given.items()]).sum()
+def mixed(dtype: torch.dtype = torch.complex64) -> Of:
+    values = feed_complex(99, 0, dtype)
+    return Of({**values, "transposed": values["transposed"].t().contiguous().t()})
 
 
 def digests(rank: Rank, model: nn.Module) -> list[str]:
@@ -317,71 +236,35 @@ def digests(rank: Rank, model: nn.Module) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_none_is_bit_identical_to_ddp(size: int) -> None:
+@on_threads("size")
+def test_none_is_bit_identical_to_ddp(rank: Rank, size: int) -> None:
     ddp = {"bucket_cap_mb": 0.004}
-
-    def ours(rank: Rank) -> list[str]:
-        with compressed(rank, Mixed(), "none", ddp=ddp) as (model, _):
-            return digests(rank, model)
-
-    plain = run_threads(lambda rank: digests(rank, rank.ddp(Mixed(), **ddp)), size)
-    assert run_threads(ours, size) == plain
-
-
-def test_replicas_are_bit_identical() -> None:
-    def body(rank: Rank) -> list[list[str]]:
-        found = []
-        for codec in EVERY_CODEC:
-            with compressed(rank, Mixed(), codec, min_compress_numel=0) as (model, _):
-                found.append(digests(rank, model))
-        return found
-
-    for codec, first, *others in zip(EVERY_CODEC, *run_threads(body, 3), strict=True):
-        assert others == [first] * 2, codec
-        assert len(set(first)) == 4, codec
+    with compressed(rank, mixed(), "none", ddp=ddp) as (model, _):
+        assert digests(rank, model) == digests(rank, rank.ddp(mixed(), **ddp))
 
 
 @pytest.mark.parametrize("codec", ["int8", "topk:ratio=0.1,block_size=128", "powersgd:rank=2"])
 @pytest.mark.parametrize("tree", [None, [[0, 1], [2]]], ids=str)
-def test_mass_is_conserved(codec: str, tree: list[list[int]] | None) -> None:
-    steps, dtype = 20, torch.complex128
-
-    def body(rank: Rank) -> tuple[Tensors, Tensors]:
-        """What went in less what came out, and what is owed for it."""
-        lost = {name: torch.zeros_like(real(g)) for name, g in feed_complex(0, 0, dtype).items()}
-        with compressed(rank, Mixed(dtype), codec, tree=tree, **EVERYTHING) as (model, reducer):
-            for step in range(steps):
-                given = feed_complex(rank.rank, step, dtype)
-                left = backward(model, given)
-                lost = {n: total + real(given[n]) - real(left[n]) for n, total in lost.items()}
-            state = reducer.state_dict()
-        return lost, {} if state is None else state["residuals"]
-
-    ranks = run_threads(body, 3)
-    owed = ranks[0][1]
-    for name, lost in mean([lost for lost, _ in ranks]).items():
-        if name not in owed:  # powersgd leaves vectors alone
-            assert float(lost.abs().max()) < 1e-12
+@on_threads(3)
+def test_mass_is_conserved(rank: Rank, codec: str, tree: list[list[int]] | None) -> None:
+    """And replicas agree."""
+    dtype = torch.complex128
+    lost = {name: torch.zeros_like(real(g)) for name, g in feed_complex(0, 0, dtype).items()}
+    with compressed(rank, mixed(dtype), codec, tree=tree, **EVERYTHING) as (model, reducer):
+        for step in range(20):
+            given = feed_complex(rank.rank, step, dtype)
+            left = {name: real(of) for name, of in sorted(backward(model, given).items())}
+            assert len({*of_all(rank, digest(left))}) == 1
+            lost = {n: total + real(given[n]) - left[n] for n, total in lost.items()}
+        state = of_all(rank, reducer.state_dict())[0]
+    for name, of in mean(of_all(rank, lost)).items():
+        if name not in state["residuals"]:  # powersgd leaves vectors alone
+            assert float(of.abs().max()) < 1e-12
             continue
         # What is kept lies as the parameter does in memory.
-        lost = lost.transpose(0, 1).contiguous() if name == "transposed" else lost
-        assert float((owed[name].mean(0) - lost.flatten()).abs().max()) < 1e-11, name
-
-
-def test_a_resumed_run_repeats_the_uninterrupted_one() -> None:
-    def body(rank: Rank, state: Any, steps: range) -> tuple[list[str], Any]:
-        with compressed(rank, Mixed(), **EVERYTHING) as (model, reducer):
-            reducer.load_state_dict(state)
-            found = [backward(model, feed_complex(rank.rank, step)) for step in steps]
-            assert residuals(reducer)["complex"].numel() == 2 * 24 * 32
-            return [digest(map(real, gradients.values())) for gradients in found], (
-                reducer.state_dict()
-            )
-
-    whole = run_threads(lambda rank: body(rank, None, range(4)), 2)
-    state = run_threads(lambda rank: body(rank, None, range(2)), 2)[0][1]
-    resumed = run_threads(lambda rank: body(rank, state, range(2, 4)), 2)
-    assert [found for found, _ in resumed] == [found[2:] for found, _ in whole]
+        of = of.transpose(0, 1).contiguous() if name == "transposed" else of
+        owed = state["residuals"][name].mean(0)
+        assert float((owed - of.flatten()).abs().max()) < 1e-11, name
 
 
 def test_one_bit_adam_refuses_them() -> None:
@@ -389,19 +272,11 @@ def test_one_bit_adam_refuses_them() -> None:
         OneBitAdam([nn.Parameter(torch.zeros(3, dtype=torch.complex64))], freeze_step=1)
 
 
-def test_parameters_that_do_not_fill_their_bucket_fail_the_step() -> None:
+@on_threads(2)
+def test_parameters_that_do_not_fill_their_bucket_fail_the_step(rank: Rank) -> None:
     """However a bucket came to be laid out: an element without a parameter would not be reduced."""
-
-    def body(rank: Rank) -> str:
-        parameter = torch.zeros(64)
-        settings = Settings.check("int8", min_compress_numel=0)
-        reducer = Reducer({parameter: "short"}, settings=settings, network=rank.network())
-        try:
-            future = DDPBuckets(reducer).reduce(FakeBucket(torch.zeros(65), [parameter]))
-            with pytest.raises(RuntimeError, match=r"65 elements.*64"):
-                future.wait()
-            return "failed"
-        finally:
-            reducer.close()
-
-    assert run_threads(body, 2) == ["failed"] * 2
+    model = Model(rank.network(), shapes={"short": (64,)})
+    with closing(model.reducer):
+        bucket = FakeBucket(torch.zeros(65), [model.parameters["short"]])
+        with pytest.raises(RuntimeError, match=r"65 elements.*64"):
+            model.buckets.reduce(bucket).wait()

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from arguments import in_a_bucket
+from arguments import in_a_bucket, on_the_wire
 from feeding import EVERY_CODEC, SHAPES, Fed, backward, compressed, feed, held
 from hypothesis import example, given
 from hypothesis import strategies as st
+from threads import on_threads
 from torch import Tensor
-from worlds import Rank, run_threads
+from worlds import Rank
 
 from lightning_dist.codecs import DGC, BlockCodec, RandomK, Threshold, TopK
 from lightning_dist.codecs.memory import Memory, NoMemory
 from lightning_dist.codecs.noise import block_keys
-from lightning_dist.exchange.wire import row_bytes, views
 from lightning_dist.kernels import inductor, native
 from lightning_dist.kernels.passes import Factors, Pass, Passes
 from lightning_dist.kernels.sparse import EAGER
@@ -65,12 +65,6 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def payload_of(codec: BlockCodec, blocks: int) -> tuple[Tensor, ...]:
-    planes = codec.planes(torch.float32)
-    buffer = torch.zeros(1, row_bytes(planes, blocks + 3), dtype=torch.uint8)
-    return tuple(plane[:, 2 : 2 + blocks] for plane in views(buffer, planes, blocks + 3))
-
-
 def passes_of(codec: BlockCodec, memory: Memory, *, world: int) -> Passes:
     share = 1.0 / world
     linear = codec.exchange == "allreduce"
@@ -98,7 +92,7 @@ def step(
     keys = block_keys(torch.arange(blocks, dtype=torch.int32), salt=3).view(1, blocks, 1)
     given_keys = keys if codec.stochastic else None
     factor = torch.tensor(scale)
-    payloads = [payload_of(codec, blocks) for _ in range(world)]
+    payloads = [on_the_wire(codec, 1, blocks) for _ in range(world)]
     for rank, payload in enumerate(payloads):
         grad = in_a_bucket(shape, spare=1, offset=3, seed=0)
         grad.copy_(values(shape, kind, seed=rank))
@@ -189,30 +183,27 @@ SPARSE = [name for name in EVERY_CODEC if name.startswith(("topk", "dgc", "rando
 
 @pytest.mark.parametrize("commit", ["immediate", "deferred"])
 @pytest.mark.parametrize("codec", SPARSE)
-def test_steps_of_a_real_ddp_have_the_same_bits(codec: str, commit: str) -> None:
+@on_threads(2)
+def test_steps_of_a_real_ddp_have_the_same_bits(rank: Rank, codec: str, commit: str) -> None:
     """With parameters that fill no whole blocks, buckets that are rebuilt, and one bad gradient."""
 
-    def body(rank: Rank, *, compiled: bool) -> list[Tensor]:
-        settings: dict[str, Any] = {"min_compress_numel": 256, "compile_kernels": compiled}
-        settings["commit"] = commit
-        with compressed(rank, Fed(), codec, ddp={"bucket_cap_mb": 0.01}, **settings) as (
-            m,
-            reducer,
-        ):
+    def train(compiled: bool) -> list[Tensor]:
+        settings: dict[str, Any] = {"compile_kernels": compiled, "commit": commit}
+        settings |= {"min_compress_numel": 256, "ddp": {"bucket_cap_mb": 0.01}}
+        with compressed(rank, Fed(), codec, **settings) as (model, reducer):
             assert reducer.planner.is_fused is compiled
             found = []
             for number in range(5):
                 fed = feed(rank.rank, number)
                 if number == 3 and rank.rank == 0:
                     fed["second"][4, 5] = torch.inf
-                found += [*backward(m, fed).values(), *held(reducer)]
+                found += [*backward(model, fed).values(), *held(reducer)]
             return found
 
-    by_compiled = run_threads(lambda rank: body(rank, compiled=True), 2)
-    by_eager = run_threads(lambda rank: body(rank, compiled=False), 2)
-    for found, wanted in zip(by_compiled, by_eager, strict=True):
-        assert len(found) > 5 * len(SHAPES)
-        assert all(map(same, found, wanted))
+    found, wanted = train(compiled=True), train(compiled=False)
+    assert len(found) > 5 * len(SHAPES)
+    assert len(found) == len(wanted)
+    assert all(map(same, found, wanted))
 
 
 def test_what_the_cpp_has_no_passes_for_stays_eager() -> None:

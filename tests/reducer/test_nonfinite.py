@@ -18,12 +18,13 @@ from feeding import (
     compressed,
     digest,
     feed,
+    gradients,
     held,
     residuals,
     step_digest,
 )
 from layouts import HOSTS_OF_FOUR, PAIRS, UNEVEN, Layout, flat
-from torch import Tensor
+from threads import of_all, on_threads
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank, run_threads
@@ -63,6 +64,7 @@ class Ran:
     """Training of one rank, with a bad value in some steps or without those steps."""
 
     finite: list[dict[str, bool]] = field(default_factory=list)  # gradients of the bad steps
+    lost: list[set[str]] = field(default_factory=list)  # without any number in the bad steps
     trace: bool = False  # whether those steps changed any state
     gradients: list[str] = field(default_factory=list)  # digests of all other steps
     all: list[str] = field(default_factory=list)  # of gradients and state
@@ -77,17 +79,18 @@ def run(rank: Rank, layout: Layout, codec: str, bad: Bad, *, with_them: bool) ->
         for step in range(SPOILT_STEPS):
             given = feed(rank.rank, step)
             if step not in bad:
-                gradients = backward(model, given)
-                assert all(g.isfinite().all() for g in gradients.values())
-                ran.gradients.append(digest([gradients[name] for name in SHAPES]))
-                ran.all.append(step_digest(gradients, reducer))
+                found = backward(model, given)
+                assert all(g.isfinite().all() for g in found.values())
+                ran.gradients.append(digest([found[name] for name in SHAPES]))
+                ran.all.append(step_digest(found, reducer))
             elif with_them:
                 where, name, value = bad[step]
                 if rank.rank == where:
                     given[name].view(-1)[-3] = value
                 before = [digest([tensor]) for tensor in held(reducer)]
-                gradients = backward(model, given)
-                ran.finite.append({n: bool(g.isfinite().all()) for n, g in gradients.items()})
+                found = backward(model, given)
+                ran.finite.append({n: bool(g.isfinite().all()) for n, g in found.items()})
+                ran.lost.append({n for n, g in found.items() if g.isnan().all()})
                 ran.trace |= [digest([tensor]) for tensor in held(reducer)] != before
     return ran
 
@@ -110,168 +113,99 @@ def spoilt_together(codec: str, layout: Layout) -> set[str]:
 @pytest.mark.parametrize(
     ("layout", "codecs", "bad"), CASES, ids=lambda value: str(value) * isinstance(value, Layout)
 )
+@on_threads("layout")
 def test_a_bad_value_spoils_its_step_on_all_ranks_and_leaves_no_trace(
-    layout: Layout, codecs: Sequence[str], bad: Bad
+    rank: Rank, layout: Layout, codecs: Sequence[str], bad: Bad
 ) -> None:
     """State stays bit for bit; what follows equals a run in which the steps never were.
 
     (A second run, where the number of steps counts.) The ranks have equal gradients, other ones in
     every step.
     """
-
-    def body(rank: Rank) -> list[tuple[Ran, Ran]]:
-        return [
-            (
-                run(rank, layout, codec, bad, with_them=True),
-                run(rank, layout, codec, bad, with_them=counts_steps(codec)),
-            )
-            for codec in codecs
-        ]
-
-    for codec, *ranks in zip(codecs, *run_threads(body, layout.size), strict=True):
+    for codec in codecs:
+        spoilt = run(rank, layout, codec, bad, with_them=True)
+        other = run(rank, layout, codec, bad, with_them=counts_steps(codec))
         whole = spoilt_together(codec, layout)
         expected = [{n: n not in {*whole, name} for n in SHAPES} for _, name, _ in bad.values()]
-        for spoilt, other in ranks:
-            assert spoilt.finite == expected, codec
-            assert not spoilt.trace, codec
-            assert spoilt.all == other.all, codec
-            assert len(set(spoilt.gradients)) == SPOILT_STEPS - len(bad), codec
-            assert spoilt.gradients == ranks[0][0].gradients, codec
+        assert spoilt.finite == expected, codec
+        assert all(whole <= lost for lost in spoilt.lost), codec
+        assert not spoilt.trace, codec
+        assert spoilt.all == other.all, codec
+        assert len(set(spoilt.gradients)) == SPOILT_STEPS - len(bad), codec
+        assert len({*of_all(rank, str(spoilt.gradients))}) == 1, codec
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_without_error_feedback_all_ranks_see_it_too(size: int) -> None:
+@on_threads("size")
+def test_without_error_feedback_all_ranks_see_it_too(rank: Rank, size: int) -> None:
     """A GradScaler on any rank must skip the step on all of them."""
 
     def spoilt(rank: int) -> Tensors:
-        gradients = feed(rank, 2)
+        given = feed(rank, 2)
         if rank == 1:
-            gradients["first"].view(-1)[-3] = torch.inf
-        return gradients
+            given["first"].view(-1)[-3] = torch.inf
+        return given
 
-    def body(rank: Rank) -> None:
-        for codec in EVERY_CODEC:
-            if "dgc" in codec:  # nothing without
-                continue
-            with compressed(rank, Fed(), codec, error_feedback=False, **LARGE) as (model, reducer):
-                backward(model, feed(rank.rank, 0))
-                bad = backward(model, spoilt(rank.rank))
-                good = backward(model, feed(rank.rank, 3))
-                assert not residuals(reducer), codec
-                finite = [bool(g["first"].isfinite().all()) for g in (bad, good)]
-                assert finite == [False, True], codec
-
-    run_threads(body, size)
+    for codec in EVERY_CODEC:
+        if "dgc" in codec:  # nothing without
+            continue
+        with compressed(rank, Fed(), codec, error_feedback=False, **LARGE) as (model, reducer):
+            backward(model, feed(rank.rank, 0))
+            bad = backward(model, spoilt(rank.rank))
+            good = backward(model, feed(rank.rank, 3))
+            assert not residuals(reducer), codec
+            finite = [bool(g["first"].isfinite().all()) for g in (bad, good)]
+            assert finite == [False, True], codec
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_sum_that_overflows_does_not_poison_the_residual(size: int) -> None:
+@on_threads("size")
+def test_a_sum_that_overflows_does_not_poison_the_residual(rank: Rank, size: int) -> None:
     """Every rank is finite, their float32 sum is not: that step may be lost, later ones not."""
-
-    def body(rank: Rank) -> list[bool]:
-        with compressed(rank, Fed(), error_feedback=True, **LARGE) as (model, reducer):
-            huge = {**feed(rank.rank, 0), "first": torch.full((40, 48), 3e38)}
-            backward(model, huge)
-            after = backward(model, feed(rank.rank, 1))
-            assert all(r.isfinite().all() for r in residuals(reducer).values())
-        return [bool(g.isfinite().all()) for g in after.values()]
-
-    assert run_threads(body, size) == [[True] * 3] * size
+    with compressed(rank, Fed(), error_feedback=True, **LARGE) as (model, reducer):
+        huge = {**feed(rank.rank, 0), "first": torch.full((40, 48), 3e38)}
+        backward(model, huge)
+        after = backward(model, feed(rank.rank, 1))
+        assert all(r.isfinite().all() for r in residuals(reducer).values())
+    assert [bool(g.isfinite().all()) for g in after.values()] == [True] * 3
 
 
 ONE_BUCKET = {"weight": (24, 16)}  # one bucket: with several the hook aborts on gloo
-OVERFLOW_AT, STEPS = 4, 8
 
 
-def finite_steps(rank: Rank, model: DistributedDataParallel) -> list[bool]:
-    """Which steps gave finite gradients, when rank 1 alone overflows once."""
-
-    def given(step: int) -> dict[str, Tensor]:
-        gradients = feed(rank.rank, step, ONE_BUCKET)
-        if rank.rank == 1 and step == OVERFLOW_AT:
-            gradients["weight"][3, 5] = torch.inf
-        return gradients
-
-    steps = [backward(model, given(step))["weight"] for step in range(STEPS)]
-    return [bool(gradient.isfinite().all()) for gradient in steps]
-
-
-def test_torchs_powersgd_hook_stays_nan_for_ever() -> None:
+@on_threads(2)
+def test_torchs_powersgd_hook_stays_nan_for_ever(rank: Rank) -> None:
     """If this fails torch has mended it: then the claim in our documents must go."""
-
-    def body(rank: Rank) -> list[bool]:
-        group = rank.group("ddp")
-        model = DistributedDataParallel(Fed(ONE_BUCKET), process_group=group)
-        state = PowerSGDState(group, start_powerSGD_iter=2, min_compression_rate=1)
-        model.register_comm_hook(state, powerSGD_hook)
-        return finite_steps(rank, model)
-
-    dead_since = [step < OVERFLOW_AT for step in range(STEPS)]
-    assert run_threads(body, 2) == [dead_since] * 2
-
-
-def test_ours_loses_one_step() -> None:
-    def body(rank: Rank) -> list[bool]:
-        with compressed(rank, Fed(ONE_BUCKET), "int8", min_compress_numel=0) as (model, _):
-            return finite_steps(rank, model)
-
-    one_lost = [step != OVERFLOW_AT for step in range(STEPS)]
-    assert run_threads(body, 2) == [one_lost] * 2
+    group = rank.group("ddp")
+    model = DistributedDataParallel(Fed(ONE_BUCKET), process_group=group)
+    state = PowerSGDState(group, start_powerSGD_iter=2, min_compression_rate=1)
+    model.register_comm_hook(state, powerSGD_hook)
+    for step in range(8):
+        given = feed(rank.rank, step, ONE_BUCKET)
+        if rank.rank == 1 and step == 4:
+            given["weight"][3, 5] = torch.inf
+        assert backward(model, given)["weight"].isfinite().all() == (step < 4)
 
 
-DOUBLE = torch.float64
-SCALES = [1024.0, 2048.0, 512.0, 512.0, 65536.0, 1.0]
+@pytest.mark.parametrize("codec", ["int8", "threshold:tau=1.5,unit=absolute", "dgc:momentum=0.5"])
+@on_threads(2)
+def test_powers_of_two_change_no_bits(rank: Rank, codec: str) -> None:
+    """Of unscaled gradients and state; ``tau`` is in units of the gradient."""
 
-
-def scaled_run(rank: Rank, *, told: bool = True) -> tuple[Tensors, Tensors, Tensors]:
-    """Sums of unscaled inputs and outputs over steps with ever new scales, and the residual."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=SCALES[0])
-    inputs = {n: torch.zeros_like(g) for n, g in feed(0, 0, dtype=DOUBLE).items()}
-    outputs = dict(inputs)
-    settings = {"min_compress_numel": 0, "grad_scaler": scaler if told else None}
-    with compressed(rank, Fed(dtype=DOUBLE), **settings) as (model, reducer):
-        for step, scale in enumerate(SCALES):
-            given = feed(rank.rank, step, dtype=DOUBLE)
-            scaler.scale(torch.zeros(()))  # a scaler has no scale before its first use
-            scaler.update(scale)
-            left = backward(model, {name: value * scale for name, value in given.items()})
-            inputs = {name: total + given[name] for name, total in inputs.items()}
-            outputs = {name: total + left[name] / scale for name, total in outputs.items()}
-        return inputs, outputs, residuals(reducer)
-
-
-def lost(ranks: list[tuple[Tensors, Tensors, Tensors]]) -> float:
-    return max(
-        float((sum(o[n] + r[n].view_as(o[n]) - i[n] for i, o, r in ranks)).abs().max())
-        for n in ranks[0][0]
-    )
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_mass_is_conserved_in_unscaled_units(size: int) -> None:
-    assert lost(run_threads(scaled_run, size)) < 1e-11
-
-
-def test_a_reducer_without_the_scale_loses_mass() -> None:
-    """Otherwise the test above says nothing."""
-    assert lost(run_threads(lambda rank: scaled_run(rank, told=False), 2)) > 1e-3
-
-
-def test_powers_of_two_change_no_bits() -> None:
-    """With and without a scaler the unscaled gradients are the same ones."""
-
-    def body(rank: Rank, scale: float) -> list[str]:
-        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    def train(scales: list[float]) -> list[str]:
+        scaler = torch.amp.GradScaler("cpu")
         digests = []
-        with compressed(rank, Fed(), min_compress_numel=256, grad_scaler=scaler) as (model, _):
-            for step in range(3):
+        with compressed(rank, Fed(), codec, grad_scaler=scaler, **LARGE) as (model, reducer):
+            for step, scale in enumerate(scales):
+                scaler.scale(torch.zeros(()))  # a scaler has no scale before its first use
+                scaler.update(scale)
                 model.zero_grad()
                 scaler.scale(model(feed(rank.rank, step))).backward()
-                digests.append(digest(p.grad / scale for p in model.parameters()))
+                unscaled = {name: g / scale for name, g in gradients(model).items()}
+                digests.append(step_digest(unscaled, reducer))
         return digests
 
-    scaled, alone = (run_threads(lambda rank, s=s: body(rank, s), 2) for s in (4096.0, 1.0))
-    assert scaled == alone
+    assert train([4096.0, 1024.0, 8.0, 8.0, 0.5]) == train([1.0] * 5)
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all_and_training_goes_on() -> None:

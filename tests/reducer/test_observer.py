@@ -13,6 +13,7 @@ import torch
 from feeding import EVERY_CODEC, Fed, backward, compressed, feed, step_digest
 from layouts import FORMS, Layout, flat
 from planted_gpu import Gpu
+from threads import on_threads
 from torch import nn
 from worlds import Rank, run_threads
 
@@ -25,6 +26,7 @@ from lightning_dist.measurement.costs import CANDIDATES
 from lightning_dist.measurement.device_clock import HostClock, StreamClock
 from lightning_dist.measurement.microbenchmark import Passes
 from lightning_dist.reducer.observer import Observer, Phase
+from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.units.base import CodecGroup
 
 SETTINGS = {"min_compress_numel": 256}
@@ -70,23 +72,6 @@ class Story(Observer):
         return end
 
 
-def observed(rank: Rank, layout: Layout, codec: str) -> tuple[Story, list[str], int]:
-    story, digests = Story(), []
-    with compressed(rank, Fed(), codec, **layout.form, **SETTINGS) as (model, reducer):
-        reducer.observe(story)
-        for step in range(3):
-            digests.append(step_digest(backward(model, feed(rank.rank, step)), reducer))
-        wire = reducer.comm_stats()["wire_bytes"]
-        reducer.detach(story)
-        digests.append(step_digest(backward(model, feed(rank.rank, 3)), reducer))
-    return story, digests, wire
-
-
-def unobserved(rank: Rank, layout: Layout, codec: str) -> list[str]:
-    with compressed(rank, Fed(), codec, **layout.form, **SETTINGS) as (model, reducer):
-        return [step_digest(backward(model, feed(rank.rank, s)), reducer) for s in range(4)]
-
-
 CASES = [
     (flat(3), EVERY_CODEC),
     *((layout, ("int8", "none", "threshold")) for layout in (flat(2), *FORMS)),
@@ -94,46 +79,50 @@ CASES = [
 
 
 @pytest.mark.parametrize(("layout", "codecs"), CASES, ids=str)
-def test_every_collective_and_every_byte(layout: Layout, codecs: Sequence[str]) -> None:
-    def body(rank: Rank) -> list[tuple[tuple[Story, list[str], int], list[str]]]:
-        return [(observed(rank, layout, c), unobserved(rank, layout, c)) for c in codecs]
+@on_threads("layout")
+def test_every_collective_and_every_byte(rank: Rank, layout: Layout, codecs: Sequence[str]) -> None:
+    def step(model: nn.Module, reducer: Reducer, number: int) -> str:
+        return step_digest(backward(model, feed(rank.rank, number)), reducer)
 
-    for codec, *ranks in zip(codecs, *run_threads(body, layout.size), strict=True):
-        for (story, digests, wire), plain in ranks:
-            payload = [sent for group, _, sent in story.collectives if group != "control"]
-            assert sum(payload) == wire, codec
-            assert +story.open == Counter()  # all that began has ended
-            assert len(story.under_way) == len(story.collectives)
-            for work in story.under_way:
-                work.wait()  # a second one who waits does no harm
-            assert story.buckets == [0, 0, 0]
-            assert story.finished_steps == [[0]] * 3
-            assert codec.partition(":")[0] in story.codecs
-            assert len(story.threads) == 1  # not that of the backward pass
-            assert digests == plain, codec
+    for codec in codecs:
+        form, story = {**layout.form, **SETTINGS}, Story()
+        with compressed(rank, Fed(), codec, **form) as (model, reducer):
+            reducer.observe(story)
+            digests = [step(model, reducer, number) for number in range(3)]
+            wire = reducer.comm_stats()["wire_bytes"]
+            reducer.detach(story)
+            digests.append(step(model, reducer, 3))
+        with compressed(rank, Fed(), codec, **form) as (model, reducer):
+            assert digests == [step(model, reducer, number) for number in range(4)], codec
+        assert sum(sent for group, _, sent in story.collectives if group != "control") == wire
+        assert +story.open == Counter()  # all that began has ended
+        assert len(story.under_way) == len(story.collectives)
+        for work in story.under_way:
+            work.wait()  # a second one who waits does no harm
+        assert story.buckets == [0, 0, 0]
+        assert story.finished_steps == [[0]] * 3
+        assert codec.partition(":")[0] in story.codecs
+        assert len(story.threads) == 1  # not that of the backward pass
 
 
-def test_an_observer_that_is_attached_while_another_one_ends_stays() -> None:
+@on_threads(2)
+def test_an_observer_that_is_attached_while_another_one_ends_stays(rank: Rank) -> None:
     """The training's thread attaches it while the reducer's takes the other one off."""
+    with compressed(rank, Fed(), **SETTINGS) as (model, reducer):
+        late = Story()
 
-    def body(rank: Rank) -> None:
-        with compressed(rank, Fed(), **SETTINGS) as (model, reducer):
-            late = Story()
+        class Ends(Observer):
+            @property
+            def done(self) -> bool:  # type: ignore[override]
+                reducer.detach(late)
+                reducer.observe(late)
+                return True
 
-            class Ends(Observer):
-                @property
-                def done(self) -> bool:  # type: ignore[override]
-                    reducer.detach(late)
-                    reducer.observe(late)
-                    return True
-
-            reducer.observe(Ends())
-            backward(model, feed(rank.rank, 0))
-            backward(model, feed(rank.rank, 1))
-            reducer.detach(late)
-            assert len(late.finished_steps) == 1
-
-    run_threads(body, 2)
+        reducer.observe(Ends())
+        backward(model, feed(rank.rank, 0))
+        backward(model, feed(rank.rank, 1))
+        reducer.detach(late)
+        assert len(late.finished_steps) == 1
 
 
 STEPS = 30

@@ -9,8 +9,9 @@ from typing import ClassVar
 
 import pytest
 import torch
-from feeding import SHAPES, Fed, backward, compressed, feed
-from layouts import PAIRS, Layout
+from feeding import SHAPES, Fed, compressed
+from layouts import PAIRS, Layout, flat
+from threads import of_all, on_threads
 from torch import Tensor
 from totals import lost, totals
 from typing_extensions import override
@@ -123,19 +124,15 @@ def _registered() -> None:
         return [PerTensorUnit(codec, slices, bucket, planner)]
 
 
-@pytest.mark.parametrize(
-    ("layout", "size"), [(None, 2), (None, 3), (Layout(PAIRS), 4)], ids=["2", "3", "2x2"]
-)
-def test_it_conserves_mass_and_sees_whole_tensors(layout: Layout | None, size: int) -> None:
+@pytest.mark.parametrize("layout", [flat(2), flat(3), Layout(PAIRS)], ids=str)
+@on_threads("layout")
+def test_it_conserves_mass_and_sees_whole_tensors(rank: Rank, layout: Layout) -> None:
     PerTensorUnit.seen.clear()
-
-    def body(rank: Rank):  # type: ignore[no-untyped-def]
-        return totals(rank, PerTensor(), 20, layout=layout, min_compress_numel=0)
-
-    ranks = run_threads(body, size)
+    rank.barrier.wait()
+    ranks = of_all(rank, totals(rank, PerTensor(), 20, layout=layout, min_compress_numel=0))
     assert lost(ranks) < 1e-10
-    assert len({str(rank.digests) for rank in ranks}) == 1
-    assert any(rank.norms[-1] for rank in ranks)
+    assert len({str(each.digests) for each in ranks}) == 1
+    assert any(each.norms[-1] for each in ranks)
     assert {(name, shape) for name, shape in SHAPES.items()} == PerTensorUnit.seen
 
 
@@ -155,21 +152,6 @@ def test_units_must_be_there() -> None:
             compress_ddp(rank.ddp(Fed()), Nowhere(), groups=rank.groups(), min_compress_numel=0)
 
     run_threads(body, 2)
-
-
-def test_what_arrives_is_the_mean() -> None:
-    def body(rank: Rank) -> float:
-        with compressed(rank, Fed(dtype=torch.float64), PerTensor(), min_compress_numel=0) as (
-            model,
-            reducer,
-        ):
-            got = backward(model, feed(rank.rank, 0, dtype=torch.float64))
-            assert reducer.comm_stats()["ratio"] > 3
-        given = [feed(r, 0, dtype=torch.float64) for r in range(2)]
-        return max(float((got[n] - (given[0][n] + given[1][n]) / 2).abs().max()) for n in got)
-
-    for error in run_threads(body, 2):
-        assert 0 < error < 4 / 127
 
 
 def test_a_codec_without_units_is_refused_at_the_start() -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
-from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from fed_model import SHAPES, Model, among
 from feeding import Tensors, digest, feed, held
-from layouts import PAIRS, UNEVEN
-from processes import port, run_together
 from test_lost_ranks import Told
+from threads import on_threads
 from torch import Tensor
 from worlds import Rank, run_threads
 
@@ -25,7 +23,6 @@ from lightning_dist.kernels.inductor import Variant
 from lightning_dist.reducer.executor import Worker
 from lightning_dist.reducer.plan import planner
 
-HERE = Path(__file__).parent
 SOON = 8.0
 """Seconds: less than an executor's patience (10) and gloo's (20, `worlds.TIMEOUT`)."""
 CODECS = ["int8", "topk:ratio=0.1,block_size=128", "powersgd:rank=2", "threshold:tau=1.5"]
@@ -79,31 +76,22 @@ def test_survivors_of_a_silent_rank_take_the_next_step(codec: str) -> None:
 
 
 @pytest.mark.parametrize("commit", ["deferred", "immediate"])
+@on_threads(2)
 def test_a_reducer_that_waits_for_a_silent_rank_is_closed_in_half_a_second(
-    commit: Literal["immediate", "deferred"], monkeypatch: pytest.MonkeyPatch
+    rank: Rank, commit: Literal["immediate", "deferred"]
 ) -> None:
-    patience, close = [], Worker.close
-
-    def noted(worker: Worker, *seconds: float) -> bool:
-        patience.extend(seconds)
-        return close(worker, *seconds)
-
-    monkeypatch.setattr(Worker, "close", noted)
-
-    def body(rank: Rank) -> None:
-        model = Model(rank.network(), commit=commit)
-        model.step(rank.rank, 0)
-        if rank.rank == 1:
-            return
-        futures = model.begin(feed(rank.rank, 1, SHAPES))
-        start = time.monotonic()
+    model = Model(rank.network(), commit=commit)
+    model.step(rank.rank, 0)
+    if rank.rank == 1:
+        return
+    futures = model.begin(feed(rank.rank, 1, SHAPES))
+    start = time.monotonic()
+    with patch.object(Worker, "close", autospec=True, side_effect=Worker.close) as close:
         model.reducer.close()
-        assert patience == [0.5]
-        assert time.monotonic() - start < SOON
-        assert not model.reducer.in_step
-        failed(futures, "Gave up")
-
-    run_threads(body, 2)
+    assert [call.args[1:] for call in close.call_args_list] == [(0.5,), ()]
+    assert time.monotonic() - start < SOON
+    assert not model.reducer.in_step
+    failed(futures, "Gave up")
 
 
 class Silent(Exception):
@@ -146,62 +134,15 @@ def test_saving_state_waits_no_longer_than_a_step_for_a_silent_rank(
     run_threads(body, 2)
 
 
-def test_averaging_state_waits_no_longer_than_a_step_for_a_silent_rank() -> None:
-    def body(rank: Rank) -> None:
-        model = Model(rank.network(), "int8")
-        model.step(rank.rank, 0)
-        if rank.rank == 0:
-            model.reducer.network.limit.seconds = 0.3
-            with pytest.raises(RuntimeError, match=r"within 0\.3 s"):
-                model.reducer.state.average(model.reducer.network, row="rank 0")
-        model.reducer.close()
-
-    run_threads(body, 2)
-
-
-def mean_residual(rank: Rank, model: Model) -> dict[str, Tensor]:
-    state = model.reducer.state_dict()
-    if state is None:
-        return {}
-    return {name: rows.double().mean(0) for name, rows in state["residuals"].items()}
-
-
-@pytest.mark.parametrize(
-    "codec", [CODECS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in CODECS[1:])]
-)
-@pytest.mark.parametrize(("old", "new"), [(None, PAIRS), (PAIRS, None), (UNEVEN, PAIRS)], ids=str)
-def test_another_hierarchy_keeps_the_residual(codec: str, old: Any, new: Any) -> None:
-    def body(rank: Rank) -> list[str]:
-        model = Model(rank.network(old, leader=old is UNEVEN), codec)
-        for step in range(3):
-            model.step(rank.rank, step)
-        before = mean_residual(rank, model)
-        model.reducer.rebind(rank.network(new))
-        after = mean_residual(rank, model)
-        assert before.keys() == after.keys()
-        for name, owed in before.items():
-            assert owed.abs().max() > 0
-            torch.testing.assert_close(after[name], owed, rtol=1e-5, atol=1e-7)
-        digests = [digest(model.step(rank.rank, step)) for step in range(3, 6)]
-        model.reducer.close()
-        return digests
-
-    ranks = run_threads(body, 4)
-    assert all(digests == ranks[0] for digests in ranks)
-
-
-def test_survivors_of_a_killed_rank_take_the_next_step(quick_python: list[str]) -> None:
-    command = [*quick_python, HERE / "rebind_after_a_kill.py"]
-    environments = [
-        {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": at}
-        for at in [str(port())]
-        for rank in range(3)
-    ]
-    *survivors, killed = run_together([command] * 3, environments, limit=60)
-    assert killed.returncode == -signal.SIGKILL
-    said = [each.require_success().output.split()[-2:] for each in survivors]
-    assert said[0] == said[1]
-    assert said[0][0] == "after"
+@on_threads(2)
+def test_averaging_state_waits_no_longer_than_a_step_for_a_silent_rank(rank: Rank) -> None:
+    model = Model(rank.network(), "int8")
+    model.step(rank.rank, 0)
+    if rank.rank == 0:
+        model.reducer.network.limit.seconds = 0.3
+        with pytest.raises(RuntimeError, match=r"within 0\.3 s"):
+            model.reducer.state.average(model.reducer.network, row="rank 0")
+    model.reducer.close()
 
 
 def test_kernels_stay_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

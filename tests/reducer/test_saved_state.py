@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from feeding import EVERY_CODEC, PER_LEVEL, SHAPES, Fed, Tensors, backward, compressed, digest, feed
-from layouts import HOSTS_OF_FOUR, PAIRS, UNEVEN, Layout, Tree, flat
+from layouts import FORMS, HOSTS_OF_FOUR, PAIRS, UNEVEN, Layout, Tree, flat
 from saving import SETTINGS, Resumed, State, tensors, through_a_file, train, train_here
+from threads import of_all, on_threads
 from torch import Tensor
 from worlds import Rank, run_threads
 
@@ -22,102 +23,75 @@ KEEP = [c for c in EVERY_CODEC if resolve_codec(c).keeps_residual]
 
 # A ring adds in an order that depends on the place in the bucket, which a restart changes.
 IN_ORDER = [c for c in EVERY_CODEC if resolve_codec(c).exchange != "allreduce"]
-HOSTS = [Layout(PAIRS), Layout(PAIRS, leader=True), Layout(UNEVEN)]
 CASES = [
     (flat(2), EVERY_CODEC),
     (flat(3), IN_ORDER[::3]),
     pytest.param(flat(3), IN_ORDER, marks=pytest.mark.slow),
     (flat(4), ["int8"]),
-    (HOSTS[0], [*KEEP, *PER_LEVEL]),
-    (HOSTS[1], ["int8", *PER_LEVEL]),
+    (FORMS[0], [*KEEP, *PER_LEVEL]),
+    (FORMS[1], ["int8", *PER_LEVEL]),
     # Uneven hosts are in the leader form.
-    (HOSTS[2], ["int8", "powersgd:rank=2", "dgc:ratio=0.1,block_size=128", *PER_LEVEL]),
-    pytest.param(HOSTS[2], [*KEEP, *PER_LEVEL], marks=pytest.mark.slow),
+    (FORMS[2], ["int8", "powersgd:rank=2", "dgc:ratio=0.1,block_size=128", *PER_LEVEL]),
+    pytest.param(FORMS[2], [*KEEP, *PER_LEVEL], marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.parametrize(("layout", "codecs"), CASES, ids=lambda v: str(v) * isinstance(v, Layout))
-def test_a_resumed_run_equals_the_one_that_went_on(layout: Layout, codecs: Sequence[str]) -> None:
+@on_threads("layout")
+def test_a_resumed_run_equals_the_one_that_went_on(
+    rank: Rank, layout: Layout, codecs: Sequence[str]
+) -> None:
     """Every bit of gradients and state, and the state that it saves at its end.
 
     A state saved right after it was loaded is the same: a row for every rank or host, momenta and
     factors too, on rank 0 alone.
     """
     stop, steps = (3, 5) if layout.size == 2 else (2, 4)
-    saved: dict[object, State] = {}
-
-    def body(rank: Rank) -> list[Resumed]:
-        return [
-            Resumed(rank, saved, stop=stop, steps=steps, codec=codec, **layout.form)
-            for codec in codecs
-        ]
-
-    found = run_threads(body, layout.size)
-    for codec, first, *others in zip(codecs, *found, strict=True):
-        for ran in (first, *others):
-            assert ran.resumed == ran.whole, codec
-        assert all(ran.state is None and ran.again is None for ran in others), codec
-        assert first.state is not None, codec
-        assert first.again is not None, codec
-        assert first.again.keys() == first.state.keys(), codec
-        assert ("factors" in first.state) == codec.startswith("powersgd")
-        assert ("momenta" in first.state) == codec.startswith("dgc")
-        assert tensors(first.again) == tensors(first.state), codec
-        assert (first.again["step"], first.again["world_size"]) == (stop, layout.size)
+    for codec in codecs:
+        ran = Resumed(rank, stop=stop, steps=steps, codec=codec, **layout.form)
+        assert ran.resumed == ran.whole, codec
+        held = of_all(rank, ran.residuals)
+        if rank.rank:
+            assert ran.state is None, codec
+            assert ran.again is None, codec
+            continue
+        assert ran.state is not None, codec
+        assert ran.again is not None, codec
+        assert ran.again.keys() == ran.state.keys(), codec
+        assert ("factors" in ran.state) == codec.startswith("powersgd")
+        assert ("momenta" in ran.state) == codec.startswith("dgc")
+        assert tensors(ran.again) == tensors(ran.state), codec
+        assert (ran.again["step"], ran.again["world_size"]) == (stop, layout.size)
         kept = {"first", "second"} if codec in (*KEEP, *PER_LEVEL) else set()
-        assert set(first.state["residuals"]) == kept, codec
+        assert set(ran.state["residuals"]) == kept, codec
         for name in kept:
-            rows = first.state["residuals"][name]
+            rows = ran.state["residuals"][name]
             holders = layout.size if layout.tree is None else len(layout.tree)
             assert rows.shape == (holders, torch.Size(SHAPES[name]).numel())
-            assert all(row.any() for row in rows), codec
+            assert all(row.any() for row in rows)
+            if layout.tree is None:
+                assert torch.equal(rows, torch.stack([of[name] for of in held])), codec
 
 
-def test_saving_and_residuals_matter() -> None:
+@on_threads(3)
+def test_saving_and_residuals_matter(rank: Rank) -> None:
     """A run that is saved goes on as one that is not; one that starts afresh does not."""
-    saved: dict[object, State] = {}
-
-    def body(rank: Rank) -> tuple[list[str], list[str], list[str]]:
-        went_on = Resumed(rank, saved, stop=2, steps=4, codec="int8").whole[0]
-        return went_on, train_here(rank, range(4))[0], train_here(rank, range(2, 4))[0]
-
-    for went_on, never_saved, afresh in run_threads(body, 3):
-        assert went_on == never_saved[2:]
-        assert went_on[0] != afresh[0]
+    went_on = Resumed(rank, stop=2, steps=4, codec="int8").whole[0]
+    assert went_on == train_here(rank, range(4))[0][2:]
+    assert went_on[0] != train_here(rank, range(2, 4))[0][0]
 
 
 SMALL_TOO = {"one": (40,), "two": (24,), "weight": (40, 48), "three": (7,), "four": (300,)}
 """Small neighbours, which a codec of blocks inside a host must not mix."""
 
 
-@pytest.mark.parametrize("layout", HOSTS, ids=str)
-def test_small_neighbours_resume_bit_for_bit(layout: Layout) -> None:
+@pytest.mark.parametrize("layout", FORMS, ids=str)
+@on_threads("layout")
+def test_small_neighbours_resume_bit_for_bit(rank: Rank, layout: Layout) -> None:
     """DDP joins other neighbours after its first backward, so blocks must not span them."""
-    saved: dict[object, State] = {}
-
-    def body(rank: Rank) -> bool:
-        settings = {"codec": PER_LEVEL[0], **layout.form}
-        ran = Resumed(rank, saved, stop=2, steps=4, shapes=SMALL_TOO, **settings)
-        return ran.resumed == ran.whole
-
-    assert run_threads(body, layout.size) == [True] * layout.size
-
-
-def test_the_state_is_plain_and_of_all_ranks() -> None:
-    trained = train(3, range(2))
-    state = trained.state
-    residuals = state["residuals"]
-    assert state == {
-        "version": 1,
-        "world_size": 3,
-        "step": 2,
-        "strides": {},
-        "residuals": residuals,
-    }
-    assert set(residuals) == {"first", "second"}
-    for name, rows in residuals.items():
-        assert torch.equal(rows, torch.stack([held[name] for held in trained.residuals]))
-        assert all(row.any() for row in rows)
+    settings = {"codec": PER_LEVEL[0], **layout.form}
+    ran = Resumed(rank, stop=2, steps=4, shapes=SMALL_TOO, **settings)
+    assert ran.resumed == ran.whole
 
 
 @pytest.mark.parametrize("codec", ["int8", "dgc:ratio=0.1,block_size=128", "powersgd:rank=2"])
@@ -153,53 +127,30 @@ def test_the_start_step_is_counted_over_a_restart() -> None:
     assert [set(held) for held in later.residuals] == [{"first", "second"}] * 2
 
 
-def test_a_state_of_another_version_or_model_is_refused() -> None:
+@on_threads(2)
+def test_a_state_of_another_version_or_model_is_refused(rank: Rank) -> None:
     """Of another model in the next step, which knows its parameters."""
-
-    def body(rank: Rank) -> None:
-        with compressed(rank, Fed(), **SETTINGS) as (model, reducer):
-            with pytest.raises(ValueError, match="must be of version 1, got 7; it was written by"):
-                reducer.load_state_dict({"version": 7, "residuals": {}})
-            with pytest.raises(ValueError, match="got None; give what state_dict\\(\\) returned"):
-                reducer.load_state_dict({})
-            wrong = {"first": torch.zeros(2, 9)}
-            reducer.load_state_dict({"version": 1, "step": 1, "residuals": wrong})
-            with pytest.raises(RuntimeError, match="'first' has 9 elements, the parameter 1920"):
-                backward(model, feed(rank.rank, 0))
-
-    run_threads(body, 2)
+    with compressed(rank, Fed(), **SETTINGS) as (model, reducer):
+        with pytest.raises(ValueError, match="must be of version 1, got 7; it was written by"):
+            reducer.load_state_dict({"version": 7, "residuals": {}})
+        with pytest.raises(ValueError, match="got None; give what state_dict\\(\\) returned"):
+            reducer.load_state_dict({})
+        wrong = {"first": torch.zeros(2, 9)}
+        reducer.load_state_dict({"version": 1, "step": 1, "residuals": wrong})
+        with pytest.raises(RuntimeError, match="'first' has 9 elements, the parameter 1920"):
+            backward(model, feed(rank.rank, 0))
 
 
-LAYOUTS = [flat(3), Layout(PAIRS), Layout(PAIRS, leader=True), Layout(UNEVEN)]
+LAYOUTS = [flat(3), *FORMS]
 STRIPED = ["none", "int8", "dgc:ratio=0.1,block_size=128", "powersgd:rank=2"]
 Striped = tuple[dict[str, Any], list[Stripes]]
 Seen = tuple[State | None, Striped]
 
 
-def world(layout: Layout) -> list[dict[str, list[Seen]]]:
-    """By rank and codec: gathered and striped state before a step, after two, and just loaded."""
-    saved: dict[str, State] = {}
-
-    def states(reducer: Reducer) -> Seen:
-        gathered = reducer.state_dict()
-        return gathered and through_a_file(gathered), copied(reducer.striped_state_dict())
-
-    def body(rank: Rank) -> dict[str, list[Seen]]:
-        return {codec: in_turn(rank, codec) for codec in STRIPED}
-
-    def in_turn(rank: Rank, codec: str) -> list[Seen]:
-        with compressed(rank, Fed(), codec, **SETTINGS, **layout.form) as (model, reducer):
-            found = [states(reducer)]
-            for step in range(2):
-                backward(model, feed(rank.rank, step))
-            found.append(states(reducer))
-            if found[-1][0] is not None:
-                saved[codec] = found[-1][0]
-            rank.barrier.wait()
-            reducer.load_state_dict(saved[codec])
-            return [*found, states(reducer)]
-
-    return run_threads(body, layout.size)
+def states(reducer: Reducer) -> Seen:
+    """Gathered and striped."""
+    gathered = reducer.state_dict()
+    return gathered and through_a_file(gathered), copied(reducer.striped_state_dict())
 
 
 def copied(striped: Striped) -> Striped:
@@ -235,17 +186,22 @@ def flattened(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_stripes_of_all_ranks_are_the_gathered_state(layout: Layout) -> None:
+@on_threads("layout")
+def test_stripes_of_all_ranks_are_the_gathered_state(rank: Rank, layout: Layout) -> None:
     """Before a step, after two and just loaded; every rank describes the same tensors."""
-    ranks = world(layout)
     for codec in STRIPED:
-        described = [
-            [(each.whole.shape, each.whole.dtype) for each in of_rank[codec][1][1][1]]
-            for of_rank in ranks
-        ]
+        with compressed(rank, Fed(), codec, **SETTINGS, **layout.form) as (model, reducer):
+            before = of_all(rank, states(reducer))
+            for step in range(2):
+                backward(model, feed(rank.rank, step))
+            after = of_all(rank, states(reducer))
+            reducer.load_state_dict(after[0][0])
+            loaded = of_all(rank, states(reducer))
+        if rank.rank:
+            continue
+        described = [[(e.whole.shape, e.whole.dtype) for e in of[1]] for _, of in after]
         assert all(of_rank == described[0] for of_rank in described), codec
-        for moment in range(3):
-            seen = [of_rank[codec][moment] for of_rank in ranks]
+        for moment, seen in enumerate((before, after, loaded)):
             gathered = seen[0][0]
             together = joined([striped for _, striped in seen])
             assert flattened(together) == flattened(gathered), (codec, moment)
@@ -299,36 +255,25 @@ def test_another_layout_conserves_the_residual(before: Layout, after: Layout, co
     owed = mean_of_rows(first)
     zeros = {n: torch.zeros_like(g) for n, g in feed(0, 0, dtype=DOUBLE).items()}
 
-    def body(rank: Rank) -> tuple[State | None, Tensors, State | None]:
-        came = dict(zeros)
+    def body(rank: Rank) -> tuple[State | None, list[Tensors], State | None]:
         settings = {**SETTINGS, **after.form}
         with compressed(rank, Fed(dtype=DOUBLE), codec, **settings) as (model, reducer):
             reducer.load_state_dict(first)
             loaded = reducer.state_dict()
-            for _ in range(4):
-                gradients = backward(model, zeros)
-                came = {name: total + gradients[name] for name, total in came.items()}
-            return loaded, came, reducer.state_dict()
+            return loaded, [backward(model, zeros) for _ in range(4)], reducer.state_dict()
 
     loaded, came, still = run_threads(body, after.size)[0]
     assert loaded is not None
     assert still is not None
     assert loaded["world_size"] == after.size
+    assert flattened(loaded.get("factors")) == flattened(first.get("factors"))
     for name, expected in owed.items():
         assert expected.any()
         found = mean_of_rows(loaded)[name]
         torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-16)
         held = mean_of_rows(still).get(name, torch.zeros(1))
-        total = came[name].flatten() + held
+        total = sum(gradients[name] for gradients in came).flatten() + held
         torch.testing.assert_close(total, expected, rtol=1e-9, atol=1e-12)
         if codec == "int8" and after.tree is None and after.size > 1:
             torch.testing.assert_close(total, expected, rtol=1e-11, atol=1e-14)
             assert held.norm() < 1e-3 * expected.norm(), "it must have come out by now"
-
-
-def test_there_and_back_again() -> None:
-    """Two changes of size lose no more than one."""
-    first = left_by(flat(4), "int8", 2)
-    third = left_by(flat(4), "int8", 0, left_by(flat(3), "int8", 0, first))
-    for name, owed in mean_of_rows(first).items():
-        torch.testing.assert_close(mean_of_rows(third)[name], owed, rtol=1e-14, atol=1e-16)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
-from feeding import SHAPES, Fed, Tensors, backward, compressed, digest, feed, gradients, residuals
+from feeding import SHAPES, Fed, Tensors, backward, compressed, digest, feed, residuals
+from threads import on_threads
 from torch import Tensor
 from worlds import Rank, run_threads
 
@@ -18,16 +18,14 @@ from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
 
 DOUBLE = torch.float64
-
 BLOCK, STEPS = 128, 20
-
 LARGE = ("first", "second")  # the bias stays uncompressed
 
 
-def given(rank: int, step: int, dtype: torch.dtype = DOUBLE) -> Tensors:
+def given(rank: int, step: int) -> Tensors:
     """Every other step small, so that clipping acts on some steps and not on others."""
     factor = 1.0 if step % 2 else 0.125
-    return {name: g.to(dtype) * factor for name, g in feed(rank, step).items()}
+    return {name: g.to(DOUBLE) * factor for name, g in feed(rank, step).items()}
 
 
 @dataclass
@@ -62,7 +60,6 @@ class Case:
     momentum: float = 0.9
     clip: float = 0.0
     k_until: Mapping[int, int] = field(default_factory=lambda: {STEPS: 6})  # 5 % of 128, even
-    dtype: torch.dtype = DOUBLE
 
     def k(self, step: int) -> int:
         return next(k for until, k in self.k_until.items() if step < until)
@@ -83,7 +80,6 @@ CASES = {
 }
 
 cases = pytest.mark.parametrize("name", CASES)
-
 worlds = pytest.mark.parametrize("size", [2, 3])
 
 
@@ -96,10 +92,10 @@ class Run:
 
 def ours(rank: Rank, case: Case) -> Run:
     codec = f"dgc:block_size={BLOCK},values=fp32,{case.options}"
-    module, outputs = Fed(dtype=case.dtype), []
+    module, outputs = Fed(dtype=DOUBLE), []
     with compressed(rank, module, codec, min_compress_numel=256) as (model, reducer):
         for step in range(STEPS):
-            outputs.append(backward(model, given(rank.rank, step, case.dtype)))
+            outputs.append(backward(model, given(rank.rank, step)))
         v, u = reducer.state.residuals, reducer.state.momenta
         return Run(
             outputs,
@@ -125,9 +121,8 @@ def dgc_by_hand(case: Case, size: int) -> tuple[list[Tensors], list[Twin]]:
 
 
 def close(found: Tensor, expected: Tensor) -> None:
-    """But for the rounding of what is sent to float32, or of all to float32."""
-    atol = 1e-6 if found.dtype == DOUBLE else 1e-5
-    torch.testing.assert_close(found.to(DOUBLE), expected, rtol=1e-6, atol=atol)
+    """But for the rounding of what is sent to float32."""
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 @cases
@@ -136,6 +131,7 @@ def test_dgc_is_the_papers_loop(name: str, size: int) -> None:
     case = CASES[name]
     expected, twins = dgc_by_hand(case, size)
     runs = run_threads(lambda rank: ours(rank, case), size)
+    assert len({str([digest(found) for found in run.outputs]) for run in runs}) == 1, "replicas"
     for run, twin in zip(runs, twins, strict=True):
         for found, wanted in zip(run.outputs, expected, strict=True):
             assert found.keys() == wanted.keys() == SHAPES.keys()
@@ -149,22 +145,7 @@ def test_dgc_is_the_papers_loop(name: str, size: int) -> None:
             close(run.u[parameter], twin.u[parameter])
 
 
-def test_the_cases_differ() -> None:
-    """Otherwise the table above says less than it seems to."""
-    last = [dgc_by_hand(case, 2)[0][-1]["first"] for case in CASES.values()]
-    pairs = [(a, b) for i, a in enumerate(last) for b in last[:i]]
-    assert not any(torch.allclose(a, b, rtol=1e-3, atol=1e-3) for a, b in pairs)
-
-
-def test_all_ranks_get_the_same_bits() -> None:
-    first, *others = run_threads(lambda rank: ours(rank, CASES["ramp, clipped"]), 3)
-    for other in others:
-        for a, b in zip(other.outputs, first.outputs, strict=True):
-            assert all(torch.equal(a[name], b[name]) for name in SHAPES)
-
-
 TAU = 1.5
-
 NUMEL = {name: SHAPES[name][0] * SHAPES[name][1] for name in LARGE}
 
 
@@ -190,24 +171,19 @@ def threshold_by_hand(
 
 @worlds
 @pytest.mark.parametrize(("values", "wire"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
-def test_it_is_the_loop(size: int, values: str, wire: torch.dtype) -> None:
-    steps = 12
-
-    def body(rank: Rank) -> tuple[list[Tensors], Tensors]:
-        codec = f"threshold:unit=absolute,tau={TAU},values={values}"
-        with compressed(rank, Fed(dtype=DOUBLE), codec, min_compress_numel=256) as (model, reducer):
-            path = [backward(model, feed(rank.rank, s, dtype=DOUBLE)) for s in range(steps)]
-            return path, residuals(reducer)
-
+@on_threads("size")
+def test_it_is_the_loop(rank: Rank, size: int, values: str, wire: torch.dtype) -> None:
+    codec, steps = f"threshold:unit=absolute,tau={TAU},values={values}", 12
     expected, owed = threshold_by_hand(size, steps, wire)
-    for (path, kept), mine in zip(run_threads(body, size), owed, strict=True):
-        for found, wanted in zip(path, expected, strict=True):
-            for name in LARGE:
-                torch.testing.assert_close(found[name], wanted[name], rtol=1e-12, atol=1e-12)
-            torch.testing.assert_close(found["bias"], wanted["bias"], rtol=1e-12, atol=1e-12)
-        for name in LARGE:
-            found = kept[name].view(SHAPES[name])
-            torch.testing.assert_close(found, mine[name], rtol=1e-12, atol=1e-12)
+    with compressed(rank, Fed(dtype=DOUBLE), codec, min_compress_numel=256) as (model, reducer):
+        for step in range(steps):
+            found = backward(model, feed(rank.rank, step, dtype=DOUBLE))
+            for name, wanted in expected[step].items():
+                torch.testing.assert_close(found[name], wanted, rtol=1e-12, atol=1e-12)
+        kept = residuals(reducer)
+    for name in LARGE:
+        found = kept[name].view(SHAPES[name])
+        torch.testing.assert_close(found, owed[rank.rank][name], rtol=1e-12, atol=1e-12)
 
 
 def flat(amounts: Sequence[int], rank: int) -> Tensors:
@@ -243,86 +219,41 @@ AMOUNTS: list[tuple[int, ...]] = [
 
 
 @pytest.mark.parametrize("amounts", AMOUNTS, ids=str)
-def test_any_amount_on_any_rank(amounts: tuple[int, ...]) -> None:
+@on_threads("amounts")
+def test_any_amount_on_any_rank(rank: Rank, amounts: tuple[int, ...]) -> None:
     """Bytes by hand: 8 for the length, then index and value padded to the longest of all ranks."""
-
-    def body(rank: Rank) -> tuple[Tensors, Mapping[str, Any], Tensors]:
-        codec = f"threshold:unit=absolute,tau={TAU}"
-        with compressed(rank, Fed(), codec, min_compress_numel=256) as (model, reducer):
-            means = backward(model, flat(amounts, rank.rank))
-            return means, reducer.comm_stats()["per_codec"]["threshold"], residuals(reducer)
-
-    size = len(amounts)
-    for rank, (means, stats, owed) in enumerate(run_threads(body, size)):
-        for name in LARGE:
-            torch.testing.assert_close(means[name], mean_of(amounts, name), rtol=1e-6, atol=0)
-            small = torch.arange(NUMEL[name]) >= amounts[rank]
-            assert torch.equal(owed[name], torch.where(small, 0.25, 0.0))
-        longest = max(sum(min(amount, numel) for numel in NUMEL.values()) for amount in amounts)
-        assert stats["wire_bytes"] == (size - 1) * (8 + longest * (4 + 2))
+    codec = f"threshold:unit=absolute,tau={TAU}"
+    with compressed(rank, Fed(), codec, min_compress_numel=256) as (model, reducer):
+        means = backward(model, flat(amounts, rank.rank))
+        stats, owed = reducer.comm_stats()["per_codec"]["threshold"], residuals(reducer)
+    for name in LARGE:
+        torch.testing.assert_close(means[name], mean_of(amounts, name), rtol=1e-6, atol=0)
+        small = torch.arange(NUMEL[name]) >= amounts[rank.rank]
+        assert torch.equal(owed[name], torch.where(small, 0.25, 0.0))
+    longest = max(sum(min(amount, numel) for numel in NUMEL.values()) for amount in amounts)
+    assert stats["wire_bytes"] == (rank.size - 1) * (8 + longest * (4 + 2))
 
 
-def test_nothing_then_something_then_nothing() -> None:
+@on_threads(2)
+def test_nothing_then_something_then_nothing(rank: Rank) -> None:
     """What a step received does not come back in a step without anything."""
-
-    def body(rank: Rank) -> list[Tensor]:
-        codec = f"threshold:unit=absolute,tau={TAU}"
-        with compressed(rank, Fed(), codec, error_feedback=False, min_compress_numel=256) as (m, _):
-            steps = [(0, 0), (3, 9), (0, 0), (0, 2)]
-            return [backward(m, flat(amounts, rank.rank))["first"] for amounts in steps]
-
-    for found in run_threads(body, 2):
-        nothing, something, nothing_again, little = found
-        assert not nothing.any()
-        assert torch.equal(something, mean_of((3, 9), "first"))
-        assert not nothing_again.any()
-        assert torch.equal(little, mean_of((0, 2), "first"))
+    codec = f"threshold:unit=absolute,tau={TAU}"
+    with compressed(rank, Fed(), codec, error_feedback=False, min_compress_numel=256) as (m, _):
+        steps = [(0, 0), (3, 9), (0, 0), (0, 2)]
+        found = [backward(m, flat(amounts, rank.rank))["first"] for amounts in steps]
+    nothing, something, nothing_again, little = found
+    assert not nothing.any()
+    assert torch.equal(something, mean_of((3, 9), "first"))
+    assert not nothing_again.any()
+    assert torch.equal(little, mean_of((0, 2), "first"))
 
 
-def test_what_is_small_arrives_later() -> None:
-    """0.25 a step: it is sent once the residual has passed tau, and then all of it."""
-
-    def body(rank: Rank) -> list[float]:
-        codec = f"threshold:unit=absolute,tau={TAU}"
-        with compressed(rank, Fed(), codec, min_compress_numel=256) as (model, _):
-            path = [backward(model, flat((0, 0), rank.rank))["first"] for _ in range(8)]
-        assert all((gradient == gradient[0, 0]).all() for gradient in path)
-        return [float(gradient[0, 0]) for gradient in path]
-
-    assert run_threads(body, 2) == [[0, 0, 0, 0, 0, 0, 1.75, 0]] * 2
-
-
-def scaled(rank: Rank, scale: float) -> list[str]:
-    """Digests of unscaled gradients and residuals under a GradScaler."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-    codec, digests = f"threshold:unit=absolute,tau={TAU}", []
-    with compressed(rank, Fed(), codec, min_compress_numel=256, grad_scaler=scaler) as (model, red):
-        for step in range(4):
-            model.zero_grad()
-            scaler.scale(model(feed(rank.rank, step))).backward()
-            found = gradients(model)
-            digests.append(digest({name: gradient / scale for name, gradient in found.items()}))
-            digests.append(digest(residuals(red)))
-    return digests
-
-
-@worlds
-def test_a_grad_scaler_changes_nothing(size: int) -> None:
-    """``tau`` is in units of the gradient: with a scale of 1024 the same bits."""
-    assert run_threads(lambda r: scaled(r, 1024.0), size) == run_threads(
-        lambda r: scaled(r, 1.0), size
-    )
-
-
-def test_a_bucket_beyond_int32_is_refused() -> None:
+@on_threads(2)
+def test_a_bucket_beyond_int32_is_refused(rank: Rank) -> None:
     """A bucket is as large as its largest parameter, and an int32 sum wraps without a word."""
-
-    def body(rank: Rank) -> None:
-        bucket = torch.empty(2**31 + 1, device="meta")
-        planner = Planner(
-            rank.network(), ReducerState(), error_feedback=False, intra_codec=NoCompression()
-        )
-        with pytest.raises(ValueError, match="as int32, got 2147483649 elements"):
-            planner.units(Threshold(), [ParameterSlice("p", 0, (2**31 + 1,))], bucket)
-
-    run_threads(body, 2)
+    bucket = torch.empty(2**31 + 1, device="meta")
+    planner = Planner(
+        rank.network(), ReducerState(), error_feedback=False, intra_codec=NoCompression()
+    )
+    with pytest.raises(ValueError, match="as int32, got 2147483649 elements"):
+        planner.units(Threshold(), [ParameterSlice("p", 0, (2**31 + 1,))], bucket)

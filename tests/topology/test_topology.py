@@ -233,37 +233,30 @@ def said(
     return [Claim(launcher, n, s).as_fact() for n, s in zip(nodes, sizes, strict=True)]
 
 
-def test_claims_that_agree() -> None:
-    hosts = ["a", "a", "b", "b"]
-    assert contradiction(hosts, said("torchrun", [0, 0, 1, 1], [2] * 4)) is None
-    assert contradiction(hosts, said("SLURM", [1, 1, 0, 0], [None] * 4)) is None
-    assert contradiction(hosts, said("MPICH", [None] * 4, [2] * 4)) is None
-    assert contradiction(hosts, [None] * 4) is None
-
-
-def test_a_rank_without_a_claim_ends_the_comparison() -> None:
-    claims = said("torchrun", [0, 0, 0, 0], [4] * 4)
-    assert contradiction(["a", "a", "b", "b"], claims) is not None
-    assert contradiction(["a", "a", "b", "b"], [*claims[:3], None]) is None
-
-
-def test_a_group_may_leave_ranks_of_a_host_out() -> None:
-    assert contradiction(["a", "b"], said("torchrun", [0, 1], [8, 8])) is None
-
-
-def test_other_nodes_than_names() -> None:
-    text = contradiction(["x"] * 4, said("torchrun", [0, 0, 1, 1], [2] * 4))
-    assert text == (
-        "torchrun reports ranks 0 to 3 on nodes [0, 0, 1, 1], but their host names are ['x', 'x', "
-        "'x', 'x']"
-    )
-
-
-def test_more_ranks_under_one_name_than_were_started_there() -> None:
-    text = contradiction(["y", "x", "x", "x"], said("Open MPI", [None] * 4, [1, 2, 2, 2]))
-    assert text == (
-        "Open MPI reports 2 ranks on the host of rank 1, but 3 ranks have the host name 'x'"
-    )
+@pytest.mark.parametrize(
+    ("hosts", "claims", "text"),
+    [
+        ("aabb", said("torchrun", [0, 0, 1, 1], [2] * 4), None),
+        ("aabb", said("SLURM", [1, 1, 0, 0], [None] * 4), None),
+        ("aabb", said("MPICH", [None] * 4, [2] * 4), None),
+        ("aabb", [None] * 4, None),
+        ("aabb", [*said("torchrun", [0, 0, 0], [4] * 3), None], None),  # one says nothing
+        ("ab", said("torchrun", [0, 1], [8, 8]), None),  # a group may leave ranks of a host out
+        (
+            "xxxx",
+            said("torchrun", [0, 0, 1, 1], [2] * 4),
+            "torchrun reports ranks 0 to 3 on nodes [0, 0, 1, 1], but their host names are "
+            "['x', 'x', 'x', 'x']",
+        ),
+        (
+            "yxxx",
+            said("Open MPI", [None] * 4, [1, 2, 2, 2]),
+            "Open MPI reports 2 ranks on the host of rank 1, but 3 ranks have the host name 'x'",
+        ),
+    ],
+)
+def test_what_launchers_and_host_names_say(hosts: str, claims: Any, text: str | None) -> None:
+    assert contradiction([*hosts], claims) == text
 
 
 @pytest.mark.parametrize(
