@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from worlds import Rank
 
-from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.jobs import Committed, Event, SaveFile, SaveFolder
 from lightning_dist.checkpoint.disk.manifest import Origin
 from lightning_dist.checkpoint.disk.writer import Writer
@@ -116,13 +115,12 @@ def write_folder(saves: list[tuple[SaveFolder, Snapshot]], **arguments: Any) -> 
     return Ranks(len(saves), **arguments).write(saves)
 
 
-def open_together(checkpointer: Checkpointer, folder: object, rank: Rank) -> None:
-    """On all ranks of a world of threads, rank 0 first."""
-    if rank.rank == 0:
-        checkpointer.open(str(folder))
-    rank.barrier.wait()
-    if rank.rank > 0:
-        checkpointer.open(str(folder))
+def damage(path: Path) -> None:
+    """Flip a bit of a file, or of the shard in a folder."""
+    (found,) = [path] if path.is_file() else path.glob("shard-*")
+    content = bytearray(found.read_bytes())
+    content[len(content) // 2] ^= 1
+    found.write_bytes(content)
 
 
 def assert_equal(found: Any, expected: Any) -> None:

@@ -87,12 +87,9 @@ def test_torch_loads_it(tmp_path: Path, arguments: dict[str, bool]) -> None:
     assert_equal(loaded, state)
     assert loaded["weight"].data_ptr() == loaded["tied"].data_ptr()
     assert loaded["weight"].data_ptr() % 64 == 0
-
-
-def test_torch_loads_it_from_an_open_file(tmp_path: Path) -> None:
-    write_file(tmp_path / "one.ckpt", small_state())
-    with open(tmp_path / "one.ckpt", "rb") as file:
-        assert_equal(torch.load(file), small_state())
+    if "mmap" not in arguments:
+        with path.open("rb") as file:
+            assert_equal(torch.load(file, **arguments), state)
 
 
 DTYPES = [
@@ -171,13 +168,6 @@ def test_the_pickle_is_torchs(name: str) -> None:
             assert bytes(storage.tolist()) == archive.read(f"{root}/data/{key}")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_one_tensor_of_every_dtype(dtype: torch.dtype) -> None:
-    tensor = torch.tensor([0, 1, 1]).to(dtype)
-    (storage,) = pickled([tensor, tensor[1:]]).storages
-    assert storage.nbytes() == 3 * dtype.itemsize
-
-
 def test_memory_seen_as_two_dtypes_is_refused() -> None:
     """As by ``torch.save``, which would give it back as one of them."""
     tensor = torch.ones(4)
@@ -191,12 +181,6 @@ def test_memory_seen_as_two_dtypes_is_refused() -> None:
 def test_what_cannot_be_pickled_is_an_error() -> None:
     with pytest.raises(AttributeError, match="local object"):
         pickled({"f": lambda: None})
-
-
-@given(st.binary(), st.binary())
-def test_two_parts(first: bytes, second: bytes) -> None:
-    whole = combine(zlib.crc32(first), zlib.crc32(second), len(second))
-    assert whole == zlib.crc32(first + second)
 
 
 @given(st.lists(st.binary(max_size=300)))
@@ -220,11 +204,6 @@ def test_parts_beyond_four_gib() -> None:
     assert combine(0, whole, 5 << 30) == whole
     halves = combine(combined([(gib, 1 << 30)] * 2), combined([(gib, 1 << 30)] * 3), 3 << 30)
     assert halves == whole
-
-
-def test_nothing_changes_nothing() -> None:
-    assert combined([]) == 0
-    assert combine(0x12345678, 0, 0) == 0x12345678
 
 
 GIB = 1 << 30

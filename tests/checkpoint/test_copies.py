@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from slow_copies import LIMIT, held_copies
+from slow_copies import LIMIT, Held, held_copies
 from snapshots import assert_equal, trained
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
@@ -30,109 +30,27 @@ class Foreign(torch.optim.SGD):
         return super().step(closure)
 
 
-Run = tuple[nn.Parameter, torch.optim.Optimizer]
-
-
-def parameter_and(kind: Any, **arguments: Any) -> Run:
+def parameter_and_optimizer() -> tuple[nn.Parameter, torch.optim.Optimizer]:
     parameter = nn.Parameter(torch.ones(4))
     parameter.grad = torch.ones(4)
-    return parameter, kind([parameter], **{"lr": 0.5, **arguments})
-
-
-def step_behind(fence: Fence, step: Callable[[], Any], entered: threading.Event) -> None:
-    """Call ``step`` while the fence is closed; it opens once ``entered`` is set."""
-    fence.close()
-    thread = threading.Thread(target=lambda: (entered.wait(LIMIT), fence.open()))
-    thread.start()
-    step()
-    thread.join(LIMIT)
-
-
-def seen_at_the_wait(fence: Fence, parameter: Tensor, patch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Values of ``parameter`` whenever a step begins to wait; the fence opens there."""
-    values: list[Tensor] = []
-
-    def wait() -> None:
-        values.append(parameter.detach().clone())
-        fence.open()
-
-    patch.setattr(fence, "wait", wait)
-    return values
-
-
-@pytest.mark.parametrize(
-    ("kind", "arguments"),
-    [
-        (torch.optim.SGD, {}),
-        (torch.optim.SGD, {"fused": True}),
-        (torch.optim.AdamW, {}),
-        (torch.optim.AdamW, {"foreach": True}),
-        (torch.optim.AdamW, {"fused": True}),
-        (Foreign, {}),
-    ],
-    ids=lambda value: str(value) if isinstance(value, dict) else value.__name__,
-)
-def test_nothing_changes_before_the_fence_opens(
-    kind: Any, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parameter, optimizer = parameter_and(kind, **arguments)
-    fence = Fence()
-    fence.watch([optimizer])
-    seen = seen_at_the_wait(fence, parameter, monkeypatch)
-    fence.close()
-    optimizer.step()
-    assert [value.tolist() for value in seen] == [[1.0] * 4]
-    assert not torch.equal(parameter, torch.ones(4))
-
-
-@pytest.mark.parametrize("positional", [True, False])
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
-def test_closures_of_torch_optimizers_run_before_the_wait(
-    kind: Any, positional: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that the copy goes on during the forward and backward pass."""
-    parameter, optimizer = parameter_and(kind)
-    fence = Fence()
-    fence.watch([optimizer])
-    seen = seen_at_the_wait(fence, parameter, monkeypatch)
-    seen_by_closure = []
-
-    def closure() -> Tensor:
-        seen_by_closure.append((len(seen), parameter.detach().clone().tolist()))
-        optimizer.zero_grad()
-        loss = (parameter**2).sum()
-        loss.backward()
-        return loss
-
-    fence.close()
-    loss = optimizer.step(closure) if positional else optimizer.step(closure=closure)
-    assert loss.item() == 4.0
-    assert seen_by_closure[0] == (0, [1.0] * 4), "the wait came before the first closure"
-    assert seen[0].tolist() == [1.0] * 4
-    assert not torch.equal(parameter, torch.ones(4))
-
-
-def test_closures_of_other_optimizers_run_after_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    parameter, optimizer = parameter_and(Foreign)
-    fence = Fence()
-    fence.watch([optimizer])
-    seen = seen_at_the_wait(fence, parameter, monkeypatch)
-    fence.close()
-    optimizer.step(lambda: len(seen))
-    assert [value.tolist() for value in seen] == [[1.0] * 4]
+    return parameter, torch.optim.SGD([parameter], lr=0.5)
 
 
 def test_a_step_waits_for_another_thread_and_the_time_is_counted() -> None:
-    parameter, optimizer = parameter_and(torch.optim.SGD)
+    parameter, optimizer = parameter_and_optimizer()
     fence, entered = Fence(), threading.Event()
     fence.watch([optimizer])
-    step_behind(fence, lambda: optimizer.step(lambda: entered.set()), entered)
+    fence.close()
+    thread = threading.Thread(target=lambda: (entered.wait(LIMIT), fence.open()))
+    thread.start()
+    optimizer.step(lambda: entered.set())
+    thread.join(LIMIT)
     assert parameter.tolist() == [0.5] * 4
     assert fence.waited > 0
 
 
 def test_a_step_that_the_scaler_skips_does_not_wait() -> None:
-    parameter, optimizer = parameter_and(torch.optim.SGD)
+    parameter, optimizer = parameter_and_optimizer()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     fence = Fence()
     fence.watch([optimizer])
@@ -145,7 +63,7 @@ def test_a_step_that_the_scaler_skips_does_not_wait() -> None:
 
 
 def test_only_watched_optimizers_wait() -> None:
-    (one, watched), (other, forgotten) = (parameter_and(torch.optim.SGD) for _ in range(2))
+    (one, watched), (other, forgotten) = (parameter_and_optimizer() for _ in range(2))
     fence = Fence()
     fence.watch([forgotten])
     fence.watch([watched])
@@ -157,18 +75,25 @@ def test_only_watched_optimizers_wait() -> None:
     assert fence.waited == 0
 
 
-def test_all_of_several_optimizers_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = [parameter_and(torch.optim.SGD), parameter_and(torch.optim.AdamW)]
-    fence = Fence()
-    fence.watch([optimizer for _, optimizer in runs])
-    for parameter, optimizer in runs:
-        seen = seen_at_the_wait(fence, parameter, monkeypatch)
-        fence.close()
-        optimizer.step()
-        assert [value.tolist() for value in seen] == [[1.0] * 4]
+Watch = Callable[..., Checkpointer]
 
 
-THREAD = CheckpointSettings(writer="thread")
+@pytest.fixture
+def watch(tmp_path: Path) -> Iterator[Watch]:
+    """A checkpointer that watches these optimizers."""
+    checkpointer = Checkpointer(CheckpointSettings(writer="thread"))
+    checkpointer.open(str(tmp_path))
+
+    def watch(*optimizers: torch.optim.Optimizer) -> Checkpointer:
+        checkpointer.watch(optimizers)
+        return checkpointer
+
+    yield watch
+    checkpointer.close()
+
+
+def let_go_when_begun(held: Held) -> None:
+    threading.Thread(target=lambda: (held.begun.wait(LIMIT), held.go.set())).start()
 
 
 def state_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
@@ -198,35 +123,39 @@ def backward(model: nn.Module) -> torch.Tensor:
         (torch.optim.AdamW, {}),
         (torch.optim.AdamW, {"foreach": True}),
         (torch.optim.AdamW, {"fused": True}),
+        (Foreign, {"lr": 0.1}),
     ],
 )
+@pytest.mark.parametrize("closure", [None, lambda: 0.0], ids=["step", "closure"])
 def test_a_step_right_behind_the_copy_is_not_in_it(
-    kind: Any, arguments: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: Any,
+    arguments: dict[str, Any],
+    closure: Callable[[], Any] | None,
+    tmp_path: Path,
+    watch: Watch,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, optimizer = trained(kind, **arguments)
-    checkpointer = Checkpointer(THREAD)
-    checkpointer.open(str(tmp_path))
-    checkpointer.watch([optimizer])
+    checkpointer = watch(optimizer)
     with held_copies(monkeypatch) as held:
         before = frozen(state_of(model, optimizer))
         checkpointer.save(state_of(model, optimizer), f"{tmp_path}/a.ckpt", step=1)
         backward(model)  # changes the buffers of the batch norm, and gradients
-        threading.Thread(target=lambda: (held.begun.wait(LIMIT), held.go.set())).start()
-        optimizer.step()
+        let_go_when_begun(held)
+        optimizer.step(closure)
     checkpointer.close()
     assert_equal(torch.load(tmp_path / "a.ckpt"), before)
     assert not torch.equal(model[0].weight, before["model"]["0.weight"])
     assert [type(event) for event in checkpointer.poll()] == [Committed]
 
 
+@pytest.mark.parametrize("positional", [True, False])
 def test_a_step_with_a_closure_lets_the_passes_run_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    positional: bool, tmp_path: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, _ = trained()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
-    checkpointer = Checkpointer(THREAD)
-    checkpointer.open(str(tmp_path))
-    checkpointer.watch([optimizer])
+    checkpointer = watch(optimizer)
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -238,24 +167,24 @@ def test_a_step_with_a_closure_lets_the_passes_run_first(
         with held_copies(monkeypatch) as held:
             before = frozen(state_of(model, optimizer))
             checkpointer.save(state_of(model, optimizer), f"{tmp_path}/{step}.ckpt", step=step)
-            optimizer.step(closure)
+            optimizer.step(closure) if positional else optimizer.step(closure=closure)
         checkpointer.wait(LIMIT)
         assert_equal(torch.load(tmp_path / f"{step}.ckpt"), before)
     checkpointer.close()
     assert [type(event) for event in checkpointer.poll()] == [Committed] * 2
 
 
-def test_two_optimizers_of_one_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_optimizers_of_one_state(
+    tmp_path: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, _ = trained()
     backward(model)
     optimizers = [torch.optim.SGD(model[i].parameters(), lr=0.1, momentum=0.9) for i in (0, 2)]
-    checkpointer = Checkpointer(THREAD)
-    checkpointer.open(str(tmp_path))
-    checkpointer.watch(optimizers)
+    checkpointer = watch(*optimizers)
     with held_copies(monkeypatch) as held:
         before = frozen(state_of(model, *optimizers))
         checkpointer.save(state_of(model, *optimizers), f"{tmp_path}/a.ckpt", step=1)
-        threading.Thread(target=lambda: (held.begun.wait(LIMIT), held.go.set())).start()
+        let_go_when_begun(held)
         for optimizer in reversed(optimizers):
             optimizer.step()
     checkpointer.close()
@@ -273,12 +202,10 @@ TEARS: dict[str, Callable[[nn.Parameter], Any]] = {
 @pytest.mark.parametrize("after", [True, False])
 @pytest.mark.parametrize("tear", TEARS)
 def test_a_write_outside_a_step_drops_that_save_and_ends_overlapping(
-    tear: str, after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tear: str, after: bool, tmp_path: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = trained()
-    checkpointer = Checkpointer(THREAD)
-    checkpointer.open(str(tmp_path))
-    checkpointer.watch([optimizer])
+    checkpointer = watch(optimizer)
     with held_copies(monkeypatch, after=after) as held:
         checkpointer.save(state_of(model, optimizer), f"{tmp_path}/torn.ckpt", step=1)
         assert held.begun.wait(LIMIT)
@@ -304,12 +231,10 @@ def test_a_write_outside_a_step_drops_that_save_and_ends_overlapping(
 
 
 def test_an_error_of_the_copy_fails_the_save_and_opens_the_fence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = trained()
-    checkpointer = Checkpointer(THREAD)
-    checkpointer.open(str(tmp_path))
-    checkpointer.watch([optimizer])
+    checkpointer = watch(optimizer)
 
     def fail(_: object) -> str:
         raise RuntimeError("no such memory")

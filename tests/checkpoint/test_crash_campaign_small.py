@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 from processes import run
-from snapshots import origin, small_state, write_file
 
-from lightning_dist.checkpoint.disk import scan
 from tests.campaigns.checkpoint_crash.oracle import PROBLEMS
 
 KINDS = (
@@ -45,23 +43,3 @@ def test_nothing_is_lost_in_a_small_campaign(tmp_path: Path, quick_python: list[
     assert {row["kind"] for row in rows} == set(KINDS)
     for row in rows:
         assert {name: row[name] for name in PROBLEMS} == dict.fromkeys(PROBLEMS, 0), row["failures"]
-
-
-def test_a_checkpoint_that_is_replaced_while_somebody_looks_is_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The writer of a trainer that was killed still works, and readers take no lock."""
-    old, new = tmp_path / "old.ckpt", tmp_path / "new.ckpt"
-    write_file(old, small_state(1), origin(1))
-    describe = scan.describe
-
-    def replaced_first(path: str) -> scan.Description:
-        if old.exists():
-            write_file(new, small_state(2), origin(2))
-            old.unlink()
-        return describe(path)
-
-    monkeypatch.setattr(scan, "describe", replaced_first)
-    found = scan.newest_valid(str(tmp_path))
-    assert found is not None
-    assert found.path == str(new)

@@ -10,22 +10,22 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
+from checkpointers import opened
 from folder_owners import owner
-from hypothesis import given
-from hypothesis import strategies as st
 from processes import run, run_together
 from snapshots import assert_equal, folder_saves, origin, small_state, write_file, write_folder
 
-from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk import file_lock
 from lightning_dist.checkpoint.disk.file_lock import is_fuse
 from lightning_dist.checkpoint.disk.folder_owner import (
     LOCK,
+    Lock,
     forget,
     is_owned,
     own,
@@ -34,9 +34,22 @@ from lightning_dist.checkpoint.disk.folder_owner import (
 from lightning_dist.checkpoint.disk.recovery import recover
 from lightning_dist.checkpoint.disk.storage import LocalStorage
 from lightning_dist.checkpoint.reading import load
-from lightning_dist.checkpoint.settings import CheckpointSettings
 
 STORAGE = LocalStorage()
+
+
+@contextmanager
+def owned(folder: Path, **patience: float) -> Iterator[Lock]:
+    """This process owns the folder meanwhile."""
+    lock = own(str(folder), **patience)
+    assert lock is not None
+    yield lock
+    lock.release()
+
+
+def is_owned_by_me(folder: Path) -> bool:
+    owner = owner_of(str(folder))
+    return owner is not None and owner.pid == os.getpid() and not owner.ended
 
 
 def test_another_process_is_refused_with_the_name_of_the_owner(tmp_path: Path) -> None:
@@ -52,10 +65,8 @@ def test_the_lock_of_a_dead_owner_is_free(tmp_path: Path, number: int) -> None:
     with owner(tmp_path, "own") as other:
         other.send_signal(number)
         other.wait(20)
-        lock = own(str(tmp_path))
-    assert lock is not None
-    assert f'"pid": {os.getpid()}}}' in (tmp_path / LOCK).read_text()
-    lock.release()
+        with owned(tmp_path):
+            assert f'"pid": {os.getpid()}}}' in (tmp_path / LOCK).read_text()
 
 
 def test_a_successor_waits_for_the_end_of_the_owner(tmp_path: Path) -> None:
@@ -71,35 +82,14 @@ def test_a_successor_waits_for_the_end_of_the_owner(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_a_lock_that_was_released_is_free_for_others(tmp_path: Path) -> None:
-    lock = own(str(tmp_path))
-    assert lock is not None
-    lock.release()
-    with owner(tmp_path, "own"):
-        pass
-
-
 def test_the_writer_of_a_dead_trainer_is_waited_for(tmp_path: Path) -> None:
     with owner(tmp_path, "own_as_writer") as writer:
         with pytest.raises(ValueError, match=r"still holds .* has written nothing for 0 s"):
             own(str(tmp_path), patience=0.1)
         assert writer.stdin is not None
         writer.stdin.close()  # it has finished
-        lock = own(str(tmp_path))
-    assert lock is not None
-    lock.release()
-
-
-def test_a_trainer_and_its_own_writer_do_not_wait_for_each_other(tmp_path: Path) -> None:
-    lock = own(str(tmp_path))
-    with owner(tmp_path, "own_as_writer"):
-        pass
-    assert lock is not None
-    lock.release()
-
-
-def test_object_stores_have_no_locks() -> None:
-    assert own("memory://checkpoints") is None
+        with owned(tmp_path):
+            pass
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
@@ -108,51 +98,36 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
         own(f"{tmp_path}/file")
 
 
-KINDS = ("tmp", "old", "trash")
-IDS = st.text("0123456789abcdef", min_size=16, max_size=16)
-names = st.one_of(
-    st.text(st.characters(codec="utf-8", exclude_characters="/\0"), min_size=1, max_size=20),
-    st.sampled_from([".", ""]).flatmap(
-        lambda dot: st.sampled_from([
-            "a.ckpt", "a.ckpt.tmp", "a.ckpt.tmp-0123", "a.ckpt.trash-0123456789abcdeg",
-            "a.ckpt.tmp-0123456789ABCDEF", "a.ckpt.tmp-0123456789abcdef0", ".tmp-0123456789abcdef",
-            "a.ckpt.tmp-0123456789abcdef\n", "a.ckpt.TMP-0123456789abcdef",
-        ]).map(lambda rest: dot + rest)
-    ),
-).filter(lambda name: name not in (".", "..") and len(name.encode()) < 200)  # fmt: skip
+NUMBER = "0123456789abcdef"
+FOREIGN = {
+    *("notes.txt", ".hidden", "a.ckpt", "a.ckpt.tmp", f"a.ckpt.tmp-{NUMBER}", "a.ckpt.tmp-0123"),
+    *(".a.ckpt", ".a.ckpt.tmp", ".a.ckpt.tmp-0123", ".a.ckpt.tmp-0123456789abcdeg"),
+    *(f".a.ckpt.tmp-{NUMBER.upper()}", f".a.ckpt.tmp-{NUMBER}0", f".a.ckpt.tmp-{NUMBER}\n"),
+    *(f".tmp-{NUMBER}", f"..tmp-{NUMBER}", f".a.ckpt.TMP-{NUMBER}", f".a.ckpt.tmp.{NUMBER}"),
+    *(f".a.ckpt.new-{NUMBER}", f".a.ckpt-tmp-{NUMBER}", f".a.ckpt.xtmp-{NUMBER}"),
+}
 
 
-def is_ours(name: str) -> bool:
-    """Written down a second time: a dot, a name, the kind, and 16 lower hexadecimal digits."""
-    if not name.startswith("."):
-        return False
-    kind, dash, number = name.rpartition(".")[2].partition("-")
-    digits = len(number) == 16 and all(c in "0123456789abcdef" for c in number)
-    return name.rpartition(".")[0] not in ("", ".") and dash and kind in KINDS and digits
-
-
-@given(st.sets(names, max_size=6), st.sets(IDS, max_size=2), st.booleans())
-def test_only_leftovers_are_removed(foreign: set[str], ids: set[str], folders: bool) -> None:
-    foreign = {name for name in foreign if not is_ours(name)}
-    ours = {f".x y.ckpt.{kind}-{number}" for number in ids for kind in ("tmp", "trash")}
-    with TemporaryDirectory() as folder:
-        for name in foreign | ours:
-            path = Path(folder, name)
-            if folders:
-                path.mkdir()
-            (path / "file" if folders else path).write_text(name)
-        assert {Path(path).name for path in STORAGE.leftovers(folder)} == ours
-        recover(STORAGE, folder)
-        assert set(os.listdir(folder)) == foreign
+@pytest.mark.parametrize("folders", [False, True])
+def test_only_leftovers_are_removed(folders: bool, tmp_path: Path) -> None:
+    """They have a dot, a name, the kind, and 16 hexadecimal digits."""
+    ours = {f".x y.ckpt.{kind}-{NUMBER}" for kind in ("tmp", "trash")}
+    for name in FOREIGN | ours:
+        path = tmp_path / name
+        if folders:
+            path.mkdir()
+        (path / "file" if folders else path).write_text(name)
+    assert {Path(path).name for path in STORAGE.leftovers(str(tmp_path))} == ours
+    recover(STORAGE, str(tmp_path))
+    assert set(os.listdir(tmp_path)) == FOREIGN
 
 
 def test_a_complete_folder_without_its_name_gets_it(tmp_path: Path) -> None:
     staged = STORAGE.staging(f"{tmp_path}/x.ckpt", origin().save_id)
     write_folder(folder_saves(tmp_path / "elsewhere", small_state(), 2))
     os.rename(tmp_path / "elsewhere", staged)
-    lock = own(str(tmp_path))
-    assert lock is not None
-    lock.release()
+    with owned(tmp_path):
+        pass
     assert_equal(load(f"{tmp_path}/x.ckpt"), small_state())
     assert os.listdir(tmp_path) == ["x.ckpt"]
 
@@ -189,18 +164,11 @@ except ValueError:
 def test_reading_the_lock_file_in_the_trainer_keeps_the_lock(tmp_path: Path) -> None:
     """As shutil.copytree and trackers that pack the folder do."""
     folder = tmp_path / "checkpoints"
-    lock = own(str(folder))
-    assert lock is not None
-    shutil.copytree(folder, tmp_path / "copy")
-    assert is_refused(folder)
-    assert is_owned_by_me(folder)
-    lock.release()
+    with owned(folder):
+        shutil.copytree(folder, tmp_path / "copy")
+        assert is_refused(folder)
+        assert is_owned_by_me(folder)
     assert not is_refused(folder)
-
-
-def is_owned_by_me(folder: Path) -> bool:
-    owner = owner_of(str(folder))
-    return owner is not None and owner.pid == os.getpid() and not owner.ended
 
 
 FORKS = """
@@ -235,20 +203,18 @@ def test_a_process_that_the_trainer_has_forked_does_not_keep_the_lock(
 
 
 def test_no_lock_file_is_left_when_the_last_owner_has_ended(tmp_path: Path) -> None:
-    first, second = own(str(tmp_path)), own(str(tmp_path))
-    assert first is not None
-    assert second is not None
-    first.release()
-    assert is_refused(tmp_path)
-    second.release()
+    with owned(tmp_path):
+        with owned(tmp_path):
+            pass
+        assert is_refused(tmp_path)
     assert os.listdir(tmp_path) == []
 
 
 def test_the_lock_file_stays_while_a_writer_needs_it(tmp_path: Path) -> None:
-    lock = own(str(tmp_path))
-    assert lock is not None
-    with owner(tmp_path, "own_as_writer"):
-        lock.release()
+    """A trainer and its own writer do not wait for each other."""
+    with ExitStack() as writer:
+        with owned(tmp_path):
+            writer.enter_context(owner(tmp_path, "own_as_writer"))
         assert os.listdir(tmp_path) == [LOCK]
     forget(str(tmp_path))
     assert os.listdir(tmp_path) == []
@@ -289,38 +255,23 @@ def without_locks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReques
     monkeypatch.setattr(fcntl, "lockf", refuse)
 
 
-NO_LOCKS = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     "without_locks", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP], indirect=True
 )
-
-
-@NO_LOCKS
-def test_without_locks_it_is_refused_with_the_setting_that_goes_on(
+def test_without_locks_it_is_refused_with_the_setting_with_which_a_user_can_go_on(
     tmp_path: Path, without_locks: None
 ) -> None:
-    with pytest.raises(ValueError, match="has no file locks") as error:
+    with pytest.raises(ValueError, match=r"has no file locks .* set lock=False"):
         own(str(tmp_path))
-    assert "lock=False" in str(error.value)
     assert owner_of(str(tmp_path)) is None
     assert not os.listdir(tmp_path)
-
-
-@NO_LOCKS
-def test_without_locks_a_user_can_go_on(tmp_path: Path, without_locks: None) -> None:
     leftover = tmp_path / ".x.ckpt.tmp-0123456789abcdef"
     leftover.touch()  # perhaps of a writer that is alive: nobody can say
-    checkpointer = Checkpointer(CheckpointSettings(lock=False))
-    checkpointer.open(str(tmp_path))
-    assert is_owned(str(tmp_path)), "other ranks see that rank 0 writes here"
-    checkpointer.save(small_state(), f"{tmp_path}/1.ckpt", step=1)
-    checkpointer.close()
+    with opened(tmp_path, lock=False) as checkpointer:
+        assert is_owned(str(tmp_path)), "other ranks see that rank 0 writes here"
+        checkpointer.save(small_state(), f"{tmp_path}/1.ckpt", step=1)
     assert_equal(load(f"{tmp_path}/1.ckpt"), small_state())
     assert sorted(os.listdir(tmp_path)) == [leftover.name, "1.ckpt"]
-
-
-def test_lock_is_true_or_false() -> None:
-    with pytest.raises(ValueError, match="lock must be True or False; got 'no'"):
-        CheckpointSettings(lock="no")  # type: ignore[arg-type]
 
 
 MOUNTS = """\
@@ -338,29 +289,13 @@ def test_a_fuse_mount_has_locks_of_the_process() -> None:
     assert not is_fuse(os.makedev(9, 9), MOUNTS)
 
 
-def test_locks_of_the_process_keep_others_out_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(file_lock, "is_fuse", lambda *_: True)
-    lock = own(str(tmp_path))
-    assert lock is not None
-    assert is_refused(tmp_path)
-    lock.release()
-    assert not is_refused(tmp_path)
-    assert os.listdir(tmp_path) == []
-
-
 def test_locks_of_the_process_are_kept_when_its_writer_has_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_lock, "is_fuse", lambda *_: True)
-    checkpointer = Checkpointer(CheckpointSettings())
-    checkpointer.open(str(tmp_path))
-    try:
+    with opened(tmp_path):
         asked = run([sys.executable, "-c", ASK_BYTES, tmp_path], limit=60).require_success()
         assert asked.output.split() == ["True", "True", "True"], "trainer, writer, cleaned up"
-    finally:
-        checkpointer.close(30)
     assert os.listdir(tmp_path) == []
 
 

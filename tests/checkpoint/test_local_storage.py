@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from snapshots import assert_equal, folder_saves, origin, small_state, write_file, write_folder
+from snapshots import (
+    assert_equal,
+    damage,
+    folder_saves,
+    origin,
+    small_state,
+    write_file,
+    write_folder,
+)
 
 from lightning_dist.checkpoint.disk.recovery import recover
 from lightning_dist.checkpoint.disk.scan import checkpoints
@@ -92,32 +100,44 @@ def whole_folder(path: str, step: int) -> None:
     write_folder(folder_saves(path, small_state(step), 1, step=step))
 
 
-@pytest.mark.parametrize("cut", [1, 2], ids=["before the first rename", "between the two"])
-@pytest.mark.parametrize("new", [whole_file, whole_folder])
-@pytest.mark.parametrize("old", [whole_folder])
-def test_recover_finishes_what_was_cut_between_two_renames(
-    tmp_path: Path, old: Any, new: Any, cut: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = tmp_path / "x.ckpt"
-    old(str(target), 1)
-    new(str(tmp_path / "elsewhere"), 2)
-    staged = STORAGE.staging(str(target), origin(2).save_id)
-    os.rename(tmp_path / "elsewhere", staged)
-    without_renameat2(monkeypatch)
+def stage(folder: Path, new: Any = whole_folder) -> Path:
+    """What is to replace the folder x.ckpt of an earlier step; renames are one after the other."""
+    whole_folder(str(folder / "x.ckpt"), 1)
+    staged = STORAGE.staging(str(folder / "x.ckpt"), origin(2).save_id)
+    new(str(folder / "elsewhere"), 2)
+    os.rename(folder / "elsewhere", staged)
+    return Path(staged)
+
+
+def cut_before_rename(
+    number: int, folder: Path, patch: pytest.MonkeyPatch, new: Any = whole_folder
+) -> Path:
+    """A replacement that was killed: before the second rename, the old one has lost its name."""
+    staged = stage(folder, new)
+    without_renameat2(patch)
     renames, rename = [], os.rename
 
     def killed(*paths: str) -> None:
         renames.append(paths)
-        if len(renames) == cut:
+        if len(renames) == number:
             raise Killed
         rename(*paths)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", killed)
+    with patch.context() as only_here:
+        only_here.setattr(os, "rename", killed)
         with pytest.raises(Killed):
-            STORAGE.publish(staged, str(target))
+            STORAGE.publish(str(staged), str(folder / "x.ckpt"))
+    return staged
+
+
+@pytest.mark.parametrize("cut", [1, 2], ids=["before the first rename", "between the two"])
+@pytest.mark.parametrize("new", [whole_file, whole_folder])
+def test_recover_finishes_what_was_cut_between_two_renames(
+    tmp_path: Path, new: Any, cut: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_before_rename(cut, tmp_path, monkeypatch, new)
     recover(STORAGE, str(tmp_path))
-    assert_equal(load(str(target)), small_state(1 if cut == 1 else 2))
+    assert_equal(load(f"{tmp_path}/x.ckpt"), small_state(cut))
     assert os.listdir(tmp_path) == ["x.ckpt"]
 
 
@@ -125,11 +145,7 @@ def test_what_was_replaced_is_known_as_such_where_it_cannot_be_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not what recovery gives its name back to: the folder is on disk with the new one."""
-    target = tmp_path / "x.ckpt"
-    whole_folder(str(target), 1)
-    whole_folder(str(tmp_path / "elsewhere"), 2)
-    staged = STORAGE.staging(str(target), origin(2).save_id)
-    os.rename(tmp_path / "elsewhere", staged)
+    target, staged = tmp_path / "x.ckpt", stage(tmp_path)
     without_renameat2(monkeypatch)
     synced = []
 
@@ -140,47 +156,18 @@ def test_what_was_replaced_is_known_as_such_where_it_cannot_be_removed(
 
     monkeypatch.setattr(local, "_sync_folder", failing)
     with pytest.raises(OSError, match="error"):
-        STORAGE.publish(staged, str(target))
+        STORAGE.publish(str(staged), str(target))
     assert synced
     (left,) = STORAGE.leftovers(str(tmp_path))
     assert ".trash-" in left
     assert_equal(load(str(target)), small_state(2))
 
 
-def cut_between_the_renames(folder: Path, patch: pytest.MonkeyPatch, old: Any, new: Any) -> Path:
-    """A replacement that was killed when the old one had lost its name; the staged twin."""
-    old(str(folder / "x.ckpt"), 1)
-    new(str(folder / "elsewhere"), 2)
-    staged = STORAGE.staging(str(folder / "x.ckpt"), origin(2).save_id)
-    os.rename(folder / "elsewhere", staged)
-    without_renameat2(patch)
-    renames, rename = [], os.rename
-
-    def killed(*paths: str) -> None:
-        renames.append(paths)
-        if len(renames) == 2:
-            raise Killed
-        rename(*paths)
-
-    with patch.context() as only_here:
-        only_here.setattr(os, "rename", killed)
-        with pytest.raises(Killed):
-            STORAGE.publish(staged, str(folder / "x.ckpt"))
-    return Path(staged)
-
-
-def damage(path: Path) -> None:
-    (found,) = [path] if path.is_file() else path.glob("shard-*")
-    content = bytearray(found.read_bytes())
-    content[len(content) // 2] ^= 1
-    found.write_bytes(content)
-
-
 @pytest.mark.parametrize("new", [whole_file, whole_folder])
 def test_recover_gives_the_old_one_its_name_back_where_the_staged_twin_is_damaged(
     tmp_path: Path, new: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    damage(cut_between_the_renames(tmp_path, monkeypatch, whole_folder, new))
+    damage(cut_before_rename(2, tmp_path, monkeypatch, new))
     recover(STORAGE, str(tmp_path))
     assert_equal(load(str(tmp_path / "x.ckpt")), small_state(1))
     assert os.listdir(tmp_path) == ["x.ckpt"]
@@ -189,7 +176,7 @@ def test_recover_gives_the_old_one_its_name_back_where_the_staged_twin_is_damage
 def test_recover_gives_the_old_one_its_name_back_where_there_is_no_staged_twin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    staged = cut_between_the_renames(tmp_path, monkeypatch, whole_folder, whole_folder)
+    staged = cut_before_rename(2, tmp_path, monkeypatch)
     STORAGE.remove(str(staged))
     assert [found.path for found in checkpoints(str(tmp_path))], "nobody finds the old one"
     recover(STORAGE, str(tmp_path))
@@ -220,7 +207,7 @@ def test_recover_touches_nothing_that_it_cannot_read_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    staged = cut_between_the_renames(tmp_path, monkeypatch, whole_folder, whole_folder)
+    staged = cut_before_rename(2, tmp_path, monkeypatch)
     if not cut:
         for path in tmp_path.iterdir():
             if path != staged:

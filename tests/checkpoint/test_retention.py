@@ -12,7 +12,7 @@ from typing import Literal
 import pytest
 import torch
 from slow_copies import held_copies
-from snapshots import folder_saves, origin, small_state, trained, write_file, write_folder
+from snapshots import damage, folder_saves, origin, small_state, trained, write_file, write_folder
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk import manifest as manifests
@@ -40,10 +40,11 @@ def steps(folder: Path) -> list[int]:
     return [origin.step for origin in found if origin]
 
 
-def damage(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+def newest(folder: Path) -> str:
+    """The name of the checkpoint from which training would go on."""
+    found = newest_valid(str(folder))
+    assert found is not None
+    return Path(found.path).name
 
 
 def test_the_newest_comes_first(folder: Path) -> None:
@@ -61,9 +62,7 @@ def test_broken_ones_are_passed_over_with_a_warning(
     (shard,) = (folder / "b.ckpt").glob("*.bin")
     damage(shard)
     with caplog.at_level(logging.WARNING):
-        found = newest_valid(str(folder))
-    assert found is not None
-    assert found.path == f"{folder}/c.ckpt"
+        assert newest(folder) == "c.ckpt"
     assert [r.levelname for r in caplog.records if "Skipping" in r.message] == ["WARNING"] * 2
     assert f"{folder}/a.ckpt" in caplog.text
     assert f"{shard.name} has changed since it was written" in caplog.text
@@ -92,9 +91,7 @@ def test_what_is_foreign_is_listed_but_never_chosen(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="notes"):  # it may have been the newest
         newest_valid(str(tmp_path))
     write_file(tmp_path / "ours.ckpt", small_state(), origin(1))
-    found = newest_valid(str(tmp_path))
-    assert found is not None
-    assert found.path == f"{tmp_path}/ours.ckpt"
+    assert newest(tmp_path) == "ours.ckpt"
     assert {path: path.read_bytes() for path in before} == before
 
 
@@ -107,9 +104,7 @@ def test_a_newer_format_is_passed_over(folder: Path, monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         patch.setattr(manifests, "VERSION", 2)
         write_file(folder / "new.ckpt", small_state(9), origin(9))
-    found = newest_valid(str(folder))
-    assert found is not None
-    assert found.path == f"{folder}/a.ckpt"
+    assert newest(folder) == "a.ckpt"
     assert ["newer lightning_dist" in f.problem for f in checkpoints(str(folder)) if f.problem] == [
         True
     ]
@@ -123,9 +118,7 @@ def test_an_empty_or_missing_folder_has_none(tmp_path: Path) -> None:
 def test_weights_alone_are_nothing_to_go_on_from(tmp_path: Path) -> None:
     write_file(tmp_path / "whole.ckpt", small_state(), origin(1))
     write_file(tmp_path / "weights.ckpt", small_state(), replace(origin(2), resumable=False))
-    found = newest_valid(str(tmp_path))
-    assert found is not None
-    assert found.path == f"{tmp_path}/whole.ckpt"
+    assert newest(tmp_path) == "whole.ckpt"
 
 
 def test_headers_have_to_do_where_nothing_is_checked(tmp_path: Path) -> None:
@@ -138,23 +131,27 @@ def test_headers_have_to_do_where_nothing_is_checked(tmp_path: Path) -> None:
     assert newest_valid(str(tmp_path), check=False) is not None
 
 
+@pytest.mark.parametrize(("look", "older"), [("verify", [3]), ("describe", [])])
 def test_what_a_writer_replaces_meanwhile_is_no_damage(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    look: str,
+    older: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    seen: list[str] = []
+    """That of a trainer that was killed may still work, and readers take no lock."""
+    usual, newest_one = getattr(scan, look), tmp_path / "a.ckpt"
+    for step in (*older, 4):
+        write_file(newest_one if step == 4 else tmp_path / "b.ckpt", small_state(), origin(step))
 
-    def replaced(path: str) -> Description:
-        seen.append(Path(path).name)
-        if seen == ["a.ckpt"]:  # removed once the next is there
-            write_file(folder / "next.ckpt", small_state(5), origin(5))
-            (folder / "a.ckpt").unlink()
-        return verify(path)
+    def replaced_first(path: str) -> Description:
+        if newest_one.exists():  # removed once the next is there
+            write_file(tmp_path / "next.ckpt", small_state(), origin(5))
+            newest_one.unlink()
+        return usual(path)
 
-    monkeypatch.setattr(scan, "verify", replaced)
-    found = newest_valid(str(folder))
-    assert found is not None
-    assert seen == ["a.ckpt", "next.ckpt"]
-    assert found.path == f"{folder}/next.ckpt"
+    monkeypatch.setattr(scan, look, replaced_first)
+    assert newest(tmp_path) == "next.ckpt"
     assert not caplog.records
 
 
@@ -169,9 +166,7 @@ def test_what_takes_the_place_of_all_damaged_ones_is_found(
         return verify(path)
 
     monkeypatch.setattr(scan, "verify", slow)
-    found = newest_valid(str(tmp_path))
-    assert found is not None
-    assert found.path == f"{tmp_path}/b.ckpt"
+    assert newest(tmp_path) == "b.ckpt"
     assert not caplog.records, "it is not the newest any more"
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
+from checkpointers import LIMIT, opened_together
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.filesize import decimal
@@ -17,7 +19,6 @@ from snapshots import (
     assert_equal,
     filled,
     folder_saves,
-    open_together,
     origin,
     owned_tensors,
     small_state,
@@ -27,7 +28,6 @@ from snapshots import (
 from torch import Tensor, nn
 from worlds import Rank, run_threads
 
-from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.archive import crc32
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.folder import Receipt, merge
@@ -36,7 +36,6 @@ from lightning_dist.checkpoint.disk.manifest import Manifest, Part, zeros
 from lightning_dist.checkpoint.disk.verify import describe, verify
 from lightning_dist.checkpoint.reading import consolidate, load
 from lightning_dist.checkpoint.saves import committed_line
-from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.checkpoint.snapshot.pickling import pickled
 from lightning_dist.checkpoint.snapshot.plan import PICKLE, Plan, Striped, owned_by, plan, shape_of
 
@@ -68,16 +67,14 @@ def test_every_byte_is_written_once(shared: list[int], own: list[int], ranks: in
 
 
 @given(sizes, sizes, worlds)
-def test_shared_bytes_are_divided_evenly(shared: list[int], own: list[int], ranks: int) -> None:
+def test_shared_bytes_are_divided_evenly_and_rank_0_alone_has_the_rest(
+    shared: list[int], own: list[int], ranks: int
+) -> None:
     plans, _ = divided(shared, own, ranks)
     shares = [sum(run.piece.nbytes for run in of_rank.later) for of_rank in plans]
     assert sum(shares) == sum(shared)
     assert max(shares) - min(shares) <= 1
-
-
-@given(sizes, sizes, worlds)
-def test_rank_0_alone_has_the_rest(shared: list[int], own: list[int], ranks: int) -> None:
-    first, *others = divided(shared, own, ranks)[0]
+    first, *others = plans
     assert sum(run.piece.nbytes for run in first.now) == sum(own)
     assert {piece.record for piece, _ in first.constants} == {PICKLE, "byteorder", "version"}
     assert all((of_rank.now, of_rank.constants) == ((), ()) for of_rank in others)
@@ -117,12 +114,7 @@ def test_optimizers_own_parameters_and_their_state(kind: Any) -> None:
         expected += [value for value in state.values() if torch.is_tensor(value)]
     assert set(owned_by([optimizer])) == set(owned_tensors(*expected))
     assert not set(owned_by([optimizer])) & set(owned_tensors(*model.buffers()))
-    assert owned_by([]) == {}
-
-
-def test_empty_parameters_are_owned_by_nobody() -> None:
-    empty = torch.nn.Parameter(torch.empty(0))
-    assert owned_by([torch.optim.SGD([empty], lr=0.1)]) == {}
+    assert owned_by([]) == owned_by([kind([nn.Parameter(torch.empty(0))])]) == {}
 
 
 def test_the_shape_tells_apart_what_would_be_divided_differently() -> None:
@@ -211,17 +203,25 @@ def test_gaps_are_filled_where_they_may_be() -> None:
     assert merged((2, 2), striped=9) == (zeros(2), Part("f", 2, 2, 0), zeros(5))
 
 
-@pytest.mark.parametrize("placed", [[(0, 4), (2, 4)], [(0, 4), (0, 4)], [(0, 4), (5, 1)], [(1, 3)]])
-def test_what_was_not_written_once_is_an_error(placed: list[tuple[int, int]]) -> None:
-    with pytest.raises(CheckpointError, match=r"bytes \d to \d of data/0 were not written once"):
-        merged(*placed)
-
-
-@pytest.mark.parametrize("placed", [[(0, 4)], [(0, 4), (5, 4)], [(0, 4), (4, 6)], []])
-def test_what_must_be_complete_has_no_gap_and_an_end(placed: list[tuple[int, int]]) -> None:
+def test_what_must_be_complete_may_be() -> None:
     assert merged((4, 5), (0, 4), complete=9) == (Part("f", 0, 4, 0), Part("f", 4, 5, 0))
+
+
+@pytest.mark.parametrize(
+    ("complete", "placed"),
+    [
+        *(
+            (None, each)
+            for each in ([(0, 4), (2, 4)], [(0, 4), (0, 4)], [(0, 4), (5, 1)], [(1, 3)])
+        ),
+        *((9, each) for each in ([(0, 4)], [(0, 4), (5, 4)], [(0, 4), (4, 6)], [])),
+    ],
+)
+def test_what_was_not_written_once_is_an_error(
+    complete: int | None, placed: list[tuple[int, int]]
+) -> None:
     with pytest.raises(CheckpointError, match=r"bytes \d+ to \d+ of data/0 were not written once"):
-        merged(*placed, complete=9)
+        merged(*placed, complete=complete)
 
 
 def test_parts_that_an_optimizer_owns_are_copied_later() -> None:
@@ -240,7 +240,6 @@ def test_parts_that_an_optimizer_owns_are_copied_later() -> None:
 
 
 Kind = Literal["process", "thread"]
-LIMIT = 30.0
 _SEEDED = threading.Lock()
 """The threads of a world share one random state."""
 
@@ -267,15 +266,11 @@ def state_of(rank: int, extra: int = 0) -> tuple[dict[str, Any], torch.optim.Opt
 def save_on_all_ranks(
     target: Path, ranks: int, writer: Kind, extra: Callable[[int], int] = lambda rank: 0
 ) -> None:
-    settings = CheckpointSettings(writer=writer)
-
     def body(rank: Rank) -> list[object]:
         state, optimizer = state_of(rank.rank, extra(rank.rank))
-        checkpointer = Checkpointer(settings, group=rank.group("checkpoint"))
-        open_together(checkpointer, target.parent, rank)
-        checkpointer.watch([optimizer])
-        checkpointer.save(state, str(target), step=1, sharded=True)
-        checkpointer.close(LIMIT)
+        with opened_together(target.parent, rank, writer=writer) as checkpointer:
+            checkpointer.watch([optimizer])
+            checkpointer.save(state, str(target), step=1, sharded=True)
         return list(checkpointer.poll())
 
     for events in run_threads(body, ranks):
@@ -307,10 +302,6 @@ def test_a_folder_becomes_one_file_for_torch(tmp_path: Path) -> None:
     assert_equal(torch.load(tmp_path / "one.ckpt", mmap=True), state_of(0)[0])
     one, many = (verify(f"{tmp_path}/{name}.ckpt") for name in ("one", "x"))
     assert (one.kind, one.origin) == ("single", many.origin)
-    with pytest.raises(ValueError, match="exists; remove it first"):
-        consolidate(f"{tmp_path}/x.ckpt", f"{tmp_path}/one.ckpt")
-    with pytest.raises(ValueError, match="Only a folder of shards can be consolidated"):
-        consolidate(f"{tmp_path}/one.ckpt", f"{tmp_path}/two.ckpt")
 
 
 @pytest.mark.parametrize("writer", ["thread", "process"])
@@ -331,12 +322,12 @@ class Unpicklable:
 @pytest.mark.parametrize("bad", [0, 1])
 def test_a_rank_that_cannot_save_stops_all_before_they_wait(tmp_path: Path, bad: int) -> None:
     def body(rank: Rank) -> str:
-        checkpointer = Checkpointer(CheckpointSettings(), group=rank.group("checkpoint"))
-        open_together(checkpointer, tmp_path, rank)
         state = {"bad": Unpicklable() if rank.rank == bad else None}
-        with pytest.raises(ValueError, match="cannot save") as raised:
+        with (
+            opened_together(tmp_path, rank) as checkpointer,
+            pytest.raises(ValueError, match="cannot save") as raised,
+        ):
             checkpointer.save(state, f"{tmp_path}/x.ckpt", step=1, sharded=True)
-        checkpointer.close(LIMIT)
         return str(raised.value)
 
     wanted = f"rank {bad} cannot save its state: TypeError: holds a socket"
@@ -349,18 +340,16 @@ def test_a_rank_without_memory_tells_the_others(tmp_path: Path) -> None:
 
     def body(rank: Rank) -> object:
         limit = 100 if rank.rank == 0 else None
-        settings = CheckpointSettings(host_memory_limit=limit)
-        checkpointer = Checkpointer(settings, group=rank.group("checkpoint"))
-        open_together(checkpointer, tmp_path, rank)
-        state, _ = state_of(rank.rank)
-        if rank.rank == 0:
-            with pytest.raises(ValueError, match="host_memory_limit=100"):
-                checkpointer.save(state, f"{tmp_path}/x.ckpt", step=1, sharded=True)
-        else:
-            checkpointer.save(state, f"{tmp_path}/x.ckpt", step=1, sharded=True)
-        checkpointer.wait(LIMIT)
-        (event,) = checkpointer.poll()
-        checkpointer.close(LIMIT)
+        raises = (
+            pytest.raises(ValueError, match="host_memory_limit=100") if limit else nullcontext()
+        )
+        with opened_together(tmp_path, rank, host_memory_limit=limit) as checkpointer:
+            with raises:
+                checkpointer.save(
+                    state_of(rank.rank)[0], f"{tmp_path}/x.ckpt", step=1, sharded=True
+                )
+            checkpointer.wait(LIMIT)
+            (event,) = checkpointer.poll()
         assert isinstance(event, Failed)
         return event.reason
 

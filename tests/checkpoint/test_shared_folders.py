@@ -206,16 +206,6 @@ def test_files_of_every_rank_are_in_the_folder(target: str, tmp_path: Path) -> N
     assert storage.read(f"{inside}/random_2.pkl") == b"\2" * 100
 
 
-def test_a_file_that_is_gone_is_a_reason_for_all(tmp_path: Path) -> None:
-    saves = [
-        (replace(save, pieces=(), files=(("a", f"{tmp_path}/gone"),) if save.rank else ()), NOTHING)
-        for save, _ in folder_saves(f"{tmp_path}/x.ckpt", small_state(), 2)
-    ]
-    events = write_folder(saves)
-    assert isinstance(events[0], Failed)
-    assert events[0].reason.startswith("rank 1 could not write: FileNotFoundError: ")
-
-
 def test_the_manifest_says_where_every_record_is(tmp_path: Path) -> None:
     target = tmp_path / "x.ckpt"
     write_folder(folder_saves(target, small_state(), 2))

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import environment_of, run
-from snapshots import open_together, small_state, trained
+from checkpointers import LIMIT, opened, opened_together, stopped_writer
+from processes import environment_of
+from snapshots import small_state, trained
 from worlds import Rank, run_threads
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
@@ -23,9 +22,6 @@ from lightning_dist.checkpoint.ranks import Ranks
 from lightning_dist.checkpoint.saves import Saves
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.checkpoint.snapshot.copying import LaterCopy
-from lightning_dist.checkpoint.writers import WriterProcess
-
-LIMIT = 30.0
 
 
 def ends(action: Callable[[], object]) -> Exception | None:
@@ -74,67 +70,62 @@ def test_closing_waits_for_a_copy_no_longer_than_it_may(
     assert f"{tmp_path}/1.ckpt" in str(error)
 
 
-STUCK = """
-import sys, threading
+COPIES = """
+import sys
 from lightning_dist.checkpoint.snapshot.copying import LaterCopy
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from snapshots import trained
 
+folder, writer, closes = sys.argv[1:]
 model, optimizer = trained()
-checkpointer = Checkpointer(CheckpointSettings(writer=sys.argv[2]))
-checkpointer.open(sys.argv[1])
+checkpointer = Checkpointer(CheckpointSettings(writer=writer))
+checkpointer.open(folder)
 checkpointer.watch([optimizer])
-LaterCopy.run = lambda self: threading.Event().wait()
-checkpointer.save(model.state_dict(), f"{sys.argv[1]}/1.ckpt", step=1)
+copy = LaterCopy.run
+LaterCopy.run = lambda self: sys.stdin.readline() and copy(self)
+checkpointer.save(model.state_dict(), f"{folder}/1.ckpt", step=1)
+print("ends", flush=True)
 try:
-    checkpointer.close(0.2)
+    if closes == "closes":
+        checkpointer.close(0.2)
 except CheckpointError as error:
-    print(error)
+    print(error, flush=True)
 """
+
+
+@contextmanager
+def copying(
+    python: list[str], folder: Path, writer: str, closes: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process at its end, whose copy goes on with a line of its input."""
+    command = [*python, "-c", COPIES, str(folder), writer, closes]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    environment = environment_of({"TAKEN_APART": "1"})
+    with subprocess.Popen(command, env=environment, **pipes) as process:
+        timer = threading.Timer(LIMIT, process.kill)
+        timer.start()
+        yield process
+        timer.cancel()
 
 
 @pytest.mark.parametrize("writer", ["process", "thread"])
 def test_a_process_ends_although_a_copy_is_stuck(
     tmp_path: Path, writer: str, quick_python: list[str]
 ) -> None:
-    command = [*quick_python, "-c", STUCK, str(tmp_path / "here"), writer]
-    ended = run(command, limit=LIMIT, TAKEN_APART="1")
-    assert ended.returncode == 0, ended.output
-    assert "1.ckpt is still being copied after 0.2 s, and was dropped" in ended.output
-
-
-NOT_CLOSED = """
-import sys
-from lightning_dist.checkpoint.checkpointer import Checkpointer
-from lightning_dist.checkpoint.snapshot.copying import LaterCopy
-from lightning_dist.checkpoint.settings import CheckpointSettings
-from snapshots import trained
-
-model, optimizer = trained()
-checkpointer = Checkpointer(CheckpointSettings())
-checkpointer.open(sys.argv[1])
-checkpointer.watch([optimizer])
-copy = LaterCopy.run
-LaterCopy.run = lambda self: sys.stdin.readline() and copy(self)
-checkpointer.save(model.state_dict(), f"{sys.argv[1]}/1.ckpt", step=1)
-print("ends", flush=True)
-"""
+    with copying(quick_python, tmp_path / "here", writer, "closes") as process:
+        assert process.wait() == 0
+        assert process.stdout is not None
+        said = process.stdout.read().decode()
+    assert "1.ckpt is still being copied after 0.2 s, and was dropped" in said
 
 
 def test_a_copy_that_goes_on_is_waited_for_at_the_end_of_a_process(
     tmp_path: Path, quick_python: list[str]
 ) -> None:
     """Of a script that closes nothing."""
-    with subprocess.Popen(
-        [*quick_python, "-c", NOT_CLOSED, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=environment_of({"TAKEN_APART": "1"}),
-    ) as process:
-        timer = threading.Timer(LIMIT, process.kill)
-        timer.start()
+    with copying(quick_python, tmp_path, "auto", "") as process:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == b"ends\n"
@@ -143,11 +134,8 @@ def test_a_copy_that_goes_on_is_waited_for_at_the_end_of_a_process(
         process.stdin.write(b"go on\n")
         process.stdin.close()
         assert process.wait() == 0
-        timer.cancel()
-    checkpointer = Checkpointer(CheckpointSettings())
-    checkpointer.open(str(tmp_path))  # its writer has ended
-    assert (tmp_path / "1.ckpt").exists()
-    checkpointer.close(LIMIT)
+    with opened(tmp_path):  # its writer has ended
+        assert (tmp_path / "1.ckpt").exists()
 
 
 def test_a_step_waits_for_a_copy_no_longer_than_it_may(
@@ -164,33 +152,13 @@ def test_a_step_waits_for_a_copy_no_longer_than_it_may(
 def test_a_save_waits_for_a_stuck_writer_no_longer_than_it_may(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpointer = Checkpointer(CheckpointSettings())
-    checkpointer.open(str(tmp_path))
-    writer = checkpointer._delivery.writer
-    assert isinstance(writer, WriterProcess)
-    os.kill(writer.pid, signal.SIGSTOP)
-    try:
+    with opened(tmp_path) as checkpointer, stopped_writer(checkpointer):
         checkpointer.save(small_state(1), f"{tmp_path}/1.ckpt", step=1)
         monkeypatch.setattr(checkpointer._delivery, "_patience", 0.2)
         error = ends(lambda: checkpointer.save(small_state(2), f"{tmp_path}/2.ckpt", step=2))
-    finally:
-        os.kill(writer.pid, signal.SIGCONT)
     assert isinstance(error, CheckpointError)
     assert f"{tmp_path}/1.ckpt is still being written after" in str(error)
-    checkpointer.close(LIMIT)
     assert (tmp_path / "1.ckpt").exists()
-
-
-@contextmanager
-def stopped(checkpointer: Checkpointer) -> Iterator[None]:
-    """Its writer does nothing meanwhile."""
-    writer = checkpointer._delivery.writer
-    assert isinstance(writer, WriterProcess)
-    os.kill(writer.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(writer.pid, signal.SIGCONT)
 
 
 def test_the_wait_allows_for_the_bytes_of_files(
@@ -198,16 +166,13 @@ def test_the_wait_allows_for_the_bytes_of_files(
 ) -> None:
     """As AsyncStateCheckpointer saves them; an upload of 2 MB/s is slow, not stuck."""
     (tmp_path / "optimizer.bin").write_bytes(bytes(1_000_000))
-    checkpointer = Checkpointer(CheckpointSettings())
-    checkpointer.open(f"{tmp_path}/here")
-    with stopped(checkpointer):
+    with opened(tmp_path / "here") as checkpointer, stopped_writer(checkpointer):
         files = [("optimizer.bin", f"{tmp_path}/optimizer.bin")]
         checkpointer.save_files(files, f"{tmp_path}/here/1", step=1)
         monkeypatch.setattr(checkpointer._delivery, "_patience", 0.2)
         error = ends(checkpointer.wait_for_turn)
     assert isinstance(error, CheckpointError)
     assert "still being written after 0.7 s" in str(error)
-    checkpointer.close(LIMIT)
 
 
 def save_part(checkpointer: Checkpointer, group: Any, target: str) -> None:
@@ -230,19 +195,17 @@ def test_a_stuck_writer_of_one_rank_is_an_error_on_all_ranks(
     """And nobody waits in a collective for the rank that gave up."""
 
     def body(rank: Rank) -> Exception | None:
-        group = rank.group("checkpoint")
-        checkpointer = Checkpointer(CheckpointSettings(), group=group)
-        open_together(checkpointer, f"{tmp_path}/together", rank)
         error: Exception | None = None
-        with stopped(checkpointer) if rank.rank == 1 else nullcontext():
+        with ExitStack() as stack:
+            checkpointer = stack.enter_context(opened_together(tmp_path / "together", rank))
             if rank.rank == 1:
+                stack.enter_context(stopped_writer(checkpointer))
                 checkpointer.save(small_state(1), f"{tmp_path}/together/mine.ckpt", step=1)
                 checkpointer._delivery._patience = 0.2
             try:
-                action(checkpointer, group, f"{tmp_path}/together/2")
+                action(checkpointer, rank.group("checkpoint"), f"{tmp_path}/together/2")
             except Exception as raised:
                 error = raised
-        checkpointer.close(LIMIT)
         return error
 
     for error in run_threads(body, 2):
@@ -251,17 +214,12 @@ def test_a_stuck_writer_of_one_rank_is_an_error_on_all_ranks(
 
 
 def test_a_writer_that_crashes_says_why(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(CheckpointSettings())
-    checkpointer.open(str(tmp_path))
-    writer = checkpointer._delivery.writer
-    assert isinstance(writer, WriterProcess)
-    os.kill(writer.pid, signal.SIGSTOP)
-    writer._put("nothing that it knows")
-    checkpointer.save(small_state(1), f"{tmp_path}/1.ckpt", step=1)
-    os.kill(writer.pid, signal.SIGCONT)
-    checkpointer.wait(LIMIT)
-    (event,) = [each for each in checkpointer.poll() if isinstance(each, Failed)]
+    with opened(tmp_path) as checkpointer:
+        with stopped_writer(checkpointer) as writer:
+            writer._put("nothing that it knows")
+            checkpointer.save(small_state(1), f"{tmp_path}/1.ckpt", step=1)
+        checkpointer.wait(LIMIT)
+        (event,) = [each for each in checkpointer.poll() if isinstance(each, Failed)]
     assert event.reason.startswith(
         f"the checkpoint writer (process {writer.pid}) has ended with exit status 1: AttributeError"
     )
-    checkpointer.close(LIMIT)

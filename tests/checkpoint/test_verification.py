@@ -44,57 +44,65 @@ def undetected(checkpoint: Path, file: Path, damage: Damage, start: int = 0) -> 
     return missed
 
 
-@pytest.mark.parametrize("damage", [flip, truncate])
-def test_every_byte_of_a_file_counts(tmp_path: Path, damage: Damage) -> None:
-    path = tmp_path / "x.ckpt"
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "x.ckpt"
+
+
+@pytest.fixture
+def single(path: Path) -> Path:
+    """A checkpoint in one file."""
     write_file(path, small_state())
-    assert undetected(path, path, damage) == []
+    return path
+
+
+@pytest.fixture
+def sharded(path: Path) -> Path:
+    """A checkpoint of two ranks."""
+    write_folder(folder_saves(path, small_state(), 2))
+    return path
 
 
 @pytest.mark.parametrize("damage", [flip, truncate])
-def test_every_byte_of_a_folder_counts(tmp_path: Path, damage: Damage) -> None:
-    path = tmp_path / "x.ckpt"
-    write_folder(folder_saves(path, small_state(), 2))
-    files = sorted(path.iterdir())
+def test_every_byte_of_a_file_counts(single: Path, damage: Damage) -> None:
+    assert undetected(single, single, damage) == []
+
+
+@pytest.mark.parametrize("damage", [flip, truncate])
+def test_every_byte_of_a_folder_counts(sharded: Path, damage: Damage) -> None:
+    files = sorted(sharded.iterdir())
     assert len(files) == 3
     for file in files:
-        assert undetected(path, file, damage) == []
+        assert undetected(sharded, file, damage) == []
 
 
-def test_bytes_behind_the_end_count(tmp_path: Path) -> None:
-    path = tmp_path / "x.ckpt"
-    write_file(path, small_state())
-    path.write_bytes(path.read_bytes() + b"\0")
+def test_bytes_behind_the_end_count(single: Path) -> None:
+    single.write_bytes(single.read_bytes() + b"\0")
     with pytest.raises(CorruptCheckpointError):
-        verify(str(path))
+        verify(str(single))
 
 
-def test_every_file_of_a_folder_is_missed(tmp_path: Path) -> None:
-    path = tmp_path / "x.ckpt"
-    write_folder(folder_saves(path, small_state(), 2))
-    for file in sorted(path.iterdir()):
+def test_every_file_of_a_folder_is_missed(sharded: Path) -> None:
+    for file in sorted(sharded.iterdir()):
         content = file.read_bytes()
         file.unlink()
         with pytest.raises(CorruptCheckpointError, match=file.name):
-            load(str(path))
+            load(str(sharded))
         file.write_bytes(content)
-    verify(str(path))
+    verify(str(sharded))
 
 
-def test_torch_loads_a_flipped_file_and_load_does_not(tmp_path: Path) -> None:
-    path = tmp_path / "x.ckpt"
-    write_file(path, small_state())
-    data = path.read_bytes()
+def test_torch_loads_a_flipped_file_and_load_does_not(single: Path) -> None:
+    data = single.read_bytes()
     position = data.index(torch.tensor([11.0, 12.0]).numpy().tobytes())
-    path.write_bytes(flip(data, position))
-    assert not torch.equal(torch.load(path)["weight"], small_state()["weight"])
+    single.write_bytes(flip(data, position))
+    assert not torch.equal(torch.load(single)["weight"], small_state()["weight"])
     with pytest.raises(CorruptCheckpointError, match="data/0 has changed since it was written"):
-        load(str(path))
-    assert not torch.equal(load(str(path), check=False)["weight"], small_state()["weight"])
+        load(str(single))
+    assert not torch.equal(load(str(single), check=False)["weight"], small_state()["weight"])
 
 
-def test_every_byte_of_the_data_in_a_file_of_torch_counts(tmp_path: Path) -> None:
-    path = tmp_path / "x.ckpt"
+def test_every_byte_of_the_data_in_a_file_of_torch_counts(path: Path) -> None:
     torch.save(small_state(), path)
     assert verify(str(path)).kind == "torch.save"
     assert verify(str(path)).origin is None
@@ -112,35 +120,33 @@ def test_every_byte_of_the_data_in_a_file_of_torch_counts(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("damage", [flip, truncate])
-def test_damage_of_foreign_headers_is_never_another_error(tmp_path: Path, damage: Damage) -> None:
-    path = tmp_path / "x.ckpt"
+def test_damage_of_foreign_headers_is_never_another_error(path: Path, damage: Damage) -> None:
     torch.save(torch.ones(1), path)
     missed = undetected(path, path, damage)
     assert (missed == []) == (damage is truncate)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("kind", ["single", "sharded"])
 @pytest.mark.parametrize("act", [describe, verify, load])
 def test_a_newer_format_says_upgrade(
-    tmp_path: Path, sharded: bool, act: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    act: Callable[[str], object],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path = tmp_path / "x.ckpt"
     with monkeypatch.context() as patch:
         patch.setattr(manifests, "VERSION", 2)
-        if sharded:
-            write_folder(folder_saves(path, small_state(), 1))
-        else:
-            write_file(path, small_state())
+        path = request.getfixturevalue(kind)
     with pytest.raises(CheckpointError, match=r"newer lightning_dist.*upgrade") as error:
         act(str(path))
     assert not isinstance(error.value, CorruptCheckpointError)
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"PK\5\6" + bytes(18)], ids=repr)
-def test_what_is_no_checkpoint_is_called_so(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "x.ckpt").write_bytes(content)
+def test_what_is_no_checkpoint_is_called_so(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
     with pytest.raises(CorruptCheckpointError):
-        verify(str(tmp_path / "x.ckpt"))
+        verify(str(path))
 
 
 def test_other_zips_and_folders_are_no_checkpoints(tmp_path: Path) -> None:
@@ -155,10 +161,10 @@ def test_other_zips_and_folders_are_no_checkpoints(tmp_path: Path) -> None:
         verify(str(tmp_path))
 
 
-def test_nothing_is_a_missing_file(tmp_path: Path) -> None:
+def test_nothing_is_a_missing_file(path: Path) -> None:
     for act in (describe, verify, load):
         with pytest.raises(FileNotFoundError):
-            act(f"{tmp_path}/x.ckpt")
+            act(str(path))
 
 
 def test_descriptions(tmp_path: Path) -> None:
@@ -172,8 +178,7 @@ def test_descriptions(tmp_path: Path) -> None:
     assert sharded.nbytes == sum(sizes)
 
 
-def test_a_file_of_an_old_torch_is_foreign(tmp_path: Path) -> None:
-    path = tmp_path / "old.ckpt"
+def test_a_file_of_an_old_torch_is_foreign(path: Path) -> None:
     torch.save({"weight": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
     assert verify(str(path)).kind == "torch.save"
     assert torch.equal(load(str(path))["weight"], torch.ones(3))

@@ -73,8 +73,11 @@ def writer(tmp_path: Path) -> Iterator[Scripted]:
 
 
 def test_what_was_replaced_is_removed_after_the_success(writer: Scripted) -> None:
-    assert isinstance(writer.save("a"), Committed)
-    assert isinstance(writer.save("b"), Committed)
+    writer.save("a")
+    event = writer.save("b", 7)
+    nbytes = (writer.folder / "b").stat().st_size
+    assert isinstance(event, Committed)
+    assert (event.origin, event.target, event.nbytes) == (origin(7), f"{writer.folder}/b", nbytes)
     assert writer.remove("a") == Done(f"{writer.folder}/a")
     assert writer.names() == ["b"]
 
@@ -151,14 +154,6 @@ def test_a_removal_that_fails_is_tried_again_and_no_failed_save(
     writer.link("c", "last")
     assert_equal(load(f"{writer.folder}/last"), small_state(3))
     assert writer.names() == ["c", "last"], "it was not tried again"
-
-
-def test_events_tell_bytes_and_origin(writer: Scripted) -> None:
-    event = writer.save("a", 7)
-    assert isinstance(event, Committed)
-    assert event.origin == origin(7)
-    assert event.target == f"{writer.folder}/a"
-    assert event.nbytes == (writer.folder / "a").stat().st_size
 
 
 def test_files_and_folders_take_each_others_names(tmp_path: Path) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
-from calls import program
-from click.testing import Result
-from processes import port, run_together
+from calls import refusal
+from processes import Finished, port, run_together
 
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable
 from lightning_dist.cli.bench import nbytes_of, print_report, sizes_of
@@ -30,10 +28,6 @@ def quick_bench(quick_python: list[str]) -> list[str]:
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-
-
-def bench(*words: str | Path) -> Result:
-    return program("bench", *words)
 
 
 def test_sizes_are_those_of_nccl_tests() -> None:
@@ -73,17 +67,12 @@ def test_groups() -> None:
 def test_bad_input(monkeypatch: pytest.MonkeyPatch, words: str, problem: str) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "999", "LOCAL_WORLD_SIZE": "999"}.items():
         monkeypatch.setenv(name, value)
-    result = bench(*words.split())
-    assert (result.exit_code, result.stdout) == (2, "")
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("lightning-dist: ")
-    assert problem in line
+    assert problem in refusal("bench", *words.split())
 
 
 def test_without_a_launcher() -> None:
-    result = bench()
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "torchrun --nproc-per-node N --no-python lightning-dist bench" in result.stderr
+    said = refusal("bench")
+    assert "torchrun --nproc-per-node N --no-python lightning-dist bench" in said
 
 
 def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,25 +100,22 @@ def test_a_matrix_names_the_slowest_pair(capsys: pytest.CaptureFixture[str]) -> 
     assert last.startswith("slowest: rank 2 on b to rank 3 on c, 250 Mbit/s, 25 % of the fastest")
 
 
-def of_rank(rank: int, at: int, hosts: list[str]) -> dict[str, str]:
-    """A launcher's variables."""
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(len(hosts)),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(at),
-        "LIGHTNING_DIST_HOSTNAME": hosts[rank],
-    }
+def on_ranks(
+    command: list[str], words: str, hosts: list[str], *, limit: float = 100
+) -> list[Finished]:
+    """The program on a rank for each of ``hosts``, as a launcher starts it; on CPUs."""
+    common = {"WORLD_SIZE": str(len(hosts)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port())}
+    of_ranks = [
+        {**common, "RANK": str(rank), "LIGHTNING_DIST_HOSTNAME": host}
+        for rank, host in enumerate(hosts)
+    ]
+    commands = [[*command, "--device", "cpu", *words.split()]] * len(hosts)
+    return run_together(commands, of_ranks, limit=limit)
 
 
 def test_all_collectives(quick_bench: list[str]) -> None:
-    hosts, at = ["a", "a"], port()
-    words = "--min-bytes 64K --max-bytes 1M --step-factor 16 --iters 3 --device cpu --json"
-    done = run_together(
-        [[*quick_bench, *words.split()]] * 2,
-        [of_rank(rank, at, hosts) for rank in range(2)],
-        limit=100,
-    )
+    words = "--min-bytes 64K --max-bytes 1M --step-factor 16 --iters 3 --json"
+    done = on_ranks(quick_bench, words, ["a", "a"])
     first, other = (each.require_success().output for each in done)
     assert "groups" not in other
     (group,) = json.loads(first[first.index("{") :])["groups"]
@@ -143,11 +129,8 @@ def test_all_collectives(quick_bench: list[str]) -> None:
 
 
 def test_pairs(quick_bench: list[str]) -> None:
-    hosts, at = ["a", "b", "a"], port()
-    command = [*quick_bench, "--pairs", "--group", "intra", "-e", "64K", "--device", "cpu"]
-    done = run_together(
-        [[*command, "--json"]] * 3, [of_rank(rank, at, hosts) for rank in range(3)], limit=100
-    )
+    hosts = ["a", "b", "a"]
+    done = on_ranks(quick_bench, "--pairs --group intra -e 64K --json", hosts)
     first, *others = [each.require_success().output for each in done]
     assert not any("groups" in each for each in others)
     (group,) = json.loads(first[first.index("{") :])["groups"]
@@ -170,9 +153,8 @@ main()
 
 
 def test_timeout_bounds_what_is_measured(quick_python: list[str]) -> None:
-    at, hosts = port(), ["a", "a"]
-    command = [*quick_python, "-c", LEFT_WAITING, "bench", "--device", "cpu", "--timeout", "2"]
-    done = run_together([command] * 2, [of_rank(rank, at, hosts) for rank in range(2)], limit=60)
+    command = [*quick_python, "-c", LEFT_WAITING, "bench"]
+    done = on_ranks(command, "--timeout 2", ["a", "a"], limit=60)
     assert done[0].returncode == 2
     assert "Timed out waiting 2000ms" in done[0].output
 
@@ -187,11 +169,7 @@ def test_timeout_bounds_what_is_measured(quick_python: list[str]) -> None:
 def test_what_is_wrong_with_all_ranks_is_said_once(
     quick_bench: list[str], words: str, problem: str
 ) -> None:
-    at = port()
-    command = [*quick_bench, *words.split(), "--device", "cpu"]
-    done = run_together(
-        [command] * 2, [of_rank(rank, at, ["a", "a"]) for rank in range(2)], limit=100
-    )
+    done = on_ranks(quick_bench, words, ["a", "a"])
     assert [each.returncode for each in done] == [2, 2]
     said = [f"lightning-dist: {problem}" in each.output for each in done]
     assert said == [True, False]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ckpt_calls import LEFTOVER, ckpt, listed, names, refusal, steps
+from calls import LEFTOVER, ckpt, listed, names, printed, refusal, steps
 from cli_saves import damage, save_file, save_sharded
 from folder_owners import owner
 from hypothesis import given
@@ -21,12 +21,17 @@ from hypothesis import strategies as st
 from lightning_dist.checkpoint.disk.storage import storage_of
 
 
+def left_of(folder: Path, keep: int = 1) -> set[str]:
+    """What is there when it has been pruned."""
+    printed("ckpt", "prune", folder, "--keep", str(keep), "--yes")
+    return names(folder)
+
+
 def test_prune_keeps_the_newest(tmp_path: Path) -> None:
     steps(tmp_path, 3, 1, 2, 4)
-    result = ckpt("prune", tmp_path, "--keep", "2", "--yes")
-    assert result.exit_code == 0
+    text = printed("ckpt", "prune", tmp_path, "--keep", "2", "--yes")
     assert names(tmp_path) == {"3.ckpt", "4.ckpt"}
-    lines = [line.split()[:2] for line in result.stdout.splitlines()]
+    lines = [line.split()[:2] for line in text.splitlines()]
     assert lines == [
         ["keep", f"{tmp_path}/4.ckpt:"],
         ["keep", f"{tmp_path}/3.ckpt:"],
@@ -50,9 +55,8 @@ def test_prune_asks(tmp_path: Path) -> None:
 
 def test_a_dry_run_changes_nothing(tmp_path: Path) -> None:
     steps(tmp_path, 1, 2)
-    result = ckpt("prune", tmp_path, "--keep", "1", "--dry-run")
-    assert result.exit_code == 0
-    assert f"remove  {tmp_path}/1.ckpt" in result.stdout
+    text = printed("ckpt", "prune", tmp_path, "--keep", "1", "--dry-run")
+    assert f"remove  {tmp_path}/1.ckpt" in text
     assert sorted(os.listdir(tmp_path)) == ["1.ckpt", "2.ckpt"]
 
 
@@ -73,7 +77,7 @@ def test_prune_continues_without_locks_on_request(
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "fcntl", refuse)
-    assert "--no-lock" in refusal("prune", tmp_path, "--keep", "1", "--yes")
+    assert "--no-lock" in refusal("ckpt", "prune", tmp_path, "--keep", "1", "--yes")
     result = ckpt("prune", tmp_path, "--keep", "1", "--no-lock", stdin="y\n")
     assert "no locks here" in result.stdout
     assert sorted(os.listdir(tmp_path)) == [LEFTOVER, "2.ckpt"]
@@ -84,11 +88,10 @@ def test_damaged_ones_do_not_count_and_stay(tmp_path: Path) -> None:
     save_sharded(tmp_path / "4.ckpt", step=4)
     damage(tmp_path / "3.ckpt")
     (tmp_path / "4.ckpt" / "manifest.json").unlink()
-    result = ckpt("prune", tmp_path, "--keep", "1", "--yes")
-    assert result.exit_code == 0
+    text = printed("ckpt", "prune", tmp_path, "--keep", "1", "--yes")
     assert names(tmp_path) == {"2.ckpt", "3.ckpt", "4.ckpt"}
-    assert "has changed since it was written" in result.stdout
-    assert "has no manifest.json" in result.stdout
+    assert "has changed since it was written" in text
+    assert "has no manifest.json" in text
 
 
 def test_what_others_wrote_stays(tmp_path: Path) -> None:
@@ -127,7 +130,7 @@ def test_prune_refuses_while_somebody_writes(
 ) -> None:
     steps(tmp_path, 1, 2)
     with owner(tmp_path, *calls) as other:
-        said = refusal("prune", tmp_path, "--keep", "1", *arguments)
+        said = refusal("ckpt", "prune", tmp_path, "--keep", "1", *arguments)
         assert said.startswith(f"{tmp_path} is in use by ")
         assert f"process {other.pid} on " in said
         assert names(tmp_path) == {"1.ckpt", "2.ckpt"}
@@ -195,8 +198,7 @@ def test_prune_keeps_as_many_whole_ones_as_asked(
         make(folder, step, state, name, link)
     before, all_names = whole(folder), names(folder)
     steps_of = {name: each["step"] for name, each in listed(folder).items()}
-    result = ckpt("prune", folder, "--keep", str(keep), "--yes")
-    assert result.exit_code == 0
+    printed("ckpt", "prune", folder, "--keep", str(keep), "--yes")
     after, left = whole(folder), names(folder)
 
     assert after == before & left, "nothing that stays is harmed"
@@ -217,8 +219,7 @@ def test_what_last_is_linked_to_stays(tmp_path: Path, symbolic: bool, sharded: b
         save(tmp_path / f"{step}.ckpt", step=step)
     storage, inside = storage_of(str(tmp_path))
     storage.link(f"{inside}/2.ckpt", f"{inside}/last.ckpt", symbolic=symbolic)
-    ckpt("prune", tmp_path, "--keep", "1", "--yes")
-    assert names(tmp_path) == {"4.ckpt", "2.ckpt", "last.ckpt"}
+    assert left_of(tmp_path) == {"4.ckpt", "2.ckpt", "last.ckpt"}
     assert ckpt("verify", tmp_path).exit_code == 0
 
 
@@ -244,27 +245,23 @@ def test_copies_that_a_user_made_stay(tmp_path: Path, whole: bool) -> None:
         os.truncate(tmp_path / "teacher.ckpt", 500)
         manifest = tmp_path / "other.ckpt" / "manifest.json"
         manifest.write_text(manifest.read_text()[:-1])
-    ckpt("prune", tmp_path, "--keep", "1", "--yes")
-    assert names(tmp_path) == {"4.ckpt", "other.ckpt", "teacher.ckpt"}
+    assert left_of(tmp_path) == {"4.ckpt", "other.ckpt", "teacher.ckpt"}
 
 
 def test_what_a_link_of_a_user_points_to_stays(tmp_path: Path) -> None:
     steps(tmp_path, 1, 2, 3)
     (tmp_path / "paper.ckpt").symlink_to("1.ckpt")
-    ckpt("prune", tmp_path, "--keep", "1", "--yes")
-    assert names(tmp_path) == {"3.ckpt", "1.ckpt", "paper.ckpt"}
+    assert left_of(tmp_path) == {"3.ckpt", "1.ckpt", "paper.ckpt"}
 
 
 def test_last_of_a_save_of_its_own_does_not_count(tmp_path: Path) -> None:
     steps(tmp_path, 1, 2)
     save_file(tmp_path / "last.ckpt", step=3)
-    ckpt("prune", tmp_path, "--keep", "1", "--yes")
-    assert names(tmp_path) == {"last.ckpt", "2.ckpt"}
+    assert left_of(tmp_path) == {"last.ckpt", "2.ckpt"}
 
 
 def test_a_damaged_last_stays_and_so_does_what_it_points_to(tmp_path: Path) -> None:
     steps(tmp_path, 1, 2)
     os.truncate(tmp_path / "2.ckpt", 500)  # not even its headers can be read
     (tmp_path / "last.ckpt").symlink_to("2.ckpt")
-    ckpt("prune", tmp_path, "--keep", "1", "--yes")
-    assert names(tmp_path) == {"1.ckpt", "2.ckpt", "last.ckpt"}
+    assert left_of(tmp_path) == {"1.ckpt", "2.ckpt", "last.ckpt"}

@@ -9,10 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from calls import LOADED, printed, profile, refusal, save
 from planted import Planted, bare, replace
 from processes import run
-from profile_calls import profile, refusal, save
-from test_program import LOADED
 
 from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.analysis.summarize import summarize
@@ -34,12 +33,11 @@ def written(folder: Path) -> set[str]:
 
 
 def test_report_prints_the_summary_and_writes_the_page(folder: Path) -> None:
-    result = profile("report", folder)
-    assert (result.exit_code, result.stderr) == (0, "")
+    text = printed("profile", "report", folder)
     run = read_run(folder)
     summary = with_whatif(summarize(run), run, lambda observed: read_costs(folder))
-    assert result.stdout.startswith(summary.headline)
-    assert result.stdout.endswith(f"written to {folder}: summary.json, report.html\n")
+    assert text.startswith(summary.headline)
+    assert text.endswith(f"written to {folder}: summary.json, report.html\n")
     assert written(folder) == {"summary.json", "report.html"}
     assert summary.headline in (folder / "report.html").read_text()
     assert (folder / "summary.json").read_text() == to_json(summary.as_dict()) + "\n"
@@ -73,10 +71,9 @@ def test_files_are_made_anew(folder: Path) -> None:
 
 
 def test_json_and_nothing_else(folder: Path) -> None:
-    result = profile("report", folder, "--json", "--no-html")
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert json.loads(result.stdout) == json.loads((folder / "summary.json").read_text())
-    assert json.loads(result.stdout)["straggler"] == 1
+    text = printed("profile", "report", folder, "--json", "--no-html")
+    assert json.loads(text) == json.loads((folder / "summary.json").read_text())
+    assert json.loads(text)["straggler"] == 1
 
 
 def test_what_cannot_be_written_is_said_and_the_summary_still_printed(folder: Path) -> None:
@@ -106,10 +103,9 @@ def test_half_a_run_is_half_a_report(folder: Path) -> None:
     (folder / "rank1.jsonl").unlink()
     lines = (folder / "rank0.jsonl").read_text()
     (folder / "rank0.jsonl").write_text(lines[: len(lines) // 2])
-    result = profile("report", folder, "--trace", "--csv")
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert "note: nothing of rank 1" in result.stdout
-    assert "note: rank0.jsonl: 1 line truncated or invalid" in result.stdout
+    text = printed("profile", "report", folder, "--trace", "--csv")
+    assert "note: nothing of rank 1" in text
+    assert "note: rank0.jsonl: 1 line truncated or invalid" in text
 
 
 def test_a_profile_without_steps_says_why_and_fails(tmp_path: Path) -> None:
@@ -138,24 +134,25 @@ def test_what_has_no_steps_is_compared_with_nothing(tmp_path: Path, folder: Path
 
 def test_what_is_no_profile(tmp_path: Path, folder: Path) -> None:
     for command in (["report"], ["compare", folder]):
-        said = refusal(*command, tmp_path / "no")
+        said = refusal("profile", *command, tmp_path / "no")
         assert said == f"{tmp_path}/no is not a folder; give one that CommProfiler has written"
         other = save(tmp_path / "run2", PLANTED.run())
-        said = refusal(*command, tmp_path)
+        said = refusal("profile", *command, tmp_path)
         assert said == (
             f"{tmp_path} has no rank*.jsonl of a communication profile; give one of its runs: "
             f"{folder}, {other}"
         )
         (tmp_path / "empty").mkdir(exist_ok=True)
-        said = refusal(*command, tmp_path / "empty")
+        said = refusal("profile", *command, tmp_path / "empty")
         assert said == f"{tmp_path}/empty has no rank*.jsonl of a communication profile"
-    assert refusal("compare", tmp_path / "no", folder).startswith(f"{tmp_path}/no is not")
+    assert refusal("profile", "compare", tmp_path / "no", folder).startswith(
+        f"{tmp_path}/no is not"
+    )
 
 
 def test_the_only_run_of_a_folder_is_taken(folder: Path, tmp_path: Path) -> None:
-    result = profile("report", tmp_path, "--no-html")
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout.endswith(f"written to {folder}: summary.json\n")
+    text = printed("profile", "report", tmp_path, "--no-html")
+    assert text.endswith(f"written to {folder}: summary.json\n")
     assert {path.name for path in tmp_path.iterdir()} == {folder.name}
     both = profile("compare", tmp_path, folder).stdout.splitlines()
     assert both[0].split(" (")[0] == f"A: {folder}"
@@ -166,9 +163,8 @@ def test_the_only_run_of_a_folder_is_taken(folder: Path, tmp_path: Path) -> None
 
 def test_compare_shows_what_differs(folder: Path, tmp_path: Path) -> None:
     other = save(tmp_path / "other", replace(PLANTED, forward=220, sent=500_000).run())
-    result = profile("compare", folder, other)
-    assert (result.exit_code, result.stderr) == (0, "")
-    a, b, verdict, _, *rows = result.stdout.splitlines()
+    text = printed("profile", "compare", folder, other)
+    a, b, verdict, _, *rows = text.splitlines()
     assert a == f"A: {folder} (int8, 2 ranks, 2 nodes, 10 steps)"
     assert b.startswith(f"B: {other} (")
     assert verdict.endswith("longer: forward +200 ms.")
@@ -188,21 +184,17 @@ def test_compare_shows_what_differs(folder: Path, tmp_path: Path) -> None:
 
 def test_compare_does_not_make_much_of_little(folder: Path, tmp_path: Path) -> None:
     other = save(tmp_path / "other", replace(PLANTED, transfer=16).run())
-    result = profile("compare", folder, other)
-    assert result.exit_code == 0
+    text = printed("profile", "compare", folder, other)
     nothing = "There is no difference beyond the spread of the steps."
-    assert nothing in result.stdout.splitlines()
-    (row,) = [
-        line for line in result.stdout.splitlines() if line.lstrip().startswith("exposed transfer")
-    ]
+    assert nothing in text.splitlines()
+    (row,) = [line for line in text.splitlines() if line.lstrip().startswith("exposed transfer")]
     assert row.rstrip().endswith("within the spread")
 
 
 def test_compare_for_programs(folder: Path, tmp_path: Path) -> None:
     other = save(tmp_path / "other", replace(PLANTED, steps=4).run())
-    result = profile("compare", folder, other, "--json")
-    assert (result.exit_code, result.stderr) == (0, "")
-    content = json.loads(result.stdout)
+    text = printed("profile", "compare", folder, other, "--json")
+    content = json.loads(text)
     assert (content["b"]["steps"], content["b"]["all_steps"]) == (2, 2)
     assert content["a"]["run"]["codec"] == "int8"
     assert content["verdict"].startswith("The steps cannot be compared")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from calls import printed, profile, refusal, save
 from planted import Planted, replace
-from profile_calls import profile, refusal, save
 
 from lightning_dist.measurement import calibration
 from lightning_dist.measurement.costs import CodecCost
@@ -34,9 +34,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def content(*arguments: str | Path) -> dict[str, Any]:
-    result = profile("whatif", *arguments, "--json")
-    assert (result.exit_code, result.stderr) == (0, "")
-    found: dict[str, Any] = json.loads(result.stdout)
+    text = printed("profile", "whatif", *arguments, "--json")
+    found: dict[str, Any] = json.loads(text)
     return found
 
 
@@ -45,9 +44,8 @@ def rows(text: str) -> list[list[str]]:
 
 
 def test_the_run_and_the_error_come_first(folder: Path) -> None:
-    result = profile("whatif", folder, "--codec", "ddp", "--codec", "fp16")
-    assert (result.exit_code, result.stderr) == (0, "")
-    measured, label, columns, own, best, other, *notes = result.stdout.splitlines()
+    text = printed("profile", "whatif", folder, "--codec", "ddp", "--codec", "fp16")
+    measured, label, columns, own, best, other, *notes = text.splitlines()
     assert measured == (
         "Measured: 197 ms a step (ddp, 2 ranks on 2 nodes, 836 Mbit/s between them)."
     )
@@ -111,18 +109,18 @@ def test_a_refusal_comes_before_anything_is_measured(
 ) -> None:
     measured: list[str] = []
     monkeypatch.setattr(calibration, "_cost", lambda name, *_, **__: measured.append(name))
-    assert refusal("whatif", folder, *arguments.split()).startswith(REFUSALS[arguments])
+    assert refusal("profile", "whatif", folder, *arguments.split()).startswith(REFUSALS[arguments])
     assert measured == []
 
 
 def test_a_profile_of_one_rank_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path / "alone", replace(DDP, world_size=1).run())
-    assert "one rank exchanges nothing" in refusal("whatif", folder)
+    assert "one rank exchanges nothing" in refusal("profile", "whatif", folder)
 
 
 def test_a_run_whose_codec_cannot_be_measured(tmp_path: Path) -> None:
     folder = save(tmp_path / "run", replace(DDP, codec="threshold", encode=1, decode=1).run())
-    said = refusal("whatif", folder, "--codec", "fp16")
+    said = refusal("profile", "whatif", folder, "--codec", "fp16")
     assert said == "This run cannot be simulated: the cost of threshold was not measured"
 
 
@@ -161,7 +159,7 @@ def test_what_codecs_cost_on_a_gpu_is_not_measured_on_a_cpu(
     assert steps["fp16"] < steps["ddp"]
     assert steps["int8"] is None
     for option in ("--measure", "--compiled"):
-        said = refusal(*asked, option)
+        said = refusal("profile", *asked, option)
         assert "need a device like that of the run, cuda, and none is available here" in said
 
 
@@ -190,7 +188,7 @@ def test_one_host_predicts_nothing_for_several_without_a_rate_between_them(tmp_p
     assert "2 ranks on 1 node, each with a link of 100 Mbit/s, ms (sent: MB):" in given[1]
     asked = ["--codec", "ddp", "--codec", "fp16", "--nodes", "64"]
     for more in ([], ["--json"]):
-        assert refusal("whatif", folder, *asked, *more) == (
+        assert refusal("profile", "whatif", folder, *asked, *more) == (
             "The run was on one node; give the rate of a link between nodes with --link-gbps"
         )
     found = content(folder, *asked, "--link-gbps", "10")["scenarios"]
@@ -200,10 +198,9 @@ def test_one_host_predicts_nothing_for_several_without_a_rate_between_them(tmp_p
 def test_what_alone_cannot_be_predicted_is_a_note_with_the_option(tmp_path: Path) -> None:
     folder = save(tmp_path / "run", replace(DDP, world_size=4).run())
     write_costs(folder, KEPT)
-    result = profile("whatif", folder, "--codec", "fp16")
-    assert result.exit_code == 0
-    assert "note: n/a for fp16 hierarchical, leader: no exchange inside a node" in result.stdout
-    assert "with --inside-gbps" in result.stdout
+    text = printed("profile", "whatif", folder, "--codec", "fp16")
+    assert "note: n/a for fp16 hierarchical, leader: no exchange inside a node" in text
+    assert "with --inside-gbps" in text
 
 
 def test_a_report_reads_what_the_run_has_measured(folder: Path) -> None:
@@ -219,10 +216,9 @@ def test_a_report_reads_what_the_run_has_measured(folder: Path) -> None:
 def test_local_steps_are_said_for_every_codec(folder: Path) -> None:
     write_costs(folder, KEPT)
     asked = [folder, "--codec", "fp16", "--local-steps", "16", "--below", "5"]
-    result = profile("whatif", *asked)
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert re.search(r"fp16 every 16 steps .* waits 6\.9 % of the time", result.stdout)
-    assert re.search(r"fp16 every 23 steps .* waits 4\.9 % of the time", result.stdout)
+    text = printed("profile", "whatif", *asked)
+    assert re.search(r"fp16 every 16 steps .* waits 6\.9 % of the time", text)
+    assert re.search(r"fp16 every 23 steps .* waits 4\.9 % of the time", text)
     local = [each for each in content(*asked)["scenarios"] if each["sync_every"]]
     assert [each["sync_every"] for each in local] == [23, 16]
 
@@ -230,7 +226,6 @@ def test_local_steps_are_said_for_every_codec(folder: Path) -> None:
 def test_local_steps_in_fragments_that_overlap(folder: Path) -> None:
     write_costs(folder, KEPT)
     asked = ["--codec", "fp16", "--local-steps", "16", "--fragments", "2", "--overlap-steps", "1"]
-    result = profile("whatif", folder, *asked)
-    assert (result.exit_code, result.stderr) == (0, "")
+    text = printed("profile", "whatif", folder, *asked)
     name = "fp16 every 16 steps in 2 fragments with 1 step overlap"
-    assert name in " ".join(result.stdout.split())
+    assert name in " ".join(text.split())

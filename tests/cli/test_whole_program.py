@@ -1,42 +1,39 @@
-"""What holds for every command: help, JSON, completion, exit codes, quiet where nobody looks."""
+"""What holds for every command: help, JSON, completion, exit codes, quiet where nobody looks.
+
+Also of the installed program ``lightning-dist``, in processes of its own.
+"""
 
 from __future__ import annotations
 
 import json
+import platform
+import subprocess
 import sys
 from pathlib import Path
 
-import click
+import lightning
 import pytest
-from calls import PROGRAM, program
+import torch
+from calls import LOADED, commands, program, save
 from cli_saves import damage, save_file
 from planted import Planted
-from profile_calls import save
+from processes import run
 from terminals import on_terminal
 
+import lightning_dist
 from lightning_dist import CODECS
 from lightning_dist.cli import main
 
-COMMANDS = [
-    *("bench", "codecs", "config", "doctor", "launch"),
-    *(f"ckpt {name}" for name in ("ls", "verify", "prune", "consolidate")),
-    *(f"profile {name}" for name in ("report", "compare", "whatif")),
-]
-
-
-def leaves(command: click.Command, path: str = "") -> list[str]:
-    inner = getattr(command, "commands", {})
-    return [x for name, each in inner.items() for x in leaves(each, f"{path} {name}")] or [path]
+PROGRAM = Path(sys.executable).with_name("lightning-dist")
+PATHS = [*commands()]
+GROUPS = {path[:-1] for path in PATHS if path}
+COMMANDS = [" ".join(path) for path in PATHS if path not in GROUPS]
 
 
 def help_of(command: str) -> str:
     result = program(*command.split(), "--help", env={"COLUMNS": "200"})
     assert result.exit_code == 0
     return result.stdout
-
-
-def test_the_list_is_whole() -> None:
-    assert sorted(path.strip() for path in leaves(PROGRAM)) == sorted(COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -89,7 +86,7 @@ def test_prune_for_programs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion(shell: str) -> None:
+def test_completion_in_every_shell(shell: str) -> None:
     def complete(instruction: str, **environ: str) -> str:
         environ |= {"_LIGHTNING_DIST_COMPLETE": f"{instruction}_{shell}"}
         return program(env=environ, prog_name="lightning-dist").stdout
@@ -171,14 +168,6 @@ def test_tables_fit_80_columns_or_name_the_columns_left_out(
     assert "Columns left out" not in wide
 
 
-def test_without_a_terminal_there_are_no_codes_and_no_bars(tmp_path: Path) -> None:
-    save_file(tmp_path / "1.ckpt")
-    for command in ("verify", "ls"):
-        result = program("ckpt", command, tmp_path)
-        assert (result.exit_code, result.stderr) == (0, "")
-        assert not set("\x1b\r") & set(result.stdout)
-
-
 @pytest.mark.parametrize("words", ["--help", "ckpt prune --help", "bench --nope"])
 def test_help_is_plain_text(
     words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -190,3 +179,113 @@ def test_help_is_plain_text(
     text = "".join(capsys.readouterr())
     assert "Usage: lightning-dist" in text
     assert not set("╭│\x1b") & set(text)
+
+
+def test_the_package_is_the_program_too() -> None:
+    shown = run([sys.executable, "-m", "lightning_dist", "--version"], limit=60).require_success()
+    assert lightning_dist.__version__ in shown.output
+
+
+def test_the_program_ends_with_its_exit_codes_and_no_traceback(tmp_path: Path) -> None:
+    save_file(tmp_path / "1.ckpt")
+    damage(tmp_path / "1.ckpt")
+    checked = run([PROGRAM, "ckpt", "verify", tmp_path], limit=60)
+    assert checked.returncode == 1
+    assert "data/0 has changed since it was written" in checked.output
+    done = subprocess.run(
+        [PROGRAM, "ckpt", "ls", tmp_path / "no"], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"lightning-dist: There is no folder {tmp_path}/no; give the one that checkpoints are "
+        "saved to (dirpath)\n"
+    )
+
+
+def test_prune_owns_the_folder_while_it_asks(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_file(tmp_path / f"{step}.ckpt", step=step)
+    command = [PROGRAM, "ckpt", "prune", tmp_path, "--keep", "1"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    ) as asking:
+        assert asking.stdin is not None
+        assert asking.stdout is not None
+        said = b""
+        while b"Remove 1 checkpoint?" not in said:
+            part = asking.stdout.read(1)
+            assert part, said
+            said += part
+        other = program("ckpt", "prune", tmp_path, "--keep", "1", "--yes")
+        assert other.exit_code == 2
+        assert f"process {asking.pid} on " in other.stderr
+        assert (tmp_path / "1.ckpt").exists()
+        asking.stdin.write(b"y\n")
+        asking.stdin.close()
+        assert asking.wait(60) == 0
+    assert not (tmp_path / "1.ckpt").exists()
+
+
+def test_what_is_read_shows_on_a_terminal_only(tmp_path: Path, quick_python: list[str]) -> None:
+    path = save_file(tmp_path / "x.ckpt")
+    done = on_terminal([*quick_python, "-m", "lightning_dist", "ckpt", "verify", path], piped=True)
+    assert done.returncode == 0
+    assert done.pipe.splitlines()[-1].startswith("ok ")
+    assert f"reading {path}" in done.terminal
+    piped = program("ckpt", "verify", path)
+    assert (piped.exit_code, piped.stderr) == (0, "")
+
+
+def test_the_program_itself_loads_no_torch(tmp_path: Path) -> None:
+    save_file(tmp_path / "1.ckpt")
+    commands = [
+        "--version",
+        "config --show",
+        *(f"ckpt {c} {tmp_path}" for c in ("ls", "verify", "prune --keep=1")),
+    ]
+    assert run([sys.executable, "-c", LOADED, *commands], limit=60).require_success().output == "\n"
+
+
+def test_version() -> None:
+    result = program("--version")
+    assert result.exit_code == 0
+    first, *others = result.stdout.splitlines()
+    assert first == f"lightning-dist {lightning_dist.__version__}"
+    found = dict(line.split(" ") for line in others)
+    assert found["torch"] == torch.__version__
+    assert found["python"] == platform.python_version()
+    assert found["lightning"] == lightning.__version__
+
+
+TOPK = [f"codec=topk:{name}=" for name in ("ratio", "block_size", "values", "decay")]
+HIERARCHICAL = "\n".join(f"hierarchical={word}" for word in ("true", "false", "auto", "leader"))
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("lightning-dist profile whatif --codec in", "int8\nint4"),
+        ("lightning-dist profile whatif --codec d", "ddp\ndgc"),
+        ("lightning-dist config --set st", "start_step="),
+        ("lightning-dist config --set codec=to", "codec=topk"),
+        ("lightning-dist config --set codec=topk:", "\n".join(TOPK)),
+        ("lightning-dist config --set codec=topk:ratio=0.1,v", "codec=topk:ratio=0.1,values="),
+        ("lightning-dist config --set commit=d", "commit=deferred"),
+        ("lightning-dist config --set hierarchical=", HIERARCHICAL),
+        ("lightning-dist config --set method=s", "method=streaming\nmethod=sparseloco"),
+    ],
+)
+def test_completion(line: str, expected: str) -> None:
+    words = {"_TYPER_COMPLETE_ARGS": line, "_LIGHTNING_DIST_COMPLETE": "complete_fish"}
+    result = program(env={**words, "_TYPER_COMPLETE_FISH_ACTION": "get-args"})
+    assert (result.exit_code, result.stdout.strip()) == (0, expected)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["train"], ["ckpt", "rm"], ["ckpt", "ls"], ["--nope"]], ids=str
+)
+def test_wrong_usage(arguments: list[str]) -> None:
+    result = program(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "Usage: " in result.stderr
+    assert "Traceback" not in result.stderr

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-import typer
-from calls import PROGRAM, program
+from calls import commands, program
 
 import lightning_dist
 from lightning_dist import AsyncCheckpoint, CompressedDDPStrategy, LocalUpdateStrategy
@@ -21,18 +20,8 @@ from lightning_dist import AsyncCheckpoint, CompressedDDPStrategy, LocalUpdateSt
 SNAPSHOTS = Path(__file__).with_name("snapshots")
 
 
-def commands(command: typer.core.TyperGroup, *path: str) -> Iterator[tuple[str, ...]]:
-    yield path
-    for name, sub in command.commands.items():
-        if isinstance(sub, typer.core.TyperGroup):
-            yield from commands(sub, *path, name)
-        else:
-            yield (*path, name)
-
-
 def help_texts() -> str:
-    assert isinstance(PROGRAM, typer.core.TyperGroup)
-    texts = [program(*path, "--help", terminal_width=80).stdout for path in commands(PROGRAM)]
+    texts = [program(*path, "--help", terminal_width=80).stdout for path in commands()]
     return "\n\n".join(texts)
 
 

@@ -4,8 +4,8 @@
 
 It tells in ``FOLDER/<worker>.<pid>`` which generations it has been in, a line of JSON each, and
 ends with 0 when there is ``FOLDER/end``. ``FOLDER/exit-<worker>`` has the code with which it ends
-before, ``FOLDER/mute-<worker>`` makes it hang, though it beats, ``FOLDER/other-<worker>`` be of
-another training, and ``FOLDER/late-<worker>`` keeps it from being ready.
+before, ``FOLDER/other-<worker>`` makes it one of another training, and ``FOLDER/late-<worker>``
+keeps it from being ready.
 """
 
 from __future__ import annotations
@@ -94,8 +94,6 @@ def main(folder: Path) -> None:
                 code = int(told.read_text())
                 told.unlink()
                 sys.exit(code)
-            if (folder / f"mute-{name}").exists():
-                threading.Event().wait()
             failed = store.check([Keys.broken(made.number)])
             if failed or store.check([pause := f"pause/{made.number}"]):
                 break

@@ -67,10 +67,8 @@ class Rank:
     def expected(self) -> list[list[int]]:
         """Positions of every pass that is left, one that is repeated for a rank without."""
         plan = self.plan()
-        passes = [
-            plan.micro_batch_at(index).samples for index in range(plan.first_micro_batch, len(plan))
-        ]
-        return [list(each) for each in passes]
+        left = range(plan.first_micro_batch, len(plan))
+        return [list(plan.micro_batch_at(index).samples) for index in left]
 
     def go_to(self, epoch: int) -> None:
         self.cursor.set_epoch(epoch)

@@ -69,6 +69,14 @@ class Scripts:
             outputs = [stdout.fileno(), stderr.fileno()]
             return server.start(command, self.environment(**environment), outputs=outputs)
 
+    def forked(
+        self, command: Sequence[str], *modules: str, server: ForkServer | None = None, **more: str
+    ) -> ForkedProcess:
+        """A fork of a server that has imported these modules, or of one that is there."""
+        forked = self.fork(server or self.serve(command, *modules), command, **more)
+        assert forked is not None
+        return forked
+
     def environment(self, **environment: str) -> Mapping[str, str]:
         paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         return {**os.environ, **paths, "RANK": "3", **environment}
@@ -132,9 +140,7 @@ def test_a_fork_is_as_another_start(as_module: bool, scripts: Scripts) -> None:
     usual = scripts.start(command, ONE="1")
     assert usual.wait(LIMIT) == 0
     expected = json.loads(scripts.take()), scripts.take("stderr")
-    forked = scripts.fork(scripts.serve(command, "json"), command, ONE="1")
-    assert forked is not None
-    assert forked.wait(LIMIT) == 0
+    assert scripts.forked(command, "json", ONE="1").wait(LIMIT) == 0
     assert (json.loads(scripts.take()), scripts.take("stderr")) == expected
     assert expected[0]["environment"]["RANK"] == "3"
 
@@ -152,8 +158,7 @@ def test_a_fork_is_as_another_start(as_module: bool, scripts: Scripts) -> None:
 )
 def test_exit_codes(code: str, expected: int, scripts: Scripts) -> None:
     command = scripts.command(code)
-    forked = scripts.fork(scripts.serve(command), command)
-    assert forked is not None
+    forked = scripts.forked(command)
     assert forked.wait(LIMIT) == expected
     assert forked.poll() == expected
 
@@ -182,8 +187,7 @@ def test_workers_outlive_the_server(scripts: Scripts, caplog: pytest.LogCaptureF
     command = scripts.command("import sys; sys.exit(len(open('end').read()))")
     os.mkfifo("end")
     server = scripts.serve(command)
-    forked = scripts.fork(server, command)
-    assert forked is not None
+    forked = scripts.forked(command, server=server)
     assert server.process is not None
     server.process.kill()
     server.process.wait()
@@ -233,9 +237,7 @@ def test_forks_do_not_share_random_numbers(scripts: Scripts) -> None:
     command = scripts.command("import numpy, random; print(numpy.random.rand(), random.random())")
     server = scripts.serve(command, "numpy", "random")
     for _ in range(2):
-        forked = scripts.fork(server, command)
-        assert forked is not None
-        assert forked.wait(LIMIT) == 0
+        assert scripts.forked(command, server=server).wait(LIMIT) == 0
     first, second = scripts.take().splitlines()
     assert not {*first.split()} & {*second.split()}
 
@@ -245,9 +247,7 @@ def test_forks_have_a_rank_of_their_own_for_lightning(scripts: Scripts) -> None:
     command = scripts.command(
         "import lightning_utilities.core.rank_zero as z, os; print(z.rank_zero_only.rank)"
     )
-    server = scripts.serve(command, "lightning_utilities.core.rank_zero")
-    forked = scripts.fork(server, command, RANK="2")
-    assert forked is not None
+    forked = scripts.forked(command, "lightning_utilities.core.rank_zero", RANK="2")
     assert forked.wait(LIMIT) == 0
     assert scripts.take() == "2\n"
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -15,6 +14,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from store_hosts import StoreHost
 from torch.distributed import Store, TCPStore
 from worlds import Rank, run_threads
 
@@ -26,19 +26,28 @@ from lightning_dist.elastic.recovery.groups import GenerationGroups, init_alone
 from lightning_dist.elastic.recovery.member import Member, RecoveryEnvironment, StoreLostError
 from lightning_dist.elastic.recovery.protocol import Generation, Report, Worker
 
+LIMIT = timedelta(seconds=30)
+
 
 @pytest.fixture
-def generations(monkeypatch: pytest.MonkeyPatch) -> Iterator[Generations]:
+def server() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, timeout=LIMIT, wait_for_workers=False)
+
+
+@pytest.fixture
+def connect(server: TCPStore) -> Callable[[], Store]:
+    return lambda: TCPStore("127.0.0.1", server.port, is_master=False, timeout=LIMIT)
+
+
+@pytest.fixture
+def generations(server: TCPStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Generations]:
     """Of a worker whose peers are lost before it meets them."""
 
     def lose(member: Member) -> None:
         raise RuntimeError("a member was lost")
 
     monkeypatch.setattr(Member, "meet", lose)
-    limit = timedelta(seconds=30)
-    server = TCPStore("127.0.0.1", 0, is_master=True, timeout=limit, wait_for_workers=False)
-    worker = Worker(0, 0, 0)
-    found = Generations(RecoveryEnvironment("127.0.0.1", server.port, worker))
+    found = Generations(RecoveryEnvironment("127.0.0.1", server.port, Worker(0, 0, 0)))
     yield found
     found._member._stop()
 
@@ -65,25 +74,14 @@ def test_a_step_that_fails_again_and_again_is_an_error(generations: Generations)
 @contextmanager
 def member_of_another_process(
     report_timeout: float, beat_timeout: float = 5.0
-) -> Iterator[tuple[Member, int]]:
+) -> Iterator[tuple[Member, StoreHost]]:
     """A member, and the process that hosts its store, in which nobody makes generations."""
-    reading, writing = os.pipe()
-    if (host := os.fork()) == 0:
-        server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.write(writing, str(server.port).encode())
-        signal.pause()
-    port = int(os.read(reading, 16))
-    os.close(reading)
-    os.close(writing)
-    worker = Worker(0, 0, 0)
-    environment = RecoveryEnvironment("127.0.0.1", port, worker, report_timeout, beat_timeout)
-    member = Member(environment, on_broken=lambda: None)
-    try:
+    with StoreHost() as host:
+        timeouts = report_timeout, beat_timeout
+        environment = RecoveryEnvironment("127.0.0.1", host.port, Worker(0, 0, 0), *timeouts)
+        member = Member(environment, on_broken=lambda: None)
         yield member, host
-    finally:
-        os.kill(host, signal.SIGKILL)
-        os.waitpid(host, 0)
-        member._stop()
+    member._stop()
 
 
 @pytest.mark.timeout(60)
@@ -91,8 +89,7 @@ def member_of_another_process(
 def test_a_stopped_store_is_lost_within_the_report_timeout(asks: str) -> None:
     """torch waits for it without a bound, whatever the timeout of the client."""
     with member_of_another_process(0.3) as (member, host):
-        os.kill(host, signal.SIGSTOP)
-        os.waitpid(host, os.WUNTRACED)
+        host.stop()
         arguments = {"announce": [""], "report": [Report(member.name)]}.get(asks, [])
         with pytest.raises(StoreLostError, match=r"within 0\.3 s.*LIGHTNING_DIST_REPORT_TIMEOUT"):
             getattr(member, asks)(*arguments)
@@ -107,7 +104,7 @@ def test_a_leader_may_write_as_long_as_its_beats_arrive() -> None:
         while member._answered == sent:
             os.sched_yield()
         assert not member.lapsed()
-        os.kill(host, signal.SIGSTOP)
+        host.stop()
         while not (why := member.lapsed()):
             os.sched_yield()
         assert why == "the launcher's store has not answered the leader for 3 s"
@@ -143,15 +140,11 @@ def groups() -> Iterator[GenerationGroups]:
     dist.destroy_process_group()
 
 
-def test_connections_of_other_threads_stay_open(groups: GenerationGroups) -> None:
+def test_connections_of_other_threads_stay_open(
+    groups: GenerationGroups, server: TCPStore, connect: Callable[[], Store]
+) -> None:
     """They may be opened while groups are made."""
-    limit = timedelta(seconds=30)
-    server = TCPStore("127.0.0.1", 0, is_master=True, timeout=limit, wait_for_workers=False)
     elsewhere = socket.create_server(("127.0.0.1", 0))
-
-    def connect() -> Store:
-        return TCPStore("127.0.0.1", server.port, is_master=False, timeout=limit)
-
     with elsewhere, groups.made(connect, port=server.port, number=0, rank=0, world_size=1):
         other = socket.create_connection(elsewhere.getsockname())
         peer, _ = elsewhere.accept()
@@ -165,15 +158,14 @@ def test_connections_of_other_threads_stay_open(groups: GenerationGroups) -> Non
 
 
 def test_a_line_of_a_traceback_has_one_rank(
-    groups: GenerationGroups, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    groups: GenerationGroups,
+    server: TCPStore,
+    connect: Callable[[], Store],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """That of the last generation; none before the first, when each process is alone."""
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    limit = timedelta(seconds=30)
-    server = TCPStore("127.0.0.1", 0, is_master=True, timeout=limit, wait_for_workers=False)
-
-    def connect() -> Store:
-        return TCPStore("127.0.0.1", server.port, is_master=False, timeout=limit)
 
     def printed() -> str:
         sys.excepthook(ValueError, ValueError("x"), None)
@@ -227,22 +219,15 @@ def test_a_cast_does_not_wait_for_the_others() -> None:
     assert run_threads(one, 2) == [True, True]
 
 
-def test_values_of_all_ranks_in_their_order() -> None:
-    def one(rank: Rank) -> list[object]:
-        return Ranks(rank.group("facts")).gather({"rank": rank.rank, "more": "x" * rank.rank})
-
-    expected = [{"rank": rank, "more": "x" * rank} for rank in range(3)]
-    assert run_threads(one, 3) == [expected] * 3
-
-
 def test_other_questions_may_come_between_two_calls() -> None:
     def one(rank: Rank) -> list[object]:
         ranks = Ranks(rank.group("facts"))
         stop = StopConsensus(rank.group("stop"), ranks=ranks)
         stop.ask(rank.rank == 0)
-        return [ranks.gather(rank.rank), stop.ask(False)]
+        return [ranks.gather({"rank": rank.rank, "more": "x" * rank.rank}), stop.ask(False)]
 
-    assert run_threads(one, 2) == [[[0, 1], True]] * 2
+    gathered = [{"rank": rank, "more": "x" * rank} for rank in range(3)]
+    assert run_threads(one, 3) == [[gathered, True]] * 3
 
 
 def test_waits_end_where_they_are_given_up() -> None:

@@ -1,15 +1,17 @@
-"""A signal to a whole process group, and the code with which its ranks end."""
+"""A signal to a whole process group, the codes with which ranks end, and what restarts cost."""
 
 from __future__ import annotations
 
+import json
 import pickle
 import signal
 import subprocess
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from processes import run
+from processes import Finished, run
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dist.elastic.data.workers import EndsAtSecondSignal, keep_workers
@@ -29,11 +31,10 @@ SCRIPT = textwrap.dedent("""
 
     told = []
     signal.signal(signal.SIGTERM, lambda *_: told.append(1))
-    context = sys.argv[2] if len(sys.argv) > 2 else "fork"
+    context = sys.argv[1]
     workers = 2 if context == "fork" else 1  # others import torch
     loader = DataLoader(range(40), num_workers=workers, multiprocessing_context=context)
-    if sys.argv[1] == "kept":
-        keep_workers(loader, [signal.SIGTERM])
+    keep_workers(loader, [signal.SIGTERM])
     seen = []
     for number, batch in enumerate(loader):
         seen.append(int(batch))
@@ -54,14 +55,8 @@ def test_workers_outlive_the_first_signal(
 ) -> None:
     script = tmp_path / "script.py"  # spawned workers import it
     script.write_text(f"if __name__ == '__main__':\n{textwrap.indent(SCRIPT, '    ')}")
-    done = run([*quick_python, script, "kept", context], limit=60).require_success()
+    done = run([*quick_python, script, context], limit=60).require_success()
     assert "all seen" in done.output
-
-
-def test_without_it_they_take_the_training_down(quick_python: list[str]) -> None:
-    done = run([*quick_python, "-c", SCRIPT, "as they are"], limit=60)
-    assert done.returncode == 1
-    assert "all seen" not in done.output
 
 
 def test_they_collect_no_garbage_of_their_parent(quick_python: list[str]) -> None:
@@ -97,7 +92,7 @@ def first(worker: int) -> None:
     raise RuntimeError(f"worker {worker} begins")
 
 
-def test_what_the_user_wants_of_a_worker_still_happens() -> None:
+def test_what_the_user_wants_of_a_worker_still_happens(capfd: pytest.CaptureFixture[str]) -> None:
     loader = DataLoader(range(4), num_workers=1, worker_init_fn=first)
     keep_workers(loader, [signal.SIGTERM])
     keep_workers(loader, [signal.SIGTERM])  # a second fit
@@ -105,11 +100,6 @@ def test_what_the_user_wants_of_a_worker_still_happens() -> None:
     assert loader.worker_init_fn.usual is first
     again = pickle.loads(pickle.dumps(loader.worker_init_fn))  # for workers that are not forks
     assert again.usual is first
-
-
-def test_the_users_own_begin_is_called(capfd: pytest.CaptureFixture[str]) -> None:
-    loader = DataLoader(range(4), num_workers=1, worker_init_fn=first)
-    keep_workers(loader, [signal.SIGTERM])
     with pytest.raises(RuntimeError, match="worker 0 begins"):
         list(loader)
 
@@ -151,70 +141,104 @@ class Account:
         self.ends.append((reason, is_echo))
 
 
-def codes_of(
-    patch: pytest.MonkeyPatch,
+AGAIN, LEAVE, UNSAVED = EXIT_RESTART, EXIT_LEAVE, EXIT_UNSAVED
+
+
+@pytest.mark.parametrize(
+    ("nodes", "reasons", "is_saved", "codes"),
+    [
+        # Ranks that were told end with 0, others ask for a restart.
+        ((0, 0, 1, 1), ["", "SIGTERM", "", ""], True, [AGAIN, 0, AGAIN, AGAIN]),
+        # One rank of each machine asks the cloud, and its notice is for all of them.
+        ((0, 0, 1, 1), ["", "", PREEMPTED, ""], True, [AGAIN, AGAIN, 0, LEAVE]),
+        # Nodes have left or joined: the launcher's rank is not that among the members.
+        ((1, 1, 2, 2), [PREEMPTED, "", "", ""], True, [0, LEAVE, AGAIN, AGAIN]),
+        ((1, 1, 2, 2), ["", "", PREEMPTED, ""], True, [AGAIN, AGAIN, 0, LEAVE]),
+        ((0, 2, 2), ["", PREEMPTED, ""], True, [AGAIN, 0, LEAVE]),
+        ((1, 2, 0, 0), ["", "", PREEMPTED, ""], True, [AGAIN, AGAIN, 0, LEAVE]),
+        # Without a checkpoint nobody ends well, and a machine that goes is left too.
+        ((0, 0), ["", "SIGTERM"], False, [UNSAVED, UNSAVED]),
+        ((0, 0, 1, 1), ["", "", PREEMPTED, ""], False, [UNSAVED, UNSAVED, LEAVE, LEAVE]),
+    ],
+)
+def test_exit_codes_under_torchrun(
+    nodes: tuple[int, ...],
     reasons: list[str],
-    *,
-    nodes: tuple[int, ...] = (0, 0, 1, 1),
-    is_saved: bool = True,
-) -> list[int]:
-    """Exit codes of all ranks under torchrun, which are on ``nodes``."""
-    codes = []
-    patch.setenv("TORCHELASTIC_RUN_ID", "job")
+    is_saved: bool,
+    codes: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     told = [*zip(nodes, reasons, strict=True)]
-    for node, reason in told:
-        patch.setenv("GROUP_RANK", str(node))
+    for (node, reason), code in zip(told, codes, strict=True):
+        monkeypatch.setenv("GROUP_RANK", str(node))
         account = Account()
         life = ProcessLifecycle(RunSettings("folder"), account)
         life._notices = PreemptionListener([])
         life._notices.reason = reason
-        codes.append(life.stop(told, is_saved=is_saved))
+        assert life.stop(told, is_saved=is_saved) == code
         assert account.ends == [(reason or "peer preempted", not reason)]
-    return codes
-
-
-def test_preempted_ranks_exit_with_0_and_others_ask_for_a_restart(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    codes = codes_of(monkeypatch, ["", "SIGTERM", "", ""])
-    assert codes == [EXIT_RESTART, 0, EXIT_RESTART, EXIT_RESTART]
-
-
-def test_no_rank_of_a_machine_that_goes_asks_for_a_restart_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One rank of each machine asks the cloud, and its notice is for all of them."""
-    codes = codes_of(monkeypatch, ["", "", PREEMPTED, ""])
-    assert codes == [EXIT_RESTART, EXIT_RESTART, 0, EXIT_LEAVE]
-
-
-@pytest.mark.parametrize(
-    ("nodes", "goes"), [((1, 1, 2, 2), 1), ((1, 1, 2, 2), 2), ((0, 2, 2), 2), ((1, 2, 0, 0), 0)]
-)
-def test_the_machine_that_goes_is_known_where_nodes_have_left_or_joined(
-    nodes: tuple[int, ...], goes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Then the rank that the launcher has given to a process is not that among the members."""
-    first = nodes.index(goes)
-    reasons = [PREEMPTED if rank == first else "" for rank in range(len(nodes))]
-    here = [0 if rank == first else EXIT_LEAVE for rank in range(len(nodes))]
-    codes = codes_of(monkeypatch, reasons, nodes=nodes)
-    wanted = zip(nodes, here, strict=True)
-    assert codes == [code if node == goes else EXIT_RESTART for node, code in wanted]
-
-
-def test_without_a_checkpoint_nobody_ends_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    codes = codes_of(monkeypatch, ["", "SIGTERM"], nodes=(0, 0), is_saved=False)
-    assert codes == [EXIT_UNSAVED] * 2
-
-
-def test_a_machine_that_goes_is_left_without_a_checkpoint_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    codes = codes_of(monkeypatch, ["", "", PREEMPTED, ""], is_saved=False)
-    assert codes == [EXIT_UNSAVED, EXIT_UNSAVED, EXIT_LEAVE, EXIT_LEAVE]
 
 
 def test_where_nobody_restarts_ranks_all_end_well() -> None:
     life = ProcessLifecycle(RunSettings("folder"), Account())
     assert life.stop([(0, ""), (0, "SIGTERM")], is_saved=True) == 0
+
+
+OURS, STOCK = "lightning_dist.elastic.agent", "torch.distributed.run"
+Start = Callable[..., tuple[Finished, int]]
+JOB = """
+import json, os, sys
+folder, codes = sys.argv[1], json.loads(sys.argv[2])
+starts = len(os.listdir(folder))
+if os.environ["RANK"] == "0":
+    open(os.path.join(folder, f"start-{starts}"), "w").close()
+    sys.exit(codes[starts])
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path, quick_python: list[str]) -> Start:
+    """Start a job of one rank that ends with one of the codes at every start; with its starts."""
+
+    def start(module: str, codes: list[int], *, max_restarts: int) -> tuple[Finished, int]:
+        script, folder = tmp_path / "script.py", tmp_path / "starts"
+        script.write_text(JOB)
+        folder.mkdir()
+        command = [
+            *(*quick_python, "-m", module, "--standalone", f"--max-restarts={max_restarts}"),
+            *("--monitor-interval=0.05", script, folder, json.dumps(codes)),
+        ]
+        return run(command, limit=110), len(list(folder.iterdir()))
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("module", "codes", "max_restarts", "starts", "said"),
+    [
+        # Between planned stops, failures cost as many restarts as ``max_restarts`` says.
+        pytest.param(OURS, [75, 1, 75, 75, 1, 0], 1, 5, "(exitcode: 1)", id="failures"),
+        pytest.param(OURS, [74, 0], 0, 1, "(exitcode: 74)", id="74"),
+        pytest.param(OURS, [76, 0], 0, 1, "(exitcode: 76)", id="76"),
+        # An agent whose machine is lost does not come back: a failure to all others.
+        pytest.param(OURS, [77, 0], 3, 1, "SignalException", id="machine lost"),
+        # What the documents say of it: a planned stop costs a restart.
+        pytest.param(STOCK, [75, 75, 0], 1, 2, "(exitcode: 75)", id="torchrun"),
+    ],
+)
+def test_a_job_ends_when_it_has_no_restarts_left(
+    module: str, codes: list[int], max_restarts: int, starts: int, said: str, start: Start
+) -> None:
+    done, started = start(module, codes, max_restarts=max_restarts)
+    assert done.returncode == 1
+    assert said in done.output
+    assert started == starts
+
+
+@pytest.mark.parametrize("max_restarts", [0, 1])
+def test_planned_stops_cost_nothing(max_restarts: int, start: Start) -> None:
+    codes = [75] * (max_restarts + 1) + [0]
+    done, starts = start(OURS, codes, max_restarts=max_restarts)
+    done.require_success()
+    assert starts == len(codes)

@@ -24,22 +24,12 @@ from lightning_dist.elastic.settings import RunSettings
 FIRST = Layout(world_size=4, micro_batch=8, accumulate=2, global_batch=64)
 
 
-def test_what_a_script_means() -> None:
-    assert Layout.of_script(world_size=4, micro_batch=8, accumulate=2) == FIRST
-
-
 @given(layouts(), st.integers(0, 50), st.integers(0, 50))
 def test_every_sample_is_of_one_rank(layout: Layout, begin: int, count: int) -> None:
     shares = [layout.share(r, begin=begin, count=count) for r in range(layout.world_size)]
     assert sorted(p for share in shares for p in share) == list(range(begin, begin + count))
     for rank, share in enumerate(shares):
         assert all(position % layout.world_size == rank for position in share)
-
-
-@given(layouts(), st.integers(0, 50), st.integers(0, 50))
-def test_shares_differ_by_one_sample_at_most(layout: Layout, begin: int, count: int) -> None:
-    sizes = [len(layout.share(r, begin=begin, count=count)) for r in range(layout.world_size)]
-    assert max(sizes) - min(sizes) <= 1
 
 
 @given(layouts(), st.integers(0, 50))
@@ -105,14 +95,17 @@ def test_a_policy_that_there_is_not() -> None:
         RunSettings("folder", batch_policy="scale")  # type: ignore[arg-type]
 
 
+def taken(epoch: Epoch) -> list[list[int]]:
+    """The samples of every step, of all ranks."""
+    return [
+        sorted(s for passes in step for each in passes for s in each.samples)
+        for step in zip(*map(steps_of, epoch.plans), strict=True)
+    ]
+
+
 @given(epochs())
 def test_a_step_is_its_samples_each_once(epoch: Epoch) -> None:
-    of_ranks = [steps_of(plan) for plan in epoch.plans]
-    taken = [
-        sorted(s for passes in step for each in passes for s in each.samples)
-        for step in zip(*of_ranks, strict=True)
-    ]
-    assert taken == epoch.steps_of_samples()
+    assert taken(epoch) == epoch.steps_of_samples()
 
 
 @given(epochs())
@@ -151,15 +144,6 @@ def test_the_mean_over_ranks_and_passes_is_that_over_the_samples(epoch: Epoch, s
 
 
 @given(epochs())
-def test_full_passes_have_weight_one(epoch: Epoch) -> None:
-    layout = epoch.layout
-    if layout.world_size * layout.micro_batch * layout.accumulate == layout.global_batch:
-        for plan in epoch.plans:
-            for step in steps_of(plan)[:-1]:
-                assert [each.weight for each in step] == [1.0] * len(step)
-
-
-@given(epochs())
 def test_positions_are_those_of_whole_steps(epoch: Epoch) -> None:
     plan, begin = epoch.plan(0), epoch.begin
     samples, steps = begin.samples, begin.steps
@@ -186,44 +170,9 @@ def test_another_layout_goes_on_with_the_samples_that_are_left(
     begin = plan.after(done)
     layout = data.draw(st.composite(lambda draw: relaid(draw, epoch.layout))())
     resumed = Epoch(layout, begin, epoch.size, epoch.drop_last)
-    taken = sorted(
-        s for p in resumed.plans for step in steps_of(p) for each in step for s in each.samples
-    )
-    assert taken == [s for step in epoch.steps_of_samples() for s in step if s >= begin.samples]
+    assert taken(resumed) == taken(epoch)[begin.steps - epoch.begin.steps :]
     assert resumed.plan(0).steps == plan.steps
     assert resumed.plan(0).used == plan.used
-
-
-@given(epochs(), st.data())
-def test_global_batches_do_not_depend_on_the_ranks(epoch: Epoch, data: st.DataObject) -> None:
-    layout = data.draw(st.composite(lambda draw: relaid(draw, epoch.layout))())
-
-    def batches(of: Epoch) -> list[list[int]]:
-        ranks = [steps_of(plan) for plan in of.plans]
-        return [
-            sorted(s for passes in step for each in passes for s in each.samples)
-            for step in zip(*ranks, strict=True)
-        ]
-
-    assert batches(Epoch(layout, epoch.begin, epoch.size, epoch.drop_last)) == batches(epoch)
-
-
-@given(epochs(), st.lists(st.integers(1, 5), max_size=4), st.data())
-def test_an_epoch_of_many_restarts_has_every_sample_once(
-    epoch: Epoch, lives: list[int], data: st.DataObject
-) -> None:
-    """The way of a job: each life takes some steps with its own layout, then is killed."""
-    seen: list[int] = []
-    now, wanted = epoch, [s for step in epoch.steps_of_samples() for s in step]
-    for passes in [*lives, 10**6]:
-        plan = now.plan(0)
-        end = plan.after(min(plan.first_micro_batch + passes, len(plan)))
-        for each in now.plans:
-            for step in steps_of(each)[: end.steps - now.begin.steps]:
-                seen += [s for piece in step for s in piece.samples]
-        layout = data.draw(st.composite(lambda draw: relaid(draw, epoch.layout))())
-        now = Epoch(layout, end, epoch.size, epoch.drop_last)
-    assert sorted(seen) == wanted
 
 
 def test_an_example() -> None:
@@ -239,15 +188,6 @@ def test_an_example() -> None:
     assert got[2] == [[([8, 11], 1.5), ([14], 0.75)], [([17], 3.0)]]
     assert [len(plan) for plan in plans] == [5, 5, 5]
     assert plans[0].after(5) == Position(1, 18, 3)
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_an_epoch_that_has_ended_has_no_passes_left(drop_last: bool) -> None:
-    layout = Layout(2, 2, 2, 8)
-    plan = EpochPlan(layout, 0, EpochPlan(layout, 0, Position(), 20, drop_last).after(99), 20)
-    assert EpochPlan(layout, 0, plan.begin, 20, drop_last).first_micro_batch == len(
-        EpochPlan(layout, 0, plan.begin, 20, drop_last)
-    )
 
 
 def test_a_limit_in_passes_is_one_of_whole_steps() -> None:

@@ -7,8 +7,9 @@ import signal
 import socket
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -39,39 +40,40 @@ def _signals_as_they_were() -> Iterator[None]:
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def started(*signals: signal.Signals, heard: Heard) -> PreemptionListener:
-    notices = PreemptionListener(signals, on_notice=heard)
-    notices.start()
-    return notices
+@pytest.fixture
+def heard() -> Heard:
+    return Heard()
 
 
-def kill_when_waiting(number: int) -> threading.Thread:
-    """Sends a signal to this process from another thread."""
-    thread = threading.Thread(target=os.kill, args=(os.getpid(), number))
-    thread.start()
-    return thread
+@pytest.fixture
+def listen(heard: Heard) -> Iterator[Callable[..., PreemptionListener]]:
+    """Start a listener to these signals, or one that asks as the options say."""
+    started: list[PreemptionListener] = []
+
+    def start(*signals: signal.Signals, **options: Any) -> PreemptionListener:
+        started.append(PreemptionListener(signals, on_notice=heard, **options))
+        started[-1].start()
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.stop()
 
 
-def test_a_signal_is_noted_while_the_main_thread_waits() -> None:
-    heard = Heard()
-    notices = started(signal.SIGTERM, heard=heard)
-    sender = kill_when_waiting(signal.SIGTERM)
-    assert heard.event.wait(LIMIT)
-    sender.join()
-    assert notices.reason == "SIGTERM"
-    assert heard.reasons == ["SIGTERM"]
-    notices.stop()
+Listen = Callable[..., PreemptionListener]
 
 
-def test_a_signal_is_noted_while_the_main_thread_is_in_a_call_that_does_not_return() -> None:
+def test_a_signal_is_noted_while_the_main_thread_is_in_a_call_that_does_not_return(
+    heard: Heard,
+) -> None:
     """As in a collective: Python handlers do not run in there."""
-    heard = Heard()
     here, there = socket.socketpair()
     notices = PreemptionListener(
         [signal.SIGTERM], on_notice=lambda reason: (heard(reason), there.close())
     )
     notices.start()
-    sender = kill_when_waiting(signal.SIGTERM)
+    sender = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGTERM))
+    sender.start()
     assert here.recv(1) == b"", "only the notice ends this"
     sender.join()
     assert heard.reasons == ["SIGTERM"]
@@ -79,9 +81,8 @@ def test_a_signal_is_noted_while_the_main_thread_is_in_a_call_that_does_not_retu
     here.close()
 
 
-def test_the_first_reason_counts_and_is_reported_once() -> None:
-    heard = Heard()
-    notices = started(signal.SIGUSR1, signal.SIGUSR2, heard=heard)
+def test_the_first_reason_counts_and_is_reported_once(heard: Heard, listen: Listen) -> None:
+    notices = listen(signal.SIGUSR1, signal.SIGUSR2)
     os.kill(os.getpid(), signal.SIGUSR2)
     assert heard.event.wait(LIMIT)
     os.kill(os.getpid(), signal.SIGUSR1)
@@ -90,24 +91,11 @@ def test_the_first_reason_counts_and_is_reported_once() -> None:
     assert (notices.reason, heard.reasons) == ("SIGUSR2", ["SIGUSR2"])
 
 
-def test_other_signals_are_none() -> None:
-    heard, seen = Heard(), threading.Event()
-    signal.signal(signal.SIGUSR2, lambda number, frame: seen.set())
-    notices = started(signal.SIGUSR1, heard=heard)
-    os.kill(os.getpid(), signal.SIGUSR2)
-    assert seen.wait(LIMIT), "whoever handled them still does"
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert heard.event.wait(LIMIT)
-    notices.stop()
-    assert heard.reasons == ["SIGUSR1"]
-
-
-def test_who_woke_up_before_still_does_and_gets_the_fd_back() -> None:
+def test_who_woke_up_before_still_does_and_gets_the_fd_back(heard: Heard, listen: Listen) -> None:
     here, there = socket.socketpair()
     there.setblocking(False)
     signal.set_wakeup_fd(there.fileno())
-    heard = Heard()
-    notices = started(signal.SIGTERM, heard=heard)
+    notices = listen(signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGTERM)
     assert here.recv(1) == bytes([signal.SIGTERM])
     assert heard.reasons == ["SIGTERM"]
@@ -117,30 +105,31 @@ def test_who_woke_up_before_still_does_and_gets_the_fd_back() -> None:
     there.close()
 
 
-def test_who_woke_up_before_and_does_not_read_costs_no_notice() -> None:
+def test_who_woke_up_before_and_does_not_read_costs_no_notice(heard: Heard, listen: Listen) -> None:
+    """Other signals are none, and whoever handled them still does."""
     here, there = socket.socketpair()
     there.setblocking(False)
     with suppress(BlockingIOError):
         while True:
             there.send(b"x" * 4096)
     signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)
-    first, second = threading.Event(), Heard()
-    signal.signal(signal.SIGUSR2, lambda number, frame: first.set())
-    notices = started(signal.SIGUSR1, heard=second)
+    handled = threading.Event()
+    signal.signal(signal.SIGUSR2, lambda number, frame: handled.set())
+    notices = listen(signal.SIGUSR1)
     os.kill(os.getpid(), signal.SIGUSR2)
-    assert first.wait(LIMIT)
+    assert handled.wait(LIMIT)
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert second.event.wait(LIMIT)
+    assert heard.event.wait(LIMIT)
     notices.stop()
+    assert heard.reasons == ["SIGUSR1"]
     signal.set_wakeup_fd(-1)
     here.close()
     there.close()
 
 
-def test_a_forked_child_is_not_this_process() -> None:
+def test_a_forked_child_is_not_this_process(heard: Heard, listen: Listen) -> None:
     """Loaders and pools fork, and end their children with SIGTERM."""
-    heard = Heard()
-    notices = started(signal.SIGTERM, signal.SIGUSR1, heard=heard)
+    notices = listen(signal.SIGTERM, signal.SIGUSR1)
     child = os.fork()
     if child == 0:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -153,38 +142,33 @@ def test_a_forked_child_is_not_this_process() -> None:
     assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
 
 
-def test_nobody_listens_after_the_end() -> None:
-    heard, threads = Heard(), threading.active_count()
-    notices = started(signal.SIGTERM, heard=heard)
-    (listener,) = [t for t in threading.enumerate() if t is not threading.current_thread()][
-        threads - 1 :
-    ]
+def test_nobody_listens_after_the_end(listen: Listen) -> None:
+    before = set(threading.enumerate())
+    notices = listen(signal.SIGTERM)
+    (listener,) = set(threading.enumerate()) - before
     notices.stop()
     listener.join(LIMIT)
     assert not listener.is_alive()
     os.kill(os.getpid(), signal.SIGTERM)  # the handler stays: this ends nobody
     assert notices.reason == ""
-    notices.stop()
 
 
-def test_a_cloud_is_asked_on_a_thread_until_it_says_so() -> None:
-    heard, asked = Heard(), []
+def test_a_cloud_is_asked_on_a_thread_until_it_says_so(heard: Heard, listen: Listen) -> None:
+    asked = []
 
     def preempted() -> bool:
         asked.append(threading.current_thread())
         return len(asked) == 3
 
-    notices = PreemptionListener([], check=preempted, poll_interval=0.001, on_notice=heard)
-    notices.start()
+    listen(check=preempted, poll_interval=0.001)
     assert heard.event.wait(LIMIT)
     asked[0].join(LIMIT)
-    notices.stop()
     assert heard.reasons == ["preemption notice"]
     assert len(asked) == 3
     assert threading.main_thread() not in asked
 
 
-def test_a_question_that_fails_is_not_asked_again() -> None:
+def test_a_question_that_fails_is_not_asked_again(listen: Listen) -> None:
     asked: list[threading.Thread] = []
     called = threading.Event()
 
@@ -193,13 +177,11 @@ def test_a_question_that_fails_is_not_asked_again() -> None:
         called.set()
         raise OSError("no route to the metadata server")
 
-    notices = PreemptionListener([], check=preempted, poll_interval=0.001)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        notices.start()
+        notices = listen(check=preempted, poll_interval=0.001)
         assert called.wait(LIMIT)
         asked[0].join(LIMIT)
-    notices.stop()
     assert [str(each.message) for each in caught] == [
         "[lightning_dist] preemption_check() failed and will not be called again: OSError: no "
         "route to the metadata server"
@@ -208,7 +190,7 @@ def test_a_question_that_fails_is_not_asked_again() -> None:
     assert notices.reason == ""
 
 
-def test_nobody_asks_after_the_end() -> None:
+def test_nobody_asks_after_the_end(listen: Listen) -> None:
     asked: list[threading.Thread] = []
     called, go_on = threading.Event(), threading.Event()
 
@@ -218,8 +200,7 @@ def test_nobody_asks_after_the_end() -> None:
         go_on.wait(LIMIT)
         return False
 
-    notices = PreemptionListener([], check=preempted, poll_interval=0.001)
-    notices.start()
+    notices = listen(check=preempted, poll_interval=0.001)
     assert called.wait(LIMIT)
     notices.stop()
     go_on.set()
@@ -228,10 +209,10 @@ def test_nobody_asks_after_the_end() -> None:
     assert len(asked) == 1
 
 
-def test_a_child_that_lives_on_does_not_hold_up_the_end() -> None:
+def test_a_child_that_lives_on_does_not_hold_up_the_end(listen: Listen) -> None:
     """As a worker of a DataLoader that stays, which has the socket of the signals open too."""
     before = set(threading.enumerate())
-    notices = started(signal.SIGTERM, heard=Heard())
+    notices = listen(signal.SIGTERM)
     (listener,) = set(threading.enumerate()) - before
     there, here = socket.socketpair()
     child = os.fork()

@@ -92,6 +92,11 @@ class Job:
         """The generation that all members, and only they, are in; None: of any number."""
         return wait_for_all([self], members, number=number)
 
+    def wait_for_restart(self, before: dict[str, int]) -> None:
+        """Wait until all three are other processes than ``before``, in a first generation."""
+        wait_for(lambda: not {*self.workers().values()} & {*before.values()} or None, "a restart")
+        self.wait_for(*THREE, number=0)
+
     def tell(self, what: str, name: str, value: str = "") -> None:
         """Leave a word for a worker, as `recovering.py` says."""
         new = self.folder / "new"
@@ -144,20 +149,27 @@ def wait_for_all(
 
 
 @pytest.fixture
-def start(tmp_path: Path, quick_python: list[str]) -> Iterator[Callable[..., Job]]:
-    """Start a launcher of one node with three workers, or with the given options."""
-    jobs: list[Job] = []
+def jobs() -> Iterator[list[Job]]:
+    """Launchers that have been started."""
+    found: list[Job] = []
+    yield found
+    for job in found:
+        job.close()
 
-    def start(*options: str, **others: Any) -> Job:
+
+@pytest.fixture
+def start(jobs: list[Job], tmp_path: Path, quick_python: list[str]) -> Callable[..., Job]:
+    """Start a launcher of one node with three workers, or with the given options."""
+
+    def start(*options: str, workers: Sequence[str] = THREE, **others: Any) -> Job:
         folder = tmp_path / "workers"
         folder.mkdir(exist_ok=True)
         options = options or (*STANDALONE, "--max-restarts=3")
         jobs.append(Job(quick_python, folder, *options, **others))
+        jobs[-1].wait_for(*workers)
         return jobs[-1]
 
-    yield start
-    for job in jobs:
-        job.close()
+    return start
 
 
 SLOW = pytest.mark.slow
@@ -167,7 +179,6 @@ SLOW = pytest.mark.slow
 def test_a_worker_that_is_killed_is_replaced(victim: int, start: Callable[..., Job]) -> None:
     """The others are not touched, and have a generation before that."""
     job = start()
-    job.wait_for(*THREE)
     before = job.workers()
     killed, again = THREE[victim], f"0.{victim}.1"
     left = [name for name in THREE if name != killed]
@@ -182,33 +193,24 @@ def test_a_worker_that_is_killed_is_replaced(victim: int, start: Callable[..., J
     assert f"started worker {again}; 2 restarts left" in job.output
 
 
-@pytest.mark.parametrize("code", [1, pytest.param(78, marks=SLOW)])
-def test_a_worker_that_ends_with_another_code_is_replaced(
-    code: int, start: Callable[..., Job]
+@pytest.mark.parametrize(
+    ("exits", "killed", "after"),
+    [
+        pytest.param({"0.1.0": "1"}, (), ("0.0.0", "0.1.1", "0.2.0"), id="an exit code"),
+        pytest.param({"0.1.0": "78"}, (), ("0.0.0", "0.1.1", "0.2.0"), id="another"),
+        pytest.param({}, THREE[:2], ("0.0.1", "0.1.1", "0.2.0"), id="two at once"),
+        pytest.param({"0.1.1": "1"}, ("0.1.0",), ("0.0.0", "0.1.2", "0.2.0"), id="a replacement"),
+    ],
+)
+def test_workers_that_end_are_replaced(
+    exits: dict[str, str], killed: Sequence[str], after: Sequence[str], start: Callable[..., Job]
 ) -> None:
     job = start()
-    job.wait_for(*THREE)
-    job.tell("exit", "0.1.0", str(code))
-    job.wait_for("0.0.0", "0.1.1", "0.2.0")
-    job.end()
-
-
-def test_two_at_once(start: Callable[..., Job]) -> None:
-    job = start()
-    job.wait_for(*THREE)
-    for name in THREE[:2]:
+    for name, code in exits.items():
+        job.tell("exit", name, code)
+    for name in killed:
         job.signal(name, signal.SIGKILL)
-    job.wait_for("0.0.1", "0.1.1", "0.2.0")
-    job.end()
-
-
-@SLOW
-def test_a_replacement_that_dies_is_replaced(start: Callable[..., Job]) -> None:
-    job = start()
-    job.wait_for(*THREE)
-    job.tell("exit", "0.1.1", "1")
-    job.signal("0.1.0", signal.SIGKILL)
-    job.wait_for("0.0.0", "0.1.2", "0.2.0")
+    job.wait_for(*after)
     job.end()
 
 
@@ -216,7 +218,6 @@ def test_a_replacement_that_dies_is_replaced(start: Callable[..., Job]) -> None:
 def test_a_worker_that_is_stopped_is_killed_and_replaced(start: Callable[..., Job]) -> None:
     """It cannot go on when it is continued."""
     job = start(BEAT_TIMEOUT="4")
-    job.wait_for(*THREE)
     stopped = job.workers()["0.1.0"]
     job.tell("late", "0.1.1")
     job.signal("0.1.0", signal.SIGSTOP)
@@ -230,24 +231,12 @@ def test_a_worker_that_is_stopped_is_killed_and_replaced(start: Callable[..., Jo
     assert "no heartbeat for " in job.output
 
 
-@SLOW
-def test_a_worker_that_does_not_report_is_killed_and_replaced(start: Callable[..., Job]) -> None:
-    job = start(REPORT_TIMEOUT="4")
-    job.wait_for(*THREE)
-    job.tell("mute", "0.1.0")
-    job.signal("0.2.0", signal.SIGKILL)
-    job.wait_for("0.0.0", "0.1.1", "0.2.1")
-    job.end()
-
-
 def test_below_the_minimum_all_are_restarted(start: Callable[..., Job]) -> None:
     """For the price of one restart; when there is none left the job ends."""
     job = start(*STANDALONE, "--max-restarts=1", MIN_WORKERS="3")
-    job.wait_for(*THREE)
     before = job.workers()
     job.signal("0.1.0", signal.SIGKILL)
-    wait_for(lambda: not {*job.workers().values()} & {*before.values()} or None, "a restart")
-    job.wait_for(*THREE, number=0)
+    job.wait_for_restart(before)
     assert "2 workers are left, fewer than 3" in job.output
     job.signal("0.1.0", signal.SIGKILL)
     assert job.wait() == 1
@@ -258,31 +247,26 @@ def test_below_the_minimum_all_are_restarted(start: Callable[..., Job]) -> None:
 def test_when_nobody_is_left_all_are_restarted(start: Callable[..., Job]) -> None:
     """For the price of one restart."""
     job = start(*STANDALONE, "--max-restarts=1")
-    job.wait_for(*THREE)
     before = job.workers()
     for name in THREE:
         job.signal(name, signal.SIGSTOP)  # so that none is replaced before the last is dead
     for name in THREE:
         job.signal(name, signal.SIGKILL)
-    wait_for(lambda: not {*job.workers().values()} & {*before.values()} or None, "a restart")
-    job.wait_for(*THREE, number=0)
+    job.wait_for_restart(before)
     job.end()
 
 
 def test_a_worker_that_asks_for_a_restart_of_all_gets_it(start: Callable[..., Job]) -> None:
     """It costs nothing."""
     job = start(*STANDALONE, "--max-restarts=0")
-    job.wait_for(*THREE)
     before = job.workers()
     job.tell("exit", "0.2.0", "75")
-    wait_for(lambda: not {*job.workers().values()} & {*before.values()} or None, "a restart")
-    job.wait_for(*THREE, number=0)
+    job.wait_for_restart(before)
     job.end()
 
 
 def test_replaced_workers_count_as_restarts(start: Callable[..., Job]) -> None:
     job = start(*STANDALONE, "--max-restarts=1")
-    job.wait_for(*THREE)
     job.signal("0.1.0", signal.SIGKILL)
     job.wait_for("0.0.0", "0.1.1", "0.2.0")
     job.signal("0.0.0", signal.SIGKILL)
@@ -293,7 +277,6 @@ def test_replaced_workers_count_as_restarts(start: Callable[..., Job]) -> None:
 def test_a_replacement_of_another_training_is_refused(start: Callable[..., Job]) -> None:
     """Its place stays empty, also when the others go on to further generations."""
     job = start()
-    job.wait_for(*THREE)
     job.tell("other", "0.1.1")
     job.tell("late", "0.1.1")
     job.signal("0.1.0", signal.SIGKILL)
@@ -313,7 +296,6 @@ def test_output_of_replacements_follows_that_of_the_dead(
     logs = tmp_path / "logs"
     options = ("--max-restarts=1", f"--log-dir={logs}", "--tee=3")
     job = start(*STANDALONE, *options)
-    job.wait_for(*THREE)
     job.signal("0.1.0", signal.SIGKILL)
     job.wait_for("0.0.0", "0.1.1", "0.2.0")
     job.end()
@@ -326,11 +308,12 @@ def test_output_of_replacements_follows_that_of_the_dead(
 def test_newcomers_are_forks(start: Callable[..., Job], tmp_path: Path) -> None:
     """As any other worker to the launcher; without the server they are started as usual."""
     options = ("--max-restarts=9", f"--log-dir={tmp_path / 'logs'}", "--tee=3")
-    launcher = [sys.executable]
     job = start(
-        "--standalone", "--nproc-per-node=2", *options, launcher=launcher, without_python=False
+        *("--standalone", "--nproc-per-node=2", *options),
+        workers=THREE[:2],
+        launcher=[sys.executable],
+        without_python=False,
     )
-    job.wait_for("0.0.0", "0.1.0")
     job.signal("0.1.0", signal.SIGKILL)
     job.wait_for("0.0.0", "0.1.1")
     job.tell("exit", "0.1.1", "1")
@@ -370,9 +353,7 @@ def forks_of(job: Job) -> list[int]:
 def test_the_launcher_grows_by_nothing(start: Callable[..., Job]) -> None:
     """After twenty deaths in a row it has as many threads and open files as after five."""
     job = start(*STANDALONE, "--max-restarts=20", launcher=[sys.executable])
-    names = list(THREE)
-    job.wait_for(*names)
-    sizes = []
+    names, sizes = list(THREE), []
     for count in range(20):
         place = count % 3
         job.signal(names[place], signal.SIGKILL)
@@ -384,16 +365,21 @@ def test_the_launcher_grows_by_nothing(start: Callable[..., Job]) -> None:
 
 
 @pytest.fixture
-def start_node(tmp_path: Path, quick_python: list[str]) -> Iterator[Callable[..., Job]]:
-    """Start the launcher of another node with two workers; they meet in a store of the test's."""
-    # So that no launcher is needed by the others for that.
-    lobby = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+def lobby() -> TCPStore:
+    """Where launchers meet, so that none is needed by the others for that."""
+    return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def start_node(
+    jobs: list[Job], lobby: TCPStore, tmp_path: Path, quick_python: list[str]
+) -> Callable[..., Job]:
+    """Start the launcher of another node with two workers."""
     options = (
         *("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{lobby.port}", "--rdzv-id=job"),
         "--rdzv-conf=is_host=0,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=9",
         *("--local-addr=localhost", "--nproc-per-node=2", "--max-restarts=3"),
     )
-    jobs: list[Job] = []
 
     def start(*others: str, **settings: Any) -> Job:
         folder = tmp_path / f"workers-{len(jobs)}"
@@ -402,9 +388,7 @@ def start_node(tmp_path: Path, quick_python: list[str]) -> Iterator[Callable[...
         jobs.append(Job(quick_python, folder, *options, *others, also=environment, **settings))
         return jobs[-1]
 
-    yield start
-    for job in jobs:
-        job.close()
+    return start
 
 
 def by_node(jobs: Sequence[Job]) -> list[Job]:

@@ -47,6 +47,13 @@ class Facts:
         )
 
     @property
+    def made(self) -> Generation:
+        """The next one, which there must be."""
+        made = self.next
+        assert made is not None
+        return made
+
+    @property
     def left(self) -> list[str]:
         return [each for each in self.now.members if each not in {*self.dead, *self.late}]
 
@@ -71,16 +78,21 @@ STATES: dict[str, Report | None] = {
 ENDS = ("lives", "dead", "late")
 
 
+def stop(now: Generation, *states: str) -> dict[str, Report]:
+    """Reports of the members of ``now``, which are in these states."""
+    return {
+        who: replace(report, worker=who)
+        for who, state in zip(now.members, states, strict=True)
+        if (report := STATES[state]) is not None
+    }
+
+
 def scripts() -> Iterator[Facts]:
     """Of up to three members, every state and end of each, and up to two newcomers."""
     for size in (1, 2, 3):
         now = generation(size)
         for states in itertools.product(STATES, repeat=size):
-            reports = {
-                who: replace(report, worker=who)
-                for who, state in zip(now.members, states, strict=True)
-                if (report := STATES[state]) is not None
-            }
+            reports = stop(now, *states)
             for ends in itertools.product(ENDS, repeat=size):
                 of = {
                     end: [who for who, each in zip(now.members, ends, strict=True) if each == end]
@@ -185,31 +197,21 @@ def start(*prints: str, **limits: int) -> Facts:
 
 def test_the_first_generation_waits_for_all() -> None:
     assert start("a", "a", min_workers=3).next is None
-    after = start("a", "a", "a", min_workers=3).next
+    after = start("a", "a", "a", min_workers=3).made
     all_of_them = ("0.0.0", "0.1.0", "1.0.0")
     assert after == Generation(0, members=all_of_them, newcomers=all_of_them, leader="0.0.0")
 
 
 def test_the_first_generation_is_of_one_training() -> None:
-    after = start("a", "b", min_workers=2).next
-    assert after is not None
+    after = start("a", "b", min_workers=2).made
     assert after.ends == "the workers belong to different trainings"
     assert after.refused == ("0.0.0", "0.1.0")
 
 
 def test_the_first_generation_goes_on_from_a_checkpoint() -> None:
     facts = start("a", "a", min_workers=2)
-    after = replace(facts, ready={k: replace(v, step=50) for k, v in facts.ready.items()}).next
-    assert after is not None
+    after = replace(facts, ready={k: replace(v, step=50) for k, v in facts.ready.items()}).made
     assert (after.step, after.heals, after.source) == (50, (), None)
-
-
-def stop(now: Generation, *states: str) -> dict[str, Report]:
-    return {
-        who: replace(report, worker=who)
-        for who, state in zip(now.members, states, strict=True)
-        if (report := STATES[state]) is not None
-    }
 
 
 def test_one_dies_and_the_others_take_the_step_again() -> None:
@@ -228,50 +230,35 @@ def test_one_dies_and_the_others_take_the_step_again() -> None:
 def test_the_leader_stays_and_its_heir_has_the_state() -> None:
     """Also where whoever comes before it in rank order has not been healed yet."""
     now = replace(generation(3), leader=name(1))
-    after = Facts(now, stop(now, "failed", "failed", "failed")).next
-    assert after is not None
-    assert after.leader == name(1)
-    after = Facts(now, stop(now, "not healed", "trains", "failed"), dead={name(1): ""}).next
-    assert after is not None
+    assert Facts(now, stop(now, "failed", "failed", "failed")).made.leader == name(1)
+    after = Facts(now, stop(now, "not healed", "trains", "failed"), dead={name(1): ""}).made
     assert (after.leader, after.heals) == (name(2), (name(0),))
 
 
 def test_one_has_applied_the_step() -> None:
     """Whoever holds all payloads commits, with the result of who has the answer; others heal."""
     now = generation(4)
-    after = Facts(now, stop(now, "failed", "holds", "applied", "trains"), dead={name(3): ""}).next
-    assert after is not None
+    after = Facts(now, stop(now, "failed", "holds", "applied", "trains"), dead={name(3): ""}).made
     assert (after.commits, after.heals, after.source) == (("0.1.0",), ("0.0.0",), "1.0.0")
     assert (after.step, after.finite) == (STEP + 1, False)
 
 
 def test_all_hold_and_nobody_has_the_answer() -> None:
     now = generation(2)
-    after = Facts(now, stop(now, "holds", "holds")).next
-    assert after is not None
+    after = Facts(now, stop(now, "holds", "holds")).made
     assert (after.step, after.commits, after.heals) == (STEP, (), ())
-
-
-def test_a_newcomer_of_another_training_is_refused() -> None:
-    now = generation(2)
-    paused = stop(now, "paused", "paused")
-    after = Facts(now, paused, {name(3): Report(name(3), fingerprint="other")}).next
-    assert after is not None
-    assert (after.members, after.refused) == (now.members, ("1.1.0",))
 
 
 def test_newcomers_beyond_the_most_wait() -> None:
     now = generation(2)
     ready = {each: Report(each) for each in (name(3), name(2))}
-    after = Facts(now, stop(now, "paused", "paused"), ready, max_workers=3).next
-    assert after is not None
+    after = Facts(now, stop(now, "paused", "paused"), ready, max_workers=3).made
     assert after.newcomers == ("1.0.0",)
 
 
 def test_a_source_that_dies_while_it_heals_the_only_other_ends_it() -> None:
     now = generation(2)
-    after = Facts(now, stop(now, "trains", "not healed"), dead={name(0): "SIGKILL"}).next
-    assert after is not None
+    after = Facts(now, stop(now, "trains", "not healed"), dead={name(0): "SIGKILL"}).made
     assert after.ends == (
         "worker 0.0.0 was lost: SIGKILL; no remaining worker has the state of training"
     )
@@ -287,16 +274,9 @@ def test_records_are_the_same_after_a_way_through_the_store() -> None:
 
 def test_newcomers_wait_where_a_member_is_between_steps_and_cannot_be_joined() -> None:
     closed = Report(name(0), 3, STEP, failed=True, is_closed=True)
-    facts = Facts(
-        generation(2),
-        reports={name(0): closed},
-        ready={name(2): Report(name(2))},
-        dead={name(1): "SIGKILL"},
-    )
-    found = facts.next
-    assert found is not None
-    assert list(found.members) == [name(0)]
-    assert found.waiting == -1  # so that it pauses for the newcomer between two steps
-    joined = replace(facts, reports={name(0): replace(closed, is_closed=False)}).next
-    assert joined is not None
+    newcomers = {name(2): Report(name(2))}
+    facts = Facts(generation(2), {name(0): closed}, newcomers, dead={name(1): "SIGKILL"})
+    assert list(facts.made.members) == [name(0)]
+    assert facts.made.waiting == -1  # so that it pauses for the newcomer between two steps
+    joined = replace(facts, reports={name(0): replace(closed, is_closed=False)}).made
     assert (len(joined.members), joined.waiting) == (2, 0)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 import torch.distributed as dist
 from processes import port
+from store_hosts import StoreHost
 
 from lightning_dist.elastic.launcher import rendezvous
 from lightning_dist.elastic.launcher.launch import Launch
@@ -52,6 +51,7 @@ def test_what_torchrun_set() -> None:
         master_port=4711,
         shares_store=False,
     )
+    assert Launch.from_env(TORCHRUN).missing_settings() == []
 
 
 def test_a_process_of_its_own() -> None:
@@ -63,10 +63,6 @@ def test_a_process_of_its_own() -> None:
 def test_a_number_that_is_none() -> None:
     with pytest.raises(ValueError, match=r"WORLD_SIZE must be an integer, got 'many'"):
         Launch.from_env({**TORCHRUN, "WORLD_SIZE": "many"})
-
-
-def test_nothing_is_missing() -> None:
-    assert Launch.from_env(TORCHRUN).missing_settings() == []
 
 
 def test_without_restarts() -> None:
@@ -132,28 +128,18 @@ def client(agent: dist.TCPStore) -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", agent.port, is_master=False, timeout=timedelta(seconds=LIMIT))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 16])
-def test_all_ranks_meet(agent: dist.TCPStore, world_size: int) -> None:
-    stores = start(agent, world_size)
+def require_one_store(stores: Sequence[dist.Store]) -> None:
+    """What any rank writes all others read."""
     for rank, store in enumerate(stores):
         store.set(f"from-{rank}", str(rank))
     for store in stores:
-        assert [store.get(f"from-{rank}") for rank in range(world_size)] == [
-            str(rank).encode() for rank in range(world_size)
-        ]
+        found = [store.get(f"from-{rank}") for rank in range(len(stores))]
+        assert found == [str(rank).encode() for rank in range(len(stores))]
 
 
-def test_nothing_of_an_earlier_attempt_can_be_read(agent: dist.TCPStore) -> None:
-    for store in start(agent, 3):
-        store.set("address", "of the dead")
-    assert not any(store.check(["address"]) for store in start(agent, 3))
-
-
-def test_attempts_of_other_sizes(agent: dist.TCPStore) -> None:
-    for world_size in (4, 2, 1, 3):
-        stores = start(agent, world_size)
-        stores[-1].set("size", str(world_size))
-        assert stores[0].get("size") == str(world_size).encode()
+def test_all_ranks_meet_at_every_attempt(agent: dist.TCPStore) -> None:
+    for world_size in (4, 2, 1, 3, 16):
+        require_one_store(start(agent, world_size))
 
 
 def test_ranks_that_died_while_they_waited(agent: dist.TCPStore) -> None:
@@ -161,9 +147,7 @@ def test_ranks_that_died_while_they_waited(agent: dist.TCPStore) -> None:
     for rank in (1, 2):
         with pytest.raises(TimeoutError, match=f"Rank {rank} had no answer from rank 0"):
             meet(client(agent), rank=rank, world_size=3, deadline=time.monotonic())
-    stores = start(agent, 3)
-    stores[1].set("key", "value")
-    assert stores[0].get("key") == stores[2].get("key") == b"value"
+    require_one_store(start(agent, 3))
 
 
 def test_a_rank_zero_that_died_while_it_gathered(
@@ -221,9 +205,7 @@ def test_where_rank_zero_has_the_store() -> None:
         own = Launch(is_elastic=True, rank=number, world_size=2, master_port=free)
         return attempt_store(own, timeout=timedelta(seconds=LIMIT))
 
-    stores = each((0, 1), rank)
-    stores[1].set("key", "value")
-    assert stores[0].get("key") == b"value"
+    require_one_store(each((0, 1), rank))
 
 
 def test_rank_zero_names_who_is_missing_where_it_has_the_store() -> None:
@@ -233,46 +215,22 @@ def test_rank_zero_names_who_is_missing_where_it_has_the_store() -> None:
         attempt_store(own, timeout=timedelta(seconds=3))
 
 
-@pytest.fixture
-def stoppable() -> Iterator[tuple[int, int]]:
-    """A process that hosts a store, and the port."""
-    reading, writing = os.pipe()
-    if (host := os.fork()) == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.write(writing, str(store.port).encode())
-        signal.pause()
-    number = int(os.read(reading, 16))
-    os.close(reading)
-    os.close(writing)
-    yield host, number
-    os.kill(host, signal.SIGKILL)
-    os.waitpid(host, 0)
-
-
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("stops", ["before the connection", "while ranks meet"])
 def test_a_store_that_stops_is_an_error_in_time(
-    stops: str, stoppable: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    stops: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch waits for its answer without a bound, whatever the timeout."""
     monkeypatch.setattr(rendezvous, "_LAST_SECONDS", 0.0)
-    host, number = stoppable
-    own = Launch(is_elastic=True, rank=1, world_size=2, master_port=number, shares_store=True)
-
-    def stop() -> None:
-        os.kill(host, signal.SIGSTOP)
-        os.waitpid(host, os.WUNTRACED)
-
     join = rendezvous._join
-
-    def joining(*arguments: Any) -> str:
-        stop()
-        return join(*arguments)
-
-    if stops == "before the connection":
-        stop()
-    else:
-        monkeypatch.setattr(rendezvous, "_join", joining)
-    said = rf"store at 127\.0\.0\.1:{number} does not answer: it must answer within 0\.3 s"
-    with pytest.raises(TimeoutError, match=said):
-        attempt_store(own, timeout=timedelta(seconds=0.3))
+    with StoreHost() as host:
+        own = Launch(
+            is_elastic=True, rank=1, world_size=2, master_port=host.port, shares_store=True
+        )
+        if stops == "before the connection":
+            host.stop()
+        else:
+            monkeypatch.setattr(rendezvous, "_join", lambda *given: (host.stop(), join(*given))[1])
+        said = rf"store at 127\.0\.0\.1:{host.port} does not answer: it must answer within 0\.3 s"
+        with pytest.raises(TimeoutError, match=said):
+            attempt_store(own, timeout=timedelta(seconds=0.3))

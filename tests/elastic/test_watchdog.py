@@ -12,7 +12,7 @@ import pytest
 from processes import Finished, run
 
 from lightning_dist.elastic.process import watchdog
-from lightning_dist.elastic.process.watchdog import EXIT_STUCK, Deadline, Watchdog
+from lightning_dist.elastic.process.watchdog import EXIT_STUCK, Watchdog
 
 LIMIT = 20.0
 HANGING = Path(__file__).with_name("hanging.py")
@@ -59,6 +59,7 @@ class Watched:
             end=self._end,
             clock=self.clock,
         )
+        self.dog.start()
 
     def _end(self, why: str) -> None:
         self.said.append(why)
@@ -72,7 +73,6 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_progress_ends_it() -> None:
     watched = Watched(30)
-    watched.dog.start()
     for watched.clock.now in (10.0, 29.9):
         watched.clock.wait_until_looked_at()
     assert watched.said == []
@@ -83,7 +83,6 @@ def test_no_progress_ends_it() -> None:
 
 def test_progress_puts_it_off() -> None:
     watched = Watched(30)
-    watched.dog.start()
     for watched.clock.now in (29.0, 58.0, 87.0):
         watched.clock.wait_until_looked_at()
         watched.dog.heartbeat()
@@ -94,7 +93,6 @@ def test_progress_puts_it_off() -> None:
 def test_who_waits_for_another_is_not_the_one_that_hangs() -> None:
     answers = [False, True, True]
     watched = Watched(30, waits=lambda: answers.pop())
-    watched.dog.start()
     for watched.clock.now in (30.0, 60.0):
         watched.clock.wait_until_looked_at()
     assert watched.said == []
@@ -106,7 +104,6 @@ def test_who_waits_for_another_is_not_the_one_that_hangs() -> None:
 def test_one_that_may_not_go_on_ends_whatever_its_progress() -> None:
     answers = ["others may write by now", "", ""]
     watched = Watched(None, lapsed=lambda: answers.pop())
-    watched.dog.start()
     assert watched.ended.wait(LIMIT)
     assert watched.said[-1] == "others may write by now"
     assert answers == []
@@ -114,7 +111,6 @@ def test_one_that_may_not_go_on_ends_whatever_its_progress() -> None:
 
 def test_at_rest_no_progress_is_expected() -> None:
     watched = Watched(30)
-    watched.dog.start()
     watched.dog.rest()
     watched.dog.end_within(1000, "enough")
     watched.clock.now = 999.0
@@ -127,7 +123,6 @@ def test_at_rest_no_progress_is_expected() -> None:
 
 def test_progress_does_not_put_off_the_end() -> None:
     watched = Watched(30)
-    watched.dog.start()
     watched.dog.end_within(20, "the grace period is over")
     watched.clock.now = 19.0
     watched.dog.heartbeat()
@@ -138,7 +133,6 @@ def test_progress_does_not_put_off_the_end() -> None:
 
 def test_without_a_timeout_only_the_end_counts() -> None:
     watched = Watched(None)
-    watched.dog.start()
     watched.dog.heartbeat()
     watched.clock.now = 10.0**9
     watched.dog.end_within(5, "enough")
@@ -150,7 +144,6 @@ def test_without_a_timeout_only_the_end_counts() -> None:
 
 def test_it_ends_a_process_once() -> None:
     watched = Watched(1)
-    watched.dog.start()
     watched.clock.now = 5.0
     assert watched.ended.wait(LIMIT)
     watched.dog.stop()
@@ -173,34 +166,17 @@ def test_a_process_in_a_call_that_does_not_return(hang: Callable[[str], Finished
     assert "in _watch" in after
 
 
-def test_a_process_whose_grace_period_is_over(hang: Callable[[str], Finished]) -> None:
-    finished = hang("told")
-    assert finished.returncode == EXIT_STUCK
-    assert "watchdog: SIGTERM, and the grace period is over, exiting (76)\n" in finished.output
+WAYS = dict.fromkeys(
+    ("words fail", "words hang", "nobody reads", "stderr closed"),
+    "last words: no progress for 0.2 s\n",
+) | {"told": "watchdog: SIGTERM, and the grace period is over, exiting (76)\n"}
 
 
-@pytest.mark.parametrize("way", ["words fail", "words hang", "nobody reads", "stderr closed"])
+@pytest.mark.parametrize("way", WAYS)
 def test_whatever_it_cannot_say_it_ends(way: str, hang: Callable[[str], Finished]) -> None:
     finished = hang(way)
     assert finished.returncode == EXIT_STUCK
-    assert "last words: no progress for 0.2 s\n" in finished.output
-
-
-def test_a_deadline() -> None:
-    now = [100.0]
-    deadline = Deadline(lambda: now[0])
-    assert deadline.expired() == ""
-    deadline.set(5, "late")
-    now[0] = 104.9
-    assert deadline.expired() == ""
-    now[0] = 105.0
-    assert deadline.expired() == "late"
-    deadline.set(5, "later")
-    assert deadline.expired() == ""
-    now[0] = 200.0
-    assert deadline.expired() == "later"
-    deadline.clear()
-    assert deadline.expired() == ""
+    assert WAYS[way] in finished.output
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="subreapers are Linux's")
