@@ -161,6 +161,14 @@ def test_the_next_step_raises_and_only_that(
     assert listing(folder) == ["last.ckpt", "step=9.ckpt"]
 
 
+def test_the_last_checkpoint_fails_and_fit_raises(tmp_path: Path) -> None:
+    callback = checkpoint(tmp_path)
+    faults = Faults(callback, tmp_path)
+    with pytest.raises(CheckpointError, match=r"/step=2\.ckpt of step 2 was not written"):
+        fit(callback, Between({1: faults.short_of_space}), max_steps=2)
+    assert listing(tmp_path) == ["step=1.ckpt"]
+
+
 class Unpicklable(L.Callback):
     def on_save_checkpoint(self, trainer: L.Trainer, *args: Any) -> None:
         if trainer.global_step == 2:
