@@ -122,7 +122,8 @@ def test_folder_and_name_by_position_and_the_attributes_of_stock(tmp_path: Path)
     loaded = Net.load_from_checkpoint(ours.best_model_path)
     assert loaded.optimizer == "sgd"
     require_same(loaded.state_dict(), model.state_dict())
-    again = fit(ckpt_path=ours.best_model_path, enable_checkpointing=False, max_epochs=3)
+    given = {"ckpt_path": ours.best_model_path, "enable_checkpointing": False}
+    again = fit(model=loaded, max_epochs=3, **given)
     assert again.global_step == 9, "Lightning alone goes on from it"
     assert ours.last_committed is not None
     assert ours.last_committed.target == str(tmp_path / "here-step=6.ckpt")
@@ -261,12 +262,15 @@ def test_an_object_store(format: Any, save_last: Any) -> None:
     assert trainer.ckpt_path == f"{folder}/{name}"
 
 
-def test_the_last_one_of_lightning_on_an_object_store() -> None:
-    folder = f"memory://last-{os.urandom(4).hex()}"
+@pytest.mark.parametrize("is_local", [True, False])
+def test_the_last_checkpoint_may_be_one_of_lightning(is_local: bool, tmp_path: Path) -> None:
+    """`last` is the newest of ours and of what ModelCheckpoint calls so."""
+    folder = str(tmp_path) if is_local else f"memory://last-{os.urandom(4).hex()}"
     fit(callback(folder), max_epochs=1)
     fit(ModelCheckpoint(folder, "stock-{step}", save_last=True), max_epochs=2)
-    trainer = fit(callback(folder), ckpt_path="last", max_epochs=3)
-    assert trainer.ckpt_path == f"{folder}/last.ckpt"
+    for epochs, newest in ((3, "last.ckpt"), (4, "step=9.ckpt")):
+        trainer = fit(callback(folder), ckpt_path="last", max_epochs=epochs)
+        assert trainer.ckpt_path == f"{folder}/{newest}"
 
 
 def test_the_folder_is_at_rest_before_anything_is_looked_for(

@@ -14,7 +14,6 @@ import lightning as L
 import pytest
 import torch
 from checkpoint_runs import Net, digest, fit, flip, listing, make_trainer, whole_checkpoints
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
@@ -218,17 +217,6 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
     assert listing(tmp_path) == sorted([*names, "step=3.ckpt", "step=6.ckpt"])
     for name in names[:-1]:
         assert (tmp_path / name).read_text() == name
-
-
-def test_the_last_checkpoint_may_be_one_of_lightning(tmp_path: Path) -> None:
-    """`last` is the newest of ours and of what ModelCheckpoint calls so."""
-    fit(AsyncCheckpoint(tmp_path, "{step}"), max_epochs=1)
-    fit(ModelCheckpoint(tmp_path, "stock-{step}", save_last=True), max_epochs=2)
-    trainer = fit(AsyncCheckpoint(tmp_path), ckpt_path="last", max_epochs=3)
-    assert trainer.ckpt_path == str(tmp_path / "last.ckpt")
-    older = make_trainer(AsyncCheckpoint(tmp_path), max_epochs=4)
-    older.fit(Net(), ckpt_path="last")
-    assert Path(str(older.ckpt_path)).name == "epoch=2-step=9.ckpt"
 
 
 def test_last_in_a_folder_without_checkpoints(tmp_path: Path) -> None:
