@@ -25,6 +25,7 @@ class Net(L.LightningModule):
 
     def __init__(self, *, optimizer: str = "adamw") -> None:
         super().__init__()
+        self.save_hyperparameters("optimizer")
         torch.manual_seed(1)
         self.net = nn.Sequential(nn.Linear(WIDTH, 6), nn.BatchNorm1d(6), nn.Linear(6, WIDTH))
         self.optimizer = optimizer
@@ -158,6 +159,13 @@ def whole_checkpoints(folder: Path) -> list[str]:
     for name in names:
         torch.load(folder / name, weights_only=True)
     return names
+
+
+def flip(path: Path) -> None:
+    """Damage one bit in the middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
 def writer_pid(callback: AsyncCheckpoint) -> int:

@@ -28,6 +28,14 @@ class Stream(IterableDataset):
         return self.iter_shard(epoch=0, start=0, step=1)
 
 
+class DrawingStream(Stream):
+    """Draws from torch's generator for every sample."""
+
+    def iter_shard(self, *, epoch: int, start: int, step: int) -> Iterator[Any]:
+        for index, x in super().iter_shard(epoch=epoch, start=start, step=step):
+            yield index, x + 0.1 * torch.rand(())
+
+
 class SilentStream(IterableDataset):
     """Says nothing."""
 

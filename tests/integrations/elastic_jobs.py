@@ -82,7 +82,6 @@ class Job:
     replicas: Sequence[int] = ()
     profiled: bool = False
     limit: float = 60.0
-    expect_failure: bool = False
 
 
 def selected(request: Any) -> set[str]:

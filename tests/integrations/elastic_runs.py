@@ -153,6 +153,12 @@ def committed(folder: Path) -> dict[int, Step]:
     return steps
 
 
+def journal(folder: Path) -> list[dict[str, Any]]:
+    """What rank 0 has noted of the starts of a run."""
+    lines = (folder / "ckpt" / "elastic" / "rank-0.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
 def hash_of(module: nn.Module) -> str:
     digest = hashlib.sha256()
     for value in module.state_dict().values():
@@ -188,6 +194,19 @@ def make_loader(dataset: Dataset | None = None, **arguments: Any) -> DataLoader:
     return DataLoader(dataset or Numbered(), **{"batch_size": 4, "shuffle": True, **arguments})
 
 
+def quiet_trainer(**arguments: Any) -> L.Trainer:
+    """In this process, without a logger, a bar, a table and sanity checks."""
+    settings = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
+    return L.Trainer(**{**settings, **arguments})
+
+
 def fit(
     folder: Path,
     *callbacks: L.Callback,
@@ -200,23 +219,9 @@ def fit(
     **arguments: Any,
 ) -> tuple[L.Trainer, L.LightningModule]:
     settings = {"every_n_train_steps": 2, "seed": 5, "writer": "thread", **(elastic or {})}
-    trainer = L.Trainer(
-        **{
-            "accelerator": "cpu",
-            "devices": 1,
-            "max_epochs": 3,
-            "logger": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "num_sanity_val_steps": 0,
-            "callbacks": [
-                Account(folder / "account"),
-                *callbacks,
-                ElasticRestart(folder / "ckpt", **settings),
-            ],
-            **arguments,
-        }
-    )
+    restart = ElasticRestart(folder / "ckpt", **settings)
+    given = {"callbacks": [Account(folder / "account"), *callbacks, restart], **arguments}
+    trainer = quiet_trainer(**{"max_epochs": 3, **given})
     module = module or Net()
     torch.manual_seed(2), random.seed(2), np.random.seed(2)
     validation = make_loader(shuffle=False) if validate else None

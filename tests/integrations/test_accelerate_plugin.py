@@ -17,7 +17,7 @@ pytest.importorskip("accelerate")
 import accelerate
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import DistributedDataParallelKwargs
-from scenarios.accelerating import TOPK, Facts, Run, forget_accelerators
+from scenarios.accelerating import Facts, Run, forget_accelerators
 from scenarios.models import WIDTH
 from torch import nn
 
@@ -121,17 +121,6 @@ def test_a_model_may_be_prepared_again() -> None:
         assert first.closed
         found = run.facts()
     require_compressed(found, steps=2)
-
-
-def test_attaching_twice_or_late() -> None:
-    with (
-        Run() as run,
-        pytest.raises(ValueError, match="one is attached already; attach it once"),
-    ):
-        TOPK.attach(run.accelerator)
-    late = r"must be attached before accelerator\.prepare.*attach it right after Accelerator"
-    with Run(None) as run, pytest.raises(ValueError, match=late):
-        TOPK.attach(run.accelerator)
 
 
 def test_several_processes_that_would_train_for_themselves() -> None:

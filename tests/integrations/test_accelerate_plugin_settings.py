@@ -63,13 +63,6 @@ def said(capsys: pytest.CaptureFixture[str]) -> Any:
     return lambda: [m for m in capsys.readouterr().err.splitlines() if "outside of the code" in m]
 
 
-def test_the_plugin_is_frozen_and_equal_by_value() -> None:
-    plugin = CompressedDDPPlugin("int4", start_step=3)
-    assert plugin == CompressedDDPPlugin(codec="int4", start_step=3)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        plugin.codec = "int8"
-
-
 def test_the_code_takes_every_option() -> None:
     options: dict[str, Any] = {
         "codec": {"intra": "bf16", "inter": "int4"},
@@ -84,15 +77,21 @@ def test_the_code_takes_every_option() -> None:
         "delay": 1,
         "exchange_timeout": 30.0,
     }
-    plugin = CompressedDDPPlugin(**options)
-    assert {name: getattr(plugin, name) for name in options} == options
     assert tuple(options) == OF_DDP
+    plugin, nothing = CompressedDDPPlugin(**options), CompressedDDPPlugin()
+    assert {name: getattr(plugin, name) for name in OF_DDP} == options
+    of_nothing = {name: getattr(nothing, name) for name in OF_DDP}
+    assert of_nothing == {name: OPTIONS[name].default for name in OF_DDP}
+    assert tuple(field.name for field in dataclasses.fields(plugin) if field.init) == OF_DDP
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plugin.codec = "int8"
 
 
 @pytest.mark.parametrize(
     ("options", "remedy"),
     [
         ({"codec": "int9"}, "codec must be one of"),
+        ({"codek": "int8"}, r"'codek' in CompressedDDPPlugin: did you mean 'codec'\?"),
         ({"start_step": "3"}, "start_step must be 0 or more"),
         ({"codec": "qsgd", "error_feedback": True}, "Error feedback diverges"),
         ({"ranks_per_host": 2, "rank_groups": [[0], [1]]}, "give one"),
@@ -102,14 +101,6 @@ def test_the_code_takes_every_option() -> None:
 def test_options_that_cannot_take_effect(options: dict[str, Any], remedy: str) -> None:
     with pytest.raises(ValueError, match=remedy):
         CompressedDDPPlugin(**options)
-
-
-def test_nothing_is_set() -> None:
-    plugin = CompressedDDPPlugin()
-    assert {name: getattr(plugin, name) for name in OF_DDP} == {
-        name: OPTIONS[name].default for name in OF_DDP
-    }
-    assert tuple(field.name for field in dataclasses.fields(plugin) if field.init) == OF_DDP
 
 
 def test_what_the_code_leaves_out_is_from_outside(
@@ -175,11 +166,6 @@ def test_errors_name_the_source(
     assert [part for part in (*parts, str(sidecar)) if part not in str(error.value)] == []
 
 
-def test_a_setting_that_does_not_exist() -> None:
-    with pytest.raises(ValueError, match=r"'codek' in CompressedDDPPlugin: did you mean 'codec'\?"):
-        CompressedDDPPlugin(codek="int8")
-
-
 def test_the_strategies_take_nothing_from_outside(sidecar: Path) -> None:
     for strategy in (CompressedDDPStrategy(), FabricStrategy()):
         assert strategy._settings == Settings.check()
@@ -199,11 +185,38 @@ def test_settings_of_a_sharded_model_are_from_outside(
         CompressedDDPPlugin()
 
 
-@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"])
-def test_accelerators_that_do_not_use_ddp(accelerator: Any, kind: str) -> None:
-    accelerator.state.distributed_type = kind
-    with pytest.raises(ValueError, match=f"Accelerator with {kind}, which exchanges them itself"):
+class _OwnHook(DistributedDataParallelKwargs):
+    def register_comm_hook(self, model: nn.Module) -> None: ...
+
+
+def hook(**arguments: Any) -> Any:
+    return {"ddp_handler": DistributedDataParallelKwargs(**arguments)}
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        *(
+            ({"distributed_type": kind}, f"with {kind}, which exchanges them itself")
+            for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
+        ),
+        ({"parallelism_config": SimpleNamespace(tp_enabled=True, tp_size=2)}, "got tp_size=2"),
+        (hook(comm_hook=DDPCommunicationHookType.FP16), "comm_hook=fp16"),
+        (hook(comm_wrapper=DDPCommunicationHookType.BF16), "comm_wrapper=bf16"),
+        (hook(comm_state_option={"x": 1}), "comm_state_option"),
+        ({"ddp_handler": _OwnHook()}, "a _OwnHook with a register_comm_hook of its own"),
+    ],
+    ids=["FSDP", "DeepSpeed", "Megatron", "XLA", "tensors", "hook", "wrapper", "state", "own"],
+)
+def test_accelerators_that_do_not_use_ddp_or_have_a_hook(
+    accelerator: Any, changed: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ((name, value),) = changed.items()
+    owner = accelerator if name in vars(accelerator) else accelerate.Accelerator
+    monkeypatch.setattr(owner, name, value)
+    with pytest.raises(ValueError, match=named):
         CompressedDDPPlugin().attach(accelerator)
+    assert getattr(accelerator, name) is value
     assert handler_of(accelerator) is None
 
 
@@ -215,37 +228,6 @@ def test_local_updates_of_sharded_models(accelerator: Any) -> None:
         local_updates(accelerator, net, optimizer)
 
 
-def test_tensor_parallelism(accelerator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = SimpleNamespace(tp_enabled=True, tp_size=2)
-    monkeypatch.setattr(accelerate.Accelerator, "parallelism_config", config)
-    with pytest.raises(ValueError, match="got tp_size=2"):
-        CompressedDDPPlugin().attach(accelerator)
-
-
-class _OwnHook(DistributedDataParallelKwargs):
-    def register_comm_hook(self, model: nn.Module) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        (DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16), "comm_hook=fp16"),
-        (
-            DistributedDataParallelKwargs(comm_wrapper=DDPCommunicationHookType.BF16),
-            "comm_wrapper=bf16",
-        ),
-        (DistributedDataParallelKwargs(comm_state_option={"x": 1}), "comm_state_option"),
-        (_OwnHook(), "a _OwnHook with a register_comm_hook of its own"),
-    ],
-    ids=["hook", "wrapper", "state", "own"],
-)
-def test_a_hook_of_the_users(accelerator: Any, given: Any, named: str) -> None:
-    accelerator.ddp_handler = given
-    with pytest.raises(ValueError, match=named):
-        CompressedDDPPlugin().attach(accelerator)
-    assert accelerator.ddp_handler is given
-
-
 def test_two_plugins_in_kwargs_handlers() -> None:
     plugins = [CompressedDDPPlugin("int8"), CompressedDDPPlugin("int4")]
     with pytest.raises(ValueError, match="takes one CompressedDDPPlugin, got 2"):
@@ -254,12 +236,13 @@ def test_two_plugins_in_kwargs_handlers() -> None:
 
 def test_attaching_after_prepare_and_twice(accelerator: Any) -> None:
     CompressedDDPPlugin().attach(accelerator)
-    with pytest.raises(ValueError, match="one is attached already"):
+    with pytest.raises(ValueError, match="one is attached already; attach it once"):
         CompressedDDPPlugin().attach(accelerator)
     forget_accelerators()
     late = accelerate.Accelerator(cpu=True)
     late.prepare(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="with a prepared Linear; attach it right after"):
+    refused = r"before accelerator\.prepare.* with a prepared Linear; attach it right after"
+    with pytest.raises(ValueError, match=refused):
         CompressedDDPPlugin().attach(late)
 
 

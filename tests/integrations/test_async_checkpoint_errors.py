@@ -135,22 +135,19 @@ def test_the_first_checkpoint_fails_and_no_book_names_it(tmp_path: Path) -> None
     assert state["best_model_score"] is None
 
 
-def faulty(name: str, faults: Faults) -> dict[int, Callable[[], None]]:
-    """Step 2 is not written, and that is known when step 3 ends."""
-    return {
-        "size": {1: faults.short_of_space, 2: faults.callback.wait},
-        "folder": {1: faults.replace_folder, 2: faults.put_folder_back},
-        "writer": {1: faults.stop_writer, 2: faults.kill_writer},
-    }[name]
-
-
 @pytest.mark.parametrize("name", ["size", "folder", "writer"])
 def test_the_next_step_raises_and_only_that(
     name: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     folder = tmp_path / "here"
     callback = checkpoint(folder, save_last=True)
-    actions = faulty(name, Faults(callback, folder))
+    faults = Faults(callback, folder)
+    # Step 2 is not written, and that is known when step 3 ends.
+    actions: dict[int, Callable[[], None]] = {
+        "size": {1: faults.short_of_space, 2: callback.wait},
+        "folder": {1: faults.replace_folder, 2: faults.put_folder_back},
+        "writer": {1: faults.stop_writer, 2: faults.kill_writer},
+    }[name]
     steps = Between(actions)
     path = f"{folder}/step=2.ckpt of step 2 was not written: "
     with pytest.raises(CheckpointError, match=path) as error:
@@ -217,22 +214,12 @@ def test_a_full_disk_is_known_before_anything_is_written(small_disk: Path) -> No
     assert whole_checkpoints(small_disk) == [f"step={step}.ckpt" for step in (1, 2, 4)]
 
 
-class Disk:
-    """Stops and goes on between the steps of a fit, and remembers what a reader would find."""
+class Disk(Faults):
+    """Is stopped and goes on between the steps of a fit, and remembers what a reader would find."""
 
     def __init__(self, folder: Path, **arguments: Any) -> None:
-        self.folder = folder
-        self.callback = AsyncCheckpoint(
-            folder, "{step}", every_n_train_steps=1, writer="process", **arguments
-        )
+        super().__init__(checkpoint(folder, **arguments), folder)
         self.seen: dict[str, list[str]] = {}
-
-    def stop(self) -> None:
-        self.callback.wait()
-        os.kill(writer_pid(self.callback), signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        os.kill(writer_pid(self.callback), signal.SIGCONT)
 
     def look(self, name: str) -> None:
         self.seen[name] = whole_checkpoints(self.folder)
@@ -248,40 +235,23 @@ class Disk:
         fit(self.callback, Between(actions), max_epochs=2)
 
 
-def test_the_old_checkpoint_stays_until_the_new_one_is_durable(tmp_path: Path) -> None:
-    disk = Disk(tmp_path)
-    disk.fit(
-        {
-            1: disk.then(disk.stop, "before"),
-            2: disk.then("while 2 is written", disk.go_on),
-            3: disk.then(disk.callback.wait, "after"),
-        }
-    )
-    assert disk.seen == {
-        "before": ["step=1.ckpt"],
-        "while 2 is written": ["step=1.ckpt"],
-        "after": ["step=3.ckpt"],
-    }
-    assert listing(tmp_path) == ["step=6.ckpt"]
-
-
-def test_two_in_flight_and_everything_old_is_there_until_then(tmp_path: Path) -> None:
-    disk = Disk(tmp_path, max_in_flight=2, save_last=True)
-    disk.fit(
-        {
-            1: disk.then(disk.stop, "before"),
-            2: disk.then("one in flight"),
-            3: disk.then("two in flight", disk.go_on),
-            4: disk.then(disk.callback.wait, "after"),
-        }
-    )
-    first = ["last.ckpt", "step=1.ckpt"]
-    assert disk.seen == {
-        "before": first,
-        "one in flight": first,
-        "two in flight": first,
-        "after": ["last.ckpt", "step=4.ckpt"],
-    }
+@pytest.mark.parametrize(
+    ("settings", "names"), [({}, []), ({"max_in_flight": 2, "save_last": True}, ["last.ckpt"])]
+)
+def test_everything_old_is_there_until_the_new_one_is_durable(
+    settings: dict[str, Any], names: list[str], tmp_path: Path
+) -> None:
+    disk = Disk(tmp_path, **settings)
+    in_flight = settings.get("max_in_flight", 1)
+    before = disk.then(disk.stop_writer, "before")
+    under_way = {step: disk.then(f"{step} is written") for step in range(2, 2 + in_flight)}
+    under_way[1 + in_flight] = disk.then(f"{1 + in_flight} is written", disk.let_writer_go_on)
+    after = disk.then(disk.callback.wait, "after")
+    disk.fit({1: before, **under_way, 2 + in_flight: after})
+    seen = {each: [*names, "step=1.ckpt"] for each in disk.seen if each != "after"}
+    assert len(seen) == 1 + in_flight
+    assert disk.seen == {**seen, "after": [*names, f"step={2 + in_flight}.ckpt"]}
+    assert listing(tmp_path) == [*names, "step=6.ckpt"]
     assert disk.callback.metrics.failed == 0
 
 
@@ -295,9 +265,9 @@ def test_a_busy_disk_is_skipped_and_said(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="on_busy") as warned:
         disk.fit(
             {
-                1: disk.stop,
+                1: disk.stop_writer,
                 2: disk.then("one in flight"),  # 3 finds it there
-                3: disk.then(last_step, disk.go_on, disk.callback.wait),
+                3: disk.then(last_step, disk.let_writer_go_on, disk.callback.wait),
                 4: disk.then(disk.callback.wait, last_step),
                 5: disk.callback.wait,
             }
@@ -317,5 +287,5 @@ def test_a_name_that_is_still_being_written_is_taken(tmp_path: Path) -> None:
     """The version counter of ModelCheckpoint looks for files; ours are not there yet."""
     disk = Disk(tmp_path, save_top_k=-1, max_in_flight=3, monitor="seen")
     disk.callback.filename = "model"
-    disk.fit({1: disk.stop, 3: disk.go_on})
+    disk.fit({1: disk.stop_writer, 3: disk.let_writer_go_on})
     assert listing(tmp_path) == [*(f"model-v{v}.ckpt" for v in range(1, 6)), "model.ckpt"]

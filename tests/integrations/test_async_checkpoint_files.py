@@ -9,7 +9,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from checkpoint_runs import (
@@ -17,6 +16,7 @@ from checkpoint_runs import (
     Net,
     books,
     fit,
+    flip,
     listing,
     make_trainer,
     require_same,
@@ -116,15 +116,22 @@ def test_folder_and_name_by_position_and_the_attributes_of_stock(tmp_path: Path)
     assert isinstance(ours, ModelCheckpoint)
     assert vars(stock).items() <= vars(ours).items()
     assert (ours.state_key, ours.state_dict()) == (stock.state_key, stock.state_dict())
-    trainer = fit(ours)
+    model = Net(optimizer="sgd")
+    trainer = fit(ours, model=model)
     assert trainer.checkpoint_callback is ours
+    loaded = Net.load_from_checkpoint(ours.best_model_path)
+    assert loaded.optimizer == "sgd"
+    require_same(loaded.state_dict(), model.state_dict())
+    given = {"ckpt_path": ours.best_model_path, "enable_checkpointing": False}
+    again = fit(model=loaded, max_epochs=3, **given)
+    assert again.global_step == 9, "Lightning alone goes on from it"
     assert ours.last_committed is not None
     assert ours.last_committed.target == str(tmp_path / "here-step=6.ckpt")
 
 
-@pytest.mark.parametrize("arguments", [{"monitor": "score", "save_top_k": 2, "save_last": True}])
-def test_each_goes_on_from_the_others_files(tmp_path: Path, arguments: dict[str, Any]) -> None:
+def test_each_goes_on_from_the_others_files(tmp_path: Path) -> None:
     """Half of the run with one, half with the other: the books of either, and every weight."""
+    arguments: dict[str, Any] = {"monitor": "score", "save_top_k": 2, "save_last": True}
     kinds = (ModelCheckpoint, AsyncCheckpoint)
     left = {}
     for first, second in itertools.product(kinds, kinds):
@@ -144,36 +151,6 @@ def test_each_goes_on_from_the_others_files(tmp_path: Path, arguments: dict[str,
         assert found[2] == expected[2]
 
 
-class Saved(L.LightningModule):
-    """What load_from_checkpoint needs."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        self.net = Net()
-        self.extra = torch.nn.Parameter(torch.zeros(width))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.net.net(batch.expand(2, 4)).square().mean() + self.extra.sum()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def train_dataloader(self) -> Any:
-        return torch.utils.data.DataLoader(torch.ones(2, 1))
-
-
-def test_lightning_alone_loads_it(tmp_path: Path) -> None:
-    model = Saved(3)
-    ours = AsyncCheckpoint(tmp_path)
-    fit(ours, model=model, max_epochs=1)
-    loaded = Saved.load_from_checkpoint(ours.best_model_path)
-    assert loaded.extra.shape == (3,)
-    require_same(loaded.state_dict(), model.state_dict())
-    plain = fit(model=Saved(3), ckpt_path=ours.best_model_path, enable_checkpointing=False)
-    assert plain.global_step == 4
-
-
 RESUMED: dict[str, Any] = {"monitor": "seen", "save_top_k": 2, "every_n_train_steps": 2}
 """In mid-epoch too. The least `seen` is that of step 6, of 8."""
 
@@ -185,9 +162,8 @@ def test_it_repeats_the_uninterrupted_run(format: Any, tmp_path: Path) -> None:
         callback = AsyncCheckpoint(
             folder, "{step}", format=format, writer="thread", save_last=True, **RESUMED
         )
-        whole = make_trainer(callback, steps, max_steps=8, max_epochs=-1)
         model = Net(optimizer=optimizer)
-        whole.fit(model)
+        whole = fit(callback, steps, model=model, max_steps=8, max_epochs=-1)
         best = folder / "step=6.ckpt"
         assert callback.best_model_path == str(best)
         assert (folder / "last.ckpt").exists()
@@ -197,9 +173,8 @@ def test_it_repeats_the_uninterrupted_run(format: Any, tmp_path: Path) -> None:
         path = best if name == "path" else name
         # `best` is known to the callback that made it, as with ModelCheckpoint.
         other = callback if name == "best" else AsyncCheckpoint(folder, "{step}", format=format)
-        resumed = make_trainer(other, again, max_steps=8, max_epochs=-1)
         found = Net(optimizer=optimizer)
-        resumed.fit(found, ckpt_path=path)
+        resumed = fit(other, again, model=found, ckpt_path=path, max_steps=8, max_epochs=-1)
         assert str(resumed.ckpt_path) == str(best)
         assert list(again.digests) == [7, 8]
         assert again.digests.items() <= steps.digests.items()
@@ -207,23 +182,6 @@ def test_it_repeats_the_uninterrupted_run(format: Any, tmp_path: Path) -> None:
         require_same(
             resumed.optimizers[0].state_dict()["state"], whole.optimizers[0].state_dict()["state"]
         )
-
-
-def test_a_wrong_step_would_not(tmp_path: Path) -> None:
-    """Shows that the test above can fail."""
-    steps, again = Between({}), Between({})
-    fit(AsyncCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1), steps)
-    state = torch.load(tmp_path / "step=5.ckpt")
-    state["optimizer_states"] = torch.load(tmp_path / "step=4.ckpt")["optimizer_states"]
-    torch.save(state, tmp_path / "mixed.ckpt")
-    fit(AsyncCheckpoint(tmp_path / "again"), again, ckpt_path=tmp_path / "mixed.ckpt")
-    assert again.digests[6] != steps.digests[6]
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def callback(folder: Any, **arguments: Any) -> AsyncCheckpoint:
@@ -304,12 +262,15 @@ def test_an_object_store(format: Any, save_last: Any) -> None:
     assert trainer.ckpt_path == f"{folder}/{name}"
 
 
-def test_the_last_one_of_lightning_on_an_object_store() -> None:
-    folder = f"memory://last-{os.urandom(4).hex()}"
+@pytest.mark.parametrize("is_local", [True, False])
+def test_the_last_checkpoint_may_be_one_of_lightning(is_local: bool, tmp_path: Path) -> None:
+    """`last` is the newest of ours and of what ModelCheckpoint calls so."""
+    folder = str(tmp_path) if is_local else f"memory://last-{os.urandom(4).hex()}"
     fit(callback(folder), max_epochs=1)
     fit(ModelCheckpoint(folder, "stock-{step}", save_last=True), max_epochs=2)
-    trainer = fit(callback(folder), ckpt_path="last", max_epochs=3)
-    assert trainer.ckpt_path == f"{folder}/last.ckpt"
+    for epochs, newest in ((3, "last.ckpt"), (4, "step=9.ckpt")):
+        trainer = fit(callback(folder), ckpt_path="last", max_epochs=epochs)
+        assert trainer.ckpt_path == f"{folder}/{newest}"
 
 
 def test_the_folder_is_at_rest_before_anything_is_looked_for(

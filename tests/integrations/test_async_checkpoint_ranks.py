@@ -15,6 +15,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoint_runs import flip
 from lightning.pytorch.callbacks import ModelCheckpoint
 from replicas import mean_of_all, of_all, require_equal, world_of
 from scenarios.fitting import AtStart, compressed, digest, make_trainer, plain, residuals
@@ -179,14 +180,8 @@ def test_all_ranks_know_what_was_not_written(
     Step 2 is not written, and with "warn" 3 and 4 are, and the last one, 5, is not. With "raise" 2
     is the last one: between the steps rank 0 raises alone.
     """
-    callback = checkpoint(
-        tmp_path,
-        every_n_train_steps=1,
-        save_top_k=1,
-        save_last=True,
-        format=form,
-        on_error=on_error,
-    )
+    settings = {"every_n_train_steps": 1, "save_top_k": 1, "save_last": True}
+    callback = checkpoint(tmp_path, format=form, on_error=on_error, **settings)
     books: list[list[str]] = []
 
     def note() -> None:
@@ -247,19 +242,16 @@ def test_the_displaced_best_is_back_on_all_ranks(tmp_path: Path) -> None:
     assert Path(callback.best_model_path).name == "step=2.ckpt"
 
 
-def flip(path: Path) -> None:
-    """Damage one bit."""
+def flip_bit(path: Path) -> None:
     if rank() == 0:
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
+        flip(path)
     dist.barrier()
 
 
 def test_what_rank_0_finds_damaged_is_passed_over_or_raised_on_all_ranks(tmp_path: Path) -> None:
     fit(plain(), checkpoint(tmp_path))
     newest, oldest = tmp_path / "step=6.ckpt", tmp_path / "step=3.ckpt"
-    flip(newest)
+    flip_bit(newest)
     with patch.object(resume, "verify", wraps=resume.verify) as verify:
         told = error_of(checkpoint(tmp_path), ckpt_path=newest)
     assert told.startswith(f"CorruptCheckpointError: {newest} is not a complete checkpoint: ")
@@ -270,7 +262,7 @@ def test_what_rank_0_finds_damaged_is_passed_over_or_raised_on_all_ranks(tmp_pat
     )
     found = fit(plain(), checkpoint(tmp_path / "."), ckpt_path="last", steps=5)
     assert found["from"] == str(oldest), "headers do not show the damage"
-    flip(oldest)
+    flip_bit(oldest)
     told = error_of(checkpoint(tmp_path), ckpt_path="last")
     assert told.startswith("CheckpointError: ")
     assert str(oldest) in told

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -66,76 +66,46 @@ def test_two_callbacks_leave_what_two_of_stock_leave(
         assert steps[0] == steps[1]
 
 
-def test_what_a_failed_best_save_displaced_is_among_the_best_again(tmp_path: Path) -> None:
-    """Scores 0, 1 and 4, 3 (not written), 2 of 5: the smallest two."""
-    callback = AsyncCheckpoint(
-        *(tmp_path, "{step}", "seen"), mode="max", every_n_train_steps=1, on_error="warn"
-    )
+class Scores(Net):
+    def __init__(self, scores: Sequence[float]) -> None:
+        super().__init__()
+        self.scores = scores
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("score", self.scores[self.global_step])
+        return self.loss()
+
+
+# Scores of the steps, the steps before and after which there is no space, settings, and the best.
+DISPLACED: dict[str, tuple[list[float], tuple[int, int], dict[str, Any], list[int]]] = {
+    "a later one is better": ([0, 1, 4, 3, 5, 0], (2, 3), {}, [5]),
+    "none is written any more": ([0, 1, 2, 3], (2, 4), {}, [2]),
+    "a later one displaces for good": ([1, 5, 9, 2, 0, 0], (2, 3), {"save_top_k": 2}, [2, 4]),
+    "a later one is the last alone": ([5, 9, 2], (1, 2), {"save_last": True}, [1]),
+}
+
+
+@pytest.mark.parametrize("name", DISPLACED)
+def test_what_a_failed_save_displaced_is_among_the_best_again(name: str, tmp_path: Path) -> None:
+    """It stays when others are saved, of which some are better and some are not."""
+    scores, (full, mended), settings, best = DISPLACED[name]
+    settings = {"mode": "max", "every_n_train_steps": 1, "on_error": "warn", **settings}
+    callback = AsyncCheckpoint(tmp_path, "{step}", "score", **settings)
     faults = Faults(callback, tmp_path)
-    seen: dict[str, Any] = {}
-
-    def note() -> None:
-        callback.wait()
-        seen.update(books(callback))
-        seen["listing"] = listing(tmp_path)
-
-    actions = {2: faults.short_of_space, 3: faults.space_again, 5: note}
-    with pytest.warns(UserWarning, match=r"step=3\.ckpt of step 3 was not written"):
-        fit(callback, Between(actions), max_steps=6, max_epochs=-1)
-    assert seen["best_model_path"] == "FOLDER/step=5.ckpt"
-    assert seen["listing"] == ["step=5.ckpt"]
-    callback = AsyncCheckpoint(
-        *(tmp_path / "b", "{step}", "seen"), mode="max", every_n_train_steps=1, on_error="warn"
-    )
-    faults = Faults(callback, tmp_path / "b")
-    with pytest.warns(UserWarning, match=r"step=3\.ckpt of step 3 was not written"):
-        # 4 is better than 3 and 2: it is not written either.
-        fit(callback, Between({2: faults.short_of_space}), max_steps=4, max_epochs=-1)
+    actions = {full: faults.short_of_space, mended: faults.space_again}
+    told = rf"step={full + 1}\.ckpt of step {full + 1} was not written"
+    with pytest.warns(UserWarning, match=told):
+        fit(callback, Between(actions), model=Scores(scores), max_steps=len(scores), max_epochs=-1)
+    names = [f"step={step}.ckpt" for step in best]
+    last = ["last.ckpt"] if "save_last" in settings else []
+    assert listing(tmp_path) == whole_checkpoints(tmp_path) == [*last, *names]
+    assert not last or torch.load(tmp_path / "last.ckpt")["global_step"] == len(scores)
     state = books(callback)
-    assert list(state["best_k_models"]) == ["FOLDER/step=2.ckpt"]
-    assert state["best_model_path"] == state["kth_best_model_path"] == "FOLDER/step=2.ckpt"
-    assert float(state["best_model_score"]) == float(state["kth_value"]) == 1.0
-    assert listing(tmp_path / "b") == ["step=2.ckpt"]
-
-
-def test_the_displaced_best_survives_later_saves(tmp_path: Path) -> None:
-    """A save that fails displaces the best; one that succeeds must not remove it."""
-    callback = AsyncCheckpoint(
-        *(tmp_path, "{step}", "score"),
-        **{"mode": "max", "save_top_k": 2, "every_n_train_steps": 1, "on_error": "warn"},
-    )
-    faults = Faults(callback, tmp_path)
-
-    class Scores(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("score", [1.0, 5.0, 9.0, 2.0, 0.0, 0.0][self.global_step])
-            return self.loss()
-
-    actions = {2: faults.short_of_space, 3: faults.space_again}
-    with pytest.warns(UserWarning, match=r"step=3\.ckpt of step 3 was not written"):
-        fit(callback, Between(actions), model=Scores(), max_steps=6, max_epochs=-1)
-    # 3 (of 9) displaced 1 (of 1) and is not there; 4 (of 2) then displaces 1 for good.
-    assert whole_checkpoints(tmp_path) == ["step=2.ckpt", "step=4.ckpt"]
-    assert sorted(books(callback)["best_k_models"]) == ["FOLDER/step=2.ckpt", "FOLDER/step=4.ckpt"]
-
-
-def test_the_displaced_best_survives_a_save_of_the_last(tmp_path: Path) -> None:
-    """Step 2 is not written, and 3 is none of the best: 1 is the best, and stays."""
-    settings: dict[str, Any] = {"mode": "max", "every_n_train_steps": 1, "on_error": "warn"}
-    callback = AsyncCheckpoint(tmp_path, "{step}", "score", save_last=True, **settings)
-    faults = Faults(callback, tmp_path)
-
-    class Scores(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("score", [5.0, 9.0, 2.0][self.global_step])
-            return self.loss()
-
-    actions = {1: faults.short_of_space, 2: faults.space_again}
-    with pytest.warns(UserWarning, match=r"step=2\.ckpt of step 2 was not written"):
-        fit(callback, Between(actions), model=Scores(), max_steps=3)
-    assert whole_checkpoints(tmp_path) == ["last.ckpt", "step=1.ckpt"]
-    assert torch.load(tmp_path / "last.ckpt")["global_step"] == 3
-    assert list(books(callback)["best_k_models"]) == ["FOLDER/step=1.ckpt"]
+    assert sorted(state["best_k_models"]) == [f"FOLDER/{name}" for name in names]
+    for key, value, which in (("best", "best_model_score", max), ("kth_best", "kth_value", min)):
+        step = which(best, key=lambda step: scores[step - 1])
+        assert state[f"{key}_model_path"] == f"FOLDER/step={step}.ckpt"
+        assert float(state[value]) == scores[step - 1]
 
 
 def test_a_chain_of_failures_gives_the_first_one_back() -> None:

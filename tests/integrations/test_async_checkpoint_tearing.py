@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from checkpoint_runs import Net, books, fit, listing, make_trainer, require_same, whole_checkpoints
+from checkpoint_runs import Net, fit, listing, require_same, whole_checkpoints
 from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
@@ -139,6 +139,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[Any]]] = {
     "bf16": (Net, {"precision": "bf16-true"}, []),
     "ema": (Net, {}, [EMA]),
     "swa": (Net, {}, [lambda: StochasticWeightAveraging(0.1, swa_epoch_start=1)]),
+    "blocking": (Net, {}, []),
+    "sync": (Net, {}, []),
 }
 
 
@@ -146,7 +148,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_file_is_the_state_at_the_trigger(name: str, trigger: str, tmp_path: Path) -> None:
     model, arguments, callbacks = CASES[name]
-    snapshot: Any = "auto" if name in ("ema", "swa") else "overlap"
+    snapshots: dict[str, Any] = {"ema": "auto", "swa": "auto", "blocking": name, "sync": name}
+    snapshot = snapshots.get(name, "overlap")
     ours = AsyncCheckpoint(
         tmp_path, "{step}", save_top_k=-1, snapshot=snapshot, writer="thread", **{trigger: 1}
     )
@@ -223,15 +226,3 @@ def test_the_state_before_a_manual_step(tmp_path: Path) -> None:
     for step, state in model.saved_models.items():
         saved = torch.load(tmp_path / f"step={step + 1}.ckpt")["state_dict"]
         require_same({k: saved[f"layer.{k}"] for k in state}, dict(state))
-
-
-def test_blocking_and_sync_take_the_state_at_the_trigger_too(tmp_path: Path) -> None:
-    for snapshot in ("blocking", "sync"):
-        folder = tmp_path / snapshot
-        settings = {"save_top_k": -1, "every_n_train_steps": 1, "snapshot": snapshot}
-        ours = AsyncCheckpoint(folder, "{step}", writer="thread", **settings)
-        witness = Witness(dirpath=folder, every_n_train_steps=1)
-        fit(witness, ours, max_epochs=1)
-        witness.require(folder)
-        assert books(ours)["best_model_path"] == "FOLDER/step=3.ckpt"
-        assert make_trainer(ours).checkpoint_callback is ours

@@ -29,6 +29,7 @@ from comm_profiles import (
     profiled,
     require_no_prediction,
     require_report_without_a_rank,
+    require_sums,
     train,
 )
 from rank_loop import meet
@@ -160,10 +161,8 @@ def test_an_optimizer_with_a_closure_has_one_step_with_all_of_its_exchanges(
         assert {each.name for each in step.phases} >= {"forward", "backward", "optimizer"}
         if step.step:  # the first has other buckets, which are built anew after it
             assert sum(each.raw for each in step.buckets) == of_step * 4 * (256 * 256 + 256) * 4
-    for step in run.common_steps:
-        for each in analyse(run, step):
-            assert sum(each.parts.values()) == each.duration
-            assert each.ns["exposed"] > 0
+    require_sums(run)
+    assert all(each.ns["exposed"] > 0 for step in run.common_steps for each in analyse(run, step))
     (note,) = (note for note in summary["notes"] if "gradients are exchanged" in note)
     assert "passes that only accumulate gradients need no exchange" in note
     assert "exchange gradients several times" in summary["unavailable"]["predictions"] or (
@@ -238,35 +237,27 @@ def test_the_hook_of_optimizers_that_step_in_the_backward_pass_is_left_to_ddp(
 
 
 def test_torch_traces_steps_that_are_left_out(tmp_path: Path) -> None:
-    """A range of steps, and those after a signal."""
-    with profiled(model := ddp(), tmp_path, torch_profiler=range(3, 5)):
-        train(model)
+    """A range of steps, those after a signal, and a run that ends within a range, or before it."""
+    model = ddp()
+    for traced, steps in ((range(3, 5), STEPS), (range(3, 5), 4), (range(4, 6), 4)):
+        with profiled(model, tmp_path, torch_profiler=traced):
+            train(model, steps=steps)
     with profiled(model, tmp_path, torch_profiler=signal.SIGUSR2):
         train(model, steps=4)
         os.kill(os.getpid(), signal.SIGUSR2)
         train(model)
     assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
-    for number, (first, steps) in enumerate([(3, {3, 4, 5}), (4, {4, 5, 6, 7})]):
+    kept = [{0, 1, 2, *range(6, STEPS)}, {0, 1, 2}, {0, 1, 2, 3}, {*range(4), *range(8, STEPS + 4)}]
+    for number, (steps, first) in enumerate(zip(kept, (3, 3, None, 4), strict=True)):
         run, _ = profile(tmp_path, number)
-        assert set(range(STEPS)) - set(run.common_steps) == steps
-        for rank in range(2):
-            name = f"torch-trace-rank{rank}-step{first}.json.gz"
-            with gzip.open(tmp_path / f"run-{number}" / name) as trace:
-                names = {event.get("name", "") for event in json.load(trace)["traceEvents"]}
-            assert any("AddmmBackward" in name for name in names)
-
-
-def test_a_run_that_ends_within_a_trace_leaves_its_steps_out(tmp_path: Path) -> None:
-    """While it is on, and just before."""
-    model = ddp()
-    for number, (traced, kept, traces) in enumerate(
-        [(range(3, 5), [0, 1, 2], 2), (range(4, 6), [0, 1, 2, 3], 0)]
-    ):
-        with profiled(model, tmp_path, torch_profiler=traced):
-            train(model, steps=4)
-        run, _ = profile(tmp_path, number)
-        assert run.common_steps == kept
-        assert len(list((tmp_path / f"run-{number}").glob("torch-trace-*"))) == traces
+        assert set(run.common_steps) == steps
+        traces = sorted((tmp_path / f"run-{number}").glob("torch-trace-*"))
+        names = [f"torch-trace-rank{rank}-step{first}.json.gz" for rank in range(2)]
+        assert [path.name for path in traces] == ([] if first is None else names)
+        for path in traces:
+            with gzip.open(path) as trace:
+                events = json.load(trace)["traceEvents"]
+            assert any("AddmmBackward" in event.get("name", "") for event in events)
 
 
 def test_one_rank_has_nothing_to_exchange(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
-"""What a run says of its restarts, what it is told, and on what devices it runs."""
+"""What a run says of its restarts, and on what devices it runs; trainings that stop early, go on
+longer, fail and are used again; other callbacks beside."""
 
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import re
 from pathlib import Path
@@ -12,13 +12,24 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from elastic_runs import FailAt, Fault, Net, fit, make_loader
+from elastic_runs import (
+    FailAt,
+    Fault,
+    Net,
+    committed,
+    fit,
+    hash_of,
+    journal,
+    make_loader,
+    quiet_trainer,
+)
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
 from lightning_dist import AsyncCheckpoint, ElasticRestart
 from lightning_dist.elastic.launcher.launch import Launch
+from lightning_dist.elastic.progress import KEY
 from lightning_dist.integrations.lightning.launcher import (
     ElasticEnvironment,
     launch_of,
@@ -26,17 +37,13 @@ from lightning_dist.integrations.lightning.launcher import (
 )
 
 
-def fail_and_go_on(folder: Path, **settings: Any) -> None:
-    with pytest.raises(Fault):
-        fit(folder, FailAt("on_after_backward", 7), max_epochs=1, **settings)
-    fit(folder, max_epochs=1, **settings)
-
-
-def test_each_start_says_where_it_goes_on(tmp_path: Path, caplog: Any) -> None:
+def test_a_run_that_failed_gives_an_account_of_its_restart(tmp_path: Path, caplog: Any) -> None:
+    logger = CSVLogger(tmp_path)
     with caplog.at_level(logging.INFO):
-        fail_and_go_on(tmp_path)
-    messages = dict.fromkeys(record.getMessage() for record in caplog.records)
-    said = [message for message in messages if "elastic: " in message]
+        with pytest.raises(Fault):
+            fit(tmp_path, FailAt("on_after_backward", 7), max_epochs=1, logger=logger)
+        fit(tmp_path, max_epochs=1, logger=logger)
+    said = [text for text in dict.fromkeys(caplog.messages) if "elastic: " in text]
     assert said[0] == (
         "[lightning_dist] elastic: world 1, fresh start; global batch 4: 1 micro-batch on 1 rank"
     )
@@ -46,6 +53,15 @@ def test_each_start_says_where_it_goes_on(tmp_path: Path, caplog: Any) -> None:
     )
     assert said[2].startswith("[lightning_dist] elastic: 1 restart, ")
     assert said[2].endswith("4 samples recomputed (rank 0: Fault: on_after_backward at step 7)")
+    lines = journal(tmp_path)
+    assert [line["event"] for line in lines] == ["start", "end", "start", "caught_up", "end"]
+    assert len({line["run_id"] for line in lines if "run_id" in line}) == 1
+    assert lines[2]["redone"] == 4
+    assert 0 < lines[3]["seconds"] < 60
+    (path,) = (tmp_path / "lightning_logs").glob("*/metrics.csv")
+    header, *rows = [line.split(",") for line in path.read_text().splitlines()]
+    column = header.index("elastic/samples_recomputed")
+    assert {row[column] for row in rows} - {""} == {"4.0"}
 
 
 def test_a_start_with_nothing_left_to_do_says_so(tmp_path: Path, caplog: Any) -> None:
@@ -53,32 +69,12 @@ def test_a_start_with_nothing_left_to_do_says_so(tmp_path: Path, caplog: Any) ->
     caplog.clear()
     with caplog.at_level(logging.INFO):
         fit(tmp_path, max_epochs=1)
-    said = [m for record in caplog.records if "elastic: " in (m := record.getMessage())]
+    said = [text for text in caplog.messages if "elastic: " in text]
     assert said == [
         "[lightning_dist] elastic: world 1 -> 1, resumed at sample 48 (epoch 1, step 12); global "
         "batch 4: 1 micro-batch on 1 rank; there is nothing left to do"
     ]
-    journal = (tmp_path / "ckpt/elastic/rank-0.jsonl").read_text().splitlines()
-    assert [json.loads(line)["event"] for line in journal] == ["start", "end"]
-
-
-def test_the_journal_outlives_every_process(tmp_path: Path) -> None:
-    fail_and_go_on(tmp_path)
-    path = tmp_path / "ckpt" / "elastic" / "rank-0.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["event"] for line in lines] == ["start", "end", "start", "caught_up", "end"]
-    assert len({line["run_id"] for line in lines if "run_id" in line}) == 1
-    assert lines[2]["redone"] == 4
-    assert 0 < lines[3]["seconds"] < 60
-
-
-def test_loggers_get_the_account(tmp_path: Path) -> None:
-    fail_and_go_on(tmp_path, logger=CSVLogger(tmp_path))
-    (path,) = (tmp_path / "lightning_logs").glob("*/metrics.csv")
-    metrics = path.read_text()
-    header, *rows = [line.split(",") for line in metrics.splitlines()]
-    column = header.index("elastic/samples_recomputed")
-    assert {row[column] for row in rows} - {""} == {"4.0"}
+    assert [line["event"] for line in journal(tmp_path)] == ["start", "end"]
 
 
 def test_the_same_wandb_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +91,7 @@ def test_the_same_wandb_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     fit(tmp_path, logger=second, **settings)
     ids.append(second.experiment.id)
     wandb.finish()
-    start = json.loads((tmp_path / "ckpt/elastic/rank-0.jsonl").read_text().splitlines()[0])
+    start = journal(tmp_path)[0]
     assert ids == [start["run_id"]] * 2
     # offline-run-<second>-<id>, and a number behind it where two began within one second.
     runs = {path.name.split("-")[3] for path in (tmp_path / "wandb").glob("offline-run-*")}
@@ -125,12 +121,6 @@ class WorseEachEpoch(Net):
         self.log("loss", float(self.current_epoch))
 
 
-def trainer_with(callbacks: list[L.Callback], **arguments: Any) -> L.Trainer:
-    settings = {"accelerator": "cpu", "devices": 1, "logger": False, "max_epochs": 2}
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
-    return L.Trainer(callbacks=callbacks, num_sanity_val_steps=0, **settings, **quiet, **arguments)
-
-
 def validation() -> Any:
     return make_loader(shuffle=False)
 
@@ -140,7 +130,8 @@ def validation() -> Any:
 def test_best_is_of_the_callback_that_monitors(tmp_path: Path, kind: Any, order: int) -> None:
     monitors = kind(tmp_path / "best", monitor="loss", save_top_k=2)
     restart = ElasticRestart(tmp_path / "newest", every_n_train_steps=5, writer="thread")
-    trainer, module = trainer_with([restart, monitors][::order]), WorseEachEpoch()
+    trainer = quiet_trainer(callbacks=[restart, monitors][::order], max_epochs=2)
+    module = WorseEachEpoch()
     trainer.fit(module, make_loader(), validation())
     assert torch.load(monitors.best_model_path)["epoch"] == 0
     trainer.validate(module, validation(), ckpt_path="best", verbose=False)
@@ -163,7 +154,7 @@ def test_a_checkpoint_that_was_not_saved_under_elastic_restart(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     stock = ModelCheckpoint(tmp_path / "stock", every_n_train_steps=5, save_top_k=-1)
-    trainer_with([stock]).fit(Net(), make_loader())
+    quiet_trainer(callbacks=[stock], max_epochs=2).fit(Net(), make_loader())
     given = str(tmp_path / "stock" / "epoch=1-step=15.ckpt")
     caplog.clear()
     with caplog.at_level(logging.INFO, logger=LOGGER), pytest.raises(Fault):
@@ -177,15 +168,6 @@ def test_a_checkpoint_that_was_not_saved_under_elastic_restart(
         fit(tmp_path, validate=False, ckpt_path=given)
     assert "(epoch 1, step 18)" in start_of(caplog), "its own checkpoint comes first"
     assert f"ckpt_path={given!r} is not loaded" in caplog.text
-
-
-def test_a_checkpoint_of_another_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    fit(tmp_path / "one", validate=False, max_epochs=1)
-    given = str(tmp_path / "one" / "ckpt" / "epoch=0-step=10.ckpt")
-    caplog.clear()
-    with caplog.at_level(logging.INFO, logger=LOGGER):
-        fit(tmp_path / "two", validate=False, max_epochs=1, ckpt_path=given)
-    assert "resumed at sample 40 (epoch 0, step 10)" in start_of(caplog)
 
 
 CPU = torch.device("cpu")
@@ -204,14 +186,10 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
 
 
-@pytest.mark.parametrize("given", [0, 1, 2, 3, 5])
-def test_cpus(given: int) -> None:
-    assert local_devices([CPU] * given, node(3)) == [CPU] * 3
-
-
 @pytest.mark.parametrize(
     ("given", "ranks", "expected"),
     [
+        *(([CPU] * given, 3, [CPU] * 3) for given in (0, 1, 2, 3, 5)),
         (gpus(0, 1, 2, 3), 2, gpus(0, 1)),  # devices="auto"
         (gpus(2, 3), 2, gpus(2, 3)),
         (gpus(2), 3, gpus(2, 0, 1)),
@@ -219,7 +197,9 @@ def test_cpus(given: int) -> None:
     ],
 )
 @pytest.mark.usefixtures("four_gpus")
-def test_gpus(given: list[torch.device], ranks: int, expected: list[torch.device]) -> None:
+def test_every_rank_has_a_device(
+    given: list[torch.device], ranks: int, expected: list[torch.device]
+) -> None:
     assert local_devices(given, node(ranks)) == expected
 
 
@@ -244,3 +224,95 @@ def test_other_launchers_are_not_followed(monkeypatch: pytest.MonkeyPatch) -> No
     launch = launch_of(ElasticEnvironment())
     assert launch is not None
     assert launch.world_size == 7
+
+
+def ids_of(folder: Path) -> list[list[int]]:
+    return [step.ids for step in committed(folder / "account").values()]
+
+
+class SavesByItself(L.Callback):
+    """Comes before ElasticRestart, as a user's callbacks do."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 4:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "own.ckpt")
+
+
+def test_the_position_in_a_checkpoint_of_somebody_else(tmp_path: Path) -> None:
+    fit(tmp_path / "one", SavesByItself(), default_root_dir=tmp_path)
+    state = torch.load(tmp_path / "own.ckpt", weights_only=False)[KEY]
+    assert (state["total_steps"], state["position"]["steps"]) == (4, 4)
+    fit(tmp_path / "two", ckpt_path=str(tmp_path / "own.ckpt"))
+    assert ids_of(tmp_path / "two") == ids_of(tmp_path / "one")[4:]
+
+
+class LogsStep(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("step", float(self.current_epoch))
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_metric_called_step_hides_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(Fault):
+        fit(tmp_path, FailAt("on_after_backward", 11), module=LogsStep())
+    fit(tmp_path, module=LogsStep())
+    assert journal(tmp_path)[2]["samples"] == 40, "step 10"
+
+
+def test_more_steps_go_on_within_the_epoch(tmp_path: Path) -> None:
+    fit(tmp_path / "whole", max_steps=24, max_epochs=-1)
+    fit(tmp_path / "parts", max_steps=17, max_epochs=-1)
+    fit(tmp_path / "parts", max_steps=24, max_epochs=-1)
+    assert ids_of(tmp_path / "parts") == ids_of(tmp_path / "whole")
+
+
+def test_an_early_stop_is_kept(tmp_path: Path) -> None:
+    def stop() -> EarlyStopping:
+        return EarlyStopping("score", patience=0, mode="max", min_delta=100.0)
+
+    trainer, module = fit(tmp_path, stop(), max_epochs=9)
+    assert trainer.global_step < 9 * 12
+    again, same = fit(tmp_path, stop(), max_epochs=9)
+    assert again.global_step == trainer.global_step
+    assert hash_of(same) == hash_of(module)
+
+
+def test_another_seed_is_refused(tmp_path: Path) -> None:
+    fit(tmp_path, max_epochs=1)
+    with pytest.raises(ValueError, match=r"seed=6 cannot take effect.* of seed 5"):
+        fit(tmp_path, max_epochs=2, elastic={"seed": 6})
+
+
+def test_a_trainer_is_as_it_was_after_a_fit_that_failed(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    class Counts(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append(len(batch[0]))
+            return super().training_step(batch, batch_idx)
+
+    trainer, _ = fit(tmp_path, max_epochs=1, limit_train_batches=3, module=Counts())
+    trainer.fit_loop.max_epochs = 2
+    fails = FailAt("on_after_backward", 4)
+    trainer.callbacks.insert(0, fails)
+    with pytest.raises(Fault):
+        trainer.fit(Counts(), make_loader())
+    assert trainer.limit_train_batches == 3
+    trainer.callbacks.remove(fails)
+    seen.clear()
+    trainer.fit(Counts(), make_loader(batch_size=2))
+    assert set(seen) <= {1, 2}, "the second loader, with the global batch of the first"
+
+
+class EndsEpochs(Net):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 5 else None
+
+
+def test_epochs_that_a_module_ends_have_their_checkpoint(tmp_path: Path) -> None:
+    settings = {"elastic": {"every_n_train_steps": None}}
+    with pytest.raises(Fault):
+        fit(tmp_path, FailAt("on_after_backward", 12), module=EndsEpochs(), **settings)
+    trainer, _ = fit(tmp_path, module=EndsEpochs(), **settings)
+    assert journal(tmp_path)[2]["samples"] == 2 * 5 * 4
+    assert trainer.global_step == 15

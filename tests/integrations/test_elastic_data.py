@@ -14,13 +14,12 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
-from elastic_data import LOADERS, SilentStream, Stream, some_slow
+from elastic_data import LOADERS, DrawingStream, SilentStream, Stream, some_slow
 from elastic_runs import SIZE, FailAt, Fault, Net, Numbered, committed, fit, hash_of, make_loader
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_dist.elastic.data.plan import Position
@@ -29,14 +28,26 @@ from lightning_dist.integrations.lightning.elastic.connectors import KeptSource
 from lightning_dist.integrations.lightning.elastic.data import TrainerDeal
 
 
-@pytest.mark.parametrize("kind", some_slow(LOADERS, "map-style, workers that stay", "stream"))
+def weighted() -> DataLoader:
+    sampler = WeightedRandomSampler(range(1, SIZE + 1), SIZE)
+    return make_loader(sampler=sampler, shuffle=False)
+
+
+KINDS = {
+    **LOADERS,
+    "stream that draws": lambda: DataLoader(DrawingStream(), batch_size=4),
+    "weighted sampling": weighted,
+}
+
+
+@pytest.mark.parametrize("kind", some_slow(KINDS, "map-style, workers that stay", "stream"))
 def test_a_restart_goes_on_in_the_data(kind: str, tmp_path: Path) -> None:
-    loader = LOADERS[kind]
+    loader = KINDS[kind]
     _, module = fit(tmp_path / "reference", loader=loader, max_epochs=2)
     expected = committed(tmp_path / "reference" / "account")
     for epoch in range(2):
         ids = [id for step in expected.values() if step.epoch == epoch for id in step.ids]
-        assert sorted(ids) == list(range(SIZE))
+        assert sorted(ids) == list(range(SIZE)) or kind == "weighted sampling"
     for hook, step in (("on_after_backward", 7), ("on_validation_end", 12)):
         folder, before = tmp_path / hook, active_children()
         with pytest.raises(Fault):
@@ -46,13 +57,6 @@ def test_a_restart_goes_on_in_the_data(kind: str, tmp_path: Path) -> None:
         found = committed(folder / "account")
         assert [each.ids for each in found.values()] == [each.ids for each in expected.values()]
         assert hash_of(again) == hash_of(module)
-
-
-def test_a_stream_that_does_not_say_how_it_is_dealt_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"SilentStream .* __len__ and iter_shard.*strict_data=Fal"
-    ):
-        fit(tmp_path, loader=lambda: DataLoader(SilentStream(), batch_size=4))
 
 
 def test_without_exactness_the_epoch_begins_anew(tmp_path: Path) -> None:
@@ -75,6 +79,10 @@ def test_without_exactness_the_epoch_begins_anew(tmp_path: Path) -> None:
         (lambda: [make_loader(), make_loader()], "list.*give one DataLoader"),
         (lambda: DataLoader(Numbered(), batch_size=None), "no batches"),
         (lambda: DataLoader(Stream(), batch_size=None), "makes its batches itself"),
+        (
+            lambda: DataLoader(SilentStream(), batch_size=4),
+            "SilentStream .* __len__ and iter_shard.*strict_data=Fal",
+        ),
         (
             lambda: DataLoader(Numbered(), batch_sampler=OwnBatches(SequentialSampler(Numbered()))),
             "batches of OwnBatches",
@@ -100,19 +108,6 @@ def test_a_distributed_sampler_stands_for_its_dataset(tmp_path: Path) -> None:
     ids = [id for step in committed(tmp_path / "account").values() for id in step.ids]
     assert sorted(ids) == list(range(SIZE))
     assert ids != sorted(ids)
-
-
-def test_weighted_sampling_goes_on_with_what_was_drawn(tmp_path: Path) -> None:
-    def loader() -> DataLoader:
-        sampler = torch.utils.data.WeightedRandomSampler(range(1, SIZE + 1), SIZE)
-        return make_loader(sampler=sampler, shuffle=False)
-
-    fit(tmp_path / "reference", loader=loader)
-    with pytest.raises(Fault):
-        fit(tmp_path / "again", FailAt("on_after_backward", 17), loader=loader)
-    fit(tmp_path / "again", loader=loader)
-    expected = [step.ids for step in committed(tmp_path / "reference" / "account").values()]
-    assert [step.ids for step in committed(tmp_path / "again" / "account").values()] == expected
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -74,8 +74,47 @@ EXHAUSTIVE = (
 
 
 def job(name: str, folder: Path, *faults: Fault, **settings: Any) -> Job:
-    path = folder / name.replace(" ", "-")
-    return Job(path.name, str(path), faults=faults, **settings)
+    path = folder / name.replace(" ", "-").replace(",", "")
+    return Job(path.name, str(path), faults=faults, profiled=name == PROFILED, **settings)
+
+
+LATER = "on_after_backward"
+IN_BACKWARD = Fault("kill", LATER, 3, (0,))
+IN_TURN: Mapping[str, Any] = {"max_restarts": 0, **EXACT}
+TOLD_SHARDS: Mapping[str, Any] = {**SHARDED, "worlds": (4, 4), "replicas": (2, 2)}
+JOBS: Mapping[str, tuple[Sequence[Fault], Mapping[str, Any]]] = {
+    "reference": ((), {}),
+    **{name: (faults, {}) for name, faults in AGENT_RESTARTS.items()},
+    "a rank stops": ((Fault("stop", LATER, 4, (0,)),), {"fit": {"elastic": {"hang_timeout": 4}}}),
+    "all told to end": ((Fault("terminate", LATER, 5, (0, 1)),), {"worlds": (2, 2)}),
+    "accumulated": ((), ACCUMULATED),
+    "killed while accumulating": ((IN_BACKWARD,), ACCUMULATED),
+    "told while accumulating": ((Fault("terminate", LATER, 3, (0,)),), ACCUMULATED),
+    "validated": ((), VALIDATED),
+    "killed in a validation within an epoch": (
+        (Fault("kill", "on_validation_batch_end", 4),),
+        VALIDATED,
+    ),
+    "exact": ((), EXACT),
+    "2, then 4, then 1 ranks": (
+        (IN_BACKWARD, Fault("terminate", LATER, 7, (0, 1, 2, 3), 1)),
+        {**IN_TURN, "worlds": (2, 4, 1)},
+    ),
+    "2, then 3, then 2 ranks": (
+        (IN_BACKWARD, Fault("terminate", LATER, 7, (2,), 1)),
+        {**IN_TURN, "worlds": (2, 3, 2)},
+    ),
+    "sharded": ((), SHARDED),
+    "sharded, rank 3 killed in backward": ((Fault("kill", LATER, 5, (3,)),), SHARDED),
+    "sharded, rank 2 killed while it saves": (
+        (Fault("kill", "fsync", 3, (2,)),),
+        {**SHARDED, "limit": 100},  # the agent kills those that wait for its part after 30 s
+    ),
+    "sharded, all told to end": ((Fault("terminate", LATER, 5, (0, 1, 2, 3)),), TOLD_SHARDS),
+    "stock ddp": ((IN_BACKWARD,), {"worlds": (2, 2), "max_restarts": 0, "codec": None}),
+    "stock ddp without a fault": ((), {"codec": None}),
+}
+"""Faults and settings of each."""
 
 
 @pytest.fixture(scope="module")
@@ -85,74 +124,7 @@ def outcomes(
     quick_python: list[str],
 ) -> dict[str, tuple[Job, dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("faults")
-    in_backward, later = Fault("kill", "on_after_backward", 3, (0,)), "on_after_backward"
-    jobs = {
-        "reference": job("reference", folder),
-        **{
-            name: job(name, folder, *faults, profiled=name == PROFILED)
-            for name, faults in AGENT_RESTARTS.items()
-        },
-        "a rank stops": job(
-            "a rank stops",
-            folder,
-            Fault("stop", later, 4, (0,)),
-            fit={"elastic": {"hang_timeout": 4}},
-        ),
-        "all told to end": job(
-            "all told", folder, Fault("terminate", later, 5, (0, 1)), worlds=(2, 2)
-        ),
-        "accumulated": job("accumulated", folder, **ACCUMULATED),
-        "killed while accumulating": job(
-            "killed while accumulating", folder, Fault("kill", later, 3, (0,)), **ACCUMULATED
-        ),
-        "told while accumulating": job(
-            "told while accumulating", folder, Fault("terminate", later, 3, (0,)), **ACCUMULATED
-        ),
-        "validated": job("validated", folder, **VALIDATED),
-        "killed in a validation within an epoch": job(
-            "killed within", folder, Fault("kill", "on_validation_batch_end", 4), **VALIDATED
-        ),
-        "exact": job("exact", folder, **EXACT),
-        "2, then 4, then 1 ranks": job(
-            "2 4 1",
-            folder,
-            in_backward,
-            Fault("terminate", later, 7, (0, 1, 2, 3), 1),
-            worlds=(2, 4, 1),
-            max_restarts=0,
-            **EXACT,
-        ),
-        "2, then 3, then 2 ranks": job(
-            "2 3 2",
-            folder,
-            in_backward,
-            Fault("terminate", later, 7, (2,), 1),
-            worlds=(2, 3, 2),
-            max_restarts=0,
-            **EXACT,
-        ),
-        "sharded": job("sharded", folder, **SHARDED),
-        "sharded, rank 3 killed in backward": job(
-            "sharded killed in backward", folder, Fault("kill", later, 5, (3,)), **SHARDED
-        ),
-        "sharded, rank 2 killed while it saves": job(
-            "sharded killed in a save",
-            folder,
-            Fault("kill", "fsync", 3, (2,)),
-            limit=100,  # the agent kills those that wait for its part after 30 s
-            **SHARDED,
-        ),
-        "sharded, all told to end": job(
-            "sharded all told",
-            folder,
-            Fault("terminate", later, 5, (0, 1, 2, 3)),
-            **{**SHARDED, "worlds": (4, 4), "replicas": (2, 2)},
-        ),
-        "stock ddp": job(
-            "stock ddp", folder, in_backward, worlds=(2, 2), max_restarts=0, codec=None
-        ),
-        "stock ddp without a fault": job("stock reference", folder, codec=None),
-    }
+    jobs = {name: job(name, folder, *given[0], **given[1]) for name, given in JOBS.items()}
     for name in set(EXHAUSTIVE) - selected(request):
         del jobs[name]
     results = run_jobs(list(jobs.values()), folder, python=quick_python)
@@ -249,17 +221,10 @@ def test_every_start_has_a_profile_of_its_own(outcomes: Any) -> None:
         assert summary["steps"] > 0
 
 
-@pytest.mark.parametrize(
-    "name",
-    some_exhaustive(
-        [
-            "sharded, rank 3 killed in backward",
-            "sharded, rank 2 killed while it saves",
-            "sharded, all told to end",
-        ],
-        EXHAUSTIVE,
-    ),
-)
+OF_SHARDS = [name for name in JOBS if name.startswith("sharded, ")]
+
+
+@pytest.mark.parametrize("name", some_exhaustive(OF_SHARDS, EXHAUSTIVE))
 def test_a_sharded_model_goes_on_as_without_a_fault(outcomes: Any, name: str) -> None:
     require_exact(outcomes[name], outcomes["sharded"])
     assert hashes(outcomes[name]) == hashes(outcomes["sharded"])
@@ -276,14 +241,9 @@ def test_signalled_ranks_exit_with_0_and_others_ask_for_a_restart(outcomes: Any)
     assert all_told["codes"] == ["ok", "ok"]
     given, result = outcomes["2, then 3, then 2 ranks"]
     assert "exitcode  : 75" in result["codes"][1]
-    ends = Path(given.folder, "ckpt", "elastic").glob("rank-*.jsonl")
-    reasons = {
-        path.stem: [
-            line["reason"]
-            for line in map(json.loads, path.read_text().splitlines())
-            if line["event"] == "end"
-        ]
-        for path in ends
-    }
+    reasons = {}
+    for path in Path(given.folder, "ckpt", "elastic").glob("rank-*.jsonl"):
+        lines = map(json.loads, path.read_text().splitlines())
+        reasons[path.stem] = [line["reason"] for line in lines if line["event"] == "end"]
     assert reasons["rank-2"] == ["SIGTERM"]
     assert "peer preempted" in reasons["rank-1"]

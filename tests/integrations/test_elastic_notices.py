@@ -89,32 +89,30 @@ def test_a_signal_ends_a_process_well(start: Start, tmp_path: Path) -> None:
     assert max(committed(tmp_path / "run" / "account")) == 8
 
 
-def test_slurm_is_asked_for_another_start(start: Start, tmp_path: Path) -> None:
-    asked = tmp_path / "asked"
-    scontrol = tmp_path / "bin" / "scontrol"
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What ``scontrol`` of job 17 was asked for."""
+    asked, scontrol = tmp_path / "asked", tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()
     scontrol.write_text(f'#!/bin/sh\necho "$@" > {asked}\n')
     scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{scontrol.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    return asked
+
+
+def test_slurm_is_asked_for_another_start(start: Start, tmp_path: Path, asked: Path) -> None:
     slurm = {"SLURM_JOB_ID": "17", "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     slurm |= {"SLURM_JOB_NAME": "train", "SLURM_NODELIST": "localhost", "SLURM_NODEID": "0"}
-    path = f"{scontrol.parent}{os.pathsep}{os.environ['PATH']}"
-    start("SIGUSR1", tmp_path / "run", PATH=path, **slurm).require_success()
+    start("SIGUSR1", tmp_path / "run", PATH=os.environ["PATH"], **slurm).require_success()
     assert asked.read_text() == "requeue 17\n"
     assert max(committed(tmp_path / "run" / "account")) == 8
 
 
-def test_a_job_that_is_cancelled_is_not_started_again(tmp_path: Path) -> None:
-    asked, reasons = tmp_path / "asked", ["SIGTERM", ""]
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text(f'#!/bin/sh\necho "$@" > {asked}\n')
-    scontrol.chmod(0o755)
-    environment = {"SLURM_JOB_ID": "17", "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        requeue(SLURMEnvironment(), reasons)
-        assert not asked.exists()
-        requeue(SLURMEnvironment(), ["SIGTERM", "preemption notice"])
+def test_a_job_that_is_cancelled_is_not_started_again(asked: Path) -> None:
+    requeue(SLURMEnvironment(), ["SIGTERM", ""])
+    assert not asked.exists()
+    requeue(SLURMEnvironment(), ["SIGTERM", "preemption notice"])
     assert asked.read_text() == "requeue 17\n"
 
 
@@ -136,19 +134,31 @@ def test_the_last_checkpoint_may_take_longer_than_a_batch(start: Start, tmp_path
     assert list((tmp_path / "run" / "ckpt").glob("*step=12.ckpt"))
 
 
-def test_a_notice_of_the_cloud(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_notice_of_the_cloud(in_thread: bool, tmp_path: Path) -> None:
+    """Which a training in a thread hears of too."""
     _, reference = fit(tmp_path / "reference", max_epochs=1)
-    noticed = threading.Event()
+    noticed, codes = threading.Event(), []
 
     def preempted() -> bool:
         noticed.set()
         return True
 
-    settings = {"preemption_check": preempted, "preemption_poll_interval": 0.01}
-    waits = FailAt("on_train_batch_start", 3, lambda: noticed.wait(30) and None)
-    with pytest.raises(Preempted) as ended:
-        fit(tmp_path / "run", waits, max_epochs=1, elastic=settings)
-    assert ended.value.code == 0
+    def train() -> None:
+        settings = {"preemption_check": preempted, "preemption_poll_interval": 0.01}
+        waits = FailAt("on_train_batch_start", 3, lambda: noticed.wait(30) and None)
+        try:
+            fit(tmp_path / "run", waits, max_epochs=1, elastic=settings)
+        except Preempted as error:
+            codes.append(error.code)
+
+    if in_thread:
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join(60)
+    else:
+        train()
+    assert codes == [0]
     _, module = fit(tmp_path / "run", max_epochs=1)
     assert hash_of(module) == hash_of(reference)
 
@@ -198,64 +208,42 @@ if framework == "trainer":
 else:
     train(folder, "plain", strike=strike, saving=saving, elastic={"every_n_train_steps": 4})
 """
-FRAMEWORKS = ("trainer", "loop")
 
 
-@pytest.fixture(scope="module")
-def end(quick_python: list[str]) -> Callable[..., Finished]:
-    """Train with a checkpoint every 4 steps, and with something that happens at some steps."""
-
-    def end(framework: str, folder: Path, **steps: int) -> Finished:
-        command = [*quick_python, "-c", UNSAVED, framework, folder, json.dumps(steps)]
-        return run(command, limit=90)
-
-    return end
-
-
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_without_any_checkpoint(framework: str, end: Any, tmp_path: Path) -> None:
-    done = end(framework, tmp_path, full_disk=0, terminate=7)
-    assert (
-        "elastic: preempted at step 8 (rank 0: SIGTERM), which could not be saved; there is no "
-        "complete checkpoint;" in done.output
-    )
-    assert "is saved" not in done.output
-    assert done.returncode == EXIT_UNSAVED == 74
-    assert newest_valid(str(tmp_path / "ckpt")) is None
+# What happens at which step of each start, and the newest step at the end.
+UNSAVED_STEPS: dict[str, tuple[list[dict[str, int]], int | None]] = {
+    "without any checkpoint": ([{"full_disk": 0, "terminate": 7}], None),
+    "with an earlier checkpoint": ([{"full_disk": 5, "terminate": 7}], 4),
+    "with that of an earlier start": ([{"terminate": 3}, {"full_disk": 4, "terminate": 7}], 4),
+    # Step 8 is due, and the one at which all stop; after its failure there is space again.
+    "a failed save is tried again": ([{"full_disk": 5, "space": 8, "terminate": 7}], 8),
+}
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_with_an_earlier_checkpoint(framework: str, end: Any, tmp_path: Path) -> None:
-    done = end(framework, tmp_path, full_disk=5, terminate=7)
-    assert (
-        "elastic: preempted at step 8 (rank 0: SIGTERM), which could not be saved; the last "
-        "complete checkpoint is of step 4;" in done.output
-    )
-    assert done.returncode == EXIT_UNSAVED
-    newest = newest_valid(str(tmp_path / "ckpt"))
-    assert newest is not None
-    assert "step=4.ckpt" in newest.path
-
-
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_with_that_of_an_earlier_start(framework: str, end: Any, tmp_path: Path) -> None:
-    assert end(framework, tmp_path, terminate=3).returncode == 0
-    done = end(framework, tmp_path, full_disk=4, terminate=7)
-    assert "which could not be saved; the last complete checkpoint is of step 4;" in done.output
-    assert done.returncode == EXIT_UNSAVED
-
-
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_save_of_this_step_that_failed_is_tried_again(
-    framework: str, end: Any, tmp_path: Path
+@pytest.mark.parametrize("framework", ["trainer", "loop"])
+@pytest.mark.parametrize("name", UNSAVED_STEPS)
+def test_a_last_checkpoint_that_cannot_be_written(
+    name: str, framework: str, tmp_path: Path, quick_python: list[str]
 ) -> None:
-    """Step 8 is due, and the one at which all stop; after its failure there is space again."""
-    done = end(framework, tmp_path, full_disk=5, space=8, terminate=7)
-    assert "elastic: preempted at step 8 (rank 0: SIGTERM); checkpoint committed" in done.output
-    assert done.returncode == 0
+    """Of a training with a checkpoint every 4 steps."""
+    starts, saved = UNSAVED_STEPS[name]
+    for steps in starts:
+        command = [*quick_python, "-c", UNSAVED, framework, tmp_path, json.dumps(steps)]
+        done = run(command, limit=90)
+        assert done.returncode == 0 or steps is starts[-1]
+    preempted = "elastic: preempted at step 8 (rank 0: SIGTERM)"
+    if saved == 8:
+        assert f"{preempted}; checkpoint committed" in done.output
+        assert done.returncode == 0
+    else:
+        last = f"the last complete checkpoint is of step {saved}"
+        kept = "there is no complete checkpoint" if saved is None else last
+        assert f"{preempted}, which could not be saved; {kept};" in done.output
+        assert "is saved" not in done.output
+        assert done.returncode == EXIT_UNSAVED == 74
     newest = newest_valid(str(tmp_path / "ckpt"))
-    assert newest is not None
-    assert "step=8" in newest.path
+    assert (newest is None) == (saved is None)
+    assert newest is None or f"step={saved}" in newest.path
 
 
 @pytest.mark.timeout(240)
@@ -267,16 +255,12 @@ def test_all_ranks_know(tmp_path: Path, quick_python: list[str]) -> None:
             faults = [Fault("full_disk", hook, 5, (0,))]
             faults += [Fault("terminate", hook, 7)] if on_error == "warn" else []
             saving = {"on_error": on_error, "writer": "process", "snapshot": "sync"}
-            fit: dict[str, Any] = {"elastic": {"every_n_train_steps": 4}}
-            if framework == "trainer":
-                fit["elastic"] |= saving
-            else:
-                fit["saving"] = saving
+            elastic: dict[str, Any] = {"every_n_train_steps": 4}
+            of_trainer = {"elastic": elastic | saving}
+            fit = of_trainer if framework == "trainer" else {"elastic": elastic, "saving": saving}
             name = f"{framework}-{on_error}"
-            folder = str(tmp_path / name)
-            jobs.append(
-                Job(name, folder, faults=faults, max_restarts=0, framework=framework, fit=fit)
-            )
+            settings = {"max_restarts": 0, "framework": framework, "fit": fit}
+            jobs.append(Job(name, str(tmp_path / name), faults=faults, **settings))
     done = run_jobs(jobs, tmp_path, python=quick_python)
     for job in jobs:
         assert not done[job.name]["hung"]

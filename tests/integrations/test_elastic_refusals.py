@@ -17,7 +17,9 @@ from elastic_runs import (
     fit,
     fit_with_faults,
     hash_of,
+    journal,
     make_loader,
+    quiet_trainer,
 )
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
@@ -70,18 +72,48 @@ def test_settings_that_mean_nothing(
         ({"monitor": "score"}, "monitor cannot take effect; add an AsyncCheckpoint with a folder"),
         ({"save_top_k": 3, "mode": "max"}, "mode, save_top_k cannot take effect"),
         ({"filename": "{step}"}, "filename cannot take effect"),
+        ({"dirpath": ""}, "dirpath must be the folder of the checkpoints"),
     ],
 )
-def test_settings_of_a_model_checkpoint(
-    settings: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_settings_of_a_model_checkpoint(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ElasticRestart(tmp_path, **settings)
+        ElasticRestart(**{"dirpath": "here", **settings})
 
 
-def test_a_folder_has_to_be_given() -> None:
-    with pytest.raises(ValueError, match="dirpath must be the folder of the checkpoints"):
-        ElasticRestart("")
+class EachEpoch(LearningRateFinder):
+    """As Lightning's documentation has one that looks again at some epochs."""
+
+    def on_fit_start(self, *_: Any) -> None:
+        pass
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.lr_find(trainer, pl_module)
+
+
+def of_finder(finder: type[L.Callback]) -> tuple[Any, str]:
+    """It would run at every restart, and what it restores at its end is not the checkpoint."""
+    return lambda folder: finder(), rf"ElasticRestart.*{finder.__name__}.*Tuner\(trainer\)"
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda folder: GradientAccumulationScheduler({0: 2}),
+            "GradientAccumulationScheduler cannot take effect",
+        ),
+        (
+            lambda folder: AsyncCheckpoint(folder / "ckpt", save_last=True),
+            r"AsyncCheckpoint saves into .*ckpt too.*dirpath=",
+        ),
+        *map(of_finder, (LearningRateFinder, BatchSizeFinder, EachEpoch)),
+    ],
+)
+def test_callbacks_beside_it(make: Any, message: str, first: bool, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        trainer_of(tmp_path, make(tmp_path), first=first).fit(Tuned())
+    assert not list(tmp_path.rglob("*.ckpt"))
 
 
 def test_settings_of_the_trainer(tmp_path: Path) -> None:
@@ -101,11 +133,6 @@ def test_a_validation_may_come_in_the_middle_of_an_accumulation(tmp_path: Path) 
     assert hash_of(resumed) == hash_of(module)
 
 
-def test_a_schedule_of_accumulation(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="GradientAccumulationScheduler cannot take effect"):
-        fit(tmp_path, GradientAccumulationScheduler({0: 2}))
-
-
 def broken_off(folder: Path, **settings: Any) -> None:
     with pytest.raises(Fault):
         fit(folder, FailAt("on_after_backward", 7), **settings)
@@ -120,26 +147,10 @@ def test_a_folder_of_another_model(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_another_callback(tmp_path: Path) -> None:
-    import lightning as L
-
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[AsyncCheckpoint(tmp_path / "ckpt", every_n_train_steps=2)],
-    )
-    trainer.fit(Net(), make_loader())
+    other = AsyncCheckpoint(tmp_path / "ckpt", every_n_train_steps=2)
+    trainer_of(tmp_path, callbacks=[other], max_epochs=1).fit(Tuned())
     with pytest.raises(ValueError, match=r"was not saved under ElasticRestart.*use another folder"):
         fit(tmp_path)
-
-
-def test_a_folder_that_another_callback_saves_into(tmp_path: Path) -> None:
-    beside = AsyncCheckpoint(tmp_path / "ckpt", save_last=True)
-    with pytest.raises(ValueError, match=r"AsyncCheckpoint saves into .*ckpt too.*dirpath="):
-        fit(tmp_path, beside)
 
 
 def test_a_checkpoint_at_an_exception_may_be_beside(tmp_path: Path) -> None:
@@ -160,15 +171,23 @@ def test_the_newest_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert trainer.global_step == 36
 
 
-def test_an_explicit_checkpoint_begins_a_run_and_does_not_take_it_back(tmp_path: Path) -> None:
+def test_an_explicit_checkpoint_begins_a_run_and_does_not_take_it_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     broken_off(tmp_path / "first")
     begin = str(next((tmp_path / "first" / "ckpt").glob("*step=4.ckpt")))
-    with pytest.raises(Fault):
+    caplog.clear()
+    logs = caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero")
+    with logs, pytest.raises(Fault):
         fit(tmp_path / "second", FailAt("on_after_backward", 11), ckpt_path=begin)
+    (start,) = [each for each in caplog.messages if "elastic: world" in each]
+    assert "resumed at sample 16 (epoch 0, step 4)" in start
     trainer, _ = fit(tmp_path / "second", ckpt_path=begin)
     assert trainer.global_step == 36
     steps = (tmp_path / "second" / "account" / "rank-0.jsonl").read_text().splitlines()
     assert len(steps) == (11 - 4) + (36 - 10), "the second start went on at step 10, not 4"
+    runs = {journal(tmp_path / name)[0]["run_id"] for name in ("first", "second")}
+    assert len(runs) == 2, "a branch is a run of its own"
 
 
 class Tuned(Net):
@@ -187,39 +206,9 @@ class Tuned(Net):
 
 def trainer_of(folder: Path, *others: L.Callback, first: bool = False, **arguments: Any) -> Any:
     restart = ElasticRestart(folder / "ckpt", every_n_train_steps=2, seed=5, writer="thread")
-    return L.Trainer(
-        **{
-            "accelerator": "cpu",
-            "devices": 1,
-            "max_epochs": 2,
-            "logger": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "default_root_dir": folder,
-            "callbacks": [restart, *others] if first else [*others, restart],
-            **arguments,
-        }
-    )
-
-
-class EachEpoch(LearningRateFinder):
-    """As Lightning's documentation has one that looks again at some epochs."""
-
-    def on_fit_start(self, *_: Any) -> None:
-        pass
-
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.lr_find(trainer, pl_module)
-
-
-@pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("finder", [LearningRateFinder, BatchSizeFinder, EachEpoch])
-def test_a_finder_within_a_fit_is_refused(finder: Any, first: bool, tmp_path: Path) -> None:
-    """It would run at every restart, and what it restores at its end is not the checkpoint."""
-    message = rf"ElasticRestart.*{finder.__name__}.*Tuner\(trainer\)"
-    with pytest.raises(ValueError, match=message):
-        trainer_of(tmp_path, finder(), first=first).fit(Tuned())
-    assert not list(tmp_path.rglob("*.ckpt"))
+    callbacks = [restart, *others] if first else [*others, restart]
+    given = {"callbacks": callbacks, "max_epochs": 2, "num_sanity_val_steps": 2, **arguments}
+    return quiet_trainer(default_root_dir=folder, **given)
 
 
 @pytest.mark.slow
@@ -271,13 +260,17 @@ def test_a_checkpoint_from_before_the_loaders_are_made(tmp_path: Path) -> None:
     assert hash_of(module) == hash_of(reference)
 
 
-@pytest.mark.parametrize("fast", [True, 3])
-def test_a_fast_dev_run_leaves_nothing(fast: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("fast", "has_begun"), [(True, False), (3, False), (2, True)])
+def test_a_fast_dev_run_leaves_all_as_it_was(fast: Any, has_begun: bool, tmp_path: Path) -> None:
+    """It neither goes on from the checkpoints of a run nor touches them."""
+    if has_begun:
+        trainer_of(tmp_path).fit(Tuned())
+    before = sorted(tmp_path.rglob("*.ckpt"))
     trainer = trainer_of(tmp_path, fast_dev_run=fast)
     trainer.fit(Tuned())
     assert trainer.global_step == int(fast)
-    assert not list(tmp_path.rglob("*.ckpt"))
-    assert not (tmp_path / "ckpt" / "elastic").exists()
+    assert sorted(tmp_path.rglob("*.ckpt")) == before
+    assert (tmp_path / "ckpt" / "elastic").exists() == has_begun == bool(before)
 
 
 def test_no_train_batches(tmp_path: Path) -> None:
@@ -285,13 +278,3 @@ def test_no_train_batches(tmp_path: Path) -> None:
     trainer.fit(Tuned())
     assert trainer.global_step == 0
     assert trainer.limit_train_batches == 0
-
-
-def test_a_fast_dev_run_of_a_run_that_has_begun(tmp_path: Path) -> None:
-    """It neither goes on from its checkpoints nor touches them."""
-    trainer_of(tmp_path).fit(Tuned())
-    before = sorted(path.name for path in (tmp_path / "ckpt").glob("*.ckpt"))
-    trainer = trainer_of(tmp_path, fast_dev_run=2)
-    trainer.fit(Tuned())
-    assert trainer.global_step == 2
-    assert sorted(path.name for path in (tmp_path / "ckpt").glob("*.ckpt")) == before

@@ -109,10 +109,7 @@ class EndsEpochsEarly(Net):
 @pytest.mark.parametrize(
     ("module", "arguments", "steps"),
     [
-        (WaitsForAMetric, {}, 12),
-        (StepsByItself, {}, 12),
-        (KnowsItsSteps, {}, 12),
-        (SkipsSome, {}, 12),
+        *((kind, {}, 12) for kind in (WaitsForAMetric, StepsByItself, KnowsItsSteps, SkipsSome)),
         (EndsEpochsEarly, {}, 8),
         (Net, {"max_steps": 31, "max_epochs": -1}, 12),
         (Net, {"reload_dataloaders_every_n_epochs": 1}, 12),
@@ -132,7 +129,5 @@ def test_modules_and_trainers_of_every_kind(
     again, resumed = fit_with_faults(tmp_path / "parts", faults, make_module=module, **arguments)
     assert committed(tmp_path / "parts" / "account") == committed(tmp_path / "whole" / "account")
     assert hash_of(resumed) == hash_of(whole)
-    assert (again.global_step, again.current_epoch) == (
-        trainer.global_step,
-        trainer.current_epoch,
-    )
+    assert again.global_step == trainer.global_step
+    assert again.current_epoch == trainer.current_epoch

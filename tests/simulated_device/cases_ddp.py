@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -28,7 +29,7 @@ from reducer.feeding import (
 from reducer.layouts import FORMS, Layout, flat
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from worlds import Rank, run_threads
+from worlds import Rank
 
 from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.rounds import TwoShot
@@ -39,7 +40,7 @@ from lightning_dist.reducer.plan.slices import slices_of
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
 from simulated_device.device import install
-from simulated_device.ranks import SimulatedRank, delays, run_on_devices, to_cpu
+from simulated_device.ranks import SimulatedRank, delays, require_same, run_on_devices, to_cpu
 
 sim = install()
 CPU = torch.device("cpu")
@@ -65,13 +66,24 @@ def left(model: nn.Module) -> list[torch.Tensor]:
     return to_cpu([found[name] for name in sorted(found)])
 
 
-def steps(rank: Rank, codec: str, layout: Layout, *, count: int = STEPS) -> list[str]:
+def take_step(rank: Rank, model: nn.Module, step: int) -> None:
+    backward(model, given(rank, step))
+
+
+def steps(
+    rank: Rank,
+    codec: str,
+    *,
+    count: int = STEPS,
+    take: Callable[[Rank, nn.Module, int], object] = take_step,
+    **settings: Any,
+) -> list[str]:
     """Digests of gradients and state after every step."""
     digests = []
-    settings: dict[str, Any] = {"min_compress_numel": 0, "ddp": SMALL_BUCKETS, **layout.form}
+    settings = {"min_compress_numel": 0, "ddp": SMALL_BUCKETS, **settings}
     with compressed(rank, Fed().to(place(rank)), codec, **settings) as (model, reducer):
         for step in range(count):
-            backward(model, given(rank, step))
+            take(rank, model, step)
             digests.append(digest(left(model) + to_cpu(held(reducer))))
     return digests
 
@@ -81,9 +93,7 @@ def steps(rank: Rank, codec: str, layout: Layout, *, count: int = STEPS) -> list
 )
 @pytest.mark.parametrize("codec", few_first(EVERY_CODEC))
 def test_it_is_gloo_on_the_cpu_to_the_bit(codec: str, size: int, seed: int) -> None:
-    expected = run_threads(lambda rank: steps(rank, codec, flat(size)), size)
-    with delays(seed):
-        assert run_on_devices(lambda rank: steps(rank, codec, flat(size)), size) == expected
+    require_same(lambda rank: steps(rank, codec, **flat(size).form), size, seed=seed)
 
 
 @pytest.mark.parametrize("layout", FORMS, ids=str)
@@ -92,11 +102,7 @@ def test_it_is_gloo_on_the_cpu_to_the_bit(codec: str, size: int, seed: int) -> N
     few_first(["none", "int8", "powersgd:rank=2", *PER_LEVEL], ["int8", PER_LEVEL[0]]),
 )
 def test_a_hierarchical_exchange_too(codec: str, layout: Layout) -> None:
-    size = layout.size
-    expected = run_threads(lambda rank: steps(rank, codec, layout, count=3), size)
-    with delays(2):
-        found = run_on_devices(lambda rank: steps(rank, codec, layout, count=3), size)
-    assert found == expected
+    require_same(lambda rank: steps(rank, codec, **layout.form, count=3), layout.size, seed=2)
 
 
 def test_ddp_itself_is_that_of_the_cpu() -> None:
@@ -106,13 +112,11 @@ def test_ddp_itself_is_that_of_the_cpu() -> None:
         model = rank.ddp(Fed().to(place(rank)), **SMALL_BUCKETS)
         digests = []
         for step in range(STEPS):
-            backward(model, given(rank, step))
+            take_step(rank, model, step)
             digests.append(digest(left(model)))
         return digests
 
-    expected = run_threads(body, 3)
-    with delays(1):
-        assert run_on_devices(body, 3) == expected
+    require_same(body, 3, seed=1)
 
 
 _module = nn.Sequential(
@@ -134,14 +138,8 @@ def train(
     module = copy.deepcopy(_module).to(device)
     model: DistributedDataParallel = rank.ddp(module, **SMALL_BUCKETS)
     scaler = torch.amp.GradScaler(device.type, init_scale=256.0) if overflows_at >= 0 else None
-    reducer = compress_ddp(
-        model,
-        codec,
-        groups=rank.groups(),
-        min_compress_numel=0,
-        grad_scaler=scaler,
-        commit=commit,
-    )
+    settings: dict[str, Any] = {"min_compress_numel": 0, "grad_scaler": scaler, "commit": commit}
+    reducer = compress_ddp(model, codec, groups=rank.groups(), **settings)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(rank.rank)
     digests, counted = [], []
@@ -164,12 +162,8 @@ def train(
         digests.append(digest(to_cpu(list(module.parameters()))))
     state = reducer.state_dict()
     if state is not None:
-        digests.append(
-            digest(
-                [state["residuals"][name] for name in sorted(state["residuals"])]
-                + [torch.tensor([state["step"]])]
-            )
-        )
+        residuals = [state["residuals"][name] for name in sorted(state["residuals"])]
+        digests.append(digest([*residuals, torch.tensor([state["step"]])]))
     reducer.close()
     return digests, counted
 
@@ -182,22 +176,14 @@ def train(
     ),
 )
 def test_a_training_is_that_of_the_cpu(codec: str, seed: int) -> None:
-    expected = [digests for digests, _ in run_threads(lambda rank: train(rank, codec), 2)]
-    with delays(seed):
-        found = run_on_devices(lambda rank: train(rank, codec), 2)
-    assert [digests for digests, _ in found] == expected
+    require_same(lambda rank: train(rank, codec)[0], 2, seed=seed)
 
 
 @pytest.mark.parametrize(
     "codec", few_first(["none", "int8", "powersgd:rank=2", "qsgd:block_size=64"], ["int8"])
 )
 def test_an_overflow_under_a_scaler_is_that_of_the_cpu(codec: str) -> None:
-    def body(rank: Rank) -> list[str]:
-        return train(rank, codec, overflows_at=2)[0]
-
-    expected = run_threads(body, 2)
-    with delays(4):
-        assert run_on_devices(body, 2) == expected
+    require_same(lambda rank: train(rank, codec, overflows_at=2)[0], 2, seed=4)
 
 
 def counted(codec: str, commit: Literal["auto", "deferred"] = "auto") -> dict[str, Any]:
@@ -245,42 +231,25 @@ DDP_SETTINGS: dict[str, dict[str, Any]] = {
 )
 @pytest.mark.parametrize("name", DDP_SETTINGS)
 def test_however_ddp_is_set(name: str, codec: str) -> None:
-    def body(rank: Rank) -> list[str]:
-        digests = []
-        settings: dict[str, Any] = {"ddp": SMALL_BUCKETS | DDP_SETTINGS[name]}
-        module = Fed().to(place(rank))
-        with compressed(rank, module, codec, min_compress_numel=0, **settings) as (model, reducer):
-            for step in range(STEPS):
-                fed = given(rank, step)
-                if name == "unused parameters" and step % 2:
-                    del fed["second"]
-                backward(model, fed)
-                digests.append(digest(left(model) + to_cpu(held(reducer))))
-        return digests
+    def take(rank: Rank, model: nn.Module, step: int) -> None:
+        fed = given(rank, step)
+        if name == "unused parameters" and step % 2:
+            del fed["second"]
+        backward(model, fed)
 
-    expected = run_threads(body, 3)
-    with delays(7):
-        assert run_on_devices(body, 3) == expected
+    ddp = SMALL_BUCKETS | DDP_SETTINGS[name]
+    require_same(lambda rank: steps(rank, codec, take=take, ddp=ddp), 3, seed=7)
 
 
 @pytest.mark.parametrize("codec", ["int8", "qsgd:block_size=64", "powersgd:rank=2"])
 def test_gradients_that_are_accumulated(codec: str) -> None:
-    def body(rank: Rank) -> list[str]:
-        digests = []
-        settings: dict[str, Any] = {"ddp": SMALL_BUCKETS, "min_compress_numel": 0}
-        module = Fed().to(place(rank))
-        with compressed(rank, module, codec, **settings) as (model, reducer):
-            for step in range(STEPS):
-                model.zero_grad()
-                with model.no_sync():
-                    model(given(rank, 20 + step)).backward()
-                model(given(rank, step)).backward()
-                digests.append(digest(left(model) + to_cpu(held(reducer))))
-        return digests
+    def take(rank: Rank, model: nn.Module, step: int) -> None:
+        model.zero_grad()
+        with model.no_sync():
+            model(given(rank, 20 + step)).backward()
+        model(given(rank, step)).backward()
 
-    expected = run_threads(body, 2)
-    with delays(8):
-        assert run_on_devices(body, 2) == expected
+    require_same(lambda rank: steps(rank, codec, take=take), 2, seed=8)
 
 
 def test_a_resumed_state_goes_on_as_on_the_cpu() -> None:
@@ -291,10 +260,9 @@ def test_a_resumed_state_goes_on_as_on_the_cpu() -> None:
             for step in range(2):
                 backward(model, given(rank, step))
             state = reducer.state_dict()
-        shared = rank.barrier  # the same object on all ranks
         if state is not None:
             states.append(state)
-        shared.wait()
+        rank.barrier.wait()
         with compressed(rank, Fed().to(place(rank)), "int8", **settings) as (model, reducer):
             reducer.load_state_dict(states[-1])
             for step in range(2, STEPS):
@@ -303,9 +271,7 @@ def test_a_resumed_state_goes_on_as_on_the_cpu() -> None:
         return digests
 
     states: list[Any] = []
-    expected = run_threads(body, 2)
-    with delays(9):
-        assert run_on_devices(body, 2) == expected
+    require_same(body, 2, seed=9)
 
 
 @pytest.mark.parametrize("in_order", [False, True])

@@ -14,7 +14,7 @@ from worlds import Rank, run_threads
 from lightning_dist import local_updates
 from simulated_device.cases_ddp import SMALL_BUCKETS, given, left, place
 from simulated_device.device import install
-from simulated_device.ranks import delays, run_on_devices, to_cpu
+from simulated_device.ranks import delays, require_same, run_on_devices, to_cpu
 
 sim = install()
 
@@ -36,9 +36,7 @@ def late(rank: Rank, codec: str) -> list[str]:
 @pytest.mark.parametrize("codec", ["none", "int8", "topk:ratio=0.1", "powersgd:rank=2"])
 @pytest.mark.parametrize(("size", "seed"), [(2, 1), (3, 2)])
 def test_delayed_means(codec: str, size: int, seed: int) -> None:
-    expected = run_threads(lambda rank: late(rank, codec), size)
-    with delays(seed):
-        assert run_on_devices(lambda rank: late(rank, codec), size) == expected
+    require_same(lambda rank: late(rank, codec), size, seed=seed)
 
 
 SCHEDULES: list[dict[str, Any]] = [

@@ -48,6 +48,13 @@ def run_on_devices(function: Callable[[SimulatedRank], T], size: int, **argument
     return results
 
 
+def require_same(body: Callable[[Rank], Any], size: int, *, seed: int) -> None:
+    """Ranks on devices, whose streams are late, return what ranks on the CPU do."""
+    expected = run_threads(body, size)
+    with delays(seed):
+        assert run_on_devices(body, size) == expected
+
+
 @contextmanager
 def delays(seed: int, *, probability: float = 0.2, microseconds: int = 300) -> Any:
     """Context in which tasks of streams are late at random; 0: never."""

@@ -71,12 +71,23 @@ class Trial:
         self.change()
         self.oracle = Oracle(folder, verdict)
         self.ledger = Ledger()
+        self.beside: Child | None = None
+        """Runs while the second trainer does."""
 
     def change(self, **changes: Any) -> None:
         """Have the trainer save in another way, and note it."""
         self.kept = replace(self.kept, **changes)
         noted = {k: v for k, v in asdict(self.kept).items() if k != "folder"}
         self.verdict.details["run"] = noted
+
+    def moment(self, chance: random.Random) -> Moment:
+        """Any moment, which is noted."""
+        moment = any_moment(chance)
+        self.verdict.details.setdefault("moments", []).append(asdict(moment))
+        return moment
+
+    def half_of_the_time(self, chance: random.Random) -> Moment | None:
+        return self.moment(chance) if chance.random() < 0.5 else None
 
     def follow(
         self,
@@ -162,17 +173,13 @@ def start(trial: Trial) -> Child:
 
 def kill_trainer(trial: Trial, chance: random.Random) -> None:
     """SIGKILL of the trainer; its writer finishes."""
-    moment = any_moment(chance)
-    trial.verdict.details["moment"] = asdict(moment)
-    trial.watch(start(trial), moment)
-    trial.resume()
+    trial.watch(start(trial), trial.moment(chance))
 
 
 def kill_both(trial: Trial, chance: random.Random) -> None:
     """SIGKILL of trainer and writer, as when a cgroup or a machine ends."""
     trainer_first = chance.random() < 0.5
-    moment = any_moment(chance)
-    trial.verdict.details["moment"] = asdict(moment)
+    moment = trial.moment(chance)
 
     def strike(child: Child) -> None:
         writer = child.children()
@@ -182,13 +189,11 @@ def kill_both(trial: Trial, chance: random.Random) -> None:
         child.send(signal.SIGKILL)
 
     trial.watch(start(trial), moment, strike=strike)
-    trial.resume()
 
 
 def kill_writer(trial: Trial, chance: random.Random) -> None:
     """SIGKILL of the writer, once or twice; the trainer goes on to its end."""
-    moments = [any_moment(chance) for _ in range(chance.choice((1, 1, 2)))]
-    trial.verdict.details["moments"] = [asdict(moment) for moment in moments]
+    moments = [trial.moment(chance) for _ in range(chance.choice((1, 1, 2)))]
     child = start(trial)
     try:
         for moment in moments:
@@ -208,13 +213,12 @@ def kill_writer(trial: Trial, chance: random.Random) -> None:
         f"saves {saves}, committed {ledger.committed}, failed {failed}",
     )  # fmt: skip
     trial.check_first_run(leftovers="all")
-    trial.resume()
 
 
 def slow_disk(trial: Trial, chance: random.Random) -> None:
     """Every write takes until the next save is asked for; half of the trials kill the trainer."""
     trial.change(writer="thread")
-    moment = _half_of_the_time(trial, chance)
+    moment = trial.half_of_the_time(chance)
 
     def train(report: Report) -> None:
         storage = SlowStorage()
@@ -222,19 +226,17 @@ def slow_disk(trial: Trial, chance: random.Random) -> None:
         Trainer(trial.kept, report, gate=storage.gate).run(STEPS)
 
     trial.watch(Child(train), moment)
-    trial.resume()
 
 
 def slow_disk_of_stock(trial: Trial, chance: random.Random) -> None:
     """The same without any fault, for AsyncCheckpointIO."""
     gate = Gate(slow=True)
     trial.watch(Child(lambda report: Trainer(trial.kept, report, gate=gate).run(STEPS)))
-    trial.resume()
 
 
 def stopped_writer(trial: Trial, chance: random.Random) -> None:
     """The writer process is stopped from one save to the next request; half are killed then."""
-    moment = _half_of_the_time(trial, chance)
+    moment = trial.half_of_the_time(chance)
     child = start(trial)
     writer: list[int] = []
 
@@ -253,23 +255,15 @@ def stopped_writer(trial: Trial, chance: random.Random) -> None:
         trial.watch(child, moment, on_message=hold)
     finally:
         seconds = chance.uniform(0, 0.3)
-        waking = Child(wake)
-    try:
-        trial.resume()
-    finally:
-        waking.close()
+        trial.beside = Child(wake)
 
 
 def dropped_snapshot(trial: Trial, chance: random.Random) -> None:
     """A save is given up, because a parameter changes during the copy; half are killed then."""
     touched = EVERY * chance.randrange(2, STEPS // EVERY)
     trial.change(snapshot="overlap", touched=touched)
-    if chance.random() < 0.5:
-        kill_trainer(trial, chance)
-        return
-    trial.watch(start(trial))
+    trial.watch(start(trial), trial.half_of_the_time(chance))
     trial.verdict.details["dropped"] = [m["step"] for m in trial.ledger.of("failed")]
-    trial.resume()
 
 
 def full_disk(trial: Trial, chance: random.Random) -> None:
@@ -292,13 +286,6 @@ def full_disk(trial: Trial, chance: random.Random) -> None:
     filler.unlink(missing_ok=True)
     trial.verdict.require(trial.ledger.ended, "hang", "the trainer did not get to its end")
     trial.verdict.details["failed"] = len(trial.ledger.of("failed"))
-    trial.resume()
-
-
-def _half_of_the_time(trial: Trial, chance: random.Random) -> Moment | None:
-    moment = any_moment(chance) if chance.random() < 0.5 else None
-    trial.verdict.details["moment"] = None if moment is None else asdict(moment)
-    return moment
 
 
 KINDS: dict[str, Callable[[Trial, random.Random], None]] = {
@@ -322,7 +309,12 @@ def run_trial(verdict: Verdict, chance: random.Random, place: Path) -> None:
         is_stock = verdict.kind.startswith("stock")
         run = Run(str(folder), stock=True) if is_stock else any_run(chance, folder)
         trial = Trial(verdict, folder, run)
-        KINDS[verdict.kind](trial, chance)
+        try:
+            KINDS[verdict.kind](trial, chance)
+            trial.resume()
+        finally:
+            if trial.beside is not None:
+                trial.beside.close()
 
     if verdict.kind == "full disk":
         with small_disk(place / "disk", nbytes=_DISK_BYTES) as disk:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from forks import EVERYTHING, fork_server
-from processes import environment_of, kill_tree
+from processes import run
 
 from benchmarks.harness.results import recording
 from tests.campaigns.harness import Hang, parser_of_trials, run_trials
@@ -108,26 +107,13 @@ def _run(command: list[str], log: Path, settings: dict[str, str], limit: float) 
         Hang: it has not ended in time.
         RuntimeError: it has ended with another code.
     """
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            env=environment_of(settings),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        code = process.wait(limit)
-    except subprocess.TimeoutExpired:
-        raise Hang(f"had not ended after {limit:.0f} s") from None
-    finally:
-        if process.poll() is None:
-            kill_tree(process.pid)
-        process.wait()
-    if code:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-_OUTPUT_LINES:])
-        raise RuntimeError(f"exit code {code}: {tail}")
+    done = run(command, limit=limit, **settings)
+    log.write_text(done.output)
+    if done.returncode is None:
+        raise Hang(f"had not ended after {limit:.0f} s")
+    if done.returncode:
+        tail = "\n".join(done.output.splitlines()[-_OUTPUT_LINES:])
+        raise RuntimeError(f"exit code {done.returncode}: {tail}")
 
 
 def trials_of(count: int, *, adapter: str, seed: int, beat_timeout: float) -> list[Trial]:
