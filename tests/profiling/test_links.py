@@ -15,13 +15,12 @@ from worlds import Rank, run_threads
 
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable, shape
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.capture.events import BurstRecord, LinkRecord
+from lightning_dist.profiling.capture.events import BurstRecord, LinkRecord, Span
 from lightning_dist.profiling.links import OPS, Measurement, measure, measure_burst, pairs
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.observe import observe
 
-SCRIPT = Path(__file__).with_name("measure_links.py")
-CALIBRATES = Path(__file__).with_name("calibrate_links.py")
+SCRIPT = Path(__file__).with_name("linked_hosts.py")
 FAST, SLOW = 200.0, 100.0
 """Of the links of hosts 0 and 1, and of host 2, in Mbit/s."""
 PAYLOAD = 1448 / 1514
@@ -39,7 +38,7 @@ def links(quick_python: list[str]) -> list[dict[str, Any]]:
             switch = testbed.namespace(0).removesuffix("h0") + "sw"
             shape(switch, "h2", rate_mbit=SLOW)
             shape(testbed.namespace(2), "eth0", rate_mbit=SLOW)
-            printed = testbed.launch([*quick_python, str(SCRIPT)], timeout_s=90)
+            printed = testbed.launch([*quick_python, str(SCRIPT), "links"], timeout_s=90)
     except TestbedUnavailable as reason:
         pytest.skip(str(reason))
     return [json.loads(text.strip().splitlines()[-1]) for text in printed]
@@ -78,7 +77,7 @@ def test_a_burst_is_not_the_rate_of_a_link(quick_python: list[str]) -> None:
     """At 1 Gbit/s a shaped link saves up 1.25 MB, which pass at once after any pause."""
     try:
         with Testbed(hosts=2, link_mbit=1000.0) as testbed:
-            printed = testbed.launch([*quick_python, str(CALIBRATES)], timeout_s=60)
+            printed = testbed.launch([*quick_python, str(SCRIPT), "burst"], timeout_s=60)
     except TestbedUnavailable as reason:
         pytest.skip(str(reason))
     rates = [rate for text in printed for rate in json.loads(text.strip().splitlines()[-1])]
@@ -168,19 +167,18 @@ def taking_turns(*, apart: int = TOOK) -> Run:
     """Two hosts of two ranks: on each the second begins to send ``apart`` ms after the first."""
     hosts, shift = ["a", "a", "b", "b"], {2: 700.0, 3: 700.0}
     run = Planted(world_size=4, hosts=hosts, shift=shift, buckets=1, sent=SENT).run()
+
+    def later(span: Span, turn: int) -> Span:
+        begin = span.begin + turn * apart * MS
+        return replace(span, group="inter", begin=begin, end=begin + TOOK * MS)
+
     for rank, each in run.ranks.items():
         turn = rank % 2
         groups = {"intra": [rank - turn, rank - turn + 1], "inter": [turn, turn + 2]}
-        steps = {}
-        for number, step in each.steps.items():
-            spans = []
-            for span in step.spans:
-                if span.phase == "exchange":
-                    begin = span.begin + turn * apart * MS
-                    spans.append(replace(span, group="inter", begin=begin, end=begin + TOOK * MS))
-                else:
-                    spans.append(span)
-            steps[number] = replace(step, spans=spans)
+        steps = {
+            number: replace(step, spans=[later(s, turn) if s.op else s for s in step.spans])
+            for number, step in each.steps.items()
+        }
         link = LinkRecord("inter", sent=SENT, seconds=TOOK / 1e3)
         about = replace(each.metadata, groups=groups)
         run = replaced(run, rank, metadata=about, steps=steps, links=[link])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from planted import Planted, replace
-from rendered import printed
+from report_pages import printed
 from summaries import a_summary, a_whatif
 from whatif_runs import DDP
 

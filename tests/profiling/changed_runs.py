@@ -1,0 +1,34 @@
+"""Planted runs whose steps are changed, and what holds for the parts of any step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from planted import bare, replaced
+
+from lightning_dist.profiling.analysis.breakdown import Analysed
+from lightning_dist.profiling.analysis.parts import PARTS
+from lightning_dist.profiling.capture.events import StepRecord
+from lightning_dist.profiling.run import Run
+
+
+def changed(run: Run, change: Callable[[StepRecord], StepRecord], *ranks: int) -> Run:
+    """``run``, where every step of ``ranks``, or of all, is what ``change`` makes of it."""
+    for rank in ranks or run.ranks:
+        steps = {step: change(each) for step, each in run.ranks[rank].steps.items()}
+        run = replaced(run, rank, steps=steps)
+    return run
+
+
+def coarse(run: Run, rank: int, *steps: int) -> Run:
+    """``run``, where a rank has not recorded ``steps``, or any, in detail."""
+    only_timed = bare(run, steps or range(99), buckets=(), spans=(), detailed=False)
+    return replaced(run, rank, steps=only_timed.ranks[rank].steps)
+
+
+def check_identities(parts: Analysed) -> None:
+    assert tuple(parts.parts) == PARTS
+    assert sum(parts.parts.values()) == parts.duration
+    assert min(parts.parts.values()) >= 0
+    ns = parts.ns
+    assert ns["hidden"] + ns["exposed_wait"] + ns["exposed_transfer"] == ns["exchange"]
