@@ -177,7 +177,7 @@ def test_kernels_write_the_bytes_of_the_eager_passes(codec: BlockCodec) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tile_elements"), zip(GRADIENT_DTYPES, (64, 256, 1 << 16), strict=True)
+    ("dtype", "tile_elements"), [*zip(GRADIENT_DTYPES, (64, 256, 1 << 16), strict=True)]
 )
 def test_gradients_of_every_dtype_in_tiles_of_any_size(
     dtype: torch.dtype, tile_elements: int

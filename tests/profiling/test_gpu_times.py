@@ -100,7 +100,7 @@ class Training:
     """The host asks for a step in next to no time; the GPU takes :data:`STEP` for it."""
 
     patch: pytest.MonkeyPatch
-    folder: Path | None = None
+    folder: Path
     gpu: Gpu = field(default_factory=Gpu)
     begun: list[int] = field(default_factory=list)
     told: list[StepRecord] = field(default_factory=list)
@@ -147,8 +147,12 @@ class Training:
         gpu.sleep(0.1)
 
 
-def test_steps_are_known_when_the_gpu_has_made_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training(monkeypatch)
+@pytest.fixture
+def training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Training:
+    return Training(monkeypatch, tmp_path)
+
+
+def test_steps_are_known_when_the_gpu_has_made_them(training: Training) -> None:
     for _ in range(4):
         training.step()
     assert training.begun == [1, 2, 3], "the fourth ends when the next begins"
@@ -163,8 +167,7 @@ def test_steps_are_known_when_the_gpu_has_made_them(monkeypatch: pytest.MonkeyPa
     assert training.problems == []
 
 
-def test_its_times_are_those_of_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    training = Training(monkeypatch, folder=tmp_path)
+def test_its_times_are_those_of_the_gpu(training: Training, tmp_path: Path) -> None:
     for _ in range(4):
         training.step()
     training.session.end("finished")
@@ -190,9 +193,8 @@ def test_its_times_are_those_of_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert read_run(tmp_path).ranks[0].steps[3] == training.told[3]
 
 
-def test_a_mark_that_comes_after_its_step_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mark_that_comes_after_its_step_is_waited_for(training: Training) -> None:
     """It is set in one of torch's streams, and others use them too."""
-    training = Training(monkeypatch)
     training.step(held_up=500)
     training.gpu.sleep(2 * STEP)
     training.step()
@@ -202,9 +204,8 @@ def test_a_mark_that_comes_after_its_step_is_waited_for(monkeypatch: pytest.Monk
 
 
 def test_a_gpu_that_fails_loses_the_last_steps_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    training: Training, tmp_path: Path
 ) -> None:
-    training = Training(monkeypatch, folder=tmp_path)
     for _ in range(3):
         training.step()
     training.gpu.sleep(1.5 * STEP)
@@ -220,8 +221,7 @@ def test_a_gpu_that_fails_loses_the_last_steps_and_says_so(
     assert of_rank.end is not None
 
 
-def test_a_gpu_that_hangs_is_waited_for_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training(monkeypatch)
+def test_a_gpu_that_hangs_is_waited_for_two_seconds(training: Training) -> None:
     training.step()
     training.step()
     training.gpu.work(3_600_000)
@@ -236,10 +236,9 @@ def test_a_gpu_that_hangs_is_waited_for_two_seconds(monkeypatch: pytest.MonkeyPa
 
 
 def test_at_the_end_of_all_ranks_one_that_is_behind_is_waited_for_longer(
-    monkeypatch: pytest.MonkeyPatch,
+    training: Training,
 ) -> None:
     """On a slow network two steps may take many seconds."""
-    training = Training(monkeypatch)
     training.step()
     training.gpu.work(30_000)
     training.step()

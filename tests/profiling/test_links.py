@@ -28,6 +28,10 @@ PAYLOAD = 1448 / 1514
 NEAR = 0.2
 """A busy machine gets less, and after a break more: a shaped link saves up 10 ms.
 How exact it is without that, benchmarks/profiler measures."""
+EXACT = (1 - NEAR) * PAYLOAD
+LEAST = {"all_reduce": EXACT, "broadcast": EXACT, "all_gather": 0.3, "all_to_all": 0.3}
+"""Of the link. gloo was seen to reach from half of it to all with the last two: these send large
+pieces in both directions over one connection."""
 
 
 @pytest.fixture(scope="module")
@@ -45,18 +49,10 @@ def links(quick_python: list[str]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("op", ["all_reduce", "broadcast"])
+@pytest.mark.parametrize("op", LEAST)
 def test_a_planted_rate_is_found(links: list[dict[str, Any]], op: str) -> None:
-    assert links[0]["found"][op] == pytest.approx(FAST * PAYLOAD, rel=NEAR)
+    assert LEAST[op] * FAST <= links[0]["found"][op] <= (1 + NEAR) * FAST * PAYLOAD
     assert links[1]["found"] == links[0]["found"]
-
-
-@pytest.mark.root
-@pytest.mark.parametrize("op", ["all_gather", "all_to_all"])
-def test_no_collective_is_faster_than_the_link(links: list[dict[str, Any]], op: str) -> None:
-    # gloo was seen to reach from half of the link to all of it: these send large pieces in both
-    # directions over one connection.
-    assert 0.3 * FAST < links[0]["found"][op] < (1 + NEAR) * FAST * PAYLOAD
 
 
 @pytest.mark.root

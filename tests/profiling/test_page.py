@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 import pytest
+from changed_runs import write
 from planted import Planted, bare, replace
 from report_pages import assert_snapshot, body_of, choices_of, figures_of, printed, text_of
 from summaries import a_summary, a_timeline, sampled
@@ -28,7 +29,6 @@ from lightning_dist.profiling.analysis.parts import (
 )
 from lightning_dist.profiling.analysis.summarize import pick_steps, summarize
 from lightning_dist.profiling.capture.events import LinkRecord
-from lightning_dist.profiling.capture.files import RankFile
 from lightning_dist.profiling.report.figures import most_telling
 from lightning_dist.profiling.report.files import write_files
 from lightning_dist.profiling.report.page import write_report
@@ -277,15 +277,8 @@ def test_waiting_for_a_rank_without_lines_is_not_drawn() -> None:
 ALL = {"html": True, "trace": True, "csv": True}
 
 
-def recorded(folder: Path) -> None:
-    for rank, of_rank in Planted().run().ranks.items():
-        file = RankFile(folder, rank=rank)
-        file.write([of_rank.metadata, *of_rank.steps.values()])
-        file.close()
-
-
 def test_steps_that_are_another_text_meanwhile_keep_the_summary(tmp_path: Path) -> None:
-    recorded(tmp_path)
+    write(tmp_path, Planted().run().ranks.values())
     run = read_run(tmp_path)
     summary = summarize(run)
     path = tmp_path / "rank1.jsonl"
@@ -317,7 +310,7 @@ def test_what_was_there_stays_until_the_new_one_is_on_disk(
 
 
 def test_a_folder_in_the_place_of_the_page_keeps_the_rest(tmp_path: Path) -> None:
-    recorded(tmp_path)
+    write(tmp_path, Planted().run().ranks.values())
     (tmp_path / "report.html").mkdir()
     run = read_run(tmp_path)
     written = write_files(tmp_path, run, summarize(run), **ALL)

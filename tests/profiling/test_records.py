@@ -8,12 +8,13 @@ import random
 import re
 import threading
 import tracemalloc
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from changed_runs import records_of, write
 from planted import Planted
 from worlds import Rank, run_threads
 
@@ -29,20 +30,8 @@ from lightning_dist.profiling.capture.events import (
     from_line,
     to_line,
 )
-from lightning_dist.profiling.capture.files import RankFile, gather_records, ranks_apart
-from lightning_dist.profiling.run import RankRun, read_run
-
-
-def records_of(run: RankRun) -> list[Record]:
-    end = [] if run.end is None else [run.end]
-    return [run.metadata, *run.clocks, *run.steps.values(), *run.errors, *run.links, *end]
-
-
-def write(folder: Path, runs: Iterable[RankRun]) -> None:
-    for each in runs:
-        file = RankFile(folder, rank=each.metadata.rank)
-        file.write(records_of(each))
-        file.close()
+from lightning_dist.profiling.capture.files import gather_records, ranks_apart
+from lightning_dist.profiling.run import read_run
 
 
 @pytest.mark.parametrize(
@@ -344,30 +333,21 @@ def test_a_rank_that_is_gone_costs_its_own_records(
     for rank, folder in enumerate(folders):
         folder.mkdir()
         (folder / f"rank{rank}.jsonl").write_bytes(content(rank, 4))
-    receive = files._receive
+    send, receive = files._send, files._receive
 
     def receive_of_some(rank: int, group: dist.ProcessGroup) -> bytes:
-        if rank != 1:
-            return receive(rank, group)
-        group.recv([files.torch.zeros(1, dtype=files.torch.int64)], rank, 0).wait()
-        raise RuntimeError("[/gloo/pair.cc:1] Connection closed by peer. More words")
+        if rank == 1:
+            raise RuntimeError("[/gloo/pair.cc:1] Connection closed by peer. More words")
+        return receive(rank, group)
+
+    def send_of_some(data: bytes, group: dist.ProcessGroup) -> None:
+        if group.rank() != 1:
+            send(data, group)
 
     monkeypatch.setattr(files, "_receive", receive_of_some)
-    monkeypatch.setattr(files, "_send", _send_once_of_rank_1(files._send))
+    monkeypatch.setattr(files, "_send", send_of_some)
     (problem,), *others = gathered(folders)
     assert re.fullmatch(r"records of rank 1 are incomplete: Connection closed by peer", problem)
     assert others == [[], []]
     assert (folders[0] / "rank2.jsonl").read_bytes() == content(2, 4)
     assert not (folders[0] / "rank1.jsonl").exists()
-
-
-def _send_once_of_rank_1(send: object) -> object:
-    """Rank 1 gets no further than the length of its first chunk."""
-
-    def sends(data: bytes, group: dist.ProcessGroup) -> None:
-        if group.rank() != 1:
-            send(data, group)
-        elif data:
-            group.send([files.torch.tensor([len(data)])], 0, 0).wait()
-
-    return sends

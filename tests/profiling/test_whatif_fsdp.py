@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import typer
-from changed_runs import changed
+from changed_runs import changed, write
 from click.testing import CliRunner
 from planted import Planted, replace, replaced
 from whatif_runs import (
@@ -30,7 +30,6 @@ from lightning_dist.cli import app
 from lightning_dist.measurement import calibration
 from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.capture.events import StepRecord
-from lightning_dist.profiling.capture.files import RankFile
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.observe import observe
 from lightning_dist.profiling.whatif.predict import local_scenarios, predict
@@ -210,10 +209,7 @@ def test_what_cannot_be_predicted_says_why(call: Callable[[], object], reason: s
 
 def test_the_command_predicts_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_UNITS", 1)  # what codecs cost is no matter here
-    for rank, each in all_ranks().ranks.items():
-        file = RankFile(tmp_path, rank=rank)
-        file.write([each.metadata, *each.clocks, *each.steps.values()])
-        file.close()
+    write(tmp_path, all_ranks().ranks.values())
     asked = ["--codec", "ddp", "--codec", "int8", "--parameters", "int8", "--parameters", "bf16"]
     command, program = ["profile", "whatif", str(tmp_path), "--json"], typer.main.get_command(app)
     for option, codec, what in (
