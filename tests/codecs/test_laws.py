@@ -87,20 +87,24 @@ def test_stochastic_codecs_insist_on_keys(codec: BlockCodec) -> None:
 sizes = pytest.mark.parametrize("block_size", [16, 64, 256])
 
 
-@sizes
+@pytest.mark.parametrize(
+    ("codec", "most"), [(Int8(16), 127), (Int8(64), 127), (Int8(256), 127), (Int4(32), 7)], ids=repr
+)
 @given(data=st.data())
-def test_codes_and_scales_equal_a_naive_twin(block_size: int, data: st.DataObject) -> None:
+def test_codes_and_scales_equal_a_naive_twin(
+    codec: BlockCodec, most: int, data: st.DataObject
+) -> None:
     """Each scale is the cut amax/127 and each code an integer nearest to x / scale."""
-    codec = Int8(block_size)
-    x = data.draw(gradients(codec)).view(-1, block_size)
+    x = data.draw(gradients(codec)).view(-1, codec.block)
     scales, codes = codec.encode(x)
-    planes = (x.numpy(), scales.float().numpy(), codes.numpy())
-    for block, scale, of_block in zip(*planes, strict=True):
-        expected = naive_scale(block)
-        assert scale[0] == expected
-        exact = block.astype(np.float64) / max(float(expected), 2.0**-126)
-        assert np.abs(of_block - exact).max() <= 0.5 + 1e-4
-        assert np.abs(of_block.astype(int)).max() <= 127
+    for block, scale, row in zip(x.numpy(), scales.float().numpy(), codes.numpy(), strict=True):
+        assert scale[0] == cut(np.float32(np.abs(block).max()) * np.float32(1.008 / most))
+        found = row.astype(int)
+        if most == 7:  # element i is half of a byte
+            found = np.array([(int(row[i % 16]) >> (4 * (i // 16)) & 15) - 7 for i in range(32)])
+        exact = block.astype(np.float64) / max(float(scale[0]), 2.0**-126)
+        assert np.abs(found - exact).max() <= 0.5 + (1e-4 if most == 127 else 1e-5)
+        assert np.abs(found).max() <= most
 
 
 @sizes
@@ -127,23 +131,6 @@ def test_the_largest_element_reaches_but_does_not_pass_127(exponent: int, mantis
 
 
 @given(data=st.data())
-def test_blocks_do_not_touch_each_other(data: st.DataObject) -> None:
-    """A spike costs precision in its own block only."""
-    codec = Int8(64)
-    x = data.draw(gradients(codec, torch.float32)).view(-1, 64)
-    spiked = x.clone()
-    spiked[0, 0] = 1e30
-    for alone, beside in zip(codec.encode(x), codec.encode(spiked), strict=True):
-        assert torch.equal(alone[1:], beside[1:])
-
-
-def naive_scale(block: np.ndarray) -> np.float32:
-    """1.008 * amax / 127 in float32 with the lower 16 bits of the number cleared."""
-    scale = np.float32(np.abs(block).max()) * np.float32(1.008 / 127)
-    return (scale.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
-
-
-@given(data=st.data())
 def test_sign(data: st.DataObject) -> None:
     codec = Sign(64)
     x = data.draw(gradients(codec, torch.float32)).view(-1, 64)
@@ -153,24 +140,8 @@ def test_sign(data: st.DataObject) -> None:
         assert scale[0] == cut(mean)
         positive = [int(row[i % 8]) >> (i // 8) & 1 for i in range(64)]
         assert positive == [int(value >= 0) for value in block]
-
-
-def test_the_mean_size_of_huge_values_does_not_overflow() -> None:
-    x = torch.full((1, 256), 3e38)
-    assert codec_error(Sign(), x) <= 2.0**-7
-
-
-@given(data=st.data())
-def test_int4(data: st.DataObject) -> None:
-    codec = Int4(32)
-    x = data.draw(gradients(codec, torch.float32)).view(-1, 32)
-    scales, packed = codec.encode(x)
-    for block, scale, row in zip(x.numpy(), scales.float().numpy(), packed.numpy(), strict=True):
-        assert scale[0] == cut(np.float32(np.abs(block).max()) * np.float32(1.008 / 7))
-        codes = np.array([(int(row[i % 16]) >> (4 * (i // 16)) & 15) - 7 for i in range(32)])
-        exact = block.astype(np.float64) / max(float(scale[0]), 2.0**-126)
-        assert np.abs(codes - exact).max() <= 0.5 + 1e-5
-        assert np.abs(codes).max() <= 7
+    huge = torch.full((1, 64), 3e38)  # the sum of these is more than float32 holds
+    assert ((codec.decode(codec.encode(huge), huge.dtype) - huge).abs() / huge).max() <= 2.0**-7
 
 
 @given(data=st.data())
@@ -252,11 +223,6 @@ def test_packing_of_places_is_bijective(seed: int, pairs: int) -> None:
     assert torch.equal(unpack_places(pack_places(places)), places)
     anything = torch.randint(0, 256, (3, 3 * pairs), generator=generator, dtype=torch.uint8)
     assert torch.equal(pack_places(unpack_places(anything)), anything)
-
-
-def codec_error(codec: Sign, x: torch.Tensor) -> float:
-    decoded = codec.decode(codec.encode(x), x.dtype)
-    return float(((decoded - x).abs() / x.abs()).max())
 
 
 def cut(number: np.float32) -> np.float32:

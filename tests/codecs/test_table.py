@@ -247,35 +247,16 @@ def test_by_size_leaves_small_and_flat_tensors_uncompressed() -> None:
         by_size("int8", min_numel=-1)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "fc.bias",
-        "bias",
-        "layer.0.norm1.weight",
-        "encoder.layer_norm.weight",
-        "transformer.h.0.ln_1.weight",
-        "ln_f.weight",
-        "bn2.weight",
-        "layers.3.input_layernorm.weight",
-        "model.rmsnorm.weight",
-        "transformer.wte.weight",
-        "wpe.weight",
-        "embed_tokens.weight",
-        "pos_emb",
-        "embeddings.word_embeddings.weight",
-    ],
-)
-def test_norms_biases_and_embeddings_are_left_alone(name: str) -> None:
-    assert chosen(by_name("int8"), name) == Uncompressed()
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["fc.weight", "layers.0.self_attn.q_proj.weight", "h.0.mlp.c_fc.weight", "conv1.weight"],
-)
-def test_other_weights_are_compressed(name: str) -> None:
-    assert chosen(by_name("int8"), name) == Int8()
+def test_norms_biases_and_embeddings_are_left_alone() -> None:
+    for name in (
+        *("fc.bias", "bias", "layer.0.norm1.weight", "encoder.layer_norm.weight", "pos_emb"),
+        *("transformer.h.0.ln_1.weight", "ln_f.weight", "bn2.weight", "model.rmsnorm.weight"),
+        *("layers.3.input_layernorm.weight", "transformer.wte.weight", "wpe.weight"),
+        *("embed_tokens.weight", "embeddings.word_embeddings.weight"),
+    ):
+        assert chosen(by_name("int8"), name) == Uncompressed(), name
+    weights = "fc", "layers.0.self_attn.q_proj", "h.0.mlp.c_fc", "conv1"
+    assert all(chosen(by_name("int8"), f"{name}.weight") == Int8() for name in weights)
 
 
 def test_the_first_rule_that_matches_wins() -> None:

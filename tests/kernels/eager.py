@@ -1,11 +1,16 @@
-"""Buckets for the kernels, and the eager passes over them, slice by slice."""
+"""Buckets for the kernels, and the eager passes over them, slice by slice; and their device.
+
+It is the CPU, in Triton's interpreter, or with ``-m gpu`` a GPU.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -16,6 +21,13 @@ from lightning_dist.exchange.wire import row_bytes, views
 from lightning_dist.kernels.passes import Factors, Passes
 from lightning_dist.kernels.triton import Slice
 from lightning_dist.reducer.units.tiles import Grid, Span, Tile, columns_of, tile_of
+
+DEVICE = torch.device("cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda")
+on_device = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+] * (DEVICE.type == "cuda")
+"""Marks of tests on it."""
 
 
 def laid_out(*sizes: int, gap: int = 0) -> list[Slice]:

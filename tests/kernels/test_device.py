@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from on_device import DEVICE, on_device
+from eager import DEVICE, on_device
 from torch import Tensor
 
 from lightning_dist.codecs import noise

@@ -154,12 +154,31 @@ def counted(
 
 
 @pytest.mark.parametrize("immediate", [True, False])
-@pytest.mark.parametrize("world_size", [2, 3, 8])
 @pytest.mark.parametrize("parameters", MODELS)
-def test_flat(parameters: int, world_size: int, immediate: bool) -> None:
-    counts = counted("int8", parameters, world_size, immediate=immediate)
-    assert counts["launches"] <= 6, counts
-    assert counts["collectives"] <= 2, counts
+@pytest.mark.parametrize(
+    ("world_size", "per_host", "small", "launches"),
+    [
+        *((size, 1, 0, (6, 6)) for size in (2, 3, 8)),
+        *((size, 1, 1000, (6, 9)) for size in (2, 3, 8)),
+        *((size, per_host, 0, (10, 10)) for size, per_host in ((4, 2), (8, 2), (8, 4))),
+        *((size, per_host, 1000, (10, 12)) for size, per_host in ((4, 2), (8, 4))),
+        # Three hosts reduce payloads between them; the deferred commit encodes and reduces again.
+        (6, 2, 1000, (12, 15)),
+    ],
+)
+def test_int8(
+    world_size: int,
+    per_host: int,
+    small: int,
+    launches: tuple[int, int],
+    parameters: int,
+    immediate: bool,
+) -> None:
+    """Small: biases and norms, which travel in the exchange of what is compressed."""
+    form = {"per_host": per_host, "immediate": immediate, "small": small}
+    counts = counted("int8", parameters, world_size, **form)
+    assert counts["launches"] <= launches[not immediate], counts
+    assert counts["collectives"] <= (2 if per_host == 1 else 4), counts
 
 
 @pytest.mark.parametrize(
@@ -182,18 +201,6 @@ def test_a_bucket_is_one_exchange_without_kernels_of_tables(
     bucket = torch.zeros(parameters * numel, dtype=dtype)
     (group,) = planner.groups({resolve_codec(codec): slices}, bucket)
     assert len(group.units) == 1
-
-
-@pytest.mark.parametrize("immediate", [True, False])
-@pytest.mark.parametrize("world_size", [2, 3, 8])
-@pytest.mark.parametrize("parameters", MODELS)
-def test_with_uncompressed_parameters_beside(
-    parameters: int, world_size: int, immediate: bool
-) -> None:
-    """Biases and norms, which travel in the exchange of what is compressed."""
-    counts = counted("int8", parameters, world_size, small=1000, immediate=immediate)
-    assert counts["launches"] <= (6 if immediate else 9), counts
-    assert counts["collectives"] <= 2, counts
 
 
 @pytest.mark.parametrize("per_host", [1, 2])
@@ -245,31 +252,3 @@ def test_what_a_step_launches_was_compiled_at_set_up(
             step(planner, codec, sizes, Counter(), small=small, dtype=dtype)
     assert len({name for name, *_ in launched}) >= 2
     assert launched <= compiled, launched - compiled
-
-
-@pytest.mark.parametrize("immediate", [True, False])
-@pytest.mark.parametrize(("world_size", "per_host"), [(4, 2), (8, 2), (8, 4)])
-@pytest.mark.parametrize("parameters", MODELS)
-def test_hierarchical(parameters: int, world_size: int, per_host: int, immediate: bool) -> None:
-    counts = counted("int8", parameters, world_size, per_host=per_host, immediate=immediate)
-    assert counts["launches"] <= 10, counts
-    assert counts["collectives"] <= 4, counts
-
-
-@pytest.mark.parametrize("immediate", [True, False])
-@pytest.mark.parametrize(("world_size", "per_host"), [(4, 2), (6, 2), (8, 4)])
-def test_hierarchical_with_uncompressed_parameters_beside(
-    world_size: int, per_host: int, immediate: bool
-) -> None:
-    counts = counted(
-        "int8",
-        9,
-        world_size,
-        per_host=per_host,
-        immediate=immediate,
-        small=1000,
-    )
-    # Three hosts reduce payloads between them; the deferred commit encodes and reduces again.
-    most = (10, 12) if world_size == 2 * per_host else (12, 15)
-    assert counts["launches"] <= most[not immediate], counts
-    assert counts["collectives"] <= 4, counts

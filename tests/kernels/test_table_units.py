@@ -131,14 +131,18 @@ def same(a: Tensors, b: Tensors) -> bool:
     )
 
 
+def both(codec: str, size: int, **settings: Any) -> list[tuple[Ran, Ran]]:
+    """Every rank, with units of tiles and with tables."""
+    tiles, tables = (run(codec, size, tables=each, **settings) for each in (False, True))
+    assert all(before.units == {BlockUnit} for before in tiles)
+    assert all(after.units == {TableUnit} for after in tables)
+    return list(zip(tiles, tables, strict=True))
+
+
 def check(codec: str, size: int, commit: str, *, spoiled: bool = False) -> None:
     keeps = not codec.startswith("terngrad")  # error feedback diverges with it
     settings = {"commit": commit, "error_feedback": keeps, "spoiled": spoiled}
-    eager = run(codec, size, tables=False, **settings)
-    tables = run(codec, size, tables=True, **settings)
-    for before, after in zip(eager, tables, strict=True):
-        assert after.units == {TableUnit}
-        assert before.units == {BlockUnit}
+    for before, after in both(codec, size, **settings):
         assert all(map(same, after.gradients, before.gradients))
         assert all(map(same, after.residuals, before.residuals))
         assert all(residual.isfinite().all() for residual in after.residuals[-1].values())
@@ -156,29 +160,17 @@ def check(codec: str, size: int, commit: str, *, spoiled: bool = False) -> None:
 @pytest.mark.parametrize("commit", ["immediate", "deferred"])
 def test_samples_are_those_of_tiles(commit: str) -> None:
     settings = {"commit": commit, "error_feedback": True, "sampled": True}
-    eager = run("qsgd:block_size=64", 3, tables=False, **settings)
-    tables = run("qsgd:block_size=64", 3, tables=True, **settings)
-    for before, after in zip(eager, tables, strict=True):
+    for before, after in both("qsgd:block_size=64", 3, **settings):
         assert len(after.samples) == len(before.samples) > 0
         assert all(after.samples)
         assert all(map(same, after.samples, before.samples))
-
-
-@pytest.mark.parametrize("codec", ["int8:block_size=64", "qsgd:block_size=64"])
-def test_steps_are_those_of_tiles(codec: str) -> None:
-    check(codec, 3, "immediate")
 
 
 @pytest.mark.parametrize(("size", "commit"), [(2, "deferred"), (3, "immediate"), (3, "deferred")])
 def test_uncompressed_slices_are_packed(size: int, commit: str) -> None:
     """With the bits of tiles, beside what is compressed."""
     settings = {"commit": commit, "min_compress_numel": 1500, "ddp": {"bucket_cap_mb": 1}}
-    codec = "int8:block_size=64"
-    eager = run(codec, size, tables=False, **settings)
-    tables = run(codec, size, tables=True, **settings)
-    for before, after in zip(eager, tables, strict=True):
-        assert after.units == {TableUnit}
-        assert before.units == {BlockUnit}
+    for before, after in both("int8:block_size=64", size, **settings):
         assert all(map(same, after.gradients, before.gradients))
         assert after.residuals[-1].keys() == {"first"}
 
@@ -230,10 +222,6 @@ def test_units_that_share_an_exchange_do_what_they_do_alone(form: str, commit: s
     # Two codecs in one bucket.
     collectives = [sum(len(rank.wire) for rank in ranks) for ranks in (together, apart)]
     assert collectives[1] == 2 * collectives[0] > 0
-
-
-def test_what_is_not_finite_keeps_its_residual() -> None:
-    check("int8:block_size=64", 3, "deferred", spoiled=True)
 
 
 @pytest.mark.exhaustive

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from eager import Eager, bits, hard_numbers, laid_out, same, same_payload, span_of
+from eager import DEVICE, Eager, hard_numbers, laid_out, on_device, same, same_payload, span_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from on_device import DEVICE, on_device
 from quick_interpreter import quicken_interpreter
 from torch import Tensor
 
@@ -172,18 +171,20 @@ def check(of: Bucket) -> None:
 @every_codec
 def test_kernels_write_the_bytes_of_the_eager_passes(codec: BlockCodec) -> None:
     check(bucket(codec, laid_out(*ODD, gap=1), rows=3))
-
-
-@every_codec
-def test_two_ranks_gather_whole_payloads(codec: BlockCodec) -> None:
-    of = bucket(codec, laid_out(*ODD), rows=1)
+    of = bucket(codec, laid_out(*ODD), rows=1)  # two ranks gather whole payloads
     check_encode(of)
     check_decode(of, count=2)
 
 
-@pytest.mark.parametrize("dtype", GRADIENT_DTYPES)
-def test_gradients_of_every_dtype(dtype: torch.dtype) -> None:
-    check(bucket(Int8(block_size=64), laid_out(1000, 65), rows=2, dtype=dtype))
+@pytest.mark.parametrize(
+    ("dtype", "tile_elements"), [*zip(GRADIENT_DTYPES, (64, 256, 1 << 16), strict=True)]
+)
+def test_gradients_of_every_dtype_in_tiles_of_any_size(
+    dtype: torch.dtype, tile_elements: int
+) -> None:
+    slices = laid_out(1000, 65)
+    of = bucket(Int8(block_size=64), slices, rows=2, dtype=dtype, tile_elements=tile_elements)
+    check(of)
 
 
 @every_codec
@@ -262,22 +263,6 @@ def test_state_that_is_committed_later_is_the_same(codec: BlockCodec) -> None:
     assert same(later, now)
 
 
-def test_every_pass_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the number of parameters, of ranks and of tiles."""
-    launches = []
-    monkeypatch.setattr(passes, "_launch", lambda kernel, *_, **__: launches.append(kernel))
-    for rows, slices in ((2, laid_out(100)), (8, laid_out(*range(1, 400)))):
-        of = bucket(Int8(block_size=64), slices, rows=rows)
-        launches.clear()
-        of.kernels.encode(of.flat, of.residual, of.scale, table=of.table, payload=of.payload(rows))
-        shards = of.payload(rows)
-        of.kernels.reduce(
-            shards, of.payload(1), table=of.table, row=1, residual=of.residual, scale=of.scale
-        )
-        of.kernels.decode(shards, of.flat, table=of.table)
-        assert len(launches) == 3
-
-
 def test_compiling_ahead_changes_nothing() -> None:
     of = bucket(Int8(block_size=64), laid_out(100), rows=2)
     flat, residual, own = on_device(of.flat), on_device(of.residual), of.payload(2)
@@ -287,19 +272,6 @@ def test_compiling_ahead_changes_nothing() -> None:
     assert same(flat, of.flat)
     assert same(residual, of.residual)
     assert not own.any()
-
-
-def test_tiles_change_no_bits() -> None:
-    results = []
-    for tile_elements in (64, 256, 1 << 16):
-        of = bucket(Int8(block_size=64), laid_out(1000, 7), rows=2, tile_elements=tile_elements)
-        own, residual = of.payload(2), on_device(of.residual)
-        of.kernels.encode(
-            on_device(of.flat), residual, on_device(of.scale), table=of.table, payload=own
-        )
-        results.append((own, bits(residual)))
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 def test_shares_of_any_size_follow_each_other() -> None:

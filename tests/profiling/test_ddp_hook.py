@@ -1,17 +1,23 @@
-"""The hook that watches DDP's own allreduce: means to the bit, and their futures."""
+"""The hooks on DDP: its own allreduce, to the bit, and evaluations within steps."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
+from planted import MS, Planted
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank, run_threads
 
-from lightning_dist.profiling.capture.ddp_hook import Promises, watch_allreduce
+from lightning_dist.profiling.capture.ddp_hook import Promises, Watching, watch_allreduce
 from lightning_dist.profiling.capture.events import StepRecord
 from lightning_dist.profiling.capture.recorder import Recorder
+from lightning_dist.profiling.capture.session import Session, SessionSettings
 from lightning_dist.profiling.capture.steps import PendingStep
 
 
@@ -34,7 +40,21 @@ def gradients(
     return [parameter.grad.clone() for parameter in module.parameters()]
 
 
-def assert_same_as_ddp(size: int, *, is_on: bool = True, **settings: bool) -> None:
+def taken(recorder: Recorder) -> StepRecord:
+    buckets, spans = recorder.take()
+    return PendingStep(0, 0, buckets=buckets, spans=spans).read(recorder.device_clock)
+
+
+@pytest.mark.parametrize(
+    ("size", "is_on", "settings"),
+    [
+        *((size, is_on, {}) for size in (2, 3) for is_on in (True, False)),
+        *((2, True, {name: True}) for name in ("static_graph", "gradient_as_bucket_view")),
+    ],
+)
+def test_means_are_those_of_ddp_to_the_bit(
+    size: int, is_on: bool, settings: dict[str, bool]
+) -> None:
     def watched(rank: Rank) -> list[Tensor]:
         recorder = Recorder()
         recorder.is_on = is_on
@@ -43,22 +63,6 @@ def assert_same_as_ddp(size: int, *, is_on: bool = True, **settings: bool) -> No
     stock = run_threads(lambda rank: gradients(rank, None, **settings), size)
     for ours, theirs in zip(run_threads(watched, size), stock, strict=True):
         assert all(map(torch.equal, ours, theirs))
-
-
-def taken(recorder: Recorder) -> StepRecord:
-    buckets, spans = recorder.take()
-    return PendingStep(0, 0, buckets=buckets, spans=spans).read(recorder.device_clock)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("is_on", [True, False])
-def test_means_are_those_of_ddp_to_the_bit(is_on: bool, size: int) -> None:
-    assert_same_as_ddp(size, is_on=is_on)
-
-
-@pytest.mark.parametrize("setting", ["static_graph", "gradient_as_bucket_view"])
-def test_however_ddp_is_set(setting: str) -> None:
-    assert_same_as_ddp(2, **{setting: True})
 
 
 def test_one_that_is_off_keeps_nothing() -> None:
@@ -116,11 +120,8 @@ class Bucket:
         self._fails = False
         self.reduced = self._collective.then(self._value)
 
-    def arrive(self) -> None:
-        self._collective.set_result(None)
-
-    def fail(self) -> None:
-        self._fails = True
+    def arrive(self, *, fails: bool = False) -> None:
+        self._fails = fails
         self._collective.set_result(None)
 
     def _value(self, _: Future[None]) -> list[Tensor]:
@@ -166,20 +167,14 @@ def test_the_last_completes_the_rest() -> None:
     assert [each.value().data_ptr() for each in made] == [b.gradients.data_ptr() for b in buckets]
 
 
-def test_a_single_bucket() -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_single_bucket(fails: bool) -> None:
     bucket = Bucket()
     (made,) = promised(Promises(), [bucket], of=1)
     assert not made.done()
-    bucket.arrive()
-    assert made.value() is bucket.gradients
-
-
-def test_a_single_bucket_that_fails() -> None:
-    bucket = Bucket()
-    (made,) = promised(Promises(), [bucket], of=1)
-    bucket.fail()
-    with pytest.raises(RuntimeError, match="peer is gone"):
-        made.value()
+    bucket.arrive(fails=fails)
+    with pytest.raises(RuntimeError, match="peer is gone") if fails else nullcontext():
+        assert made.value() is bucket.gradients
 
 
 def test_what_is_large_waits_for_nobody() -> None:
@@ -206,10 +201,10 @@ def test_what_has_been_completed_makes_room() -> None:
 def test_the_last_tells_of_a_failure_and_all_are_completed(when: str) -> None:
     buckets = [Bucket() for _ in range(3)]
     if when == "during the pass":
-        buckets[0].fail()
+        buckets[0].arrive(fails=True)
     made = promised(Promises(), buckets, of=3)
     if when == "at its end":
-        buckets[0].fail()
+        buckets[0].arrive(fails=True)
     assert done(made) == [True] * 3  # DDP waits for them in order
     with pytest.raises(RuntimeError, match="peer is gone"):
         made[2].value()
@@ -224,3 +219,173 @@ def test_the_next_pass_knows_nothing_of_one_that_was_cut_short() -> None:
     assert done(made) == [False, False]
     buckets[0].arrive()
     assert done(made) == [True, True]
+
+
+DATA = 2
+PASS = 20
+OPTIMIZER = 5
+EVALUATION = 500
+
+
+class Clock:
+    now = 0
+
+    def __call__(self) -> int:
+        return self.now
+
+    def passes(self, milliseconds: int) -> None:
+        self.now += milliseconds * MS
+
+
+class Model(nn.Module):
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.linear, self._clock = nn.Linear(4, 4), clock
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._clock.passes(PASS if torch.is_grad_enabled() else EVALUATION)
+        return BackwardTicks.apply(self.linear(x), self._clock)
+
+
+class BackwardTicks(torch.autograd.Function):
+    """Nothing; backward takes ``PASS`` ms."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, clock: Clock) -> Tensor:
+        ctx.clock = clock
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.clock.passes(PASS)
+        return gradient, None
+
+
+class Loop:
+    """A training loop on one rank of two, and the steps that a profile has of it."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.clock, self.steps = Clock(), list[StepRecord]()
+        self.model = rank.ddp(Model(self.clock))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        about = Planted(steps=0).run().ranks[rank.rank].metadata
+        self.session = Session(
+            None,
+            about,
+            settings=SessionSettings(error_every_n_steps=0),
+            on_step=self.steps.append,
+            clock=self.clock,
+        )
+        self.watching = Watching(self.model, self.session.timer)
+
+    def forward(self) -> Tensor:
+        self.clock.passes(DATA)
+        return self.model(torch.ones(2, 4)).sum()
+
+    def micro_batch(self, *, synchronises: bool = True) -> None:
+        with nullcontext() if synchronises else self.model.no_sync():
+            self.forward().backward()
+
+    def optimize(self) -> None:
+        self.clock.passes(OPTIMIZER)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def evaluate(self, *, batches: int = 1, mode: bool = False) -> None:
+        self.model.train(mode)
+        with torch.no_grad():
+            for _ in range(batches):
+                self.model(torch.ones(2, 4))
+        self.model.train()
+
+
+def steps_of(train: Callable[[Loop], None]) -> list[StepRecord]:
+    """Those that rank 0 of two has written down, when all are over."""
+
+    def one(rank: Rank) -> list[StepRecord]:
+        loop = Loop(rank)
+        train(loop)
+        loop.watching.stop()
+        loop.session.end("finished")
+        return loop.steps
+
+    return run_threads(one, 2)[0]
+
+
+def phases(step: StepRecord) -> list[tuple[str, int, int]]:
+    return [(each.name, each.begin // MS, each.end // MS) for each in step.phases]
+
+
+def test_what_is_before_an_evaluation_in_the_middle_of_an_accumulation_counts() -> None:
+    def train(loop: Loop) -> None:
+        for number in range(2):
+            loop.micro_batch(synchronises=False)
+            loop.evaluate(batches=3 * number)
+            if number:
+                loop.session.timer.exclude_interval()  # Lightning's, after a validation
+            loop.micro_batch()
+            loop.optimize()
+
+    plain, interrupted = steps_of(train)
+    assert plain.duration == interrupted.duration == 89 * MS
+    assert interrupted.begin == 89 * MS + 3 * EVALUATION * MS
+    assert (
+        phases(interrupted)
+        == phases(plain)
+        == [
+            ("between_steps", 0, 2),
+            ("forward", 2, 22),
+            ("backward", 22, 42),
+            ("between_steps", 42, 44),
+            ("forward", 44, 64),
+            ("backward", 64, 84),
+            ("optimizer", 84, 89),
+        ]
+    )
+    assert len(interrupted.buckets) == len(plain.buckets)
+
+
+def test_a_pass_without_gradients_within_a_step_is_of_that_step() -> None:
+    """A target of the same model, in training mode or not, before the backward pass or after it."""
+
+    def train(loop: Loop) -> None:
+        for mode in (True, False):
+            loss = loop.forward()
+            loop.evaluate(mode=mode)
+            loss.backward()
+            loop.optimize()
+        loop.micro_batch()
+        loop.evaluate()
+        loop.optimize()
+
+    *within, after = steps_of(train)
+    for step in within:
+        assert phases(step) == [
+            ("between_steps", 0, 2),
+            ("forward", 2, 522),
+            ("backward", 522, 542),
+            ("optimizer", 542, 547),
+        ]
+    assert phases(after)[2:] == [("backward", 22, 42), ("optimizer", 42, 547)]
+
+
+def test_an_evaluation_after_a_step_that_was_skipped_is_of_none() -> None:
+    def train(loop: Loop) -> None:
+        loop.micro_batch()  # its step was skipped, by a GradScaler
+        loop.evaluate()
+        loop.forward()  # and this loss was left out
+        loop.evaluate()
+        loop.micro_batch()
+        loop.optimize()
+        loop.micro_batch()
+
+    skipped, step, last = steps_of(train)
+    assert [skipped.duration, step.duration, last.duration] == [42 * MS, 49 * MS, 42 * MS]
+    assert step.begin == (42 + 2 * EVALUATION + PASS) * MS
+    assert [name for name, *_ in phases(step)] == [
+        "between_steps",
+        "between_steps",
+        "forward",
+        "backward",
+        "optimizer",
+    ]

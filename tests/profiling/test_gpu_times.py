@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -14,19 +14,13 @@ import torch
 import torch.distributed as dist
 from planted import Planted
 from planted_gpu import MS, Collective, Gpu
-from torch import nn
-from worlds import Rank, run_threads
 
-from lightning_dist import compress_ddp
-from lightning_dist.integrations.torch.ddp import reducer_of
-from lightning_dist.measurement.device_clock import StreamClock, Timestamp
+from lightning_dist.measurement.device_clock import StreamClock
 from lightning_dist.profiling.analysis.breakdown import exposed_in
 from lightning_dist.profiling.analysis.intervals import length
-from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.capture.ddp_hook import Watching, watch_allreduce
-from lightning_dist.profiling.capture.events import RankRecord, StepRecord
+from lightning_dist.profiling.capture.events import StepRecord
 from lightning_dist.profiling.capture.recorder import ThreadCompletionWatcher
-from lightning_dist.profiling.capture.session import Governor, Session, SessionSettings
+from lightning_dist.profiling.capture.session import Session, SessionSettings
 from lightning_dist.profiling.run import read_run
 
 PATIENCE = 10
@@ -61,38 +55,6 @@ def launched(watcher: ThreadCompletionWatcher, group: str) -> Work:
     return work
 
 
-def test_an_exchange_within_a_host_ends_before_one_between_hosts_that_began_earlier() -> None:
-    has_ended = threading.Event()
-
-    def one(rank: Rank) -> tuple[int, dict[str, int]]:
-        groups = {name: rank.group(name) for name in ("inter", "intra")}
-        watcher, ends, late = ThreadCompletionWatcher(time.monotonic_ns), dict[str, int](), 0
-
-        def launch(name: str) -> None:
-            def ended(end: int) -> None:
-                ends[name] = end
-                if (rank.rank, name) == (0, "intra"):
-                    has_ended.set()
-
-            work = dist.all_reduce(torch.ones(8), group=groups[name], async_op=True)
-            watcher.watch(work, ended, group=name)
-
-        if rank.rank == 0:
-            launch("inter")
-            launch("intra")
-        else:
-            launch("intra")
-            assert has_ended.wait(PATIENCE), "the end of the other exchange was not recorded"
-            late = time.monotonic_ns()
-            launch("inter")
-        assert watcher.drain(2 * PATIENCE)
-        watcher.close()
-        return late, ends
-
-    (_, ends), (late, _) = run_threads(one, 2)
-    assert ends["intra"] < late < ends["inter"]
-
-
 def test_groups_do_not_wait_for_each_other(watcher: ThreadCompletionWatcher) -> None:
     across, within, control = (launched(watcher, name) for name in ("inter", "intra", "control"))
     assert within.end()
@@ -124,81 +86,6 @@ def test_no_more_threads_than_collectives_under_way() -> None:
     watcher.close()
 
 
-STEPS, ASKED = 10, 3
-
-
-@dataclass(frozen=True, eq=False)
-class At:
-    nanoseconds: int
-
-
-class LateClock:
-    """Past when they are asked for the third time."""
-
-    def __init__(self) -> None:
-        self._asked = 0
-
-    def now(self) -> Timestamp:
-        return At(time.monotonic_ns())
-
-    def are_past(self, timestamps: Iterable[Timestamp]) -> bool:
-        assert all(isinstance(each, At) for each in timestamps)
-        self._asked += 1
-        return self._asked % ASKED == 0
-
-    def read(self, timestamps: Sequence[Timestamp], *, since: Timestamp) -> Sequence[int]:
-        return [each.nanoseconds for each in timestamps]
-
-    def compare(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("codec", ["int8", None])
-def test_every_step_is_written_down_whole(
-    codec: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Steps are this short that on a busy machine recording takes longer: it would look at fewer.
-    monkeypatch.setattr(Governor, "spent", lambda governor, nanoseconds, *, of: None)
-
-    def train(rank: Rank) -> list[str]:
-        module = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
-        model = rank.ddp(module, bucket_cap_mb=0.02)
-        if codec is not None:
-            compress_ddp(model, codec, groups=rank.groups(), min_compress_numel=0)
-        about = RankRecord(rank.rank, 2, "host", {"flat": [0, 1]}, clock=0, unix=0.0)
-        problems: list[str] = []
-        settings = SessionSettings(max_overhead=1.0, error_every_n_steps=4)
-        session = Session(
-            tmp_path, about, settings=settings, device_clock=LateClock(), on_problem=problems.append
-        )
-        if (reducer := reducer_of(model.module)) is not None:
-            reducer.observe(session.recorder)
-        else:
-            watch_allreduce(model, session.recorder, crosses=False)
-        watching = Watching(model, session.timer)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            model(torch.randn(8, 64)).square().mean().backward()
-            optimizer.step()
-        watching.stop()
-        session.end("finished")
-        session.close()
-        if reducer is not None:
-            reducer.close()
-        return problems
-
-    assert run_threads(train, 2) == [[], []]
-    run = read_run(tmp_path)
-    for rank in run.ranks.values():
-        assert list(rank.steps) == list(range(STEPS))
-        assert all(each.buckets and each.spans for each in rank.steps.values())
-        assert [each.step for each in rank.errors] == ([2, 6] if codec else [])
-    summary = summarize(run)
-    assert sum(summary.breakdown_ms.values()) == pytest.approx(summary.step_ms["mean"], rel=0.02)
-    assert None not in (summary.exposed_ms, summary.breakdown_ms["exposed_transfer"])
-
-
 NEAR = 0.01 * MS
 
 FORWARD, BUCKETS, OF_BUCKET, EXCHANGE, OPTIMIZER = 20, 3, 10, 25, 5
@@ -213,7 +100,7 @@ class Training:
     """The host asks for a step in next to no time; the GPU takes :data:`STEP` for it."""
 
     patch: pytest.MonkeyPatch
-    folder: Path | None = None
+    folder: Path
     gpu: Gpu = field(default_factory=Gpu)
     begun: list[int] = field(default_factory=list)
     told: list[StepRecord] = field(default_factory=list)
@@ -260,8 +147,12 @@ class Training:
         gpu.sleep(0.1)
 
 
-def test_steps_are_known_when_the_gpu_has_made_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training(monkeypatch)
+@pytest.fixture
+def training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Training:
+    return Training(monkeypatch, tmp_path)
+
+
+def test_steps_are_known_when_the_gpu_has_made_them(training: Training) -> None:
     for _ in range(4):
         training.step()
     assert training.begun == [1, 2, 3], "the fourth ends when the next begins"
@@ -276,8 +167,7 @@ def test_steps_are_known_when_the_gpu_has_made_them(monkeypatch: pytest.MonkeyPa
     assert training.problems == []
 
 
-def test_its_times_are_those_of_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    training = Training(monkeypatch, folder=tmp_path)
+def test_its_times_are_those_of_the_gpu(training: Training, tmp_path: Path) -> None:
     for _ in range(4):
         training.step()
     training.session.end("finished")
@@ -290,6 +180,7 @@ def test_its_times_are_those_of_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_pat
         for name, milliseconds in expected.items():
             assert lengths[name] == pytest.approx(milliseconds * MS, abs=NEAR)
         assert length(exposed_in(record)) == pytest.approx(EXPOSED * MS, abs=NEAR)
+        assert len(record.buckets) == BUCKETS
         for number, (bucket, span) in enumerate(zip(record.buckets, record.spans, strict=True)):
             ready = FORWARD + (number + 1) * OF_BUCKET
             done = FORWARD + OF_BUCKET + (number + 1) * EXCHANGE
@@ -302,9 +193,8 @@ def test_its_times_are_those_of_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert read_run(tmp_path).ranks[0].steps[3] == training.told[3]
 
 
-def test_a_mark_that_comes_after_its_step_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mark_that_comes_after_its_step_is_waited_for(training: Training) -> None:
     """It is set in one of torch's streams, and others use them too."""
-    training = Training(monkeypatch)
     training.step(held_up=500)
     training.gpu.sleep(2 * STEP)
     training.step()
@@ -314,9 +204,8 @@ def test_a_mark_that_comes_after_its_step_is_waited_for(monkeypatch: pytest.Monk
 
 
 def test_a_gpu_that_fails_loses_the_last_steps_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    training: Training, tmp_path: Path
 ) -> None:
-    training = Training(monkeypatch, folder=tmp_path)
     for _ in range(3):
         training.step()
     training.gpu.sleep(1.5 * STEP)
@@ -332,8 +221,7 @@ def test_a_gpu_that_fails_loses_the_last_steps_and_says_so(
     assert of_rank.end is not None
 
 
-def test_a_gpu_that_hangs_is_waited_for_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training(monkeypatch)
+def test_a_gpu_that_hangs_is_waited_for_two_seconds(training: Training) -> None:
     training.step()
     training.step()
     training.gpu.work(3_600_000)
@@ -348,10 +236,9 @@ def test_a_gpu_that_hangs_is_waited_for_two_seconds(monkeypatch: pytest.MonkeyPa
 
 
 def test_at_the_end_of_all_ranks_one_that_is_behind_is_waited_for_longer(
-    monkeypatch: pytest.MonkeyPatch,
+    training: Training,
 ) -> None:
     """On a slow network two steps may take many seconds."""
-    training = Training(monkeypatch)
     training.step()
     training.gpu.work(30_000)
     training.step()

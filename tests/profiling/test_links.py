@@ -15,13 +15,12 @@ from worlds import Rank, run_threads
 
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable, shape
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.capture.events import BurstRecord, LinkRecord
+from lightning_dist.profiling.capture.events import BurstRecord, LinkRecord, Span
 from lightning_dist.profiling.links import OPS, Measurement, measure, measure_burst, pairs
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.observe import observe
 
-SCRIPT = Path(__file__).with_name("measure_links.py")
-CALIBRATES = Path(__file__).with_name("calibrate_links.py")
+SCRIPT = Path(__file__).with_name("linked_hosts.py")
 FAST, SLOW = 200.0, 100.0
 """Of the links of hosts 0 and 1, and of host 2, in Mbit/s."""
 PAYLOAD = 1448 / 1514
@@ -29,6 +28,10 @@ PAYLOAD = 1448 / 1514
 NEAR = 0.2
 """A busy machine gets less, and after a break more: a shaped link saves up 10 ms.
 How exact it is without that, benchmarks/profiler measures."""
+EXACT = (1 - NEAR) * PAYLOAD
+LEAST = {"all_reduce": EXACT, "broadcast": EXACT, "all_gather": 0.3, "all_to_all": 0.3}
+"""Of the link. gloo was seen to reach from half of it to all with the last two: these send large
+pieces in both directions over one connection."""
 
 
 @pytest.fixture(scope="module")
@@ -39,25 +42,17 @@ def links(quick_python: list[str]) -> list[dict[str, Any]]:
             switch = testbed.namespace(0).removesuffix("h0") + "sw"
             shape(switch, "h2", rate_mbit=SLOW)
             shape(testbed.namespace(2), "eth0", rate_mbit=SLOW)
-            printed = testbed.launch([*quick_python, str(SCRIPT)], timeout_s=90)
+            printed = testbed.launch([*quick_python, str(SCRIPT), "links"], timeout_s=90)
     except TestbedUnavailable as reason:
         pytest.skip(str(reason))
     return [json.loads(text.strip().splitlines()[-1]) for text in printed]
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("op", ["all_reduce", "broadcast"])
+@pytest.mark.parametrize("op", LEAST)
 def test_a_planted_rate_is_found(links: list[dict[str, Any]], op: str) -> None:
-    assert links[0]["found"][op] == pytest.approx(FAST * PAYLOAD, rel=NEAR)
+    assert LEAST[op] * FAST <= links[0]["found"][op] <= (1 + NEAR) * FAST * PAYLOAD
     assert links[1]["found"] == links[0]["found"]
-
-
-@pytest.mark.root
-@pytest.mark.parametrize("op", ["all_gather", "all_to_all"])
-def test_no_collective_is_faster_than_the_link(links: list[dict[str, Any]], op: str) -> None:
-    # gloo was seen to reach from half of the link to all of it: these send large pieces in both
-    # directions over one connection.
-    assert 0.3 * FAST < links[0]["found"][op] < (1 + NEAR) * FAST * PAYLOAD
 
 
 @pytest.mark.root
@@ -78,7 +73,7 @@ def test_a_burst_is_not_the_rate_of_a_link(quick_python: list[str]) -> None:
     """At 1 Gbit/s a shaped link saves up 1.25 MB, which pass at once after any pause."""
     try:
         with Testbed(hosts=2, link_mbit=1000.0) as testbed:
-            printed = testbed.launch([*quick_python, str(CALIBRATES)], timeout_s=60)
+            printed = testbed.launch([*quick_python, str(SCRIPT), "burst"], timeout_s=60)
     except TestbedUnavailable as reason:
         pytest.skip(str(reason))
     rates = [rate for text in printed for rate in json.loads(text.strip().splitlines()[-1])]
@@ -168,19 +163,18 @@ def taking_turns(*, apart: int = TOOK) -> Run:
     """Two hosts of two ranks: on each the second begins to send ``apart`` ms after the first."""
     hosts, shift = ["a", "a", "b", "b"], {2: 700.0, 3: 700.0}
     run = Planted(world_size=4, hosts=hosts, shift=shift, buckets=1, sent=SENT).run()
+
+    def later(span: Span, turn: int) -> Span:
+        begin = span.begin + turn * apart * MS
+        return replace(span, group="inter", begin=begin, end=begin + TOOK * MS)
+
     for rank, each in run.ranks.items():
         turn = rank % 2
         groups = {"intra": [rank - turn, rank - turn + 1], "inter": [turn, turn + 2]}
-        steps = {}
-        for number, step in each.steps.items():
-            spans = []
-            for span in step.spans:
-                if span.phase == "exchange":
-                    begin = span.begin + turn * apart * MS
-                    spans.append(replace(span, group="inter", begin=begin, end=begin + TOOK * MS))
-                else:
-                    spans.append(span)
-            steps[number] = replace(step, spans=spans)
+        steps = {
+            number: replace(step, spans=[later(s, turn) if s.op else s for s in step.spans])
+            for number, step in each.steps.items()
+        }
         link = LinkRecord("inter", sent=SENT, seconds=TOOK / 1e3)
         about = replace(each.metadata, groups=groups)
         run = replaced(run, rank, metadata=about, steps=steps, links=[link])

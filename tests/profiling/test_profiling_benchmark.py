@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from changed_runs import coarse, write
 from planted import MS, Planted, replace, replaced
 from whatif_runs import ALLREDUCE, COSTS, DDP, GATHER, SCATTER, all_ranks
 
@@ -31,8 +32,6 @@ from benchmarks.profiler.tables import WHATIF_FSDP
 from benchmarks.profiler.whatif import FSDP_BASES, Measured, fsdp_rows, local_rows
 from benchmarks.step_time.tables import LOCAL_STEPS
 from lightning_dist.profiling.capture.events import LinkRecord
-from lightning_dist.profiling.capture.files import RankFile
-from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.observe import observe
 
 SENDS = Path(__file__).with_name("send_bytes.py")
@@ -44,16 +43,9 @@ META = {
 SHOWN = ("truth", "wire", "clocks", "cost")
 
 
-def write(folder: Path, run: Run) -> None:
-    for rank, each in run.ranks.items():
-        file = RankFile(folder / "run-0", rank=rank)
-        file.write([each.metadata, *each.clocks, *each.links, *each.steps.values()])
-        file.close()
-
-
 def test_skew_is_compared_with_the_launches(tmp_path: Path) -> None:
     planted = Planted(steps=FIRST + 4, late={1: 50}, buckets=1)
-    write(tmp_path, planted.run())
+    write(tmp_path / "run-0", planted.run().ranks.values())
     # The ranks say 49 and 51 ms in turn, the profile 50.
     launched = [[0] * (FIRST + 4), [0] * FIRST + [49 * MS, 51 * MS] * 2]
     rows = skew_rows(tmp_path, launched, codec="int8", late_ms=[50.0, 100.0] * 2)
@@ -64,7 +56,8 @@ def test_skew_is_compared_with_the_launches(tmp_path: Path) -> None:
 
 
 def test_codec_time_is_that_of_the_encodings(tmp_path: Path) -> None:
-    write(tmp_path, Planted(steps=3, encode=2, decode=7, buckets=4).run())
+    run = Planted(steps=3, encode=2, decode=7, buckets=4).run()
+    write(tmp_path / "run-0", run.ranks.values())
     known_ms = [[8.0, 8.0, 8.0], [8.0, 8.0, 5.0]]
     (row,) = codec_rows(tmp_path, known_ms, planted_ms=2.0)
     assert (row["median_ms"], row["worst_ms"], row["count"]) == (0, 3, 6)
@@ -74,7 +67,7 @@ def a_wire_row(tmp_path: Path, *, link_mbit: float) -> dict[str, Any]:
     """4 MB in 60 ms, from 33 ms on in each step of 100: so says the profile."""
     run = Planted(steps=4).run()
     links = [LinkRecord("flat", sent=100_000_000, seconds=1.0)]
-    write(tmp_path, replaced(run, 1, links=links))
+    write(tmp_path / "run-0", replaced(run, 1, links=links).ranks.values())
     # The link of rank 0 has carried a quarter less, and that of rank 1 an eighth; the rest before.
     packets = []
     for rank, inside in ((0, 3_000_000), (1, 3_500_000)):
@@ -153,9 +146,7 @@ def test_a_clock_that_is_further_off_than_it_says_is_counted() -> None:
 
 def test_cost_is_the_difference_of_neighbours(tmp_path: Path) -> None:
     run = Planted(steps=6, buckets=3).run()
-    steps = dict(run.ranks[1].steps)
-    steps[5] = replace(steps[5], buckets=(), spans=(), detailed=False)
-    write(tmp_path, Run({0: run.ranks[0], 1: replace(run.ranks[1], steps=steps)}))
+    write(tmp_path / "run-0", coarse(run, 1, 5).ranks.values())
     of_rank: dict[str, Any] = {"without": [(10, 5), (20, 6), (90, 7)], "first": 3}
     of_rank["with"] = [(11, 7), (21, 8), (91, 9)]
     (row,) = cost_rows(tmp_path, [of_rank, of_rank], codec="int8")

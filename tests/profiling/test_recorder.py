@@ -8,25 +8,24 @@ from itertools import count
 from types import SimpleNamespace
 
 import pytest
+from changed_runs import changed, check_identities
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from identities import check_identities
-from planted import MS, Planted, doubled, replace, replaced, twice
+from planted import MS, Planted, replace, replaced, twice
 
 from lightning_dist.measurement.device_clock import HostClock
-from lightning_dist.profiling.analysis.breakdown import analyse, exposed_in, passes_of
+from lightning_dist.profiling.analysis.breakdown import analyse
 from lightning_dist.profiling.analysis.intervals import (
     Interval,
     difference,
     intersection,
-    lanes,
     length,
     union,
 )
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.analysis.tables import BUCKET_COLUMNS, step_table
 from lightning_dist.profiling.capture import session
-from lightning_dist.profiling.capture.events import OF_NO_BUCKET, BucketTimes, Span
+from lightning_dist.profiling.capture.events import OF_NO_BUCKET, BucketTimes, Span, StepRecord
 from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.profiling.capture.session import Governor, SessionSettings, cost_of_an_event
 from lightning_dist.profiling.capture.steps import PendingStep
@@ -52,10 +51,6 @@ def test_they_are_sets_of_points(a: list[Interval], b: list[Interval]) -> None:
     assert length(one) == len(points(a))
     for each in (one, intersection(one, other), difference(one, other)):
         assert each == union(each)
-
-
-def test_spans_that_overlap_are_in_lanes_of_their_own() -> None:
-    assert lanes([(0, 5), (5, 9), (3, 6), (4, 8), (6, 7)]) == [0, 0, 1, 2, 1]
 
 
 def recorder() -> Recorder:
@@ -322,23 +317,6 @@ ONCE = Planted(steps=6).run()
 TWICE = twice(ONCE)
 
 
-def test_a_bucket_that_comes_again_is_of_the_next_pass() -> None:
-    record = ONCE.ranks[0].steps[0]
-    (only,) = passes_of(record)
-    assert only == list(record.buckets)
-    first, second = passes_of(doubled(record))
-    assert first == only
-    assert second[0].ready == only[0].ready + record.duration
-    assert passes_of(replace(record, buckets=())) == []
-
-
-def test_every_pass_has_its_exposed_part() -> None:
-    record = ONCE.ranks[0].steps[0]
-    ((begin, end),) = exposed_in(record)
-    again = record.duration
-    assert exposed_in(doubled(record)) == [(begin, end), (begin + again, end + again)]
-
-
 def test_all_of_it_counts_and_the_parts_add_up() -> None:
     for one, two in zip(analyse(ONCE, 3), analyse(TWICE, 3), strict=True):
         check_identities(two)
@@ -373,17 +351,14 @@ def note_of(run: Run) -> str:
     return "".join(found)
 
 
-def without_optimizer(run: Run, every: int) -> Run:
+def without_optimizer(run: Run, every: int, *ranks: int) -> Run:
     """In all steps but one of so many."""
-    for rank, of_rank in run.ranks.items():
-        steps = {
-            step: record
-            if step % every == 0
-            else replace(record, phases=[p for p in record.phases if p.name != "optimizer"])
-            for step, record in of_rank.steps.items()
-        }
-        run = replaced(run, rank, steps=steps)
-    return run
+
+    def without(step: StepRecord) -> StepRecord:
+        phases = [phase for phase in step.phases if phase.name != "optimizer"]
+        return step if step.step % every == 0 else replace(step, phases=phases)
+
+    return changed(run, without, *ranks)
 
 
 def test_exchanges_that_could_be_spared_are_reported() -> None:

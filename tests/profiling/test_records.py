@@ -8,13 +8,14 @@ import random
 import re
 import threading
 import tracemalloc
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from planted import MS, Planted
+from changed_runs import records_of, write
+from planted import Planted
 from worlds import Rank, run_threads
 
 from lightning_dist.profiling.analysis.summarize import summarize
@@ -22,29 +23,15 @@ from lightning_dist.profiling.capture import files
 from lightning_dist.profiling.capture.events import (
     SCHEMA,
     BurstRecord,
-    ClockRecord,
     EndRecord,
     ErrorRecord,
     LinkRecord,
-    RankRecord,
     Record,
     from_line,
     to_line,
 )
-from lightning_dist.profiling.capture.files import RankFile, gather_records, ranks_apart
-from lightning_dist.profiling.run import RankRun, read_run
-
-
-def records_of(run: RankRun) -> list[Record]:
-    end = [] if run.end is None else [run.end]
-    return [run.metadata, *run.clocks, *run.steps.values(), *run.errors, *run.links, *end]
-
-
-def write(folder: Path, runs: Iterable[RankRun]) -> None:
-    for each in runs:
-        file = RankFile(folder, rank=each.metadata.rank)
-        file.write(records_of(each))
-        file.close()
+from lightning_dist.profiling.capture.files import gather_records, ranks_apart
+from lightning_dist.profiling.run import read_run
 
 
 @pytest.mark.parametrize(
@@ -151,6 +138,11 @@ def test_lines_that_a_crash_cut_short_are_left_out(tmp_path: Path) -> None:
         b'{"kind":"error","step":1,"bucket":0,"relative_l2":0.1,"cosine":"a"}',
         b'{"kind":"step","step":4,"begin":5,"duration":6,"detailed":"no"}',
         b'{"kind":"step","step":4,"begin":5,"duration":6,"spans":null}',
+        b'{"kind":"step","step":9,"begin":5,"duration":%d}' % 10**30,
+        *(
+            b'{"kind":"step","step":9,"begin":5,"duration":6,"spans":[%s]}' % row
+            for row in (b"{}", b"[1]", b'"text"', b"7", b"null", b'["encode",0,1,"a"]')
+        ),
     ],
     ids=lambda line: line[:60].decode(errors="replace"),
 )
@@ -192,12 +184,6 @@ def test_a_first_line_that_is_damaged_names_the_file(
         "rank1.jsonl does not name its rank",
     ]
     assert summarize(run).steps == 4
-
-
-@pytest.mark.parametrize("row", ["{}", "[1]", '"text"', "7", "null", '["encode",0,1,"a"]'])
-def test_rows_that_are_none(row: str) -> None:
-    with pytest.raises(ValueError, match="not a record"):
-        from_line(f'{{"kind":"step","step":4,"begin":5,"duration":6,"spans":[{row}]}}')
 
 
 def test_ranks_that_are_missing(tmp_path: Path) -> None:
@@ -251,14 +237,6 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     assert read_run(tmp_path).notes[0] == "rank1.jsonl cannot be read: Is a directory"
 
 
-def test_the_clock_between_two_readings_drifts_evenly() -> None:
-    about = RankRecord(rank=1, world_size=2, host="b", groups={}, clock=0, unix=0.0)
-    readings = [ClockRecord(10 * MS, 100, 5), ClockRecord(20 * MS, 300, 5)]
-    run = RankRun(about, {}, clocks=readings)
-    assert [run.offset(at * MS) for at in (0, 10, 15, 20, 99)] == [-100, 100, 200, 300, 1880]
-    assert RankRun(about, {}).offset(7) == 0
-
-
 def test_spans_stay_in_the_file_until_their_step_is_asked_for(tmp_path: Path) -> None:
     planted = Planted(steps=300, buckets=16).run()
     write(tmp_path, planted.ranks.values())
@@ -286,15 +264,6 @@ def test_a_file_that_changes_while_it_is_looked_at(tmp_path: Path) -> None:
         run.ranks[0].steps[3]
 
 
-def test_times_that_no_clock_has(tmp_path: Path) -> None:
-    write(tmp_path, Planted().run().ranks.values())
-    with (tmp_path / "rank0.jsonl").open("a") as file:
-        file.write(f'{{"kind":"step","step":9,"begin":5,"duration":{10**30}}}\n')
-    run = read_run(tmp_path)
-    assert run.notes == ["rank0.jsonl: 1 line truncated or invalid, first line 9"]
-    assert run.common_steps == list(range(6))
-
-
 def content(rank: int, lines: int) -> bytes:
     noise = random.Random(rank)
     return b"".join(b"%d %d\n" % (rank, noise.getrandbits(99)) for _ in range(lines))
@@ -319,12 +288,9 @@ def test_who_shares_the_folder_of_rank_0(tmp_path: Path) -> None:
     assert run_threads(lambda r: ranks_apart(folders[r.rank], r.group("p")), 4) == [[1]] * 4
     assert not list((tmp_path / "a").iterdir())
     assert run_threads(lambda r: ranks_apart(tmp_path, r.group("p")), 1) == [[]]
-
-
-def test_nobody_shares_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    folder = tmp_path / "file" / "folder"
-    assert run_threads(lambda r: ranks_apart(folder, r.group("p")), 2) == [[1], [1]]
+    unwritable = tmp_path / "file" / "folder"
+    assert run_threads(lambda r: ranks_apart(unwritable, r.group("p")), 2) == [[1], [1]]
 
 
 @pytest.mark.parametrize("chunk", [100, 2**23])
@@ -367,30 +333,21 @@ def test_a_rank_that_is_gone_costs_its_own_records(
     for rank, folder in enumerate(folders):
         folder.mkdir()
         (folder / f"rank{rank}.jsonl").write_bytes(content(rank, 4))
-    receive = files._receive
+    send, receive = files._send, files._receive
 
     def receive_of_some(rank: int, group: dist.ProcessGroup) -> bytes:
-        if rank != 1:
-            return receive(rank, group)
-        group.recv([files.torch.zeros(1, dtype=files.torch.int64)], rank, 0).wait()
-        raise RuntimeError("[/gloo/pair.cc:1] Connection closed by peer. More words")
+        if rank == 1:
+            raise RuntimeError("[/gloo/pair.cc:1] Connection closed by peer. More words")
+        return receive(rank, group)
+
+    def send_of_some(data: bytes, group: dist.ProcessGroup) -> None:
+        if group.rank() != 1:
+            send(data, group)
 
     monkeypatch.setattr(files, "_receive", receive_of_some)
-    monkeypatch.setattr(files, "_send", _send_once_of_rank_1(files._send))
+    monkeypatch.setattr(files, "_send", send_of_some)
     (problem,), *others = gathered(folders)
     assert re.fullmatch(r"records of rank 1 are incomplete: Connection closed by peer", problem)
     assert others == [[], []]
     assert (folders[0] / "rank2.jsonl").read_bytes() == content(2, 4)
     assert not (folders[0] / "rank1.jsonl").exists()
-
-
-def _send_once_of_rank_1(send: object) -> object:
-    """Rank 1 gets no further than the length of its first chunk."""
-
-    def sends(data: bytes, group: dist.ProcessGroup) -> None:
-        if group.rank() != 1:
-            send(data, group)
-        elif data:
-            group.send([files.torch.tensor([len(data)])], 0, 0).wait()
-
-    return sends

@@ -103,10 +103,15 @@ def step(session: Session, clock: Clock, seconds: float) -> None:
     timer.stepped()
 
 
+def profile(folder: Path | None = None, *, rank: int = 0, **arguments: Any) -> Session:
+    about = Planted(steps=0).run().ranks[rank].metadata
+    return Session(folder, about, settings=SessionSettings(), **arguments)
+
+
 def test_lines_are_in_the_file_after_a_second(tmp_path: Path) -> None:
     clock = Clock()
     about = Planted(steps=0).run().ranks[1].metadata
-    session = Session(tmp_path, about, settings=SessionSettings(), clock=clock)
+    session = profile(tmp_path, rank=1, clock=clock)
     path = tmp_path / "rank1.jsonl"
     assert from_line(path.read_text()) == about  # at once: it may be killed
 
@@ -128,33 +133,21 @@ def test_lines_are_in_the_file_after_a_second(tmp_path: Path) -> None:
     assert from_line(path.read_text().splitlines()[-1]) == last
 
 
-def test_records_that_are_kept_nowhere_are_reported(tmp_path: Path) -> None:
+def test_what_a_profile_needs_is_counted_in_its_step() -> None:
     clock, told = Clock(), []
-    about = Planted(steps=0).run().ranks[0].metadata
-    session = Session(None, about, settings=SessionSettings(), on_step=told.append, clock=clock)
-    for _ in range(2):
-        step(session, clock, 0.6)
-    session.end("finished")
-    assert [each.duration for each in told] == [600 * MS, 600 * MS]
-
-
-def test_what_a_profile_needs_is_counted_in_its_step(tmp_path: Path) -> None:
-    clock, told = Clock(), []
-    about = Planted(steps=0).run().ranks[0].metadata
-    session = Session(None, about, settings=SessionSettings(), on_step=told.append, clock=clock)
+    session = profile(on_step=told.append, clock=clock)
     for spent in (7 * MS, 0, 0):
         session.recorder.spent += spent
         step(session, clock, 0.6)
     session.end("finished")
+    assert [each.duration for each in told] == [600 * MS] * 3, "kept nowhere, and reported"
     assert told[0].overhead >= 7 * MS
     assert [each.overhead for each in told[1:]] == [0, 0]
 
 
 def test_a_disk_that_fails_is_reported_and_no_reason_to_stop(tmp_path: Path) -> None:
     clock, told = Clock(), []
-    about = Planted(steps=0).run().ranks[1].metadata
-    settings = SessionSettings()
-    session = Session(tmp_path, about, settings=settings, on_problem=told.append, clock=clock)
+    session = profile(tmp_path, rank=1, on_problem=told.append, clock=clock)
     handle = os.open("/dev/full", os.O_WRONLY)
     os.dup2(handle, session._file._file.fileno())
     os.close(handle)
@@ -193,8 +186,7 @@ def test_a_disk_that_fails_at_the_end_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    about = Planted(steps=0).run().ranks[1].metadata
-    session = Session(tmp_path, about, settings=SessionSettings(), on_problem=told.append)
+    session = profile(tmp_path, rank=1, on_problem=told.append)
     session.end("finished")
 
     def failing(handle: int) -> None:
@@ -208,20 +200,12 @@ def test_a_disk_that_fails_at_the_end_is_reported(
 def test_what_disturbs_a_step_makes_nobody_look_less_often(tmp_path: Path) -> None:
     """The export of a trace took longer than any step."""
     clock, told = Clock(), []
-    about = Planted(steps=0).run().ranks[0].metadata
 
     def begin_step(step: int) -> bool:
         clock.now += 5_000 * MS if step in (3, 4) else 0
         return step in (3, 4)
 
-    session = Session(
-        tmp_path,
-        about,
-        settings=SessionSettings(),
-        begin_step=begin_step,
-        on_step=told.append,
-        clock=clock,
-    )
+    session = profile(tmp_path, begin_step=begin_step, on_step=told.append, clock=clock)
     for _ in range(9):
         step(session, clock, 0.6)
     session.end("finished")

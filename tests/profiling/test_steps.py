@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from changed_runs import changed
 from planted import Planted, replace, replaced
 
 from lightning_dist.measurement.device_clock import HostClock
@@ -47,6 +48,13 @@ class Timer:
 
         return happens
 
+    def passes(self, begin: int, middle: int, end: int, *, synchronised: bool = True) -> Any:
+        """A forward and a backward pass; the step that ended with their begin."""
+        cut = self.forward(begin)
+        self.backward(middle)
+        self.backward_ended(end, synchronised=synchronised)
+        return cut
+
 
 def read(cut: PendingStep | None) -> Step:
     assert cut is not None
@@ -56,9 +64,7 @@ def read(cut: PendingStep | None) -> Step:
 
 def test_a_step_begins_where_the_one_before_ended() -> None:
     timer = Timer(100)
-    assert timer.forward(110) is None
-    timer.backward(130)
-    timer.backward_ended(170, synchronised=True)
+    assert timer.passes(110, 130, 170) is None
     timer.stepped(180)
     assert read(timer.forward(195)) == Step(
         100,
@@ -81,9 +87,8 @@ def test_a_step_begins_where_the_one_before_ended() -> None:
 def test_accumulated_passes_are_one_step() -> None:
     timer = Timer(0)
     for begin, synchronised in ((10, False), (40, False), (70, True)):
-        assert timer.forward(begin) is None
-        timer.backward(begin + 10)
-        timer.backward_ended(begin + 20, synchronised=synchronised)
+        times = begin, begin + 10, begin + 20
+        assert timer.passes(*times, synchronised=synchronised) is None
     timer.stepped(100)
     cut = read(timer.forward(110))
     assert [(phase.name, phase.begin, phase.end) for phase in cut.phases] == [
@@ -102,9 +107,7 @@ def test_accumulated_passes_are_one_step() -> None:
 
 def test_several_optimizers_end_the_step_with_the_last() -> None:
     timer = Timer(0)
-    timer.forward(0)
-    timer.backward(10)
-    timer.backward_ended(20, synchronised=True)
+    timer.passes(0, 10, 20)
     timer.stepped(25)
     timer.stepped(30)
     cut = read(timer.forward(50))
@@ -114,9 +117,7 @@ def test_several_optimizers_end_the_step_with_the_last() -> None:
 
 def test_a_step_that_a_scaler_skipped_has_no_optimizer() -> None:
     timer = Timer(0)
-    timer.forward(0)
-    timer.backward(10)
-    timer.backward_ended(20, synchronised=True)
+    timer.passes(0, 10, 20)
     cut = read(timer.forward(50))
     assert cut.end == 20
     assert cut.phases[-1].name == "backward"
@@ -129,9 +130,8 @@ def test_an_optimizer_that_asks_again_has_one_step() -> None:
     for begin in (0, 100):
         timer.stepping(begin, exchanged=begin > 0)
         for again in (10, 40):
-            cuts.append(timer.forward(begin + again))
-            timer.backward(begin + again + 10)
-            timer.backward_ended(begin + again + 20, synchronised=True)
+            at = begin + again
+            cuts.append(timer.passes(at, at + 10, at + 20))
         timer.stepped(begin + 70)
     assert [cut is not None for cut in cuts] == [False, False, True, False]
     cut = read(cuts[2])
@@ -149,14 +149,10 @@ def test_an_optimizer_that_asks_again_has_one_step() -> None:
 
 def test_what_is_set_apart_is_of_no_step() -> None:
     timer = Timer(0)
-    timer.forward(5)
-    timer.backward(10)
-    timer.backward_ended(20, synchronised=True)
+    timer.passes(5, 10, 20)
     timer.stepped(25)
     assert timer.exclude_interval(1000) is not None  # a validation
-    timer.forward(1005)
-    timer.backward(1010)
-    timer.backward_ended(1020, synchronised=True)
+    timer.passes(1005, 1010, 1020)
     timer.stepped(1025)
     cut = read(timer.forward(1030))
     assert (cut.begin, cut.end) == (1000, 1025)
@@ -167,9 +163,7 @@ def test_a_forward_pass_without_a_backward_pass() -> None:
     """A loss that is not finite is left out by some loops."""
     timer = Timer(0)
     timer.forward(5)
-    timer.forward(20)
-    timer.backward(30)
-    timer.backward_ended(40, synchronised=True)
+    timer.passes(20, 30, 40)
     timer.stepped(45)
     cut = read(timer.forward(50))
     assert [phase.name for phase in cut.phases] == [
@@ -326,8 +320,7 @@ def moved(run: Run, rank: int, **milliseconds: int) -> Run:
             at = end
         return replace(record, phases=phases, duration=at)
 
-    steps = {number: longer(each) for number, each in run.ranks[rank].steps.items()}
-    return replaced(run, rank, steps=steps)
+    return changed(run, longer, rank)
 
 
 @pytest.mark.parametrize(
@@ -386,11 +379,8 @@ def test_phases_of_the_ranks_are_there_for_all_to_see() -> None:
 
 
 def test_a_forward_pass_that_is_in_backward_is_no_zero() -> None:
-    run = Planted().run()
-    for rank, each in run.ranks.items():
-        steps = {
-            number: replace(step, phases=[p for p in step.phases if p.name != "forward"])
-            for number, step in each.steps.items()
-        }
-        run = replaced(run, rank, steps=steps)
+    def nested(step: StepRecord) -> StepRecord:
+        return replace(step, phases=[p for p in step.phases if p.name != "forward"])
+
+    run = changed(Planted().run(), nested)
     assert [each.phases_ms["forward"] for each in summarize(run).ranks] == [None, None]

@@ -4,13 +4,14 @@ import json
 import time
 
 import pytest
-from planted import MS, Planted, replace, replaced
+from changed_runs import changed
+from planted import MS, Planted, bare, replace, replaced
+from report_pages import assert_snapshot
 
-from lightning_dist.profiling.analysis.notes import ONE_HOST
-from lightning_dist.profiling.analysis.parts import PARTS
+from lightning_dist.profiling.analysis.parts import PARTS, Summary
 from lightning_dist.profiling.analysis.summarize import pick_steps, summarize
 from lightning_dist.profiling.analysis.tables import sample
-from lightning_dist.profiling.capture.events import ErrorRecord, LinkRecord
+from lightning_dist.profiling.capture.events import EndRecord, ErrorRecord, LinkRecord, StepRecord
 from lightning_dist.profiling.run import Run
 
 
@@ -84,12 +85,9 @@ def test_buckets_of_a_planted_run() -> None:
 
 def test_waiting_under_a_transfer_of_the_same_bucket_is_not_waiting() -> None:
     run = Planted(late={1: 50}, buckets=2).run()
-    for rank, of_rank in run.ranks.items():
-        steps = {
-            step: replace(each, spans=[replace(span, bucket=0) for span in each.spans])
-            for step, each in of_rank.steps.items()
-        }
-        run = replaced(run, rank, steps=steps)
+    run = changed(
+        run, lambda step: replace(step, spans=[replace(span, bucket=0) for span in step.spans])
+    )
     # Rank 0 waits from 43 to 93 ms, and the second exchange, which waits until 113, from 63 on;
     # the first moves from 93 to 108.
     assert summarize(run).buckets[0].wait_ms == pytest.approx((50 + 5) / 2)
@@ -126,17 +124,15 @@ def test_rates_are_over_the_time_in_which_something_moved() -> None:
 def test_a_rank_that_is_done_first_still_sends(hosts: tuple[str, ...]) -> None:
     """Rank 1 has what rank 0 sent it 10 ms before its own bytes are there."""
     run = Planted(hosts=hosts, shift={1: 7}).run()
-    steps = {
-        step: replace(
-            record,
-            spans=[
-                replace(span, end=span.end - 10 * MS) if span.phase == "exchange" else span
-                for span in record.spans
-            ],
-        )
-        for step, record in run.ranks[1].steps.items()
-    }
-    summary = summarize(replaced(run, 1, steps=steps))
+
+    def first(step: StepRecord) -> StepRecord:
+        earlier = [
+            replace(span, end=span.end - 10 * MS) if span.phase == "exchange" else span
+            for span in step.spans
+        ]
+        return replace(step, spans=earlier)
+
+    summary = summarize(changed(run, first, 1))
     # From 33 to 93 ms on both links, as if they had ended together.
     assert summary.traffic.wire_gbps == pytest.approx(4e6 * 8 / 60e6)
     assert summary.traffic.ddp_equivalent_busbw_gbps == pytest.approx(16e6 * 8 / 60e6)
@@ -159,32 +155,32 @@ def test_the_peak_is_of_links_between_hosts_if_there_are_any() -> None:
 
 def inside_first(run: Run) -> Run:
     """Of 2 hosts of 2 ranks: buckets 0 and 1 go inside the host, 2 and 3 between hosts."""
-    groups = {0: ([0, 1], [0, 2]), 1: ([0, 1], [1, 3]), 2: ([2, 3], [0, 2]), 3: ([2, 3], [1, 3])}
-    for rank, (intra, inter) in groups.items():
-        about = replace(run.ranks[rank].metadata, groups={"intra": intra, "inter": inter})
-        steps = {}
-        for step, record in run.ranks[rank].steps.items():
-            spans = [
-                replace(s, group="intra" if s.bucket < 2 else "inter")
-                if s.phase == "exchange"
-                else s
-                for s in record.spans
-            ]
-            buckets = [
-                replace(b, intra=b.intra + b.inter, inter=0) if b.index < 2 else b
-                for b in record.buckets
-            ]
-            steps[step] = replace(record, spans=spans, buckets=buckets)
-        run = replaced(run, rank, metadata=about, steps=steps)
-    return run
+
+    def inside(step: StepRecord) -> StepRecord:
+        spans = [
+            replace(s, group="intra" if s.bucket < 2 else "inter") if s.phase == "exchange" else s
+            for s in step.spans
+        ]
+        buckets = [
+            replace(b, intra=b.intra + b.inter, inter=0) if b.index < 2 else b for b in step.buckets
+        ]
+        return replace(step, spans=spans, buckets=buckets)
+
+    for rank, each in run.ranks.items():
+        groups = {"intra": [rank // 2 * 2, rank // 2 * 2 + 1], "inter": [rank % 2, rank % 2 + 2]}
+        run = replaced(run, rank, metadata=replace(each.metadata, groups=groups))
+    return changed(run, inside)
 
 
-def test_rates_of_a_rank_are_over_what_can_carry_them() -> None:
-    run = inside_first(Planted(world_size=4, hosts=["a", "a", "b", "b"]).run())
-    for each in summarize(run).ranks:
+def test_rates_are_over_what_can_carry_them() -> None:
+    """Half of the bytes, in half of the buckets, stay in a host: the link has the rest."""
+    summary = summarize(inside_first(Planted(world_size=4, hosts=["a", "a", "b", "b"]).run()))
+    for each in summary.ranks:
         # From 33 to 63 ms, and from 53 to 93 ms: they queue behind one another.
         assert each.intra_gbps == pytest.approx(2e6 * 8 / 30e6)
         assert each.inter_gbps == pytest.approx(2e6 * 8 / 40e6)
+    assert summary.traffic.wire_gbps == pytest.approx(2 * 2e6 * 8 / 40e6)
+    assert (summary.traffic.intra_bytes, summary.traffic.inter_bytes) == (2e6, 2e6)
 
 
 def test_series_and_the_steps_to_show() -> None:
@@ -233,20 +229,6 @@ def test_a_negative_skip_is_refused() -> None:
         summarize(Planted().run(), warmup_steps=-1)
 
 
-def test_several_stragglers_are_none() -> None:
-    run = Planted(world_size=3, steps=8).run()
-    for rank in range(3):
-        # Who is late changes from step to step.
-        turns = [Planted(world_size=3, steps=8, late={late: 40}).run() for late in range(3)]
-        steps = {step: turns[step % 3].ranks[rank].steps[step] for step in range(2, 8)}
-        run = replaced(run, rank, steps=steps)
-    summary = summarize(run, warmup_steps=0)
-    assert summary.straggler is None
-    assert summary.unavailable["straggler"] == (
-        "no rank is clearly the last: only 33 % of the waiting is for rank 0"
-    )
-
-
 @pytest.mark.parametrize(("late", "straggler"), [(3, None), (6, 1)])
 def test_little_waiting_has_no_straggler(late: float, straggler: int | None) -> None:
     summary = summarize(Planted(late={1: late}).run())
@@ -254,12 +236,6 @@ def test_little_waiting_has_no_straggler(late: float, straggler: int | None) -> 
     if straggler is None:
         assert summary.unavailable["straggler"] == "waiting is 1.5 % of the step"
     assert summary.ranks[0].wait_ms == pytest.approx(late)
-
-
-def test_on_one_host_there_is_no_network() -> None:
-    assert ONE_HOST in summarize(Planted(hosts=["a"]).run()).notes
-    assert ONE_HOST not in summarize(Planted().run()).notes
-    assert ONE_HOST not in summarize(Planted(hosts=["a"], world_size=1, buckets=0).run()).notes
 
 
 def test_errors_have_their_rank() -> None:
@@ -306,12 +282,7 @@ def test_of_many_steps_a_part_is_looked_at() -> None:
 @pytest.mark.parametrize(("spans", "looked_at"), [(2_000, 125), (10_000, 50), (30_000, 50)])
 def test_of_steps_with_many_spans_fewer_are_looked_at(spans: int, looked_at: int) -> None:
     run = Planted(world_size=2, steps=130).run()
-    for rank, of_rank in run.ranks.items():
-        steps = {
-            step: replace(each, spans=each.spans[:1] * spans)
-            for step, each in of_rank.steps.items()
-        }
-        run = replaced(run, rank, steps=steps)
+    run = changed(run, lambda step: replace(step, spans=step.spans[:1] * spans))
     assert len(sample(run, warmup_steps=0).detailed) == looked_at
 
 
@@ -326,14 +297,79 @@ def test_ranks_of_a_host_share_its_link() -> None:
     assert traffic.wire_bytes == 4e6
 
 
-def test_what_stays_in_a_host_is_not_on_its_link() -> None:
-    """Half of the bytes, in half of the buckets: the link has the rest, for as long as those."""
-    run = inside_first(Planted(world_size=4, hosts=["a", "a", "b", "b"]).run())
-    traffic = summarize(run).traffic
-    assert traffic.wire_gbps == pytest.approx(2 * 2e6 * 8 / 40e6)
-    assert (traffic.intra_bytes, traffic.inter_bytes) == (2e6, 2e6)
+LATE = Planted(late={1: 50}).run()
+NO_STEPS = Planted(steps=0).run()
+THREE = Planted(world_size=3, steps=40, late={1: 50}).run()
+FOUR_STEPS = Planted(steps=4).run()
+HOSTS = Planted(world_size=4, hosts=["a", "a", "b", "b"]).run()
+TURNS = [Planted(world_size=3, steps=8, late={late: 40}).run() for late in range(3)]
 
 
-def test_on_one_host_the_rate_is_of_a_rank() -> None:
-    traffic = summarize(Planted(hosts=["a"]).run()).traffic
-    assert traffic.wire_gbps == pytest.approx(4e6 * 8 / 60e6)
+def only(run: Run, *ranks: int) -> Run:
+    return Run({rank: run.ranks[rank] for rank in ranks})
+
+
+def with_steps(run: Run, rank: int, *steps: int) -> Run:
+    of_rank = run.ranks[rank].steps
+    return replaced(run, rank, steps={step: of_rank[step] for step in steps})
+
+
+def with_ends(ends: dict[int, EndRecord | None], run: Run | None = None) -> Run:
+    run = replace(Planted(world_size=3).run(), notes=["line 9"]) if run is None else run
+    for rank, end in ends.items():
+        run = replaced(run, rank, end=end)
+    return run
+
+
+def late_in_turn() -> Run:
+    run = TURNS[0]
+    for rank, of in run.ranks.items():
+        steps = {step: TURNS[step % 3].ranks[rank].steps[step] for step in of.steps}
+        run = replaced(run, rank, steps=steps)
+    return run
+
+
+NO_DATA, LOST = EndRecord("OSError: no data", at=7), EndRecord("RuntimeError: closed by peer", at=8)
+RUNS = {
+    "even ranks": Planted().run(),
+    "rank 1 is late": LATE,
+    "ranks are late in turn": late_in_turn(),
+    "hidden": Planted(transfer=10, encode=0, decode=0, backward=4000).run(),
+    "one rank": Planted(world_size=1, buckets=0).run(),
+    "no bucket": Planted(buckets=0).run(),
+    "stock DDP": Planted(codec="ddp", encode=0, decode=0, sent=4_000_000).run(),
+    "no spans": bare(Planted().run(), spans=()),
+    "no detailed step": bare(Planted().run(), buckets=(), spans=(), detailed=False),
+    "one of two ranks": only(LATE, 0),
+    "rank 1 of three is missing": only(THREE, 0, 2),
+    "rank 3 of two hosts is missing": only(HOSTS, 0, 1, 2),
+    "rank 1 ends after 17 steps": with_steps(THREE, 1, *range(17)),
+    "rank 1 ends after 38 steps": with_steps(THREE, 1, *range(38)),
+    "rank 1 has a gap": with_steps(THREE, 1, *range(10), *range(20, 40)),
+    "rank 1 ends after 9 steps, rank 2 is missing": with_steps(only(THREE, 0, 1), 1, *range(9)),
+    "no step": NO_STEPS,
+    "no step, and an error": with_ends({1: EndRecord("OSError: no data")}, NO_STEPS),
+    "no step, and no end": with_ends({0: None, 1: None}, NO_STEPS),
+    "no common step": with_steps(with_steps(FOUR_STEPS, 0, 0, 1), 1, 2, 3),
+    "an error of one rank": with_ends({1: NO_DATA}),
+    "errors of ranks in their order": with_ends(
+        {1: NO_DATA, 2: replace(NO_DATA, at=9), 0: EndRecord("KeyboardInterrupt: ", at=6)}
+    ),
+    "a rank that lost its peer": with_ends({1: NO_DATA, 0: LOST}),
+    "SIGTERM to all": with_ends(dict.fromkeys(range(3), EndRecord("SystemExit: 143"))),
+    "late before the forward pass": Planted(late_data={0: 50}, meets_in_forward=True).run(),
+}
+
+
+def words(summary: Summary) -> str:
+    fields: dict[str, list[str]] = {}
+    for name, reason in summary.unavailable.items():
+        if name not in ("errors", "links", "traffic.link_gbps"):  # planted in none of them
+            fields.setdefault(reason, []).append(name)
+    unavailable = (f"n/a {', '.join(names)}: {reason}" for reason, names in fields.items())
+    return "\n".join([summary.headline, *(f"note: {x}" for x in summary.notes), *unavailable])
+
+
+def test_words_are_those_of_the_snapshot() -> None:
+    texts = [f"# {name}\n{words(summarize(run))}" for name, run in RUNS.items()]
+    assert_snapshot("summaries.txt", "\n\n".join(texts) + "\n")

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from planted import MS, Planted, replace, replaced
+from changed_runs import coarse
+from planted import MS, Planted, bare, replaced
 from report_pages import body_of
 
 from lightning_dist.integrations.profiler.live import metrics_of
@@ -88,14 +89,6 @@ def test_a_run_whose_clocks_are_no_better_than_that() -> None:
     assert vague.ranks[0].wait_ms * MS > 0  # all the same
 
 
-def without_detail(run: Run, rank: int, *steps: int) -> Run:
-    bare = {
-        step: replace(run.ranks[rank].steps[step], buckets=(), spans=(), detailed=False)
-        for step in steps
-    }
-    return replaced(run, rank, steps={**run.ranks[rank].steps, **bare})
-
-
 def test_missing_ranks() -> None:
     run = Planted(world_size=3, late={1: 50}).run()
     run = Run({rank: each for rank, each in run.ranks.items() if rank != 1}, ["nothing of rank 1"])
@@ -113,15 +106,6 @@ def test_missing_ranks() -> None:
     assert {each["wait_ms"] for each in told["buckets"]} == {None}
     assert "comm/exposed_wait_ms" not in metrics_of(summary)
     assert len(pick_steps(run, summary)) == 1
-
-
-def test_one_exchange_without_a_record_is_reported() -> None:
-    run = Planted().run()
-    steps = dict(run.ranks[1].steps)
-    steps[2] = replace(steps[2], spans=[each for each in steps[2].spans if each.bucket])
-    assert (
-        "record of rank 1" in summarize(replaced(run, 1, steps=steps)).unavailable["exposed_wait"]
-    )
 
 
 def test_a_rank_that_died_early_and_one_that_never_began() -> None:
@@ -226,11 +210,7 @@ def test_ddp_of_torch_has_no_codec() -> None:
 
 
 def test_buckets_without_exchanges() -> None:
-    run = Planted().run()
-    for rank, of_rank in run.ranks.items():
-        steps = {step: replace(each, spans=()) for step, each in of_rank.steps.items()}
-        run = replaced(run, rank, steps=steps)
-    summary = summarize(run)
+    summary = summarize(bare(Planted().run(), spans=()))
     assert summary.breakdown_ms["exposed_other"] == summary.exposed_ms == pytest.approx(33)
     assert summary.overlap_fraction is None
     assert summary.traffic.wire_gbps is None
@@ -238,12 +218,18 @@ def test_buckets_without_exchanges() -> None:
 
 
 def test_steps_that_are_not_recorded_in_detail() -> None:
-    run = Planted().run()
-    for rank in (0, 1):
-        run = without_detail(run, rank, *range(6))
+    """As on CUDA: neither a logger nor the page is told that all communication is hidden."""
+    run = bare(Planted().run(), buckets=(), spans=(), detailed=False)
     summary = summarize(run)
     assert summary.step_ms["mean"] == pytest.approx(100)
     assert (summary.breakdown_ms, summary.detailed_steps) == ({}, 0)
+    assert (summary.exposed_ms, summary.exposed_fraction, summary.hidden_ms) == (None, None, None)
+    metrics = metrics_of(summary)
+    assert metrics["comm/step_ms"] > 0
+    assert not {"comm/exposed_ms", "comm/exposed_fraction", "comm/hidden_ms"} & set(metrics)
+    (exposed,) = [each for each in facts(summary) if each.label == "exposed communication"]
+    assert exposed.missing
+    assert exposed.detail == "no step was recorded in detail on all ranks"
     assert {len(each.phases_ms) for each in summary.ranks} == {0}
     assert ranks_table(summary).rows[1][6:10] == ("n/a",) * 4
     assert [each.label for each in pick_steps(run, summary)] == ["median step"]
@@ -251,7 +237,7 @@ def test_steps_that_are_not_recorded_in_detail() -> None:
 
 def test_only_steps_that_all_have_in_detail_count_in_parts() -> None:
     run = Planted(slow_steps={3: 2}).run()
-    run = without_detail(run, 1, 2, 4, 5)
+    run = coarse(run, 1, 2, 4, 5)
     summary = summarize(run)
     assert (summary.steps, list(summary.per_step.steps)) == (4, [3])
     assert summary.step_ms["mean"] == pytest.approx(115)
@@ -268,18 +254,3 @@ def test_only_steps_that_all_have_in_detail_count_in_parts() -> None:
     assert metrics["comm/exposed_fraction"] == pytest.approx(share)
     assert [each.step_ms for each in summary.ranks] == pytest.approx([160, 160])
     assert summary.detailed_steps == 1
-
-
-def test_steps_that_were_only_timed_have_no_zeros() -> None:
-    """As on CUDA: neither a logger nor the page is told that all communication is hidden."""
-    run = Planted().run()
-    for rank in run.ranks:
-        run = without_detail(run, rank, *run.ranks[rank].steps)
-    summary = summarize(run)
-    assert (summary.exposed_ms, summary.exposed_fraction, summary.hidden_ms) == (None, None, None)
-    metrics = metrics_of(summary)
-    assert metrics["comm/step_ms"] > 0
-    assert not {"comm/exposed_ms", "comm/exposed_fraction", "comm/hidden_ms"} & set(metrics)
-    (exposed,) = [each for each in facts(summary) if each.label == "exposed communication"]
-    assert exposed.missing
-    assert exposed.detail == "no step was recorded in detail on all ranks"

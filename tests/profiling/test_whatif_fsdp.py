@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from changed_runs import changed, write
 from click.testing import CliRunner
 from planted import Planted, replace, replaced
 from whatif_runs import (
@@ -27,7 +29,7 @@ from whatif_runs import (
 from lightning_dist.cli import app
 from lightning_dist.measurement import calibration
 from lightning_dist.measurement.costs import CodecCost
-from lightning_dist.profiling.capture.files import RankFile
+from lightning_dist.profiling.capture.events import StepRecord
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.observe import observe
 from lightning_dist.profiling.whatif.predict import local_scenarios, predict
@@ -42,8 +44,13 @@ from lightning_dist.profiling.whatif.scenarios import (
 from lightning_dist.profiling.whatif.simulator import simulate_step
 
 
-def sharded(planted: Planted = SQUARE, *, kind: str = "replicas", replicas: int = 2) -> Run:
+def sharded(planted: Planted = SQUARE, *, replicas: int = 2) -> Run:
     """The run, with groups of a sharded model of so many replicas."""
+
+    def between(step: StepRecord) -> StepRecord:
+        spans = [replace(s, group="inter") if s.op else s for s in step.spans]
+        return replace(step, spans=spans)
+
     run = planted.run()
     shards = planted.world_size // replicas
     for rank, each in run.ranks.items():
@@ -52,19 +59,8 @@ def sharded(planted: Planted = SQUARE, *, kind: str = "replicas", replicas: int 
             "intra": [*range(first, first + shards)],
             "inter": [*range(rank % shards, planted.world_size, shards)],
         }
-        steps = {
-            number: replace(
-                step,
-                spans=tuple(
-                    replace(span, group="inter") if span.phase == "exchange" else span
-                    for span in step.spans
-                ),
-            )
-            for number, step in each.steps.items()
-        }
-        metadata = replace(each.metadata, groups=groups, fsdp=kind)
-        run = replaced(run, rank, metadata=metadata, steps=steps)
-    return run
+        run = replaced(run, rank, metadata=replace(each.metadata, groups=groups, fsdp="replicas"))
+    return changed(run, between)
 
 
 def asked(run: Run, *codecs: str, **place: Any) -> Predictions:
@@ -113,32 +109,6 @@ def test_shards_cross_a_link_side_by_side() -> None:
     # Three hosts: two thirds of it to the others, their part decoded and encoded, and on again.
     three = simulate_step([Bucket(1.0, 100_000)], replace(of, counts=(2, 2, 2)), cost=cost)
     assert three.sent == pytest.approx(2 * 100_000 * (2 / 3 + 2 / 3))
-
-
-def test_what_cannot_be_predicted_says_why() -> None:
-    for run, reason in (
-        (sharded(replicas=4), "one replica on each host"),
-        (sharded(replicas=1), "one replica on each host"),
-        (sharded(replace(SQUARE, hosts=("a",))), "one replica on each host"),
-    ):
-        with pytest.raises(ValueError, match=reason):
-            observe(run)
-    observed = observe(sharded())
-    run = observed.scenario
-    for forms, codecs, reason in (
-        (["flat"], [], "form must be 'fsdp' for a profile of FSDP2"),
-        ([], ["ddp"], "DDP does not shard"),
-    ):
-        with pytest.raises(ValueError, match=reason):
-            scenarios_of(run, run, forms=forms, codecs=codecs)
-    with pytest.raises(ValueError, match="and not for one of DDP"):
-        scenarios_of(replace(run, form="flat"), run, forms=["fsdp"])
-    with pytest.raises(ValueError, match="inside_gbps is of an exchange of DDP"):
-        elsewhere(run, inside_gbps=1.0)
-    for asked_for in ({"sync_every": [4]}, {"below": 0.1}):
-        for each in (run, replace(run, form="all_ranks")):
-            with pytest.raises(ValueError, match="leave --local-steps and --below out"):
-                local_scenarios(observed, each, costs=COSTS, **asked_for)
 
 
 def by_hand(gather: float, scatter: float, *, codec_ms: float, rate: float = RATE) -> float:
@@ -197,24 +167,49 @@ def test_a_codec_shares_the_cores_of_all_ranks() -> None:
     assert found.step_ms == pytest.approx(by_hand(GATHER, SCATTER, codec_ms=14 + took))
 
 
-def test_shards_that_cannot_be_predicted_say_why() -> None:
-    with pytest.raises(ValueError, match="what an accelerator computes meanwhile"):
-        observe(all_ranks(blocks=False))
-    with pytest.raises(ValueError, match="profile it again with this version"):
-        observe(all_ranks(numel=0))
-    run = observe(all_ranks()).scenario
-    with pytest.raises(ValueError, match="form must be 'all_ranks'"):
-        scenarios_of(run, run, forms=["fsdp"])
-    with pytest.raises(ValueError, match="leave --parameters out"):
-        scenarios_of(replace(run, form="fsdp"), run, parameters=["int8"])
+OBSERVED, EVERY = observe(sharded()), observe(all_ranks())
+RUN, ALL_RANKS = OBSERVED.scenario, EVERY.scenario
+ONE_REPLICA = "one replica on each host"
+NO_LOCAL_STEPS = "leave --local-steps and --below out"
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (lambda: observe(sharded(replicas=4)), ONE_REPLICA),
+        (lambda: observe(sharded(replicas=1)), ONE_REPLICA),
+        (lambda: observe(sharded(replace(SQUARE, hosts=("a",)))), ONE_REPLICA),
+        (lambda: observe(all_ranks(blocks=False)), "what an accelerator computes meanwhile"),
+        (lambda: observe(all_ranks(numel=0)), "profile it again with this version"),
+        (
+            lambda: scenarios_of(RUN, RUN, forms=["flat"]),
+            "form must be 'fsdp' for a profile of FSDP2",
+        ),
+        (lambda: scenarios_of(RUN, RUN, codecs=["ddp"]), "DDP does not shard"),
+        (
+            lambda: scenarios_of(replace(RUN, form="flat"), RUN, forms=["fsdp"]),
+            "and not for one of DDP",
+        ),
+        (lambda: scenarios_of(ALL_RANKS, ALL_RANKS, forms=["fsdp"]), "form must be 'all_ranks'"),
+        (
+            lambda: scenarios_of(replace(ALL_RANKS, form="fsdp"), ALL_RANKS, parameters=["int8"]),
+            "leave --parameters out",
+        ),
+        (lambda: elsewhere(RUN, inside_gbps=1.0), "inside_gbps is of an exchange of DDP"),
+        (lambda: local_scenarios(OBSERVED, RUN, costs=COSTS, sync_every=[4]), NO_LOCAL_STEPS),
+        (lambda: local_scenarios(OBSERVED, RUN, costs=COSTS, below=0.1), NO_LOCAL_STEPS),
+        (lambda: local_scenarios(EVERY, ALL_RANKS, costs=COSTS, sync_every=[4]), NO_LOCAL_STEPS),
+        (lambda: local_scenarios(EVERY, ALL_RANKS, costs=COSTS, below=0.1), NO_LOCAL_STEPS),
+    ],
+)
+def test_what_cannot_be_predicted_says_why(call: Callable[[], object], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        call()
 
 
 def test_the_command_predicts_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_UNITS", 1)  # what codecs cost is no matter here
-    for rank, each in all_ranks().ranks.items():
-        file = RankFile(tmp_path, rank=rank)
-        file.write([each.metadata, *each.clocks, *each.steps.values()])
-        file.close()
+    write(tmp_path, all_ranks().ranks.values())
     asked = ["--codec", "ddp", "--codec", "int8", "--parameters", "int8", "--parameters", "bf16"]
     command, program = ["profile", "whatif", str(tmp_path), "--json"], typer.main.get_command(app)
     for option, codec, what in (

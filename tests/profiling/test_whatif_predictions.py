@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from planted import Planted, replace
-from rendered import printed
+from report_pages import printed
 from summaries import a_summary, a_whatif
 from whatif_runs import DDP
 
@@ -38,8 +38,6 @@ from lightning_dist.profiling.whatif.predictions import (
     LABEL,
     Predictions,
     headline,
-    notes,
-    times_faster,
 )
 
 COST = CodecCost("int8", "two_shot", 1.02, 1e-9, 5e-10, 1e-9, source="on a", assumption="b")
@@ -205,6 +203,10 @@ def test_where_nothing_is_faster_it_says_so() -> None:
             f"{NOTHING[:-1]}; int4 may be, under its assumption.",
         ),
         ({"change": 0.5}, NOTHING),
+        *(
+            ({"change": change}, f"Predicted with int4: {factor}.")
+            for change, factor in ((-0.474, "1.9x"), (-0.5, "2x"), (-0.84, "6.2x"), (-0.95, "20x"))
+        ),
     ],
 )
 def test_the_headline_names_the_best_setting(changes: dict[str, Any], sentence: str) -> None:
@@ -236,21 +238,6 @@ def test_the_headline_has_the_first_of_the_table() -> None:
     assert " Predicted with int4: " in summary.headline
     rows = [line.split() for line in printed(summary).splitlines()]
     assert ["1", "int4"] in [row[:2] for row in rows]
-
-
-def test_a_reason_of_several_codecs_is_said_once() -> None:
-    missing = replace(a_whatif().scenarios[-1], step_ms=None, reason="not measured")
-    found = replace(a_whatif(), scenarios=[missing, replace(missing, codec="sign")])
-    assert [note for note in notes(found) if "n/a for" in note] == [
-        "n/a for topk, sign flat: not measured"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("change", "factor"), [(-0.474, "1.9x"), (-0.5, "2x"), (-0.84, "6.2x"), (-0.95, "20x")]
-)
-def test_factors_have_two_digits(change: float, factor: str) -> None:
-    assert times_faster(change) == factor
 
 
 def test_summary_json_has_all_of_it(tmp_path: Path) -> None:
