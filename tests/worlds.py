@@ -45,10 +45,6 @@ class _Past:
     groups: list[dist.ProcessGroup]
     ports: set[int]
 
-    def shut_down(self) -> None:
-        _shut_down(self.ports)
-        self.ports.clear()
-
 
 # A gloo group that is destroyed while its last collective is being freed deadlocks (it joins its
 # thread while it holds the interpreter lock), so the groups of a world outlive the next worlds.
@@ -56,7 +52,7 @@ _RECENT: deque[_Past] = deque(maxlen=4)
 
 
 @atexit.register
-def _shut_down_past_worlds() -> None:
+def shut_down_past_worlds() -> None:
     """Their connections stay open while the next world runs.
 
     A collective that nobody waits for may still run when the ranks have ended, and gloo waits as
@@ -64,7 +60,8 @@ def _shut_down_past_worlds() -> None:
     """
     for past in _RECENT:
         if past.ports:
-            past.shut_down()
+            _shut_down(past.ports)
+            past.ports.clear()
 
 
 @dataclass
@@ -222,7 +219,7 @@ def run_threads(
     with ThreadPoolExecutor(size, initializer=os.sched_setaffinity, initargs=(0, _core())) as pool:
         futures = [pool.submit(guarded, rank) for rank in ranks]
         errors = [future.exception() for future in futures]
-    _shut_down_past_worlds()
+    shut_down_past_worlds()
     _RECENT.append(_Past(alive, ports))
     first = [e for e in errors if e is not None and not isinstance(e, threading.BrokenBarrierError)]
     if first:

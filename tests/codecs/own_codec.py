@@ -125,9 +125,8 @@ def main(way: str) -> None:
     one, two = run_threads(decays, 2)
     torch.testing.assert_close(one[0], (one[1] + two[1]) / 2, rtol=1e-9, atol=1e-9)
     for codec in NAMES:
-        saved: dict[object, Any] = {}
         for rank in run_threads(
-            lambda rank: Resumed(rank, saved, stop=3, steps=6, codec=codec),  # noqa: B023
+            lambda rank: Resumed(rank, stop=3, steps=6, codec=codec),  # noqa: B023
             2,
         ):
             assert rank.resumed == rank.whole
