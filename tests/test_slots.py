@@ -19,7 +19,7 @@ import torch
 from forks import with_seeds
 from processes import environment_of, port, readable, run, torchrun
 from slots import RANKS_PER_CORE, slots, taking
-from tiers import naming_no_test
+from tiers import COLLECTED, listed, naming_no_test
 from worlds import Rank, run_threads
 
 
@@ -105,6 +105,16 @@ def test_a_process_that_is_killed_gives_its_slots_back(four: str) -> None:
 def test_as_many_for_each_core() -> None:
     with slots() as folder:
         assert len(os.listdir(folder)) == RANKS_PER_CORE * len(os.sched_getaffinity(0))
+
+
+def test_every_line_of_the_list_names_a_test(pytestconfig: pytest.Config) -> None:
+    """With the parameters that it has; files that need what is not installed have none."""
+    tests = pytestconfig.stash.get(COLLECTED, None)
+    if tests is None:  # this run has some of them only
+        files = sorted({test.partition("::")[0] for test in listed()})
+        words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-o", "addopts=", *files]
+        tests = run(words, limit=200).require_success().output.splitlines()
+    assert naming_no_test(listed(), (test for test in tests if "::" in test)) == []
 
 
 def test_lines_of_tiers_that_name_no_test() -> None:

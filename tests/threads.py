@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from inspect import signature
 from typing import Any, TypeVar
@@ -16,17 +17,29 @@ _given: WeakKeyDictionary[threading.Barrier, list[Any]] = WeakKeyDictionary()
 """What ranks give to ``of_all``, by the barrier of their world."""
 
 
-def on_threads(size: int | str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_threads(
+    size: int | str,
+    *,
+    having: Callable[[Rank], AbstractContextManager[Any]] = nullcontext,
+    **arguments: Any,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A test that every rank of a world runs, with its ``Rank`` as first argument.
 
-    ``size``: number of ranks, or the name of the test's parameter that is, has or counts them.
+    Args:
+        size: number of ranks, or the name of the test's parameter that is, has or counts them.
+        having: what a test has as first argument in the place of the rank.
+        arguments: of `worlds.run_threads`.
     """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @wraps(test)
         def on_all(**given: Any) -> None:
+            def run_rank(rank: Rank) -> None:
+                with having(rank) as first:
+                    test(first, **given)
+
             ranks = size if isinstance(size, int) else size_of(given[size])
-            run_threads(lambda rank: test(rank, **given), ranks)
+            run_threads(run_rank, ranks, **arguments)
 
         _, *parameters = signature(test).parameters.values()
         vars(on_all)["__signature__"] = signature(test).replace(parameters=parameters)

@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+COLLECTED = pytest.StashKey[list[str]]()
+"""In a run of all tests: their ids."""
+
 
 @cache
 def listed() -> dict[str, str]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
-from inspect import signature
+from functools import partial
 from typing import Any, TypeVar
 
+import threads
 import torch
 from torch import Tensor, nn
-from worlds import Rank, run_threads
+from worlds import Rank
 
 from lightning_dist import local_updates
 from lightning_dist.integrations.torch.local.fragments import Fragment
@@ -113,8 +113,6 @@ class World:
 
     rank: Rank
     stack: ExitStack
-    given: list[Any]
-    """What each rank gives to `of_all`."""
 
     def worker(
         self,
@@ -132,32 +130,18 @@ class World:
 
     def of_all(self, value: T) -> list[T]:
         """Copies of what every rank gives."""
-        self.given[self.rank.rank] = value
-        self.rank.barrier.wait()
-        found = copy.deepcopy(self.given)
-        self.rank.barrier.wait()
-        return found
+        given = copy.deepcopy(value)  # which no rank changes while others copy it
+        return copy.deepcopy(threads.of_all(self.rank, given))
 
 
-def on_threads(size: int, **arguments: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A test that runs in a thread for each of ``size`` ranks, and has their `World`."""
+@contextmanager
+def _world(rank: Rank) -> Iterator[World]:
+    with ExitStack() as stack:  # ends exchanges
+        yield World(rank, stack)
 
-    def decorate(test: Callable[..., None]) -> Callable[..., None]:
-        @wraps(test)
-        def on_all(**given: Any) -> None:
-            of_ranks: list[Any] = [None] * size
 
-            def run_rank(rank: Rank) -> None:
-                with ExitStack() as stack:  # ends exchanges
-                    test(World(rank, stack, of_ranks), **given)
-
-            run_threads(run_rank, size, **arguments)
-
-        _, *parameters = signature(test).parameters.values()
-        vars(on_all)["__signature__"] = signature(test).replace(parameters=parameters)
-        return on_all
-
-    return decorate
+on_threads = partial(threads.on_threads, having=_world)
+"""A test that runs in a thread for each rank, and has their `World`."""
 
 
 @dataclass
