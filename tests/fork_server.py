@@ -201,6 +201,13 @@ def _name_methods_quickly() -> None:
     dynamic_rendezvous.get_method_name = get_method_name
 
 
+def _keep_the_folder_of_wandb() -> None:
+    """One for all forks, which goes with those of the tests: the first that ends removed it."""
+    if private := sys.modules.get("wandb.sdk.data_types._private"):
+        atexit.unregister(private.MEDIA_TMP.cleanup)
+        private.MEDIA_TMP._finalizer.detach()
+
+
 def end_now(code: int, imported: Iterable[weakref.finalize[..., Any]]) -> None:
     """End as a script does, without taking modules apart.
 
@@ -226,6 +233,7 @@ def main() -> None:
         for public in getattr(module, "__all__", ()):
             getattr(module, public)  # some are imported when they are asked for
     _name_methods_quickly()
+    _keep_the_folder_of_wandb()
     imported = [*weakref.finalize._registry]  # type: ignore[attr-defined]
     gc.collect()
     gc.freeze()  # pages that the collector does not write to are shared

@@ -20,6 +20,7 @@ EVERYTHING = (
     *("lightning", "torch.distributed.run", "torch._dynamo", "accelerate", "lightning_dist"),
     *("lightning_dist.accelerate", "lightning_dist.fabric", "lightning_dist.cli"),
     *("omegaconf", "pytest"),  # of Lightning's hyperparameters, and of helpers of tests
+    *("wandb", "wandb.apis.public", "wandb.sdk.launch"),  # of its first run
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
 )
 TORCH = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from pathlib import Path
 
@@ -20,12 +21,11 @@ FILE_BREAK = b"\0"
 
 def stdlib_files() -> list[Path]:
     """The library's `.py` files in one fixed order, so that every rank makes the same split."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    return sorted(
-        path
-        for path in root.rglob("*.py")
-        if not SKIPPED_FOLDERS.intersection(path.relative_to(root).parts[:-1])
-    )
+    found: list[Path] = []
+    for folder, inner, names in os.walk(sysconfig.get_paths()["stdlib"]):
+        inner[:] = set(inner) - SKIPPED_FOLDERS  # not walked: there may be many packages
+        found += (Path(folder, name) for name in names if name.endswith(".py"))
+    return sorted(found)
 
 
 class ByteWindows(Dataset[Tensor]):
