@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from local_steps import SameData, dealt, fit
-from local_worlds import World, on_threads, require_same
+from local_worlds import WIDTH, World, on_threads, plain, require_same
 from replicas import of_all, require_equal
 from scenarios.fabric_runs import Run
 from scenarios.fitting import compressed, digest, half, residuals
@@ -32,8 +32,6 @@ from lightning_dist.reducer.plan.plans import Handle
 from lightning_dist.reducer.plan.slices import ParameterSlice, slices_of
 from lightning_dist.reducer.reducer import Reducer
 
-WIDTH = 24
-
 
 class Given(nn.Module):
     """Its gradient is what it is given, whatever its weights are."""
@@ -50,17 +48,6 @@ class Given(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         given = [torch.randn(each.shape, generator=generator) for each in self.weights]
         return sum((w * x).sum() for w, x in zip(self.weights, given, strict=True))
-
-
-def layers() -> nn.Module:
-    model = nn.Sequential(
-        nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
-    ).double()
-    generator = torch.Generator().manual_seed(0)  # threads share the global one
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) / WIDTH**0.5)
-    return model
 
 
 def batch(rank: int, number: int) -> Tensor:
@@ -90,7 +77,7 @@ def test_uncompressed_it_is_the_rule(size: int, accumulate: int) -> None:
     steps = 6
 
     def train(rank: Rank) -> list[Tensor]:
-        model, reducer = delayed(rank, layers(), "none")
+        model, reducer = delayed(rank, plain(), "none")
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
         for step in range(steps):
             for number in range(accumulate):
@@ -105,7 +92,7 @@ def test_uncompressed_it_is_the_rule(size: int, accumulate: int) -> None:
         reducer.close()
         return weights(model)
 
-    model = layers()
+    model = plain()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     last = [torch.zeros_like(each) for each in model.parameters()]
     for step in range(steps):
@@ -185,16 +172,16 @@ def test_a_resumed_training_is_bit_exact(world: World, at: int) -> None:
             model(batch(world.rank.rank, number)).square().mean().backward()
             optimizer.step()
 
-    whole, reducer = delayed(world.rank, layers(), "int4")
+    whole, reducer = delayed(world.rank, plain(), "int4")
     optimizer = torch.optim.AdamW(whole.parameters(), lr=0.02)
     steps(whole, optimizer, range(at))
     own = copy.deepcopy((whole.module.state_dict(), optimizer.state_dict()))
     saved, other = world.of_all(reducer.state_dict())
-    assert saved["delayed"].keys() == dict(layers().named_parameters()).keys()
+    assert saved["delayed"].keys() == dict(plain().named_parameters()).keys()
     assert other is None
     steps(whole, optimizer, range(at, 6))
     reducer.close()
-    module = layers()
+    module = plain()
     module.load_state_dict(own[0])
     resumed, reducer = delayed(world.rank, module, "int4", ddp={"bucket_cap_mb": 0.002})
     optimizer = torch.optim.AdamW(resumed.parameters(), lr=0.02)
@@ -265,7 +252,7 @@ def test_other_groups_begin_anew(world: World) -> None:
 @on_threads(1)
 def test_what_cannot_work_is_refused(world: World, settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        delayed(world.rank, layers(), **settings)
+        delayed(world.rank, plain(), **settings)
 
 
 @on_threads(2)
