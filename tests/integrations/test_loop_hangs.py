@@ -22,17 +22,6 @@ from lightning_dist.elastic.recovery.node import RecoveryNode
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.ranks(3)]
 
 
-@pytest.mark.parametrize("victim", ["0.0.0", "0.1.0"])
-def test_a_rank_that_is_stopped_is_replaced(
-    victim: str, tmp_path: Path, quick_python: list[str]
-) -> None:
-    fault = [victim, "between buckets", STEP, "stop"]
-    job = LoopJob(tmp_path, quick_python, beats="5", faults=[fault], joins=10)
-    job.require_exact()
-    assert f"killing worker {victim}: no heartbeat for " in job.output
-    assert job.steps_of(f"{victim[:-1]}1")
-
-
 @pytest.mark.parametrize("kind", some_exhaustive([LoopJob, TrainerJob], [LoopJob]))
 def test_ranks_that_are_stopped_while_they_save_send_and_receive(
     kind: type[LoopJob], tmp_path: Path, quick_python: list[str]

@@ -16,10 +16,12 @@ from lightning_dist.profiling.run import read_run, run_folder
 
 OTHER_ENDS = {
     ("0.0.0", "forward"): ("segfault", "SIGSEGV"),
+    ("0.0.0", "before the vote"): ("stop", "SIGKILL"),
+    ("0.1.0", "between buckets"): ("stop", "SIGKILL"),
     ("0.1.0", "after the step"): ("abort", "SIGABRT"),
     ("0.2.0", "between buckets"): ("out of memory", "exit code 1"),
 }
-"""Action and exit of those that are not killed."""
+"""Action and exit of those that do not kill themselves; who stops is killed by the launcher."""
 LAST = EPOCHS * SIZE // 12
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.ranks(3)]
@@ -36,8 +38,11 @@ def test_a_killed_rank_costs_no_sample_and_changes_no_weight(
 ) -> None:
     """Whoever comes in its place takes part in the last steps."""
     action, ends = OTHER_ENDS.get((victim, place), ("kill", "SIGKILL"))
-    job = kind(tmp_path, quick_python, faults=[[victim, place, STEP, action]], joins=10)
+    fault, beats = [victim, place, STEP, action], "5" if action == "stop" else "60"
+    job = kind(tmp_path, quick_python, beats=beats, faults=[fault], joins=10)
     assert f"worker {victim} exited: {ends}" in job.output
+    killing = f"killing worker {victim}: no heartbeat for " in job.output
+    assert killing == (action == "stop")
     job.require_exact()
     assert job.weights()["passes"] == job.passes()
     worlds = job.by_step("world")
