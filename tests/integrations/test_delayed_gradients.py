@@ -128,27 +128,24 @@ def late(steps: int, **settings: Any) -> Callable[[Rank], list[Tensor]]:
     return train
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_with_any_codec_it_is_the_same_training_one_step_late(codec: str) -> None:
-    """Error feedback too: what is owed goes with the step that it belongs to."""
-    now = run_threads(late(4, codec=codec, delay=0), 2)
-    require_same(run_threads(late(5, codec=codec), 2), now)
-    assert not torch.equal(now[0][0], next(Given().parameters()))
+FORMS: dict[str, dict[str, Any]] = {
+    "hierarchical": {"tree": [[0, 1], [2, 3]], "hierarchical": True},
+    "views": {"ddp": {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.01}},
+    "static": {"ddp": {"static_graph": True, "bucket_cap_mb": 0.01}},
+    "one bucket": {"ddp": {}},
+}
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"tree": [[0, 1], [2, 3]], "hierarchical": True},
-        {"ddp": {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.01}},
-        {"ddp": {"static_graph": True, "bucket_cap_mb": 0.01}},
-        {"codec": "int8", "ddp": {}},
-    ],
-    ids=["hierarchical", "views", "static", "one bucket"],
+    ("size", "settings"),
+    [*((2, {"codec": codec}) for codec in CODECS), *((4, form) for form in FORMS.values())],
+    ids=[*CODECS, *FORMS],
 )
-def test_in_any_form_it_is_the_same_training_one_step_late(settings: dict[str, Any]) -> None:
-    now = run_threads(late(4, delay=0, **settings), 4)
-    require_same(run_threads(late(5, **settings), 4), now)
+def test_it_is_the_same_training_one_step_late(size: int, settings: dict[str, Any]) -> None:
+    """Error feedback too: what is owed goes with the step that it belongs to."""
+    now = run_threads(late(4, delay=0, **settings), size)
+    require_same(run_threads(late(5, **settings), size), now)
+    assert not torch.equal(now[0][0], next(Given().parameters()))
 
 
 def test_the_first_steps_may_be_in_time() -> None:
