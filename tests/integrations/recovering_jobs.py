@@ -103,7 +103,8 @@ class LoopJob(Written):
         done = run([*launcher, *script], limit=300, LIGHTNING_DIST_BEAT_TIMEOUT=beats)
         self.output = done.require_success().output
 
-    def require_exact(self) -> None:
+    def require_exact(self, *, again: bool = False) -> None:
+        """``again``: all have been started again, with the names of those before."""
         super().require_exact()
         assert len(self.of("end")) == self.ranks
         if not {"codec", "clip", "dropout"} & self._told.keys():
@@ -142,13 +143,10 @@ class TrainerJob(LoopJob):
 
     script = Path(__file__).with_name("recovering_trainers.py")
 
-    def require_exact(self) -> None:
-        """What a rank has logged in an epoch is what it has computed for weights, too.
-
-        Not after a restart of all, whose processes have the names of those before.
-        """
-        super().require_exact()
-        if any("terminate" in fault for fault in self._told.get("faults", [])):
+    def require_exact(self, *, again: bool = False) -> None:
+        """What a rank has logged in an epoch is what it has computed for weights, too."""
+        super().require_exact(again=again)
+        if again:
             return
         for lines in self.lines.values():
             taken = {

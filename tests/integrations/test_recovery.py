@@ -80,7 +80,7 @@ def test_sigterm_leads_to_a_checkpoint(
     if who == "all":
         assert not job.of("end")
         job = kind(tmp_path, quick_python)
-    job.require_exact()
+    job.require_exact(again=True)
 
 
 @of_both
