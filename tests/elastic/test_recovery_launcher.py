@@ -175,22 +175,33 @@ def start(jobs: list[Job], tmp_path: Path, quick_python: list[str]) -> Callable[
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW)])
-def test_a_worker_that_is_killed_is_replaced(victim: int, start: Callable[..., Job]) -> None:
-    """The others are not touched, and have a generation before that."""
-    job = start()
+@SLOW
+@pytest.mark.parametrize(
+    ("victim", "told"),
+    [(0, signal.SIGKILL), (1, signal.SIGKILL), (2, signal.SIGKILL), (1, signal.SIGSTOP)],
+)
+def test_a_worker_that_is_killed_or_stopped_is_replaced(
+    victim: int, told: signal.Signals, start: Callable[..., Job]
+) -> None:
+    """The others are not touched, and have a generation before that; nobody goes on later."""
+    is_stopped = told == signal.SIGSTOP
+    job = start(BEAT_TIMEOUT="4" if is_stopped else FAR)
     before = job.workers()
     killed, again = THREE[victim], f"0.{victim}.1"
     left = [name for name in THREE if name != killed]
     job.tell("late", again)
-    job.signal(killed, signal.SIGKILL)
+    job.signal(killed, told)
     job.wait_for(*left, number=1)
     job.let_come(again)
     job.wait_for(*sorted([again, *left]), number=2)
+    with suppress(ProcessLookupError):
+        os.kill(before[killed], signal.SIGCONT)
+    wait_for(lambda: not Path(f"/proc/{before[killed]}").exists() or None, "the end of the victim")
     assert {name: job.workers()[name] for name in before} == before
     job.end()
     assert f"worker {killed} exited: SIGKILL" in job.output
     assert f"started worker {again}; 2 restarts left" in job.output
+    assert ("no heartbeat for " in job.output) == is_stopped
 
 
 @pytest.mark.parametrize(
@@ -214,64 +225,45 @@ def test_workers_that_end_are_replaced(
     job.end()
 
 
-@SLOW
-def test_a_worker_that_is_stopped_is_killed_and_replaced(start: Callable[..., Job]) -> None:
-    """It cannot go on when it is continued."""
-    job = start(BEAT_TIMEOUT="4")
-    stopped = job.workers()["0.1.0"]
-    job.tell("late", "0.1.1")
-    job.signal("0.1.0", signal.SIGSTOP)
-    job.wait_for("0.0.0", "0.2.0", number=1)
-    job.let_come("0.1.1")
-    job.wait_for("0.0.0", "0.1.1", "0.2.0", number=2)
-    with suppress(ProcessLookupError):
-        os.kill(stopped, signal.SIGCONT)
-    wait_for(lambda: not Path(f"/proc/{stopped}").exists() or None, "the end of the stopped one")
-    job.end()
-    assert "no heartbeat for " in job.output
-
-
-def test_below_the_minimum_all_are_restarted(start: Callable[..., Job]) -> None:
-    """For the price of one restart; when there is none left the job ends."""
-    job = start(*STANDALONE, "--max-restarts=1", MIN_WORKERS="3")
+@pytest.mark.parametrize(
+    ("restarts", "fewest", "killed"),
+    [(1, "3", ["0.1.0"]), (1, "1", THREE), (0, "1", [])],
+    ids=["below the minimum", "nobody is left", "a worker asks for it"],
+)
+def test_all_are_restarted(
+    restarts: int, fewest: str, killed: Sequence[str], start: Callable[..., Job]
+) -> None:
+    """For the price of one restart, but for nothing where a worker asks for it."""
+    job = start(*STANDALONE, f"--max-restarts={restarts}", MIN_WORKERS=fewest)
     before = job.workers()
-    job.signal("0.1.0", signal.SIGKILL)
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # none is replaced before the last is dead
+        for name in killed:
+            job.signal(name, number)
+    if not killed:
+        job.tell("exit", "0.2.0", "75")
     job.wait_for_restart(before)
+    if fewest == "1":
+        job.end()
+        return
     assert "2 workers are left, fewer than 3" in job.output
     job.signal("0.1.0", signal.SIGKILL)
     assert job.wait() == 1
     assert "SIGKILL" in job.output
 
 
-@SLOW
-def test_when_nobody_is_left_all_are_restarted(start: Callable[..., Job]) -> None:
-    """For the price of one restart."""
-    job = start(*STANDALONE, "--max-restarts=1")
-    before = job.workers()
-    for name in THREE:
-        job.signal(name, signal.SIGSTOP)  # so that none is replaced before the last is dead
-    for name in THREE:
-        job.signal(name, signal.SIGKILL)
-    job.wait_for_restart(before)
-    job.end()
-
-
-def test_a_worker_that_asks_for_a_restart_of_all_gets_it(start: Callable[..., Job]) -> None:
-    """It costs nothing."""
-    job = start(*STANDALONE, "--max-restarts=0")
-    before = job.workers()
-    job.tell("exit", "0.2.0", "75")
-    job.wait_for_restart(before)
-    job.end()
-
-
-def test_replaced_workers_count_as_restarts(start: Callable[..., Job]) -> None:
-    job = start(*STANDALONE, "--max-restarts=1")
+def test_a_replacement_costs_a_restart_and_its_output_follows_that_of_the_dead(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    logs = tmp_path / "logs"
+    job = start(*STANDALONE, "--max-restarts=1", f"--log-dir={logs}", "--tee=3")
     job.signal("0.1.0", signal.SIGKILL)
     job.wait_for("0.0.0", "0.1.1", "0.2.0")
+    (log,) = logs.glob("*/attempt_0/1/stdout.log")
+    assert log.read_text() == "worker 0.1.0 has come\nworker 0.1.1 has come\n"
     job.signal("0.0.0", signal.SIGKILL)
     assert job.wait() == 1
     assert "max_restarts is reached; worker 0.0.0 is not replaced" in job.output
+    assert "[default1]:worker 0.1.1 has come" in job.output
 
 
 def test_a_replacement_of_another_training_is_refused(start: Callable[..., Job]) -> None:
@@ -287,21 +279,6 @@ def test_a_replacement_of_another_training_is_refused(start: Callable[..., Job])
     job.wait_for("0.0.0", "0.2.1")
     job.end()
     assert "worker 0.1.2" not in job.output
-
-
-@SLOW
-def test_output_of_replacements_follows_that_of_the_dead(
-    start: Callable[..., Job], tmp_path: Path
-) -> None:
-    logs = tmp_path / "logs"
-    options = ("--max-restarts=1", f"--log-dir={logs}", "--tee=3")
-    job = start(*STANDALONE, *options)
-    job.signal("0.1.0", signal.SIGKILL)
-    job.wait_for("0.0.0", "0.1.1", "0.2.0")
-    job.end()
-    (log,) = logs.glob("*/attempt_0/1/stdout.log")
-    assert log.read_text() == "worker 0.1.0 has come\nworker 0.1.1 has come\n"
-    assert "[default1]:worker 0.1.1 has come" in job.output
 
 
 @SLOW

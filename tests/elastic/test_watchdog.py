@@ -61,6 +61,16 @@ class Watched:
         )
         self.dog.start()
 
+    def require_rest_at(self, *times: float) -> None:
+        for self.clock.now in times:
+            self.clock.wait_until_looked_at()
+        assert self.said == []
+
+    def require_end_at(self, time: float, why: str) -> None:
+        self.clock.now = time
+        assert self.ended.wait(LIMIT)
+        assert self.said == [f"words: {why}", why]
+
     def _end(self, why: str) -> None:
         self.said.append(why)
         self.ended.set()
@@ -71,41 +81,34 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "_PERIOD", 0.001)
 
 
-def test_no_progress_ends_it() -> None:
+def test_no_progress_ends_it_once() -> None:
     watched = Watched(30)
-    for watched.clock.now in (10.0, 29.9):
-        watched.clock.wait_until_looked_at()
-    assert watched.said == []
-    watched.clock.now = 30.0
-    assert watched.ended.wait(LIMIT)
-    assert watched.said == ["words: no progress for 30 s", "no progress for 30 s"]
+    watched.require_rest_at(10.0, 29.9)
+    watched.require_end_at(30.0, "no progress for 30 s")
+    watched.dog.stop()
+    assert len(watched.said) == 2
 
 
 def test_progress_puts_it_off() -> None:
     watched = Watched(30)
-    for watched.clock.now in (29.0, 58.0, 87.0):
-        watched.clock.wait_until_looked_at()
+    for time in (29.0, 58.0, 87.0):
+        watched.require_rest_at(time)
         watched.dog.heartbeat()
-    assert watched.said == []
     watched.dog.stop()
 
 
 def test_who_waits_for_another_is_not_the_one_that_hangs() -> None:
     answers = [False, True, True]
     watched = Watched(30, waits=lambda: answers.pop())
-    for watched.clock.now in (30.0, 60.0):
-        watched.clock.wait_until_looked_at()
-    assert watched.said == []
-    watched.clock.now = 90.0
-    assert watched.ended.wait(LIMIT)
+    watched.require_rest_at(30.0, 60.0)
+    watched.require_end_at(90.0, "no progress for 30 s")
     assert answers == []
 
 
 def test_one_that_may_not_go_on_ends_whatever_its_progress() -> None:
     answers = ["others may write by now", "", ""]
     watched = Watched(None, lapsed=lambda: answers.pop())
-    assert watched.ended.wait(LIMIT)
-    assert watched.said[-1] == "others may write by now"
+    watched.require_end_at(0.0, "others may write by now")
     assert answers == []
 
 
@@ -113,12 +116,8 @@ def test_at_rest_no_progress_is_expected() -> None:
     watched = Watched(30)
     watched.dog.rest()
     watched.dog.end_within(1000, "enough")
-    watched.clock.now = 999.0
-    watched.clock.wait_until_looked_at()
-    assert watched.said == []
-    watched.clock.now = 1000.0
-    assert watched.ended.wait(LIMIT)
-    assert watched.said[-1] == "enough"
+    watched.require_rest_at(999.0)
+    watched.require_end_at(1000.0, "enough")
 
 
 def test_progress_does_not_put_off_the_end() -> None:
@@ -126,9 +125,7 @@ def test_progress_does_not_put_off_the_end() -> None:
     watched.dog.end_within(20, "the grace period is over")
     watched.clock.now = 19.0
     watched.dog.heartbeat()
-    watched.clock.now = 20.0
-    assert watched.ended.wait(LIMIT)
-    assert watched.said[-1] == "the grace period is over"
+    watched.require_end_at(20.0, "the grace period is over")
 
 
 def test_without_a_timeout_only_the_end_counts() -> None:
@@ -136,18 +133,8 @@ def test_without_a_timeout_only_the_end_counts() -> None:
     watched.dog.heartbeat()
     watched.clock.now = 10.0**9
     watched.dog.end_within(5, "enough")
-    watched.clock.wait_until_looked_at()
-    assert watched.said == []
-    watched.clock.now += 5
-    assert watched.ended.wait(LIMIT)
-
-
-def test_it_ends_a_process_once() -> None:
-    watched = Watched(1)
-    watched.clock.now = 5.0
-    assert watched.ended.wait(LIMIT)
-    watched.dog.stop()
-    assert len(watched.said) == 2
+    watched.require_rest_at(10.0**9)
+    watched.require_end_at(10.0**9 + 5, "enough")
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
 import torch
 from elastic_runs import SIZE, Numbered
 from torch.utils.data import DataLoader, IterableDataset
@@ -85,8 +84,3 @@ LOADERS: dict[str, Callable[[], Any]] = {
         StatefulStream(), batch_size=4, num_workers=1
     ),
 }
-
-
-def some_slow(names: Iterable[str], *fast: str) -> list[Any]:
-    """Cases of a test, of which those that are not ``fast`` run with the slow ones."""
-    return [pytest.param(n, marks=() if n in fast else pytest.mark.slow) for n in names]

@@ -102,20 +102,25 @@ class Account(L.Callback):
             self.ids += batch[0].tolist()
         if trainer.global_step == self.before:
             return
-        line = {
-            "step": trainer.global_step,
-            "epoch": trainer.current_epoch,
-            "ids": self.ids,
-            "hash": hash_of(module),
-            "world": trainer.world_size,
-            "data": (trainer.distributed_sampler_kwargs or {}).get("rank", trainer.global_rank),
-            "attempt": [os.environ.get(name, "") for name in _ATTEMPT],
-            "time": time.time(),
-        }
+        note_step(
+            self.folder,
+            rank=trainer.global_rank,
+            step=trainer.global_step,
+            epoch=trainer.current_epoch,
+            ids=self.ids,
+            hash=hash_of(module),
+            world=trainer.world_size,
+            data=(trainer.distributed_sampler_kwargs or {}).get("rank", trainer.global_rank),
+        )
         self.ids = []
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / f"rank-{trainer.global_rank}.jsonl", "a") as file:
-            file.write(json.dumps(line) + "\n")
+
+
+def note_step(folder: Path, *, rank: int, **facts: Any) -> None:
+    """Append a line to the account of a rank."""
+    attempt = [os.environ.get(name, "") for name in _ATTEMPT]
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"rank-{rank}.jsonl", "a") as file:
+        file.write(json.dumps({**facts, "attempt": attempt, "time": time.time()}) + "\n")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from elastic_runs import _ATTEMPT, SIZE, Numbered, hash_of, make_loader
+from elastic_runs import SIZE, Fault, Numbered, hash_of, make_loader, note_step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -135,6 +134,14 @@ def train(
     return hash_of(module), loop.steps
 
 
+def failing(place: str, step: int) -> Strike:
+    def strike(at: str, steps: int) -> None:
+        if (at, steps) == (place, step):
+            raise Fault
+
+    return strike
+
+
 def numbered(size: int, *, noisy: bool, **arguments: Any) -> Any:
     return make_loader(Numbered(size, noisy=noisy), **arguments)
 
@@ -146,15 +153,5 @@ def _loader(name: str) -> Any:
 
 
 def _note(folder: Path, step: int, epoch: int, ids: list[int], module: nn.Module) -> None:
-    line = {
-        "step": step,
-        "epoch": epoch,
-        "ids": ids,
-        "hash": hash_of(module),
-        "world": int(os.environ.get("WORLD_SIZE", "1")),
-        "attempt": [os.environ.get(name, "") for name in _ATTEMPT],
-        "time": time.time(),
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"rank-{os.environ.get('RANK', '0')}.jsonl", "a") as file:
-        file.write(json.dumps(line) + "\n")
+    rank, world = (int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1)))
+    note_step(folder, rank=rank, step=step, epoch=epoch, ids=ids, hash=hash_of(module), world=world)

@@ -301,25 +301,29 @@ def profiled(model: nn.Module | None, folder: Path) -> CommProfiler:
     return CommProfiler(model, dirpath=folder, max_overhead=1.0, predict=False, trace=False)
 
 
-def name_host(worker: str, told: dict[str, Any]) -> None:
-    """Let workers of one machine be on several hosts, ``per_host`` on each."""
-    if "per_host" in told:
-        host = int(worker.split(".")[1]) // told["per_host"]
+def begin(folder: Path, told: dict[str, Any], placement: type[RecoverablePlacement]) -> Faults:
+    """What a worker does first; in a process alone, which may be one of tests, nothing strikes."""
+    faults = Faults(folder, told.get("faults", []))
+    own = os.environ.get("LIGHTNING_DIST_WORKER", "")
+    if not own:
+        return faults
+    (folder / "store").write_text(os.environ["LIGHTNING_DIST_RECOVERY_STORE"])
+    # Where it hangs, should it hang.
+    trace = (folder / f"{own}.trace").open("w")
+    faulthandler.dump_traceback_later(told.get("limit", 100), exit=True, file=trace)
+    if "per_host" in told:  # workers of one machine on several hosts, so many on each
+        host = int(own.split(".")[1]) // told["per_host"]
         os.environ["LIGHTNING_DIST_HOSTNAME"] = f"host{host}"
+    faults.strike("warm-up")
+    watch_groups(faults)
+    watch_places(faults, placement)
+    watch_votes(folder, faults, told.get("lost", []))
+    return faults
 
 
 def train(folder: Path, told: dict[str, Any]) -> nn.Module:
     own = os.environ.get("LIGHTNING_DIST_WORKER", "")
-    if own:
-        (folder / "store").write_text(os.environ["LIGHTNING_DIST_RECOVERY_STORE"])
-        # Where it hangs, should it hang.
-        trace = (folder / f"{own}.trace").open("w")
-        faulthandler.dump_traceback_later(told.get("limit", 100), exit=True, file=trace)
-    faults = Faults(folder, told.get("faults", []))
-    faults.strike("warm-up")
-    watch_groups(faults)
-    watch_places(faults, LoopPlacement)
-    watch_votes(folder, faults, told.get("lost", []))
+    faults = begin(folder, told, LoopPlacement)
     module = Net()
     module.layers[1].weight.register_hook(lambda _: faults.strike("between buckets"))
     sgd = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
@@ -328,7 +332,6 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
     scaled: dict[str, Any] = {"scaler": scaler} if own and "overflows" in told else {}
     if own:
-        name_host(own, told)
         init_process_group("gloo", recovery="in_process")
         framework, codec = told.get("framework", "ddp"), told.get("codec", "none")
         made = FRAMEWORKS[framework](module, sgd, codec, **scaled)

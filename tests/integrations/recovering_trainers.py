@@ -31,18 +31,14 @@ from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from recovering_loops import (
     BATCH,
     EPOCHS,
-    Faults,
     Net,
     Samples,
     await_file,
     await_newcomers,
     await_true,
+    begin,
     digest,
-    name_host,
     profiled,
-    watch_groups,
-    watch_places,
-    watch_votes,
 )
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -58,12 +54,8 @@ class Module(pl.LightningModule):
     def __init__(self, folder: Path, told: dict[str, Any]) -> None:
         super().__init__()
         self.net, self.told = Net(), told
-        self.faults = Faults(folder, told.get("faults", []))
+        self.faults = begin(folder, told, RecoveringPlacement)
         self.own = os.environ["LIGHTNING_DIST_WORKER"]
-        self.faults.strike("warm-up")
-        watch_groups(self.faults)
-        watch_votes(folder, self.faults, told.get("lost", []))
-        watch_places(self.faults, RecoveringPlacement)
         self.log_file = (folder / f"{self.own}.jsonl").open("a", buffering=1)
         self.ids: list[int] = []
         self.validated: list[int] = []
@@ -222,10 +214,6 @@ class Meets(pl.Callback):
 
 
 def train(folder: Path, told: dict[str, Any]) -> None:
-    own = os.environ["LIGHTNING_DIST_WORKER"]
-    trace = (folder / f"{own}.trace").open("w")  # where it hangs, should it hang
-    faulthandler.dump_traceback_later(told.get("limit", 100), exit=True, file=trace)
-    name_host(own, told)
     module = Module(folder, told)
     if "misses" in told:
         miss_end(folder, module, *told["misses"])
@@ -269,7 +257,7 @@ def train(folder: Path, told: dict[str, Any]) -> None:
     shown = bar.train_progress_bar.n if "bar" in told else 0
     module.note(end=trainer.global_step, hash=digest(module.net), kept=kept, shown=shown)
     faulthandler.cancel_dump_traceback_later()
-    torch.save(module.net.state_dict(), folder / f"weights-{own}.pt")
+    torch.save(module.net.state_dict(), folder / f"weights-{module.own}.pt")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from local_steps import SameData, dealt, fit
-from local_worlds import World, on_threads, require_same
+from local_worlds import WIDTH, World, on_threads, plain, require_same
 from replicas import of_all, require_equal
 from scenarios.fabric_runs import Run
 from scenarios.fitting import compressed, digest, half, residuals
@@ -32,8 +32,6 @@ from lightning_dist.reducer.plan.plans import Handle
 from lightning_dist.reducer.plan.slices import ParameterSlice, slices_of
 from lightning_dist.reducer.reducer import Reducer
 
-WIDTH = 24
-
 
 class Given(nn.Module):
     """Its gradient is what it is given, whatever its weights are."""
@@ -50,17 +48,6 @@ class Given(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         given = [torch.randn(each.shape, generator=generator) for each in self.weights]
         return sum((w * x).sum() for w, x in zip(self.weights, given, strict=True))
-
-
-def layers() -> nn.Module:
-    model = nn.Sequential(
-        nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
-    ).double()
-    generator = torch.Generator().manual_seed(0)  # threads share the global one
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) / WIDTH**0.5)
-    return model
 
 
 def batch(rank: int, number: int) -> Tensor:
@@ -90,7 +77,7 @@ def test_uncompressed_it_is_the_rule(size: int, accumulate: int) -> None:
     steps = 6
 
     def train(rank: Rank) -> list[Tensor]:
-        model, reducer = delayed(rank, layers(), "none")
+        model, reducer = delayed(rank, plain(), "none")
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
         for step in range(steps):
             for number in range(accumulate):
@@ -105,7 +92,7 @@ def test_uncompressed_it_is_the_rule(size: int, accumulate: int) -> None:
         reducer.close()
         return weights(model)
 
-    model = layers()
+    model = plain()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     last = [torch.zeros_like(each) for each in model.parameters()]
     for step in range(steps):
@@ -141,27 +128,24 @@ def late(steps: int, **settings: Any) -> Callable[[Rank], list[Tensor]]:
     return train
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_with_any_codec_it_is_the_same_training_one_step_late(codec: str) -> None:
-    """Error feedback too: what is owed goes with the step that it belongs to."""
-    now = run_threads(late(4, codec=codec, delay=0), 2)
-    require_same(run_threads(late(5, codec=codec), 2), now)
-    assert not torch.equal(now[0][0], next(Given().parameters()))
+FORMS: dict[str, dict[str, Any]] = {
+    "hierarchical": {"tree": [[0, 1], [2, 3]], "hierarchical": True},
+    "views": {"ddp": {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.01}},
+    "static": {"ddp": {"static_graph": True, "bucket_cap_mb": 0.01}},
+    "one bucket": {"ddp": {}},
+}
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"tree": [[0, 1], [2, 3]], "hierarchical": True},
-        {"ddp": {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.01}},
-        {"ddp": {"static_graph": True, "bucket_cap_mb": 0.01}},
-        {"codec": "int8", "ddp": {}},
-    ],
-    ids=["hierarchical", "views", "static", "one bucket"],
+    ("size", "settings"),
+    [*((2, {"codec": codec}) for codec in CODECS), *((4, form) for form in FORMS.values())],
+    ids=[*CODECS, *FORMS],
 )
-def test_in_any_form_it_is_the_same_training_one_step_late(settings: dict[str, Any]) -> None:
-    now = run_threads(late(4, delay=0, **settings), 4)
-    require_same(run_threads(late(5, **settings), 4), now)
+def test_it_is_the_same_training_one_step_late(size: int, settings: dict[str, Any]) -> None:
+    """Error feedback too: what is owed goes with the step that it belongs to."""
+    now = run_threads(late(4, delay=0, **settings), size)
+    require_same(run_threads(late(5, **settings), size), now)
+    assert not torch.equal(now[0][0], next(Given().parameters()))
 
 
 def test_the_first_steps_may_be_in_time() -> None:
@@ -185,16 +169,16 @@ def test_a_resumed_training_is_bit_exact(world: World, at: int) -> None:
             model(batch(world.rank.rank, number)).square().mean().backward()
             optimizer.step()
 
-    whole, reducer = delayed(world.rank, layers(), "int4")
+    whole, reducer = delayed(world.rank, plain(), "int4")
     optimizer = torch.optim.AdamW(whole.parameters(), lr=0.02)
     steps(whole, optimizer, range(at))
     own = copy.deepcopy((whole.module.state_dict(), optimizer.state_dict()))
     saved, other = world.of_all(reducer.state_dict())
-    assert saved["delayed"].keys() == dict(layers().named_parameters()).keys()
+    assert saved["delayed"].keys() == dict(plain().named_parameters()).keys()
     assert other is None
     steps(whole, optimizer, range(at, 6))
     reducer.close()
-    module = layers()
+    module = plain()
     module.load_state_dict(own[0])
     resumed, reducer = delayed(world.rank, module, "int4", ddp={"bucket_cap_mb": 0.002})
     optimizer = torch.optim.AdamW(resumed.parameters(), lr=0.02)
@@ -265,7 +249,7 @@ def test_other_groups_begin_anew(world: World) -> None:
 @on_threads(1)
 def test_what_cannot_work_is_refused(world: World, settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        delayed(world.rank, layers(), **settings)
+        delayed(world.rank, plain(), **settings)
 
 
 @on_threads(2)

@@ -18,6 +18,7 @@ from elastic_runs import (
     Net,
     committed,
     fit,
+    fit_with_faults,
     hash_of,
     journal,
     make_loader,
@@ -40,9 +41,7 @@ from lightning_dist.integrations.lightning.launcher import (
 def test_a_run_that_failed_gives_an_account_of_its_restart(tmp_path: Path, caplog: Any) -> None:
     logger = CSVLogger(tmp_path)
     with caplog.at_level(logging.INFO):
-        with pytest.raises(Fault):
-            fit(tmp_path, FailAt("on_after_backward", 7), max_epochs=1, logger=logger)
-        fit(tmp_path, max_epochs=1, logger=logger)
+        fit_with_faults(tmp_path, [("on_after_backward", 7)], max_epochs=1, logger=logger)
     said = [text for text in dict.fromkeys(caplog.messages) if "elastic: " in text]
     assert said[0] == (
         "[lightning_dist] elastic: world 1, fresh start; global batch 4: 1 micro-batch on 1 rank"
@@ -253,9 +252,7 @@ class LogsStep(Net):
 
 
 def test_a_metric_called_step_hides_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(Fault):
-        fit(tmp_path, FailAt("on_after_backward", 11), module=LogsStep())
-    fit(tmp_path, module=LogsStep())
+    fit_with_faults(tmp_path, [("on_after_backward", 11)], LogsStep)
     assert journal(tmp_path)[2]["samples"] == 40, "step 10"
 
 
@@ -311,8 +308,7 @@ class EndsEpochs(Net):
 
 def test_epochs_that_a_module_ends_have_their_checkpoint(tmp_path: Path) -> None:
     settings = {"elastic": {"every_n_train_steps": None}}
-    with pytest.raises(Fault):
-        fit(tmp_path, FailAt("on_after_backward", 12), module=EndsEpochs(), **settings)
-    trainer, _ = fit(tmp_path, module=EndsEpochs(), **settings)
+    faults = [("on_after_backward", 12)]
+    trainer, _ = fit_with_faults(tmp_path, faults, EndsEpochs, **settings)
     assert journal(tmp_path)[2]["samples"] == 2 * 5 * 4
     assert trainer.global_step == 15

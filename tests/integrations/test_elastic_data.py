@@ -14,13 +14,12 @@ from typing import Any
 
 import lightning as L
 import pytest
-from elastic_data import LOADERS, DrawingStream, SilentStream, Stream, some_slow
-from elastic_runs import SIZE, FailAt, Fault, Net, Numbered, committed, fit, hash_of, make_loader
+from elastic_data import LOADERS, DrawingStream, SilentStream
+from elastic_runs import SIZE, FailAt, Fault, Net, committed, fit, hash_of, make_loader
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from lightning_dist.elastic.data.plan import Position
 from lightning_dist.elastic.data.workers import EndsAtSecondSignal
@@ -40,7 +39,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", some_slow(KINDS, "map-style, workers that stay", "stream"))
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_restart_goes_on_in_the_data(kind: str, tmp_path: Path) -> None:
     loader = KINDS[kind]
     _, module = fit(tmp_path / "reference", loader=loader, max_epochs=2)
@@ -74,41 +73,10 @@ def test_without_exactness_the_epoch_begins_anew(tmp_path: Path) -> None:
     assert trainer.global_step == 12 + 4 + 12, "resumed at step 16, and the second epoch anew"
 
 
-@pytest.mark.parametrize(
-    ("loader", "message"),
-    [
-        (lambda: [make_loader(), make_loader()], "list.*give one DataLoader"),
-        (lambda: DataLoader(Numbered(), batch_size=None), "no batches"),
-        (lambda: DataLoader(Stream(), batch_size=None), "makes its batches itself"),
-        (
-            lambda: DataLoader(SilentStream(), batch_size=4),
-            "SilentStream .* __len__ and iter_shard.*strict_data=Fal",
-        ),
-        (
-            lambda: DataLoader(Numbered(), batch_sampler=OwnBatches(SequentialSampler(Numbered()))),
-            "batches of OwnBatches",
-        ),
-    ],
-)
-def test_what_cannot_be_dealt_is_refused(loader, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        fit(tmp_path, loader=loader)
-
-
-class OwnBatches(BatchSampler):
-    def __init__(self, sampler: SequentialSampler) -> None:
-        super().__init__(sampler, 4, False)
-
-
-def test_a_distributed_sampler_stands_for_its_dataset(tmp_path: Path) -> None:
-    def loader() -> DataLoader:
-        sampler = DistributedSampler(Numbered(), num_replicas=2, rank=0, seed=3)
-        return make_loader(sampler=sampler, shuffle=False)
-
-    fit(tmp_path, loader=loader, max_epochs=1)
-    ids = [id for step in committed(tmp_path / "account").values() for id in step.ids]
-    assert sorted(ids) == list(range(SIZE))
-    assert ids != sorted(ids)
+def test_what_cannot_be_dealt_is_refused(tmp_path: Path) -> None:
+    says = "SilentStream .* __len__ and iter_shard.*strict_data=Fal"
+    with pytest.raises(ValueError, match=says):
+        fit(tmp_path, loader=lambda: DataLoader(SilentStream(), batch_size=4))
 
 
 @pytest.mark.parametrize(

@@ -36,31 +36,26 @@ def c10d(nodes: int = 1) -> list[str]:
     return [f"--nnodes={nodes}", "--rdzv-backend=c10d", "--rdzv-id=job", endpoint]
 
 
-BACKENDS = {
-    "c10d": c10d,
-    "static": lambda: [f"--master-port={port()}"],
-    "standalone": lambda: ["--standalone"],
-}
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("framework", "options"),
+    [
+        ("lightning", c10d()),
+        ("lightning", [f"--master-port={port()}"]),
+        ("lightning", ["--standalone"]),
+        ("fabric", [f"--master-port={port()}"]),
+    ],
+    ids=["c10d", "static", "standalone", "fabric"],
+)
 def test_a_job_goes_on_after_a_rank_died(
-    backend: str, tmp_path: Path, quick_executable: str
+    framework: str, options: list[str], tmp_path: Path, quick_executable: str
 ) -> None:
-    options = [*BACKENDS[backend](), "--nproc-per-node=2"]
-    launch(quick_executable, tmp_path, options, dies=1).require_success()
+    options = [*options, "--nproc-per-node=2"]
+    done = launch(quick_executable, tmp_path, options, framework=framework, dies=1)
+    done.require_success()
     facts = told(tmp_path, ranks=2)
     assert [each["restarts"] for each in facts] == [1, 1]
     assert sorted(facts[0]["seen"] + facts[1]["seen"]) == SAMPLES
     assert all(each["devices"] == 2 for each in facts)  # nobody had said devices=2
-
-
-def test_fabric_goes_on_too(tmp_path: Path, quick_executable: str) -> None:
-    options = [*BACKENDS["static"](), "--nproc-per-node=2"]
-    launch(quick_executable, tmp_path, options, framework="fabric", dies=0).require_success()
-    facts = told(tmp_path, ranks=2)
-    assert [each["restarts"] for each in facts] == [1, 1]
-    assert sorted(facts[0]["seen"] + facts[1]["seen"]) == SAMPLES
 
 
 def test_nodes_with_different_numbers_of_ranks(tmp_path: Path, quick_executable: str) -> None:
@@ -97,8 +92,6 @@ def test_stock_ddp_with_the_plugin(tmp_path: Path, quick_executable: str) -> Non
     assert facts["world_size"] == 1
 
 
-NODES = Path(__file__).with_name("scenarios") / "elastic_nodes.py"
-NODES_LIMIT = 110.0
 QUICK = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
@@ -108,35 +101,53 @@ def program(quick_executable: str) -> list[str]:
     return [quick_executable, "-c", "from lightning_dist.cli import main; main()", "launch"]
 
 
-@pytest.mark.timeout(NODES_LIMIT + 20)
-def test_a_node_comes_and_goes(tmp_path: Path, program: list[str]) -> None:
-    pipe = tmp_path / "alone"
-    os.mkfifo(pipe)
+def of_nodes(
+    folder: Path, *, stops: int = 1, signal: str = "SIGTERM", workers: int = 0
+) -> list[str]:
+    """The script of `scenarios/elastic_nodes.py` with its arguments."""
+    return [*map(str, (SCRIPT.with_name("elastic_nodes.py"), folder, stops, signal, workers))]
+
+
+SECOND = {"SECOND_NODE": "1"}
+
+
+@pytest.mark.timeout(260)
+@pytest.mark.parametrize(("signal", "stops"), [("SIGKILL", 1), ("SIGTERM", 2)])
+def test_nodes_come_and_go(signal: str, stops: int, tmp_path: Path, program: list[str]) -> None:
+    """One after the other; the node that stays may fail once, which planned stops do not use up."""
+    for number in range(stops):
+        os.mkfifo(tmp_path / f"alone-{number}")
     command = [
         *(*program, "--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{port()}"),
-        *("--rdzv-conf", QUICK),
-        *(str(NODES), str(tmp_path)),
+        *("--rdzv-conf", QUICK, "--max-restarts", "1"),
+        *of_nodes(tmp_path, stops=stops, signal=signal),
     ]
-    second = ["sh", "-c", f"cat {shlex.quote(str(pipe))} && exec {shlex.join(command)}"]
-    stayed, lost = run_together([command, second], [{}, {"SECOND_NODE": "1"}], limit=NODES_LIMIT)
+    others = [
+        ["sh", "-c", f"cat {tmp_path}/alone-{number} && exec {shlex.join(command)}"]
+        for number in range(stops)
+    ]
+    environments = [{}, *[SECOND] * stops]
+    stayed, *lost = run_together([command, *others], environments, limit=240)
     stayed.require_success()
-    assert lost.returncode == -9
-    assert (tmp_path / "starts").read_text().split() == ["1", "2", "1"]
+    for each in lost:
+        assert "SignalException" in each.output or each.returncode == -9
+        assert (each.returncode == -9) == (signal == "SIGKILL")
+    assert (tmp_path / "starts").read_text().split() == [*["1", "2"] * stops, "1"]
     assert (tmp_path / "ended").exists()
 
 
-@pytest.mark.timeout(NODES_LIMIT + 20)
+@pytest.mark.timeout(130)
 def test_fewer_nodes_than_the_minimum_end_the_job(tmp_path: Path, program: list[str]) -> None:
     endpoint = f"127.0.0.1:{port()}"
     first, second = (
         [
             *(*program, "--nnodes", "2:3", "--rdzv-endpoint", endpoint),
             *("--rdzv-conf", f"{QUICK},join_timeout=15,is_host={is_host}"),
-            *(str(NODES), str(tmp_path)),
+            *of_nodes(tmp_path, signal="SIGKILL"),
         ]
         for is_host in ("true", "false")
     )
-    stayed, lost = run_together([first, second], [{}, {"SECOND_NODE": "1"}], limit=NODES_LIMIT)
+    stayed, lost = run_together([first, second], [{}, SECOND], limit=110)
     assert lost.returncode == -9
     assert stayed.returncode == 1
     assert "RendezvousTimeoutError" in stayed.output
@@ -147,43 +158,18 @@ def test_fewer_nodes_than_the_minimum_end_the_job(tmp_path: Path, program: list[
 def test_a_launcher_that_gets_sigterm_leaves_a_checkpoint(
     tmp_path: Path, program: list[str]
 ) -> None:
-    script = NODES.with_name("elastic_told.py")
-    command = [*program, "--nproc-per-node", "2", str(script), str(tmp_path)]
-    (done,) = run_together([command], [{}], limit=NODES_LIMIT)
+    """Of ranks whose loaders have workers."""
+    command = [*program, "--nproc-per-node", "2", *of_nodes(tmp_path, workers=1)]
+    (done,) = run_together([command], [SECOND], limit=LIMIT)
     assert "checkpoint committed" in done.output
-    assert list(tmp_path.glob("*.ckpt"))
+    assert list((tmp_path / "ckpt").glob("*.ckpt"))
 
 
 def test_the_example_runs_under_the_launcher(tmp_path: Path, program: list[str]) -> None:
     example = Path(__file__).parents[2] / "examples" / "elastic_train.py"
     arguments = ["--folder", str(tmp_path / "out"), "--steps", "12"]
     command = [*program, "--nproc-per-node", "2", str(example), *arguments]
-    (done,) = run_together([command], [{}], limit=NODES_LIMIT)
+    (done,) = run_together([command], [{}], limit=LIMIT)
     done.require_success()
     assert "elastic: world 2, fresh start; global batch 16: 1 micro-batch on 2 ranks" in done.output
     assert list((tmp_path / "out").glob("*step=12.ckpt"))
-
-
-@pytest.mark.timeout(260)
-def test_planned_stops_do_not_use_up_the_restarts_for_failures(
-    tmp_path: Path, program: list[str]
-) -> None:
-    """Two nodes are told to end, one after the other, and the node that stays may fail once."""
-    stops, endpoint = 2, f"127.0.0.1:{port()}"
-    for number in range(stops):
-        os.mkfifo(tmp_path / f"alone-{number}")
-    command = [
-        *(*program, "--nnodes", "1:2", "--max-restarts", "1", "--rdzv-endpoint", endpoint),
-        *("--rdzv-conf", QUICK),
-        *(str(NODES.with_name("elastic_preempted.py")), str(tmp_path), str(stops)),
-    ]
-    others = [
-        ["sh", "-c", f"cat {tmp_path}/alone-{number} && exec {shlex.join(command)}"]
-        for number in range(stops)
-    ]
-    environments = [{}, *({"SECOND_NODE": "1"} for _ in others)]
-    stayed, *told = run_together([command, *others], environments, limit=240)
-    stayed.require_success()
-    assert all("SignalException" in each.output for each in told)
-    assert (tmp_path / "starts").read_text().split() == ["1", "2", "1", "2", "1"]
-    assert (tmp_path / "ended").exists()

@@ -25,18 +25,7 @@ MAIN = """
 import signal, sys, os, threading
 from pathlib import Path
 from elastic_runs import FailAt, fit
-from lightning_dist.elastic.process.preemption import PreemptionListener
 what, folder = sys.argv[1], Path(sys.argv[2])
-noticed, give = threading.Event(), PreemptionListener.give
-def note(self, reason):
-    give(self, reason)
-    noticed.set()
-def go(name):
-    def send():
-        PreemptionListener.give = note
-        os.kill(os.getpid(), getattr(signal, name))
-        assert noticed.wait(60), "the thread that listens has not heard of it"
-    return FailAt("on_after_backward", 7, send)
 def stick():
     os.kill(os.getpid(), signal.SIGTERM)
     os.read(os.pipe()[0], 1)
@@ -60,7 +49,7 @@ elif what == "slow":
     trainer, _ = fit(folder, FailAt("on_train_end", 12, hold), max_epochs=1,
                      elastic={"hang_timeout": 5.0})
     print("all saved after", len(beats), "beats", enough.is_set())
-elif what == "hang":
+else:
     from lightning_dist.elastic.process.watchdog import Watchdog
     dogs, start = [], Watchdog.start
     Watchdog.start = lambda self: (dogs.append(self), start(self))
@@ -69,8 +58,6 @@ elif what == "hang":
         dogs[0].heartbeat()
         os.read(os.pipe()[0], 1)
     fit(folder, FailAt("on_after_backward", 7, hang), elastic={"hang_timeout": 60.0})
-else:
-    fit(folder, go(what))
 """
 Start = Callable[..., Finished]
 
@@ -83,10 +70,13 @@ def start(quick_python: list[str]) -> Start:
     return start
 
 
-def test_a_signal_ends_a_process_well(start: Start, tmp_path: Path) -> None:
-    done = start("SIGTERM", tmp_path / "run").require_success()
-    assert "elastic: preempted at step 8 (rank 0: SIGTERM); checkpoint committed" in done.output
-    assert max(committed(tmp_path / "run" / "account")) == 8
+@pytest.fixture(scope="module")
+def signalled(quick_python: list[str]) -> Start:
+    def start(framework: str, folder: Path, steps: dict[str, int], **environment: str) -> Finished:
+        command = [*quick_python, "-c", SIGNALLED, framework, folder, json.dumps(steps)]
+        return run(command, limit=90, **environment)
+
+    return start
 
 
 @pytest.fixture
@@ -101,10 +91,11 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return asked
 
 
-def test_slurm_is_asked_for_another_start(start: Start, tmp_path: Path, asked: Path) -> None:
+def test_slurm_is_asked_for_another_start(signalled: Start, tmp_path: Path, asked: Path) -> None:
     slurm = {"SLURM_JOB_ID": "17", "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     slurm |= {"SLURM_JOB_NAME": "train", "SLURM_NODELIST": "localhost", "SLURM_NODEID": "0"}
-    start("SIGUSR1", tmp_path / "run", PATH=os.environ["PATH"], **slurm).require_success()
+    steps, path = {"requeue": 7}, os.environ["PATH"]
+    signalled("trainer", tmp_path / "run", steps, PATH=path, **slurm).require_success()
     assert asked.read_text() == "requeue 17\n"
     assert max(committed(tmp_path / "run" / "account")) == 8
 
@@ -170,8 +161,9 @@ def test_handlers_and_wakeups_are_given_back(tmp_path: Path) -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
-UNSAVED = """
+SIGNALLED = """
 import json, logging, resource, sys, threading
+from functools import partial
 from pathlib import Path
 from elastic_jobs import KINDS, limit_files_of_writer
 from elastic_runs import FailAt, fit
@@ -186,15 +178,15 @@ def space_after_a_failure():
         limit_files_of_writer(resource.RLIM_INFINITY)
         on_failed(self, event)
     Checkpointer._on_failed = mended
-def terminate():  # and wait until the thread of signals has taken note of it
-    heard, give = threading.Event(), PreemptionListener.give
-    def told(self, reason):
-        give(self, reason)
-        heard.set()
+heard, give = threading.Event(), PreemptionListener.give
+def told(self, reason):
+    give(self, reason)
+    heard.set()
+def tell(kind):  # and wait until the thread of signals has taken note of it
     PreemptionListener.give = told
-    KINDS["terminate"]()
+    KINDS[kind]()
     assert heard.wait(60)
-kinds = KINDS | {"terminate": terminate}
+kinds = KINDS | {kind: partial(tell, kind) for kind in ("terminate", "requeue")}
 actions = {at: kinds[kind] for kind, at in steps.items() if kind in kinds}
 def strike(place, step):
     if place == "after_backward" and step in actions:
@@ -223,13 +215,12 @@ UNSAVED_STEPS: dict[str, tuple[list[dict[str, int]], int | None]] = {
 @pytest.mark.parametrize("framework", ["trainer", "loop"])
 @pytest.mark.parametrize("name", UNSAVED_STEPS)
 def test_a_last_checkpoint_that_cannot_be_written(
-    name: str, framework: str, tmp_path: Path, quick_python: list[str]
+    name: str, framework: str, signalled: Start, tmp_path: Path
 ) -> None:
     """Of a training with a checkpoint every 4 steps."""
     starts, saved = UNSAVED_STEPS[name]
     for steps in starts:
-        command = [*quick_python, "-c", UNSAVED, framework, tmp_path, json.dumps(steps)]
-        done = run(command, limit=90)
+        done = signalled(framework, tmp_path, steps)
         assert done.returncode == 0 or steps is starts[-1]
     preempted = "elastic: preempted at step 8 (rank 0: SIGTERM)"
     if saved == 8:

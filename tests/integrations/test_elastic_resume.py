@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_data import some_slow
 from elastic_runs import Net, Numbered, committed, fit, fit_with_faults, hash_of, make_loader
 
 # Settings of a run, its steps in an epoch, and the step of a validation at which it saves too.
@@ -41,10 +40,7 @@ def faults_around_an_epoch(steps: int, validation: int | None) -> list[tuple[str
     return sorted(faults, key=lambda fault: fault[1])
 
 
-@pytest.mark.parametrize(
-    "name",
-    some_slow(SETTINGS, "no validation", "accumulation", "half epochs, half validations"),
-)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_later_processes_go_on_to_the_same_end(name: str, tmp_path: Path) -> None:
     settings, steps, validation = SETTINGS[name]
     settings = {"max_epochs": 2, **settings}

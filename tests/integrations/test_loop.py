@@ -9,14 +9,19 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from elastic_runs import committed, fit, make_loader
-from loop_runs import net, train
+from accelerate import Accelerator
+from accelerate.state import GradientState
+from elastic_runs import Fault, committed, fit, make_loader
+from lightning.fabric import Fabric
+from lightning.fabric.loggers import CSVLogger
+from loop_runs import failing, net, train
 from torch import nn
 
 from lightning_dist import ElasticLoop
@@ -24,18 +29,6 @@ from lightning_dist.accelerate import AsyncStateCheckpointer
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.integrations.accelerate.async_state import folders
 from lightning_dist.integrations.loop.placement import Stopped
-
-
-class Fault(Exception):
-    """What a test lets happen."""
-
-
-def failing(place: str, step: int) -> Any:
-    def strike(at: str, steps: int) -> None:
-        if (at, steps) == (place, step):
-            raise Fault
-
-    return strike
 
 
 def loop_in(folder: Path, **changed: Any) -> ElasticLoop:
@@ -49,13 +42,9 @@ def loop_in(folder: Path, **changed: Any) -> ElasticLoop:
     ("settings", "steps"),
     [
         ({}, 12),
-        pytest.param({"gradient_accumulation_steps": 3}, 4, marks=pytest.mark.slow),
-        pytest.param({"every_n_train_steps": None}, 12, marks=pytest.mark.slow),
-        pytest.param(
-            {"checkpoint": CheckpointSettings(snapshot="overlap", writer="thread")},
-            12,
-            marks=pytest.mark.slow,
-        ),
+        ({"gradient_accumulation_steps": 3}, 4),
+        ({"every_n_train_steps": None}, 12),
+        ({"checkpoint": CheckpointSettings(snapshot="overlap", writer="thread")}, 12),
     ],
     ids=str,
 )
@@ -80,8 +69,8 @@ def test_later_starts_go_on_to_the_same_end(
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"every_n_train_steps": 5}, marks=pytest.mark.slow),
-        pytest.param({"every_n_train_steps": None}, marks=pytest.mark.slow),
+        {"every_n_train_steps": 5},
+        {"every_n_train_steps": None},
         {"every_n_train_steps": 5, "every_n_epochs": 2},
     ],
     ids=str,
@@ -97,18 +86,6 @@ def test_checkpoints_are_due_at_the_steps_of_a_trainer(
         for name in ("trainer", "loop")
     )
     assert in_loop == in_trainer
-
-
-def test_a_damaged_newest_is_passed_over(tmp_path: Path) -> None:
-    expected = train(tmp_path / "reference", "plain")
-    with pytest.raises(Fault):
-        train(tmp_path / "run", "plain", strike=failing("in_pass", 7))
-    newest = max((tmp_path / "run" / "ckpt").glob("*.ckpt"), key=os.path.getmtime)
-    content = bytearray(newest.read_bytes())
-    content[len(content) // 2] ^= 1
-    newest.write_bytes(content)
-    assert train(tmp_path / "run", "plain") == expected
-    assert len(list((tmp_path / "run" / "ckpt").glob("*.ckpt"))) == 2
 
 
 def test_a_loop_that_is_left_early_goes_on_there(tmp_path: Path) -> None:
@@ -133,62 +110,45 @@ def await_notice(loop: ElasticLoop) -> None:
         os.sched_yield()
 
 
-@pytest.mark.parametrize(
-    "told", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)]
-)
-def test_a_signal_leads_to_one_checkpoint_and_handlers_are_given_back(
-    told: signal.Signals, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGUSR1, None])
+def test_a_notice_leads_to_one_checkpoint_and_handlers_are_given_back(
+    told: signal.Signals | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """SLURM announces a requeue with SIGUSR1. Once all is saved, another ends the process."""
+    """SLURM announces a requeue with SIGUSR1; None: the cloud tells who asks.
+
+    Once all is saved, another signal ends the process.
+    """
     at_the_end: list[Any] = []
+
+    def handler() -> Any:
+        return signal.getsignal(told or signal.SIGTERM)
 
     class Listening(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            at_the_end.append(signal.getsignal(told))
+            at_the_end.append(handler())
 
     listening, logger = Listening(), logging.getLogger("lightning_dist")
-    before = signal.getsignal(told)
+    before, due = handler(), threading.Event()
     expected = train(tmp_path / "reference", "plain")
     elastic = {"every_n_train_steps": None, "signals": (signal.SIGTERM, signal.SIGUSR1)}
+    asks = {"preemption_check": due.is_set, "preemption_poll_interval": 0.01}
 
     def watch(loop: ElasticLoop) -> None:
         if loop.steps == 5:
-            os.kill(os.getpid(), told)
+            os.kill(os.getpid(), told) if told else due.set()
             await_notice(loop)
 
     logger.addHandler(listening)
     try:
         with caplog.at_level(logging.INFO, logger=logger.name), pytest.raises(Stopped) as ended:
-            train(tmp_path / "run", "plain", watch=watch, elastic=elastic)
+            train(tmp_path / "run", "plain", watch=watch, elastic={**elastic, **asks})
     finally:
         logger.removeHandler(listening)
     assert ended.value.code == 0
-    assert at_the_end[-1] is signal.getsignal(told) is before
+    assert at_the_end[-1] is handler() is before
     saved = [path.name for path in (tmp_path / "run" / "ckpt").glob("*.ckpt")]
     assert saved == ["epoch=0-step=6.ckpt"]
     assert train(tmp_path / "run", "plain", elastic=elastic) == expected
-
-
-def test_a_notice_of_the_cloud_leads_to_one_checkpoint(tmp_path: Path) -> None:
-    expected = train(tmp_path / "reference", "plain")
-    due = threading.Event()
-
-    def watch(loop: ElasticLoop) -> None:
-        if loop.steps == 5:
-            due.set()
-            await_notice(loop)
-
-    asks = {
-        "every_n_train_steps": None,
-        "preemption_check": due.is_set,
-        "preemption_poll_interval": 0.01,
-    }
-    with pytest.raises(Stopped) as ended:
-        train(tmp_path / "run", "plain", watch=watch, elastic=asks)
-    assert ended.value.code == 0
-    saved = [path.name for path in (tmp_path / "run" / "ckpt").glob("*.ckpt")]
-    assert saved == ["epoch=0-step=6.ckpt"]
-    assert train(tmp_path / "run", "plain", elastic={"every_n_train_steps": None}) == expected
 
 
 def test_a_loop_in_a_thread(tmp_path: Path) -> None:
@@ -201,35 +161,30 @@ def test_a_loop_in_a_thread(tmp_path: Path) -> None:
     assert found == [train(tmp_path / "reference", "plain")]
 
 
-def test_a_loss_that_is_not_weighted(tmp_path: Path) -> None:
+def announce(loop: ElasticLoop) -> None:
+    loop.scale_loss(torch.ones(()))
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "calls", "says"),
+    [
+        (1, [ElasticLoop.step_done], r"use loop.scale_loss\(loss\).backward"),
+        (1, [announce], "call it after the optimizer's step"),
+        (2, [announce, ElasticLoop.step_done], "check loop.sync_gradients"),
+    ],
+    ids=["a loss that is not weighted", "a step that is not told", "a step in the middle of one"],
+)
+def test_batches_that_are_not_as_agreed(
+    accumulate: int, calls: list[Callable[[ElasticLoop], None]], says: str, tmp_path: Path
+) -> None:
     with (  # noqa: PT012
-        pytest.raises(ValueError, match=r"use loop.scale_loss\(loss\).backward"),
-        loop_in(tmp_path) as loop,
+        pytest.raises(ValueError, match=says),
+        loop_in(tmp_path, gradient_accumulation_steps=accumulate) as loop,
     ):
         for _ in loop.epochs(1):
             for _batch in loop.batches():
-                loop.step_done()
-
-
-def test_a_step_that_was_not_announced(tmp_path: Path) -> None:
-    with (  # noqa: PT012
-        pytest.raises(ValueError, match="call it after the optimizer's step"),
-        loop_in(tmp_path) as loop,
-    ):
-        for _ in loop.epochs(1):
-            for _batch in loop.batches():
-                loop.scale_loss(torch.ones(()))
-
-
-def test_a_step_in_the_middle_of_one(tmp_path: Path) -> None:
-    with (  # noqa: PT012
-        pytest.raises(ValueError, match=r"check loop.sync_gradients"),
-        loop_in(tmp_path, gradient_accumulation_steps=2) as loop,
-    ):
-        for _ in loop.epochs(1):
-            for _batch in loop.batches():
-                loop.scale_loss(torch.ones(()))
-                loop.step_done()
+                for call in calls:
+                    call(loop)
 
 
 def test_an_epoch_that_is_left_for_the_next(tmp_path: Path) -> None:
@@ -238,59 +193,50 @@ def test_an_epoch_that_is_left_for_the_next(tmp_path: Path) -> None:
         loop_in(tmp_path) as loop,
     ):
         for _ in loop.epochs(2):
-            for _batch in loop.batches():
-                break
+            next(iter(loop.batches()))
 
 
-def _prepared() -> dict[str, Any]:
-    from accelerate import Accelerator
+@pytest.fixture
+def _accelerate_forgets() -> Iterator[None]:
+    yield
+    GradientState._reset_state()
 
-    accelerator = Accelerator(cpu=True)
-    model = net()
+
+def prepared(**arguments: Any) -> dict[str, Any]:
+    accelerator, model = Accelerator(cpu=True, **arguments), net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
-    names = ("loader", "model", "optimizer", "scheduler")
-    return dict(
-        zip(names, accelerator.prepare(make_loader(), model, optimizer, scheduler), strict=True)
-    )
+    loader, *parts = accelerator.prepare(make_loader(), model, optimizer, scheduler)
+    return {"loader": loader, **dict(zip(("model", "optimizer", "scheduler"), parts, strict=True))}
 
 
-def test_a_loader_of_accelerate_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"before prepare\(\)"):
-        loop_in(tmp_path, loader=_prepared()["loader"]).__enter__()
-
-
-def test_a_scheduler_that_accelerate_steps_by_ranks_is_refused(tmp_path: Path) -> None:
-    parts = _prepared()
-    state = {name: parts[name] for name in ("model", "optimizer", "scheduler")}
-    with pytest.raises(ValueError, match=r"do not prepare\(\) it"):
-        loop_in(tmp_path, state=state).__enter__()
-
-
-def test_accumulation_of_accelerate_is_refused(tmp_path: Path) -> None:
-    from accelerate import Accelerator
-    from accelerate.state import GradientState
-
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
-    model = net()
-    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-    try:
-        with pytest.raises(
-            ValueError, match=r"gradient_accumulation_steps=4 of the Acc.*give it to ElasticL"
-        ):
-            loop_in(tmp_path, state={"model": model, "optimizer": optimizer}).__enter__()
-    finally:
-        GradientState._reset_state()
-
-
-def test_no_passes(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="gradient_accumulation_steps must be positive; got 0"):
-        loop_in(tmp_path, gradient_accumulation_steps=0)
+def state_prepared(*names: str, **arguments: Any) -> dict[str, Any]:
+    parts = prepared(**arguments)
+    return {"state": {name: parts[name] for name in ("model", "optimizer", *names)}}
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
+        (lambda: {"loader": prepared()["loader"]}, r"before prepare\(\)"),
+        (lambda: state_prepared("scheduler"), r"do not prepare\(\) it"),
+        (
+            lambda: state_prepared(gradient_accumulation_steps=4),
+            r"gradient_accumulation_steps=4 of the Acc.*give it to ElasticL",
+        ),
+    ],
+    ids=["a loader", "a scheduler that is stepped by ranks", "accumulation"],
+)
+@pytest.mark.usefixtures("_accelerate_forgets")
+def test_what_accelerate_does_too_is_refused(given: Any, says: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=says):
+        loop_in(tmp_path, **given()).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be positive; got 0"),
         (
             {"format": "sharded", "recovery": "in_process"},
             "needs checkpoints that one rank can write, and with format='sharded' all write",
@@ -300,7 +246,7 @@ def test_no_passes(tmp_path: Path) -> None:
         ({"mirror_residuals": -3, "recovery": "in_process"}, "True, False or the steps.*got -3"),
     ],
 )
-def test_settings_of_recovery_that_could_not_take_effect(
+def test_settings_that_could_not_take_effect(
     given: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=says):
@@ -352,7 +298,6 @@ def test_epochs_outside_of_with(tmp_path: Path) -> None:
         next(iter(loop_in(tmp_path).epochs(1)))
 
 
-Log = Callable[[Mapping[str, float], int], None]
 ELASTIC = {f"elastic/{name}" for name in ("restarts", "lost_time_s", "samples_recomputed")}
 OF_SAVES = {f"checkpoint/{name}" for name in ("blocking_ms", "queue_ms", "optimizer_wait_ms")}
 OF_COMMITS = {f"checkpoint/{name}" for name in ("write_ms", "bytes")}
@@ -360,82 +305,31 @@ ALWAYS = {f"checkpoint/{name}" for name in ("in_flight", "skipped", "failed")}
 ALL = {"elastic/world_size"} | ELASTIC | OF_SAVES | OF_COMMITS | ALWAYS
 
 
-def run(folder: Path, log: Log, *, fail_at: int = 0) -> None:
-    """A training that logs after every step, and at the end."""
+def test_metrics_reach_trackers(tmp_path: Path) -> None:
+    """What takes a dict, as ``wandb.log`` does, and the files of Fabric's logger."""
+    rows: list[dict[str, float]] = []
+    logger = CSVLogger(tmp_path, name="csv", version=0, flush_logs_every_n_steps=1)
+    fabric = Fabric(accelerator="cpu", devices=1, loggers=[logger])
     made: list[ElasticLoop] = []
 
-    def watch(loop: ElasticLoop) -> None:
+    def log(loop: ElasticLoop) -> None:
         made[:] = [loop]
-        log(loop.metrics(), loop.steps)
-        if loop.steps == fail_at:
-            raise Fault
+        rows.append(dict(loop.metrics()))
+        fabric.log_dict(rows[-1], step=loop.steps)
 
     settings = {"checkpoint": CheckpointSettings(snapshot="sync", writer="thread")}
-    try:
-        train(folder, "plain", epochs=1, watch=watch, elastic=settings)
-    except Fault:
-        assert fail_at
-    log(made[0].metrics(), made[0].steps)
-
-
-def plain(folder: Path) -> tuple[Log, Callable[[], list[dict[str, float]]]]:
-    """What ``wandb.log`` and others take: a dict."""
-    rows: list[dict[str, float]] = []
-    return lambda values, step: rows.append(dict(values)), lambda: rows
-
-
-def accelerate(folder: Path) -> tuple[Log, Callable[[], list[dict[str, float]]]]:
-    from accelerate import Accelerator
-    from accelerate.tracking import GeneralTracker
-
-    class Tracker(GeneralTracker):
-        name, requires_logging_directory = "of the test", False
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.rows: list[dict[str, float]] = []
-
-        @property
-        def tracker(self) -> Any:
-            return self.rows
-
-        def store_init_configuration(self, values: dict[str, Any]) -> None:
-            assert not values
-
-        def log(self, values: dict[str, float], step: int | None = None, **_: Any) -> None:
-            self.rows.append(values)
-
-    tracker = Tracker()
-    accelerator = Accelerator(cpu=True, log_with=tracker)
-    accelerator.init_trackers("project")
-    return lambda values, step: accelerator.log(values, step=step), lambda: tracker.rows
-
-
-def fabric(folder: Path) -> tuple[Log, Callable[[], list[dict[str, float]]]]:
-    from lightning.fabric import Fabric
-    from lightning.fabric.loggers import CSVLogger
-
-    logger = CSVLogger(folder, name="csv", version=0, flush_logs_every_n_steps=1)
-    of = Fabric(accelerator="cpu", devices=1, loggers=[logger])
-
-    def rows() -> list[dict[str, float]]:
-        with open(folder / "csv" / "version_0" / "metrics.csv") as file:
-            return [
-                {name: float(value) for name, value in row.items() if name != "step" and value}
-                for row in csv.DictReader(file)
-            ]
-
-    return lambda values, step: of.log_dict(dict(values), step=step), rows
-
-
-@pytest.mark.parametrize("framework", [plain, accelerate, fabric], ids=lambda each: each.__name__)
-def test_they_reach_the_tracker(framework: Any, tmp_path: Path) -> None:
-    log, rows = framework(tmp_path)
-    run(tmp_path / "run", log, fail_at=7)
-    run(tmp_path / "run", log)
-    found = rows()
-    before = [row for row in found if row["elastic/restarts"] == 0]
-    after = found[len(before) :]
+    for faults in ({"strike": failing("in_pass", 7)}, {}):
+        with suppress(Fault):
+            train(tmp_path / "run", "plain", epochs=1, watch=log, elastic=settings, **faults)
+        log(made[0])
+    written = (tmp_path / "csv" / "version_0" / "metrics.csv").read_text().splitlines()
+    found = [
+        {name: float(value) for name, value in row.items() if name != "step" and value}
+        for row in csv.DictReader(written)
+    ]
+    assert found == rows
+    before = [row for row in rows if row["elastic/restarts"] == 0]
+    after = rows[len(before) :]
     assert before[0].keys() == ALL - OF_SAVES - OF_COMMITS  # a save is due after step 2
     assert before[-1].keys() == ALL
     # 7 steps of 4 samples had been done, and 6 of them saved.
@@ -446,7 +340,7 @@ def test_they_reach_the_tracker(framework: Any, tmp_path: Path) -> None:
     assert after[-1].keys() == ALL
     assert after[-1]["checkpoint/bytes"] > 1000
     assert after[-1]["elastic/world_size"] == 1
-    assert all(math.isfinite(value) for row in found for value in row.values())
+    assert all(math.isfinite(value) for row in rows for value in row.values())
 
 
 def test_without_an_account_nothing_is_said_of_restarts() -> None:

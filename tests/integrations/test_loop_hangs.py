@@ -14,9 +14,7 @@ import psutil
 import pytest
 import torch
 from processes import environment_of, kill_tree, run
-from recovering_loops import train
-from test_loop_recovery import SCRIPT, STEP, Job
-from test_trainer_recovery import TrainerJob
+from recovering_jobs import STEP, LoopJob, TrainerJob
 from tiers import some_exhaustive
 
 from lightning_dist.elastic.recovery.node import RecoveryNode
@@ -24,33 +22,9 @@ from lightning_dist.elastic.recovery.node import RecoveryNode
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.ranks(3)]
 
 
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """Weights of a run of one process without a fault."""
-    return dict(train(tmp_path_factory.mktemp("reference"), {}).state_dict())
-
-
-def require_weights(job: Job, expected: dict[str, torch.Tensor]) -> None:
-    for name, weight in job.weights().items():
-        if name != "passes":  # of micro-batches
-            torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize("victim", ["0.0.0", "0.1.0"])
-def test_a_rank_that_is_stopped_is_replaced(
-    victim: str, expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
-) -> None:
-    fault = [victim, "between buckets", STEP, "stop"]
-    job = Job(tmp_path, quick_python, beats="5", faults=[fault], joins=10)
-    job.require_exact()
-    require_weights(job, expected)
-    assert f"killing worker {victim}: no heartbeat for " in job.output
-    assert {line["committed"] for line in job.lines[f"{victim[:-1]}1"] if "committed" in line}
-
-
-@pytest.mark.parametrize("kind", some_exhaustive([Job, TrainerJob], [Job]))
+@pytest.mark.parametrize("kind", some_exhaustive([LoopJob, TrainerJob], [LoopJob]))
 def test_ranks_that_are_stopped_while_they_save_send_and_receive(
-    kind: type[Job], tmp_path: Path, quick_python: list[str]
+    kind: type[LoopJob], tmp_path: Path, quick_python: list[str]
 ) -> None:
     """Two hosts of two ranks: a rank in a save, the source of the one in its place, and another."""
     faults = [
@@ -61,8 +35,6 @@ def test_ranks_that_are_stopped_while_they_save_send_and_receive(
     told: dict[str, Any] = {"ranks": 4, "per_host": 2, "restarts": 9, "limit": 200}
     job = kind(tmp_path, quick_python, beats="5", faults=faults, joins=5, **told)
     job.require_exact()
-    (tmp_path / "alone").mkdir()
-    job.require_weights(train(tmp_path / "alone", {"accumulate": 4}).state_dict())
     for victim, *_ in faults:
         assert f"killing worker {victim}: no heartbeat for " in job.output
     assert all(line["levels"] == (line["world"] > 2) for line in job.of("committed"))
@@ -71,9 +43,9 @@ def test_ranks_that_are_stopped_while_they_save_send_and_receive(
     assert " is repeated" not in job.output
 
 
-@pytest.mark.parametrize("kind", some_exhaustive([Job, TrainerJob], [Job]))
+@pytest.mark.parametrize("kind", some_exhaustive([LoopJob, TrainerJob], [LoopJob]))
 def test_a_rank_that_is_lost_again_and_again_while_it_comes_back(
-    kind: type[Job], expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
+    kind: type[LoopJob], tmp_path: Path, quick_python: list[str]
 ) -> None:
     """The others go on after each loss, with the step before or the next."""
     places = ["warm-up", "groups", "healed", "forward", "between buckets", "after the vote"]
@@ -82,11 +54,10 @@ def test_a_rank_that_is_lost_again_and_again_while_it_comes_back(
     told = {"restarts": 9, "limit": 200}
     job = kind(tmp_path, quick_python, faults=faults, joins=2, **told)
     job.require_exact()
-    job.require_weights(expected)
     for victim, *_ in faults:
         assert f"worker {victim} exited: SIGKILL" in job.output
     assert "0.2.1" not in job.lines
-    assert {line["committed"] for line in job.lines["0.1.7"] if "committed" in line} >= {14, 15}
+    assert job.steps_of("0.1.7") >= {14, 15}
     # In warm-up and while it is made a member it takes part in no step.
     again = [line for line in job.output.splitlines() if " is repeated" in line]
     assert len(again) <= 4
@@ -100,13 +71,12 @@ def test_a_rank_that_is_lost_again_and_again_while_it_comes_back(
     ),
 )
 def test_a_rank_that_hangs_in_code_of_the_user_ends_itself_alone(
-    place: str, expected: dict[str, torch.Tensor], tmp_path: Path, quick_python: list[str]
+    place: str, tmp_path: Path, quick_python: list[str]
 ) -> None:
     """It beats; the others wait as long without progress, but for one that is behind them."""
     fault = ["0.1.0", place, STEP, "hang"]
-    job = Job(tmp_path, quick_python, faults=[fault], joins=10, hang_timeout=15.0)
+    job = LoopJob(tmp_path, quick_python, faults=[fault], joins=10, hang_timeout=15.0)
     job.require_exact()
-    require_weights(job, expected)
     assert "worker 0.1.0 exited: exit code 76" in job.output
     assert job.output.count(" exited: ") == 1
 
@@ -118,7 +88,8 @@ def test_workers_without_a_launcher_end_and_say_why(
     log = tmp_path / "output"
     told = json.dumps({"epochs": 100_000})
     words = [sys.executable, "-m", "lightning_dist.elastic.agent", "--standalone"]
-    words += ["--nproc-per-node=3", "--no-python", *quick_python, str(SCRIPT), str(tmp_path), told]
+    words += ["--nproc-per-node=3", "--no-python", *quick_python]
+    words += map(str, (LoopJob.script, tmp_path, told))
     with log.open("wb") as output:
         launcher = subprocess.Popen(
             words, env=environment_of({}), stdout=output, stderr=output, start_new_session=True
@@ -148,21 +119,19 @@ def test_the_same_bits_where_another_takes_the_place_within_the_step(
     Rank 0 drops the same inputs again.
     """
     quiet, faulty = (tmp_path / name for name in ("quiet", "faulty"))
-    for folder in (quiet, faulty):
-        folder.mkdir()
-    expected = Job(quiet, quick_python, dropout="0.0.0")
+    faulty.mkdir()
+    expected = LoopJob(quiet, quick_python, dropout="0.0.0")
     threads = ThreadPoolExecutor(1)
     spare = threads.submit(_run_spare, faulty, quick_python)
     fault = ["0.1.0", "between buckets", STEP]
-    job = Job(faulty, quick_python, faults=[fault], spare=["0.3.0", STEP], dropout="0.0.0")
+    job = LoopJob(faulty, quick_python, faults=[fault], spare=["0.3.0", STEP], dropout="0.0.0")
     spare.result(200)
     job.require_exact()
     assert any("0.3.0" in names for names in job.members().values())
     assert all(line["world"] == 3 for line in job.of("committed"))
-    hashes = {line["committed"]: line["hash"] for line in expected.of("committed")}
     # The process that the launcher starts finds all places taken, so nobody pauses for it.
     assert {line["generation"] for line in job.of("committed")} == {0, 1}
-    assert {line["committed"]: line["hash"] for line in job.of("committed")} == hashes
+    assert job.by_step("hash") == expected.by_step("hash")
     for name, weight in job.weights().items():
         torch.testing.assert_close(weight, expected.weights()[name], rtol=1e-12, atol=1e-15)
 
@@ -183,5 +152,5 @@ def _run_spare(folder: Path, python: list[str]) -> None:
     node.come(0)
     told = json.dumps({})
     environment = {**node.start(3), "RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "3"}
-    run([*python, SCRIPT, folder, told], limit=200, **environment).require_success()
+    run([*python, LoopJob.script, folder, told], limit=200, **environment).require_success()
     node.report_end(node.workers[3], "")

@@ -12,26 +12,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from processes import environment_of, kill_tree
-from recovering_loops import EPOCHS, SIZE, train
+from recovering_jobs import STEP, LoopJob, Written, weights_alone
+from recovering_loops import EPOCHS, SIZE
 
 from benchmarks.harness.testbed import INTERFACE, Testbed, TestbedUnavailable
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(300)]
 
-SCRIPT = Path(__file__).parent / "recovering_loops.py"
-STEP, LIMIT = 6, 100.0
-NODES, RANKS = 2, 2
+LIMIT = 100.0
 
 
-class Nodes:
+class Nodes(Written):
     """A launcher in each network namespace, and what their workers have written down."""
 
     def __init__(
-        self, testbed: Testbed, python: list[str], folder: Path, *, ranks: int = RANKS, **told: Any
+        self, testbed: Testbed, python: list[str], folder: Path, *, ranks: int = 2, **told: Any
     ) -> None:
-        self._testbed, self.folder, self._ranks = testbed, folder, ranks
+        super().__init__(folder, testbed.hosts * ranks)
+        self._testbed = testbed
         endpoint = f"{testbed.address(0)}:29400"
         self.launchers = []
         for node in range(testbed.hosts):
@@ -41,7 +40,7 @@ class Nodes:
                 *("--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=job"),
                 f"--rdzv-conf=is_host={int(node == 0)}",
                 *(f"--local-addr={testbed.address(node)}", "--max-restarts=3"),
-                *("--no-python", *python, str(SCRIPT), str(folder), json.dumps(told)),
+                *("--no-python", *python, str(LoopJob.script), str(folder), json.dumps(told)),
             ]
             words = ["ip", "netns", "exec", testbed.namespace(node), *python]
             settings = {
@@ -68,25 +67,15 @@ class Nodes:
     def said(self, node: int) -> str:
         return self._log(node).read_text(errors="replace")
 
-    def lines(self, node: int) -> list[dict[str, Any]]:
-        found = []
-        for path in self.folder.glob(f"{node}.*.jsonl"):
-            lines = path.read_text().splitlines(True)
-            found += [json.loads(line) for line in lines if line.endswith("\n")]
-        return found
-
     @property
     def _nodes(self) -> range:
         return range(self._testbed.hosts)
 
     def wait_for_step(self, step: int, *, ranks: int | None = None) -> None:
         """Until so many workers have committed it, all if None."""
-        ranks = len(self._nodes) * self._ranks if ranks is None else ranks
+        ranks = ranks or self.ranks
         self.wait_until(
-            lambda: (
-                sum(line.get("committed") == step for n in self._nodes for line in self.lines(n))
-                >= ranks
-            )
+            lambda: sum(line["committed"] == step for line in self.of("committed")) >= ranks
         )
 
     def wait_until(self, is_true: Callable[[], bool]) -> None:
@@ -108,30 +97,13 @@ class Nodes:
         words = ["ip", "-n", self._testbed.namespace(node), "link", "set", INTERFACE, state]
         subprocess.run(words, check=True, timeout=30)
 
-    def require_exact(self, expected: dict[str, torch.Tensor]) -> None:
-        """Each step in one generation, each sample once, and the weights of the first node."""
+    def require_exact(self) -> None:
+        """Each step in one generation, and the weights of the first node."""
         assert self.launchers[0].wait(LIMIT) == 0, self.said(0)
-        every = [line for node in self._nodes for line in self.lines(node)]
-        committed = {
-            (line["committed"], line["generation"]) for line in every if "committed" in line
-        }
-        taken = dict(committed)
-        assert len(taken) == len(committed)
-        world_size = len(self._nodes) * self._ranks
-        assert sorted(taken) == [*range(1, 1 + EPOCHS * -(-SIZE // (4 * world_size)))]
-        for epoch in range(EPOCHS):
-            ids = [
-                number
-                for line in every
-                if line.get("epoch") == epoch and taken.get(line["computed"]) == line["generation"]
-                for number in line["ids"]
-            ]
-            assert sorted(ids) == [*range(SIZE)]
-        assert len({line["hash"] for line in every if "end" in line}) == 1
-        weights = torch.load(max(self.folder.glob("weights-0.*.pt")))
-        for name, weight in weights.items():
-            if name != "passes":
-                torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=1e-9)
+        super().require_exact()
+        taken = {(line["committed"], line["generation"]) for line in self.of("committed")}
+        assert len(taken) == len(dict(taken))
+        self.require_weights(weights_alone(self.ranks))
 
     def close(self) -> None:
         for launcher in self.launchers:
@@ -143,26 +115,15 @@ class Nodes:
 @pytest.fixture
 def testbed(request: pytest.FixtureRequest) -> Iterator[Testbed]:
     try:
-        with Testbed(hosts=getattr(request, "param", NODES), link_mbit=None) as testbed:
+        with Testbed(hosts=getattr(request, "param", 2), link_mbit=None) as testbed:
             yield testbed
     except TestbedUnavailable as reason:
         pytest.skip(str(reason))
 
 
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """Weights of a run of one process without a fault."""
-    folder = tmp_path_factory.mktemp("reference")
-    return dict(train(folder, {"accumulate": NODES * RANKS}).state_dict())
-
-
 @pytest.mark.parametrize("fault", ["node killed", "link down"])
 def test_the_other_node_goes_on(
-    fault: str,
-    testbed: Testbed,
-    expected: dict[str, torch.Tensor],
-    tmp_path: Path,
-    quick_python: list[str],
+    fault: str, testbed: Testbed, tmp_path: Path, quick_python: list[str]
 ) -> None:
     """It is found by beats, and what comes later of the lost one changes nothing."""
     nodes = Nodes(testbed, quick_python, tmp_path, waits=["struck", STEP], accumulate=4)
@@ -174,11 +135,12 @@ def test_the_other_node_goes_on(
         else:
             nodes.set_link(1, "down")
         (tmp_path / "struck").touch()
-        nodes.require_exact(expected)
+        nodes.require_exact()
         if fault == "link down":
             nodes.set_link(1, "up")
             assert nodes.launchers[1].wait(LIMIT) != 0
-        assert max(line.get("committed", 0) for line in nodes.lines(1)) == STEP
+        lost = [nodes.steps_of(name) for name in nodes.lines if name.startswith("1.")]
+        assert max(set().union(*lost)) == STEP
         assert "no heartbeat for " in nodes.said(0) or "was lost" in nodes.said(0)
     finally:
         nodes.close()
@@ -223,19 +185,13 @@ def test_a_leader_alone_is_evicted_and_writes_nothing_until_its_successor_comes(
             nodes.wait_until(lambda: "has not answered the leader for 10 s" in nodes.said(1))
             nodes.wait_for_step(STEP + 3, ranks=2)
             nodes.set_link(1, "up")
-        (tmp_path / "alone").mkdir()
-        nodes.require_exact(dict(train(tmp_path / "alone", {"accumulate": 3}).state_dict()))
+        nodes.require_exact()
         assert [launcher.wait(LIMIT) for launcher in nodes.launchers] == [0, 0, 0]
     finally:
         nodes.close()
-    committed = {
-        name: {json.loads(line).get("committed", 0) for line in path.read_text().splitlines()}
-        for name in ("1.0.0", "1.0.1")
-        for path in [tmp_path / f"{name}.jsonl"]
-    }
-    assert max(committed["1.0.0"]) == STEP
-    assert max(committed["1.0.1"]) == last
-    assert min(committed["1.0.1"] - {0}) > STEP
+    assert max(nodes.steps_of("1.0.0")) == STEP
+    assert max(nodes.steps_of("1.0.1")) == last
+    assert min(nodes.steps_of("1.0.1")) > STEP
     assert "worker 1.0.0 was lost: no heartbeat for " in nodes.said(0) + nodes.said(2)
     assert {path.name for path in (tmp_path / "ckpt").glob("*.ckpt")} == {
         f"epoch={EPOCHS - 1 + (step == last)}-step={step}.ckpt" for step in (last - 1, last)

@@ -7,15 +7,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
+import lightning_dist
 from lightning_dist import CommProfiler, compress_ddp
 from lightning_dist.elastic.recovery.generations import Generations
 from lightning_dist.elastic.recovery.groups import init_alone, is_alone
+from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
 from lightning_dist.integrations.torch.ddp import reducer_of
 from lightning_dist.integrations.torch.recovery import StepRecovery
 from lightning_dist.integrations.torch.regroup import require_recoverable
@@ -30,42 +34,38 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def wrapped(module: nn.Module | None = None, **ddp: Any) -> DistributedDataParallel:
-    return DistributedDataParallel(module or nn.Linear(8, 8), **ddp)
-
-
-@pytest.mark.parametrize(
-    ("model", "says"),
-    [
-        (wrapped, r"needs the hook of compress_ddp.*call compress_ddp\(model, codec\) before"),
-        (lambda: compressed(static_graph=True), "without static_graph and find_unused_parameters"),
-        (lambda: compressed(find_unused_parameters=True), "without static_graph and find_unused"),
-        (lambda: compressed(ranks_per_host=1), "ranks_per_host and rank_groups name ranks"),
-    ],
-)
-def test_models(model: Any, says: str) -> None:
-    ddp = model()
-    with pytest.raises(ValueError, match=says):
-        require_recoverable(ddp, reducer_of(ddp.module))
+def wrapped(**ddp: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(nn.Linear(8, 8), **ddp)
 
 
 def compressed(
-    module: nn.Module | None = None,
-    *,
-    codec: str = "int8",
-    ranks_per_host: int | None = None,
-    grad_scaler: torch.amp.GradScaler | None = None,
-    **ddp: Any,
+    codec: str = "int8", *, ddp: dict[str, Any] | None = None, **settings: Any
 ) -> DistributedDataParallel:
-    model = wrapped(module, **ddp)
-    model.keeps = compress_ddp(  # type: ignore[assignment]  # nobody else holds it
-        model,
-        codec,
-        compile_kernels=False,
-        grad_scaler=grad_scaler,
-        ranks_per_host=ranks_per_host,
-    )
+    model = wrapped(**(ddp or {}))
+    keeps = compress_ddp(model, codec, compile_kernels=False, **settings)
+    model.keeps = keeps  # type: ignore[assignment]  # nobody else holds it
     return model
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (wrapped, r"needs the hook of compress_ddp.*call compress_ddp\(model, codec\) before"),
+        (
+            lambda: compressed(ddp={"static_graph": True}),
+            "without static_graph and find_unused_parameters",
+        ),
+        (
+            lambda: compressed(ddp={"find_unused_parameters": True}),
+            "without static_graph and find_unused",
+        ),
+        (lambda: compressed(ranks_per_host=1), "ranks_per_host and rank_groups name ranks"),
+    ],
+)
+def test_models(make: Any, says: str) -> None:
+    model = make()
+    with pytest.raises(ValueError, match=says):
+        require_recoverable(model, reducer_of(model.module))
 
 
 def recovery(model: DistributedDataParallel, **given: Any) -> StepRecovery:
@@ -96,3 +96,87 @@ def test_a_profile_of_a_process_that_has_not_met_the_others(
     with pytest.raises(ValueError, match="enter CommProfiler inside of `with ElasticLoop"):
         CommProfiler(model, dirpath=tmp_path).__enter__()
     assert not [*tmp_path.iterdir()]
+
+
+class Small(pl.LightningModule):
+    """A module with as many parts as a refusal is about."""
+
+    def __init__(self, kind: str = "SGD") -> None:
+        super().__init__()
+        self.net, self.kind = torch.nn.Linear(2, 1), kind
+        self.automatic_optimization = kind != "manual"
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(batch).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        name = "SGD" if self.kind == "manual" else self.kind
+        return getattr(torch.optim, name)(self.parameters(), lr=0.1)
+
+
+def fit(module: pl.LightningModule, *callbacks: pl.Callback, loader: Any = None) -> None:
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy="compressed_ddp_elastic",
+        callbacks=list(callbacks),
+        max_epochs=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, loader or DataLoader(torch.ones(4, 2)))
+
+
+def test_it_needs_elastic_restart() -> None:
+    with pytest.raises(ValueError, match=r"needs ElasticRestart\(\.\.\.\) among the callbacks"):
+        fit(Small())
+
+
+@pytest.mark.parametrize(
+    ("kind", "callbacks", "format", "message"),
+    [
+        ("manual", [], "single", "automatic_optimization=False"),
+        ("LBFGS", [], "single", "LBFGS"),
+        ("SGD", ["AsyncCheckpoint"], "single", "a checkpoint with format='sharded'"),
+        ("SGD", [], "sharded", "format='single'"),
+    ],
+)
+def test_what_it_cannot_take_again_is_refused(
+    kind: str, callbacks: list[str], format: Any, message: str, tmp_path: Path
+) -> None:
+    """Where no launcher is that replaces ranks too."""
+    elastic = lightning_dist.ElasticRestart(tmp_path / "ckpt", format=format)
+    others = [getattr(lightning_dist, name)(tmp_path, format="sharded") for name in callbacks]
+    with pytest.raises(ValueError, match=message):
+        fit(Small(kind), elastic, *others)  # a module in a parameter would keep its groups
+
+
+OF_LEVELS = ({"hierarchical": True}, {"codec": {"intra": "bf16", "inter": "int8"}})
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "says"),
+    [
+        (lightning_dist.CompressedDDPStrategy, {"delay": 1}, r"repeats a failed step.*delay=1"),
+        *(
+            (
+                lightning_dist.CompressedDDPStrategy,
+                {"mirror_residuals": True, **levels},
+                "mirror_residuals copies the residual of each rank",
+            )
+            for levels in OF_LEVELS
+        ),
+        *(
+            (kind, {}, r"ElasticLoop\(recovery='in_process'\)")
+            for kind in (FabricStrategy, lightning_dist.LocalUpdateStrategy)
+        ),
+    ],
+)
+def test_strategies(kind: Any, given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        kind(recovery="in_process", **given)
+
+
+@pytest.mark.parametrize("levels", OF_LEVELS)
+def test_a_hierarchical_exchange_may_recover(levels: dict[str, Any]) -> None:
+    lightning_dist.CompressedDDPStrategy(recovery="in_process", **levels)

@@ -1,7 +1,8 @@
-"""Run on two nodes by ``lightning-dist launch --nnodes 1:2``: FOLDER.
+"""Run by ``lightning-dist launch``: FOLDER STOPS SIGNAL WORKERS, the last one of the loader.
 
-The first node trains alone until the second has come; the second is lost in the middle; the first
-goes on alone, to the end. FOLDER/starts has a line for each start of the first rank.
+The first node waits, alone, for a second one, whose launcher gets the signal in the middle. After
+STOPS such nodes the first one goes on alone, to the end. FOLDER/starts has a line for each start of
+the first rank.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ import signal
 import sys
 from pathlib import Path
 
-faulthandler.dump_traceback_later(100, exit=True)
+faulthandler.dump_traceback_later(220, exit=True)
 
 import lightning as L  # noqa: E402
 import torch  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
-import lightning_dist  # noqa: E402, F401  (registers the strategy)
+from lightning_dist import ElasticRestart  # noqa: E402
 
-FOLDER = Path(sys.argv[1])
-WAS_TWO = FOLDER / "was_two"
+FOLDER, STOPS = Path(sys.argv[1]), int(sys.argv[2])
+SIGNAL, WORKERS = signal.Signals[sys.argv[3]], int(sys.argv[4])
 
 
 class Module(L.LightningModule):
@@ -33,21 +34,24 @@ class Module(L.LightningModule):
         if self.global_rank == 0:
             with (FOLDER / "starts").open("a") as starts:
                 starts.write(f"{self.trainer.world_size}\n")
-        if self.trainer.world_size == 2:
-            WAS_TWO.touch()
-        elif not WAS_TWO.exists():
-            (FOLDER / "alone").write_text("")  # a pipe: waits for the second node to read
+        self.stops = len(list(FOLDER.glob("stop-*")))
+        if self.trainer.world_size == 1 and self.stops < STOPS:
+            # A pipe: waits for the next second node to read.
+            (FOLDER / f"alone-{self.stops}").write_text("")
 
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
-        if self.trainer.world_size == 2 and index == 2 and "SECOND_NODE" in os.environ:
-            os.kill(
-                os.getppid(), signal.SIGKILL
-            )  # the node's torchrun, which restarts nothing then
-            os._exit(9)
+        is_told = self.local_rank == 0 and "SECOND_NODE" in os.environ
+        if self.trainer.world_size == 2 and index >= 2 and is_told:
+            stop = FOLDER / f"stop-{self.stops}"
+            if not stop.exists():
+                stop.touch()
+                os.kill(os.getppid(), SIGNAL)
+                if SIGNAL == signal.SIGKILL:
+                    os._exit(9)
         return self.layer(batch[0]).square().mean()
 
     def on_train_epoch_end(self) -> None:
-        self.trainer.should_stop = self.trainer.world_size == 1 and WAS_TWO.exists()
+        self.trainer.should_stop = self.trainer.world_size == 1 and self.stops == STOPS
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -60,9 +64,10 @@ if __name__ == "__main__":
         accelerator="cpu",
         max_epochs=-1,
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        callbacks=[ElasticRestart(FOLDER / "ckpt", every_n_train_steps=1000)],
     )
-    trainer.fit(Module(), DataLoader(TensorDataset(torch.ones(64, 4)), batch_size=2))
+    samples = TensorDataset(torch.ones(64, 4))
+    trainer.fit(Module(), DataLoader(samples, batch_size=2, num_workers=WORKERS))
     (FOLDER / "ended").touch()
