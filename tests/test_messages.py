@@ -48,33 +48,6 @@ def test_block_size(block_size: int) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("setting", "text"),
-    [
-        (
-            {"error_feedback": "yes"},
-            "error_feedback must be True, False or 'auto', got 'yes'",
-        ),
-        (
-            {"hierarchical": "yes"},
-            "hierarchical must be 'auto', True, False or 'leader', got 'yes'",
-        ),
-        (
-            {"min_compress_numel": -1},
-            "min_compress_numel must be 0 (compress every tensor) or more elements, got -1",
-        ),
-        ({"start_step": -5}, "start_step must be 0 or more synchronised steps, got -5"),
-        (
-            {"compile_kernels": "always"},
-            "compile_kernels must be True, False or 'auto', got 'always'",
-        ),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_settings_out_of_range(setting: dict[str, Any], text: str) -> None:
-    assert message(Settings.check, **setting) == text
-
-
 def test_settings_at_their_edges_are_taken() -> None:
     settings = Settings.check(min_compress_numel=0, start_step=0, hierarchical=False)
     assert (settings.min_compress_numel, settings.start_step) == (0, 0)

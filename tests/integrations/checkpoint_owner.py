@@ -13,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-from checkpoint_runs import Between, fit, writer_pid
+from checkpoint_runs import Between, checkpointer_of, fit, writer_pid
 
 from lightning_dist import AsyncCheckpoint
 
@@ -30,10 +30,8 @@ def main(folder: Path, format: str) -> None:
         os.kill(writer_pid(callback), signal.SIGSTOP)
 
     def die() -> None:
-        assert callback._session is not None
-        assert callback._session._checkpointer is not None
         # Behind the snapshot and the jobs that follow it, in the one thread that sends them.
-        callback._session._checkpointer._delivery._thread.submit(lambda: None).result()
+        checkpointer_of(callback)._delivery._thread.submit(lambda: None).result()
         for number in (signal.SIGINT, signal.SIGTERM):  # as a terminal or a cluster sends to all
             os.kill(writer_pid(callback), number)
         os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -64,7 +66,10 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 class Between(L.Callback):
-    """Calls the function of a step after its checkpoint was taken, before the next step."""
+    """Calls the function of a step after its checkpoint was taken, before the next step.
+
+    And has a digest of the module and of its optimizers after every step.
+    """
 
     def __init__(self, actions: Mapping[int, Callable[[], None]]) -> None:
         self.actions = dict(actions)
@@ -74,7 +79,9 @@ class Between(L.Callback):
         self.actions.get(trainer.global_step, lambda: None)()
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-        self.digests[trainer.global_step] = digest(module)
+        states = (state for each in trainer.optimizers for state in each.state.values())
+        tensors = [each for state in states for each in state.values() if isinstance(each, Tensor)]
+        self.digests[trainer.global_step] = digest(module) + b"".join(map(_bytes, tensors))
 
 
 def make_trainer(*callbacks: L.Callback, **arguments: Any) -> L.Trainer:
@@ -109,7 +116,11 @@ def fit(
 
 def digest(module: nn.Module) -> bytes:
     """All bytes of parameters and buffers."""
-    return b"".join(value.detach().numpy().tobytes() for value in module.state_dict().values())
+    return b"".join(map(_bytes, module.state_dict().values()))
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().numpy().tobytes()
 
 
 def listing(folder: Path) -> list[str]:
@@ -168,8 +179,57 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def writer_pid(callback: AsyncCheckpoint) -> int:
-    """The process that writes, while a fit is under way."""
-    assert callback._session is not None
-    assert callback._session._checkpointer is not None
-    return int(callback._session._checkpointer._delivery.writer.pid)
+def checkpointer_of(owner: Any) -> Any:
+    """That of a callback or of AsyncTorchCheckpointIO, while a fit is under way."""
+    if isinstance(owner, AsyncCheckpoint):
+        return owner._session._checkpointer
+    return owner._saves.checkpointer
+
+
+def writer_pid(owner: Any) -> int:
+    """The process that writes."""
+    return int(checkpointer_of(owner)._delivery.writer.pid)
+
+
+class Faults:
+    """Breaks what is below a checkpoint callback or AsyncTorchCheckpointIO, and mends it."""
+
+    def __init__(self, callback: Any, folder: Path) -> None:
+        self.callback, self.folder = callback, folder
+        self.aside = folder.with_name("aside")
+
+    def short_of_space(self) -> None:
+        """No file of the writer may be longer than 1 kB: the kernel refuses in mid-file."""
+        self.limit(1000)
+
+    def space_again(self) -> None:
+        self.limit(resource.RLIM_INFINITY)
+
+    def limit(self, nbytes: int) -> None:
+        checkpointer_of(self.callback).wait()
+        limits = (nbytes, resource.RLIM_INFINITY)
+        resource.prlimit(writer_pid(self.callback), resource.RLIMIT_FSIZE, limits)
+
+    def replace_folder(self) -> None:
+        """A file has the folder's name."""
+        self.callback.wait()
+        self.folder.rename(self.aside)
+        self.folder.write_text("not a folder")
+
+    def put_folder_back(self) -> None:
+        self.callback.wait()
+        self.folder.unlink()
+        self.aside.rename(self.folder)
+
+    def stop_writer(self) -> None:
+        self.callback.wait()
+        self._stopped = writer_pid(self.callback)
+        os.kill(self._stopped, signal.SIGSTOP)
+
+    def let_writer_go_on(self) -> None:
+        """The stopped one, which the training may have left."""
+        os.kill(self._stopped, signal.SIGCONT)
+
+    def kill_writer(self) -> None:
+        os.kill(writer_pid(self.callback), signal.SIGKILL)
+        self.callback.wait()

@@ -1,9 +1,8 @@
-"""Two ranks of one framework: ``in_force_runs.py FRAMEWORK``."""
+"""Two ranks of one framework after the other: ``in_force_runs.py FRAMEWORK ...``."""
 
 from __future__ import annotations
 
 import faulthandler
-import os
 import sys
 from typing import Any
 
@@ -71,32 +70,17 @@ def two_models() -> None:
 
 def lightning() -> None:
     import lightning as L
-    from lightning.pytorch.demos.boring_classes import BoringModel
+    from scenarios.fitting import QUIET
+    from scenarios.models import Regression
 
     from lightning_dist import CompressedDDPStrategy
 
-    class Model(BoringModel):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Sequential(nn.Linear(32, 512), nn.Linear(512, 2))
-
-        def train_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader(torch.ones(8, 32))
-
-    L.Trainer(
-        strategy=CompressedDDPStrategy("int8"),
-        accelerator="cpu",
-        devices=int(os.environ["WORLD_SIZE"]),
-        max_epochs=1,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(Model())
+    strategy = CompressedDDPStrategy("int8")
+    L.Trainer(**QUIET, strategy=strategy, devices=2, max_epochs=1).fit(Regression(512))
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]]()
+    for framework in sys.argv[1:]:
+        globals()[framework]()
     dist.barrier()
     dist.destroy_process_group()

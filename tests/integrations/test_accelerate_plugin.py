@@ -29,26 +29,25 @@ INT8 = CompressedDDPPlugin("int8")
 pytestmark = pytest.mark.on_ranks(2)
 
 
+def trained(plugin: CompressedDDPPlugin | None = INT8, **given: Any) -> Facts:
+    with Run(plugin, **given) as run:
+        run.train(8)
+        return run.facts()
+
+
 def test_replicas_train_with_the_bytes_of_int8() -> None:
-    found = {}
-    for name, plugin, by_hand in (
-        ("ddp", None, True),
-        ("none", CompressedDDPPlugin("none"), True),
-        ("int8", INT8, True),
-        ("in kwargs_handlers", INT8, False),
-    ):
-        with Run(plugin, by_hand=by_hand) as run:
-            run.train(8)
-            found[name] = run.facts()
-    require_equal(found["none"]["parameters"], found["ddp"]["parameters"])
-    require_equal(found["in kwargs_handlers"]["parameters"], found["int8"]["parameters"])
-    stats = found["int8"]["stats"]
+    """Attached by hand or in kwargs_handlers."""
+    of_ddp, of_none = trained(None), trained(CompressedDDPPlugin("none"))
+    by_hand, given = trained(), trained(by_hand=False)
+    require_equal(of_none["parameters"], of_ddp["parameters"])
+    require_equal(given["parameters"], by_hand["parameters"])
+    stats = by_hand["stats"]
     assert stats["raw_bytes"] == 8 * 4 * (2 * WEIGHT + BIAS)
     assert stats["per_codec"]["int8"]["wire_bytes"] == 8 * 2 * (WEIGHT + 16 * 2)
-    for name, value in found["ddp"]["parameters"].items():
-        torch.testing.assert_close(found["int8"]["parameters"][name], value, rtol=0, atol=1e-2)
-    for name in ("int8", "in kwargs_handlers"):
-        require_compressed(found[name], steps=8)
+    for name, value in of_ddp["parameters"].items():
+        torch.testing.assert_close(by_hand["parameters"][name], value, rtol=0, atol=1e-2)
+    for each in (by_hand, given):
+        require_compressed(each, steps=8)
 
 
 @pytest.mark.parametrize(
@@ -57,10 +56,7 @@ def test_replicas_train_with_the_bytes_of_int8() -> None:
     ids=["accumulated", "bf16"],
 )
 def test_there_is_an_exchange_in_every_step(given: dict[str, Any], steps: int) -> None:
-    with Run(INT8, **given) as run:
-        run.train(8)
-        found = run.facts()
-    require_compressed(found, steps=steps)
+    require_compressed(trained(**given), steps=steps)
 
 
 def test_residuals_are_unscaled() -> None:
@@ -68,9 +64,7 @@ def test_residuals_are_unscaled() -> None:
     found = []
     for growth_interval, scale in ((1000, 2.0**10), (1, 2.0**18)):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=growth_interval)
-        with Run(INT8, scaler=scaler) as run:
-            run.train(8)
-            found.append(run.facts())
+        found.append(trained(scaler=scaler))
         assert scaler.get_scale() == scale
     constant, growing = found
     require_equal(growing["residuals"], constant["residuals"])
@@ -205,11 +199,10 @@ def test_trackers_get_bytes_and_configuration_from_rank_0(by_hand: bool) -> None
     assert logged["comm/total_wire_bytes"] == stats["wire_bytes"] == 2 * last["wire_bytes"]
     assert logged["comm/compression_ratio"] == last["ratio"] > 1
     configuration = notes.configuration
-    assert configuration["lr"] == 0.1
-    assert configuration["lightning_dist/codec"].startswith("Int8(")
-    assert configuration["lightning_dist/world_size"] == 2
-    assert configuration["lightning_dist/topology"] == "1 host x 2 ranks"
-    assert configuration["lightning_dist/versions/torch"] == torch.__version__
+    known = {"codec": "Int8(block_size=256)", "world_size": 2, "topology": "1 host x 2 ranks"}
+    known["versions/torch"] = torch.__version__
+    given = {"lr": 0.1, **{f"lightning_dist/{name}": value for name, value in known.items()}}
+    assert configuration | given == configuration
     assert {type(value) for value in configuration.values()} <= {str, int, float, bool}
     of_ranks = {f"lightning_dist/{n}" for n in ("exchange", "topology", "hosts", "world_size")}
     assert set(before) == {*configuration} - of_ranks - {"lr"}
@@ -236,9 +229,9 @@ def test_wandb_through_accelerate(tmp_path: Path) -> None:
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     found, logged = config(path), history(path)
     assert found["lr"] == 0.1
-    assert found["lightning_dist/codec"] == wanted["codec"] == "Int8(block_size=256)"
-    assert found["lightning_dist/world_size"] == wanted["world_size"] == 2
     assert found["lightning_dist/min_compress_numel"] == "None"
+    for name in ("codec", "world_size"):
+        assert found[f"lightning_dist/{name}"] == wanted[name]
     assert found["lightning_dist/versions/lightning_dist"] == wanted["versions"]["lightning_dist"]
     last = {name: json.loads(values[-1]) for name, values in logged.items() if "comm/" in name}
     assert last == metrics

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 pytest.importorskip("accelerate")
 
-from scenarios.accelerating import Run, warnings
+from scenarios.accelerating import Run
 from scenarios.models import WIDTH
+from scenarios.world import warnings
 
 from lightning_dist.accelerate import AsyncStateCheckpointer
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,9 +18,6 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
-needs_transformers = pytest.mark.skipif(
-    find_spec("transformers") is None, reason="transformers is not installed"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -34,21 +32,30 @@ def logged(folder: Path) -> list[dict[str, list[str]]]:
     return [history(path) for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))]
 
 
-def test_the_example_trains_and_goes_on(tmp_path: Path, quick_python: list[str]) -> None:
-    example = EXAMPLES / "accelerate_train.py"
-    arguments = ["--epochs", "2", "--folder", tmp_path / "out"]
-    first, second = (
-        torchrun(example, *arguments, ranks=2, limit=60, python=quick_python).require_success()
-        for _ in range(2)
-    )
-    shown = first.output + second.output
-    losses = [float(x) for x in re.findall(r"mean squared error ([\d.]+)", shown)]
+Start = Callable[..., str]
+
+
+@pytest.fixture
+def start(tmp_path: Path, quick_python: list[str]) -> Start:
+    """What an example prints on two ranks, in the folder ``out``."""
+
+    def run_example(name: str, epochs: int) -> str:
+        words = ["--epochs", str(epochs), "--folder", tmp_path / "out"]
+        done = torchrun(EXAMPLES / name, *words, ranks=2, limit=120, python=quick_python)
+        return done.require_success().output
+
+    return run_example
+
+
+def test_the_example_trains_and_goes_on(tmp_path: Path, start: Start) -> None:
+    first, second = (start("accelerate_train.py", 2) for _ in range(2))
+    losses = [float(x) for x in re.findall(r"mean squared error ([\d.]+)", first + second)]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
-    assert "going on from" not in first.output
-    assert second.output.count("going on from") == 1
-    assert "16 steps" in first.output, "2 epochs of 16 batches, by twos"
-    assert re.search(r"(\d+\.\d) times less than DDP", first.output)
+    assert "going on from" not in first
+    assert second.count("going on from") == 1
+    assert "16 steps" in first, "2 epochs of 16 batches, by twos"
+    assert re.search(r"(\d+\.\d) times less than DDP", first)
     assert (tmp_path / "out" / "state" / "lightning_dist_reducer_0.bin").exists()
     runs = logged(tmp_path / "out")
     assert [len(run["comm/wire_bytes"]) for run in runs] == [2, 2]
@@ -68,48 +75,38 @@ def test_the_example_under_accelerate_launch(tmp_path: Path, quick_executable: s
     assert "8 steps" in done.output
 
 
-def test_the_example_in_local_steps_goes_on(tmp_path: Path, quick_python: list[str]) -> None:
-    example = EXAMPLES / "accelerate_local_steps.py"
-    arguments = ["--epochs", "1", "--folder", tmp_path / "out"]
-    first, second = (
-        torchrun(example, *arguments, ranks=2, limit=60, python=quick_python).require_success()
-        for _ in range(2)
-    )
-    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", first.output + second.output)]
+def test_the_example_in_local_steps_goes_on(tmp_path: Path, start: Start) -> None:
+    first, second = (start("accelerate_local_steps.py", 1) for _ in range(2))
+    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", first + second)]
     assert losses[-1] < losses[0]
-    assert "sent in 2 exchanges" in first.output, "8 steps, by fours"
-    assert "going on from step 8" in second.output
+    assert "sent in 2 exchanges" in first, "8 steps, by fours"
+    assert "going on from step 8" in second
     assert ["comm/total_wire_bytes" in run for run in logged(tmp_path / "out")] == [True, True]
 
 
 def test_the_example_of_all_engines_goes_on_at_its_second_start(
-    tmp_path: Path, quick_python: list[str]
+    tmp_path: Path, start: Start
 ) -> None:
     """In one loop."""
-    example, words = EXAMPLES / "accelerate_engines.py", ["--folder", tmp_path, "--epochs"]
-    first, second = (
-        torchrun(example, *words, epochs, ranks=2, limit=120, python=quick_python)
-        .require_success()
-        .output
-        for epochs in "12"
-    )
+    first, second = (start("accelerate_engines.py", epochs) for epochs in (1, 2))
+    folder = tmp_path / "out"
     assert "elastic: world 2, fresh start; global batch 32" in first
     assert "elastic: world 2 -> 2, resumed at sample 512 (epoch 1, step 16)" in second
     assert "epoch 0: step 16" in first
     assert "epoch 0" not in second.replace("(epoch 0", "")
     assert "epoch 1: step 32" in second
-    logs = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    logs = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
     assert len(logs) == 2
     assert len({log.name for log in logs}) == 1, "both starts log to the same run"
-    found = logged(tmp_path)
+    found = logged(folder)
     assert [json.loads(each["_step"][0]) for each in found] == [16, 32]
     for each in found:
         assert each.keys() >= {"loss", "elastic/world_size", "checkpoint/write_ms"}
-    assert sorted(os.listdir(tmp_path / "epochs"))[-2:] == ["epoch-0", "epoch-1"]
-    assert (tmp_path / "epochs" / "epoch-1" / "model.safetensors").exists()
-    assert (tmp_path / "epochs" / "epoch-1" / "lightning_dist_reducer_0.bin").exists()
-    assert list((tmp_path / "profile").glob("run-*/report.html"))
-    assert len(list((tmp_path / "elastic").glob("*.ckpt"))) == 2
+    assert sorted(os.listdir(folder / "epochs"))[-2:] == ["epoch-0", "epoch-1"]
+    assert (folder / "epochs" / "epoch-1" / "model.safetensors").exists()
+    assert (folder / "epochs" / "epoch-1" / "lightning_dist_reducer_0.bin").exists()
+    assert list((folder / "profile").glob("run-*/report.html"))
+    assert len(list((folder / "elastic").glob("*.ckpt"))) == 2
 
 
 def test_accelerates_own_checks_pass_under_the_plugin(quick_python: list[str]) -> None:
@@ -124,15 +121,13 @@ def _sums(done: Finished) -> set[str]:
     return set(found)
 
 
-@needs_transformers
-@pytest.mark.parametrize("codec", ["topk:ratio=0.1"])
-def test_the_trainer_example_resumes_bit_for_bit(
-    tmp_path: Path, quick_python: list[str], codec: str
-) -> None:
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+def test_the_trainer_example_resumes_bit_for_bit(tmp_path: Path, quick_python: list[str]) -> None:
     example = EXAMPLES / "transformers_trainer.py"
 
     def train(folder: str, steps: int, *more: str) -> Finished:
-        options = ["--codec", codec, "--steps", str(steps), "--folder", tmp_path / folder, *more]
+        options = ["--codec", "topk:ratio=0.1", "--steps", str(steps)]
+        options += ["--folder", tmp_path / folder, *more]
         return torchrun(example, *options, ranks=2, limit=80, python=quick_python)
 
     whole = train("whole", 10)

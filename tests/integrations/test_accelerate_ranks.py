@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from processes import port, run_together
 from replicas import alone, of_all, require_equal
-from scenarios.world import Facts
+from scenarios.world import Facts, warnings
 
 pytest.importorskip("accelerate")
 
@@ -21,7 +21,6 @@ from scenarios.accelerating import (
     names,
     no_room,
     saving,
-    warnings,
     writers,
 )
 from torch.distributed import distributed_c10d
@@ -193,18 +192,6 @@ def test_a_failure_on_one_rank_is_raised_once_on_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.on_ranks(2)
-def test_closing_gives_the_process_group_back(tmp_path: Path) -> None:
-    groups = distributed_c10d._world.pg_map
-    with Training(None) as training:
-        before = len(groups)
-        with AsyncStateCheckpointer(training.accelerator) as state:
-            assert len(groups) == before + 1
-            state.save_state(tmp_path / "here")
-        assert len(groups) == before
-        state.close()
-
-
-@pytest.mark.on_ranks(2)
 def test_one_rank_loads_what_two_saved_and_says_what_is_not_exact(tmp_path: Path) -> None:
     target = tmp_path / "of_two"
     with saving(None) as (state, training):
@@ -225,18 +212,24 @@ def test_one_rank_loads_what_two_saved_and_says_what_is_not_exact(tmp_path: Path
 
 @pytest.mark.on_ranks(2)
 def test_refusals_reach_all_ranks_and_the_next_save_works(tmp_path: Path) -> None:
-    foreign = tmp_path / "foreign"
+    """And closing gives the process group back."""
+    foreign, groups = tmp_path / "foreign", distributed_c10d._world.pg_map
     foreign.mkdir(exist_ok=True)
     (foreign / "notes.txt").write_text("mine")
-    with saving(None) as (state, _):
-        own = tmp_path / f"of_{dist.get_rank()}"
-        for call, folder, error, says in (
-            (state.save_state, foreign, ValueError, "AsyncStateCheckpointer did not write it"),
-            (state.save_state, own, ValueError, "All ranks must save to the same folder"),
-            (state.load_state, tmp_path / "nowhere", FileNotFoundError, "There is no folder"),
-        ):
-            with pytest.raises(error, match=says) as refused:
-                call(folder)
-            assert len(set(of_all(str(refused.value)))) == 1, says
-        assert base(state.save_state(tmp_path / "after_refusals")) == "after_refusals"
-        assert os.listdir(foreign) == ["notes.txt"]
+    with Training(None) as training:
+        before = len(groups)
+        with AsyncStateCheckpointer(training.accelerator) as state:
+            assert len(groups) == before + 1
+            own = tmp_path / f"of_{dist.get_rank()}"
+            for call, folder, error, says in (
+                (state.save_state, foreign, ValueError, "AsyncStateCheckpointer did not write it"),
+                (state.save_state, own, ValueError, "All ranks must save to the same folder"),
+                (state.load_state, tmp_path / "none", FileNotFoundError, "There is no folder"),
+            ):
+                with pytest.raises(error, match=says) as refused:
+                    call(folder)
+                assert len(set(of_all(str(refused.value)))) == 1, says
+            assert base(state.save_state(tmp_path / "after_refusals")) == "after_refusals"
+            assert os.listdir(foreign) == ["notes.txt"]
+        assert len(groups) == before
+        state.close()

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import errno
-import os
-import resource
-import signal
-import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from checkpoint_runs import Between, Net, books, fit, listing, whole_checkpoints, writer_pid
+from checkpoint_runs import Between, Faults, books, fit, listing, whole_checkpoints
 
 from lightning_dist import AsyncCheckpoint
 from lightning_dist.checkpoint.disk.errors import CheckpointError
@@ -24,50 +20,6 @@ from lightning_dist.checkpoint.disk.errors import CheckpointError
 def checkpoint(folder: Path, **arguments: Any) -> AsyncCheckpoint:
     arguments = {"every_n_train_steps": 1, "writer": "process", **arguments}
     return AsyncCheckpoint(folder, "{step}", **arguments)
-
-
-class Faults:
-    """Breaks what is below a checkpoint callback, and mends it."""
-
-    def __init__(self, callback: AsyncCheckpoint, folder: Path) -> None:
-        self.callback, self.folder = callback, folder
-        self.aside = folder.with_name("aside")
-
-    def short_of_space(self) -> None:
-        """No file of the writer may be longer than 1 kB: the kernel refuses in mid-file."""
-        self._limit(1000)
-
-    def space_again(self) -> None:
-        self._limit(resource.RLIM_INFINITY)
-
-    def _limit(self, nbytes: int) -> None:
-        self.callback.wait()
-        limits = (nbytes, resource.RLIM_INFINITY)
-        resource.prlimit(writer_pid(self.callback), resource.RLIMIT_FSIZE, limits)
-
-    def replace_folder(self) -> None:
-        """A file has the folder's name."""
-        self.callback.wait()
-        self.folder.rename(self.aside)
-        self.folder.write_text("not a folder")
-
-    def put_folder_back(self) -> None:
-        self.callback.wait()
-        self.folder.unlink()
-        self.aside.rename(self.folder)
-
-    def stop_writer(self) -> None:
-        self.callback.wait()
-        self._stopped = writer_pid(self.callback)
-        os.kill(self._stopped, signal.SIGSTOP)
-
-    def let_writer_go_on(self) -> None:
-        """The stopped one, which the training may have left."""
-        os.kill(self._stopped, signal.SIGCONT)
-
-    def kill_writer(self) -> None:
-        os.kill(writer_pid(self.callback), signal.SIGKILL)
-        self.callback.wait()
 
 
 def said(warned: pytest.WarningsRecorder) -> list[str]:
@@ -182,36 +134,6 @@ def test_a_state_that_cannot_be_pickled(on_error: Any, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"cannot pickle '_thread\.lock' object"):
         fit(callback, Unpicklable())
     assert whole_checkpoints(tmp_path) == ["step=1.ckpt"]
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """100 kB in memory."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("mounting takes root")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-@pytest.mark.root
-def test_a_full_disk_is_known_before_anything_is_written(small_disk: Path) -> None:
-    callback = checkpoint(small_disk, on_error="warn", save_top_k=-1)
-    filler = small_disk / "filler"
-    actions = {
-        2: lambda: (callback.wait(), filler.write_bytes(b"\0" * 72_000)),
-        3: lambda: (callback.wait(), filler.unlink()),
-    }
-    with pytest.warns(UserWarning, match="was not written: no space") as warned:
-        fit(callback, Between(actions), model=Net(), max_steps=4)
-    (message,) = said(warned)
-    assert message.startswith(
-        f"[lightning_dist] The checkpoint {small_disk}/step=3.ckpt of step 3 was not written"
-    )
-    assert "needs 0.0 MB beside the checkpoints that are kept until it is complete" in message
-    assert whole_checkpoints(small_disk) == [f"step={step}.ckpt" for step in (1, 2, 4)]
 
 
 class Disk(Faults):

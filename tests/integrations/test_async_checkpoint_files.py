@@ -224,14 +224,10 @@ def test_another_extension(tmp_path: Path, save_last: bool | None, newest: str) 
 
 
 def test_weights_alone_are_passed_over(tmp_path: Path) -> None:
+    """Of the callback and of AsyncTorchCheckpointIO."""
     fit(callback(tmp_path), max_epochs=1)
     fit(AsyncCheckpoint(tmp_path, "w-{step}", save_weights_only=True), max_epochs=2)
     assert (tmp_path / "w-step=6.ckpt").exists()
-    assert resumed(tmp_path) == "step=3.ckpt"
-
-
-def test_weights_alone_of_the_checkpoint_io_are_passed_over(tmp_path: Path) -> None:
-    fit(callback(tmp_path), max_epochs=1)
     trainer = make_trainer(plugins=[AsyncTorchCheckpointIO(snapshot="sync")], max_epochs=2)
     trainer.fit(Net())
     trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 from checkpoint_runs import (
     Between,
+    Faults,
     Net,
     digest,
     fit,
@@ -19,6 +19,7 @@ from checkpoint_runs import (
     listing,
     require_same,
     whole_checkpoints,
+    writer_pid,
 )
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -32,11 +33,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "a link": {"save_last": "link"},
     "weights": {"save_weights_only": True, "save_top_k": -1},
 }
-
-
-def writer_pid(io: AsyncTorchCheckpointIO) -> int:
-    assert io._saves is not None
-    return int(io._saves.checkpointer._delivery.writer.pid)
 
 
 @pytest.mark.parametrize("snapshot", ["blocking", "sync"])
@@ -58,19 +54,16 @@ def test_it_leaves_what_lightnings_own_leaves(name: str, snapshot: Any, tmp_path
 def test_the_old_checkpoint_stays_until_the_new_one_is_durable(tmp_path: Path) -> None:
     """Lightning's own removes it before the new one is there."""
     io, seen = AsyncTorchCheckpointIO(), {}
+    faults = Faults(io, tmp_path)
     callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1)
-
-    def stop() -> None:
-        io.wait()
-        os.kill(writer_pid(io), signal.SIGSTOP)
 
     def look_and_go_on() -> None:
         seen[2] = whole_checkpoints(tmp_path)
-        os.kill(writer_pid(io), signal.SIGCONT)
+        faults.let_writer_go_on()
         io.wait()
         seen[3] = whole_checkpoints(tmp_path)
 
-    fit(callback, Between({1: stop, 2: look_and_go_on}), plugins=[io])
+    fit(callback, Between({1: faults.stop_writer, 2: look_and_go_on}), plugins=[io])
     assert seen == {2: ["step=1.ckpt"], 3: ["step=2.ckpt"]}
     assert listing(tmp_path) == ["step=6.ckpt"]
     assert io.last_committed is None  # torn down
@@ -79,21 +72,9 @@ def test_the_old_checkpoint_stays_until_the_new_one_is_durable(tmp_path: Path) -
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
 def test_errors_come_out_of_the_next_save(on_error: Any, tmp_path: Path) -> None:
     io = AsyncTorchCheckpointIO(on_error=on_error)
-
-    def limit(nbytes: int) -> None:
-        resource.prlimit(writer_pid(io), resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
-
-    def no_space() -> None:
-        io.wait()
-        limit(1000)
-
-    def space_again() -> None:
-        assert io._saves is not None
-        io._saves.checkpointer.wait()
-        limit(resource.RLIM_INFINITY)
-
+    faults = Faults(io, tmp_path)
     callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1)
-    steps = Between({1: no_space, 2: space_again})
+    steps = Between({1: faults.short_of_space, 2: faults.space_again})
     text = f"{tmp_path}/step=2.ckpt of step 2 was not written: OSError: .Errno 27. File too large"
     if on_error == "raise":
         with pytest.raises(CheckpointError, match=text):
@@ -110,17 +91,11 @@ def test_errors_come_out_of_the_next_save(on_error: Any, tmp_path: Path) -> None
 
 def test_the_last_error_comes_out_of_the_fit(tmp_path: Path) -> None:
     io = AsyncTorchCheckpointIO(writer="process")
-
-    def kill() -> None:
-        io.wait()
-        os.kill(writer_pid(io), signal.SIGSTOP)
-
-    def die() -> None:
-        os.kill(writer_pid(io), signal.SIGKILL)
-
+    faults = Faults(io, tmp_path)
     callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2)
+    steps = Between({3: faults.stop_writer, 4: lambda: os.kill(writer_pid(io), signal.SIGKILL)})
     with pytest.raises(CheckpointError, match=r"step=4.ckpt of step 4 was not written: the check"):
-        fit(callback, Between({3: kill, 4: die}), plugins=[io], max_steps=5)
+        fit(callback, steps, plugins=[io], max_steps=5)
     assert whole_checkpoints(tmp_path) == ["step=2.ckpt"]
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 import pickle
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,9 +58,8 @@ def test_loggers_hear_of_files_that_are_there(writer: Any, tmp_path: Path) -> No
     rows = logger.rows()
     assert len(rows) == 3
     size = Path(callback.best_model_path).stat().st_size
-    of_times = ("blocking_ms", "queue_ms", "optimizer_wait_ms", "write_ms")
-    of_counts = ("bytes", "in_flight", "skipped", "failed")
-    expected = {f"checkpoint/{name}" for name in (*of_times, *of_counts)}
+    times = "blocking_ms queue_ms optimizer_wait_ms write_ms"
+    expected = {f"checkpoint/{n}" for n in f"{times} bytes in_flight skipped failed".split()}
     for row in rows:
         assert {name for name in row if name.startswith("checkpoint/")} == expected
         assert abs(row["checkpoint/bytes"] - size) < 1000
@@ -70,15 +67,17 @@ def test_loggers_hear_of_files_that_are_there(writer: Any, tmp_path: Path) -> No
         assert row["checkpoint/write_ms"] > 0
 
 
-def test_a_line_for_every_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    callback = AsyncCheckpoint(tmp_path)
+def test_a_line_for_every_checkpoint_and_the_last_is_a_file_of_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    callback = AsyncCheckpoint(tmp_path, save_last=True)
     with caplog.at_level("INFO"):
         fit(callback, max_epochs=1)
-    lines = [text for text in caplog.messages if "Checkpoint epoch" in text]
-    assert len(lines) == 1
-    assert lines[0].startswith("[lightning_dist] Checkpoint epoch=0-step=3.ckpt of step 3 is ")
-    assert " kB in " in lines[0]
-    assert "training was blocked for" in lines[0]
+    (line,) = [text for text in caplog.messages if "Checkpoint epoch" in text]
+    assert line.startswith("[lightning_dist] Checkpoint epoch=0-step=3.ckpt of step 3 is ")
+    assert " kB in " in line
+    assert "training was blocked for" in line
+    assert callback._last_checkpoint_saved == callback.last_model_path == f"{tmp_path}/last.ckpt"
 
 
 def test_one_callback_for_two_fits(tmp_path: Path) -> None:
@@ -164,28 +163,27 @@ class Stops(Net):
             self.reason()
 
 
-def fail() -> None:
-    raise ArithmeticError("of the user")
-
-
-def interrupt() -> None:
-    raise KeyboardInterrupt
-
-
-REASONS: dict[str, tuple[Callable[[], Any], type[BaseException], int]] = {
-    "exception": (fail, ArithmeticError, 5),
-    "keyboard": (interrupt, SystemExit, 5),
-    "sigterm": (lambda: os.kill(os.getpid(), signal.SIGTERM), SIGTERMException, 6),
-}
-"""What happens, what comes of it, and after how many steps."""
+def fail(error: type[BaseException]) -> None:
+    raise error
 
 
 @pytest.mark.parametrize("save_on_exception", [False, True])
-@pytest.mark.parametrize("name", REASONS)
+@pytest.mark.parametrize(
+    ("reason", "error", "steps"),
+    [
+        (lambda: fail(ArithmeticError), ArithmeticError, 5),
+        (lambda: fail(KeyboardInterrupt), SystemExit, 5),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), SIGTERMException, 6),
+    ],
+    ids=["exception", "keyboard", "sigterm"],
+)
 def test_training_stops_when_all_is_written(
-    name: str, save_on_exception: bool, tmp_path: Path
+    reason: Callable[[], None],
+    error: type[BaseException],
+    steps: int,
+    save_on_exception: bool,
+    tmp_path: Path,
 ) -> None:
-    reason, error, steps = REASONS[name]
     settings = {"every_n_train_steps": 4, "save_on_exception": save_on_exception}
     callback = AsyncCheckpoint(tmp_path, "{step}", save_last=True, **settings)
     model = Stops(reason)
@@ -218,32 +216,6 @@ def test_a_tuner_saves_and_restores_around_itself(tmp_path: Path) -> None:
     fit(finder, callback, model=model, default_root_dir=tmp_path)
     assert len(listing(tmp_path / "here")) == 1
     assert os.listdir(tmp_path) == ["here"]
-
-
-def test_the_command_line_reads_its_arguments_from_yaml(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("jsonargparse", reason="LightningCLI needs jsonargparse")
-    from lightning.pytorch.cli import LightningCLI
-
-    monkeypatch.setattr(sys, "argv", ["train.py"])
-    settings = {
-        **{"snapshot": "blocking", "max_in_flight": 2, "on_busy": "skip", "writer": "thread"},
-        **{"verify": "always", "on_error": "warn", "host_memory_limit": 1_000_000, "lock": False},
-    }
-    of_lightning = {"dirpath": f"{tmp_path}/here", "monitor": "score", "mode": "max"}
-    of_lightning |= {"save_top_k": 2, "save_last": "link", "every_n_train_steps": 5}
-    given = {"format": "sharded", **settings, **of_lightning}
-    callbacks = [{"class_path": "lightning_dist.AsyncCheckpoint", "init_args": given}]
-    trainer = {"accelerator": "cpu", "logger": False, "callbacks": callbacks}
-    config = tmp_path / "config.yaml"
-    config.write_text(json.dumps({"trainer": trainer}))
-    cli = LightningCLI(Net, run=False, save_config_callback=None, args=["--config", str(config)])
-    callback = cli.trainer.checkpoint_callback
-    assert type(callback) is AsyncCheckpoint
-    assert vars(callback.settings) == settings
-    of_lightning["_every_n_train_steps"] = of_lightning.pop("every_n_train_steps")
-    assert {"format": "sharded", **of_lightning}.items() <= vars(callback).items()
 
 
 FIRST_SAVE = """
@@ -310,12 +282,6 @@ def test_the_memory_limit_is_kept(enforced: Any, tmp_path: Path) -> None:
 def test_a_pickled_callback_is_the_same(tmp_path: Path) -> None:
     callback = AsyncCheckpoint(tmp_path, monitor="score", save_last=True)
     assert vars(pickle.loads(pickle.dumps(callback))) == vars(callback)
-
-
-def test_the_newest_saved_is_the_last_where_that_is_a_file_of_its_own(tmp_path: Path) -> None:
-    callback = AsyncCheckpoint(tmp_path, "{step}", save_last=True)
-    fit(callback, max_epochs=1)
-    assert callback._last_checkpoint_saved == callback.last_model_path == f"{tmp_path}/last.ckpt"
 
 
 def test_outside_of_a_fit_it_saves_at_once_as_a_model_checkpoint(tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_runs import flip
+from checkpoint_runs import Between, digest, flip, writer_pid
 from lightning.pytorch.callbacks import ModelCheckpoint
 from replicas import mean_of_all, of_all, require_equal, world_of
-from scenarios.fitting import AtStart, compressed, digest, make_trainer, plain, residuals
+from scenarios.fitting import AtStart, compressed, make_trainer, plain, residuals
 from scenarios.models import WIDTH, Regression
 from scenarios.world import Facts, rank
 from torch import Tensor, nn
@@ -53,29 +53,13 @@ class ByStep(Regression):
         return nn.functional.mse_loss(self(x), x.flip(1))
 
 
-class Steps(L.Callback):
-    """A digest of the parameters before the first step, and after every step of the parameters and
-    of the optimizer; and what to do before a step."""
+class Steps(Between):
+    """And a digest of the module before the first step."""
 
-    def __init__(self, actions: dict[int, Callable[[], None]]) -> None:
-        self.actions = actions
-        self.first = ""
-        self.digests: dict[int, str] = {}
+    first = b""
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.first = digest(module)
-
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self.actions.get(trainer.global_step, lambda: None)()
-
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-        moments = nn.ParameterList(
-            value
-            for state in trainer.optimizers[0].state.values()
-            for value in state.values()
-            if value.is_floating_point()
-        )
-        self.digests[trainer.global_step] = digest(module) + digest(moments)
 
 
 def fit(
@@ -163,11 +147,8 @@ def limit_writer(callback: AsyncCheckpoint, nbytes: int, *, of: int) -> None:
     callback.wait()
     dist.barrier()
     if rank() == of:
-        assert callback._session is not None
-        assert callback._session._checkpointer is not None
-        writer: Any = callback._session._checkpointer._delivery.writer
         limits = (nbytes, resource.RLIM_INFINITY)
-        resource.prlimit(writer.pid, resource.RLIMIT_FSIZE, limits)
+        resource.prlimit(writer_pid(callback), resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize("on_error", ["warn", "raise"])
@@ -349,7 +330,7 @@ def test_other_numbers_of_ranks_go_on_from_either_format(name: str, tmp_path: Pa
     """Both hold the same."""
     found = []
     for form in FORMATS:
-        path, first = tmp_path / form / "step=3.ckpt", set[str]()
+        path, first = tmp_path / form / "step=3.ckpt", set[bytes]()
         with world_of(2) as is_here:
             if is_here:
                 saver = checkpoint(path.parent, format=form, writer="thread")

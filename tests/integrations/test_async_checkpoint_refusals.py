@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import types
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
 from lightning_dist import AsyncCheckpoint, AsyncTorchCheckpointIO
-from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
+from lightning_dist.checkpoint.disk.errors import CorruptCheckpointError
 from lightning_dist.integrations.lightning.checkpoint.supported import require_supported
 
 
@@ -41,19 +38,6 @@ def message(error: type[Exception], *arguments: Any, **keywords: Any) -> str:
             "writer must be one of 'auto', 'process', 'thread'; got 'fork'",
         ),
         ({"format": "zip"}, "format must be one of 'single', 'sharded'; got 'zip'"),
-        (
-            {"snapshot": "later"},
-            "snapshot must be one of 'auto', 'overlap', 'blocking', 'sync'; got 'later'",
-        ),
-        ({"on_busy": "raise"}, "on_busy must be one of 'wait', 'skip'; got 'raise'"),
-        ({"writer": "fork"}, "writer must be one of 'auto', 'process', 'thread'; got 'fork'"),
-        ({"verify": True}, "verify must be one of 'resume', 'always', 'never'; got True"),
-        ({"on_error": None}, "on_error must be one of 'raise', 'warn'; got None"),
-        ({"max_in_flight": 0}, "max_in_flight must be an integer >= 1; got 0"),
-        (
-            {"host_memory_limit": 0},
-            "host_memory_limit must be a number of bytes >= 1, or None; got 0",
-        ),
         (
             {"snapshot": "sync", "on_busy": "skip"},
             "snapshot='sync' waits for every save, so on_busy='skip' cannot take effect; leave one "
@@ -114,7 +98,7 @@ class Other(Net):
 def test_a_checkpoint_of_another_model(format: Any, tmp_path: Path) -> None:
     fit(AsyncCheckpoint(tmp_path, "{step}", format=format), max_epochs=1)
     path, model = tmp_path / "step=3.ckpt", Other()
-    before = hashlib.sha256(digest(model)).digest()
+    before = digest(model)
     callback = AsyncCheckpoint(tmp_path, format=format)
     assert message(ValueError, callback, model=model, ckpt_path=path) == (
         f"{path} is a checkpoint of another model; parameters and buffers only in the model: "
@@ -122,32 +106,8 @@ def test_a_checkpoint_of_another_model(format: Any, tmp_path: Path) -> None:
         "for (5,). Give another folder, or the path of a checkpoint of this model, or set "
         "strict_loading=False on the module"
     )
-    assert hashlib.sha256(digest(model)).digest() == before
-    assert listing(tmp_path) == ["step=3.ckpt"]
-
-
-def newer(path: Path) -> None:
-    """As a version of this package would have written it that does not exist yet."""
-    with zipfile.ZipFile(path) as archive:
-        content = {name: archive.read(name) for name in archive.namelist()}
-    (record,) = [name for name in content if name.endswith("lightning_dist.json")]
-    content[record] = json.dumps({**json.loads(content[record]), "version": 2}).encode()
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, data in content.items():
-            archive.writestr(name, data)
-
-
-def test_a_checkpoint_of_a_newer_version(tmp_path: Path) -> None:
-    fit(AsyncCheckpoint(tmp_path, "{step}"), max_epochs=1)
-    path, model = tmp_path / "step=3.ckpt", Net()
-    newer(path)
-    before = digest(model)
-    text = message(CheckpointError, AsyncCheckpoint(tmp_path), model=model, ckpt_path=path)
-    assert text == (
-        f"{path} was written by a newer lightning_dist (format 2, this one reads up to 1); upgrade "
-        "lightning_dist, or consolidate it there"
-    )
     assert digest(model) == before
+    assert listing(tmp_path) == ["step=3.ckpt"]
 
 
 def cut(path: Path) -> None:

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import subprocess
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from checkpoint_runs import Between, Net, books, fit, listing, require_same, whole_checkpoints
+from checkpoint_runs import (
+    Between,
+    Faults,
+    Net,
+    books,
+    checkpointer_of,
+    fit,
+    listing,
+    require_same,
+    whole_checkpoints,
+)
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
-from processes import environment_of
-from test_async_checkpoint_errors import Faults
+from processes import environment_of, readable
 
 from lightning_dist import AsyncCheckpoint
 from lightning_dist.checkpoint.disk.errors import CheckpointError
@@ -193,10 +202,8 @@ def test_replaced_optimizers_are_watched(tmp_path: Path) -> None:
     model, watched = Replaces(), []
 
     def note() -> None:
-        assert callback._session is not None
-        assert callback._session._checkpointer is not None
-        snapshots = callback._session._checkpointer._snapshots
-        watched.append(snapshots.optimizers == model.trainer.optimizers)
+        optimizers = checkpointer_of(callback)._snapshots.optimizers
+        watched.append(optimizers == model.trainer.optimizers)
 
     fit(callback, Between({2: note, 4: note}), model=model, max_epochs=2)
     assert watched == [True, True]
@@ -259,17 +266,13 @@ LIMIT = 60.0
 OWNER = Path(__file__).with_name("checkpoint_owner.py")
 
 
+@dataclass
 class Owner:
     """The other trainer, with a checkpoint of its first step."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self.process = process
-        assert process.stdout is not None
-        ready, _, _ = select.select([process.stdout], [], [], LIMIT)
-        assert ready, "the trainer did not come to its first checkpoint"
-        line = process.stdout.readline()
-        assert line, "the trainer ended before its first checkpoint"
-        self.pid, self.writer = map(int, line.split())
+    process: subprocess.Popen[bytes]
+    pid: int
+    writer: int
 
     def dies(self) -> None:
         assert self.process.stdin is not None
@@ -277,9 +280,9 @@ class Owner:
         self.process.stdin.flush()
         assert self.process.wait(LIMIT) == -signal.SIGKILL
 
-    def disk_goes_on(self) -> None:
-        with suppress(ProcessLookupError):  # it has ended by now
-            os.kill(self.writer, signal.SIGCONT)
+    def disk_goes_on(self, number: int = signal.SIGCONT) -> None:
+        with suppress(ProcessLookupError):  # the writer has ended by now
+            os.kill(self.writer, number)
 
 
 @contextmanager
@@ -292,16 +295,15 @@ def owner_of(python: list[str], folder: Path, format: str) -> Iterator[Owner]:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    owner = None
-    try:
-        owner = Owner(process)
+    with ExitStack() as stack:
+        stack.callback(process.communicate)
+        stack.callback(process.kill)
+        assert process.stdout is not None
+        assert readable(process.stdout.fileno(), LIMIT), "it did not come to its first checkpoint"
+        pid, writer = map(int, process.stdout.readline().split())
+        owner = Owner(process, pid, writer)
+        stack.callback(owner.disk_goes_on, signal.SIGKILL)
         yield owner
-    finally:
-        process.kill()
-        process.communicate()
-        if owner is not None:
-            with suppress(ProcessLookupError):
-                os.kill(owner.writer, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("format", ["single", "sharded"])

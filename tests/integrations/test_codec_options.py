@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
-import sys
-import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.fabric import Fabric
@@ -22,156 +18,30 @@ from scenarios.models import Regression
 from scenarios.world import TIMEOUT, Facts, rank
 from torch import nn
 
-from lightning_dist import CODECS, CompressedDDPStrategy, OneBitAdam, by_name, by_size, warmup
-from lightning_dist.codecs import DGC, POLICIES, QSGD, Codec, Int4, PowerSGD, TopK
-from lightning_dist.configuration import resolve
-from lightning_dist.configuration.options import POLICIES as POLICIES_OF_FILES
+from lightning_dist import CODECS, CompressedDDPStrategy, OneBitAdam
+from lightning_dist.codecs import DGC, QSGD, Codec, Int4, PowerSGD, Threshold, TopK
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
-from lightning_dist.settings import Settings
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs/guide.md"
 HIDDEN = 256  # weights of 4096 elements: compressed by default
 WEIGHTS, BIAS = 2 * 16 * HIDDEN, HIDDEN  # elements; the bias stays uncompressed
 STEPS, FREEZE = 8, 5
 
-STRINGS: list[tuple[str, Codec]] = [
-    ("topk:ratio=0.01", TopK(ratio=0.01)),
-    ("topk:ratio=0.05,values=int8,block_size=1024", TopK(0.05, 1024, "int8")),
-    ("int4:block_size=64,hadamard=true", Int4(block_size=64, hadamard=True)),
-    ("dgc:ratio=0.05,warmup_steps=4,clip=1.0", DGC(ratio=0.05, warmup_steps=4, clip=1.0)),
-    ("powersgd:rank=2,two_phase=true", PowerSGD(rank=2, two_phase=True)),
-    ("qsgd:bits=2,block_size=64,norm=l2", QSGD(bits=2, block_size=64, norm="l2")),
-]
-strings = pytest.mark.parametrize(("text", "codec"), STRINGS)
-both = pytest.mark.parametrize("strategy", [CompressedDDPStrategy, FabricStrategy])
-OPTIONS = [*(text for text, _ in STRINGS), "threshold:tau=2.0"]
+OPTIONS: dict[str, Codec] = {
+    "topk:ratio=0.01": TopK(ratio=0.01),
+    "topk:ratio=0.05,values=int8,block_size=1024": TopK(0.05, 1024, "int8"),
+    "int4:block_size=64,hadamard=true": Int4(block_size=64, hadamard=True),
+    "dgc:ratio=0.05,warmup_steps=4,clip=1.0": DGC(ratio=0.05, warmup_steps=4, clip=1.0),
+    "powersgd:rank=2,two_phase=true": PowerSGD(rank=2, two_phase=True),
+    "qsgd:bits=2,block_size=64,norm=l2": QSGD(bits=2, block_size=64, norm="l2"),
+    "threshold:tau=2.0": Threshold(tau=2.0),
+}
 
 
-@strings
-def test_a_trainer_takes_options_in_the_string(text: str, codec: Codec) -> None:
-    strategy = CompressedDDPStrategy(codec=text)
-    trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
-    assert trainer.strategy._settings.codec == codec
-
-
-@strings
-def test_fabric_takes_them_too(text: str, codec: Codec) -> None:
-    fabric = Fabric(strategy=FabricStrategy(codec=text), accelerator="cpu", devices=2)
-    assert fabric.strategy._settings.codec == codec
-
-
-def codec_of_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str) -> Codec:
-    """The codec of the trainer that LightningCLI builds."""
-    cli = pytest.importorskip("lightning.pytorch.cli", reason="LightningCLI needs jsonargparse")
-    config = tmp_path / "config.yaml"
-    config.write_text(
-        f"""
-trainer:
-  accelerator: cpu
-  devices: 2
-  logger: false
-  strategy:
-    class_path: lightning_dist.CompressedDDPStrategy
-    init_args:
-      codec: {codec}
-"""
-    )
-    monkeypatch.setattr(sys, "argv", ["train.py"])
-    arguments = {"run": False, "save_config_callback": None, "args": ["--config", str(config)]}
-    trainer = cli.LightningCLI(L.LightningModule, **arguments).trainer
-    assert type(trainer.strategy) is CompressedDDPStrategy
-    return trainer.strategy._settings.codec
-
-
-@strings
-def test_yaml_takes_them_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, codec: Codec
-) -> None:
-    assert codec_of_yaml(tmp_path, monkeypatch, text) == codec
-
-
-def test_yaml_takes_an_object_with_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = """
-        class_path: lightning_dist.codecs.PowerSGD
-        init_args:
-          rank: 3
-          two_phase: true
-"""
-    assert codec_of_yaml(tmp_path, monkeypatch, written) == PowerSGD(rank=3, two_phase=True)
-
-
-def test_yaml_takes_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """LightningCLI and the settings file take the example of the guide."""
-    (written,) = re.findall(r"```yaml\n(codec:.*?)```", GUIDE.read_text(), re.DOTALL)
-    large = by_size("int8", min_numel=65536)
-    named = by_name("int4", {r"head\.weight": "int8", "embed": "none"})
-    expected = warmup({0: "none", 200: large, 1000: named})
-    inside = textwrap.indent(written.removeprefix("codec:"), " " * 6)
-    assert codec_of_yaml(tmp_path, monkeypatch, inside) == expected
-    (tmp_path / "ours.yaml").write_text(written)
-    found = resolve(environ={"LIGHTNING_DIST_CONFIG": str(tmp_path / "ours.yaml"), "HF_HOME": "/"})
-    assert Settings.check(**found.options).codec == expected
-    assert set(POLICIES) == set(POLICIES_OF_FILES)
-
-
-def test_yaml_refuses_a_bad_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"codec 'topk' takes ratio=0.01, .* got 'size=3'"):
-        codec_of_yaml(tmp_path, monkeypatch, "topk:size=3")
-
-
-BAD: list[tuple[dict[str, Any], str]] = [
-    (
-        {"codec": "topk:size=3"},
-        r"codec 'topk' takes ratio=0.01, block_size=4096, values=bf16, decay=1.0; got 'size=3' in "
-        r"'topk:size=3'; remove it",
-    ),
-    ({"codec": "none:ratio=1"}, "takes no options; got 'ratio=1' in 'none:ratio=1'; remove it"),
-    ({"codec": {"by_size": "int8"}}, "A policy is a mapping from one of by_size, by_name, .* got"),
-    (
-        {"codec": {"by_size": {"codec": "int8", "numel": 9}}},
-        "by_size takes codec, min_numel, got {'codec': 'int8', 'numel': 9}: .* 'numel'",
-    ),
-    ({"codec": {"warmup": {"1": "int8"}}}, "warmup: steps must be whole numbers that start at 0"),
-    ({"codec": {"by_sizes": {}}}, r"got the keys \['by_sizes'\]; policies are by_size, by_name"),
-    ({"codec": "powersgd:rank"}, "codec 'powersgd' takes rank=4, two_phase=False, seed=0; got"),
-    (
-        {"codec": "powersgd:rank=x"},
-        "Option rank of codec 'powersgd' must be a whole number, got 'x'",
-    ),
-    ({"codec": "powersgd:two_phase=1"}, "Option two_phase .* must be true or false, got '1'"),
-    ({"codec": "topk:ratio=2"}, "topk: ratio must be a number above 0 and up to 1, got 2.0"),
-    (
-        {"codec": "topk:values=fp64"},
-        "topk: values must be 'bf16', 'fp32', 'int8' or 'int2', got 'fp64'",
-    ),
-    ({"codec": "threshold:tau=0"}, r"threshold: tau must be a positive number, got 0\.0; 3"),
-    ({"codec": "powersgd:rank=0"}, "powersgd: rank must be a whole number from 1 to 1024, got 0"),
-    ({"codec": "dgc:momentum=1"}, "dgc: momentum must be a number from 0 to below 1, got 1.0"),
-    ({"codec": "top_k:ratio=0.1"}, "codec must be one of 'none', .*'topk', .* got 'top_k:ratio"),
-    (
-        {"codec": "terngrad", "error_feedback": True},
-        "Error feedback diverges with codec TernGrad.* leave error_feedback at 'auto'",
-    ),
-    (
-        {"codec": "randomk:unbiased=true", "error_feedback": True},
-        "Error feedback diverges with codec RandomK.* leave error_feedback at 'auto'",
-    ),
-    (
-        {"codec": "dgc", "error_feedback": False},
-        "codec 'dgc' accumulates its momentum in error feedback .* or use 'topk'",
-    ),
-]
-
-
-@both
-@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[str(bad) for bad, _ in BAD])
-def test_what_cannot_be_is_refused(
-    strategy: Callable[..., object], arguments: dict[str, Any], message: str
-) -> None:
-    """Before any process group exists."""
-    with pytest.raises(ValueError, match=message):
-        strategy(**arguments)
-    assert not torch.distributed.is_initialized()
+@pytest.mark.parametrize("text", OPTIONS)
+def test_strategies_take_options_in_the_string(text: str) -> None:
+    for strategy in (CompressedDDPStrategy, FabricStrategy):
+        assert strategy(codec=text)._settings.codec == OPTIONS[text]
 
 
 def require_trained(facts: Facts, codec: str) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,26 @@ def test_planted_skew_is_waiting_for_that_rank(codec: str, tmp_path: Path) -> No
     require_parts(run)
 
 
+def require_meta(folder: Path, codec: str) -> None:
+    """What a run is of, and that clocks were compared at both ends."""
+    run, summary = profile(folder)
+    meta = json.loads((folder / "run-0" / "meta.json").read_text())
+    assert (meta["schema"], meta["world_size"], meta["backend"]) == (2, 2, "gloo")
+    assert meta["hosts"] == summary["run"]["hosts"]
+    assert meta["codec"] == run.ranks[0].metadata.codec
+    assert codec in meta["codec"].lower()
+    assert (meta["compression"] is None) == (codec == "ddp")
+    parameters = meta["gradients"]["parameters"]
+    assert meta["gradients"]["bytes"] == 4 * parameters
+    raw = sum(bucket["raw_mb"] for bucket in summary["buckets"])
+    assert raw == pytest.approx(4 * parameters / 1e6, rel=1e-3), "2 ranks: each sends all of it"
+    assert meta["profiler"]["max_overhead"] == 0.01
+    assert meta["versions"]["torch"] == run.ranks[0].metadata.versions["torch"]
+    for each in run.ranks.values():
+        last = max(step.begin for step in each.steps.values())
+        assert [reading.at > last for reading in each.clocks] == [False, True]
+
+
 def timed(call: Callable[..., Any], planted: float, spent: list[float]) -> Callable[..., Any]:
     """``call``, which takes so many seconds longer and notes how long it took."""
 
@@ -140,48 +161,18 @@ def test_planted_codec_time_is_codec_time(tmp_path: Path) -> None:
     assert min(errors) >= 0
     assert statistics.median(errors) / MS < 2
     require_parts(run)
-
-
-@pytest.mark.parametrize("codec", ["ddp", "int8"])
-def test_meta_says_what_it_is_of_and_clocks_are_compared_at_both_ends(
-    codec: str, tmp_path: Path
-) -> None:
-    model = one_bucket()
-    if codec != "ddp":
-        compress_ddp(model, codec, compile_kernels=False)
-    with profiled(model, tmp_path):
-        train(model)
-    run, summary = profile(tmp_path)
-    meta = json.loads((tmp_path / "run-0" / "meta.json").read_text())
-    assert (meta["schema"], meta["world_size"], meta["backend"]) == (2, 2, "gloo")
-    assert meta["hosts"] == summary["run"]["hosts"]
-    assert meta["codec"] == run.ranks[0].metadata.codec
-    assert codec in meta["codec"].lower()
-    assert (meta["compression"] is None) == (codec == "ddp")
-    parameters = meta["gradients"]["parameters"]
-    assert meta["gradients"]["bytes"] == 4 * parameters
-    raw = sum(bucket["raw_mb"] for bucket in summary["buckets"])
-    assert raw == pytest.approx(4 * parameters / 1e6, rel=1e-3), "2 ranks: each sends all of it"
-    assert meta["profiler"]["max_overhead"] == 0.01
-    assert meta["versions"]["torch"] == run.ranks[0].metadata.versions["torch"]
-    for each in run.ranks.values():
-        last = max(step.begin for step in each.steps.values())
-        assert [reading.at > last for reading in each.clocks] == [False, True]
+    require_meta(tmp_path, "int8")
 
 
 def test_weights_are_those_without_it(tmp_path: Path) -> None:
     found = {}
-    for codec in (None, "int8"):
-        for is_profiled in (False, True):
-            model = ddp()
-            if codec is not None:
-                compress_ddp(model, codec, compile_kernels=False)
-            if is_profiled:
-                with profiled(model, tmp_path, error_every_n_steps=1):
-                    train(model)
-            else:
-                train(model)
-            found[codec, is_profiled] = digest(model)
+    for codec, is_profiled in itertools.product((None, "int8"), (False, True)):
+        model = ddp()
+        if codec is not None:
+            compress_ddp(model, codec, compile_kernels=False)
+        with profiled(model, tmp_path, error_every_n_steps=1) if is_profiled else nullcontext():
+            train(model)
+        found[codec, is_profiled] = digest(model)
     assert found[None, True] == found[None, False]
     assert found["int8", True] == found["int8", False]
     assert found[None, True] != found["int8", True]
@@ -254,6 +245,7 @@ def test_accumulated_passes_are_one_step_and_evaluation_is_none(tmp_path: Path) 
         apart = steps[number + 1].begin - steps[number].begin - steps[number].duration
         assert apart / MS >= 50, "what an evaluation took"
     require_parts(run)
+    require_meta(tmp_path, "ddp")
 
 
 def test_a_run_that_failed_has_a_report_and_what_would_help_is_not_measured(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from comm_profiles import (
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from replicas import of_all
 from scenarios.accelerating import forget_accelerators
+from scenarios.fitting import QUIET
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from wandb_runs import history, records
@@ -50,13 +51,11 @@ INT8 = "Int8(block_size=256)"
 
 
 class Module(L.LightningModule):
-    def __init__(self, fails_at: int = -1) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.net, self.fails_at = network(), fails_at
+        self.net = network()
 
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
-        if self.global_step == self.fails_at:
-            raise ArithmeticError("the loss is odd")
         return self.net(batch[0]).square().mean()
 
     def validation_step(self, batch: list[torch.Tensor], index: int) -> None:
@@ -72,18 +71,15 @@ def fit(
     """24 steps in two epochs."""
     trainer = L.Trainer(
         **{
+            **QUIET,
             "strategy": "compressed_ddp",
-            "accelerator": "cpu",
             "devices": 2,
             "max_epochs": 2,
             "log_every_n_steps": 5,
             "limit_val_batches": 2,
+            "num_sanity_val_steps": 2,
             "default_root_dir": folder,
             "callbacks": [profiler],
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "enable_checkpointing": False,
-            "logger": False,
             **settings,
         }
     )
@@ -229,21 +225,30 @@ def test_what_would_help_is_measured_when_it_is_over(tmp_path: Path) -> None:
         assert output.getvalue().count("Predicted step time (simulated)") == 1
 
 
-def test_a_run_that_failed_has_a_report(tmp_path: Path) -> None:
-    with pytest.raises(ArithmeticError):
-        fit(tmp_path, CommProfiler(), Module(fails_at=9))
-    require_report_of_failure(tmp_path / "comm_profile", "ArithmeticError: the loss is odd")
+class Ends(Module):
+    """Before its tenth step, by an error or because it is told to."""
+
+    def __init__(self, *, is_told: bool) -> None:
+        super().__init__()
+        self.is_told = is_told
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_step == 9:
+            if not self.is_told:
+                raise ArithmeticError("the loss is odd")
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_run_that_was_told_to_end_has_a_report_without_a_prediction(tmp_path: Path) -> None:
-    class Told(Module):
-        def on_train_batch_end(self, *_: Any) -> None:
-            if self.global_step == 9:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    with pytest.raises(SystemExit):
-        fit(tmp_path, CommProfiler(), Told())
-    require_report_of_failure(tmp_path / "comm_profile", "SIGTERMException")
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(ArithmeticError, "ArithmeticError: the loss is odd"), (SystemExit, "SIGTERMException")],
+)
+def test_a_run_that_does_not_end_by_itself_has_a_report_without_a_prediction(
+    error: type[BaseException], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error):
+        fit(tmp_path, CommProfiler(), Ends(is_told=error is SystemExit))
+    require_report_of_failure(tmp_path / "comm_profile", reason)
     require_no_prediction(tmp_path / "comm_profile", "the training did not end by itself")
 
 

@@ -95,19 +95,23 @@ def sockets() -> int:
 
 
 def test_a_model_can_be_profiled_again(tmp_path: Path) -> None:
-    """On two hosts, as far as the ranks can tell."""
+    """One run after the other; on two hosts, as far as the ranks can tell."""
     model = ddp()
     gc.collect()  # groups of other tests
-    opened = sockets()
+    opened, says = sockets(), "^This model is profiled already, and one CommProfiler"
     with patch.object(profile_run, "this_host", lambda: f"host-{dist.get_rank()}"):
         for number in range(2):
             with profiled(model, tmp_path):
-                train(model)
+                train(model, steps=3)
+                with pytest.raises(ValueError, match=says), profiled(model, tmp_path / "other"):
+                    pass
+                train(model, steps=STEPS - 3)
             assert sockets() == opened
             run, summary = profile(tmp_path, number)
             assert run.common_steps == list(range(STEPS))
             assert summary["traffic"]["wire_bytes"] > 0
             assert {link["peer"] for link in summary["links"]} == {None, 0, 1}
+    assert not (tmp_path / "other").exists()
     require_no_prediction(tmp_path, "the training was shorter than 30 s")
 
 
@@ -168,20 +172,6 @@ def test_an_optimizer_with_a_closure_has_one_step_with_all_of_its_exchanges(
     assert "exchange gradients several times" in summary["unavailable"]["predictions"] or (
         "shorter than 30 s" in summary["unavailable"]["predictions"]
     )
-
-
-def test_a_model_is_profiled_once_at_a_time(tmp_path: Path) -> None:
-    model = ddp()
-    with profiled(model, tmp_path):
-        train(model, steps=3)
-        says = "^This model is profiled already, and one CommProfiler"
-        with pytest.raises(ValueError, match=says), profiled(model, tmp_path / "other"):
-            pass
-        train(model, steps=9)
-    assert not (tmp_path / "other").exists()
-    run, summary = profile(tmp_path)
-    assert run.common_steps == list(range(STEPS))
-    assert summary["traffic"]["wire_bytes"] > 0
 
 
 def test_a_process_group_that_is_gone_costs_the_last_comparison_of_clocks(tmp_path: Path) -> None:

@@ -1,15 +1,19 @@
-"""LightningCLI reads the strategy from YAML."""
+"""LightningCLI reads strategies, codecs and checkpoints from YAML."""
 
 from __future__ import annotations
 
+import re
 import sys
 from datetime import timedelta
 from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
 import torch
+import yaml
+from test_codec_options import OPTIONS
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
@@ -26,11 +30,16 @@ from lightning_dist import (
     Int8,
     LocalUpdateModelParallelStrategy,
     LocalUpdateStrategy,
+    by_name,
+    by_size,
+    warmup,
 )
+from lightning_dist.codecs import POLICIES, PowerSGD
+from lightning_dist.configuration import resolve
+from lightning_dist.configuration.options import POLICIES as POLICIES_OF_FILES
+from lightning_dist.settings import Settings
 
-
-class Model(L.LightningModule):
-    pass
+GUIDE = Path(__file__).resolve().parents[2] / "docs/guide.md"
 
 
 @pytest.fixture(autouse=True)
@@ -38,102 +47,88 @@ def _no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py"])
 
 
-def trainer_from(tmp_path: Path, strategy: str) -> L.Trainer:
+def trainer_from(tmp_path: Path, **given: Any) -> L.Trainer:
+    """Of arguments in YAML."""
     config = tmp_path / "config.yaml"
-    config.write_text(
-        f"trainer:\n  accelerator: cpu\n  devices: 2\n  logger: false\n  strategy:{strategy}\n"
-    )
-    cli = LightningCLI(Model, run=False, save_config_callback=None, args=["--config", str(config)])
-    return cli.trainer
+    trainer = {"accelerator": "cpu", "devices": 2, "logger": False, **given}
+    config.write_text(yaml.safe_dump({"trainer": trainer}, sort_keys=False))
+    arguments = {"run": False, "save_config_callback": None, "args": ["--config", str(config)]}
+    return LightningCLI(L.LightningModule, **arguments).trainer
+
+
+def of_class(path: str, **arguments: Any) -> dict[str, Any]:
+    return {"class_path": path, "init_args": arguments}
+
+
+def strategy_from(tmp_path: Path, kind: type, **arguments: Any) -> Any:
+    """By its class path."""
+    given = of_class(f"lightning_dist.{kind.__name__}", **arguments)
+    strategy = trainer_from(tmp_path, strategy=given).strategy
+    assert type(strategy) is kind
+    return strategy
 
 
 def test_by_name(tmp_path: Path) -> None:
-    strategy = trainer_from(tmp_path, " compressed_ddp_bf16").strategy
+    strategy = trainer_from(tmp_path, strategy="compressed_ddp_bf16").strategy
     assert type(strategy) is CompressedDDPStrategy
     assert strategy._settings.codec == BF16()
 
 
-def test_by_class_path_with_arguments_of_ours_and_of_ddp(tmp_path: Path) -> None:
-    strategy = trainer_from(
-        tmp_path,
-        """
-    class_path: lightning_dist.CompressedDDPStrategy
-    init_args:
-      codec: int8
-      error_feedback: false
-      hierarchical: auto
-      min_compress_numel: 0
-      start_step: 10
-      compile_kernels: false
-      bucket_cap_mb: 5
-      find_unused_parameters: true
-      process_group_backend: gloo
-      timeout: "0:00:40"
-""",
-    ).strategy
-    assert type(strategy) is CompressedDDPStrategy
-    settings = strategy._settings
-    assert (settings.codec, settings.error_feedback, settings.start_step) == (Int8(), False, 10)
-    assert (settings.min_compress_numel, settings.compile_kernels) == (0, False)
-    given = {"bucket_cap_mb": 5, "find_unused_parameters": True}
-    assert strategy._ddp_kwargs | given == strategy._ddp_kwargs
+def test_arguments_of_ours_and_of_ddp(tmp_path: Path) -> None:
+    of_ddp = {"bucket_cap_mb": 5, "find_unused_parameters": True}
+    of_lightning = {"process_group_backend": "gloo", "timeout": "0:00:40"}
+    ours = {"codec": "int8", "error_feedback": False, "hierarchical": "auto"}
+    ours |= {"min_compress_numel": 0, "start_step": 10, "compile_kernels": False}
+    strategy = strategy_from(tmp_path, CompressedDDPStrategy, **ours, **of_ddp, **of_lightning)
+    assert strategy._settings == Settings.check(**ours)
+    assert strategy._ddp_kwargs | of_ddp == strategy._ddp_kwargs
     assert strategy._ddp_kwargs["gradient_as_bucket_view"] is False, "the rest: DDP's defaults"
     assert strategy.process_group_backend == "gloo"
     assert strategy._timeout == timedelta(seconds=40)
 
 
-def test_by_class_path_with_a_codec_object(tmp_path: Path) -> None:
-    strategy = trainer_from(
-        tmp_path,
-        """
-    class_path: lightning_dist.CompressedDDPStrategy
-    init_args:
-      codec:
-        class_path: lightning_dist.Int8
-        init_args:
-          block_size: 128
-""",
-    ).strategy
-    assert strategy._settings.codec == Int8(block_size=128)
+@pytest.mark.parametrize("text", OPTIONS)
+def test_options_of_a_codec_in_the_string(tmp_path: Path, text: str) -> None:
+    strategy = strategy_from(tmp_path, CompressedDDPStrategy, codec=text)
+    assert strategy._settings.codec == OPTIONS[text]
+
+
+def test_a_codec_object(tmp_path: Path) -> None:
+    codec = of_class("lightning_dist.codecs.PowerSGD", rank=3, two_phase=True)
+    strategy = strategy_from(tmp_path, CompressedDDPStrategy, codec=codec)
+    assert strategy._settings.codec == PowerSGD(rank=3, two_phase=True)
+
+
+def test_policies_are_those_of_the_guide(tmp_path: Path) -> None:
+    """Here and in the settings file."""
+    (written,) = re.findall(r"```yaml\n(codec:.*?)```", GUIDE.read_text(), re.DOTALL)
+    large = by_size("int8", min_numel=65536)
+    named = by_name("int4", {r"head\.weight": "int8", "embed": "none"})
+    expected = warmup({0: "none", 200: large, 1000: named})
+    strategy = strategy_from(tmp_path, CompressedDDPStrategy, **yaml.safe_load(written))
+    assert strategy._settings.codec == expected
+    (tmp_path / "ours.yaml").write_text(written)
+    environ = {"LIGHTNING_DIST_CONFIG": str(tmp_path / "ours.yaml"), "HF_HOME": "/"}
+    assert Settings.check(**resolve(environ=environ).options).codec == expected
+    assert set(POLICIES) == set(POLICIES_OF_FILES)
 
 
 def test_a_sharded_model_with_quantised_parameters(tmp_path: Path) -> None:
-    strategy = trainer_from(
-        tmp_path,
-        """
-    class_path: lightning_dist.CompressedModelParallelStrategy
-    init_args:
-      codec: qsgd:bits=8
-      parameters: int8
-      replicate_size: 1
-      data_parallel_size: auto
-      min_compress_numel: 0
-      timeout: "0:00:40"
-""",
-    ).strategy
-    assert type(strategy) is CompressedModelParallelStrategy
+    sizes = {"replicate_size": 1, "data_parallel_size": "auto"}
+    given = {"codec": "qsgd:bits=8", "parameters": "int8", "min_compress_numel": 0, **sizes}
+    strategy = strategy_from(tmp_path, CompressedModelParallelStrategy, timeout="0:00:40", **given)
     assert strategy._shard_settings is not None
     assert strategy._shard_settings.parameters.leaves()[0] == Int8()
     assert strategy._timeout == timedelta(seconds=40)
 
 
 def test_local_steps_with_an_outer_optimizer_and_its_schedule(tmp_path: Path) -> None:
-    strategy = trainer_from(
+    strategy = strategy_from(
         tmp_path,
-        """
-    class_path: lightning_dist.LocalUpdateStrategy
-    init_args:
-      outer_optimizer:
-        class_path: torch.optim.AdamW
-        init_args:
-          lr: 0.1
-      outer_schedule:
-        class_path: torch.optim.lr_scheduler.CosineAnnealingLR
-        init_args:
-          T_max: 50
-""",
-    ).strategy
-    assert type(strategy) is LocalUpdateStrategy
+        LocalUpdateStrategy,
+        outer_optimizer=of_class("torch.optim.AdamW", lr=0.1),
+        outer_schedule=of_class("torch.optim.lr_scheduler.CosineAnnealingLR", T_max=50),
+    )
     outer = strategy._outer_optimizer([torch.zeros(2)])
     schedule = strategy._outer_schedule(outer)
     assert (type(outer), type(schedule)) == (AdamW, CosineAnnealingLR)
@@ -141,21 +136,10 @@ def test_local_steps_with_an_outer_optimizer_and_its_schedule(tmp_path: Path) ->
 
 
 def test_local_steps_of_a_sharded_model(tmp_path: Path) -> None:
-    strategy = trainer_from(
-        tmp_path,
-        """
-    class_path: lightning_dist.LocalUpdateModelParallelStrategy
-    init_args:
-      method: streaming
-      codec: int4
-      evaluate: worker
-      replicate_size: 2
-      data_parallel_size: auto
-      exchange_timeout: 30
-      save_distributed_checkpoint: false
-""",
-    ).strategy
-    assert type(strategy) is LocalUpdateModelParallelStrategy
+    ours = {"method": "streaming", "codec": "int4", "evaluate": "worker", "exchange_timeout": 30}
+    theirs = {"data_parallel_size": "auto", "save_distributed_checkpoint": False}
+    given = {**ours, **theirs, "replicate_size": 2}
+    strategy = strategy_from(tmp_path, LocalUpdateModelParallelStrategy, **given)
     assert strategy._schedule.fragments == 4
     assert strategy._settings.exchange_timeout == 30
     assert strategy._sizes == (2, "auto", 1)
@@ -163,30 +147,24 @@ def test_local_steps_of_a_sharded_model(tmp_path: Path) -> None:
 
 
 def test_a_bad_value_is_refused_with_our_message(tmp_path: Path) -> None:
-    bad = """
-    class_path: lightning_dist.CompressedDDPStrategy
-    init_args:
-      codec: int9
-"""
-    with pytest.raises(ValueError, match="codec must be one of 'none', 'fp16', 'bf16', 'int8'"):
-        trainer_from(tmp_path, bad)
+    with pytest.raises(ValueError, match=r"codec 'topk' takes ratio=0.01, .* got 'size=3'"):
+        strategy_from(tmp_path, CompressedDDPStrategy, codec="topk:size=3")
 
 
 def test_a_checkpoint_with_arguments_of_ours_and_of_lightning(tmp_path: Path) -> None:
-    callbacks = """
-  callbacks:
-  - class_path: lightning_dist.AsyncCheckpoint
-    init_args:
-      dirpath: checkpoints
-      save_last: link
-      train_time_interval: "0:30:00"
-      snapshot: blocking
-      host_memory_limit: 1000
-"""
-    trainer = trainer_from(tmp_path, f" auto{callbacks}")
-    (found,) = (each for each in trainer.callbacks if isinstance(each, AsyncCheckpoint))
-    assert (found.save_last, found._train_time_interval) == ("link", timedelta(minutes=30))
-    assert (found.settings.snapshot, found.settings.host_memory_limit) == ("blocking", 1000)
+    settings = {
+        **{"snapshot": "blocking", "max_in_flight": 2, "on_busy": "skip", "writer": "thread"},
+        **{"verify": "always", "on_error": "warn", "host_memory_limit": 1_000_000, "lock": False},
+    }
+    of_lightning = {"dirpath": f"{tmp_path}/here", "monitor": "score", "mode": "max"}
+    of_lightning |= {"save_top_k": 2, "save_last": "link"}
+    given = {"format": "sharded", "train_time_interval": "0:30:00", **settings, **of_lightning}
+    callbacks = [of_class("lightning_dist.AsyncCheckpoint", **given)]
+    callback = trainer_from(tmp_path, callbacks=callbacks).checkpoint_callback
+    assert type(callback) is AsyncCheckpoint
+    assert vars(callback.settings) == settings
+    assert callback._train_time_interval == timedelta(minutes=30)
+    assert {"format": "sharded", **of_lightning}.items() <= vars(callback).items()
 
 
 def test_the_signature_of_a_checkpoint_has_the_arguments_of_lightning() -> None:

@@ -50,40 +50,31 @@ def test_a_strategy_without_a_module_sets_up_its_environment(
     assert "SAID ([[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]], [3.0, 3.0, 3.0])" in done.output
 
 
-@pytest.fixture
-def few_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an agent other than torchrun may say: no LOCAL_WORLD_SIZE, no GROUP_WORLD_SIZE."""
+def test_devices_are_the_scripts_where_the_launcher_does_not_count_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As an agent other than torchrun may do, which sets no LOCAL_WORLD_SIZE, nor GROUP_WORLD_SIZE.
+
+    torchrun's environment is chosen over SLURM's, as with ddp, and Lightning compares the devices
+    with the world size.
+    """
     for name in [*os.environ]:
         if name.startswith(("TORCHELASTIC", "SLURM", "LOCAL_", "GROUP_")):
             monkeypatch.delenv(name)
-    for name, value in {
-        "TORCHELASTIC_RUN_ID": "1",
-        "SLURM_NTASKS": "2",
-        "WORLD_SIZE": "2",
-        "RANK": "1",
-        "LOCAL_RANK": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-
-
-@pytest.mark.usefixtures("few_words")
-def test_devices_are_the_scripts_where_the_launcher_does_not_count_them() -> None:
-    """And torchrun's environment is chosen over SLURM's, as with ddp."""
+    for name in ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "1")
+    for name in ("SLURM_NTASKS", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
     assert SLURMEnvironment.detect()
-    trainer = L.Trainer(strategy="compressed_ddp", accelerator="cpu", devices=2, logger=False)
-    strategy = trainer.strategy
+    given = {"strategy": "compressed_ddp", "accelerator": "cpu", "logger": False}
+    strategy = L.Trainer(devices=2, **given).strategy
     assert isinstance(strategy.cluster_environment, TorchElasticEnvironment)
     assert strategy.parallel_devices == [torch.device("cpu")] * 2
     assert strategy.root_device == torch.device("cpu")
     assert strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": 1}
-
-
-@pytest.mark.usefixtures("few_words")
-def test_devices_that_are_not_the_world_size_are_still_refused() -> None:
-    """Lightning compares them, where nobody else knows how many ranks there are on a node."""
-    trainer = L.Trainer(strategy="compressed_ddp", accelerator="cpu", devices=3, logger=False)
+    three = L.Trainer(devices=3, **given).strategy
     with pytest.raises(ValueError, match=r"`devices=3` and `num_nodes=1` .* world size \(2\)"):
-        trainer.strategy.launcher.launch(lambda: None)
+        three.launcher.launch(lambda: None)
 
 
 NO_STEP = """

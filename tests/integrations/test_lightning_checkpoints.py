@@ -20,7 +20,6 @@ from replicas import (
 from scenarios.fitting import AtStart, compressed, fit, make_trainer, plain, snapshot
 from scenarios.models import Regression
 from scenarios.world import Facts
-from torch import Tensor
 
 KEY = "lightning_dist"
 WEIGHTS = ["net.0.weight", "net.2.weight"]  # the bias is smaller than min_compress_numel
@@ -129,11 +128,6 @@ def test_weights_alone_have_no_residuals_and_a_save_after_the_fit_has(tmp_path: 
     assert validated["val_loss"] < 1
 
 
-def means(path: Path) -> dict[str, Tensor]:
-    """Of the ranks that have left residuals in a file."""
-    return {name: rows.mean(0) for name, rows in loaded(path)[KEY]["residuals"].items()}
-
-
 @pytest.mark.on_ranks(3)
 def test_another_number_of_ranks_starts_from_the_mean_residual(tmp_path: Path) -> None:
     """What is owed to the model is the mean over ranks: 2 -> 3 and 2 -> 1 conserve it."""
@@ -141,7 +135,7 @@ def test_another_number_of_ranks_starts_from_the_mean_residual(tmp_path: Path) -
     with world_of(2) as is_here:
         if is_here:
             fit_and_save(path, ours(), epochs=1)
-    owed = means(path)
+    owed = {name: rows.mean(0) for name, rows in loaded(path)[KEY]["residuals"].items()}
     for size in (3, 1):
         with world_of(size) as is_here:
             if not is_here:

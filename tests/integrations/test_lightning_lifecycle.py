@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import time
@@ -12,7 +11,7 @@ import pytest
 from replicas import of_all, require_compressed, require_equal
 from scenarios.fitting import AtStart, compressed, fit, make_trainer, residuals, snapshot
 from scenarios.models import Regression
-from scenarios.world import rank
+from scenarios.world import rank, warnings
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -96,24 +95,11 @@ def test_a_fit_after_a_failed_one_continues_with_its_residuals(layers: tuple[int
     require_compressed(snapshot(trainer), steps=4)
 
 
-class Listener(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 def test_rank_0_says_once_that_compression_does_not_pay() -> None:
     """A tiny model on the loopback interface."""
-    listener = Listener()
-    logging.getLogger("lightning_dist").addHandler(listener)
-    try:
+    with warnings() as messages:
         ours = fit(Regression(), compressed(), max_epochs=10)
-    finally:
-        logging.getLogger("lightning_dist").removeHandler(listener)
-    said = [message for message in listener.messages if "costs more than it saves" in message]
+    said = [message for message in messages if "costs more than it saves" in message]
     assert len(said) == (1 if rank() == 0 else 0)
     assert all("use codec='none' or plain DDP" in message for message in said)
     require_compressed(ours, steps=40)
@@ -170,9 +156,7 @@ class Frozen(Regression):
 class Manual(Regression):
     """Lightning does not know how many synchronised steps there are."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         for _ in range(2):

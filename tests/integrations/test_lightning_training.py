@@ -36,9 +36,8 @@ def test_codec_none_is_bit_identical_to_ddp() -> None:
     ours = fit(with_momentum(), lossless(**SMALL_BUCKETS))
     assert "lightning_dist_hook" in ours["ddp"]["comm_hook"]
     assert of_ddp["ddp"]["comm_hook"] is None
-    assert ours["ddp"]["rebuilt_bucket_sizes"].count(",") >= 1, "several buckets"
+    assert "," in ours["ddp"]["rebuilt_bucket_sizes"], "several buckets"
     assert ours["digests"] == of_ddp["digests"]
-    require_equal(ours["parameters"], of_ddp["parameters"])
     stats = ours["stats"]
     assert stats["steps"] == 8
     assert stats["wire_bytes"] == stats["raw_bytes"] == 8 * 4 * TRAINED
@@ -81,16 +80,11 @@ def test_lossy_codecs_train_as_ddp_does(
 
 
 def test_accumulation_communicates_on_optimizer_steps_only() -> None:
-    _, ours = fit_beside_ddp(Regression, steps=4, accumulate_grad_batches=2)
-    assert ours["optimizer_steps"] == 4
-    assert len(ours["digests"]) == 8
-
-
-def test_the_last_batches_of_an_epoch_step_however_few() -> None:
     """3 batches by twos and 2 epochs: 4 steps, two of them on one batch."""
-    ours = fit(Regression(), compressed(), limit_train_batches=3, accumulate_grad_batches=2)
+    given = {"limit_train_batches": 3, "accumulate_grad_batches": 2}
+    _, ours = fit_beside_ddp(Regression, steps=4, **given)
     assert ours["optimizer_steps"] == 4
-    require_compressed(ours, steps=4)
+    assert len(ours["digests"]) == 6
 
 
 class Clipped(Regression):
@@ -210,9 +204,8 @@ def test_an_overflow_on_one_rank_leaves_no_trace(codec: str) -> None:
     require_equal(at["parameters"], before["parameters"])
     require_equal(at["residuals"], before["residuals"])
     assert any(residual.any() for residual in at["residuals"].values())
-    for state in model.states:
-        for value in itertools.chain(state["parameters"].values(), state["residuals"].values()):
-            assert value.isfinite().all()
+    for each in (state[kind] for state in model.states for kind in state):
+        assert all(value.isfinite().all() for value in each.values())
     stood = [earlier == later for earlier, later in itertools.pairwise(ours["digests"])]
     assert stood == [batch == OVERFLOW_AT for batch in range(1, 8)]
     require_compressed(ours, steps=8)

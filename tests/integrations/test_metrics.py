@@ -56,11 +56,13 @@ def rows_with(column: str, folder: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.on_ranks(2)
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("every", [0, 1, 2])
 def test_loggers_get_the_bytes_of_the_last_step_and_in_total(every: int, tmp_path: Path) -> None:
-    """At the trainer's own interval, once, the last step of the fit included."""
+    """At the trainer's own interval, once, the last step of the fit included; 0 is never."""
     logged = {"logger": logger_in(tmp_path), "log_every_n_steps": every}
-    make_trainer(compressed(), max_epochs=1, **logged).fit(OneMatrix())
+    trainer = make_trainer(compressed(), max_epochs=1, **logged)
+    trainer.fit(OneMatrix())
+    assert trainer.strategy.comm_stats()["steps"] == 4
     assert rows_with("comm/compression_ratio", tmp_path) == [
         {
             "step": step - 1,
@@ -72,18 +74,9 @@ def test_loggers_get_the_bytes_of_the_last_step_and_in_total(every: int, tmp_pat
             "comm/total_raw_bytes": step * RAW_BYTES,
             "comm/total_wire_bytes": step * WIRE_BYTES,
         }
-        for step in range(every, 5, every)
+        for step in range(1, 5)
+        if every and step % every == 0
     ]
-
-
-@pytest.mark.on_ranks(2)
-def test_log_every_n_steps_0_logs_nothing(tmp_path: Path) -> None:
-    """As in Lightning, where 0 switches logging off."""
-    logged = {"logger": logger_in(tmp_path), "log_every_n_steps": 0}
-    trainer = make_trainer(compressed(), max_epochs=1, **logged)
-    trainer.fit(OneMatrix())
-    assert trainer.strategy.comm_stats()["steps"] == 4
-    assert rows_with("comm/compression_ratio", tmp_path) == []
 
 
 @pytest.mark.on_ranks(2)
@@ -96,21 +89,6 @@ def test_a_second_fit_logs_its_own_steps_only(tmp_path: Path) -> None:
     rows = rows_with("comm/compression_ratio", tmp_path)
     assert [row["step"] for row in rows] == list(range(8))
     assert {row["comm/wire_bytes"] for row in rows} == {WIRE_BYTES}
-
-
-@pytest.mark.on_ranks(2)
-def test_wandb_shows_the_ratio(tmp_path: Path) -> None:
-    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
-    from lightning.pytorch.loggers import WandbLogger
-
-    logger = WandbLogger(project="tests", offline=True, save_dir=tmp_path)
-    make_trainer(compressed(), max_epochs=1, logger=logger).fit(OneMatrix())
-    if rank() == 0:
-        summary = dict(logger.experiment.summary)
-        logger.experiment.finish()
-        wandb.teardown()  # the process that serves its runs
-        assert summary["comm/compression_ratio"] == pytest.approx(RAW_BYTES / WIRE_BYTES)
-        assert summary["comm/total_wire_bytes"] == 4 * WIRE_BYTES
 
 
 class Measured(OneMatrix):
@@ -142,24 +120,11 @@ class Measured(OneMatrix):
 
 @pytest.mark.on_ranks(2)
 def test_logged_values_are_means_over_ranks_and_steps_of_the_epoch(tmp_path: Path) -> None:
-    profiler = CommProfiler(
-        dirpath=tmp_path,
-        max_overhead=1,
-        error_every_n_steps=1,
-        measure_links=False,
-        predict=False,
-        html=False,
-        trace=False,
-        print_summary=False,
-    )
-    trainer = make_trainer(
-        compressed(),
-        max_epochs=2,
-        logger=logger_in(tmp_path),
-        callbacks=[profiler],
-        accumulate_grad_batches=2,
-        log_every_n_steps=100,
-    )
+    quiet = ("measure_links", "predict", "html", "trace", "print_summary")
+    given = {"max_overhead": 1, "error_every_n_steps": 1, **dict.fromkeys(quiet, False)}
+    profiler = CommProfiler(dirpath=tmp_path, **given)
+    logged = {"logger": logger_in(tmp_path), "log_every_n_steps": 100, "callbacks": [profiler]}
+    trainer = make_trainer(compressed(), max_epochs=2, accumulate_grad_batches=2, **logged)
     trainer.fit(module := Measured(profiler))
     stats = trainer.strategy.comm_stats()
     assert stats["steps"] == 4

@@ -3,11 +3,12 @@ and a job that loses a rank."""
 
 from __future__ import annotations
 
+import re
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import lightning as L
 import pytest
@@ -211,23 +212,12 @@ def test_lines_cannot_be_uploaded_without_a_run_of_wandb(tmp_path: Path) -> None
     assert not list(tmp_path.glob("**/run-*"))
 
 
-class Closing:
-    """What is left of a run when it closes."""
-
-    is_closed = False
-    reports = False
-    metadata = SimpleNamespace(rank=1)
-
-    def close(self, reason: str, *, together: bool) -> Sequence[str]:
-        return ("lines do not reach rank 0: Connection closed by peer",)
-
-
 def test_a_rank_tells_what_it_could_not_send() -> None:
     """What is lost of its lines: rank 0 sees only that none came."""
-    profiler = CommProfiler()
-    profiler._run = Closing()
-    told = "CommProfiler, rank 1: lines do not reach rank 0: Connection closed by peer"
-    with pytest.warns(UserWarning, match=told):
+    profiler, lost = CommProfiler(), "lines do not reach rank 0: Connection closed by peer"
+    profiler._run = Mock(is_closed=False, reports=False, metadata=Mock(rank=1))
+    profiler._run.close.return_value = (lost,)
+    with pytest.warns(UserWarning, match=f"CommProfiler, rank 1: {lost}"):
         profiler._close("finished", together=True)
 
 
@@ -276,31 +266,19 @@ def test_settings_that_cannot_take_effect_raise(setting: dict[str, Any], message
         CommProfiler(**setting)
 
 
-@pytest.mark.parametrize(
-    ("profiler", "message"),
-    [
-        (CommProfiler(), r"needs the model; write with CommProfiler\(model\)"),
-        (
-            CommProfiler(nn.Linear(1, 1)),
-            "got Linear; .* one process exchanges no gradients",
-        ),
-    ],
-)
-def test_a_loop_of_ones_own_needs_a_model_of_ddp(profiler: CommProfiler, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_a_model_of_ddp_is_for_a_loop_of_ones_own() -> None:
+    with pytest.raises(ValueError, match=r"needs the model; write with CommProfiler\(model\)"):
+        CommProfiler().__enter__()
+    profiler = CommProfiler(nn.Linear(1, 1))
+    with pytest.raises(ValueError, match=r"got Linear; .* one process exchanges no gradients"):
         profiler.__enter__()
-
-
-def test_a_model_is_for_loops_only() -> None:
     with pytest.raises(ValueError, match="leave the model out"):
-        CommProfiler(nn.Linear(1, 1)).on_train_start(SimpleNamespace(), SimpleNamespace())
+        profiler.on_train_start(SimpleNamespace(), SimpleNamespace())
 
 
 def test_an_error_is_reported_without_its_source_locations() -> None:
-    error = RuntimeError("lightning_dist: [/__w/gloo/transport/tcp/pair.cc:553] " + "closed " * 60)
-    told = _reason(error)
-    assert told.startswith("RuntimeError: lightning_dist: closed closed")
-    assert told.endswith(" closed ...")
+    told = _reason(RuntimeError("us: [/__w/gloo/transport/tcp/pair.cc:553] " + "closed " * 60))
+    assert re.fullmatch(r"RuntimeError: us: (closed )+\.\.\.", told)
     assert len(told) <= 220
 
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_runs import flip
 from elastic_runs import FailAt, Fault, Numbered, fit, make_loader
 from loop_runs import train
-from torch import nn
+from scenarios.accelerating import saving
 
 from lightning_dist.checkpoint.disk import scan
 from lightning_dist.checkpoint.disk.errors import CheckpointError
@@ -58,10 +59,8 @@ def test_keep_holds_over_any_number_of_restarts(tmp_path: Path, kind: str) -> No
         UNTIL[kind](tmp_path, step)
         assert len(names(tmp_path / "ckpt")) == 2
     FINISH[kind](tmp_path)
-    assert {name.split("-")[1] for name in names(tmp_path / "ckpt")} == {
-        "step=34.ckpt",
-        "step=36.ckpt",
-    }
+    left = {name.split("-")[1] for name in names(tmp_path / "ckpt")}
+    assert left == {"step=34.ckpt", "step=36.ckpt"}
 
 
 @KINDS
@@ -72,18 +71,18 @@ def test_what_users_put_into_the_folder_stays(tmp_path: Path, kind: str) -> None
     torch.save({"weights": torch.ones(3)}, folder / "foreign.ckpt")
     for name in names(folder):
         shutil.copy(folder / name, folder / f"best-{name}")
-    for name in names(tmp_path / "other" / "ckpt"):  # of another run, under the names it gave them
+    of_other = names(tmp_path / "other" / "ckpt")  # another run, which gave them these names
+    for name in of_other:
         shutil.copy(tmp_path / "other" / "ckpt" / name, folder / name)
     os.utime(folder / "foreign.ckpt", (0, 0))
-    theirs = {path.name: path.read_bytes() for path in folder.glob("*.ckpt")}
-    theirs = {name: content for name, content in theirs.items() if _is_theirs(tmp_path, name)}
+    theirs = {
+        path.name: path.read_bytes()
+        for path in folder.glob("*.ckpt")
+        if path.name.startswith(("best-", "foreign")) or path.name in of_other
+    }
     assert len(theirs) >= 5
     FINISH[kind](tmp_path / "run")
     assert {name: (folder / name).read_bytes() for name in theirs} == theirs
-
-
-def _is_theirs(tmp_path: Path, name: str) -> bool:
-    return name.startswith(("best-", "foreign")) or name in names(tmp_path / "other" / "ckpt")
 
 
 @KINDS
@@ -105,9 +104,7 @@ def test_a_damaged_newest_does_not_count_for_keep(tmp_path: Path, kind: str) -> 
     folder = tmp_path / "ckpt"
     UNTIL[kind](tmp_path, 9)
     (newest,) = folder.glob("*step=8.ckpt")
-    content = bytearray(newest.read_bytes())
-    content[len(content) // 2] ^= 1
-    newest.write_bytes(content)
+    flip(newest)
     UNTIL[kind](tmp_path, 9)
     found = [verify(str(folder / name)).origin for name in names(folder)]
     assert {origin.step for origin in found if origin} == {6, 8}
@@ -133,23 +130,11 @@ def test_a_start_that_saves_nothing_removes_nothing(
     assert names(tmp_path / "ckpt") == before
 
 
-def _state(**project: Any) -> Any:
-    from accelerate import Accelerator
-    from accelerate.utils import ProjectConfiguration
-
-    from lightning_dist.accelerate import AsyncStateCheckpointer
-
-    settings = ProjectConfiguration(automatic_checkpoint_naming=True, **project)
-    accelerator = Accelerator(cpu=True, project_config=settings)
-    accelerator.prepare(nn.Linear(2, 2))
-    return AsyncStateCheckpointer(accelerator, writer="thread")
-
-
 def test_total_limit_counts_and_removes_own_checkpoints_only(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     (folder / "checkpoint_0").mkdir(parents=True)
     (folder / "checkpoint_0" / "mine.txt").write_text("no checkpoint of AsyncStateCheckpointer")
-    with _state(project_dir=str(tmp_path), total_limit=2) as state:
+    with saving(tmp_path, total_limit=2, writer="thread") as (state, _):
         state.save_state()
         state.wait()
         shutil.copytree(folder / "checkpoint_1", folder / "checkpoint_2")
@@ -161,7 +146,7 @@ def test_total_limit_counts_and_removes_own_checkpoints_only(tmp_path: Path) -> 
 
 
 def test_async_state_does_not_replace_a_copy(tmp_path: Path) -> None:
-    with _state(project_dir=str(tmp_path)) as state:
+    with saving(None, writer="thread") as (state, _):
         state.save_state(tmp_path / "saved")
         state.wait()
         shutil.copytree(tmp_path / "saved", tmp_path / "best")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,10 @@ import pytest
 import torch
 from elastic_runs import fit
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from threads import of_all, on_threads
 from torch import nn
 from wandb_runs import config
-from worlds import Rank, run_threads
+from worlds import Rank
 
 import lightning_dist
 from lightning_dist import CompressedDDPStrategy, Int8, compress_ddp
@@ -37,7 +37,8 @@ def _silent(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wandb_gets_codec_topology_and_versions(tmp_path: Path) -> None:
     logger = WandbLogger(offline=True, save_dir=tmp_path)
     strategy = CompressedDDPStrategy(Int8(block_size=128), start_step=2)
-    assert strategy.comm_config() == {}, "before the fit nothing is known of the ranks"
+    for each in (strategy, FabricStrategy("bf16")):
+        assert each.comm_config() == {}, "before the fit nothing is known of the ranks"
     fit(tmp_path, logger=logger, strategy=strategy, max_epochs=1)
     found = finish(tmp_path)["lightning_dist"]
     assert found == strategy.comm_config()
@@ -55,31 +56,24 @@ def test_loggers_whose_hyperparameters_stay_are_left_alone(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("ranks_per_host", "wanted"),
+    ("tree", "wanted"),
     [
         (None, {"exchange": "flat", "topology": "4 hosts x 1 rank", "hosts": 4, "world_size": 4}),
-        (2, {"exchange": "hierarchical", "topology": "2 hosts x 2 ranks", "hosts": 2}),
+        (
+            [[0, 1], [2, 3]],
+            {"exchange": "hierarchical", "topology": "2 hosts x 2 ranks", "hosts": 2},
+        ),
     ],
 )
-def test_who_exchanges_with_whom(ranks_per_host: int | None, wanted: dict[str, Any]) -> None:
-    def attach(rank: Rank) -> str:
-        model = rank.ddp(nn.Linear(16, 16))
-        arguments: dict[str, Any] = {"hierarchical": False, "ranks_per_host": 1}
-        groups = rank.groups()
-        if ranks_per_host:
-            arguments = {"ranks_per_host": ranks_per_host}
-            groups = rank.groups(((0, 1), (2, 3)))
-        handle = compress_ddp(model, "int4", groups=groups, **arguments)
-        handle.close()
-        return json.dumps(handle.comm_config())
-
-    found = run_threads(attach, 4, ranks_per_host=ranks_per_host)
-    assert len(set(found)) == 1, "all ranks say the same"
-    assert json.loads(found[0]).items() >= wanted.items()
-
-
-def test_fabric_knows_after_setup() -> None:
-    assert FabricStrategy("bf16").comm_config() == {}
+@on_threads(4)
+def test_who_exchanges_with_whom(rank: Rank, tree: Any, wanted: dict[str, Any]) -> None:
+    """All ranks say the same."""
+    of = {"ranks_per_host": 2} if tree else {"ranks_per_host": 1, "hierarchical": False}
+    handle = compress_ddp(rank.ddp(nn.Linear(16, 16)), "int4", groups=rank.groups(tree), **of)
+    handle.close()
+    found = handle.comm_config()
+    assert of_all(rank, found) == [found] * 4
+    assert found.items() >= wanted.items()
 
 
 def test_a_restart_changes_what_the_run_says(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from planted import bare, replaced
 
@@ -39,6 +40,11 @@ def write(folder: Path, ranks: Iterable[RankRun]) -> None:
         file = RankFile(folder, rank=each.metadata.rank)
         file.write(records_of(each))
         file.close()
+
+
+def phases_of(step: Any, *, unit: int = 1) -> str:
+    """Such as ``forward 2-22, backward 22-42``."""
+    return ", ".join(f"{p.name} {p.begin // unit}-{p.end // unit}" for p in step.phases)
 
 
 def check_identities(parts: Analysed) -> None:

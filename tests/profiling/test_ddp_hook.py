@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from changed_runs import phases_of
 from planted import MS, Planted
+from threads import on_threads
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -65,29 +67,25 @@ def test_means_are_those_of_ddp_to_the_bit(
         assert all(map(torch.equal, ours, theirs))
 
 
-def test_one_that_is_off_keeps_nothing() -> None:
-    def work(rank: Rank) -> int:
-        recorder = Recorder()
-        recorder.is_on = False
-        gradients(rank, recorder, steps=5)
-        recorder.is_on = True  # what was kept would be in the next step
-        step = taken(recorder)
-        return len(step.buckets) + len(step.spans) + recorder.cost(1.0)
-
-    assert run_threads(work, 2) == [0, 0]
+@on_threads(2)
+def test_one_that_is_off_keeps_nothing(rank: Rank) -> None:
+    recorder = Recorder()
+    recorder.is_on = False
+    gradients(rank, recorder, steps=5)
+    recorder.is_on = True  # what was kept would be in the next step
+    step = taken(recorder)
+    assert len(step.buckets) == len(step.spans) == recorder.cost(1.0) == 0
 
 
-def test_every_bucket_has_its_collective() -> None:
-    def work(rank: Rank) -> None:
-        recorder = Recorder()
-        gradients(rank, recorder, steps=1)
-        step = taken(recorder)
-        assert [each.index for each in step.buckets] == [each.bucket for each in step.spans] != []
-        for bucket, span in zip(step.buckets, step.spans, strict=True):
-            assert bucket.ready <= span.begin < span.end <= bucket.done
-            assert (bucket.raw, bucket.intra, bucket.inter) == (span.sent, span.sent, 0)
-
-    run_threads(work, 2)
+@on_threads(2)
+def test_every_bucket_has_its_collective(rank: Rank) -> None:
+    recorder = Recorder()
+    gradients(rank, recorder, steps=1)
+    step = taken(recorder)
+    assert [each.index for each in step.buckets] == [each.bucket for each in step.spans] != []
+    for bucket, span in zip(step.buckets, step.spans, strict=True):
+        assert bucket.ready <= span.begin < span.end <= bucket.done
+        assert (bucket.raw, bucket.intra, bucket.inter) == (span.sent, span.sent, 0)
 
 
 def test_sparse_gradients() -> None:
@@ -312,10 +310,6 @@ def steps_of(train: Callable[[Loop], None]) -> list[StepRecord]:
     return run_threads(one, 2)[0]
 
 
-def phases(step: StepRecord) -> list[tuple[str, int, int]]:
-    return [(each.name, each.begin // MS, each.end // MS) for each in step.phases]
-
-
 def test_what_is_before_an_evaluation_in_the_middle_of_an_accumulation_counts() -> None:
     def train(loop: Loop) -> None:
         for number in range(2):
@@ -329,18 +323,10 @@ def test_what_is_before_an_evaluation_in_the_middle_of_an_accumulation_counts() 
     plain, interrupted = steps_of(train)
     assert plain.duration == interrupted.duration == 89 * MS
     assert interrupted.begin == 89 * MS + 3 * EVALUATION * MS
-    assert (
-        phases(interrupted)
-        == phases(plain)
-        == [
-            ("between_steps", 0, 2),
-            ("forward", 2, 22),
-            ("backward", 22, 42),
-            ("between_steps", 42, 44),
-            ("forward", 44, 64),
-            ("backward", 64, 84),
-            ("optimizer", 84, 89),
-        ]
+    assert interrupted.phases == plain.phases
+    assert phases_of(plain, unit=MS) == (
+        "between_steps 0-2, forward 2-22, backward 22-42, between_steps 42-44, forward 44-64, "
+        "backward 64-84, optimizer 84-89"
     )
     assert len(interrupted.buckets) == len(plain.buckets)
 
@@ -360,13 +346,9 @@ def test_a_pass_without_gradients_within_a_step_is_of_that_step() -> None:
 
     *within, after = steps_of(train)
     for step in within:
-        assert phases(step) == [
-            ("between_steps", 0, 2),
-            ("forward", 2, 522),
-            ("backward", 522, 542),
-            ("optimizer", 542, 547),
-        ]
-    assert phases(after)[2:] == [("backward", 22, 42), ("optimizer", 42, 547)]
+        told = "between_steps 0-2, forward 2-522, backward 522-542, optimizer 542-547"
+        assert phases_of(step, unit=MS) == told
+    assert phases_of(after, unit=MS).endswith(" forward 2-22, backward 22-42, optimizer 42-547")
 
 
 def test_an_evaluation_after_a_step_that_was_skipped_is_of_none() -> None:
@@ -382,10 +364,5 @@ def test_an_evaluation_after_a_step_that_was_skipped_is_of_none() -> None:
     skipped, step, last = steps_of(train)
     assert [skipped.duration, step.duration, last.duration] == [42 * MS, 49 * MS, 42 * MS]
     assert step.begin == (42 + 2 * EVALUATION + PASS) * MS
-    assert [name for name, *_ in phases(step)] == [
-        "between_steps",
-        "between_steps",
-        "forward",
-        "backward",
-        "optimizer",
-    ]
+    names = [phase.name for phase in step.phases]
+    assert names == ["between_steps", "between_steps", "forward", "backward", "optimizer"]

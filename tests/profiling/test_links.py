@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from planted import MS, Planted, replace, replaced
+from threads import of_all, on_threads
 from worlds import Rank, run_threads
 
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable, shape
@@ -82,22 +83,19 @@ def test_a_burst_is_not_the_rate_of_a_link(quick_python: list[str]) -> None:
     assert min(rates) < (1 + NEAR) * 1000 * PAYLOAD
 
 
-def test_every_rank_has_the_same_result() -> None:
-    def work(rank: Rank) -> tuple[list[Measurement], Any]:
-        group = rank.group("payload")
-        return [measure(group, op, 12_005, 3) for op in OPS], pairs(group, 1000, iterations=1)
-
-    first, *others = run_threads(work, 3)
-    assert others == [first, first]
-    measured, rates = first
+@on_threads(3)
+def test_every_rank_has_the_same_result(rank: Rank) -> None:
+    group = rank.group("payload")
+    measured = [measure(group, op, 12_005, 3) for op in OPS]
+    rates = pairs(group, 1000, iterations=1)
+    assert of_all(rank, (measured, rates)) == [(measured, rates)] * 3
     assert [each.op for each in measured] == list(OPS)
     for each in measured:  # three times 1000 numbers, and what is left over is not sent
         assert (each.nbytes, each.count, each.ranks) == (12_000, 3000, 3)
         assert len(each.seconds) == 3
         assert all(seconds > 0 for seconds in each.seconds)
-    assert [[rate is None for rate in row] for row in rates] == [
-        [i == j for j in range(3)] for i in range(3)
-    ]
+    unknown = [[rate is None for rate in row] for row in rates]
+    assert unknown == [[i == j for j in range(3)] for i in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -112,21 +110,19 @@ def test_rates_are_those_of_nccl_tests(op: str, sent: int) -> None:
     assert found.busbw_gbps == pytest.approx(sent * 8e-9 / 2e-3)
 
 
-def test_what_cannot_be_measured() -> None:
-    def work(rank: Rank) -> None:
-        group, alone = rank.group("payload"), rank.group("alone", [rank.rank])
-        for call, rule in [
-            (lambda: measure(group, "gather", 100, 1), "op must be one of all_reduce, all_gather"),
-            (lambda: measure(group, "all_reduce", 7, 1), "nbytes must be 8 or more"),
-            (lambda: measure(group, "all_reduce", 100, 0), "iterations must be 1 or more, got 0"),
-            (lambda: measure(alone, "all_reduce", 100, 1), "2 ranks or more, got 1"),
-            (lambda: pairs(alone, 100), "2 ranks or more, got 1"),
-            (lambda: pairs(group, 0), "nbytes must be 1 or more, got 0"),
-        ]:
-            with pytest.raises(ValueError, match=rule):
-                call()
-
-    run_threads(work, 2)
+@on_threads(2)
+def test_what_cannot_be_measured(rank: Rank) -> None:
+    group, alone = rank.group("payload"), rank.group("alone", [rank.rank])
+    for call, rule in [
+        (lambda: measure(group, "gather", 100, 1), "op must be one of all_reduce, all_gather"),
+        (lambda: measure(group, "all_reduce", 7, 1), "nbytes must be 8 or more"),
+        (lambda: measure(group, "all_reduce", 100, 0), "iterations must be 1 or more, got 0"),
+        (lambda: measure(alone, "all_reduce", 100, 1), "2 ranks or more, got 1"),
+        (lambda: pairs(alone, 100), "2 ranks or more, got 1"),
+        (lambda: pairs(group, 0), "nbytes must be 1 or more, got 0"),
+    ]:
+        with pytest.raises(ValueError, match=rule):
+            call()
 
 
 @pytest.mark.parametrize("count", [1, 8])

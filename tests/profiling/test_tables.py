@@ -23,7 +23,7 @@ from lightning_dist.profiling.analysis.compare import (
     verdict,
 )
 from lightning_dist.profiling.analysis.metrics import format_value
-from lightning_dist.profiling.analysis.parts import PARTS, Traffic
+from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, Traffic
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.analysis.tables import step_table
 from lightning_dist.profiling.capture.events import OF_NO_BUCKET, Span
@@ -156,15 +156,7 @@ def test_what_was_not_measured_is_no_zero(tmp_path: Path) -> None:
     alone = table(tmp_path, Run({0: Planted(late={1: 50}).run().ranks[0]}))
     assert {row["exposed_wait_ms"] for row in alone} == {""}
     blind = table(tmp_path, Planted(buckets=0).run())
-    unseen = (
-        "exposed_wait",
-        "exposed_transfer",
-        "exposed_codec",
-        "exposed_other",
-        "exposed",
-        "hidden",
-        "exchange",
-    )
+    unseen = (*EXPOSED, "exposed", "hidden", "exchange")
     assert {row[f"{name}_ms"] for row in blind for name in unseen} == {""}
 
 

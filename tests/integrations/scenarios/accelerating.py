@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import resource
@@ -45,19 +44,6 @@ def forget_accelerators() -> None:
     """As in a new process, of which accelerate's state is."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-
-
-@contextmanager
-def warnings() -> Iterator[list[str]]:
-    """What the package warns of meanwhile."""
-    handler, found = logging.Handler(logging.WARNING), []
-    handler.emit = lambda record: found.append(record.getMessage())
-    logger = logging.getLogger("lightning_dist")
-    logger.addHandler(handler)
-    try:
-        yield found
-    finally:
-        logger.removeHandler(handler)
 
 
 class Run:
