@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from scenarios.fitting import QUIET, digest, parameters
 from scenarios.models import Regression
 from scenarios.world import TIMEOUT
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from lightning_dist import ElasticLoop, ElasticRestart, LocalUpdateStrategy, local_updates
@@ -59,6 +59,41 @@ def dealt(model: Regression) -> Iterator[Any]:
     for epoch in range(2):
         sampler.set_epoch(epoch)
         yield from DataLoader(dataset, batch_size=8, sampler=sampler)
+
+
+def nothing(samples: int) -> None:
+    pass
+
+
+def trained(
+    model: Regression,
+    optimizer: Any,
+    updates: Any,
+    *,
+    net: Any = None,
+    batches: Iterable[Any] | None = None,
+    before: Callable[[int], object] = nothing,
+    after: Callable[[int], object] = nothing,
+) -> list[str]:
+    """Digests of the weights after each step of one's own loop, and at its end.
+
+    Args:
+        net: DDP or Fabric around the model.
+        batches: those of a Trainer if None.
+        before: called before every step of the optimizer with the number of samples.
+        after: the same, after it.
+    """
+    batches, own = list(batches or dealt(model)), list[str]()
+    updates.total_steps = len(batches)
+    for x, y in batches:
+        optimizer.zero_grad()
+        nn.functional.mse_loss((net or model.net)(x), y).backward()
+        before(len(x))
+        optimizer.step()
+        after(len(x))
+        own.append(digest(model))
+    updates.close()
+    return [*own, digest(model)]
 
 
 def strategy(**settings: Any) -> LocalUpdateStrategy:

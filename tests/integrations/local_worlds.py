@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from worlds import Rank
 
 from lightning_dist import local_updates
+from lightning_dist.codecs import TopK
 from lightning_dist.integrations.torch.local.fragments import Fragment
 from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates
 
@@ -156,6 +157,24 @@ class Twin:
     overlap: int = 0
     mixing: float = 0.0
     samples: Callable[[int, int], float] = lambda rank, step: 1.0
+    codec: TopK | None = None
+    """Of matrices; of what a worker owes it forgets a part."""
+
+    def __post_init__(self) -> None:
+        self._owed: dict[tuple[int, int], Tensor] = {}
+
+    def sent(self, worker: int, i: int, change: Tensor) -> Tensor:
+        """Of a worker's change of parameter ``i``."""
+        if self.codec is None or change.dim() < 2:
+            return change
+        before = self._owed.get((worker, i), torch.zeros_like(change))
+        owed = (self.codec.decay * before + change).float()
+        padding = self.codec.block - owed.numel()
+        row = nn.functional.pad(owed.view(1, -1), (0, padding))
+        sent = self.codec.decode(self.codec.encode(row), torch.float32)
+        sent = sent[0, : owed.numel()].view_as(owed)
+        self._owed[worker, i] = owed - sent
+        return sent.to(change.dtype)
 
     def train(self, steps: int, make: Callable[[Any], torch.optim.Optimizer]) -> list[list[Tensor]]:
         models = [plain() for _ in range(self.workers)]
@@ -192,7 +211,10 @@ class Twin:
                     ]
                     before[part] = step
                     means = [
-                        sum(n * (anchor[i] - each) for n, each in zip(counts, own, strict=True))
+                        sum(
+                            n * self.sent(worker, i, anchor[i] - each)
+                            for worker, (n, each) in enumerate(zip(counts, own, strict=True))
+                        )
                         / sum(counts)
                         for i, own in zip(fragments[part], of, strict=True)
                     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,14 +19,12 @@ from local_steps import (
     COMPRESSED,
     KEY,
     SCHEDULE,
-    Interrupted,
     SameData,
     Watched,
-    dealt,
-    elastic,
     fit,
     looped,
     strategy,
+    trained,
 )
 from replicas import of_all, require_equal
 from scenarios.fabric_runs import Run
@@ -45,7 +42,6 @@ from lightning_dist import AsyncCheckpoint, ElasticLoop, local_updates
 from lightning_dist.checkpoint.reading import load
 from lightning_dist.fabric import LocalUpdateStrategy as FabricStrategy
 from lightning_dist.integrations.loop.objects import Objects
-from lightning_dist.integrations.torch.local.state import WorkerStates
 
 pytestmark = pytest.mark.on_ranks(2)
 
@@ -62,19 +58,14 @@ def test_a_trainer_does_what_a_loop_does() -> None:
     _, watched = fit(strategy(codec="int8"), gradient_clip_val=0.1)
     model = SameData()
     optimizer = model.configure_optimizers()
-    updates = local_updates(model, optimizer, codec="int8", **COMPRESSED)
-    updates.total_steps = 8
-    own, norms = list[str](), list[float]()
-    for batch in dealt(model):
-        optimizer.zero_grad()
-        model.loss(batch).backward()
+    updates, norms = local_updates(model, optimizer, codec="int8", **COMPRESSED), list[float]()
+
+    def clip(_: int) -> None:
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
-        optimizer.step()
-        updates.step()
-        own.append(digest(model))
-    updates.close()
-    assert watched.own == [*own, own[-1]]
-    assert same_on_both(own) == [False] * 7 + [True], "the mean"
+
+    own = trained(model, optimizer, updates, before=clip, after=lambda _: updates.step())
+    assert watched.own == own
+    assert same_on_both(own) == [False] * 7 + [True] * 2, "the mean"
     first, second = of_all(norms)
     assert max(*first, *second) > 0.1
     assert first != second, "each worker clips its own gradient"
@@ -183,16 +174,6 @@ def test_a_resumed_training_is_bit_exact_from_one_file_and_from_parts(tmp_path: 
     assert not torch.equal(own[0]["state"][0]["exp_avg"], other[0]["state"][0]["exp_avg"])
 
 
-def test_a_restarted_training_is_bit_exact(tmp_path: Path) -> None:
-    """Stopped after 5 steps of 8, inside a window."""
-    _, whole = elastic(tmp_path / "whole")
-    with suppress(InterruptedError):
-        elastic(tmp_path / "stopped", Interrupted(5))
-    dist.barrier()
-    _, resumed = elastic(tmp_path / "stopped")
-    assert resumed.own == whole.own[5:]
-
-
 def test_an_elastic_loop_goes_on_bit_exactly(tmp_path: Path) -> None:
     """Stopped after 4 steps of 8, saved after 3."""
     _, whole = looped(tmp_path / "whole")
@@ -220,20 +201,6 @@ def test_an_elastic_loop_restarts_with_files_of_all_workers(tmp_path: Path) -> N
     updates.close()
 
 
-def test_every_worker_resumes_with_its_own_loss_scale() -> None:
-    """As it skips steps of its own."""
-    model = Regression()
-    optimizer, scale = model.configure_optimizers(), 2.0 ** (3 + dist.get_rank())
-    updates = local_updates(model, optimizer, **SCHEDULE)
-    scalers = [torch.amp.GradScaler("cpu", init_scale=scale) for _ in range(2)]
-    saved = [WorkerStates(updates, [optimizer], scaler=scalers[0]).state_dict()]
-    dist.broadcast_object_list(saved)
-    scalers[1].load_state_dict({**scalers[1].state_dict(), "scale": 1.0})
-    WorkerStates(updates, [optimizer], scaler=scalers[1]).load_state_dict(saved[0])
-    updates.close()
-    assert scalers[1].get_scale() == scale
-
-
 class UnequalData(Regression):
     """Batches of 6 on one rank and of 2 on the other, four of each."""
 
@@ -246,36 +213,14 @@ class UnequalData(Regression):
         return DataLoader(Subset(dataset, range(4 * size)), batch_size=size)
 
 
-def train_by_samples(
-    model: Any, optimizer: Any, updates: Any, *, count: Callable[[int], None] | None = None
-) -> list[str]:
-    """Two epochs of one's own loop.
-
-    Args:
-        count: for an optimizer that makes the step of ``updates`` too.
-    """
-    updates.total_steps, own = 8, list[str]()
-    for _ in range(2):
-        for x, y in model.train_dataloader():
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model.net(x), y).backward()
-            if count is not None:
-                count(len(x))
-            optimizer.step()
-            if count is None:
-                updates.step(samples=len(x))
-            own.append(digest(model))
-    updates.close()
-    return [*own, digest(model)]
-
-
 def test_workers_count_by_their_samples_in_every_framework() -> None:
     settings: dict[str, Any] = {**SCHEDULE, "weigh_by": "samples", "codec": "int8"}
     _, watched = fit(strategy(**settings), model=UnequalData(), use_distributed_sampler=False)
     model = UnequalData()
     optimizer = model.configure_optimizers()
     updates = local_updates(model, optimizer, min_compress_numel=0, **settings)
-    own = train_by_samples(model, optimizer, updates)
+    batches = [*model.train_dataloader(), *model.train_dataloader()]
+    own = trained(model, optimizer, updates, batches=batches, after=updates.step)
     assert watched.own == own
     assert updates.metrics()["outer/samples"] == 2 * (2 + 6)
     first, second = of_all(own)
@@ -286,7 +231,8 @@ def test_workers_count_by_their_samples_in_every_framework() -> None:
     _, optimizer = fabric.setup(model.net, model.configure_optimizers())
     with pytest.raises(ValueError, match=r"call strategy\.count_samples"):
         optimizer.step()
-    assert train_by_samples(model, optimizer, ours.updates, count=ours.count_samples) == own
+    counts = ours.count_samples
+    assert trained(model, optimizer, ours.updates, batches=batches, before=counts) == own
 
 
 def test_validation_uses_the_anchor_or_the_workers_own_weights() -> None:

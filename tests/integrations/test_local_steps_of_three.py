@@ -18,36 +18,22 @@ from local_steps import (
     Interrupted,
     SameData,
     Watched,
-    dealt,
     elastic,
     fit,
     looped,
     strategy,
+    trained,
 )
 from replicas import of_all, require_equal, world_of
-from scenarios.fitting import digest, parameters, residuals
+from scenarios.fitting import parameters, residuals
 from scenarios.world import TIMEOUT
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist import local_updates
 from lightning_dist.fabric import LocalUpdateStrategy as FabricStrategy
 
 pytestmark = pytest.mark.on_ranks(3)
-
-
-def train(model: Any, net: Any, optimizer: Any, updates: Any, *, steps: bool) -> list[str]:
-    """Two epochs of one's own loop, on the batches of a Trainer."""
-    updates.total_steps, own = 6, list[str]()
-    for x, y in dealt(model):
-        optimizer.zero_grad()
-        nn.functional.mse_loss(net(x), y).backward()
-        optimizer.step()
-        if steps:
-            updates.step()
-        own.append(digest(model))
-    updates.close()
-    return [*own, digest(model)]
 
 
 def test_ranks_of_a_host_are_one_worker() -> None:
@@ -65,14 +51,15 @@ def test_ranks_of_a_host_are_one_worker() -> None:
     optimizer = model.configure_optimizers()
     net: Any = DistributedDataParallel(model.net, process_group=groups[dist.get_rank() // 2])
     updates = local_updates(net, optimizer, **COMPRESSED, **levels)
-    assert train(model, net, optimizer, updates, steps=True) == watched.own
+    own = trained(model, optimizer, updates, net=net, after=lambda _: updates.step())
+    assert own == watched.own
 
     model = SameData()
     ours = FabricStrategy(replicas="host", timeout=TIMEOUT, **COMPRESSED, **levels)
     fabric = Fabric(accelerator="cpu", devices=3, strategy=ours)
     fabric.launch()
     net, optimizer = fabric.setup(model.net, model.configure_optimizers())
-    assert train(model, net, optimizer, ours.updates, steps=False) == watched.own
+    assert trained(model, optimizer, ours.updates, net=net) == watched.own
 
 
 class AfterFive(L.Callback):
