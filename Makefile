@@ -32,10 +32,11 @@ export PYTHONDONTWRITEBYTECODE =
 
 install: .venv/installed
 
+# Compiling 15,000 files takes a minute; those that are used are compiled when they are imported.
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet -c constraints.txt torch
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt torch
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
 	touch $@
 
 test: install

@@ -17,6 +17,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 from torch.distributed import (  # type: ignore[attr-defined]  # torch re-exports them silently
     PrefixStore,
@@ -54,6 +55,12 @@ def beat(name: str) -> None:
         os._exit(EXIT_RESTART)
 
 
+def end(code: int) -> NoReturn:
+    """Without the end of the interpreter: the thread that beats may be in torch then, and abort."""
+    sys.stdout.flush()
+    os._exit(code)
+
+
 def next_generation(store: PrefixStore, name: str, after: int) -> Generation:
     while True:
         if store.check([Keys.newest]):
@@ -89,11 +96,11 @@ def main(folder: Path) -> None:
         failed = False
         while True:
             if (folder / "end").exists():
-                sys.exit(0)
+                end(0)
             if (told := folder / f"exit-{name}").exists():
                 code = int(told.read_text())
                 told.unlink()
-                sys.exit(code)
+                end(code)
             failed = store.check([Keys.broken(made.number)])
             if failed or store.check([pause := f"pause/{made.number}"]):
                 break
