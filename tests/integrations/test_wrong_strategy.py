@@ -266,7 +266,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @STRATEGIES
-@pytest.mark.parametrize(("arguments", "says"), BAD, ids=[str(bad) for bad, _ in BAD])
+@pytest.mark.parametrize(("arguments", "says"), BAD, ids=[" ".join(bad) for bad, _ in BAD])
 def test_a_strategy_refuses(strategy: Any, arguments: dict[str, Any], says: str) -> None:
     """Before any process group exists."""
     with pytest.raises(ValueError, match=says):
