@@ -202,7 +202,7 @@ def _name_methods_quickly() -> None:
 
 
 def _keep_the_folder_of_wandb() -> None:
-    """One for all forks, which goes with those of the tests: the first that ends removed it."""
+    """One for all forks, removed with those of the tests: each fork that ends would remove it."""
     if private := sys.modules.get("wandb.sdk.data_types._private"):
         atexit.unregister(private.MEDIA_TMP.cleanup)
         private.MEDIA_TMP._finalizer.detach()

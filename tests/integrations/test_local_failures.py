@@ -42,6 +42,23 @@ def test_a_step_that_a_worker_leaves_out_counts(world: World) -> None:
 
 
 @on_threads(2)
+def test_a_step_that_a_grad_scaler_skips_counts(world: World) -> None:
+    worker = world.worker(plain(dtype=torch.float32), sgd, sync_every=2, codec="none")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(4):
+        worker.optimizer.zero_grad()
+        loss = worker.model(next(worker.data)).square().mean()
+        overflows = step == 0 and world.rank.rank == 0
+        scaler.scale(loss * (float("inf") if overflows else 1.0)).backward()
+        scaler.step(worker.optimizer)
+        scaler.update()
+        worker.updates.step()
+    assert world.of_all(scaler.get_scale()) == [2.0, 4.0]
+    require_same(*world.of_all(worker.anchors()))
+    assert all(each.isfinite().all() for each in worker.anchors())
+
+
+@on_threads(2)
 def test_a_step_after_close_raises(world: World) -> None:
     worker = world.worker(plain(), sgd, method="local_sgd", sync_every=1, overlap_steps=0)
     worker.train(1)
@@ -171,6 +188,13 @@ def test_optimizers_and_models_that_exchange_themselves_are_refused(world: World
         world.worker(world.rank.ddp(plain()))
     with pytest.raises(ValueError, match="has a DistributedDataParallel inside"):
         world.worker(nn.Sequential(world.rank.ddp(plain())))
+
+
+@on_threads(2)
+def test_ranks_with_different_settings_are_refused(world: World) -> None:
+    with pytest.raises(ValueError, match="local updates") as error:
+        world.worker(plain(), sync_every=4 + world.rank.rank)
+    assert "sync_every" in str(error.value)
 
 
 @on_threads(1)

@@ -18,6 +18,7 @@ from fsdp_models import (
     bytes_held,
     local,
     mesh_of,
+    replicas_are_equal,
     same_in_replicas,
     sharded,
     weights,
@@ -64,6 +65,27 @@ def training(
         yield Worker(dist.get_rank(), net, optimizer, updates, batches(dtype))
     finally:
         updates.close()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_a_local_step_and_its_mean_are_a_step_of_hsdp(dtype: torch.dtype, tolerance: float) -> None:
+    """Plain SGD inside and outside, uncompressed."""
+    mesh = mesh_of(2, 2)
+    native = sharded(mesh, dtype=dtype, frozen=True)
+    optimizer, data = sgd(native.parameters()), batches(dtype)
+    for _ in range(5):
+        optimizer.zero_grad()
+        native(next(data)).square().mean().backward()
+        optimizer.step()
+    net = sharded(mesh["shard"], dtype=dtype, frozen=True, unequal=True)
+    with torch.no_grad():  # the first worker begins as HSDP does, the others elsewhere
+        begin = weights(sharded(mesh["shard"], dtype=dtype, frozen=True))
+        for parameter, held in zip(net.parameters(), begin, strict=True):
+            local(parameter).copy_(held if mesh["replicate"].get_local_rank() == 0 else -held)
+    with training(net, sgd, method="local_sgd", sync_every=1, codec="none") as ours:
+        ours.train(5)
+        torch.testing.assert_close(weights(native), weights(net), rtol=tolerance, atol=tolerance)
+        assert replicas_are_equal(net, mesh)
 
 
 @pytest.mark.parametrize(
@@ -217,6 +239,32 @@ def test_metrics_are_of_whole_pseudo_gradients(weigh_by: str, shares: tuple[floa
     assert said["outer/drift"] == pytest.approx(squares**0.5)
     assert said["outer/cosine"] == pytest.approx(float(a @ b) / squares)
     assert torch.equal(both[mesh["replicate"].get_local_rank()], own)
+
+
+def test_an_evaluation_with_the_anchor_or_the_own_weights_changes_nothing() -> None:
+    mesh, trained = mesh_of(2, 2), []
+    for evaluates in (False, True):
+        net = sharded(mesh["shard"])
+        with training(net, sync_every=2, codec="int8", **ALL) as ours:
+            probe, outputs = torch.ones(1, WIDTH), []
+            for _ in range(5):
+                ours.learn()
+                if evaluates:
+                    with torch.no_grad():  # leaves gathered parameters behind
+                        net(probe)
+                ours.updates.step()
+                if evaluates:
+                    with torch.no_grad():
+                        own = net(probe)
+                        with ours.updates.anchor_weights():
+                            outputs.append(net(probe))
+                        assert torch.equal(own, net(probe))
+            net.reshard()
+            trained.append(weights(net))
+            assert same_in_replicas(outputs, mesh), "of the anchor"
+            ours.updates.finish()
+            assert replicas_are_equal(net, mesh)
+    assert all(map(torch.equal, *trained))
 
 
 def test_memory_is_of_a_shard() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +93,32 @@ def test_memory_is_what_the_guide_says(world: World) -> None:
     assert memory["residual_bytes"] == 4 * n
     assert memory["buffer_bytes"] < n, "payloads"
     assert worker.updates._gradients.flat.nbytes == n
+
+
+def test_another_number_of_workers_goes_on_from_the_anchor() -> None:
+    saved: dict[str, Any] = {}
+
+    @on_threads(2)
+    def first(world: World) -> None:
+        worker = world.worker(plain(), sync_every=4, codec="int8")
+        worker.train(5)
+        saved["state"], _ = world.of_all(worker.updates.state_dict())
+        saved["anchors"] = worker.anchors()
+
+    @on_threads(3)
+    def second(world: World) -> None:
+        worker = world.worker(plain(3), sync_every=4, codec="int8")
+        worker.updates.load_state_dict(copy.deepcopy(saved["state"]))
+        worker.updates.start_from_anchor()
+        require_same(worker.weights(), saved["anchors"])
+        worker.train(3)
+        assert worker.updates.attempted == 8
+        after = worker.anchors()
+        assert not torch.equal(after[0], saved["anchors"][0])
+        require_same(after, world.of_all(after)[0])
+
+    first()
+    second()
 
 
 @pytest.mark.parametrize("sync_every", [4, 5])

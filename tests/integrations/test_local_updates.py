@@ -325,3 +325,52 @@ def test_an_outer_schedule_steps_with_the_whole_model(world: World, fragments: i
     worker.learn()
     worker.updates.finish()
     assert worker.updates.outer_scheduler.last_epoch == 2
+
+
+@on_threads(2)
+def test_with_equal_samples_it_is_the_mean_and_the_cosine_that_of_workers(world: World) -> None:
+    weights, metrics = [], []
+    for weigh_by in ("workers", "samples"):
+        worker = world.worker(plain(), sync_every=2, codec="none", weigh_by=weigh_by)
+        worker.samples = (lambda rank, step: 32.0) if weigh_by == "samples" else None
+        worker.train(4)
+        weights.append(worker.weights())
+        metrics.append(dict(worker.updates.metrics()))
+        del metrics[-1]["outer/exposed_ms"]  # it is of the clock
+    torch.testing.assert_close(*weights, rtol=1e-12, atol=1e-12)
+    assert metrics[1].pop("outer/samples") == 2 * 2 * 32
+    assert metrics[1] == pytest.approx(metrics[0])
+
+
+@on_threads(2)
+def test_post_local_sgd_is_ddp_until_it_starts(world: World) -> None:
+    stock = world.rank.ddp(plain(dtype=torch.float32))
+    optimizer, data = adam(stock.parameters()), batches(world.rank.rank, torch.float32)
+    for _ in range(4):
+        optimizer.zero_grad()
+        stock(next(data)).square().mean().backward()
+        optimizer.step()
+    model = world.rank.ddp(plain(dtype=torch.float32))
+    settings = {"method": "post_local_sgd", "ddp_steps": 4, "sync_every": 2, "codec": "none"}
+    worker = world.worker(model, **settings)
+    worker.train(4)
+    require_same(worker.weights(), [p.detach() for p in stock.parameters()])
+    for averages in (False, True):
+        worker.train(1)
+        first, second = world.of_all(worker.weights()[0])
+        assert torch.equal(first, second) == averages
+
+
+@on_threads(2)
+def test_the_cosine_of_two_workers(world: World) -> None:
+    worker = world.worker(plain(), method="local_sgd", sync_every=2, codec="none")
+    begin = worker.anchors()
+    worker.train(1)
+    worker.learn()
+    own = torch.cat([(a - b).reshape(-1) for a, b in zip(begin, worker.weights(), strict=True)])
+    worker.updates.step()
+    a, b = world.of_all(own)
+    metrics, squares = worker.updates.metrics(), float(a @ a + b @ b) / 2
+    assert metrics["outer/cosine"] == pytest.approx(float(a @ b) / squares)
+    assert metrics["outer/drift"] == pytest.approx(squares**0.5)
+    assert metrics["outer/pseudo_gradient_norm"] == pytest.approx(float(((a + b) / 2).norm()))

@@ -62,8 +62,8 @@ SUCH_AS = "; write such as [[0, 1], [2, 3]]"
 @pytest.mark.parametrize(
     ("declared", "says"),
     [
-        ({"rank_groups": [[0, 1, 2, 3]]}, f"{HAVE_RANKS}.*((0, 1, 2, 3),)"),
-        ({"rank_groups": [[0], [1], [2], [3]]}, f"{HAVE_RANKS}.*((0,), (1,), (2,), (3,))"),
+        ({"rank_groups": [[0, 1, 2, 3]]}, f"{HAVE_RANKS}.*((0, 1, 2, 3),).*"),
+        ({"rank_groups": [[0], [1], [2], [3]]}, f"{HAVE_RANKS}.*((0,), (1,), (2,), (3,)).*"),
         (
             {"rank_groups": [[0, 1], [2]]},
             f"{ONCE}missing [3], more than once [], unknown []{SUCH_AS}",
@@ -93,7 +93,7 @@ SUCH_AS = "; write such as [[0, 1], [2, 3]]"
 )
 def test_declared_groups_that_cannot_be(declared: dict[str, Any], says: str) -> None:
     pattern = re.escape(says).replace(r"\.\*", ".*")
-    assert re.match(pattern, message(grouped, "aabb", **declared))
+    assert re.fullmatch(pattern, message(grouped, "aabb", **declared))
 
 
 FORMS = "'auto', True, False or 'leader'"
