@@ -28,22 +28,33 @@ SCRIPT = textwrap.dedent("""
     from torch.utils.data import DataLoader
     from lightning_dist.elastic.data.workers import keep_workers
 
+    def to_the_group():
+        group = f"-{os.getpgid(0)}"
+        subprocess.run(["kill", "-TERM", "--", group], start_new_session=True)
+
+    def until_told():  # a worker does not come to its worker_init_fn before
+        while signal.SIGTERM not in signal.sigpending():
+            os.sched_yield()
+
     told = []
     signal.signal(signal.SIGTERM, lambda *_: told.append(1))
     context = sys.argv[1]
     workers = 2 if context == "fork" else 1  # others import torch
     loader = DataLoader(range(40), num_workers=workers, multiprocessing_context=context)
     keep_workers(loader, [signal.SIGTERM])
-    seen = []
-    for number, batch in enumerate(loader):
-        seen.append(int(batch))
-        if number == 5:
-            group = f"-{os.getpgid(0)}"
-            subprocess.run(["kill", "-TERM", "--", group], start_new_session=True)
-    assert told and seen == list(range(40))
     if context == "fork":
-        workers = iter(loader)  # left behind: Python ends them at the end
-        next(workers)
+        seen = []
+        for number, batch in enumerate(loader):
+            seen.append(int(batch))
+            if number == 5:
+                to_the_group()
+        assert told and seen == list(range(40))
+        os.register_at_fork(after_in_child=until_told)
+    batches = iter(loader)
+    to_the_group()
+    assert [int(batch) for batch in batches] == list(range(40))
+    if context == "fork":
+        left_behind = iter(loader)  # Python tells its workers at the end, and waits for them
     print("all seen")
 """)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import multiprocessing
 import os
 import signal
 import threading
@@ -16,7 +18,8 @@ class EndsAtSecondSignal:
 
     A launcher sends its signal to the whole process group. A worker that ends at it takes the
     training down before there is a checkpoint. At one from its own process it ends, and at the
-    second from anywhere. Workers of a fork server end with that, which no signal spares.
+    second from anywhere. Workers of a fork server end with that, which no signal spares; others
+    start with the signals blocked, see `StartsBlocked`.
 
     Programs that a worker starts inherit that the signals are blocked (a process learns who has
     sent one only while they are): ``Popen.kill()`` ends them, and ``terminate()`` has no effect.
@@ -52,12 +55,48 @@ class EndsAtSecondSignal:
             forwarded.add(came.si_signo)
 
 
+class StartsBlocked:
+    """The ``Process`` of a multiprocessing context: with signals blocked from its start on.
+
+    A worker that has not come to its ``worker_init_fn`` yet would end at a signal of the launcher,
+    or, where its process handles the signal, miss the only one with which that ends it, and be
+    waited for.
+
+    Args:
+        usual: the context's class of processes.
+        signals: that are blocked.
+    """
+
+    def __init__(self, usual: type[Any], signals: Sequence[signal.Signals]) -> None:
+        self._usual = usual
+        self._signals = tuple(signals)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        process = self._usual(*args, **kwargs)
+
+        def start() -> None:
+            del process.start  # a process that is not a fork is pickled
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
+            try:
+                process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+        process.start = start
+        return process
+
+
 def keep_workers(loader: Any, signals: Sequence[signal.Signals]) -> None:
     """Let the workers of ``loader`` outlive the first of ``signals``, if it has workers."""
     usual = getattr(loader, "worker_init_fn", None)
     if getattr(loader, "num_workers", 0) > 0 and not isinstance(usual, EndsAtSecondSignal):
         _keep_garbage_from_forks()
         loader.worker_init_fn = EndsAtSecondSignal(usual, signals)
+        context: Any = loader.multiprocessing_context or multiprocessing.get_context()
+        if hasattr(signal, "sigwaitinfo") and context.get_start_method() != "forkserver":
+            context = copy.copy(context)
+            context.Process = StartsBlocked(context.Process, signals)
+            loader.multiprocessing_context = context
 
 
 @cache
