@@ -1,7 +1,5 @@
 """A real browser, for pages; tests that want it are skipped where there is none."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Other processes that own a folder of checkpoints."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Scripts that start in milliseconds: in forks of a process that has imported what they use."""
 
-from __future__ import annotations
-
 import os
 import select
 import socket

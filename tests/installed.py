@@ -5,8 +5,6 @@
 So a test that needs another package fails in CI as it does for whoever has just installed.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.metadata import PackageNotFoundError, distribution, distributions
 

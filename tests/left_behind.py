@@ -7,8 +7,6 @@ something is there, and judges at its end, when fixtures are torn down. What is 
 that has failed is no fault of its own.
 """
 
-from __future__ import annotations
-
 import gc
 import getpass
 import os

@@ -1,7 +1,5 @@
 """Runs whose times are planted: what a profile of them has to say is known."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as replace_dataclass

@@ -1,7 +1,5 @@
 """Triton's interpreter without what costs it two thirds of its time and changes nothing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any

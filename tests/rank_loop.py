@@ -7,8 +7,6 @@ traceback)`` or ``("skipped", reason)`` and the number of its threads. It ends w
 of the socket is closed.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import importlib.util

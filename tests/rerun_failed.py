@@ -10,8 +10,6 @@ ones, and those of ``FOLDER/summary.txt``. A test that leaves something behind h
 the first run and of the repeats is kept in the folder.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

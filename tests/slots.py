@@ -4,8 +4,6 @@ More of them would only take turns, and those that wait for another's message wo
 than the limits of the package allow.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """The documents: tables are those of the kept results, blocks run, commands have their options."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -1,7 +1,5 @@
 """Tests that run on the ranks of a world: they pass, fail, skip and end as others do."""
 
-from __future__ import annotations
-
 import os
 import sys
 import textwrap

@@ -1,7 +1,5 @@
 """1-bit Adam against its own formulas, and through a real exchange."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The package as it is installed: sdist, wheel, and the example of the README."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """The tests' own tools: slots, tiers, worlds of threads, forks."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

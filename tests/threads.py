@@ -1,7 +1,5 @@
 """Tests that run in a thread for each rank of a world: ``@on_threads(2)``."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

@@ -3,8 +3,6 @@
 Most are marked in the files of the tests; the others are in the list ``tiers.txt``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from functools import cache
 from pathlib import Path

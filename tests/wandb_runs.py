@@ -1,7 +1,5 @@
 """Reads a wandb run back that was written offline: records in the format of LevelDB's log."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

@@ -4,8 +4,6 @@ The only place that makes multi-rank worlds of threads. A collective that one ra
 fails after ``TIMEOUT`` instead of hanging.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import socket

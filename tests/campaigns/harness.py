@@ -1,7 +1,5 @@
 """Harness of the campaigns: trials in forks, verdicts on them, and their sums by kind."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import importlib.util

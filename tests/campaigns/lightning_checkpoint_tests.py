@@ -10,8 +10,6 @@ with the reason, and others, which there should be none of. In each pytest this 
 that substitutes the class.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """Checkpointers that are open for a test, on one rank or on all, and writers that do nothing."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Copies that a test holds: the copy begins and ends when the test says so."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

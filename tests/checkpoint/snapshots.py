@@ -1,7 +1,5 @@
 """States worth saving, and saves of them as a writer gets them."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Storages for tests: an object store in memory, and a local folder that fails as scripted."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable

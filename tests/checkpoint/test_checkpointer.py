@@ -1,7 +1,5 @@
 """The engine as a trainer uses it: its settings, its first save, a real writer."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """The copy is the state at the trigger, and optimizer steps wait for it and no longer."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path

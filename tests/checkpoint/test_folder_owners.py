@@ -1,7 +1,5 @@
 """One trainer per folder, and what a dead one leaves is cleared away."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Which checkpoint of a folder training goes on from, and which are removed."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Several ranks save one folder together: who writes which bytes, and what is loaded."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext

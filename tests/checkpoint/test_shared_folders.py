@@ -1,7 +1,5 @@
 """Several writers, one folder: all of it is there, or every rank knows why not."""
 
-from __future__ import annotations
-
 import json
 import os
 import uuid

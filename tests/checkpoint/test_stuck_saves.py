@@ -1,7 +1,5 @@
 """A copy or a writer that is stuck holds a training up for so long, and no longer."""
 
-from __future__ import annotations
-
 import subprocess
 import threading
 from collections.abc import Callable, Iterator

@@ -1,8 +1,7 @@
-"""A writer: the order of its jobs, and disks that are full, broken or slow."""
-
-from __future__ import annotations
+"""A writer: order of its jobs; disks that are full, broken or slow; processes that are killed."""
 
 import errno
+import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import run
 from snapshots import assert_equal, file_save, folder_saves, origin, small_state, write_file
 from stores import FaultyStorage, broken_disk
 
@@ -30,6 +30,7 @@ from lightning_dist.checkpoint.disk.writer import Writer
 from lightning_dist.checkpoint.reading import load
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.checkpoint.snapshot.memory import SnapshotMemory
+from tests.campaigns.checkpoint_crash.oracle import PROBLEMS
 
 
 class Scripted:
@@ -303,3 +304,38 @@ def test_an_answer_ends_no_operation_of_a_writer_that_is_dying() -> None:
     delivery._lost(dying, "killed")
     delivery.wait(5)
     delivery.close(5)
+
+
+KINDS = (
+    "kill the trainer",
+    "kill the writer",
+    "kill trainer and writer",
+    "slow disk (thread)",
+    "stopped writer process",
+    "dropped snapshot",
+    "damaged on disk",
+    "kill before every system call",
+    "kill after every system call",
+    "power cut, names lost every system call",
+    "power cut, names kept every system call",
+    "EIO at every system call",
+    "ENOSPC for good at every system call",
+    "short writes at every system call",
+)
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_in_a_small_campaign(tmp_path: Path, quick_python: list[str]) -> None:
+    """In a process of its own: the campaign forks, which a process with threads must not."""
+    result = tmp_path / "campaign.json"
+    options = ["--trials", "10", "--seed", "3", "--every", "150", "--folder", tmp_path]
+    for kind in KINDS:
+        options += ["--kind", kind]
+    run(
+        [*quick_python, "-m", "tests.campaigns.checkpoint_crash", *options, "--json", result],
+        limit=100,
+    ).require_success()
+    rows = json.loads(result.read_text())["rows"]
+    assert {row["kind"] for row in rows} == set(KINDS)
+    for row in rows:
+        assert {name: row[name] for name in PROBLEMS} == dict.fromkeys(PROBLEMS, 0), row["failures"]

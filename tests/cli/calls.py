@@ -1,7 +1,5 @@
 """The program, called in this process, and folders for its commands."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

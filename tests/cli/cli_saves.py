@@ -1,7 +1,5 @@
 """Checkpoints of every kind, written by the engine's own writer."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import os

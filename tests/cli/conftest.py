@@ -1,7 +1,5 @@
 """Folders of checkpoints for the program."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

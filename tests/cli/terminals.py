@@ -1,7 +1,5 @@
 """Programs on a terminal: what a user sees there."""
 
-from __future__ import annotations
-
 import os
 import pty
 import subprocess

@@ -1,7 +1,5 @@
 """``lightning-dist bench``: sizes, groups, tables, and real ranks; also on links of known rate."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

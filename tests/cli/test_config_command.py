@@ -1,7 +1,5 @@
 """``lightning-dist config``: what it asks, what it writes, what it shows."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

@@ -1,7 +1,5 @@
 """``lightning-dist doctor``: planted mistakes of a host, and their fixes; what it prints."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

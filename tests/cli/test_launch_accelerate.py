@@ -1,7 +1,5 @@
 """``lightning-dist launch`` where Accelerate is configured: which of the two runs, and how."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

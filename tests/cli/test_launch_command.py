@@ -1,7 +1,5 @@
 """``lightning-dist launch``: what it makes of a command line, and a few real jobs."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

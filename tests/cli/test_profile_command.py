@@ -1,7 +1,5 @@
 """``lightning-dist profile``."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

@@ -1,7 +1,5 @@
 """``lightning-dist profile whatif``."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -3,8 +3,6 @@
 Also of the installed program ``lightning-dist``, in processes of its own.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 import subprocess

@@ -3,8 +3,6 @@
 ``python tests/cli/test_wording.py`` writes the snapshots anew; read the difference.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Arguments: ``registered``, where the package is imported, or ``installed``, by its entry points.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

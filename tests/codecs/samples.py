@@ -1,7 +1,5 @@
 """The table of codecs and the gradients that the laws are tried on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import strategies as st

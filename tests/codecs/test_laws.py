@@ -1,7 +1,5 @@
 """The laws of a codec, over the whole table, and naive numpy twins."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

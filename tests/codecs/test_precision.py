@@ -1,7 +1,5 @@
 """Products of a codec are in float32, whatever precision the training has chosen for its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """What is true in the mean: unbiasedness, variance, contraction, and orthonormal factors."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

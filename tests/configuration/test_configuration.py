@@ -1,7 +1,5 @@
 """Settings from outside of the code: files, which one wins, and what is refused."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import re

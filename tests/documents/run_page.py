@@ -3,8 +3,6 @@
 Arguments: the page, a folder, and the numbers of the blocks; ``3+4`` are run as one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,8 +1,6 @@
 """The user's own objects: what the blocks of the documents use without making it."""
 
 # ruff: noqa: F401
-from __future__ import annotations
-
 import os
 import pathlib
 from contextlib import nullcontext

@@ -3,8 +3,6 @@
 Usage: hanging.py WAY. It prints ``hangs`` before it does.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import socket

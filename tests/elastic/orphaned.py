@@ -6,8 +6,6 @@ code of the rank, and the names of the stopped processes that were killed.
 The first process is a subreaper: children of a launcher that dies become its own.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,7 +1,5 @@
 """Layouts, plans and epochs to draw, and what a step means computed the slow way."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from hypothesis import strategies as st

@@ -8,8 +8,6 @@ before, ``FOLDER/other-<worker>`` makes it one of another training, and ``FOLDER
 keeps it from being ready.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

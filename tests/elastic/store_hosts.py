@@ -1,7 +1,5 @@
 """Processes that host a store of torch and may stop."""
 
-from __future__ import annotations
-
 import os
 import signal
 from contextlib import AbstractContextManager

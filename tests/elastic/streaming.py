@@ -1,7 +1,5 @@
 """Datasets and loaders for tests; importable by workers that are started afresh."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field

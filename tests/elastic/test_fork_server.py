@@ -1,7 +1,5 @@
 """Workers that a fork server starts, beside those that are started as usual: real processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A worker in one generation after the other: its groups, and what all ranks decide together."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

@@ -1,7 +1,5 @@
 """What happened to a run, as files that survive every process."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import asdict

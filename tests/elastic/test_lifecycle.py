@@ -1,7 +1,5 @@
 """A signal to a whole process group, the codes with which ranks end, and what restarts cost."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import signal

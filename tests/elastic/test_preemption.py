@@ -1,7 +1,5 @@
 """PreemptionListener: real signals, to this process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

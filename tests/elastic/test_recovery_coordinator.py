@@ -1,7 +1,5 @@
 """The coordinator, by a clock of the test; with real workers in `test_recovery_launcher`."""
 
-from __future__ import annotations
-
 import pytest
 from torch.distributed import (  # type: ignore[attr-defined]  # torch re-exports them silently
     HashStore,

@@ -1,7 +1,5 @@
 """Workers that die are replaced by the launcher, one by one: real processes and signals."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

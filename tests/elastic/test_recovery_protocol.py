@@ -1,7 +1,5 @@
 """Who is in the next generation: every small script of deaths, late ones and newcomers."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """What a rank knows of its launcher, and how the ranks of one start find each other."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

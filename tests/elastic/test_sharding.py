@@ -1,7 +1,5 @@
 """A user's loader, made elastic: the same but for whose samples it yields."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from itertools import chain

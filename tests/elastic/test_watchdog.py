@@ -1,7 +1,5 @@
 """A process that hangs ends itself, and one that does not is left alone."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Job files of clusters: their commands run here, with stand-ins for what a cluster brings."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

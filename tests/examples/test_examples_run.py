@@ -1,7 +1,5 @@
 """Every example trains on two processes of a CPU."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Payloads of a length that only the sender knows, and shares of any size."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

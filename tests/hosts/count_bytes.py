@@ -3,8 +3,6 @@
 A row is ``FORM/CODEC``; the form is one of `FORMS`, or ``fsdp`` on hosts of two ranks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

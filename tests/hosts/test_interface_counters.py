@@ -1,7 +1,5 @@
 """Counted bytes are the bytes that leave the host, and that stay, by the interfaces' counters."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The demo's model through Lightning on two hosts of two ranks, real or declared."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One rank of four: train the demo's model with Lightning and print what came of it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """A training that is killed right after a save was handed over: PROJECT of one rank or several."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

@@ -6,8 +6,6 @@ Prints its own pid and the writer's once the first checkpoint is there. At the n
 input it takes a second snapshot, whose writer is stopped, and kills itself.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

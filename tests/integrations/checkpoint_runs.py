@@ -1,7 +1,5 @@
 """Small fits in the process of a test, and what can be said of the files they leave."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

@@ -1,7 +1,5 @@
 """Trainings of ranks under CommProfiler, and what is read of their profiles."""
 
-from __future__ import annotations
-
 import json
 import time
 import warnings

@@ -1,7 +1,5 @@
 """Train dataloaders of every kind, for tests of what a restart makes of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

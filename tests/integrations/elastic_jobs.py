@@ -4,8 +4,6 @@ The program imports everything once and forks: a job of ours then starts in mill
 agents, processes and signals. ``python elastic_jobs.py jobs.json results.json``
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

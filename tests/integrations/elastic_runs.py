@@ -1,7 +1,5 @@
 """A small training whose every sample, step and random draw can be accounted for."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Models that ranks of tests shard with ``fully_shard``, and their training."""
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Two ranks of one framework after the other: ``in_force_runs.py FRAMEWORK ...``."""
 
-from __future__ import annotations
-
 import faulthandler
 import sys
 from typing import Any

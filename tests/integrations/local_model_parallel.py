@@ -1,7 +1,5 @@
 """Sharded models that take local steps under a Trainer, on two hosts of two ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

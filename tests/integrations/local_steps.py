@@ -1,7 +1,5 @@
 """Trainings of one small model in local steps: by a Trainer and by an ElasticLoop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path

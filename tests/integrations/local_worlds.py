@@ -1,7 +1,5 @@
 """Workers in threads that take local steps, and their twin in whole tensors."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

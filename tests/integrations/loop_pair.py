@@ -1,7 +1,5 @@
 """Two models that train against each other in one loop: ``torchrun loop_pair.py FOLDER``."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The training of `elastic_runs`, in loops of the user's own: plain DDP, Accelerate, Fabric."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

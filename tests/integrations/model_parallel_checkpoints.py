@@ -1,7 +1,5 @@
 """What tests of checkpoints of sharded models watch and plant."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Trainings of a sharded model under a Trainer, for tests of the model-parallel strategies."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Rank 1 is killed after its last step, before the ranks compare clocks: FOLDER."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import sys

@@ -1,7 +1,5 @@
 """Jobs of ranks that recover, and what they have written down."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from functools import cache

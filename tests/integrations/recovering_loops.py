@@ -14,8 +14,6 @@ step), ``epochs`` and ``hang_timeout``. Every rank writes what it computes and w
 to ``FOLDER/<worker>.jsonl``.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import hashlib
 import json

@@ -11,8 +11,6 @@ CommProfiler), ``bar`` (of progress) and ``misses`` (as of `miss_end`).
 Every rank writes what it computes and what it has committed to ``FOLDER/<worker>.jsonl``.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

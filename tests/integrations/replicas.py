@@ -1,7 +1,5 @@
 """What holds on all ranks of a training; every rank asks with its own facts (`fitting.fit`)."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

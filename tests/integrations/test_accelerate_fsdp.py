@@ -1,7 +1,5 @@
 """FSDP2 through Accelerate, on two hosts of two ranks."""
 
-from __future__ import annotations
-
 import os
 from itertools import pairwise
 from pathlib import Path

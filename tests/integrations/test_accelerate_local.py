@@ -1,7 +1,5 @@
 """Local updates under Accelerate: as in a loop of plain PyTorch, saved and resumed, refused."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

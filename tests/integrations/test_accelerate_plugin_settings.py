@@ -1,7 +1,5 @@
 """CompressedDDPPlugin in one process: its settings, also from variables and files; refusals."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import logging

@@ -1,7 +1,5 @@
 """Whole programs on two CPU processes: the examples, and the checks of ``accelerate test``."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """AsyncStateCheckpointer on two ranks, and after a kill."""
 
-from __future__ import annotations
-
 import os
 import signal
 from contextlib import nullcontext

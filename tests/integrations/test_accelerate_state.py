@@ -1,7 +1,5 @@
 """AsyncStateCheckpointer in one process: complete or not at all, what fails, what is refused."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

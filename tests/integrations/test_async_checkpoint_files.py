@@ -1,7 +1,5 @@
 """The files of a run and what it goes on from: as with Lightning's ModelCheckpoint, bit for bit."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

@@ -1,7 +1,5 @@
 """AsyncTorchCheckpointIO under ModelCheckpoint and Fabric; models with a say in what they load."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

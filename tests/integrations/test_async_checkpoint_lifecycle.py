@@ -1,7 +1,5 @@
 """A checkpoint callback through fits, interrupts, loggers and the other ways to save and load."""
 
-from __future__ import annotations
-
 import csv
 import os
 import pickle

@@ -1,8 +1,6 @@
 """AsyncCheckpoint on two ranks: resume, what one rank alone finds or cannot do, refusals; and what
 three ranks and one make of its files."""
 
-from __future__ import annotations
-
 import os
 import resource
 import warnings

@@ -1,7 +1,5 @@
 """Several callbacks or trainers in one folder, and a trainer that is killed while it writes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """A checkpoint is the state at its trigger, however soon the training goes on."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Every codec, its options and 1-bit Adam as users write them: Lightning, Fabric, YAML."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """CommProfiler in real training loops of two ranks: what was planted is what it says."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

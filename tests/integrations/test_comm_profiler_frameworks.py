@@ -1,7 +1,5 @@
 """CommProfiler as a callback of Lightning, and under Fabric and Accelerate."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

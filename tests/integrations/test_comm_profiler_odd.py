@@ -1,7 +1,5 @@
 """CommProfiler where a rank is late or alone, or has no folder; twice, traced by torch."""
 
-from __future__ import annotations
-
 import gc
 import gzip
 import json

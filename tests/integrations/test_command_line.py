@@ -1,7 +1,5 @@
 """LightningCLI reads strategies, codecs and checkpoints from YAML."""
 
-from __future__ import annotations
-
 import re
 import sys
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """`delay=1`: the mean of a step is applied in the next one."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace

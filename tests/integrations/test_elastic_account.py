@@ -1,8 +1,6 @@
 """What a run says of its restarts, and on what devices it runs; trainings that stop early, go on
 longer, fail and are used again; other callbacks beside."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import re

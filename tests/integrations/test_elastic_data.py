@@ -1,12 +1,11 @@
-"""A restart sees every sample once, whatever loader and workers there are, or says why not."""
-
-from __future__ import annotations
+"""A restart, of a Trainer or a loop, sees every sample once, whatever loader, or says why not."""
 
 import multiprocessing
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from multiprocessing import active_children
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +18,10 @@ from elastic_runs import SIZE, FailAt, Fault, Net, committed, fit, hash_of, make
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from loop_runs import failing, net, train
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
+from lightning_dist import ElasticLoop
 from lightning_dist.elastic.data.plan import Position
 from lightning_dist.elastic.data.workers import EndsAtSecondSignal
 from lightning_dist.integrations.lightning.elastic.connectors import KeptSource
@@ -203,3 +204,36 @@ def test_the_trainers_own_sources_are_given_back(tmp_path: Path) -> None:
     trainer, _ = fit(tmp_path, max_epochs=1)
     assert type(trainer.fit_loop._data_source) is _DataLoaderSource
     assert type(trainer.fit_loop.epoch_loop.val_loop._data_source) is _DataLoaderSource
+
+
+DEALT = [name for name in LOADERS if not name.startswith("stateful stream")]
+
+
+@pytest.fixture(autouse=True)
+def _no_workers_left() -> Iterator[None]:
+    before = {each.pid for each in multiprocessing.active_children()}  # of other files' tests
+    yield
+    assert not {each.pid for each in multiprocessing.active_children()} - before
+
+
+def ids_of(folder: Path) -> list[list[int]]:
+    return [step.ids for step in committed(folder / "account").values()]
+
+
+@pytest.mark.parametrize("data", DEALT)
+def test_a_second_start_goes_on_in_the_data(data: str, tmp_path: Path) -> None:
+    fails = failing("in_pass", 17)  # in the second epoch
+    expected = train(tmp_path / "reference", "plain", data=data, epochs=2)
+    with pytest.raises(Fault):
+        train(tmp_path / "run", "plain", data=data, epochs=2, strike=fails)
+    assert train(tmp_path / "run", "plain", data=data, epochs=2) == expected
+    assert ids_of(tmp_path / "run") == ids_of(tmp_path / "reference")
+    of_epochs = [[*chain(*ids_of(tmp_path / "run")[at : at + 12])] for at in (0, 12)]
+    assert [sorted(ids) for ids in of_epochs] == [list(range(SIZE))] * 2
+    assert of_epochs[0] != of_epochs[1]
+
+
+def test_a_loop_refuses_what_cannot_be_dealt(tmp_path: Path) -> None:
+    loader = DataLoader(SilentStream(), batch_size=4)
+    with pytest.raises(ValueError, match="or use a map-style dataset"):
+        ElasticLoop(tmp_path, loader=loader, state={"model": net()}).__enter__()

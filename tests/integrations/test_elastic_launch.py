@@ -1,7 +1,5 @@
 """torchrun starts the ranks anew when one dies; a node joins a running job and is lost again."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Signals and notices: one checkpoint, a clean end, and what is said where it cannot be written."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What ElasticRestart refuses, by name and with a remedy; finders, the Tuner and short runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One process that fails in any hook of any step, and a second that goes on to the same weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 The first two behaviours are those of tests of Lightning's own strategies.
 """
 
-from __future__ import annotations
-
 import os
 
 import lightning as L

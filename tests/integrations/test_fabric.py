@@ -1,7 +1,5 @@
 """`Fabric(strategy="compressed_ddp")` on two ranks; the training loop is the user's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Sharded models (FSDP2) whose shards cross between replicas compressed, on real processes."""
 
-from __future__ import annotations
-
 import shutil
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Codecs of sharded models (FSDP2), on real processes: conservation, resuming, overflow."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models sharded over all ranks, whose own collectives are quantised, on real processes."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re

@@ -1,7 +1,5 @@
 """What is said at the start: what is in force, and what is waited for."""
 
-from __future__ import annotations
-
 import re
 import threading
 from pathlib import Path

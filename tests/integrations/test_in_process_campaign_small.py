@@ -1,7 +1,5 @@
 """A fixed part of the campaign of faults in trainings that recover within their processes."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every way in which Lightning starts ranks. torchrun starts those of all the other tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Residuals in Lightning checkpoints: resume, other strategies, other numbers of ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

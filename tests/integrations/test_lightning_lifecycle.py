@@ -1,7 +1,5 @@
 """One trainer on two ranks used several times, fits that fail, and what is refused."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -1,7 +1,5 @@
 """Models of all kinds on two ranks: several optimizers, unused, frozen, tied, compiled."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`Trainer(strategy=...)` on two ranks: automatic optimisation, DDP's own arguments, precisions."""
 
-from __future__ import annotations
-
 import itertools
 from functools import cache
 from typing import Any

@@ -2,8 +2,6 @@
 settings, models and optimizers with which they refuse to begin.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any, NoReturn
 

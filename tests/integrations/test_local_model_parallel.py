@@ -1,7 +1,5 @@
 """Local steps of sharded models under a Trainer and Fabric: two hosts of two ranks."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path

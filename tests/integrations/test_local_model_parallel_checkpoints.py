@@ -1,7 +1,5 @@
 """Checkpoints of sharded models that take local steps: resumed, elsewhere and by others."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress

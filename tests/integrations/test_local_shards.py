@@ -1,7 +1,5 @@
 """Local steps between hosts that hold a model in shards (FSDP2), on two hosts of two processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial

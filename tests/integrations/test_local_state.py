@@ -1,7 +1,5 @@
 """State of local updates: resumed anywhere, with other workers, and where it is kept."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

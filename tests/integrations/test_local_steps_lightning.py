@@ -1,7 +1,5 @@
 """Local steps under a Trainer, Fabric and an ElasticLoop, on two ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Local steps on three ranks: on two hosts, and where workers join and leave."""
 
-from __future__ import annotations
-
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Local steps and outer steps, against a naive twin and with every codec."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from functools import partial

@@ -1,11 +1,11 @@
-"""`ElasticLoop` in one process: what it keeps, and what it says of mistakes and to trackers."""
-
-from __future__ import annotations
+"""`ElasticLoop` in one process, with several models, and as documented: what it keeps and says."""
 
 import csv
+import json
 import logging
 import math
 import os
+import re
 import signal
 import threading
 import warnings
@@ -18,12 +18,16 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import GradientState
-from elastic_runs import Fault, committed, fit, make_loader
+from elastic_runs import SIZE, Fault, committed, fit, make_loader
 from lightning.fabric import Fabric
 from lightning.fabric.loggers import CSVLogger
+from loop_pair import RATES
+from loop_pair import train as train_pair
 from loop_runs import failing, net, train
+from processes import torchrun
 from torch import nn
 
+import lightning_dist
 from lightning_dist import ElasticLoop
 from lightning_dist.accelerate import AsyncStateCheckpointer
 from lightning_dist.checkpoint.settings import CheckpointSettings
@@ -360,3 +364,74 @@ def test_without_an_account_nothing_is_said_of_restarts() -> None:
                 loop.scale_loss(model(x).sum()).backward()
                 loop.step_done()
     assert loop.metrics().keys() == ALL - ELASTIC
+
+
+DOCUMENT = Path(lightning_dist.__file__).parents[1] / "docs" / "elastic.md"
+BEFORE = """
+import os, sys
+os.environ["ACCELERATE_USE_CPU"] = "true"
+os.chdir(sys.argv[1])
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4)
+criterion = torch.nn.functional.mse_loss
+data = torch.utils.data.TensorDataset(torch.randn(48, 4), torch.randn(48, 2))
+loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+"""
+AFTER = r"""
+accelerator.wait_for_everyone()
+rate = optimizer.param_groups[0]["lr"]
+sys.stdout.write(f"ended at step {loop.steps} rate {rate}\n")  # whole: the other rank writes too
+"""
+
+
+def test_the_loop_of_the_document(tmp_path: Path, quick_python: list[str]) -> None:
+    (code,) = re.findall(r"```python\n(import logging\n.*?)```", DOCUMENT.read_text(), re.S)
+    script = tmp_path / "script.py"
+    script.write_text(BEFORE + code + AFTER)
+    done = torchrun(script, tmp_path, ranks=2, limit=60, python=quick_python).require_success()
+    assert "elastic: world 2, fresh start; global batch 8" in done.output
+    assert "ended at step 18 rate 0.1\n" not in done.output, "the scheduler is the user's to step"
+    assert done.output.count("ended at step 18 ") == 2
+
+
+SCRIPT = Path(__file__).with_name("loop_pair.py")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, quick_python: list[str]) -> Path:
+    folder = tmp_path_factory.mktemp("pair")
+    torchrun(SCRIPT, folder, ranks=2, limit=90, python=quick_python).require_success()
+    return folder
+
+
+def test_a_second_start_goes_on_to_the_same_end(folder: Path) -> None:
+    """To the bit: both models, both optimizers, the residuals of both, two passes for a step."""
+    first, other = (json.loads((folder / f"found-{rank}.json").read_text()) for rank in (0, 1))
+    assert first == other
+    assert first["run"]["hash"] == first["quiet"]["hash"]
+    assert first["run"]["steps"] == first["quiet"]["steps"] == 6
+    assert first["run"]["rates"] == first["quiet"]["rates"][4:]
+
+
+@pytest.mark.parametrize(
+    ("policy", "factor", "batch"),
+    [("scale_lr", 0.5, 8), ("scale_lr:sqrt", 0.5**0.5, 8), ("fixed_global_batch", 1.0, 16)],
+)
+def test_one_rank_goes_on_with_other_learning_rates(
+    policy: Any, factor: float, batch: int, folder: Path
+) -> None:
+    """Of both optimizers, and of the scheduler of one of them."""
+    found = train_pair(folder / policy, batch_policy=policy)
+    before, after = RATES, RATES["judge"] * 0.5  # from step 6 on, by the scheduler
+    rates = found["rates"]
+    assert rates[0] == pytest.approx([rate * factor for rate in before.values()])
+    assert rates[-1] == pytest.approx([before["maker"] * factor, after * factor])
+    steps = committed(folder / policy / "account")
+    resumed = [step for step in steps.values() if step.world == 1]
+    assert len(resumed[0].ids) == batch
+    for epoch in range(2):
+        ids = [each for step in steps.values() if step.epoch == epoch for each in step.ids]
+        assert sorted(ids) == list(range(SIZE))

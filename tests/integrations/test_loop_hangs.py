@@ -1,7 +1,5 @@
 """Loops whose ranks are stopped, hang, are without a launcher, or have a spare."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """``compressed_model_parallel`` under a Trainer and Fabric: two hosts of two ranks."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Sharded models under AsyncCheckpoint and ElasticRestart: saved by all ranks, for any mesh."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`compress_ddp` on a DistributedDataParallel: ranks are threads."""
 
-from __future__ import annotations
-
 import copy
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Private names of frameworks, and what differs between the versions that the package admits."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

@@ -1,7 +1,5 @@
 """The helper that all launches go through leaves nothing behind, whatever happens."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

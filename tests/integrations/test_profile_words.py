@@ -1,8 +1,6 @@
 """CommProfiler in one process: settings, the page and uploads, trainings with nothing to record;
 and a job that loses a rank."""
 
-from __future__ import annotations
-
 import re
 import signal
 from pathlib import Path

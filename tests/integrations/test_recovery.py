@@ -1,7 +1,5 @@
 """Loops and Trainers whose ranks are killed: the others take the step again, newcomers join."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from itertools import product

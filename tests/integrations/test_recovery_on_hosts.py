@@ -1,7 +1,5 @@
 """Trainings of two nodes that recover in their processes: a node dies, or its link goes down."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

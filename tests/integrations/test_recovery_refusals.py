@@ -1,7 +1,5 @@
 """What cannot be recovered within the process, and is said before the training begins."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Groups and levels that cannot be, and groups that are all ranks', of processes, or replaced."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """What is read runs no code unless the user says so, and what is written can be read that way."""
 
-from __future__ import annotations
-
 import functools
 import io
 import pathlib

@@ -1,7 +1,5 @@
 """Which files a start removes: those that its own run wrote, and no others."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

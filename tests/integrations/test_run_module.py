@@ -1,7 +1,5 @@
 """``python -m lightning_dist.run``: scripts of Accelerate's, unchanged."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """SIGTERM while a profile is taken: what a program sees of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

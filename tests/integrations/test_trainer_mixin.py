@@ -1,7 +1,5 @@
 """`CompressedDDPMixin` and what it relies on in transformers' Trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

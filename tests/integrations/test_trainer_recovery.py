@@ -1,7 +1,5 @@
 """Trainers whose ranks are killed in validations, callbacks and at ends of epochs."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

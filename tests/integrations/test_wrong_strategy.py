@@ -1,7 +1,5 @@
 """Strategies with wrong arguments or elsewhere, and names that do not exist."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

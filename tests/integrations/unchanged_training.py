@@ -1,7 +1,5 @@
 """A script of Accelerate's that does nothing for compression; at its end it looks what happened."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -3,8 +3,6 @@
 No GPU is needed: kernels are compiled for one, and not loaded.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

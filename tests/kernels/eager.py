@@ -3,8 +3,6 @@
 It is the CPU, in Triton's interpreter, or with ``-m gpu`` a GPU.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Triton's kernels in the reducer on a CPU: interpreted, and counted."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Device functions on the numbers that decide: ties, the edges of a format, every code."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Units over tables of slices do what units of tiles do: on the wire, to gradients and to state."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Every kernel writes the bytes of the eager passes, in one launch for a whole bucket."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

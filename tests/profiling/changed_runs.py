@@ -1,7 +1,5 @@
 """Planted runs whose steps are changed, as files, and what holds for the parts of any step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Arguments: ``links`` or ``burst``, in Mbit/s; or ``clocks`` and rows of :func:`read_row`.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

@@ -1,7 +1,5 @@
 """What is on the page of a report and on the terminal, and texts that were made once."""
 
-from __future__ import annotations
-
 import html
 import io
 import json

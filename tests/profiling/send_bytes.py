@@ -1,7 +1,5 @@
 """Rank 0 sends to rank 1; it prints from when to when, in nanoseconds, and how many bytes."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Summaries and time lines written by hand, for what is made of them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The parts of a step: planted times come back exactly, beside a twin of a few instants too."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a profile says of compression errors and of replicas that diverge."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The hooks on DDP: its own allreduce, to the bit, and evaluations within steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

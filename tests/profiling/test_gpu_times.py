@@ -1,7 +1,5 @@
 """Times of collectives and of work on a GPU, each recorded when it comes; nothing waits."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

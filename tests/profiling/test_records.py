@@ -1,7 +1,5 @@
 """Records of ranks as files, and those of other folders."""
 
-from __future__ import annotations
-
 import gc
 import json
 import random

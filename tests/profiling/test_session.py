@@ -1,7 +1,5 @@
 """What a step costs the process that is profiled, beside torch's own tools too."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """Steps in which ranks wait for each other, with exchanges and without."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """A summary where something is missing, and ranks that are named only where they are last."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Tables of a report and for spreadsheets, and what two runs differ by."""
 
-from __future__ import annotations
-
 import csv
 import random
 from math import inf, nan

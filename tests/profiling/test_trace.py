@@ -1,7 +1,5 @@
 """The trace: kept to the rules of its format, and true to what was planted."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Predictions from planted runs of sharded models, on two hosts of two ranks."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

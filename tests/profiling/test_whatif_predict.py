@@ -1,7 +1,5 @@
 """Predictions from planted runs: what a profile says, and what such a run would have taken."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import inf, nan
 from typing import Any

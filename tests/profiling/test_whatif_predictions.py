@@ -1,7 +1,5 @@
 """What codecs cost, and predictions in the headline, the summary and the terminal."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from math import nan

@@ -1,7 +1,5 @@
 """One step, simulated: against times worked out by hand, and against laws that any link obeys."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

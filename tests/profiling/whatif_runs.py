@@ -1,7 +1,5 @@
 """Planted runs for predictions, and what codecs cost in them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from planted import MS, Planted, replace, replaced

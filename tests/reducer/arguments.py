@@ -1,7 +1,5 @@
 """Arguments of the kernel passes, in the strides of a real bucket."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

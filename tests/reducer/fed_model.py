@@ -1,7 +1,5 @@
 """A reducer with two buckets, fed by a test, and networks of some ranks of a world."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Modules whose gradients are what a test feeds them, behind a real DDP with our reducer."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Layouts of hosts: the trees of ranks that hierarchical exchanges are tried on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

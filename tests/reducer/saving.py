@@ -1,7 +1,5 @@
 """Training that is interrupted: the state it leaves and what a later training does with it."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a glimpse says is what the reducer did: compared with arithmetic in float64 of our own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import product

@@ -1,7 +1,5 @@
 """Several reducers over one network: as if each were alone."""
 
-from __future__ import annotations
-
 import threading
 from typing import Literal
 from unittest.mock import patch

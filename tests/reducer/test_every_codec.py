@@ -1,7 +1,5 @@
 """The contracts that every codec keeps in a real DDP, whatever exchange it takes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, partial

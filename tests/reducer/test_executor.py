@@ -1,7 +1,5 @@
 """One worker, one queue: order, and that a failure reaches whoever waits."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import closing
 from functools import partial

@@ -1,7 +1,5 @@
 """How tensors are cut into buckets, units and shares: by the tensor alone."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

@@ -1,7 +1,5 @@
 """Exchanges where hosts reduce first: their means, collectives, large tensors, codecs, memory."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The arithmetic between gradient, residual and payload, eager and fused."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace

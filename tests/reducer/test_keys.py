@@ -1,7 +1,5 @@
 """Where the randomness of a stochastic codec comes from, and what cannot change it."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Steps whose exchange fails where somebody recovers: given up, or committed by what is here."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any, Literal, NoReturn
 

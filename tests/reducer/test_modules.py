@@ -1,7 +1,5 @@
 """Modules of every kind: unused, frozen and tied parameters, other dtypes and strides."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from contextlib import closing, nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Compiled passes of the sparse codecs give the bytes of the eager ones, whatever the gradient."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Contracts 1 and 3: a value that is not finite spoils its own step, on all ranks alike."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

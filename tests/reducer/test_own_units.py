@@ -1,7 +1,5 @@
 """A codec that is not one of blocks, with a communication unit of its own: one scale per tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass

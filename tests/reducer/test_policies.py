@@ -1,7 +1,5 @@
 """Which codec a tensor gets under the settings, and codecs that choose among codecs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """PowerSGD against its formulas in numpy, and on unequal machines."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Other groups under a live reducer, after a rank is silent, is gone, or hosts are others."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any, Literal

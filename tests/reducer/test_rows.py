@@ -1,7 +1,5 @@
 """Quantised all-gather and reduce-scatter of rows, against exact ones in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Contract 4: state in a checkpoint, by parameter name, on any number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Deep Gradient Compression and Strom's threshold against the papers' loops, written out."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Sums of what goes into a reducer and comes out of it, for laws of conservation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """What runs beside a training on the simulated accelerator: profiles and checkpoints."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """DDP and our hook on the simulated accelerator: what the CPU and gloo give, to the bit."""
 
-from __future__ import annotations
-
 import copy
 import threading
 import time

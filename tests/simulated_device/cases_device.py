@@ -1,7 +1,5 @@
 """The simulation itself: that it is asynchronous, and shows what a GPU would hide."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Delayed gradients and local updates on the simulated accelerator: what the CPU gives."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

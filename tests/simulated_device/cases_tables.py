@@ -1,7 +1,5 @@
 """Whole buckets and Triton's kernels, interpreted in the memory of the simulated accelerator."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from collections.abc import Iterator

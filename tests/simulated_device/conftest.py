@@ -1,7 +1,5 @@
 """Both sides of a comparison factorise matrices as accelerators do."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

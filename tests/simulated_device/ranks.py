@@ -1,7 +1,5 @@
 """Ranks in threads, as of ``worlds``, each with a simulated device of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Runs the tests on the simulated accelerator, each file in a process of its own; see README.md."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

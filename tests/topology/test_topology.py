@@ -1,7 +1,5 @@
 """Ranks that share a host, by their names and launchers, and the levels in which groups reduce."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from random import Random
 from typing import Any

@@ -11,8 +11,6 @@ inexact, hang, torn, leak, touched, report.
     python -m tests.campaigns.checkpoint_crash --trials N --seed S --json FILE [--every K]
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import random

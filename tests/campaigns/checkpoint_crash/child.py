@@ -1,7 +1,5 @@
 """Processes of a trial: forks that report what they do, and may be killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import select

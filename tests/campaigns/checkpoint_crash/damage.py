@@ -1,7 +1,5 @@
 """Checkpoints that are damaged on disk, and whether somebody notices."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Disks that fail: at the n-th thing that is done to them, with a power cut, full, or slow."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

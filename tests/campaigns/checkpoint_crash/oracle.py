@@ -1,7 +1,5 @@
 """What must hold after a crash, and the count of what did not."""
 
-from __future__ import annotations
-
 import functools
 import io
 import os

@@ -1,7 +1,5 @@
 """The trainer of the crash campaign: a small real training whose result is known to the bit."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os

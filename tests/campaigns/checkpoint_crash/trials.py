@@ -1,7 +1,5 @@
 """Trials with a trainer and a fault that is drawn by chance."""
 
-from __future__ import annotations
-
 import functools
 import random
 import signal

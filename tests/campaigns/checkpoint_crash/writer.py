@@ -1,7 +1,5 @@
 """Saves without torch: what a writer is given, step by step, with known bytes."""
 
-from __future__ import annotations
-
 import errno
 import multiprocessing
 import os

@@ -13,8 +13,6 @@ says what is counted. struck: faults that were met.
     python -m tests.campaigns.in_process --adapter A --trials N --seed S --json FILE
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import tempfile

@@ -1,7 +1,5 @@
 """Draws the faults of a job, each from the seed and its number."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 loop_training.py FOLDER
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

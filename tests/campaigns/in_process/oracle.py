@@ -1,7 +1,5 @@
 """What must hold when a job has ended, and what did not."""
 
-from __future__ import annotations
-
 import json
 import re
 import statistics

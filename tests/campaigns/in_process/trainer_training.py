@@ -5,8 +5,6 @@
 Ranks also wait for each other in validations, in logged metrics and in a callback.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from pathlib import Path

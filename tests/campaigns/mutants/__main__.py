@@ -9,8 +9,6 @@ already is kept, so that a campaign goes on where it was ended.
     python -m tests.campaigns.mutants --hits FOLDER --count 200 --seed 1 --json FILE
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The tests that are named in a file, and no others: a pytest plugin."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

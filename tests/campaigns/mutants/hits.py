@@ -12,8 +12,6 @@ In a copy of the repository, which is of no other use afterwards::
     HITS_FOLDER=FOLDER python -m pytest -p tests.campaigns.mutants.hits -n 3 --dist loadfile -m ""
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib.util

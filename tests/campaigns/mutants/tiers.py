@@ -6,8 +6,6 @@ fewer than ``--times`` others of that tier run; the quickest are asked first.
     python -m tests.campaigns.mutants.tiers --hits FOLDER --quick 2 --times 3
 """
 
-from __future__ import annotations
-
 import argparse
 from collections import Counter
 from pathlib import Path

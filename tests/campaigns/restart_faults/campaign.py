@@ -12,8 +12,6 @@ last fault to a step that had not been done before, by another process.
     python -m tests.campaigns.restart_faults --trials N --seed S --json FILE
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import shutil

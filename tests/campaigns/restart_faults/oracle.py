@@ -1,7 +1,5 @@
 """What must hold when a trial has ended, and what did not."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """``accelerate test`` with every Accelerator under the plugin."""
 
-from __future__ import annotations
-
 import faulthandler
 from typing import Any
 

@@ -4,8 +4,6 @@ elastic_job.py FOLDER FRAMEWORK OPTIONS: the options are JSON, arguments of Trai
 ``"dies"``, a rank (none: -1). FOLDER/R.json is what rank R of the last start has to tell.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

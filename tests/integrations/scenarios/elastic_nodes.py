@@ -5,8 +5,6 @@ STOPS such nodes the first one goes on alone, to the end. FOLDER/starts has a li
 the first rank.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

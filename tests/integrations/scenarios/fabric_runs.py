@@ -1,7 +1,5 @@
 """Fabric: the training loop is the user's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """One way to fit a model on ranks, and what to remember of it."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from typing import Any

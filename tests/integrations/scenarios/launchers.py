@@ -3,8 +3,6 @@ run of this script where the strategy does not say by fork or spawn. FOLDER/STRA
 rank R of each has to tell.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import sys

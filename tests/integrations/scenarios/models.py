@@ -1,7 +1,5 @@
 """Tiny models on fixed data; every rank sees its own half of every batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L

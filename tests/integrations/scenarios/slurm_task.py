@@ -1,7 +1,5 @@
 """One task of a SLURM job: trains, and then trains again until rank 1 dies in the middle."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import sys

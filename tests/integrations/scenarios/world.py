@@ -1,7 +1,5 @@
 """The world that a training is in: a launcher's, or that of `on_ranks`."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator
