@@ -63,8 +63,11 @@ def _serve(listener: socket.socket, end: int, words: Sequence[str], at_once: boo
         stdin=subprocess.PIPE,  # its end, however this process ends, is that of the server
         pass_fds=[listener.fileno()],
         start_new_session=True,
-    ):
-        select.select([end], [], [])
+    ) as server:
+        ended = os.pidfd_open(server.pid)
+        select.select([end, ended], [], [])
+        os.close(ended)
+        listener.close()  # or those who came to a server that failed would wait
 
 
 def with_seeds(*servers: list[str]) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import processes
 import pytest
+from forks import fork_server
 from processes import kill_tree, readable, run
 
 # A child in this session, and one in a session of its own, as the workers of torchrun are.
@@ -104,3 +105,15 @@ def _runs(pid: int) -> bool:
     with suppress(FileNotFoundError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
+
+
+def test_a_fork_server_that_fails_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wrong_module.py").write_text("raise SystemExit(3)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    with fork_server("wrong_module") as python:
+        done = run([*python, "-c", "pass"], limit=60)
+    assert done.returncode == 1
+    assert done.output.startswith(("the fork server is gone", "Traceback"))
