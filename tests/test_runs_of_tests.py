@@ -1,12 +1,17 @@
-"""Runs of tests: those that fail are run once more, alone; what leaves something behind fails."""
+"""Runs of tests: failures are repeated, leftovers fail, and some run on the ranks of worlds."""
 
+import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from left_behind import EXIT_CODE
-from processes import TESTS, environment_of
+from on_ranks import SPARE, START_LIMIT
+from processes import TESTS, environment_of, run
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +60,7 @@ from left_behind import LeftBehind
 def pytest_configure(config):
     config.pluginmanager.register(LeftBehind())
 """
-LEFT = """
+FAILING = """
 import subprocess
 kept = []
 
@@ -136,7 +141,7 @@ def test_a_file_that_a_worker_cannot_import_fails_twice(tmp_path: Path) -> None:
 @pytest.mark.parametrize("by_chance", [True, False])
 def test_what_leaves_something_behind_has_failed(tmp_path: Path, by_chance: bool) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
-    code, lines = lines_of(tmp_path, SUITE + TWICE + LEFT.format(by_chance=by_chance))
+    code, lines = lines_of(tmp_path, SUITE + TWICE + FAILING.format(by_chance=by_chance))
     assert code == 1
     kind = "FLAKY" if by_chance else "FAILED"
     assert [line for line in lines[-4:] if line.startswith(("F", "f"))] == [
@@ -168,7 +173,7 @@ def test_nothing(tmp_path):
         kept.append(tempfile.TemporaryDirectory())  # removed at the end
         [os.close(each) for each in [os.dup(0) for _ in range(100)]]
 """
-NAMED = {
+LEFTOVERS = {
     "a_process": ('kept.append(subprocess.Popen(["cat"], stdin=subprocess.PIPE))', "cat"),
     "one_that_ended": ('kept.append(os.posix_spawnp("true", ["true"], {}))', "it has ended"),
     "a_file": ("kept.append(tempfile.mkdtemp(prefix='mine-'))", "temporary files mine-"),
@@ -184,7 +189,7 @@ def test_last():
 """
 
 
-def run(folder: Path, suite: str, *arguments: str) -> tuple[int, list[str]]:
+def leftovers_of(folder: Path, suite: str, *arguments: str) -> tuple[int, list[str]]:
     """Exit code of a run of a file of tests, and its lines about what was left."""
     (folder / "conftest.py").write_text(GUARDED)
     (folder / "test_suite.py").write_text(suite)
@@ -204,15 +209,15 @@ def run(folder: Path, suite: str, *arguments: str) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize("arguments", [[], ["-n", "2"]], ids=["alone", "workers"])
 def test_a_run_that_leaves_nothing_passes(tmp_path: Path, arguments: list[str]) -> None:
-    assert run(tmp_path, LEAVING + LAST, *arguments) == (0, [])
+    assert leftovers_of(tmp_path, LEAVING + LAST, *arguments) == (0, [])
 
 
 @pytest.mark.parametrize("arguments", [[], ["-n", "1"]], ids=["alone", "worker"])
-@pytest.mark.parametrize("what", NAMED)
+@pytest.mark.parametrize("what", LEFTOVERS)
 def test_what_a_test_leaves_fails_the_run(tmp_path: Path, what: str, arguments: list[str]) -> None:
-    body, says = NAMED[what]
+    body, says = LEFTOVERS[what]
     suite = f"{LEAVING}\ndef test_{what}():\n    {body}\n{LAST}"
-    code, lines = run(tmp_path, suite, *arguments)
+    code, lines = leftovers_of(tmp_path, suite, *arguments)
     assert code == EXIT_CODE
     (line,) = [line for line in lines if says in line]
     assert f"test_suite.py::test_{what}" in line
@@ -220,13 +225,129 @@ def test_what_a_test_leaves_fails_the_run(tmp_path: Path, what: str, arguments: 
 
 
 def test_what_a_failed_test_leaves_is_not_said(tmp_path: Path) -> None:
-    body, _ = NAMED["a_process"]
+    body, _ = LEFTOVERS["a_process"]
     suite = f"{LEAVING}\ndef test_fails():\n    {body}\n    assert False\n{LAST}"
-    assert run(tmp_path, suite) == (pytest.ExitCode.TESTS_FAILED, [])
+    assert leftovers_of(tmp_path, suite) == (pytest.ExitCode.TESTS_FAILED, [])
 
 
 def test_a_run_that_did_not_come_to_its_end_keeps_its_code(tmp_path: Path) -> None:
-    body, _ = NAMED["a_process"]
+    body, _ = LEFTOVERS["a_process"]
     suite = f"{LEAVING}\ndef test_ends():\n    {body}\n    pytest.exit('now')\n"
-    code, _ = run(tmp_path, suite)
+    code, _ = leftovers_of(tmp_path, suite)
     assert code == pytest.ExitCode.INTERRUPTED
+
+
+@pytest.mark.on_ranks(2)
+@pytest.mark.parametrize("factor", [2, 3])
+def test_every_rank_has_the_arguments_and_one_group(factor: int, tmp_path: Path) -> None:
+    found = torch.tensor([float(factor * dist.get_rank())])
+    dist.all_reduce(found)
+    assert found.item() == factor
+    assert dist.get_world_size() == 2
+    (tmp_path / str(dist.get_rank())).write_text("here")
+    dist.barrier()
+    assert sorted(os.listdir(tmp_path)) == ["0", "1"]
+
+
+@pytest.mark.on_ranks(2, hash_seeds=True)
+def test_neighbours_have_different_hash_seeds() -> None:
+    hashes = [0, 0]
+    dist.all_gather_object(hashes, hash("a name"))
+    assert hashes[0] != hashes[1]
+
+
+@pytest.mark.on_ranks(2, hosts=2)
+def test_each_rank_is_on_a_host_of_its_own() -> None:
+    assert os.environ["LIGHTNING_DIST_HOSTNAME"] == f"host{dist.get_rank()}"
+
+
+@pytest.mark.on_ranks(2)
+def test_nothing_of_another_test_is_left() -> None:
+    assert not {"LEFT_BY_A_TEST", "LIGHTNING_DIST_HOSTNAME"} & os.environ.keys()
+    assert torch.rand(1, generator=None).item() == torch.rand(1, generator=torch.manual_seed(0))
+    os.environ["LEFT_BY_A_TEST"] = "1"
+    torch.set_default_dtype(torch.float64)
+
+
+@pytest.mark.on_ranks(2)
+def test_nothing_of_another_test_is_left_here_either() -> None:
+    test_nothing_of_another_test_is_left()
+
+
+LEFT: list[dist.ProcessGroup] = []
+
+
+@pytest.mark.on_ranks(2)
+def test_groups_that_are_left() -> None:
+    assert not LEFT
+    LEFT.extend(dist.new_group() for _ in range(12))
+
+
+@pytest.mark.on_ranks(2)
+def test_groups_that_are_left_end_with_their_world() -> None:
+    assert not LEFT
+
+
+@pytest.mark.on_ranks(2, limit=300)
+def test_limits_of_a_world_come_first(limit_of_pytest: float) -> None:
+    assert limit_of_pytest > START_LIMIT + 300 + SPARE
+
+
+@pytest.fixture
+def limit_of_pytest(request: pytest.FixtureRequest) -> float:
+    (limit,) = request.node.get_closest_marker("timeout").args
+    return float(limit)
+
+
+CASES = """
+    import os, signal, time
+    import pytest, torch.distributed as dist
+
+    @pytest.mark.on_ranks(2)
+    def test_one_rank():
+        assert dist.get_rank() * 2 == 0
+
+    @pytest.mark.on_ranks(2)
+    def test_others_wait():
+        if dist.get_rank() == 1:
+            raise KeyError("planted")
+        dist.barrier()
+
+    @pytest.mark.on_ranks(2)
+    def test_skips():
+        pytest.skip("for a reason")
+
+    @pytest.mark.on_ranks(2)
+    def test_ends():
+        print("about to end", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    @pytest.mark.on_ranks(2, limit=3)
+    def test_hangs():
+        time.sleep(1000 * dist.get_rank())
+
+    @pytest.mark.on_ranks(2)
+    def test_passes():
+        dist.barrier()
+"""
+
+
+def test_failures_name_the_ranks_and_the_next_test_has_a_new_world(tmp_path: Path) -> None:
+    (tmp_path / "test_cases.py").write_text(textwrap.dedent(CASES))
+    root = Path(__file__).parents[1]
+    words = ["-c", root / "pyproject.toml", "--rootdir", tmp_path, "-p", "conftest", "-n", "0"]
+    words += ["-p", "no:cacheprovider", "-o", f"pythonpath={root} {root}/tests", "-rs"]
+    found = run([sys.executable, "-m", "pytest", *words, tmp_path], limit=150)
+    assert found.returncode == 1, found.output
+    assert "4 failed, 1 passed, 1 skipped" in found.output
+    assert "LEFT" not in found.output
+    for says in (
+        "assert (1 * 2) == 0",
+        "on rank 1: Traceback",
+        "KeyError: 'planted'",
+        "for a reason",
+        "this rank has ended",
+        "about to end",
+        "in test_hangs",
+    ):
+        assert says in found.output, (says, found.output)

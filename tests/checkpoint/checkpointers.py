@@ -1,15 +1,19 @@
-"""Checkpointers that are open for a test, on one rank or on all, and writers that do nothing."""
+"""Checkpointers that are open for a test, writers that do nothing, and copies that a test holds."""
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from worlds import Rank
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.checkpoint.snapshot.copying import LaterCopy
 from lightning_dist.checkpoint.writers import WriterProcess
 
 LIMIT = 30.0
@@ -54,3 +58,36 @@ def stopped_writer(checkpointer: Checkpointer) -> Iterator[WriterProcess]:
         yield writer
     finally:
         os.kill(writer.pid, signal.SIGCONT)
+
+
+@dataclass
+class Held:
+    """The copy has begun at ``begun``, and goes on when ``go`` is set."""
+
+    begun: threading.Event = field(default_factory=threading.Event)
+    go: threading.Event = field(default_factory=threading.Event)
+
+
+@contextmanager
+def held_copies(patch: pytest.MonkeyPatch, *, after: bool = False) -> Iterator[Held]:
+    """Hold every :class:`LaterCopy` before it copies, or ``after``, before it looks for tears."""
+    held = Held()
+
+    def wait() -> None:
+        held.begun.set()
+        assert held.go.wait(LIMIT), "nobody let the copy go on"
+
+    def method(original: Any) -> Any:
+        def waiting(self: LaterCopy) -> Any:
+            wait()
+            return original(self)
+
+        return waiting
+
+    name = "_torn" if after else "run"
+    with patch.context() as context:
+        context.setattr(LaterCopy, name, method(getattr(LaterCopy, name)))
+        try:
+            yield held
+        finally:
+            held.go.set()

@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 import torch
-from slow_copies import held_copies
+from checkpointers import held_copies
 from snapshots import damage, folder_saves, origin, small_state, trained, write_file, write_folder
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer

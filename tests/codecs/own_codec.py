@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from feeding import Fed, backward, compressed, digest, feed, residuals
 from layouts import PAIRS, Layout
-from saving import Resumed
+from saving import Resumed, lost, totals
 from torch import Tensor, nn
-from totals import lost, totals
 from worlds import Rank, run_threads
 
 from lightning_dist.cli.codecs import describe

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from lightning_dist.integrations.torch.fsdp.attach import compress_fsdp
 from lightning_dist.integrations.torch.fsdp.replicas import ShardedGradients
 from lightning_dist.kernels.passes import Kernels
 
@@ -77,6 +78,25 @@ def sharded(
             net.blocks[i] = block = torch.compile(block, backend=compiled)
         fully_shard(block, mesh=mesh, **given)
     return fully_shard(net, mesh=mesh, **given)
+
+
+@contextmanager
+def compressed(
+    mesh: DeviceMesh, codec: Any, *, net: Any = None, **settings: Any
+) -> Iterator[tuple[Any, Any]]:
+    """A net, and what compresses its exchanges; if none is given, with replicas of shards."""
+    net = sharded(mesh["shard"]) if net is None else net
+    ours = compress_fsdp(net, codec, mesh=mesh, **{"min_compress_numel": 0, **settings})
+    try:
+        yield net, ours
+    finally:
+        ours.close()
+
+
+def load_weights(net: nn.Module, weights: Iterable[Tensor]) -> None:
+    with torch.no_grad():
+        for parameter, held in zip(net.parameters(), weights, strict=True):
+            local(parameter).copy_(local(held))
 
 
 def batches(steps: int = STEPS, *, parts: int = 1) -> Iterator[list[Tensor]]:
@@ -178,12 +198,3 @@ def require_same_debt(weight: Tensor, before: list[Tensor], after: list[Tensor])
         means.append(errors.mean(0).flatten(1)[:, :numel].flatten()[: weight.numel()])
     assert means[0].any()
     assert ((means[0] - means[1]).abs() <= 0.0041 * errors.abs().max()).all()
-
-
-def raised(call: Callable[[], object]) -> str:
-    """The message of the error that ``call`` raises."""
-    try:
-        call()
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return ""

@@ -7,8 +7,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from fsdp_models import weights
-from model_parallel_checkpoints import whole
-from model_parallel_ranks import BATCHES, WIDTH, Module, fitted, same
+from model_parallel_runs import BATCHES, WIDTH, Module, fitted, same, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, TensorDataset

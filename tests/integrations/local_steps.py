@@ -50,13 +50,13 @@ class SameData(Regression):
         return DataLoader(Subset(super().train_dataloader().dataset, range(64)), batch_size=8)
 
 
-def dealt(model: Regression) -> Iterator[Any]:
+def dealt(model: L.LightningModule) -> Iterator[Any]:
     """Batches of this rank in two epochs of a Trainer."""
-    dataset = model.train_dataloader().dataset
-    sampler = DistributedSampler(dataset)  # as Lightning makes it
+    loader = model.train_dataloader()
+    sampler = DistributedSampler(loader.dataset)  # as Lightning makes it
     for epoch in range(2):
         sampler.set_epoch(epoch)
-        yield from DataLoader(dataset, batch_size=8, sampler=sampler)
+        yield from DataLoader(loader.dataset, batch_size=loader.batch_size, sampler=sampler)
 
 
 def nothing(samples: int) -> None:
@@ -110,13 +110,15 @@ def fit(
 
 
 class Interrupted(L.Callback):
-    """Ends a fit by an error after so many steps."""
+    """Ends a fit by an error after so many steps, and saves a checkpoint if it has a path."""
 
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
+    def __init__(self, steps: int, path: Path | None = None) -> None:
+        self._steps, self._path = steps, path
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == self._steps:
+            if self._path is not None:
+                trainer.save_checkpoint(self._path)
             raise InterruptedError
 
 

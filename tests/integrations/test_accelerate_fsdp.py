@@ -15,7 +15,7 @@ from accelerate.utils import (
     ParallelismConfig,
 )
 from fsdp_models import weights
-from model_parallel_ranks import same
+from model_parallel_runs import same
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 

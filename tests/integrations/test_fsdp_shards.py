@@ -1,12 +1,8 @@
 """Models sharded over all ranks, whose own collectives are quantised, on real processes."""
 
-import logging
 import math
 import re
-import shutil
-from collections import Counter
 from collections.abc import Callable
-from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,18 +13,20 @@ import torch.distributed as dist
 from fsdp_models import (
     WIDTH,
     Net,
-    counted_passes,
-    local,
+    compressed,
+    load_weights,
     require_same_debt,
     sharded,
     train,
     weights,
 )
+from replicas import of_all
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from lightning_dist import CommProfiler
+from lightning_dist.integrations.torch.fsdp import shards
 from lightning_dist.integrations.torch.fsdp.attach import compress_fsdp
 from lightning_dist.integrations.torch.fsdp.shards import QuantisedCollective
 from lightning_dist.measurement.costs import CodecCost
@@ -151,20 +149,22 @@ def shard(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return fully_shard(net, mesh=mesh)
 
 
+def compressed_small(mesh: DeviceMesh, *, seed: int = 0, **settings: Any) -> Any:
+    return compressed(mesh, net=shard(small(seed), mesh), parameters=INT8, **settings)
+
+
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), FOUR])
 def test_it_is_its_definition(ranks: int) -> None:
     """Against a twin in one process, in float64: what is left is the rounding of float64."""
     mesh = init_device_mesh("cpu", (ranks,))
-    net = shard(small(), mesh)
-    ours = compress_fsdp(net, mesh=mesh, parameters=INT8, **FED_BACK)
-    fit(net)
+    with compressed_small(mesh, **FED_BACK) as (net, _):
+        fit(net)
     found = [parameter.full_tensor() for parameter in net.parameters()]
     for name, end, expected, start in zip(
         dict(net.named_parameters()), found, twin(ranks), small().parameters(), strict=True
     ):
         assert (end - expected).abs().max() < 1e-12, name
         assert (end - start).abs().max() > 1e-3, name
-    ours.close()
 
 
 @RANKS
@@ -215,24 +215,19 @@ def test_uncompressed_it_trains_as_torch_which_is_back_after_close(ranks: int) -
     same = torch.equal if ranks == 2 else torch.allclose
     for how in ({}, {"mp_policy": bf16}, {"tied": True}):
         native = train(sharded(mesh, **how), ours=None)
-        net = sharded(mesh, **how)
-        ours = compress_fsdp(net, "none", mesh=mesh, parameters="none")
-        trained = train(net, ours=None)
+        with compressed(mesh, "none", net=sharded(mesh, **how), parameters="none") as (net, _):
+            trained = train(net, ours=None)
         assert all(same(a, b) for a, b in zip(native, trained, strict=True)), how
-        ours.close()
     compress_fsdp(net, "qsgd", mesh=mesh, parameters="int8").close()
     again = sharded(mesh, tied=True)
-    with torch.no_grad():
-        for a, b in zip(again.parameters(), net.parameters(), strict=True):
-            local(a).copy_(local(b))
+    load_weights(again, net.parameters())
     assert all(map(torch.equal, train(net, ours=None), train(again, ours=None)))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.on_ranks(4)
 def test_it_trains_as_without_and_ranks_compute_with_the_same_weights() -> None:
-    mesh = init_device_mesh("cpu", (4,))
-    ended = {}
+    mesh, ended = init_device_mesh("cpu", (4,)), {}
     for codec, settings in {
         "none": {"codec": "none", "parameters": "none"},
         "qsgd": RANDOM,
@@ -240,16 +235,11 @@ def test_it_trains_as_without_and_ranks_compute_with_the_same_weights() -> None:
         "int4": {**FED_BACK, "codec": f"int4:block_size={BLOCK}"},
     }.items():
         net = shard(small(), mesh)
-        ours = compress_fsdp(net, mesh=mesh, **{"parameters": INT8, **settings})
-        losses = fit(net, steps=60)
-        probe = net(data(99, 0)[0]).detach()
-        first = probe.clone()
-        dist.broadcast(first, 0)
-        assert torch.equal(probe, first), codec
-        mean = torch.tensor(losses[-10:]).mean()
-        dist.all_reduce(mean)
-        ended[codec] = float(mean) / 4
-        ours.close()
+        with compressed(mesh, net=net, **{"parameters": INT8, **settings}):
+            losses = fit(net, steps=60)
+            first, *others = of_all(net(data(99, 0)[0]).detach())
+        assert all(torch.equal(each, first) for each in others), codec
+        ended[codec] = sum(of_all(sum(losses[-10:]))) / 40
     none = ended.pop("none")
     assert none < losses[0] / 2
     assert all(abs(loss - none) < 0.05 * none for loss in ended.values()), ended
@@ -257,14 +247,11 @@ def test_it_trains_as_without_and_ranks_compute_with_the_same_weights() -> None:
 
 def pause(mesh: DeviceMesh, **settings: Any) -> tuple[list[Tensor], Any, list[Tensor]]:
     """Weights of a training in its middle, its state then, and its weights at the end."""
-    net = shard(small(), mesh)
-    ours = compress_fsdp(net, mesh=mesh, parameters=INT8, **settings)
-    fit(net)
-    between, shared = weights(net), [ours.state_dict()]
-    dist.broadcast_object_list(shared)
-    fit(net, first=STEPS)
-    ours.close()
-    return between, shared[0], weights(net)
+    with compressed_small(mesh, **settings) as (net, ours):
+        fit(net)
+        between, (state, *_) = weights(net), of_all(ours.state_dict())
+        fit(net, first=STEPS)
+    return between, state, weights(net)
 
 
 @pytest.mark.parametrize(
@@ -280,15 +267,11 @@ def test_random_numbers_and_errors_go_on_after_a_pause(
     mesh = init_device_mesh("cpu", (ranks,))
     between, state, straight = pause(mesh, **settings)
     for loads in (True, False):
-        net = shard(small(7), mesh)
-        with torch.no_grad():
-            for parameter, held in zip(net.parameters(), between, strict=True):
-                local(parameter).copy_(held)
-        ours = compress_fsdp(net, mesh=mesh, parameters=INT8, **settings)
-        if loads:
-            ours.load_state_dict(state)
-        fit(net, first=STEPS)
-        ours.close()
+        with compressed_small(mesh, seed=7, **settings) as (net, ours):
+            load_weights(net, between)
+            if loads:
+                ours.load_state_dict(state)
+            fit(net, first=STEPS)
         assert all(map(torch.equal, straight, weights(net))) == loads
 
 
@@ -300,27 +283,23 @@ def test_errors_go_to_other_blocks_and_ranks_or_what_is_dropped_is_said(ranks: i
     if ranks == 4:
         half = init_device_mesh("cpu", (2, 2), mesh_dim_names=("half", "shard"))["shard"]
         require_owed(require_owed(state, INT8, half), INT8, mesh)
-    heard = BufferingHandler(100)
-    logger = logging.getLogger("lightning_dist")
-    logger.addHandler(heard)
-    ours = compress_fsdp(shard(small(), mesh), "qsgd", mesh=mesh, parameters=INT8)
-    ours.load_state_dict(state)
-    ours.close()
-    logger.removeHandler(heard)
-    said = [each.getMessage() for each in heard.buffer if "dropped" in each.getMessage()]
-    assert len(said) == (dist.get_rank() == 0)
+    with (
+        compressed_small(mesh, codec="qsgd") as (_, ours),
+        patch.object(shards.log, "warning") as warning,
+    ):
+        ours.load_state_dict(state)
     numel = sum(codes[0].numel() for _, codes in state["errors"].values())
-    assert all(f" {numel} elements" in each for each in said)
+    said = [call.args[0] % call.args[1:] for call in warning.mock_calls]
+    assert len(said) == (dist.get_rank() == 0)
+    assert all(f" {numel} elements" in each and "dropped" in each for each in said)
 
 
 def require_owed(state: Any, codec: str, mesh: DeviceMesh) -> Any:
     """Ranks that load ``state`` owe together what it owes, to 8 bits; returns their state."""
-    settings = {**FED_BACK, "codec": codec}
-    ours = compress_fsdp(shard(small(), mesh), mesh=mesh, parameters=INT8, **settings)
-    ours.load_state_dict(state)
-    shared = [ours.state_dict()]
-    dist.broadcast_object_list(shared, group=mesh.get_group(), group_src=0)
-    ours.close()
+    with compressed_small(mesh, **{**FED_BACK, "codec": codec}) as (_, ours):
+        ours.load_state_dict(state)
+        shared = [ours.state_dict()]
+        dist.broadcast_object_list(shared, group=mesh.get_group(), group_src=0)
     before, after = state["errors"], shared[0]["errors"]
     # A bias of two ranks has no error where its shards are too small for a block.
     common = {"first.weight", "second.weight", "last.weight"} & before.keys() & after.keys()
@@ -328,31 +307,6 @@ def require_owed(state: Any, codec: str, mesh: DeviceMesh) -> Any:
     for name in common:
         require_same_debt(small().get_parameter(name), before[name], after[name])
     return shared[0]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler")
-def test_compiled_passes_have_the_bits_of_eager_ones_and_stand_in_for_them() -> None:
-    """For those of large shards."""
-    mesh, codec, found = init_device_mesh("cpu", (2,)), "int8:block_size=16", []
-    for wish in (False, True):
-        eager, compiled = Counter[str](), Counter[str]()
-        with counted_passes(eager, compiled):
-            net = sharded(mesh)
-            settings = {**FED_BACK, "codec": codec, "parameters": codec, "compile_kernels": wish}
-            ours = compress_fsdp(net, mesh=mesh, **settings)
-            eager.clear()  # of the comparison at set-up
-            compiled.clear()
-            trained = train(net, ours=None)
-        errors = [of for each in ours._reductions.values() for part in each.errors for of in part]
-        found.append((trained + [each.clone() for each in errors], eager.total(), compiled))
-        ours.close()
-    (before, without, nothing), (after, remain, instead) = found
-    assert len(before) == len(after)
-    assert all(map(torch.equal, before, after))
-    assert not nothing
-    assert set(instead) == {"encode", "encode_and_commit", "decode_and_commit"}
-    assert without - remain == instead.total()
 
 
 @pytest.mark.parametrize(
@@ -364,10 +318,9 @@ def test_compiled_passes_have_the_bits_of_eager_ones_and_stand_in_for_them() -> 
 )
 def test_a_profile_is_of_what_is_counted_and_changes_no_bits(ranks: int, tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
-    plain, net = (shard(small(), mesh) for _ in range(2))
-    ours = compress_fsdp(plain, mesh=mesh, parameters=INT8, **RANDOM)
-    fit(plain)
-    ours.close()
+    with compressed_small(mesh, **RANDOM) as (plain, _):
+        fit(plain)
+    net = shard(small(), mesh)
     ours = compress_fsdp(net, mesh=mesh, parameters=INT8, **RANDOM)
     quiet = {"measure_links": False, "print_summary": False, "html": False}
     with CommProfiler(net, dirpath=tmp_path, **quiet) as profiler:

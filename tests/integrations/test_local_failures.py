@@ -111,17 +111,18 @@ def test_a_peer_that_is_lost_in_an_outer_step_changes_nothing(
     assert closes - start < 15  # the groups would wait for 20
 
 
-@pytest.mark.parametrize(
-    ("codec", "settings"),
-    [
-        ("randomk", {"outer_lr": 0.1}),
-        ("randomk", {"error_feedback": False}),
-        ("randomk:ratio=0.1", {}),
-        ("threshold", {"outer_lr": 0.1}),
-        ("threshold", {"error_feedback": False}),
-        ("topk:ratio=0.01", {}),
-    ],
-)
+RECOMMENDED: list[tuple[str, dict[str, Any]]] = [
+    ("randomk", {"outer_lr": 0.1}),
+    ("randomk", {"error_feedback": False}),
+    ("randomk:ratio=0.1", {}),
+    ("threshold", {"outer_lr": 0.1}),
+    ("threshold", {"error_feedback": False}),
+    ("topk:ratio=0.01", {}),
+]
+"""Codecs that diverge or not, and what keeps those that do from it."""
+
+
+@pytest.mark.parametrize(("codec", "settings"), RECOMMENDED)
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 @on_threads(2)
@@ -244,10 +245,5 @@ def test_codecs_that_send_old_changes_at_once_are_warned_of(
     (line,) = warnings("randomk")
     assert "with outer_lr=1 the weights may diverge. Set outer_lr=0.1, or use 'topk'" in line
     assert len(warnings("threshold")) == 1
-    for codec, settings in (
-        ("randomk:ratio=0.1", {}),
-        ("randomk", {"outer_lr": 0.1}),
-        ("threshold", {"error_feedback": False}),
-        ("topk:ratio=0.01", {}),
-    ):
+    for codec, settings in RECOMMENDED:
         assert warnings(codec, **settings) == []

@@ -1,9 +1,9 @@
 """Local steps of sharded models under a Trainer and Fabric: two hosts of two ranks."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -24,10 +24,11 @@ from local_model_parallel import (
     state_of,
     watch,
 )
-from model_parallel_checkpoints import whole
-from model_parallel_ranks import (
+from local_steps import dealt
+from model_parallel_runs import (
     BATCHES,
     WIDTH,
+    FabricRun,
     Memory,
     Module,
     NativeHSDP,
@@ -35,12 +36,12 @@ from model_parallel_ranks import (
     parallelize,
     same,
     trainer,
+    whole,
 )
 from replicas import of_all, require_equal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_dist import CommProfiler, LocalUpdateStrategy, local_updates
 from lightning_dist.fabric import CompressedModelParallelStrategy as CompressedFabric
@@ -54,17 +55,6 @@ def equal_in_workers(tensors: list[Tensor]) -> bool:
     """Whether the ranks that hold the same shards have the same."""
     found = of_all(tensors)
     return same(found[0], found[2]) and same(found[1], found[3])
-
-
-def dealt(module: Module) -> Iterator[Any]:
-    """Batches of this rank in two epochs of a Trainer."""
-    for epoch in range(2):
-        loader = module.train_dataloader()
-        if not isinstance(module, Unequal):
-            sampler = DistributedSampler(loader.dataset)  # as Lightning makes it
-            sampler.set_epoch(epoch)
-            loader = DataLoader(loader.dataset, batch_size=2, sampler=sampler)
-        yield from loader
 
 
 @pytest.mark.parametrize(
@@ -93,8 +83,8 @@ def test_a_trainer_does_what_a_loop_does(
     optimizer = module.configure_optimizers()
     updates = local_updates(module, optimizer, **{**SCHEDULE, **settings})
     updates.total_steps = 2 * BATCHES
-    own = []
-    for step, batch in enumerate(dealt(module)):
+    own, loader = [], module.train_dataloader()
+    for step, batch in enumerate([*loader, *loader] if counts else dealt(module)):
         optimizer.zero_grad()
         module.training_step(batch, step).backward()
         nn.utils.clip_grad_norm_(module.parameters(), 0.5)
@@ -111,69 +101,35 @@ def test_a_trainer_does_what_a_loop_does(
         assert found["outer/samples"] == expected["outer/samples"]
 
 
-class Run:
-    """A loop under Fabric."""
-
-    SETTINGS: ClassVar[dict[str, Any]] = {**SCHEDULE, "codec": "int4"}
-
-    def __init__(self, strategy: Any = None, **given: Any) -> None:
-        self.strategy = strategy or FabricStrategy(parallelize, **self.SETTINGS, **given)
-        self.fabric = Fabric(accelerator="cpu", devices=4, strategy=self.strategy)
-        self.fabric.launch()
-        self.model = self.fabric.setup_module(self.net())
-        optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
-        self.optimizer = self.fabric.setup_optimizers(optimizer)
-        self.state = {"model": self.model, "optimizer": self.optimizer, "step": 0}
-
-    @staticmethod
-    def net() -> nn.Module:
-        torch.manual_seed(3)
-        return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH))
-
-    @staticmethod
-    def loss(net: Any, step: int) -> Tensor:
-        generator = torch.Generator().manual_seed(4 * step + dist.get_rank())
-        x = torch.randn(3, WIDTH, generator=generator)
-        loss: Tensor = (net(x) - x.flip(-1)).square().mean()
-        return loss
-
-    def train(self, steps: int) -> list[list[Tensor]]:
-        found = []
-        for _ in range(steps):
-            self.fabric.backward(self.loss(self.model, self.state["step"]))
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.state["step"] += 1
-            found.append(weights(self.model))
-        return found
-
-
 @pytest.mark.exhaustive
 def test_fabric_does_what_a_loop_does_and_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    run = Run()
+    settings = {**SCHEDULE, "codec": "int4"}
+    run = FabricRun(FabricStrategy(parallelize, **settings))
     own = run.train(8)
     assert not equal_in_workers(own[0])
-    net = Run.net()
+    net = FabricRun.net()
     parallelize(net, begun_mesh())
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-    updates, of_loop = local_updates(net, optimizer, **Run.SETTINGS), []
+    updates, of_loop = local_updates(net, optimizer, **settings), []
     for step in range(8):
-        Run.loss(net, step).backward()
+        FabricRun.loss(net, step).backward()
         optimizer.step()
         optimizer.zero_grad()
         updates.step()
         of_loop.append(weights(net))
     assert all_same(own, of_loop)
     for distributed in (True, False):
-        path = tmp_path / str(distributed)
-        first, second = (Run(save_distributed_checkpoint=distributed) for _ in range(2))
+        path, how = tmp_path / str(distributed), {"save_distributed_checkpoint": distributed}
+        first, second = (
+            FabricRun(FabricStrategy(parallelize, **settings, **how)) for _ in range(2)
+        )
         before = first.train(4)
         first.fabric.save(path, first.state)
         assert same(before[-1], weights(first.model)), "saving changes nothing"
         second.train(1)
         second.fabric.load(path, second.state)
         assert all_same(second.train(4), own[4:])
-        plain = Run(CompressedFabric(parallelize))
+        plain = FabricRun(CompressedFabric(parallelize))
         plain.fabric.load(path, plain.state)
         assert same([whole(p) for p in plain.model.parameters()], [*anchor_of(path).values()])
     updates.finish()
@@ -281,7 +237,7 @@ class Whole(Module):
     def configure_model(self) -> None:
         if self.blocks is None:
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=DIMENSIONS[:2])
-            self.blocks = parallelize(Run.net(), mesh)
+            self.blocks = parallelize(FabricRun.net(), mesh)
 
 
 def test_what_cannot_work_is_refused() -> None:
@@ -304,9 +260,9 @@ def test_what_cannot_work_is_refused() -> None:
 
 
 def test_another_order_of_calls_is_refused_under_fabric() -> None:
-    net = Run.net()
+    net = FabricRun.net()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-    run = Run()
+    run = FabricRun(FabricStrategy(parallelize, **SCHEDULE))
     fabric = Fabric(accelerator="cpu", devices=4, strategy=FabricStrategy(parallelize))
     fabric.launch()
     for says, case in (

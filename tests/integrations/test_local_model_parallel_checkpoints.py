@@ -1,19 +1,14 @@
 """Checkpoints of sharded models that take local steps: resumed, elsewhere and by others."""
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from elastic_runs import FailAt, Fault, Numbered, ShardedNet, make_loader
-from elastic_runs import fit as elastic_fit
 from fsdp_models import weights
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.plugins import MixedPrecision
@@ -24,13 +19,21 @@ from local_model_parallel import (
     Unequal,
     all_same,
     anchor_of,
-    begun_mesh,
     ours,
     state_of,
     watch,
 )
-from model_parallel_checkpoints import Reshaped, watch_reads
-from model_parallel_ranks import BATCHES, Module, fitted, same
+from local_steps import Interrupted
+from model_parallel_runs import (
+    BATCHES,
+    FAULTS,
+    Module,
+    Reshaped,
+    elastic_start,
+    fitted,
+    same,
+    watch_reads,
+)
 from replicas import require_equal, world_of
 from torch import Tensor
 
@@ -51,23 +54,6 @@ class Overflows(Normed):
         return super().training_step(batch, batch_idx) * (float("inf") if hit else 1.0)
 
 
-class Stopped(Exception):
-    """Ends a fit in the middle of a window."""
-
-
-class Stop(L.Callback):
-    """Saves a checkpoint after so many steps, if it has a path, and ends the fit by an error."""
-
-    def __init__(self, steps: int, path: Path | None = None) -> None:
-        self._steps, self._path = steps, path
-
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == self._steps:
-            if self._path is not None:
-                trainer.save_checkpoint(self._path)
-            raise Stopped
-
-
 HOW = ("distributed", "one file", "async")
 """By Lightning in two formats, or by AsyncCheckpoint."""
 
@@ -81,14 +67,14 @@ def saved(
     **settings: Any,
 ) -> Path:
     """A checkpoint in the middle of a window, of two workers of two ranks."""
-    path, callbacks = folder / how, [Stop(BATCHES, folder / how)]
+    path, callbacks = folder / how, [Interrupted(BATCHES, folder / how)]
     given = dict(fitting or {})
     if how == "async":
         saves = {"filename": "async", "every_n_train_steps": BATCHES}
-        callbacks = [AsyncCheckpoint(folder, format="sharded", **saves), Stop(BATCHES)]
+        callbacks = [AsyncCheckpoint(folder, format="sharded", **saves), Interrupted(BATCHES)]
         path, given["enable_checkpointing"] = folder / "async.ckpt", True
     strategy = ours(save_distributed_checkpoint=how != "one file", **settings)
-    with suppress(Stopped):
+    with suppress(InterruptedError):
         watch(strategy, module, *callbacks, **given)
     dist.barrier()
     return path
@@ -193,8 +179,8 @@ def test_other_strategies_take_the_anchor_as_weights(how: str, tmp_path: Path) -
 @pytest.mark.exhaustive
 def test_the_weights_of_another_strategy_are_the_anchor(tmp_path: Path) -> None:
     path, begin = tmp_path / "theirs", dict[str, Any]()
-    with suppress(Stopped):
-        watch(CompressedModelParallelStrategy("int8"), None, Stop(BATCHES, path))
+    with suppress(InterruptedError):
+        watch(CompressedModelParallelStrategy("int8"), None, Interrupted(BATCHES, path))
     strategy = ours()
     note = LambdaCallback(
         on_train_start=lambda *_: begin.update(strategy.updates.anchor_state_dict())
@@ -202,17 +188,6 @@ def test_the_weights_of_another_strategy_are_the_anchor(tmp_path: Path) -> None:
     _, _, watched = watch(strategy, None, note, ckpt_path=path)
     assert len(watched.start) == 8
     require_equal({name: begin[name].full_tensor() for name in watched.start}, watched.start)
-
-
-class Plain(Normed):
-    """The same module, whole on each rank."""
-
-    def configure_model(self) -> None:
-        with (
-            patch.object(type(self), "device_mesh", begun_mesh()),
-            patch.object(sys.modules[Module.__module__], "fully_shard"),
-        ):
-            super().configure_model()
 
 
 def test_sharded_workers_go_on_as_ranks_with_the_whole_model_and_back(tmp_path: Path) -> None:
@@ -224,12 +199,14 @@ def test_sharded_workers_go_on_as_ranks_with_the_whole_model_and_back(tmp_path: 
         )
     )
     of_whole = {**SCHEDULE, "codec": "int4"}
-    fitted(LocalUpdateStrategy(**of_whole), Plain(), callbacks=[note], ckpt_path=path)
+    module = Normed(is_whole=True)
+    fitted(LocalUpdateStrategy(**of_whole), module, callbacks=[note], ckpt_path=path)
     own = state_of(path)["workers"][rank]["parameters"] if rank < 2 else anchor_of(path)
     require_equal(seen, own)
     path = tmp_path / "of ranks"
-    with suppress(Stopped):
-        fitted(LocalUpdateStrategy(**of_whole), Plain(), callbacks=[Stop(BATCHES, path)])
+    with suppress(InterruptedError):
+        module = Normed(is_whole=True)
+        fitted(LocalUpdateStrategy(**of_whole), module, callbacks=[Interrupted(BATCHES, path)])
     dist.barrier()
     _, _, watched = watch(ours(codec="int4"), ckpt_path=path)
     worker = state_of(path)["workers"][rank // 2]
@@ -237,41 +214,21 @@ def test_sharded_workers_go_on_as_ranks_with_the_whole_model_and_back(tmp_path: 
     assert same(watched.moments, moments_of(worker))
 
 
-FAULTS = {
-    "on_after_backward": 1,
-    "on_train_batch_end": 5,
-    "on_validation_batch_end": 6,
-    "on_train_end": 9,
-}
-
-
-def elastic_run(folder: Path, *, fault: str = "") -> tuple[list[Tensor], int]:
-    """Weights and outer momenta at the end of a start, and the steps that it took."""
-    module, strategy, taken = ShardedNet(noisy=True), ours(codec="int8", sync_every=4), list[int]()
-    callbacks = [LambdaCallback(on_train_batch_end=lambda trainer, *_: taken.append(1))]
-    callbacks += [FailAt(fault, FAULTS[fault])] if fault else []
-    with suppress(Fault):
-        elastic_fit(
-            folder,
-            *callbacks,
-            loader=lambda: make_loader(Numbered(noisy=True), batch_size=4),
-            module=module,
-            strategy=strategy,
-            devices=4,
-            elastic={"format": "sharded"},
-        )
-    dist.barrier()
-    momenta = strategy.updates.outer_optimizer.state_dict()["state"].values()
-    return [*weights(module), *(each["momentum_buffer"] for each in momenta)], len(taken)
-
-
 def test_runs_that_fail_at_one_hook_after_the_other_have_the_bits_of_one_that_does_not(
     tmp_path: Path,
 ) -> None:
-    straight, steps = elastic_run(tmp_path / "straight")
+    def start(run: str, *, fault: str = "") -> tuple[list[Tensor], int]:
+        """Weights and outer momenta at its end, and the steps that it took."""
+        strategy, taken = ours(codec="int8", sync_every=4), list[int]()
+        count = LambdaCallback(on_train_batch_end=lambda *_: taken.append(1))
+        module = elastic_start(tmp_path / run, strategy, count, fault=fault)
+        momenta = strategy.updates.outer_optimizer.state_dict()["state"].values()
+        return [*weights(module), *(each["momentum_buffer"] for each in momenta)], len(taken)
+
+    straight, steps = start("straight")
     for hook in FAULTS:
-        elastic_run(tmp_path / "restarted", fault=hook)
-    found, rest = elastic_run(tmp_path / "restarted")
+        start("restarted", fault=hook)
+    found, rest = start("restarted")
     assert same(straight, found)
     assert len(found) == 8
     assert rest < steps == 9
@@ -281,6 +238,6 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     single = AsyncCheckpoint(tmp_path / "single")
     with pytest.raises(ValueError, match="set format='sharded'"):
         fitted(ours(), callbacks=[single], enable_checkpointing=True)
-    module, stop = Module(optimizer=Reshaped), Stop(2, tmp_path / "shapes")
+    module, stop = Module(optimizer=Reshaped), Interrupted(2, tmp_path / "shapes")
     with pytest.raises(ValueError, match="must have the shapes of its sharded parameters"):
         fitted(ours(), module, callbacks=[stop])

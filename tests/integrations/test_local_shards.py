@@ -23,6 +23,7 @@ from fsdp_models import (
 )
 from lightning_utilities.core import rank_zero
 from local_worlds import Worker, adam, sgd
+from replicas import of_all
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -146,18 +147,17 @@ def test_a_run_that_is_interrupted_goes_on_with_the_same_bits(
     net = sharded(shard)
     with training(net, **settings) as ours:
         ours.train(6)
-        shared = [ours.updates.state_dict()]
+        state, *_ = of_all(ours.updates.state_dict())
         torch.save({"model": net.state_dict(), "optimizer": ours.optimizer.state_dict()}, path)
         ours.data = batches(torch.float32, seed=1)
         ours.train(7)
         straight = [*weights(net), *ours.anchors()]
-    dist.broadcast_object_list(shared)
     net = sharded(shard, unequal=True)
     with training(net, **settings) as ours:
         own = torch.load(path, weights_only=True)
         net.load_state_dict(own["model"])
         ours.optimizer.load_state_dict(own["optimizer"])
-        ours.updates.load_state_dict(shared[0])
+        ours.updates.load_state_dict(state)
         ours.data = batches(torch.float32, seed=1)
         ours.train(7)
         assert all(map(torch.equal, straight, [*weights(net), *ours.anchors()]))
@@ -167,9 +167,7 @@ def test_workers_with_whole_models_start_from_the_same_anchor_and_momentum() -> 
     """The state has whole parameters."""
     with training(sharded(mesh_of(2, 2)["shard"]), sync_every=2, codec="none") as ours:
         ours.train(5)
-        shared = [ours.updates.state_dict()]
-    dist.broadcast_object_list(shared)
-    (state,) = shared
+        state, *_ = of_all(ours.updates.state_dict())
     plain = Net()
     with training(plain, sync_every=2, codec="none") as ours:
         ours.updates.load_state_dict(state)

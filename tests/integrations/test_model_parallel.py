@@ -2,9 +2,7 @@
 
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,9 @@ from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
-from model_parallel_ranks import (
+from model_parallel_runs import (
     BATCHES,
-    WIDTH,
+    FabricRun,
     Memory,
     Module,
     NativeHSDP,
@@ -30,7 +28,7 @@ from model_parallel_ranks import (
     same,
     trainer,
 )
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
@@ -89,14 +87,9 @@ def test_reducers_know_of_the_grad_scaler_in_use() -> None:
     found, _ = fitted(ours(), plugins=[precision], max_steps=1)
     assert found.strategy._reducer.has_grad_scaler
     strategy = under_fabric("int8")
-    Run(strategy, plugins=[FabricMixedPrecision("16-mixed", "cpu", scaler=scaler)])
+    FabricRun(strategy, plugins=[FabricMixedPrecision("16-mixed", "cpu", scaler=scaler)])
     (reducer,) = strategy.reducers
     assert reducer.has_grad_scaler
-
-
-def test_only_the_last_micro_batch_is_exchanged() -> None:
-    found, _ = fitted(ours(), accumulate_grad_batches=4)
-    assert found.strategy.comm_stats()["steps"] == found.global_step == 2
 
 
 def require_resumed(path: Path, **given: Any) -> L.Trainer:
@@ -205,7 +198,8 @@ def count_collectives(patch: pytest.MonkeyPatch) -> list[int]:
 
 def test_the_profiler_sees_both_dimensions(tmp_path: Path) -> None:
     """And changes no bits; rank 0 has the summary of all."""
-    _, plain = fitted(ours(), accumulate_grad_batches=2)
+    found, plain = fitted(ours(), accumulate_grad_batches=2)
+    assert found.strategy.comm_stats()["steps"] == found.global_step == 4
     profiler = CommProfiler(dirpath=tmp_path, measure_links=False, print_summary=False)
     with pytest.MonkeyPatch.context() as patch:
         given = count_collectives(patch)
@@ -272,38 +266,6 @@ def test_what_cannot_work_is_refused() -> None:
             case()
 
 
-class Run:
-    """A loop under Fabric; micro-batches of two."""
-
-    def __init__(self, strategy: Any, **given: Any) -> None:
-        self.fabric = L.Fabric(accelerator="cpu", devices=4, strategy=strategy, **given)
-        self.fabric.launch()
-        torch.manual_seed(3)
-        sizes = (WIDTH, 2 * WIDTH, WIDTH)
-        self.net = self.fabric.setup_module(
-            nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
-        )
-        self.optimizer = self.fabric.setup_optimizers(torch.optim.Adam(self.net.parameters()))
-        self.state = {"model": self.net, "optimizer": self.optimizer, "step": 0}
-
-    def train(self, steps: int, *, native: bool = False) -> list[Tensor]:
-        begin = self.state["step"]
-        for step in range(begin, begin + steps):
-            generator = torch.Generator().manual_seed(4 * step + dist.get_rank())
-            for last in (False, True):
-                x = torch.randn(3, WIDTH, generator=generator)
-                if native:
-                    self.net.set_requires_all_reduce(last)
-                sync = self.fabric.no_backward_sync(self.net, enabled=not last)
-                with nullcontext() if native else sync:
-                    self.fabric.backward((self.net(x) - x.flip(-1)).square().mean())
-            self.fabric.clip_gradients(self.net, self.optimizer, max_norm=0.5)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        self.state["step"] = begin + steps
-        return weights(self.net)
-
-
 def under_fabric(codec: str, **given: Any) -> CompressedFabric:
     return CompressedFabric(parallelize, codec, min_compress_numel=0, **given)
 
@@ -313,22 +275,24 @@ def test_uncompressed_it_has_the_bits_of_torch_under_fabric() -> None:
         return parallelize(net, {"data_parallel": mesh_of(2, 2)})
 
     native = FabricModelParallel(hsdp, data_parallel_size=4, tensor_parallel_size=1)
-    expected = Run(native).train(3, native=True)
-    assert same(expected, Run(under_fabric("none")).train(3))
+    expected = FabricRun(native, micro_batches=2).train(3, native=True)
+    assert all(map(same, expected, FabricRun(under_fabric("none"), micro_batches=2).train(3)))
 
 
 @pytest.mark.parametrize("settings", [{"codec": "int4"}, QUANTISED], ids=["replicas", "one"])
 def test_a_run_under_fabric_goes_on_from_a_checkpoint(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    straight, first, second = (Run(under_fabric(**settings)) for _ in range(3))
+    straight, first, second = (
+        FabricRun(under_fabric(**settings), micro_batches=2) for _ in range(3)
+    )
     whole = straight.train(4)
     first.train(2)
     first.fabric.save(tmp_path / "fabric", first.state)
     second.train(1)  # what it owes is forgotten
     second.fabric.load(tmp_path / "fabric", second.state)
     (stats,) = second.fabric.strategy.comm_stats()
-    assert same(whole, second.train(2))
+    assert same(whole[-1], second.train(2)[-1])
     if settings == QUANTISED:
         assert stats["ratio"] > 2
     else:

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +11,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from elastic_data import LOADERS
-from elastic_runs import FailAt, Fault, Numbered, ShardedNet, committed, make_loader
-from elastic_runs import fit as elastic_fit
+from elastic_runs import committed
 from fsdp_models import require_same_debt, weights
 from lightning.pytorch.callbacks import LambdaCallback
-from model_parallel_checkpoints import Reshaped, watch_reads, whole
-from model_parallel_ranks import (
+from model_parallel_runs import (
+    BATCHES,
+    FAULTS,
     WIDTH,
     Module,
-    dist_size,
+    Reshaped,
+    elastic_start,
     fitted,
     held,
     ours,
     same,
     trainer,
+    watch_reads,
+    whole,
 )
-from rank_loop import meet
+from replicas import world_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from typer.testing import CliRunner
@@ -81,26 +83,8 @@ def in_one_file(path: Path) -> Path:
     return single
 
 
-def go_on_with(ranks: int) -> bool:
-    """Give the group up for one of the first ranks, in another run; is this rank of it?"""
-    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
-    dist.barrier()
-    dist.destroy_process_group()
-    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = f"{ranks}"
-    os.environ["TORCHELASTIC_RUN_ID"] = f"of {ranks}"
-    if rank < ranks:
-        meet(dist.PrefixStore(f"of {ranks}", store), rank, ranks)
-    return rank < ranks
-
-
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def ckpt(*words: str | Path) -> tuple[int, str]:
-    """Exit code of ``lightning-dist ckpt`` with these words, and what it printed."""
-    result = CliRunner().invoke(app, ["ckpt", *map(str, words)])
-    return result.exit_code, result.stdout
 
 
 def watch_copies(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
@@ -144,124 +128,89 @@ def test_a_resumed_training_is_that_without_a_pause(tmp_path: Path) -> None:
 
 def test_damage_is_found_by_the_program_and_by_ranks_that_load(tmp_path: Path) -> None:
     """One bit of the last rank's shard is turned over."""
-    path, damaged = saved(tmp_path), tmp_path / "damaged.ckpt"
+    path, damaged, shard = saved(tmp_path), tmp_path / "damaged.ckpt", "shard-00003-of-00004-"
     single = in_one_file(path)
     if dist.get_rank() == 0:
         shutil.copytree(path, damaged)
-        shard = sorted(damaged.glob("shard-*"))[-1]
-        content = bytearray(shard.read_bytes())
+        (last,) = damaged.glob(f"{shard}*")
+        content = bytearray(last.read_bytes())
         content[len(content) // 2] ^= 1
-        shard.write_bytes(content)
-        for intact in (path, single):
-            code, said = ckpt("verify", intact)
-            assert (code, said.split()[:2]) == (0, ["ok", f"{intact}:"])
-        code, said = ckpt("verify", damaged)
-        assert code == 1
-        assert "shard-00003-of-00004-" in said
+        last.write_bytes(content)
+        for each, says in ((path, f"ok {path}:"), (single, f"ok {single}:"), (damaged, shard)):
+            result = CliRunner().invoke(app, ["ckpt", "verify", str(each)])
+            assert result.exit_code == (each == damaged)
+            assert says in " ".join(result.stdout.split())
     dist.barrier()
-    with pytest.raises(CorruptCheckpointError, match="shard-00003-of-00004-"):
+    with pytest.raises(CorruptCheckpointError, match=shard):
         fit(ours(), saving(tmp_path / "x"), ckpt_path=damaged)
 
 
-class Plain(L.LightningModule):
-    """The module of the ranks, as one process has it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(
-            *(
-                nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
-                for _ in range(2)
-            )
-        )
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        found: Tensor = self.blocks(batch).square().mean()
-        return found
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=0.01)
-
-
 def test_one_file_loads_into_the_plain_module(tmp_path: Path) -> None:
-    path, single = saved(tmp_path), tmp_path / "single.ckpt"
-    if not go_on_with(1):
-        return
-    assert ckpt("consolidate", path, single)[0] == 0
-    state = torch.load(single, weights_only=True)
-    plain = Plain()
-    plain.load_state_dict(state["state_dict"])
-    optimizer = plain.configure_optimizers()
-    optimizer.load_state_dict(state["optimizer_states"][0])
-    alone = trainer("auto")
-    alone.fit(Plain(), torch.utils.data.DataLoader(torch.randn(6, WIDTH)), ckpt_path=single)
-    assert alone.global_step == 4 + 6
-
-
-def test_any_mesh_loads_it(tmp_path: Path) -> None:
-    path = saved(tmp_path)
-    state = torch.load(in_one_file(path), weights_only=True)
-    for replicas in (4, 2, 1):
-        require_loaded(path, state, replicas)
-    if go_on_with(2):
-        for replicas in (2, 1):
-            require_loaded(path, state, replicas)
-
-
-def require_loaded(path: Path, state: dict[str, Any], replicas: int) -> None:
-    """Weights and optimizer states to the bit; replicas owe together what they owed."""
-    seen, case = Seen(), f"{replicas} replicas of {dist.get_world_size()} ranks"
-    strategy = ours("int4", replicate_size=replicas)
-    fit(strategy, saving(path.with_name("other")), seen, ckpt_path=path)
-    assert seen.weights.keys() == state["state_dict"].keys()
-    assert seen.steps == [4.0]
-    optimizer = state["optimizer_states"][0]["state"]
-    for number, (name, weight) in enumerate(seen.weights.items()):
-        assert torch.equal(weight, state["state_dict"][name]), (case, name)
-        assert torch.equal(seen.exp_avg[name], optimizer[number]["exp_avg"]), (case, name)
-    if dist.get_rank() == 0:
-        assert (seen.residuals is None) == (replicas == 1), "one replica compresses nothing"
-    for name, rows in (seen.residuals or {}).items():
-        before = state["lightning_dist"]["residuals"][name]
-        assert len(rows) == replicas
-        assert rows.any(), (case, name)
-        if replicas == 2:
-            assert torch.equal(rows, before), (case, name)
-        else:
-            torch.testing.assert_close(rows.mean(0), before.mean(0))
+    single = in_one_file(saved(tmp_path))
+    with world_of(1) as is_here:
+        if is_here:
+            found, _ = fitted("auto", Module(is_whole=True), ckpt_path=single)
+            assert found.global_step == 4 + 4 * BATCHES
 
 
 @pytest.mark.exhaustive
-def test_layers_divided_in_both_dimensions_go_to_other_meshes(tmp_path: Path) -> None:
-    """Of replicas and tensor-parallel ranks."""
+@pytest.mark.parametrize(
+    ("mesh", "others"),
+    [
+        ((2, 1), [(4, 1), (2, 1), (1, 1), (2, 2)]),
+        ((1, 2), [(2, 2)]),
+        ((2, 2), [(2, 1), (4, 1)]),
+    ],
+    ids=["replicas", "tensors", "both"],
+)
+def test_any_mesh_loads_it(
+    mesh: tuple[int, int], others: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    """Of replicas and tensor-parallel ranks, with layers that are divided in both dimensions."""
+    _, module = fit(on_mesh(*mesh), saving(tmp_path), max_epochs=1)
+    state = torch.load(in_one_file(tmp_path / NAME), weights_only=True)
+    assert equal(state["state_dict"], {name: whole(p) for name, p in module.named_parameters()})
+    moments: Any = [whole(each["exp_avg"]) for each in module.optimizers().state.values()]
+    assert same([each["exp_avg"] for each in optimizer_states(state)], moments)
+    assert ("lightning_dist" in state) == (mesh[0] > 1)
+    for other in others:
+        require_loaded(tmp_path / NAME, state, *other)
+    if mesh == (2, 1):
+        with world_of(2) as is_here:
+            for replicas in (2, 1) if is_here else ():
+                require_loaded(tmp_path / NAME, state, replicas, 1)
 
-    def on(replicas: int, tensors: int) -> Any:
-        return ours("int4", replicate_size=replicas, tensor_parallel_size=tensors)
 
-    others = {(1, 2): [(2, 2)], (2, 2): [(2, 1), (4, 1)], (2, 1): [(2, 2)]}
-    for mesh, loaded_by in others.items():
-        folder = tmp_path / f"{mesh}"
-        _, module = fit(on(*mesh), saving(folder))
-        expected = {name: whole(p) for name, p in module.named_parameters()}
-        states = module.optimizers().optimizer.state
-        exp_avg = {n: whole(states[p]["exp_avg"]) for n, p in module.named_parameters()}
-        state = load_checkpoint(str(folder / "epoch=1.ckpt"))
-        assert equal(state["state_dict"], expected), mesh
-        for other in loaded_by:
-            seen, case = Seen(), f"saved by {mesh}, loaded by {other}"
-            given = {"max_epochs": 3, "ckpt_path": folder / "epoch=1.ckpt"}
-            fitted(on(*other), callbacks=[seen], **given)
-            assert equal(seen.weights, expected), case
-            assert equal(seen.exp_avg, exp_avg), case
-            if mesh[0] == 2 and seen.residuals is not None:
-                before = state["lightning_dist"]["residuals"]
-                assert seen.residuals.keys() == before.keys() == expected.keys()
-                for name, rows in seen.residuals.items():
-                    assert rows.any(), (case, name)
-                    if other[0] == 2:
-                        assert torch.equal(rows, before[name]), (case, name)
-                    else:
-                        assert torch.allclose(rows.mean(0), before[name].mean(0)), (case, name)
+def on_mesh(replicas: int, tensors: int) -> Any:
+    return ours("int4", replicate_size=replicas, tensor_parallel_size=tensors)
+
+
+def optimizer_states(state: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*state["optimizer_states"][0]["state"].values()]
+
+
+def require_loaded(path: Path, state: dict[str, Any], replicas: int, tensors: int) -> None:
+    """Weights and optimizer states to the bit; replicas owe together what they owed."""
+    seen, case = Seen(), f"{replicas} x {tensors} of {dist.get_world_size()} ranks"
+    strategy = on_mesh(replicas, tensors)
+    fit(strategy, saving(path.with_name("other")), seen, ckpt_path=path)
+    assert equal(seen.weights, state["state_dict"]), case
+    states = optimizer_states(state)
+    assert seen.steps == [float(states[0]["step"])]
+    assert same([*seen.exp_avg.values()], [each["exp_avg"] for each in states]), case
+    if dist.get_rank() == 0:
+        assert (seen.residuals is None) == (replicas == 1), "one replica compresses nothing"
+    if "lightning_dist" not in state or seen.residuals is None:
+        return
+    before = state["lightning_dist"]["residuals"]
+    assert seen.residuals.keys() == before.keys() == seen.weights.keys()
+    for name, rows in seen.residuals.items():
+        assert len(rows) == replicas
+        assert rows.any(), (case, name)
+        if replicas == len(before[name]):
+            assert torch.equal(rows, before[name]), (case, name)
+        else:
+            torch.testing.assert_close(rows.mean(0), before[name].mean(0))
 
 
 class Tied(Module):
@@ -277,30 +226,23 @@ class Tied(Module):
         fully_shard(self.blocks, mesh=self.device_mesh["data_parallel"])
 
 
-class AfterSteps(L.Callback):
-    """Whole weights after every step."""
-
-    def __init__(self) -> None:
-        self.weights: dict[int, dict[str, Tensor]] = {}
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
-        parameters = pl_module.named_parameters(remove_duplicate=False)
-        self.weights[trainer.global_step] = {name: whole(p) for name, p in parameters}
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("snapshot", ["overlap", "blocking"])
 def test_tied_weights_and_buffers_are_in_every_checkpoint(snapshot: str, tmp_path: Path) -> None:
     """Copied while training goes on, and at once."""
-    straight, again, steps = Tied(), Tied(), AfterSteps()
+    straight, again, after = Tied(), Tied(), list[dict[str, Tensor]]()
+
+    def note(_: L.Trainer, module: Any, *__: Any) -> None:
+        parameters = module.named_parameters(remove_duplicate=False)
+        after.append({name: whole(p) for name, p in parameters})
+
     fitted(ours(), straight)
     kept = saving(tmp_path, snapshot=snapshot, every_n_train_steps=1, filename="{step}")
-    fit(ours(), steps, kept, module=Tied())
-    states = {n: load_checkpoint(str(tmp_path / f"step={n}.ckpt")) for n in steps.weights}
-    names = [name for name in states[1]["state_dict"] if name in steps.weights[1]]
-    assert len(names) == 5
-    for n, state in states.items():
-        assert equal({name: state["state_dict"][name] for name in names}, steps.weights[n]), n
+    fit(ours(), LambdaCallback(on_train_batch_end=note), kept, module=Tied())
+    states = {n: load_checkpoint(str(tmp_path / f"step={n}.ckpt")) for n in range(1, 9)}
+    for state, own in zip(states.values(), after, strict=True):
+        assert len(own) == 5
+        assert equal({name: state["state_dict"][name] for name in own}, own)
     first, last = (states[1]["state_dict"][f"blocks.{n}.weight"] for n in (0, 2))
     assert first.data_ptr() == last.data_ptr()
     assert "blocks.1.running_mean" in states[1]["state_dict"]
@@ -323,22 +265,19 @@ def test_what_else_a_strategy_loads(tmp_path: Path) -> None:
     alone = Module()
     trainer(ours("int4"), limit_val_batches=1).validate(alone, ckpt_path=own, verbose=False)
     assert equal({name: whole(p) for name, p in alone.named_parameters()}, expected)
-    _, straight = fitted(ours("int4"))
-    _, resumed = fit(ours("int4"), saving(again), ckpt_path=own)
-    assert same(weights(straight), weights(resumed))
 
 
 def test_errors_of_shards_go_to_another_number_of_ranks(tmp_path: Path) -> None:
     """Two ranks begin with the mean error of each weight that four have saved."""
     given = {"parameters": "int8", "error_feedback": True}
     fit(ours("int4", **given), saving(tmp_path), max_epochs=1)
-    if not go_on_with(2):
-        return
     path, begun = tmp_path / NAME, []
     seen = LambdaCallback(on_train_start=lambda t, _: begun.append(t.strategy.shards.state_dict()))
-    fit(ours("int4", **given), saving(tmp_path / "other"), seen, ckpt_path=path)
-    assert (begun[0] is None) == (dist.get_rank() > 0)
-    if begun[0] is None:
+    with world_of(2) as is_here:
+        if is_here:
+            fit(ours("int4", **given), saving(tmp_path / "other"), seen, ckpt_path=path)
+    if dist.get_rank() > 0:
+        assert not any(begun)
         return
     state = load_checkpoint(str(path))
     before, after = state["lightning_dist"]["errors"], begun[0]["errors"]
@@ -355,44 +294,19 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         fit(ours(), saving(tmp_path / "x"), module=Module(optimizer=Reshaped))
 
 
-FAULTS = {
-    "on_after_backward": 1,
-    "on_before_optimizer_step": 3,
-    "on_train_batch_end": 5,
-    "on_validation_batch_end": 6,
-    "on_train_epoch_end": 6,
-    "on_train_end": 9,
-}
-"""Optimizer steps before each hook at which a run fails, on all ranks."""
-
-
 def elastic_run(
     folder: Path, *, codec: str, fault: str = "", loader: Any = None, **given: Any
 ) -> dict[str, Any]:
-    """A start of a run; weights and residuals at its end."""
-    noisy, tensors = codec != "none", given.get("tensor_parallel_size", 1)
-    strategy = ours(codec, **given)
-    module = ShardedNet(noisy=noisy)
-    callbacks = [FailAt(fault, FAULTS[fault])] if fault else []
-    expected = pytest.raises(Fault, match=f"^{fault} at step") if fault else nullcontext()
-    with expected:
-        elastic_fit(
-            folder,
-            *callbacks,
-            loader=loader or (lambda: make_loader(Numbered(noisy=noisy), batch_size=4 * tensors)),
-            module=module,
-            strategy=strategy,
-            devices=dist_size(),
-            elastic={"format": "sharded"},
-        )
-    dist.barrier()
+    """A start of a run; weights, momenta and residuals at its end."""
+    strategy, size = ours(codec, **given), 4 * given.get("tensor_parallel_size", 1)
+    how = {"noisy": codec != "none", "loader": loader, "batch_size": size}
+    module = elastic_start(folder, strategy, fault=fault, **how)
     if fault:
         return {}
     found = {n: whole(p) for n, p in module.named_parameters()}
     states: Any = module.optimizers().optimizer.state
     moments = [whole(each["momentum_buffer"]) for each in states.values()]
-    residuals = held_here(strategy)
-    return {"weights": found, "momenta": moments, "residuals": residuals}
+    return {"weights": found, "momenta": moments, "residuals": held_here(strategy)}
 
 
 def held_here(strategy: Any) -> dict[str, Tensor]:
@@ -452,15 +366,15 @@ def test_other_meshes_go_on(tmp_path: Path) -> None:
     expected = elastic_run(tmp_path / "straight", **given)
     for name, of in runs.items():
         elastic_run(tmp_path / name, fault="on_train_batch_end", **of)
-    if not go_on_with(2):
-        return
-    for name, of in runs.items():
-        one = {**of, "replicate_size": 1}
-        elastic_run(tmp_path / name, fault="on_validation_batch_end", **one)
-        changed = elastic_run(tmp_path / name, **given)
-        for kind in ("weights", "momenta"):
-            torch.testing.assert_close(changed[kind], expected[kind], rtol=1e-5, atol=1e-6)
-        require_same_samples(tmp_path / name, tmp_path / "straight", worlds=[4] * 4 + [2] * 5)
+    os.environ["TORCHELASTIC_RUN_ID"] = "of two"
+    with world_of(2) as is_here:
+        for name, of in runs.items() if is_here else ():
+            one = {**of, "replicate_size": 1}
+            elastic_run(tmp_path / name, fault="on_validation_batch_end", **one)
+            changed = elastic_run(tmp_path / name, **given)
+            for kind in ("weights", "momenta"):
+                torch.testing.assert_close(changed[kind], expected[kind], rtol=1e-5, atol=1e-6)
+            require_same_samples(tmp_path / name, tmp_path / "straight", worlds=[4] * 4 + [2] * 5)
 
 
 def require_same_samples(folder: Path, straight: Path, *, worlds: list[int]) -> None:

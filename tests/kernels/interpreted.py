@@ -1,7 +1,7 @@
 """Triton's kernels in the reducer on a CPU: interpreted, and counted."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -19,15 +19,22 @@ _turn = threading.RLock()  # the interpreter's state is the process's, and ranks
 
 
 @contextmanager
-def in_tables() -> Iterator[list[str]]:
-    """Planners use Triton's kernels; the names of those that were launched."""
+def in_tables(
+    on_host: Callable[[Sequence[Any]], Sequence[Any]] = lambda arguments: arguments,
+) -> Iterator[list[str]]:
+    """Planners use Triton's kernels; the names of those that were launched.
+
+    Args:
+        on_host: gives the arguments of a launch as the interpreter can read them.
+    """
     launched: list[str] = []
     launch = passes._launch
 
     def interpreted(kernel: Any, *arguments: Any, **constants: Any) -> None:
+        there = on_host(arguments)
         with _turn:
             launched.append(kernel.__name__)
-            launch(kernel, *arguments, **constants)
+            launch(kernel, *there, **constants)
 
     with (
         patch.object(planner, "available_on", lambda device: True),

@@ -137,13 +137,7 @@ def without_network(counts: Counter[str], launch: Callable[..., None]) -> Iterat
 
 
 def counted(
-    codec: str,
-    parameters: int,
-    world_size: int,
-    *,
-    per_host: int = 1,
-    immediate: bool = True,
-    small: int = 0,
+    codec: str, parameters: int, world_size: int, *, small: int = 0, **form: Any
 ) -> Counter[str]:
     counts: Counter[str] = Counter()
 
@@ -152,7 +146,7 @@ def counted(
         counts[kernel.__name__] += 1
 
     with without_network(counts, launch):
-        planner = planner_of(world_size, per_host=per_host, immediate=immediate)
+        planner = planner_of(world_size, **form)
         step(planner, codec, [MODELS[parameters]] * parameters, counts, small=small)
     return counts
 

@@ -1,8 +1,8 @@
-"""Training that is interrupted: the state it leaves and what a later training does with it."""
+"""Training that is interrupted, the state it leaves, and sums for laws of conservation."""
 
 import io
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,14 +15,17 @@ from feeding import (
     compressed,
     digest,
     feed,
+    mean,
     residuals,
     step_digest,
 )
+from layouts import Layout
 from threads import of_all
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank, run_threads
 
+from lightning_dist.codecs import Codec
 from lightning_dist.reducer.reducer import Reducer
 
 State = Mapping[str, Any]
@@ -112,3 +115,77 @@ def through_a_file(state: State) -> State:
     torch.save(state, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
+
+
+DOUBLE = torch.float64
+
+
+@dataclass
+class Totals:
+    """Inputs and outputs of one rank summed over the finite steps, and what is owed after them."""
+
+    inputs: Tensors
+    outputs: Tensors
+    norms: list[float] = field(default_factory=list)  # of this rank's residual after every step
+    digests: list[str] = field(default_factory=list)  # of the outputs of every step
+    names: set[str] = field(default_factory=set)  # of the residuals that this rank has at the end
+    memory: int = 0  # bytes of state at the end
+    state: State | None = None  # on rank 0
+
+    @property
+    def owed(self) -> Tensors:
+        """Mean over ranks (hosts, where they reduce first)."""
+        rows = {} if self.state is None else self.state["residuals"]
+        return {name: of.mean(0).view(self.inputs[name].shape) for name, of in rows.items()}
+
+
+def totals(
+    rank: Rank,
+    codec: str | Codec,
+    steps: int | range,
+    *,
+    shapes: Shapes = SHAPES,
+    bias: float = 0.0,
+    given: Callable[[int, int], Tensors] | None = None,
+    load: State | None = None,
+    layout: Layout | None = None,
+    **settings: Any,
+) -> Totals:
+    """Totals of so many steps, from the state ``load`` on.
+
+    ``bias`` is how far the random gradients of the ranks lie apart; ``given(rank, step)``: others.
+    """
+    zeros = {name: torch.zeros(shape, dtype=DOUBLE) for name, shape in shapes.items()}
+    found = Totals(zeros, zeros)
+    settings |= {} if layout is None else layout.form
+    with compressed(rank, Fed(shapes, DOUBLE), codec, **settings) as (model, reducer):
+        if load is not None:
+            reducer.load_state_dict(load)
+        for step in range(steps) if isinstance(steps, int) else steps:
+            fed = given(rank.rank, step) if given else feed(rank.rank, step, shapes, DOUBLE)
+            fed = {name: value + bias * rank.rank for name, value in fed.items()}
+            got = backward(model, fed)
+            if all(value.isfinite().all() for value in got.values()):
+                found.inputs, found.outputs = plus(found.inputs, fed), plus(found.outputs, got)
+            found.digests.append(digest([got[name] for name in shapes]))
+            kept = [reducer.residuals[name] for name in reducer.residuals]
+            found.norms.append(float(torch.cat(kept).norm()) if kept else 0.0)
+        found.names, found.memory = {*reducer.residuals}, reducer.memory()["residual_bytes"]
+        state = reducer.state_dict()
+    found.state = state and through_a_file(state)
+    return found
+
+
+def plus(total: Tensors, more: Tensors) -> Tensors:
+    return {name: value + more[name] for name, value in total.items()}
+
+
+def lost(ranks: Sequence[Totals]) -> float:
+    """Largest relative difference between what went in and what came out or is still owed."""
+    went_in, (first, *_) = mean([each.inputs for each in ranks]), ranks
+    owed = first.owed
+    return max(
+        float((first.outputs[n] + owed.get(n, 0.0) - value).abs().max() / value.abs().max())
+        for n, value in went_in.items()
+        if value.numel()
+    )

@@ -22,9 +22,8 @@ from feeding import (
     residuals,
 )
 from layouts import FORMS, PAIRS, Layout, flat
-from saving import State
+from saving import DOUBLE, State, Totals, lost, plus, totals
 from threads import of_all, on_threads
-from totals import DOUBLE, Totals, lost, plus, totals
 from worlds import Rank
 
 from lightning_dist.codecs import (

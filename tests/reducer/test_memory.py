@@ -16,9 +16,9 @@ from feeding import FakeBucket, Fed, backward, compressed, digest, feed, held, r
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import HOSTS_OF_FOUR, PAIRS, UNEVEN, Layout, flat
+from saving import lost, totals
 from threads import of_all, on_threads
 from torch import Tensor
-from totals import lost, totals
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import (

@@ -9,9 +9,9 @@ import pytest
 import torch
 from feeding import SHAPES, Fed, compressed
 from layouts import PAIRS, Layout, flat
+from saving import lost, totals
 from threads import of_all, on_threads
 from torch import Tensor
-from totals import lost, totals
 from typing_extensions import override
 from worlds import Rank, run_threads
 

@@ -10,8 +10,8 @@ import torch
 from feeding import Fed, backward, compressed, digest, feed
 from hypothesis import given
 from hypothesis import strategies as st
+from saving import lost, totals
 from threads import of_all, on_threads
-from totals import lost, totals
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import (

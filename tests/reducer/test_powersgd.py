@@ -9,9 +9,9 @@ import pytest
 import torch
 from feeding import Fed, Tensors, backward, compressed, digest, feed
 from numpy.typing import NDArray
+from saving import lost, totals
 from threads import on_threads
 from torch import Tensor
-from totals import lost, totals
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import PowerSGD

@@ -1,58 +1,33 @@
 """Whole buckets and Triton's kernels, interpreted in the memory of the simulated accelerator."""
 
 import ctypes
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from quick_interpreter import quicken_interpreter
+from kernels.interpreted import in_tables
 from reducer.feeding import Fed, Tensors, backward, compressed, digest, feed, gradients, held
 from torch import Tensor
 from worlds import Rank, run_threads
 
+from lightning_dist.reducer.units.table import TableUnit
 from simulated_device.device import install
 from simulated_device.ranks import SimulatedRank, delays, run_on_devices, to_cpu
 
-pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
-
-from lightning_dist.kernels.triton import passes
-from lightning_dist.reducer.plan import planner
-from lightning_dist.reducer.units.table import TableUnit
-
 sim = install()
-quicken_interpreter()
-_turn = threading.RLock()  # the interpreter's state is the process's
 SHAPES = {"first": (40, 48), "odd": (257,), "bias": (40,)}
 
 
-def _on_host(argument: Any) -> Any:
-    """A CPU tensor of the same memory."""
-    if not isinstance(argument, Tensor):
-        return argument
-    memory = (ctypes.c_uint8 * argument.nbytes).from_address(argument.data_ptr())
-    flat = torch.frombuffer(memory, dtype=torch.uint8)
-    return flat.view(argument.dtype).view(argument.shape)
+def on_host(arguments: Sequence[Any]) -> list[Any]:
+    """With CPU tensors of the same memory, once their stream has come to its end."""
+    torch.accelerator.current_stream().synchronize()
+    return [same_memory(each) if isinstance(each, Tensor) else each for each in arguments]
 
 
-@contextmanager
-def tables() -> Iterator[None]:
-    """Kernels that wait for their stream, and run on the host."""
-    launch = passes._launch
-
-    def interpreted(kernel: Any, *arguments: Any, **constants: Any) -> None:
-        torch.accelerator.current_stream().synchronize()
-        with _turn:
-            launch(kernel, *map(_on_host, arguments), **constants)
-
-    with (
-        patch.object(planner, "available_on", lambda device: device.type == "sim"),
-        patch.object(passes, "_launch", interpreted),
-    ):
-        yield
+def same_memory(tensor: Tensor) -> Tensor:
+    memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
 
 
 def steps(rank: Rank, codec: str, commit: str, least: int) -> tuple[list[str], set[type]]:
@@ -81,7 +56,7 @@ def test_steps_are_those_of_gloo_on_the_cpu(codec: str, size: int, commit: str, 
         return steps(rank, codec, commit, least)
 
     expected = [digests for digests, _ in run_threads(body, size)]
-    with delays(size), tables():
+    with delays(size), in_tables(on_host):
         found = run_on_devices(body, size)
     assert [digests for digests, _ in found] == expected
     assert {unit for _, units in found for unit in units} == {TableUnit}
