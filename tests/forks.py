@@ -64,9 +64,8 @@ def _serve(listener: socket.socket, end: int, words: Sequence[str], at_once: boo
         pass_fds=[listener.fileno()],
         start_new_session=True,
     ) as server:
-        ended = os.pidfd_open(server.pid)
-        select.select([end, ended], [], [])
-        os.close(ended)
+        with open(os.pidfd_open(server.pid)) as ended:
+            select.select([end, ended], [], [])
         listener.close()  # or those who came to a server that failed would wait
 
 

@@ -112,7 +112,8 @@ def as_at_the_start(call: Call) -> Iterator[None]:
         torch.set_num_threads(1)
 
 
-def answer(call: Call, store: dist.Store) -> tuple[str, str]:
+def answer(call: Call, store: dist.Store, groups: list[dist.ProcessGroup]) -> tuple[str, str]:
+    """How the test has ended; ``groups``: gets those that it has left."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
         with as_at_the_start(call):
@@ -121,6 +122,7 @@ def answer(call: Call, store: dist.Store) -> tuple[str, str]:
                 call()
                 return "passed", ""
             finally:
+                groups.extend(dist.distributed_c10d._world.pg_map)
                 if dist.is_initialized():
                     dist.destroy_process_group()
     except pytest.skip.Exception as skipped:
@@ -148,8 +150,12 @@ def main(path: str) -> None:
             return
         number += 1
         faulthandler.dump_traceback_later(call.limit, exit=True)
-        answered = answer(call, dist.PrefixStore(f"test {number}", store))
-        gc.collect()  # groups in circles of references, each with three threads
+        groups: list[dist.ProcessGroup] = []
+        answered = answer(call, dist.PrefixStore(f"test {number}", store), groups)
+        # DDP in circles of references must not be the last to give a group up: it waits for threads
+        # with the interpreter's lock, which they need to free the tensors of a last collective.
+        gc.collect()
+        groups.clear()
         told.send((answered, len(os.listdir("/proc/self/task"))))
         faulthandler.cancel_dump_traceback_later()
         sys.stdout.flush()

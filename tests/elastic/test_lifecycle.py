@@ -27,8 +27,7 @@ SCRIPT = textwrap.dedent("""
     from lightning_dist.elastic.data.workers import keep_workers
 
     def to_the_group():
-        group = f"-{os.getpgid(0)}"
-        subprocess.run(["kill", "-TERM", "--", group], start_new_session=True)
+        subprocess.run(["kill", "-TERM", "--", f"-{os.getpgid(0)}"], start_new_session=True)
 
     def until_told():  # a worker does not come to its worker_init_fn before
         while signal.SIGTERM not in signal.sigpending():

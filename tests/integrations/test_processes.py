@@ -22,7 +22,6 @@ open(sys.argv[1], "w").write(" ".join(str(child.pid) for child in children) + " 
 time.sleep(120)
 """
 
-
 # Starts a worker wherever one ends.
 LAUNCHER = """
 import os, signal, subprocess, sys
