@@ -16,6 +16,7 @@ from lightning_dist.codecs import FP16, Int8, Payload, Plane
 from lightning_dist.exchange import rounds
 from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.handshake import Facts, all_facts, require_equal
+from lightning_dist.exchange.replicate import replicate
 from lightning_dist.exchange.rounds import AllGather, AllReduce, Exchange, TwoShot
 from lightning_dist.exchange.traffic import (
     Sent,
@@ -328,3 +329,27 @@ def test_a_fact_that_only_another_rank_has_is_named() -> None:
     """The same law when the first rank is the one that lacks it."""
     with pytest.raises(ValueError, match="b: None on rank 0; 1 on rank 1"):
         require_equal([{"a": 1}, {"a": 1, "b": 1}])
+
+
+@on_threads(2)
+def test_tensors_are_replicated_whatever_their_strides(rank: Rank) -> None:
+    """Nothing beside them in memory is written."""
+    memory = torch.arange(24.0).mul(1 + rank.rank)
+    tensors = {
+        "contiguous": memory[:4],
+        "every other column": memory[4:12].view(2, 4)[:, ::2],
+        "transposed": memory[12:18].view(2, 3).T,
+        "expanded": memory[18:19].expand(1000, 1),
+        "expanded over rows": memory[19:22].view(3, 1).expand(3, 50),
+        "empty": memory[:0],
+        "of no dimension": memory[22],
+    }
+    own = memory.clone()
+    replicate(tensors, Channel(rank.group("payload")))
+    beside = [5, 7, 9, 11, 23]  # columns that are left out, and what no tensor has
+    assert torch.equal(memory[beside], own[beside])
+    rest = [place for place in range(24) if place not in beside]
+    assert torch.equal(memory[rest], torch.arange(24.0)[rest])
+    overlapping = {"windows": memory[:10].unfold(0, 4, 2)}
+    with pytest.raises(ValueError, match=r"'windows' must not have elements that overlap.*clone"):
+        replicate(overlapping, Channel(rank.group("payload")))

@@ -351,12 +351,58 @@ def test_post_local_sgd_is_ddp_until_it_starts(world: World) -> None:
     model = world.rank.ddp(plain(dtype=torch.float32))
     settings = {"method": "post_local_sgd", "ddp_steps": 4, "sync_every": 2, "codec": "none"}
     worker = world.worker(model, **settings)
-    worker.train(4)
+    for _ in range(4):
+        worker.train(1)
+        # What is validated, saved and given to newcomers before the first local step.
+        state, _ = worker.updates.striped_state_dict()
+        with worker.updates.anchor_weights():
+            require_same(worker.weights(), [*state["anchor"].values()])
+        require_same(worker.weights(), [*worker.updates.anchor_state_dict().values()])
     require_same(worker.weights(), [p.detach() for p in stock.parameters()])
     for averages in (False, True):
         worker.train(1)
         first, second = world.of_all(worker.weights()[0])
         assert torch.equal(first, second) == averages
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@on_threads("size")
+def test_each_buffer_is_averaged_by_itself(world: World, size: int) -> None:
+    """In its own dtype, over the workers whose own is finite; equal ones keep their bits."""
+    own, model = world.rank.rank, plain()
+    buffers = {
+        "mask": torch.full((4, 4), -torch.inf).triu(1),
+        "constant": torch.rand(100, generator=torch.Generator().manual_seed(0)),
+        "statistics": torch.full((3,), float(own)),
+        "precise": torch.tensor(1 + own * 2.0**-40, dtype=torch.float64),
+        "short": torch.tensor([2.0 * own], dtype=torch.bfloat16),
+        "overflown": torch.tensor([torch.inf if own == 0 else 3.0 + own]),
+        "nowhere finite": torch.full((2,), torch.inf if own else torch.nan),
+        "batches": torch.tensor(5 + own),
+    }
+    for name, buffer in buffers.items():
+        model.register_buffer(name, buffer.clone())
+    worker = world.worker(model, sync_every=2, codec="none")
+    for name, buffer in buffers.items():  # after those of rank 0 were sent
+        worker.updates.buffers()[name].copy_(buffer)
+    worker.train(2)
+    found, mean = worker.updates.buffers(), (size - 1) / 2
+    for name in ("mask", "constant", "batches", "nowhere finite"):
+        assert torch.equal(found[name].nan_to_num(7), buffers[name].nan_to_num(7)), name
+    assert found["statistics"].tolist() == pytest.approx([mean] * 3)
+    assert float(found["precise"]) - 1 == pytest.approx(mean * 2.0**-40, rel=1e-3)
+    assert found["short"].tolist() == [2 * mean]
+    assert found["overflown"].tolist() == [3 + size / 2]
+
+
+@on_threads(2)
+def test_weights_that_are_loaded_later_are_not_those_of_the_anchor(world: World) -> None:
+    worker = world.worker(plain(), sync_every=2, codec="none")
+    worker.model.load_state_dict(plain(seed=5).state_dict())
+    with pytest.raises(ValueError, match=r"changed since; load them before, or call anchor_from"):
+        worker.train(1)
+    worker.updates.anchor_from_weights()
+    worker.train(2)
 
 
 @on_threads(2)

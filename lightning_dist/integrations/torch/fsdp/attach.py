@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_dist.codecs import Codec
+from lightning_dist.exchange.replicate import replicate
 from lightning_dist.integrations.refusals import refuses_unknown
 from lightning_dist.integrations.torch.checks import require_effect
 from lightning_dist.integrations.torch.ddp import compile_kernels as compile_at_set_up
@@ -182,8 +183,8 @@ def attach_replicas(
     network = sharded_network(mesh, shards, settings, parameters=parameters, timeout=timeout)
     require_effect(settings, names, says=dist.get_rank() == 0)
     between: Any = network.intra.inter if network.intra else network
-    for tensor in [*model.parameters(), *model.buffers()]:  # those of the first replica
-        dist.broadcast(local_of(tensor.detach()), group_src=0, group=between.data.group)
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    replicate({n: local_of(tensor.detach()) for n, tensor in held.items()}, between.data)
     layouts = [layout_of(group, names) for group in groups]
     reducer = Reducer(
         names,

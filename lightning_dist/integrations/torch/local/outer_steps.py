@@ -14,8 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_dist.exchange.replicate import replicate
 from lightning_dist.integrations.torch.checks import require_effect
 from lightning_dist.integrations.torch.fsdp.replicas import local_of
+from lightning_dist.integrations.torch.local.buffers import average_buffers
 from lightning_dist.integrations.torch.local.checks import require_scheduler, require_stepped
 from lightning_dist.integrations.torch.local.fragments import Fragment, cut, own_part
 from lightning_dist.integrations.torch.local.pseudo_gradients import Exchange, PseudoGradients
@@ -74,10 +76,10 @@ class LocalUpdates:
             in_order=shards is not None,  # FSDP launches collectives of its own
         )
         require_effect(settings, self.reducer.names, says=network.rank == 0)
-        for tensor in [*module.parameters(), *module.buffers()]:
+        for name, tensor in {**named, **self.buffers()}.items():
             is_shard = isinstance(tensor, DTensor)
             among = shards.between if shards is not None and is_shard else network
-            among.data.broadcast(local_of(tensor.detach()), owner=0).wait()
+            replicate({name: local_of(tensor.detach())}, among.data)
         self._fragments = cut(self.trained, schedule.fragments, offload=schedule.offload)
         anchors = [anchor for each in self._fragments for anchor in each.anchors]
         self.outer_optimizer = (
@@ -118,7 +120,7 @@ class LocalUpdates:
         """Called at the end of every :meth:`step`."""
         self._exposed = 0.0  # seconds in exchanges since the anchor has moved
         self._has_stepped = self._has_finished = False
-        self._hooks = [each.register_step_post_hook(self._optimizer_stepped) for each in optimizers]
+        self._hooks = [each.register_step_pre_hook(self._optimizer_steps) for each in optimizers]
         self._set_aside: dict[str, Tensor] | None = None  # own weights, while the anchor's are used
 
     def step(self, samples: float | None = None) -> bool:
@@ -224,7 +226,8 @@ class LocalUpdates:
 
         Buffers stay the worker's own; running statistics were averaged at the last outer step.
         """
-        if self._set_aside is not None:  # they are there, as in a validation that saves
+        # They are there, as in a validation that saves, or before the first local step.
+        if self._set_aside is not None or self._is_ddp:
             yield
             return
         self._set_aside = self.worker_weights()
@@ -376,7 +379,7 @@ class LocalUpdates:
         self.reducer.load_state_dict(state["residuals"])
         self._gradients.load_state_dict(state)
         if self._synced is not None:
-            self._synced.require_backward_grad_sync = self.attempted < self.schedule.ddp_steps
+            self._synced.require_backward_grad_sync = self._is_ddp
 
     @torch.no_grad()
     def load_worker(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
@@ -402,11 +405,22 @@ class LocalUpdates:
             for parameter, anchor, _ in fragment.rows():
                 anchor.data.copy_(own_part(parameter))
 
+    @property
+    def _is_ddp(self) -> bool:
+        """Whether all ranks still have one model, which is what the anchor stands for."""
+        return self.attempted < self.schedule.ddp_steps
+
     def is_of(self, module: nn.Module) -> bool:
         """Whether it is the model that is trained, in DDP or not."""
         return getattr(module, "module", module) is self.module or module is self.module
 
-    def _optimizer_stepped(self, *_: Any) -> None:
+    def _optimizer_steps(self, *_: Any) -> None:
+        if not self._has_stepped and not self.attempted and self._differs_from_anchor():
+            raise ValueError(
+                "The model's weights must be those of local_updates() before the first step, and "
+                "have been changed since; load them before, or call anchor_from_weights() once "
+                "all ranks have loaded the same"
+            )
         self._has_stepped = True
 
     def _take_mean(self) -> tuple[Exchange, Tensor]:
@@ -416,32 +430,17 @@ class LocalUpdates:
         return taken
 
     @torch.no_grad()
-    def _average_buffers(self) -> None:
-        """Running statistics of the workers whose own are finite; integers stay the worker's."""
-        buffers = [b for b in self.module.buffers() if b.is_floating_point() and b.numel()]
-        if not buffers:
-            return
-        share = self._gradients.flat.new_full((1,), self._gradients.share)
-        own = [buffer.reshape(-1).to(share.dtype) * share for buffer in buffers]
-        flat = torch.cat([*own, share])  # the last counts workers
-        if not bool(flat.isfinite().all()):
-            flat.zero_()
-        self.reducer.network.data.all_reduce(flat).wait()
-        *means, workers = torch.split(flat, [*map(len, own), 1])
-        if not bool(workers):
-            return
-        for buffer, total in zip(buffers, means, strict=True):
-            buffer.copy_((total / workers).view_as(buffer))
-
-    @torch.no_grad()
-    def _has_changed(self) -> bool:
-        """Whether a worker's weights are not the anchor's. Collective."""
-        network = self.reducer.network
-        changed = any(
+    def _differs_from_anchor(self) -> bool:
+        """Whether this rank's weights are not the anchor's."""
+        return not self._is_ddp and any(
             not torch.equal(own := own_part(p), anchor.to(own.device, own.dtype))
             for fragment in self._fragments
             for p, anchor, _ in fragment.rows()
         )
+
+    def _has_changed(self) -> bool:
+        """Whether a worker's weights are not the anchor's. Collective."""
+        network, changed = self.reducer.network, self._differs_from_anchor()
         flag = torch.tensor([changed], dtype=torch.int32, device=network.device)
         network.control.all_reduce(flag).wait()
         return bool(flag)
@@ -451,7 +450,8 @@ class LocalUpdates:
         """Take an outer step; ``mean_only`` without the outer optimizer and mixing."""
         fragment = self._fragments[exchange.fragment]
         if exchange.fragment == 0:  # once a window; first, as a lost peer must leave all as it is
-            self._average_buffers()
+            held = list(self.module.buffers())
+            average_buffers(held, self.reducer.network, share=self._gradients.share)
         for anchor, part in zip(fragment.anchors, fragment.slices, strict=True):
             own = part.shaped(part.of(mean)).to(anchor.device)
             if mean_only:
@@ -480,6 +480,8 @@ class LocalUpdates:
             own.copy_(torch.where(mixed.isfinite(), mixed, there))
 
     def _anchors(self) -> dict[str, nn.Parameter]:
+        if self._is_ddp:
+            self.anchor_from_weights()
         return {
             part.name: anchor
             for fragment in self._fragments
