@@ -22,15 +22,18 @@ class PowerSGD(Codec):
     """Rank-``r`` approximation of every gradient matrix ``M (n, m)``, one power iteration per step.
 
     Alternating (default, one allreduce per step): with ``Q (m, r)`` orthonormal and equal on all
-    ranks, even steps send ``P = M Q`` and apply ``mean(P) Q^T``; odd steps do the same with
-    the sides exchanged, starting from ``orth(mean P)``. ``two_phase`` (the paper's form, two
-    dependent allreduces): ``P = orth(mean(M Q))``, ``Q = mean(M^T P)``, apply ``P Q^T``.
+    ranks, the first exchange of a matrix sends ``P = M Q`` and applies ``mean(P) Q^T``; the next
+    one does the same with the sides exchanged, starting from ``orth(mean P)``. Each matrix takes
+    turns by itself, so one that is exchanged at every second step only sends both sides too.
+    ``two_phase`` (the paper's form, two dependent allreduces): ``P = orth(mean(M Q))``,
+    ``Q = mean(M^T P)``, apply ``P Q^T``.
 
     A tensor of more than two dimensions is ``(shape[0], rest)``, whatever its order in memory.
     Tensors of fewer than two, and those for which ``r (n + m) >= n m``, travel uncompressed.
 
     Wire bytes per rank and step: ``2 (W-1)/W * 4 r n`` or ``4 r m`` in turn (``two_phase``: both).
-    State: a residual per element, and the factors, ``r (n + m)``, equal on all ranks. The residual
+    State: a residual per element, and the factors, ``r (n + m)``, and whose turn it is, equal on
+    all ranks. The residual
     is local, ``M - P_local Q^T``: it stays bounded, and an inf does not stay in it, unlike in
     torch's hook. Use it with error feedback, for very slow links and large matrices.
 
@@ -74,29 +77,34 @@ class PowerSGD(Codec):
     def leaves(self) -> tuple[Codec, ...]:
         return self, NoCompression()
 
-    def first_factors(self, name: str, shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Random orthonormal ``(n, r)`` and ``(m, r)`` on the CPU, equal on all ranks."""
+    def first_factors(self, name: str, shape: Shape, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Random orthonormal ``(n, r)`` and ``(m, r)`` on the CPU, and the turn; equal everywhere.
+
+        The turn is 0-d: 0 where the next exchange sends ``(n, r)``, 1 where it sends ``(m, r)``.
+        """
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
         n, m = matrix_shape(shape)
         left = torch.randn(n, self.rank, generator=generator, dtype=torch.float64)
         right = torch.randn(m, self.rank, generator=generator, dtype=torch.float64)
-        return orthonormal(left).to(dtype), orthonormal(right).to(dtype)
+        turn = torch.zeros((), dtype=torch.int64)
+        return orthonormal(left).to(dtype), orthonormal(right).to(dtype), turn
 
     @full_precision()
     def approximate(
         self, x: Tensor, *, scale: Tensor, step: int, factors: Sequence[Tensor] = ()
     ) -> Tensor:
         """In the paper's form from the products of this rank alone."""
-        matrix, (left, right) = x.reshape(matrix_shape(x.shape)), factors
+        matrix, (left, right, turn) = x.reshape(matrix_shape(x.shape)), factors
         if self.two_phase:
             left = orthonormal(matrix @ right)
-        if self.two_phase or step % 2:
+        if self.two_phase or int(turn):
             return (left @ (left.mT @ matrix)).view(x.shape)
         return (matrix @ right @ right.mT).view(x.shape)
 
     def payload_bytes(
         self, shape: Shape, *, step: int = 0, dtype: torch.dtype = torch.float32
     ) -> int:
+        """Bytes of the payload of a tensor that was exchanged at ``step`` steps before."""
         n, m = matrix_shape(shape)
         rows = n + m if self.two_phase else (n, m)[step % 2]
         return rows * self.rank * dtype.itemsize

@@ -29,7 +29,7 @@ class ReducerState:
     def __init__(self) -> None:
         self.held: dict[tuple[str, str], Held] = {}
         """State that differs between ranks, by kind and parameter, on this rank or another."""
-        self.factors: dict[str, tuple[Tensor, Tensor]] = {}
+        self.factors: dict[str, tuple[Tensor, ...]] = {}
         self._starts: dict[str, int] = {}  # elements of a parameter before the part with factors
         self._loaded_factors: dict[str, Parts] = {}  # not needed here so far
         self.is_mean = False
@@ -113,17 +113,23 @@ class ReducerState:
             self._loaded_factors.pop(name, None)
 
     def adopt_factors(
-        self, part: ParameterSlice, first: tuple[Tensor, Tensor], *, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """Factors of ``part``, kept or loaded; ``first`` if there are none of that shape."""
+        self, part: ParameterSlice, first: tuple[Tensor, ...], *, device: torch.device
+    ) -> tuple[Tensor, ...]:
+        """Factors of ``part``, kept or loaded; ``first`` if there are none of that shape.
+
+        Matrices are put on ``device``; what is 0-d stays on the CPU, so that it can be read.
+        """
         loaded = self._loaded_factors.pop(part.name, {})
         found = self.factors.get(part.name, loaded.get(part.start, loaded.get(0)))
         if found is None or [factor.shape for factor in found] != [each.shape for each in first]:
             found = first
         # The rounding of a matrix product depends on the layout, which a checkpoint does not keep.
-        left, right = (f.to(device=device, dtype=first[0].dtype).contiguous() for f in found)
-        self.factors[part.name], self._starts[part.name] = (left, right), part.start
-        return left, right
+        self.factors[part.name] = tuple(
+            factor.to(device=device if factor.dim() else "cpu", dtype=like.dtype).contiguous()
+            for factor, like in zip(found, first, strict=True)
+        )
+        self._starts[part.name] = part.start
+        return self.factors[part.name]
 
     @property
     def nbytes(self) -> int:
@@ -143,9 +149,7 @@ class ReducerState:
         """Move everything, for instance off an accelerator after a fit."""
         for held in self.held.values():
             held.parts = {start: part.to(device) for start, part in held.parts.items()}
-        self.factors = {
-            n: (left.to(device), right.to(device)) for n, (left, right) in self.factors.items()
-        }
+        self.factors = {n: tuple(f.to(device) for f in of) for n, of in self.factors.items()}
 
     def gather(self, network: Network, *, to: int = 0) -> dict[str, Any] | None:
         """The state of all ranks on the CPU of rank ``to``; None elsewhere. Collective.
@@ -296,15 +300,16 @@ class ReducerState:
                 yield kind, name, self.held[kind, name]
 
     def _factors_of_all(self, network: Network, *, on_all: bool = False) -> dict[str, Any]:
-        """Factors of every matrix, on rank 0 or on all ranks: a pair, or :data:`Parts` of shards.
+        """Factors of every matrix, on rank 0 or on all ranks: a list, or :data:`Parts` of shards.
 
         On a host with several ranks only the owner of a matrix works with them.
         """
         channel, device = network.state, network.device
-        held = {(n, at): pair for n, of in self.all_factors.items() for at, pair in of.items()}
+        held = {(n, at): mine for n, of in self.all_factors.items() for at, mine in of.items()}
         own = [
-            [*key, [*p.shape], [*q.shape], p.dtype == torch.float64, key[0] in self.factors]
-            for key, (p, q) in held.items()
+            [*key, [[str(f.dtype).removeprefix("torch."), *f.shape] for f in mine], in_use]
+            for key, mine in held.items()
+            for in_use in [key[0] in self.factors]
         ]
         facts = _of_all_ranks({"factors": own}, network)
         of_ranks = [{(n, at): about for n, at, *about in fact["factors"]} for fact in facts]
@@ -312,16 +317,18 @@ class ReducerState:
         for key in sorted({key for of_rank in of_ranks for key in of_rank}):
             holders = [rank for rank, of_rank in enumerate(of_ranks) if key in of_rank]
             holder = next((r for r in holders if of_ranks[r][key][-1]), holders[0])
-            *sizes, double, _ = of_ranks[holder][key]
-            dtype = torch.float64 if double else torch.float32
-            pair = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
+            layout, _ = of_ranks[holder][key]
+            factors = [
+                torch.empty(size, dtype=getattr(torch, dtype), device=device)
+                for dtype, *size in layout
+            ]
             if channel.group.rank() == holder:
-                for factor, mine in zip(pair, held[key], strict=True):
+                for factor, mine in zip(factors, held[key], strict=True):
                     factor.copy_(mine)
-            for factor in pair if holder or on_all else ():
+            for factor in factors if holder or on_all else ():
                 channel.broadcast(factor, owner=holder).wait()
             name, start = key
-            found.setdefault(name, {})[start] = [factor.cpu() for factor in pair]
+            found.setdefault(name, {})[start] = [factor.cpu() for factor in factors]
         return {name: of[0] if of.keys() == {0} else of for name, of in found.items()}
 
 

@@ -14,7 +14,7 @@ from lightning_dist.codecs.base import Plane
 from lightning_dist.codecs.powersgd import PowerSGD, matrix_shape, orthonormal
 from lightning_dist.codecs.precision import full_precision
 from lightning_dist.exchange.rounds import AllReduce
-from lightning_dist.exchange.traffic import Sent
+from lightning_dist.exchange.traffic import Sent, ring_allreduce
 from lightning_dist.kernels.passes import compute_dtype
 from lightning_dist.private import copy_all
 from lightning_dist.reducer.network import Network
@@ -28,19 +28,37 @@ _Product: TypeAlias = tuple[Tensor, Tensor]  # (n, r) and (m, r): left @ right.T
 
 
 class _Factors:
-    """All matrices' factors of one side, in one allreduce."""
+    """One factor of every matrix, ``(n, r)`` or ``(m, r)``, in one allreduce.
 
-    def __init__(self, sizes: Sequence[tuple[int, int]], network: Network, like: Tensor) -> None:
-        numel = sum(rows * rank for rows, rank in sizes)
+    Args:
+        shapes: ``(n, m)`` of every matrix.
+    """
+
+    def __init__(
+        self, shapes: Sequence[tuple[int, int]], rank: int, network: Network, like: Tensor
+    ) -> None:
+        self._shapes, self._rank, self._network, self._dtype = shapes, rank, network, like.dtype
+        largest = rank * sum(map(max, shapes))
+        self._memory = [like.new_zeros(largest).view(torch.uint8) for _ in ("own", "mean")]
+        self.use([0] * len(shapes))
+
+    def use(self, sides: Sequence[int]) -> None:
+        """Exchange, at this step, the factors with the rows (0) or the columns (1) of matrices."""
+        sizes = [(shape[side], self._rank) for shape, side in zip(self._shapes, sides, strict=True)]
+        memory = iter(self._memory)
         self.exchange = AllReduce(
-            [Plane(like.dtype, 1)],
-            numel,
+            [Plane(self._dtype, 1)],
+            sum(rows * rank for rows, rank in sizes),
             keep_own=True,
-            weight=1.0 / network.world_size,
-            **network.where(),
+            weight=1.0 / self._network.world_size,
+            **self._network.where(lambda nbytes: next(memory)[:nbytes]),
         )
         (own,), ((mean,),) = self.exchange.whole.own, self.exchange.whole.payloads
         self.owns, self.means = _views(own, sizes), _views(mean, sizes)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(memory.nbytes for memory in self._memory)
 
 
 @dataclass
@@ -56,6 +74,7 @@ class _Matrix:
     residual: Tensor | None  # shaped
     left: Tensor  # (n, r) orthonormal, equal on all ranks
     right: Tensor  # (m, r)
+    turn: Tensor  # 0-d: the side of the next exchange
 
     @property
     def shaped(self) -> Tensor:
@@ -74,53 +93,61 @@ class LowRankUnit(CommUnit):
         like = bucket.new_empty(0, dtype=compute_dtype(bucket.dtype))
         self._matrices = [_matrix(codec, part, bucket, planner) for part in slices]
         shapes = [matrix_shape(part.shape) for part in slices]
-        self._p = _Factors([(n, codec.rank) for n, _ in shapes], network, like)
-        self._q = _Factors([(m, codec.rank) for _, m in shapes], network, like)
-        self._sums: list[_Factors] = []  # those in use at this step, in order
+        sums = [_Factors(shapes, codec.rank, network, like) for _ in range(1 + codec.two_phase)]
+        self._first, self._last = sums[0], sums[-1]  # exchanges of a step
+        self._sides: Sequence[int] = ()  # of the last of them
+        nbytes = like.itemsize * codec.rank * sum(map(sum, shapes))
+        expected = ring_allreduce(nbytes, network.topology)
+        self._sent = expected if codec.two_phase else Sent(expected.intra // 2, expected.inter // 2)
 
     @override
     @full_precision()
     def encode(self, scale: Tensor, *, step: int) -> None:
-        both = [self._p, self._q]
-        self._sums = both if self._codec.two_phase else [both[step % 2]]
-        for matrix, p, q in zip(self._matrices, self._p.owns, self._q.owns, strict=True):
+        for matrix in self._matrices:
             if matrix.compensated is not matrix.gradient:
                 matrix.shaped.copy_(matrix.gradient)
             if matrix.residual is not None:
                 matrix.shaped.addcmul_(matrix.residual, scale)
-            if self._sums[0] is self._p:
-                torch.mm(matrix.compensated, matrix.right, out=p)
+        self._sides = [0 if self._codec.two_phase else int(m.turn) for m in self._matrices]
+        self._multiply(self._first, [matrix.left for matrix in self._matrices])
+
+    def _multiply(self, factors: _Factors, lefts: Sequence[Tensor]) -> None:
+        factors.use(self._sides)
+        rest = self._sides, self._matrices, lefts
+        for own, side, matrix, left in zip(factors.owns, *rest, strict=True):
+            if side:
+                torch.mm(matrix.compensated.T, left, out=own)
             else:
-                torch.mm(matrix.compensated.T, matrix.left, out=q)
+                torch.mm(matrix.compensated, matrix.right, out=own)
 
     @override
     def finite(self) -> Tensor:
-        return self._sums[0].exchange.whole.own[0].isfinite().all()
+        return self._first.exchange.whole.own[0].isfinite().all()
 
     @override
     def start(self) -> None:
-        self._sums[0].exchange.start()
+        self._first.exchange.start()
 
     @override
     def start_second(self) -> None:
         if not self._codec.two_phase:
             return
-        self._p.exchange.wait()
+        self._first.exchange.wait()
         with full_precision():  # not while it waits: other reducers would wait for the setting
-            for some in _of_equal_shape(self._p.means, range(len(self._matrices))):
-                ps = [self._p.means[i] for i in some]
+            for some in _of_equal_shape(self._first.means, range(len(self._matrices))):
+                ps = [self._first.means[i] for i in some]
                 # Orthonormal columns hide an inf that the sum still shows.
                 stacked = torch.stack(ps)
                 finite = stacked.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
                 left = torch.where(finite, orthonormal(stacked), torch.nan)
                 copy_all(ps, left.unbind())
-            for matrix, p, q in zip(self._matrices, self._p.means, self._q.owns, strict=True):
-                torch.mm(matrix.compensated.T, p, out=q)
-        self._q.exchange.start()
+            self._sides = [1] * len(self._matrices)
+            self._multiply(self._last, self._first.means)
+        self._last.exchange.start()
 
     @override
     def wait(self) -> None:
-        self._sums[-1].exchange.wait()
+        self._last.exchange.wait()
 
     @override
     def decode_and_commit(self, scale: Tensor) -> None:
@@ -151,35 +178,37 @@ class LowRankUnit(CommUnit):
 
     def _products(self, i: int) -> tuple[_Product, _Product]:
         """Own and mean approximation of matrix ``i``."""
-        p, q, matrix = self._p, self._q, self._matrices[i]
-        if self._sums[-1] is p:
-            return (p.owns[i], matrix.right), (p.means[i], matrix.right)
-        left = p.means[i] if self._codec.two_phase else matrix.left
-        return (left, q.owns[i]), (left, q.means[i])
+        matrix, own, mean = self._matrices[i], self._last.owns[i], self._last.means[i]
+        if not self._sides[i]:
+            return (own, matrix.right), (mean, matrix.right)
+        left = self._first.means[i] if self._codec.two_phase else matrix.left
+        return (left, own), (left, mean)
 
     def _start_next_from(self, finite: Sequence[int]) -> None:
         """Orthonormal factors of the next step, of the matrices whose mean is ``finite``."""
-        last = self._sums[-1]  # only the span matters to the next step
+        last = self._last  # only the span matters to the next step
         for some in _of_equal_shape(last.means, finite):
-            kept = [self._matrices[i] for i in some]
-            factors = [matrix.left if last is self._p else matrix.right for matrix in kept]
+            kept = [(self._matrices[i], self._sides[i]) for i in some]
+            factors = [matrix.right if side else matrix.left for matrix, side in kept]
             new = orthonormal(torch.stack([last.means[i] for i in some]))
             copy_all(factors, new.unbind())
+            for matrix, side in kept:
+                matrix.turn.fill_(1 - side)
 
     @property
     @override
     def sent(self) -> Sent:
         """Bytes of the step; before the first one, of the mean of two."""
-        total = sum((each.exchange.sent for each in self._sums or (self._p, self._q)), Sent())
-        if self._sums or self._codec.two_phase:
-            return total
-        return Sent(total.intra // 2, total.inter // 2)
+        if not self._sides:
+            return self._sent
+        first, last = self._first.exchange.sent, self._last.exchange.sent
+        return first + last if self._codec.two_phase else last
 
     @property
     @override
     def nbytes(self) -> int:
         copies = (m.compensated.nbytes for m in self._matrices if m.compensated is not m.gradient)
-        return self._p.exchange.nbytes + self._q.exchange.nbytes + sum(copies)
+        return sum(each.nbytes for each in {self._first, self._last}) + sum(copies)
 
 
 @units_of.register(PowerSGD)
@@ -199,12 +228,12 @@ def _matrix(codec: PowerSGD, part: ParameterSlice, bucket: Tensor, planner: Plan
     except RuntimeError:  # the bucket cannot be viewed as a matrix
         compensated = gradient.reshape(size).to(dtype)
     first = codec.first_factors(part.name, part.shape, dtype)
-    left, right = planner.state.adopt_factors(part, first, device=bucket.device)
+    factors = planner.state.adopt_factors(part, first, device=bucket.device)
     residual = None
     if planner.kinds(codec):
         flat = planner.state.per_rank("residual", part, dtype=dtype, device=bucket.device)
         residual = part.shaped(flat).view(gradient.shape)
-    return _Matrix(gradient, compensated, residual, left, right)
+    return _Matrix(gradient, compensated, residual, *factors)
 
 
 def _of_equal_shape(tensors: Sequence[Tensor], numbers: Iterable[int]) -> list[list[int]]:
