@@ -35,6 +35,7 @@ Table = Mapping[str, str]
 
 NAMES: Table = {
     "torch": "_foreach_copy_",
+    "torch._C": "_current_graph_task_id",
     "torch:Tensor": "_indices _values _version",
     "torch:UntypedStorage": "_cdata _checkpoint_offset",
     "torch.cuda": "_sleep",
@@ -465,6 +466,13 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     from torch.autograd import Variable
 
     Variable._execution_engine.queue_callback(call)
+
+
+# Only the engine knows.
+def is_in_backward() -> bool:
+    """Whether a backward pass calls, in this thread."""
+    require_torch()
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 # A tensor lists its hooks to nobody.

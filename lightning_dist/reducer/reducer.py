@@ -233,12 +233,29 @@ class Reducer(Pipeline):
         """
         if not self._delayed.active or self.network.world_size == 1 or self.closed:
             return
+        self._drain()
+        if self.failure is not None:
+            raise RuntimeError(f"lightning_dist: {self.failure}") from self.failure
+
+    def _settle(self) -> None:
+        """Let nothing be under way, before state is used or communicated by the calling thread.
+
+        A step that an exception has cut short is abandoned.
+        """
+        self.wait()
+        if self.network.world_size == 1 or self.closed or self.failure is not None:
+            return
+        self._drain()
+        if self._in_flight:
+            self.abandon()
+            self._drain()
+
+    def _drain(self) -> None:
+        """Wait until the executor has come to its end."""
         landed = future_on(self.network.device)
         # Of a tensor: a future waits for the streams of what is in it.
         self._executor.submit(partial(landed.set_result, self._scale))
         landed.wait()
-        if self.failure is not None:
-            raise RuntimeError(f"lightning_dist: {self.failure}") from self.failure
 
     @property
     def residuals(self) -> Mapping[str, Tensor]:
@@ -273,7 +290,7 @@ class Reducer(Pipeline):
         ``"factors"``, of shards by the element that each starts at, with ``delay`` the means
         ``"delayed"``, which the next step applies.
         """
-        self.wait()
+        self._settle()
         if self._sharded or self.recovers:  # ranks have been in other worlds
             self.state.know_all(self.network)
         state = self.state.gather(self.network, to=to)
@@ -284,7 +301,7 @@ class Reducer(Pipeline):
 
         The tensors of the state are empty memory; the stripes are the parts that this rank has.
         """
-        self.wait()
+        self._settle()
         if self._sharded or self.recovers:  # ranks have been in other worlds
             self.state.know_all(self.network)
         state, stripes = self.state.striped(self.network)
@@ -302,7 +319,7 @@ class Reducer(Pipeline):
 
         With another number of rows every rank starts from the mean residual.
         """
-        self.wait()
+        self._settle()
         self._plans.clear()  # they hold views of the old residuals
         found: Mapping[str, Any] = {"step": 0}
         if state is not None:

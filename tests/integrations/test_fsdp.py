@@ -4,6 +4,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 from unittest.mock import patch
@@ -32,12 +33,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
     fully_shard,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
 
 from lightning_dist.integrations.torch.fsdp.attach import compress_fsdp
 
@@ -256,7 +259,7 @@ def test_factors_that_drift_apart_are_told() -> None:
     ):
         train(net, ours=ours)
         for factors in ours.reducer.state.factors.values():
-            for factor in factors:
+            for factor in factors[:2]:
                 factor.mul_(1 + 1e-3 * mesh["replicate"].get_local_rank())
         with pytest.raises(RuntimeError, match="drifted apart"):
             train(net, ours=ours)
@@ -296,12 +299,12 @@ def test_gradients_of_other_micro_batches_are_averaged_too_or_an_error_says_so()
     for block in net.blocks:
         block[0].weight.grad = None  # as by the zero_grad of one of two optimizers
     started: list[int] = []
-    start, finish = ours.reducer.start, ours._finish
+    start, finish = ours.reducer.start, ours.reducer.finish
     with (
         patch.object(
             ours.reducer, "start", lambda *a, **k: started.append(k["key"]) or start(*a, **k)
         ),
-        patch.object(ours, "_finish", lambda: started.append(-1) or finish()),
+        patch.object(ours.reducer, "finish", lambda: started.append(-1) or finish()),
     ):
         backward(second)
     assert averaged()
@@ -325,6 +328,96 @@ def test_gradients_of_other_micro_batches_are_averaged_too_or_an_error_says_so()
         backward(second)
     hook.remove()
     ours.close()
+
+
+class Parts(nn.Module):
+    """Two modules one after the other, which are sharded and not the whole.
+
+    Args:
+        blocks: shard blocks of each alone.
+        reentrant: recompute each in a backward pass of its own.
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, blocks: bool, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = (nn.Sequential(nn.Linear(WIDTH, 35), nn.Linear(35, WIDTH)) for _ in range(2))
+        self.parts, self._reentrant = nn.ModuleList(layers), reentrant
+        for part in self.parts:
+            for module in part if blocks else [part]:
+                fully_shard(module, mesh=mesh)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = checkpoint(part, x, use_reentrant=True) if self._reentrant else part(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"blocks": False, "reentrant": False},
+        {"blocks": True, "reentrant": False},
+        {"blocks": False, "reentrant": True},
+        {"blocks": True, "reentrant": True},
+    ],
+    ids=["two roots", "no root", "roots, reentrant", "no root, reentrant"],
+)
+def test_a_backward_pass_is_one_step(how: dict[str, bool]) -> None:
+    """Whatever passes are within it, and with whatever gradients are reduced at its end."""
+    mesh, counted = mesh_of(2, 2), list[int]()
+
+    def trained(net: nn.Module, ours: Any = None) -> list[Tensor]:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for first, second in batches():
+            optimizer.zero_grad()
+            with nullcontext() if ours is None else ours.no_sync():
+                set_all_reduce(net, enabled=ours is not None)
+                net(first.requires_grad_(how["reentrant"])).square().mean().backward()
+                set_all_reduce(net, enabled=True)
+            net(second.requires_grad_(how["reentrant"])).square().mean().backward()
+            optimizer.step()
+            counted.append(0 if ours is None else ours.comm_stats()["steps"])
+        return weights(net)
+
+    native = trained(Parts(mesh, **how))
+    with compressed(mesh, "none", net=Parts(mesh["shard"], **how)) as (net, ours):
+        assert all(map(torch.equal, native, trained(net, ours)))
+    every = init_device_mesh("cpu", (4,))
+    net = Parts(every, **how)
+    with compressed(every, "none", net=net, parameters="none") as (_, shards):
+        trained(net, shards)
+    assert counted == [0, 0, 0, 1, 2, 3, 2, 4, 6]
+
+
+@pytest.mark.parametrize("given", [{}, {"parameters": "none"}], ids=["replicas", "shards"])
+def test_parameters_that_a_validation_has_gathered(given: dict[str, Any]) -> None:
+    """Compressing a model after it, and saving."""
+    mesh = init_device_mesh("cpu", (4,)) if given else mesh_of(2, 2)
+    found = []
+    for validates in (False, True):
+        net = sharded(mesh if given else mesh["shard"])
+
+        def validate(net: nn.Module = net, validates: bool = validates) -> None:
+            if validates:
+                with torch.no_grad():
+                    net(torch.ones(2, WIDTH))
+
+        validate()
+        with compressed(mesh, "none" if given else "int8", net=net, **given) as (_, ours):
+            train(net, ours=ours, after_step=validate)
+            saved, *_ = of_all(ours.state_dict())
+            validate()
+            ours.load_state_dict(saved)
+            held = [local(each).clone() for each in net.state_dict().values()]
+            found.append([*held, *saved.get("residuals", {}).values()])
+    assert all(map(torch.equal, *found))
+
+
+def set_all_reduce(net: nn.Module, *, enabled: bool) -> None:
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.set_requires_all_reduce(enabled)
 
 
 class WithoutAccelerator(FullyShardedDataParallel):
@@ -357,7 +450,10 @@ def test_what_cannot_work_is_refused() -> None:
     columns = {"mesh": shard, "shard_placement_fn": lambda _: Shard(1)}
     bf16, fp16 = (MixedPrecisionPolicy(reduce_dtype=each) for each in (torch.bfloat16, torch.half))
     offload = CPUOffloadPolicy(pin_memory=False)
+    outside = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(outside[0], mesh=shard)
     cases: list[tuple[str, Callable[[], nn.Module], DeviceMesh]] = [
+        ("got 1.weight, 1.bias outside of it", lambda: outside, mesh),
         ("call fully_shard", Net, mesh),
         ("two dimensions", lambda: sharded(shard), shard),
         ("call it with mesh", lambda: sharded(mesh), mesh),

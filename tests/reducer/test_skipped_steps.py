@@ -1,10 +1,12 @@
 """When residuals are written; passes cut short and skipped steps lose and leave nothing."""
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -375,6 +377,37 @@ def test_a_backward_that_is_cut_short_is_not_counted(rank: Rank, commit: Commit)
                 torch.futures.wait_all(futures)
                 counts.append(dict(model.reducer.comm_stats()["last_step"]))
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["saved", "loaded"])
+@pytest.mark.parametrize("commit", ["immediate", "deferred"])
+@on_threads(2)
+def test_one_that_is_cut_short_is_over_before_state_is_used(
+    rank: Rank, commit: Commit, ends: bool
+) -> None:
+    """What it has queued would meet the collectives of a checkpoint in another order elsewhere."""
+    model = Model(rank.network(), commit=commit, shapes=THREE)
+    reducer, over = model.reducer, threading.Event()
+    with closing(reducer):
+        torch.futures.wait_all(model.begin(feed(rank.rank, 0, THREE), 3))
+        submit, begun = reducer._executor.submit, threading.Event()
+        submit(begun.wait)
+        model.begin(feed(rank.rank, 1, THREE), 2)
+        submit(over.set)
+
+        def submitted(task: Callable[[], None]) -> None:
+            submit(task)
+            begun.set()  # somebody waits for what was queued
+
+        with patch.object(reducer._executor, "submit", submitted):
+            saved = of_all(rank, reducer.state_dict() if ends else None)[0]
+            if not ends:
+                reducer.load_state_dict(saved)
+        assert over.is_set()
+        assert reducer.in_step, "and nothing is under way"
+        torch.futures.wait_all(model.begin(feed(rank.rank, 2, THREE), 3))
+        assert len({*of_all(rank, digest(model.flats))}) == 1
+        assert reducer.step == (2 if ends else 1)
 
 
 @on_threads(2)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.integrations.lightning.base import CompressingStrategy
@@ -64,7 +65,13 @@ class CompressedModelParallelStrategy(CompressingStrategy, ModelParallelArgument
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         if self._exchange is not None:
-            self._exchange.begin()  # steps need not call the module itself
+            self._exchange.backward.begin()  # steps need not call the module itself
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        if self._exchange is not None:
+            self._exchange.backward.watch(closure_loss)
 
     @override
     @contextmanager

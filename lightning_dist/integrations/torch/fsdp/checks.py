@@ -70,6 +70,7 @@ def trained_groups(model: nn.Module, mesh: DeviceMesh) -> list[ParameterGroup]:
             "has no hook for it; call fully_shard on the blocks and the model instead"
         )
     found = list(sharded_groups(model))
+    require_sharded(model)
     if not found:
         raise ValueError(
             "compress_fsdp needs a model with parameters that fully_shard has sharded, got "
@@ -105,6 +106,7 @@ def gathered_groups(model: nn.Module, mesh: DeviceMesh) -> list[ParameterGroup]:
             collectives cannot be replaced.
     """
     found = list(sharded_groups(model, trained=False))
+    require_sharded(model)
     ranks = sorted(mesh.mesh.flatten().tolist())
     own = sorted({tuple(sorted(dist.get_process_group_ranks(each.group))) for each in found})
     if own != [tuple(ranks)] or len(ranks) == 1:
@@ -154,8 +156,20 @@ def shard_dimension(groups: Sequence[ParameterGroup], mesh: DeviceMesh) -> int:
     )
 
 
+def reshard(module: nn.Module) -> None:
+    """Free gathered parameters, as those that a forward pass without gradients leaves.
+
+    They would be taken for the module's own, and the next forward pass would use them, not what
+    shards are then.
+    """
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            each.reshard()
+
+
 def sharded_groups(model: nn.Module, *, trained: bool = True) -> Iterator[ParameterGroup]:
     """Groups of all parameters, or of ``trained`` ones; raises ValueError for what FSDP changes."""
+    reshard(model)
     for module in model.modules():
         groups = parameter_groups_of(module) if isinstance(module, FSDPModule) else ()
         if len(groups) > 1:
@@ -169,6 +183,18 @@ def sharded_groups(model: nn.Module, *, trained: bool = True) -> Iterator[Parame
                 fsdp_params = [each for each in fsdp_params if each.sharded_param.requires_grad]
             if fsdp_params:
                 yield _checked(cast(FSDPModule, module), group, fsdp_params)
+
+
+def require_sharded(model: nn.Module) -> None:
+    """Raise ValueError if a trained parameter is outside of all ``fully_shard`` calls."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    outside = [name for name, p in named if not isinstance(p, DTensor)]
+    if outside and len(outside) < len(named):
+        raise ValueError(
+            "fully_shard must have all trained parameters, as nothing averages the others; got "
+            f"{', '.join(outside[:3])}{' ...' if len(outside) > 3 else ''} outside of it; call "
+            "fully_shard for the model itself too, after its parts, or freeze them"
+        )
 
 
 def require_alike(optimizer: Optimizer, *, remedy: str) -> None:

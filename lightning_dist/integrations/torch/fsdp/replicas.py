@@ -15,13 +15,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_dist.accelerator import is_accelerator
-from lightning_dist.integrations.torch.fsdp.checks import ParameterGroup
+from lightning_dist.integrations.torch.fsdp.backward import BackwardEnd
+from lightning_dist.integrations.torch.fsdp.checks import ParameterGroup, reshard
 from lightning_dist.integrations.torch.fsdp.tensor_parts import TensorParts
-from lightning_dist.private import (
-    at_end_of_backward,
-    name_before_compile,
-    runs_after_accumulation,
-)
+from lightning_dist.private import name_before_compile, runs_after_accumulation
 from lightning_dist.reducer.parts import Stripes
 from lightning_dist.reducer.plan.plans import Handle
 from lightning_dist.reducer.plan.slices import ParameterSlice
@@ -52,11 +49,10 @@ class ShardedGradients:
         self.synchronises = True
         """Whether the next backward pass exchanges gradients between replicas."""
         self._under_way: list[Handle] = []
-        self._queued = False
+        self.backward = BackwardEnd(model, self._finish, cut_short=self._abandon)
         for index, group in enumerate(groups):
             reducer.reserve(group.slices, group.parameters[0].dtype)
             group.module.set_all_reduce_hook(partial(self._reduced, index))
-        self._unhook = model.register_forward_pre_hook(lambda *_: self.begin())
 
     @property
     def device(self) -> torch.device:
@@ -94,6 +90,7 @@ class ShardedGradients:
     @cached_property
     def tensor_parts(self) -> TensorParts:
         """This rank's parts of parameters that tensor parallelism splits."""
+        reshard(self.model)
         named = {name_before_compile(name): p for name, p in self.model.named_parameters()}
         return TensorParts(named, self.parts)
 
@@ -126,20 +123,14 @@ class ShardedGradients:
 
     def close(self) -> None:
         """Exchange nothing more, and end the reducer."""
-        self._unhook.remove()
+        self.backward.remove()
         for group in self._groups:
             group.module.set_all_reduce_hook(lambda _: None)
         self.reducer.close()
 
-    def begin(self) -> None:
-        """Give up what a backward pass that an exception has cut short has left.
-
-        Called before each forward pass of the model; by whoever does not call the model itself.
-        """
-        if self._queued:
-            self._queued = False
-            self._under_way.clear()
-            self.reducer.abandon()
+    def _abandon(self) -> None:
+        self._under_way.clear()
+        self.reducer.abandon()
 
     def _reduced(self, index: int, flat: Tensor) -> None:
         """The hook: ``flat (numel,)`` is the mean of the replica, of this rank's shard."""
@@ -159,14 +150,14 @@ class ShardedGradients:
         group.skipped = not self.synchronises
         if group.skipped:
             return
-        if not self._queued:
-            self._queued = True
-            # Before backward() returns: what follows (clipping, the optimizer) sees the mean.
-            at_end_of_backward(self._finish)
+        self.backward.queue()
         _take_accumulated(group, flat)
         self._under_way.append(self.reducer.start(flat, group.slices, key=index))
 
     def _finish(self) -> None:
+        """Before backward() returns: what follows (clipping, the optimizer) sees the mean."""
+        if not self._under_way:
+            return
         for group in self._groups:
             if group.skipped and any(each.grad is not None for each in group.parameters):
                 raise RuntimeError(
@@ -176,7 +167,7 @@ class ShardedGradients:
                     "before training"
                 )
         self.reducer.finish()
-        under_way, self._under_way, self._queued = self._under_way, [], False
+        under_way, self._under_way = self._under_way, []
         for handle in under_way:
             handle.done.wait()
 

@@ -19,12 +19,12 @@ from lightning_dist.codecs.memory import RoundedError, State
 from lightning_dist.codecs.none import NoCompression
 from lightning_dist.exchange.channel import Channel, Watch
 from lightning_dist.exchange.handshake import all_facts, require_equal
+from lightning_dist.integrations.torch.fsdp.backward import BackwardEnd
 from lightning_dist.integrations.torch.fsdp.checks import ParameterGroup
 from lightning_dist.integrations.torch.fsdp.settings import ShardSettings
 from lightning_dist.kernels.inductor import should_fuse
 from lightning_dist.log import get_logger
 from lightning_dist.private import (
-    at_end_of_backward,
     collectives_of,
     name_before_compile,
     parameter_groups_of,
@@ -68,12 +68,14 @@ class CompressedShards:
         require_equal([{key: fact[key] for key in own} for fact in facts])
         self.topology = Topology(tuple(fact["host"] for fact in facts), self.group.rank())
         self.closed = False
-        self._stats, self._in_backward = CommStats(), False
+        self._stats = CommStats()
+        self._has_reduced = False  # in this backward pass
+        self.backward = BackwardEnd(model, self._end_step, cut_short=self._drop_step)
         self._trains = True  # whether the last forward pass was recorded by autograd
         self._reductions: dict[str, RowReduceScatter] = {}
         self._errors: dict[str, tuple[Sequence[int], State]] = {}  # with the parameter's shape
         self._at_close = ExitStack()
-        self._at_close.callback(model.register_forward_pre_hook(lambda *_: self.begin()).remove)
+        self._at_close.callback(self.backward.remove)
         every: list[RowGather | RowReduceScatter] = []
         for each in groups:
             rows = _rows(settings.parameters, each, names, each.dtype)
@@ -99,15 +101,6 @@ class CompressedShards:
                 replaced_collectives(each.module, partial(self._quantised, quantised))
             )
         self._compile(every)
-
-    def begin(self) -> None:
-        """Give up what a backward pass that an exception has cut short has left.
-
-        Called before each forward pass of the model; by whoever does not call the model itself.
-        """
-        if self._in_backward:
-            self._in_backward = False
-            self._stats.drop_step()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Nothing is left out: gradients would be whole meanwhile."""
@@ -227,16 +220,21 @@ class CompressedShards:
         is_gather = isinstance(of, RowGather)
         count = self._stats.record if self._trains else self._stats.record_outside
         count(_KINDS[0] if is_gather else _KINDS[1], of.raw.total, of.sent)
-        if not is_gather and not self._in_backward:
-            self._in_backward = True
-            at_end_of_backward(self._end_step)
+        if not is_gather:
+            self._has_reduced = True
+            self.backward.queue()
 
     def _note(self, *_: Any) -> None:
         self._trains = torch.is_grad_enabled()
 
     def _end_step(self) -> None:
-        self._in_backward = False
-        self._stats.end_step()
+        if self._has_reduced:
+            self._has_reduced = False
+            self._stats.end_step()
+
+    def _drop_step(self) -> None:
+        self._has_reduced = False
+        self._stats.drop_step()
 
     def _compile(self, every: Sequence[RowGather | RowReduceScatter]) -> None:
         wish, numel = self._settings.given.compile_kernels, sum(each.rows.numel for each in every)

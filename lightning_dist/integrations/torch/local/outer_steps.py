@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_dist.exchange.replicate import replicate
 from lightning_dist.integrations.torch.checks import require_effect
+from lightning_dist.integrations.torch.fsdp.checks import reshard
 from lightning_dist.integrations.torch.fsdp.replicas import local_of
 from lightning_dist.integrations.torch.local.buffers import average_buffers
 from lightning_dist.integrations.torch.local.checks import require_scheduler, require_stepped
@@ -26,7 +27,6 @@ from lightning_dist.integrations.torch.local.shards import (
     OuterState,
     Read,
     WorkerShards,
-    reshard,
     run_of,
 )
 from lightning_dist.log import get_logger

@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -28,13 +27,6 @@ from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.settings import Settings
 from lightning_dist.topology import this_host
 from lightning_dist.topology.groups import Hosts
-
-
-def reshard(module: nn.Module) -> None:
-    """Free gathered parameters: the next forward pass would use them, not what shards are now."""
-    for each in module.modules():
-        if isinstance(each, FSDPModule):
-            each.reshard()
 
 
 def workers_of(

@@ -48,8 +48,7 @@ class WorkerStates:
         *,
         scaler: GradScaler | None = None,
     ) -> None:
-        is_sharded = any(isinstance(each, DTensor) for each in updates.module.parameters())
-        if is_sharded and not self._takes_shards:
+        if updates.shards is not None and not self._takes_shards:
             raise ValueError(
                 "LocalUpdateStrategy, Accelerate and ElasticLoop save workers whose ranks have the "
                 "whole model, got one that fully_shard has sharded; use "

@@ -18,6 +18,7 @@ from lightning_dist.configuration.options import unknown
 from lightning_dist.integrations.refusals import refuses_unknown
 from lightning_dist.integrations.torch.checks import require_compressible
 from lightning_dist.integrations.torch.ddp import describe_parameters
+from lightning_dist.integrations.torch.fsdp.checks import reshard
 from lightning_dist.integrations.torch.in_force import show
 from lightning_dist.integrations.torch.local.checks import (
     require_local,
@@ -35,7 +36,7 @@ from lightning_dist.integrations.torch.local.settings import (
     Weight,
     default_codec,
 )
-from lightning_dist.integrations.torch.local.shards import WorkerShards, reshard, workers_of
+from lightning_dist.integrations.torch.local.shards import WorkerShards, workers_of
 from lightning_dist.integrations.torch.networks import Groups, network_over
 from lightning_dist.settings import Settings
 

@@ -1,0 +1,63 @@
+"""End of the backward pass of a sharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from lightning_dist.private import at_end_of_backward, is_in_backward, tensors_in
+from lightning_dist.reducer.observer import untraced
+
+
+class BackwardEnd:
+    """Calls ``end`` once at the end of each outermost backward pass of a model.
+
+    A callback runs at the end of the backward pass in which it is queued. With reentrant
+    checkpointing that is one within another, so it is queued by hooks of the model's outputs, with
+    which the outermost one begins. And it runs before those that are queued later, as by further
+    roots of ``fully_shard``, which reduce gradients then, so it queues itself once more.
+
+    Args:
+        cut_short: called before a forward pass of the model, if a backward pass has not ended.
+    """
+
+    def __init__(
+        self, model: nn.Module, end: Callable[[], None], *, cut_short: Callable[[], None]
+    ) -> None:
+        self._call, self._cut_short, self._queued = end, cut_short, False
+        hooks = [
+            model.register_forward_pre_hook(untraced(self._before_forward)),
+            model.register_forward_hook(untraced(self._after_forward)),
+        ]
+        self.remove = lambda: [hook.remove() for hook in hooks]
+
+    def begin(self) -> None:
+        """End a backward pass that an exception has cut short; a forward pass begins."""
+        if self._queued and not is_in_backward():  # as a checkpoint does that covers the model
+            self._queued = False
+            self._cut_short()
+
+    def watch(self, outputs: Any) -> None:
+        """Nested collections of tensors with which a backward pass may begin, such as a loss."""
+        for tensor in tensors_in(outputs):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self.queue())
+
+    def queue(self) -> None:
+        """A backward pass is under way."""
+        if not self._queued:
+            self._queued = True
+            at_end_of_backward(lambda: at_end_of_backward(self._end))
+
+    def _before_forward(self, *_: Any) -> None:
+        self.begin()
+
+    def _after_forward(self, model: nn.Module, given: Any, outputs: Any) -> None:
+        self.watch(outputs)
+
+    def _end(self) -> None:
+        assert self._queued, "once in a backward pass"
+        self._queued = False
+        self._call()
