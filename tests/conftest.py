@@ -19,6 +19,7 @@ from forks import EVERYTHING, TORCH, fork_server
 from left_behind import LeftBehind, own_temporary_folder
 from on_ranks import Worlds
 from processes import interpret_triton
+from scheduling import pytest_xdist_make_scheduler  # noqa: F401  (a hook)
 from slots import slots, taking
 
 if TYPE_CHECKING:

@@ -104,6 +104,23 @@ def test_what_passes_when_it_is_repeated_is_named_and_the_run_passes(tmp_path: P
     assert ["2 passed" in text for text in kept] == [False, True]
 
 
+def test_a_worker_that_crashes_costs_one_test(tmp_path: Path) -> None:
+    """Each test runs once, and the run ends; the one that has crashed runs again, alone."""
+    hook = "from scheduling import pytest_xdist_make_scheduler\n"
+    (tmp_path / "conftest.py").write_text(f"import sys\nsys.path.insert(0, {str(TESTS)!r})\n{hook}")
+    for number in range(12):
+        suite = "\ndef test_own():\n    fails('{}', 1 if {} else 0, 1 if {} else None)\n"
+        crashes = number == 8
+        (tmp_path / f"test_{number}.py").write_text(SUITE + suite.format(number, crashes, crashes))
+    code, lines = lines_of(tmp_path, SUITE, "-n", "2", "--dist", "loadfile")
+    assert code == 0
+    assert [line for line in lines[-2:] if line.startswith("FLAKY")] == [
+        "FLAKY test_8.py::test_own"
+    ]
+    runs = {number: (tmp_path / str(number)).read_text() for number in range(12)}
+    assert runs == {number: "xx" if number == 8 else "x" for number in range(12)}
+
+
 @pytest.mark.parametrize("suite", [TWICE, TORN_DOWN, ENDED], ids=["call", "teardown", "process"])
 def test_what_fails_twice_fails_the_run_and_says_how_to_repeat_it(
     tmp_path: Path, suite: str

@@ -27,11 +27,10 @@ class BackwardEnd:
         self, model: nn.Module, end: Callable[[], None], *, cut_short: Callable[[], None]
     ) -> None:
         self._call, self._cut_short, self._queued = end, cut_short, False
-        hooks = [
+        self._hooks = [
             model.register_forward_pre_hook(untraced(self._before_forward)),
             model.register_forward_hook(untraced(self._after_forward)),
         ]
-        self.remove = lambda: [hook.remove() for hook in hooks]
 
     def begin(self) -> None:
         """End a backward pass that an exception has cut short; a forward pass begins."""
@@ -43,13 +42,18 @@ class BackwardEnd:
         """Nested collections of tensors with which a backward pass may begin, such as a loss."""
         for tensor in tensors_in(outputs):
             if tensor.requires_grad:
-                tensor.register_hook(lambda _: self.queue())
+                tensor.register_hook(lambda _: self.queue())  # type: ignore[no-untyped-call]
 
     def queue(self) -> None:
         """A backward pass is under way."""
         if not self._queued:
             self._queued = True
             at_end_of_backward(lambda: at_end_of_backward(self._end))
+
+    def remove(self) -> None:
+        """Watch the model no longer."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _before_forward(self, *_: Any) -> None:
         self.begin()
