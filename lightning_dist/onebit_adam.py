@@ -31,7 +31,8 @@ class OneBitAdam(torch.optim.Optimizer):
     Tang et al., "1-bit Adam: Communication efficient large-scale training with Adam's convergence
     speed" (arXiv 2102.02888), algorithm 1. The bias corrections of Adam are kept, by the
     optimizer's steps, that of ``v`` at its value at the freeze. During the warm-up no parameter of
-    the model is compressed, including those of other optimizers.
+    the model is compressed, including those of other optimizers. A group of parameters that is
+    added during it has its variance frozen with the others; after it none can be added.
 
     Args:
         freeze_step: steps of the warm-up; the paper uses 15 to 25 % of the training. The learning
@@ -98,7 +99,8 @@ class OneBitAdam(torch.optim.Optimizer):
         """Connect ``reducer``, which exchanges momenta once the variance is frozen.
 
         Raises:
-            ValueError: the reducer serves another OneBitAdam already, or this one another model.
+            ValueError: the reducer serves another OneBitAdam already, or this one another model; or
+                its codec keeps no residual.
         """
         if self._reducer is not None and self._reducer is not reducer and not self._reducer.closed:
             raise ValueError(
@@ -109,12 +111,41 @@ class OneBitAdam(torch.optim.Optimizer):
                 "One OneBitAdam can be used at a time, got a second one; give all its parameters "
                 "to the first, in parameter groups"
             )
-        parameters = {name: parameter for parameter, name in reducer.names.items()}
+        for codec in reducer.settings.codec.leaves():
+            kinds = codec.memory(reducer.settings.error_feedback).kinds
+            if not codec.lossless and "residual" not in kinds:
+                raise ValueError(
+                    "OneBitAdam needs a codec that keeps a residual, as what is lost of a momentum "
+                    f"is lost for good, got {codec} with error_feedback="
+                    f"{reducer.settings.error_feedback!r}; use 'sign' or 'int8'"
+                )
+        self._reducer = reducer
+        self._find_places()
+        reducer.adjustment = self
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As every optimizer's, during the warm-up.
+
+        Raises:
+            ValueError: the warm-up is over.
+        """
+        if self.param_groups and self.active:
+            raise ValueError(
+                "OneBitAdam learns the variance of its parameters before freeze_step, got a group "
+                f"of new ones {self.param_groups[0]['step'] - self.freeze_step} steps after "
+                f"freeze_step={self.freeze_step}; add it earlier, or give it to an optimizer of "
+                "its own, such as torch.optim.AdamW"
+            )
+        super().add_param_group(param_group)
+        self._find_places()
+
+    def _find_places(self) -> None:
+        if self._reducer is None:
+            return
         # By number: loading a state replaces the groups themselves.
         groups = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
-        self._places = {n: (p, groups[p]) for n, p in parameters.items() if p in groups}
-        self._reducer = reducer
-        reducer.adjustment = self
+        names = self._reducer.names
+        self._places = {name: (p, groups[p]) for p, name in names.items() if p in groups}
 
     @property
     def active(self) -> bool:
@@ -180,7 +211,9 @@ class OneBitAdam(torch.optim.Optimizer):
             new = gradient if exchanged else momentum.lerp(gradient, 1 - beta1)
             momentum.copy_(torch.where(variance > 0, new, 0.0))
         steps = group["step"]
-        root = (variance / (1 - beta2 ** min(steps, self.freeze_step))).sqrt_().add_(group["eps"])
+        later = self.param_groups[0]["step"] - steps  # that the group was added
+        learnt = min(steps, self.freeze_step - later)
+        root = (variance / (1 - beta2**learnt)).sqrt_().add_(group["eps"])
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.addcdiv_(momentum, root, value=-group["lr"] / (1 - beta1**steps))
 

@@ -327,6 +327,12 @@ def order_buckets(model: DistributedDataParallel) -> None:
         model._has_rebuilt_buckets = True
 
 
+# A module has no method that says what was marked.
+def names_ignored_by_ddp(module: nn.Module) -> frozenset[str]:
+    """Names of parameters and buffers that DDP leaves to others, of a module in it or not yet."""
+    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
 # DDP sends buffers within its forward pass only.
 def send_buffers(model: DistributedDataParallel) -> None:
     """Buffers of rank 0 -> all, as DDP does before a forward pass. Collective."""

@@ -128,7 +128,8 @@ def test_a_second_hook() -> None:
 def test_sparse_gradients() -> None:
     model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1))
     assert refused(lambda rank: rank.ddp(model)) == (
-        "Gradients must be dense, and '0' was made with sparse=True; make it with sparse=False"
+        "Gradients must be dense, and '0' was made with sparse=True; make it with sparse=False, or "
+        "freeze it"
     )
 
 

@@ -33,6 +33,15 @@ class Weight(nn.Module):
         return (self.weight * given).sum()
 
 
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.ModuleList([Weight(), Weight()])
+
+    def forward(self, given: Tensor) -> Tensor:
+        return torch.stack([each(given) for each in self.both]).sum()
+
+
 def make(parameters: Iterable[nn.Parameter], freeze_step: int = 3) -> OneBitAdam:
     return OneBitAdam(parameters, lr=0.05, freeze_step=freeze_step, betas=BETAS, weight_decay=0.1)
 
@@ -52,13 +61,13 @@ def train(rank: Rank, codec: str, steps: int, freeze_step: int = 3) -> list[Tens
     return path
 
 
-def by_hand(size: int, steps: int, freeze_step: int, codec: object = None) -> list[Tensor]:
+def by_hand(size: int, steps: int, freeze_step: int, *, first: int = 0) -> list[Tensor]:
     """Algorithm 1 in float64, with exact exchanges."""
     weight = torch.ones(SHAPE, dtype=torch.float64)
     m, v = torch.zeros_like(weight), torch.zeros_like(weight)
     path = []
     for step in range(steps):
-        g = sum(gradient(r, step).double() for r in range(size)) / size
+        g = sum(gradient(r, first + step).double() for r in range(size)) / size
         m = BETAS[0] * m + (1 - BETAS[0]) * g
         if step < freeze_step:
             v = BETAS[1] * v + (1 - BETAS[1]) * g * g
@@ -146,6 +155,49 @@ def test_bad_settings_are_refused() -> None:
         OneBitAdam(parameters, freeze_step=1, betas=(0.9, 1.0))
     with pytest.raises(ValueError, match=r"eps must be positive, got lr=0.001, .* eps=0"):
         OneBitAdam(parameters, freeze_step=1, eps=0)
+
+
+@pytest.mark.parametrize("codec", ["fp16", "qsgd", "int8"])
+def test_a_codec_without_a_residual_is_refused(codec: str) -> None:
+    def body(rank: Rank) -> None:
+        model = rank.ddp(Weight())
+        feedback = "auto" if codec != "int8" else False
+        reducer = compress_ddp(model, codec, groups=rank.groups(), error_feedback=feedback)
+        with pytest.raises(
+            ValueError, match=f"a codec that keeps a residual.*error_feedback={feedback!r}"
+        ):
+            make(model.parameters()).attach(reducer)
+        reducer.close()
+
+    run_threads(body, 2)
+
+
+def test_a_group_that_is_added_in_the_warm_up() -> None:
+    """Its bias corrections are of its own steps, its momenta are exchanged; later none is taken."""
+
+    def body(rank: Rank) -> list[Tensor]:
+        model = rank.ddp(Both())
+        first, second = model.module.both
+        reducer = compress_ddp(model, "none", groups=rank.groups(), min_compress_numel=0)
+        optimizer, path = make(first.parameters(), freeze_step=5), []
+        optimizer.attach(reducer)
+        for step in range(8):
+            if step == 2:
+                optimizer.add_param_group({"params": [second.weight]})
+            optimizer.zero_grad()
+            second.weight.grad = None
+            given = gradient(rank.rank, step)
+            model(given).backward()
+            optimizer.step()
+            path.append(second.weight.detach().clone())
+        with pytest.raises(ValueError, match="a group of new ones 3 steps after freeze_step=5"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+        reducer.close()
+        return path[2:]
+
+    for path in run_threads(body, 2):
+        for got, expected in zip(path, by_hand(2, 6, 3, first=2), strict=True):
+            torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_second_one_is_refused() -> None:

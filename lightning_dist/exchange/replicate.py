@@ -1,8 +1,9 @@
-"""Tensors of a model, equal on all ranks."""
+"""Tensors of a model that are to be equal on all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -35,6 +36,12 @@ def replicate(tensors: Mapping[str, Tensor], channel: Channel, *, owner: int = 0
         channel.broadcast(sent, owner=owner).wait()
         if sent.data_ptr() != held.data_ptr():
             held.copy_(sent)
+
+
+def bits_digest(tensor: Tensor) -> int:
+    """64-bit digest of the elements of ``tensor``, in an int64."""
+    content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return int.from_bytes(blake2b(content.numpy().data, digest_size=8).digest(), "big", signed=True)
 
 
 def _in_memory(tensor: Tensor) -> Tensor:

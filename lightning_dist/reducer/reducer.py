@@ -31,6 +31,7 @@ from lightning_dist.reducer.plan.slices import (
     require_strides,
     strides_in_bucket,
 )
+from lightning_dist.reducer.saved import require_names, require_one_state
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.stats import run_config
 from lightning_dist.settings import Settings
@@ -315,15 +316,21 @@ class Reducer(Pipeline):
         return {self._prefix + key: value for key, value in described.items()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from :meth:`state_dict`, the same object on every rank; None starts afresh.
+        """Go on from :meth:`state_dict`, the same state on every rank; None starts afresh.
 
-        With another number of rows every rank starts from the mean residual.
+        Collective. With another number of rows every rank starts from the mean residual.
+
+        Raises:
+            ValueError: ranks were given different states, or it is of another model or version.
         """
         self._settle()
+        if self.network.world_size > 1 and not self.closed and self.failure is None:
+            require_one_state(state, self.network, prefix=self._prefix, sharded=self._sharded)
         self._plans.clear()  # they hold views of the old residuals
         found: Mapping[str, Any] = {"step": 0}
         if state is not None:
             found = _own_keys(state, self._prefix)
+            require_names(found, self.names.values())
             require_strides(found, self.names)
         self.state.load(found, self.network.rows)
         self._load_delayed(found.get("delayed", {}))

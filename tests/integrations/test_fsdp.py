@@ -42,7 +42,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from lightning_dist.integrations.torch.fsdp.attach import compress_fsdp
+from lightning_dist.integrations.torch.fsdp.attach import attach_replicas, compress_fsdp
 
 pytestmark = [pytest.mark.slow, pytest.mark.on_ranks(4)]
 KERNELS = 16 << 10
@@ -412,6 +412,22 @@ def test_parameters_that_a_validation_has_gathered(given: dict[str, Any]) -> Non
             held = [local(each).clone() for each in net.state_dict().values()]
             found.append([*held, *saved.get("residuals", {}).values()])
     assert all(map(torch.equal, *found))
+
+
+def test_the_next_fit_goes_on_with_the_same_model_only() -> None:
+    mesh = mesh_of(2, 2)
+    with compressed(mesh, "int8") as (net, before):
+        train(net, ours=before)
+    owed = {name: each.clone() for name, each in before.reducer.residuals.items()}
+    for model, steps in ((net, STEPS), (sharded(mesh["shard"]), 0)):
+        after = attach_replicas(
+            model, before.reducer.settings, mesh=mesh, continue_from=before.reducer
+        )
+        kept = after.reducer.residuals
+        assert after.reducer.step == steps
+        same = (torch.equal(kept[name], owed[name]) for name in owed if owed[name].any())
+        assert all(same) if steps else not any(each.any() for each in kept.values())
+        after.close()
 
 
 def set_all_reduce(net: nn.Module, *, enabled: bool) -> None:

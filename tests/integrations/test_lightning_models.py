@@ -258,6 +258,18 @@ def test_a_second_fit_goes_on_where_the_first_ended() -> None:
     require_compressed(second, steps=4)  # counted from the start of the fit
 
 
+def test_a_second_fit_of_another_model_begins_afresh() -> None:
+    """As of another fold: what is owed to the first model is not applied to it."""
+    start = AtStart()
+    trainer = make_trainer(compressed(**SMALL_BUCKETS), max_epochs=1, callbacks=[start])
+    trainer.fit(Regression())
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(Regression())
+    assert start.step == 0
+    assert not any(bool(each.any()) for each in start.residuals.values())
+    require_compressed(snapshot(trainer), steps=4)
+
+
 def test_fits_do_not_pile_up_threads_and_sockets() -> None:
     """Under plain DDP a fit leaves nothing behind; two gloo groups are 6 threads and 10 files."""
     trainer, threads, files = make_trainer(compressed(), max_epochs=0), [], []

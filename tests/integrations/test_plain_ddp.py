@@ -20,6 +20,7 @@ from test_messages import refused
 from threads import of_all, on_threads
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Subset
 from worlds import Rank
 
@@ -130,6 +131,45 @@ def on_two_devices(rank: Rank) -> Any:
     model = rank.ddp(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     model.module[1].to_empty(device="meta")
     return model
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.table(words))
+
+
+@pytest.mark.parametrize("how", ["frozen", "ignored"])
+@on_threads(2)
+def test_sparse_gradients_that_are_not_exchanged(rank: Rank, how: str) -> None:
+    model = Words()
+    if how == "frozen":
+        model.table.requires_grad_(False)
+    else:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["table.weight"])
+    ddp = rank.ddp(model)
+    reducer = compress_ddp(ddp, groups=rank.groups(), min_compress_numel=0)
+    ddp(torch.tensor([1 + rank.rank])).sum().backward()
+    assert torch.equal(*of_all(rank, model.head.weight.grad))
+    assert "table.weight" not in reducer.residuals
+    assert how == "frozen" or model.table.weight.grad.is_sparse
+    reducer.close()
+
+
+@pytest.mark.on_ranks(2)
+def test_copies_of_the_model() -> None:
+    """As for averaged weights; they exchange nothing."""
+    model = DistributedDataParallel(two_branches()["a"])
+    reducer = compress_ddp(model)
+    for copied in (copy.deepcopy(model), AveragedModel(model).module):
+        assert isinstance(copied, DistributedDataParallel)
+        assert all(map(torch.equal, copied.parameters(), model.parameters()))
+    model(torch.ones(1, 16)).sum().backward()
+    assert reducer.step == 1
+    reducer.close()
 
 
 def with_sparse_gradients(rank: Rank) -> Any:

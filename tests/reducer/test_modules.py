@@ -36,7 +36,7 @@ from worlds import Rank, run_threads
 
 from lightning_dist import OneBitAdam
 from lightning_dist.codecs import resolve_codec
-from lightning_dist.integrations.torch.ddp import attach
+from lightning_dist.integrations.torch.ddp import attach, remember
 from lightning_dist.reducer.plan.slices import strides_in_bucket
 
 DOUBLE = torch.float64
@@ -204,6 +204,7 @@ def test_a_new_memory_format_between_two_fits_is_reported(caplog: pytest.LogCapt
             backward(model, feed(rank.rank, 0, STRIDED, DOUBLE))
         new = rank.ddp(laid(other=True))
         new.module.matrix.data = new.module.matrix.data.contiguous()  # type: ignore[union-attr]
+        remember(new.module, old)  # it stands for the one before
         with closing(attach(new, old.settings, continue_from=old)) as reducer:
             assert reducer.residuals["matrix"].any()
             assert not reducer.residuals["filters"].any()

@@ -149,7 +149,7 @@ def test_the_start_step_is_counted_over_a_restart() -> None:
 
 @on_threads(2)
 def test_a_state_of_another_version_or_model_is_refused(rank: Rank) -> None:
-    """Of another model in the next step, which knows its parameters."""
+    """And one that only some ranks are given, as state_dict() returns it on rank 0 alone."""
     with compressed(rank, Fed(), **SETTINGS) as (model, reducer):
         with pytest.raises(ValueError, match="must be of version 1, got 7; it was written by"):
             reducer.load_state_dict({"version": 7, "residuals": {}})
@@ -159,6 +159,20 @@ def test_a_state_of_another_version_or_model_is_refused(rank: Rank) -> None:
         reducer.load_state_dict({"version": 1, "step": 1, "residuals": wrong})
         with pytest.raises(RuntimeError, match="'first' has 9 elements, the parameter 1920"):
             backward(model, feed(rank.rank, 0))
+    with compressed(rank, Fed(), **SETTINGS) as (model, reducer):
+        backward(model, feed(rank.rank, 0))
+        state = reducer.state_dict()
+        only = r"got one of step 1 \(\w+\) on rank 0; none on rank 1; state_dict\(\) returns it on"
+        with pytest.raises(ValueError, match=only):
+            reducer.load_state_dict(state)
+        whole = of_all(rank, state)[0]
+        other = {**whole, "residuals": {"head": whole["residuals"]["first"]}}
+        with pytest.raises(ValueError, match=r"of this model, and has 'head', which"):
+            reducer.load_state_dict(other)
+        with pytest.raises(ValueError, match=r"the same state on all ranks, got one of step 1"):
+            reducer.load_state_dict(other if rank.rank else whole)
+        reducer.load_state_dict(whole)
+        assert reducer.step == 1
 
 
 LAYOUTS = [flat(3), *FORMS]

@@ -34,7 +34,7 @@ from worlds import Rank
 
 from lightning_dist.codecs import Codec, resolve_codec, warmup
 from lightning_dist.exchange.rounds import AllReduce, Exchange, TwoShot
-from lightning_dist.integrations.torch.ddp import attach
+from lightning_dist.integrations.torch.ddp import attach, remember
 from lightning_dist.reducer.plan.slices import slices_of
 from lightning_dist.reducer.reducer import Reducer
 
@@ -159,6 +159,7 @@ def test_a_real_backward_that_raises_then_a_new_ddp(rank: Rank) -> None:
     # A copy of the module: on the old one the old DDP's hooks fire for as long as it is alive.
     copy = Halfway()
     copy.load_state_dict(module.state_dict())
+    remember(copy, old)  # which stands for the module
     new = DistributedDataParallel(copy, process_group=rank.group("new"), bucket_cap_mb=0.004)
     groups = [rank.group("new payload"), rank.group("new flags")]
     with closing(attach(new, old.settings, continue_from=old, groups=groups)):

@@ -49,6 +49,10 @@ class DDPBuckets:
             alike = [each for each in trained if each.dtype.to_real() == dtype]
             reducer.reserve(slices_of([reducer.names[each] for each in alike], alike), dtype)
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """None: a copy of the model exchanges nothing, and process groups cannot be copied."""
+        return type(None), ()
+
     def reduce(self, bucket: Bucket) -> Future[Tensor]:
         """Start averaging ``bucket.buffer() (N,)`` over all ranks, in place.
 

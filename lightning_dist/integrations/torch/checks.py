@@ -18,7 +18,7 @@ from lightning_dist.codecs.policies import NORMS_BIASES_EMBEDDINGS, patterns_of
 from lightning_dist.log import get_logger
 from lightning_dist.measurement.expected import first_compressed_step
 from lightning_dist.onebit_adam import OneBitAdam
-from lightning_dist.private import communication_hooks
+from lightning_dist.private import communication_hooks, names_ignored_by_ddp
 from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.plan.slices import ParameterSlice, as_real
 from lightning_dist.reducer.reducer import Reducer
@@ -86,24 +86,34 @@ def finds_unused(model: DistributedDataParallel) -> bool:
 
 def require_compressible(module: nn.Module) -> None:
     """Raise ValueError for models whose gradients cannot be compressed."""
-    if not any(parameter.requires_grad for parameter in module.parameters()):
+    trained = trained_by_ddp(module)
+    if not trained:
         raise ValueError(
             "The model must have a parameter with requires_grad=True, and has none; unfreeze one, "
             "or run without a distributed strategy"
         )
-    _require_device(module)
+    _require_device(trained)
     for name, child in module.named_modules():
-        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
+        if not isinstance(child, (nn.Embedding, nn.EmbeddingBag)) or not child.sparse:
+            continue
+        if any(parameter is child.weight for parameter in trained.values()):
             raise ValueError(
                 f"Gradients must be dense, and {name or type(child).__name__!r} was made with "
-                "sparse=True; make it with sparse=False"
+                "sparse=True; make it with sparse=False, or freeze it"
             )
 
 
-def _require_device(module: nn.Module) -> None:
-    trained = {n: p.device for n, p in module.named_parameters() if p.requires_grad}
-    name, device = next(iter(trained.items()))
-    for other, where in trained.items():
+def trained_by_ddp(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters whose gradients DDP averages, by name: trained, and not left to others."""
+    ignored = names_ignored_by_ddp(module)
+    named = module.named_parameters()
+    return {name: p for name, p in named if p.requires_grad and name not in ignored}
+
+
+def _require_device(trained: Mapping[str, Tensor]) -> None:
+    devices = {name: parameter.device for name, parameter in trained.items()}
+    name, device = next(iter(devices.items()))
+    for other, where in devices.items():
         if where != device:
             raise ValueError(
                 f"Compressed DDP needs one device per process, and {name!r} is on {device} and "

@@ -36,7 +36,11 @@ from lightning_dist.kernels.inductor import should_fuse
 from lightning_dist.log import get_logger
 from lightning_dist.measurement.exposure import ExposureWatch
 from lightning_dist.onebit_adam import OneBitAdam
-from lightning_dist.private import loss_scale_of, name_before_compile
+from lightning_dist.private import (
+    loss_scale_of,
+    name_before_compile,
+    names_ignored_by_ddp,
+)
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.slices import as_real
 from lightning_dist.reducer.reducer import Reducer
@@ -145,7 +149,8 @@ def attach(
     """:func:`compress_ddp` with checked settings.
 
     Args:
-        continue_from: the reducer of an earlier fit; its residuals and step count go on.
+        continue_from: the reducer of an earlier fit, whose groups are used again; if it was of this
+            module, its residuals and step count go on.
         timeout: of the new process groups.
         one_of_several: the settings are for other models too.
     """
@@ -161,8 +166,10 @@ def attach(
         groups=groups,
         timeout=timeout,
     )
+    continue_from = if_of(model.module, continue_from)
     topology = network.topology
-    names = {p: name_before_compile(name) for name, p in model.module.named_parameters()}
+    ignored, named = names_ignored_by_ddp(model.module), model.module.named_parameters()
+    names = {p: name_before_compile(name) for name, p in named if name not in ignored}
     first, several = topology.rank == 0, topology.world_size > 1
     begins = require_effect(settings, names, says=first, one_of_several=one_of_several)
     compares = several and not settings.delay  # a mean that comes later by intention says nothing
@@ -194,15 +201,17 @@ def attach(
     compile_kernels(reducer, [(each.dtype, each.numel()) for each in trained], says=first)
     buckets = DDPBuckets(reducer, find_unused=finds_unused(model))
 
-    def lightning_dist_hook(state: DDPBuckets, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        return state.reduce(bucket)
-
     _refuse_second_momentum(reducer)
     model.register_comm_hook(buckets, lightning_dist_hook)
     remember(model.module, reducer)
     if first:
         log_in_force(reducer, begins=begins)
     return reducer
+
+
+def lightning_dist_hook(state: DDPBuckets, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Hook of DDP."""
+    return state.reduce(bucket)
 
 
 def compile_kernels(
@@ -236,6 +245,12 @@ def compile_kernels(
 def remember(module: nn.Module, reducer: Reducer) -> None:
     """Let :func:`reducer_of` find ``reducer``, which compresses the gradients of ``module``."""
     _attached[module] = ref(reducer)
+
+
+def if_of(module: nn.Module, reducer: Reducer | None) -> Reducer | None:
+    """``reducer`` if it is the last one that was attached to ``module``, else None."""
+    attached = _attached.get(module)
+    return reducer if attached is not None and attached() is reducer else None
 
 
 def reducer_of(module: nn.Module) -> Reducer | None:

@@ -18,7 +18,7 @@ from lightning_dist.exchange.replicate import replicate
 from lightning_dist.integrations.refusals import refuses_unknown
 from lightning_dist.integrations.torch.checks import require_effect
 from lightning_dist.integrations.torch.ddp import compile_kernels as compile_at_set_up
-from lightning_dist.integrations.torch.ddp import describe_parameters, remember
+from lightning_dist.integrations.torch.ddp import describe_parameters, if_of, remember
 from lightning_dist.integrations.torch.fsdp.checks import (
     gathered_groups,
     shard_dimension,
@@ -172,10 +172,12 @@ def attach_replicas(
     """:func:`compress_fsdp` between replicas, with checked settings. Collective.
 
     Args:
-        continue_from: the reducer of an earlier fit; its residuals and step count go on.
+        continue_from: the reducer of an earlier fit; if it was of this model, its residuals and
+            step count go on.
         grad_scale: as of :class:`Reducer`.
         timeout: of the new process groups.
     """
+    continue_from = if_of(model, continue_from)
     groups = trained_groups(model, mesh)
     names: dict[Tensor, str] = {p: name_before_compile(n) for n, p in model.named_parameters()}
     shards = shard_dimension(groups, mesh)

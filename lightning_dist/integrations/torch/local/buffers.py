@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from hashlib import blake2b
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dist.exchange.replicate import bits_digest
 from lightning_dist.reducer.network import Network
 
 
@@ -35,7 +35,7 @@ def average_buffers(buffers: Sequence[Tensor], network: Network, *, share: float
 
 def _differ(buffers: Sequence[Tensor], network: Network) -> list[Tensor]:
     """Buffers that are not the same bits on all workers."""
-    digests = torch.tensor([_digest(buffer) for buffer in buffers], dtype=torch.int64)
+    digests = torch.tensor([bits_digest(buffer) for buffer in buffers], dtype=torch.int64)
     # If the largest digest is the smallest, all are equal; ~ is descending and does not overflow.
     extremes = torch.cat([digests, ~digests]).to(network.device)
     network.control.all_reduce(extremes, op=dist.ReduceOp.MAX).wait()
@@ -61,8 +61,3 @@ def _average(
     for buffer, total, count in zip(buffers, totals, workers.tolist(), strict=True):
         if count:
             buffer.copy_((total / count).view_as(buffer))
-
-
-def _digest(tensor: Tensor) -> int:
-    content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return int.from_bytes(blake2b(content.numpy().data, digest_size=8).digest(), "big", signed=True)
