@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,16 @@ def require_equal(facts: list[Facts]) -> None:
     Raises:
         ValueError: names every fact that differs and which ranks have which value.
     """
+    if lines := differences(facts):
+        raise ValueError(
+            "All ranks must compress in the same way, but they differ in\n"
+            + "\n".join(lines)
+            + "\nGive every rank the same settings and the same version of the package."
+        )
+
+
+def differences(facts: Sequence[Facts]) -> list[str]:
+    """A line for every fact that differs, with the values and which ranks have them."""
     lines = []
     for key in dict.fromkeys(key for of_rank in facts for key in of_rank):
         values = [repr(of_rank.get(key)) for of_rank in facts]
@@ -62,9 +72,4 @@ def require_equal(facts: list[Facts]) -> None:
                 for ranks in groups
             )
             lines.append(f"  {key}: {values_of_ranks}")
-    if lines:
-        raise ValueError(
-            "All ranks must compress in the same way, but they differ in\n"
-            + "\n".join(lines)
-            + "\nGive every rank the same settings and the same version of the package."
-        )
+    return lines

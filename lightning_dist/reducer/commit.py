@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.accelerator import placed
+from lightning_dist.exchange.handshake import all_facts, differences
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.plans import Handle
 from lightning_dist.reducer.state import ReducerState, StateCopy
@@ -26,7 +27,7 @@ from lightning_dist.reducer.units.base import CodecGroup, decode_all
 
 
 class DriftError(RuntimeError):
-    """Ranks have applied different gradients."""
+    """Ranks have applied different gradients, or in different ways."""
 
 
 class Answer(NamedTuple):
@@ -106,6 +107,23 @@ def agree(
         )
     unused = {name for name, any_ in zip(used, of_parameters, strict=True) if not any_}
     return Answer(not infinite, frozenset(unused), bool(pause))
+
+
+def require_equal_hyperparameters(own: Mapping[str, str], network: Network) -> None:
+    """Raise DriftError if ranks step with other hyperparameters. Collective.
+
+    Args:
+        own: by name.
+    """
+    group, limit = network.control.group, network.limit
+    facts = all_facts(own, group=group, device=network.device, limit=limit)
+    if lines := differences(facts):
+        raise DriftError(
+            "All ranks must step with the same hyperparameters, and they differ in\n"
+            + "\n".join(lines)
+            + "\nso replicas have drifted apart. Choose them on one rank and broadcast them, or "
+            "seed every rank alike, and resume from a checkpoint of before"
+        )
 
 
 def sum_of_bits(group: CodecGroup, bucket: Tensor) -> Tensor:

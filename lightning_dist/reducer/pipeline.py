@@ -9,7 +9,7 @@ step is finished; until then tensors keep their local gradients and the received
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from lightning_dist.reducer.adjust import Adjustment, add_residuals, clip_group
-from lightning_dist.reducer.commit import Answer, DriftError, Recovery, agree, decode, sum_of_bits
+from lightning_dist.reducer.commit import (
+    Answer,
+    DriftError,
+    Recovery,
+    agree,
+    decode,
+    require_equal_hyperparameters,
+    sum_of_bits,
+)
 from lightning_dist.reducer.delayed import DelayedMeans
 from lightning_dist.reducer.executor import Executor
 from lightning_dist.reducer.network import Network
@@ -30,6 +38,11 @@ from lightning_dist.reducer.units.base import CodecGroup, decode_all, staggered
 from lightning_dist.settings import Settings
 
 _COMPARED_EVERY = 100
+
+
+def _compares_hyperparameters(step: int) -> bool:
+    """Often at first, when optimizers have taken a step; then every 100 steps."""
+    return step % _COMPARED_EVERY == 0 if step >= _COMPARED_EVERY else step.bit_count() == 1
 
 
 class Pipeline:
@@ -66,6 +79,8 @@ class Pipeline:
         self.closed = False
         self.answer = Answer()
         """Agreement of the ranks on the last committed step."""
+        self.hyperparameters: Callable[[], Mapping[str, str]] | None = None
+        """Of the optimizers that apply the means; compared between ranks now and then."""
         self.immediate = settings.commit == "immediate" or (
             settings.commit == "auto" and not allow_absent and grad_scale is None
         )
@@ -260,6 +275,8 @@ class Pipeline:
         if self._sharded and sums:  # which only ranks with the same shard have in common
             agree([], {}, sums, self._plans.planner.network)
             sums = []
+        if self.hyperparameters is not None and _compares_hyperparameters(self.step):
+            require_equal_hyperparameters(self.hyperparameters(), self.network)
         recovery = self._recovery
         if not (self._allow_absent or self._asks or sums or recovery is not None):
             return Answer()

@@ -8,12 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_dist.exchange.handshake import all_facts
+from lightning_dist.exchange.handshake import all_facts, differences
 from lightning_dist.exchange.replicate import bits_digest
 from lightning_dist.private import tensors_in
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.parts import Held
-from lightning_dist.topology.hosts import ranks_by
 
 _NAMED = ("residuals", "momenta", "factors", "delayed")
 
@@ -36,14 +35,9 @@ def require_one_state(
         own = f"one of step {state.get(prefix + 'step')} ({digest})"
     group, limit = network.data.group, network.limit
     facts = all_facts({"state": own}, group=group, device=network.device, limit=limit)
-    given = [str(fact["state"]) for fact in facts]
-    if len({*given}) > 1:
-        of_ranks = "; ".join(
-            f"{given[ranks[0]]} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-            for ranks in ranks_by(given)
-        )
+    for line in differences(facts):
         raise ValueError(
-            f"load_state_dict must be given the same state on all ranks, got {of_ranks}; "
+            f"load_state_dict must be given the same on all ranks, got\n{line}\n"
             "state_dict() returns it on rank 0 alone: save it there and load the file on all ranks"
         )
 

@@ -9,10 +9,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from replicas import fit_beside_ddp, of_all, require_compressed, require_equal
 from scenarios.fitting import (
     AtStart,
     compressed,
+    digest,
     fit,
     make_trainer,
     parameters,
@@ -268,6 +270,29 @@ def test_a_second_fit_of_another_model_begins_afresh() -> None:
     assert start.step == 0
     assert not any(bool(each.any()) for each in start.residuals.values())
     require_compressed(snapshot(trainer), steps=4)
+
+
+class Finetuning(BaseFinetuning):
+    """The first layer is frozen until the second epoch."""
+
+    def freeze_before_training(self, pl_module: L.LightningModule) -> None:
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(
+        self, pl_module: L.LightningModule, epoch: int, optimizer: torch.optim.Optimizer
+    ) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=0.1)
+
+
+def test_a_layer_that_a_callback_unfreezes() -> None:
+    """Stock DDP never averages its gradients, and replicas drift apart."""
+    model, start = Regression(), Regression().net[0].weight.detach().clone()
+    trainer = make_trainer(compressed(**SMALL_BUCKETS), max_epochs=2, callbacks=[Finetuning()])
+    trainer.fit(model)
+    assert not torch.equal(model.net[0].weight, start)
+    assert len({*of_all(digest(model))}) == 1
+    assert snapshot(trainer)["residuals"]["net.0.weight"].any()
 
 
 def test_fits_do_not_pile_up_threads_and_sockets() -> None:

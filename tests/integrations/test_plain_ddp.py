@@ -102,6 +102,88 @@ def test_replicas_stay_equal_and_state_goes_on(rank: Rank) -> None:
     reducer.close()
 
 
+@pytest.mark.parametrize("unused", [False, True], ids=["", "find_unused"])
+@on_threads(2)
+def test_layers_that_are_unfrozen_and_frozen_again(rank: Rank, unused: bool) -> None:
+    """What is trained is averaged, from its first step on; what is frozen keeps its residual."""
+    module = Chosen()
+    layers = module.branches
+    layers["b"].requires_grad_(False)
+    model, reducer = compressed(rank, module, find_unused_parameters=unused)
+    phases = ("a", "ab", "b", "ab", "a", "b")
+    optimizer, owed = torch.optim.SGD(model.parameters(), lr=0.1), dict[str, Tensor]()
+    for step, phase in enumerate(each for each in phases for _ in range(2)):
+        for name, layer in layers.items():
+            layer.requires_grad_(name in phase)
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(batch(rank, step), "ab")  # as a validation
+        model(batch(rank, step), "ab").backward()
+        for name, layer in layers.items():
+            kept = reducer.residuals.get(f"branches.{name}.weight")
+            if name in phase:
+                assert torch.equal(*of_all(rank, layer.weight.grad)), (step, name)
+                assert kept is not None
+            elif kept is not None and kept.any():
+                assert torch.equal(kept, owed[name])
+            owed |= {name: kept.clone()} if kept is not None else {}
+        optimizer.step()
+    assert reducer.step == 2 * len(phases)
+    assert all(torch.equal(*of_all(rank, each.detach())) for each in model.parameters())
+    reducer.close()
+
+
+@on_threads(2)
+def test_what_is_stepped_and_not_sent_is_refused(rank: Rank) -> None:
+    model, reducer = compressed(rank, Chosen())
+    model.module.branches["c"] = nn.Linear(16, 16)
+    model(batch(rank, 0), "abc").backward()
+    with pytest.raises(
+        ValueError, match=r"got 'branches\.c\.weight', whose gradient no rank sends"
+    ):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    reducer.close()
+
+
+@on_threads(2)
+def test_a_second_optimizer_is_refused_with_means_of_the_step_before(rank: Rank) -> None:
+    model = rank.ddp(Chosen())
+    reducer = compress_ddp(model, "int8", delay=1, groups=rank.groups())
+    first, second = (
+        torch.optim.SGD(b.parameters(), lr=0.1) for b in model.module.branches.values()
+    )
+    model(batch(rank, 0), "ab").backward()
+    first.step()
+    with pytest.raises(ValueError, match="belong to the same optimizer, got 2 optimizers"):
+        second.step()
+    reducer.close()
+
+
+@pytest.mark.parametrize("begin", [0, 3])
+@on_threads(2)
+def test_hyperparameters_that_differ_between_ranks(rank: Rank, begin: int) -> None:
+    """As of a search that each rank has drawn for itself."""
+    model, reducer = compressed(rank, Chosen())
+    groups = [{"params": each.parameters()} for each in model.module.branches.values()]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+
+    def train() -> None:
+        for step in range(6):
+            if step == begin and rank.rank == 1:
+                optimizer.param_groups[1]["lr"] = 0.2
+            model(batch(rank, step), "ab").backward()
+            optimizer.step()
+
+    says = (
+        r"(?s)lr of AdamW of 'branches\.a\.bias', group 1: '0\.1' on rank 0; '0\.2' on rank 1\n"
+        ".*replicas have drifted apart"
+    )
+    with pytest.raises(RuntimeError, match=says) as caught:
+        train()
+    assert "weight_decay" not in str(caught.value)
+    reducer.close()
+
+
 @on_threads(2)
 def test_the_reducer_of_a_module_is_the_last_that_was_attached(rank: Rank) -> None:
     module = nn.Linear(16, 16)

@@ -22,7 +22,7 @@ from lightning_dist.integrations.strategies.arguments import (
     CHECKPOINT_KEY,
     CompressionArguments,
 )
-from lightning_dist.integrations.torch.checks import require_compressible
+from lightning_dist.integrations.torch.checks import require_compressible, require_one_optimizer
 from lightning_dist.integrations.torch.ddp import attach, connect_optimizers
 from lightning_dist.private import loss_scale_of
 
@@ -92,12 +92,7 @@ class CompressedDDPStrategy(
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
-        if self._settings.delay and len(self.optimizers) > 1:
-            raise ValueError(
-                "With delay=1 a backward pass gets the mean of the previous one, which must belong "
-                f"to the same optimizer, got {len(self.optimizers)} optimizers; use one, or leave "
-                "delay out"
-            )
+        require_one_optimizer(self._settings, len(self.optimizers))
         if self._reducer is not None and self.optimizers:
             clips = bool(trainer.gradient_clip_val)
             connect_optimizers(self.optimizers, self._reducer, clips=clips)

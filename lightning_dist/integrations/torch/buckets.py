@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -40,14 +40,19 @@ class DDPBuckets:
         # Names of those that a backward pass has used. The bucket does not tell: DDP copies an
         # unused parameter's gradient of an earlier pass into it.
         self._used: set[str] | None = set() if find_unused else None
-        if self._used is not None:
-            for parameter in trained:
-                noted = partial(_note, self._used, reducer.names[parameter])
-                hook = parameter.register_post_accumulate_grad_hook(noted)  # type: ignore[no-untyped-call]
-                reducer.at_close.append(hook.remove)
+        self.note(trained)
         for dtype in dict.fromkeys(parameter.dtype.to_real() for parameter in trained):
             alike = [each for each in trained if each.dtype.to_real() == dtype]
             reducer.reserve(slices_of([reducer.names[each] for each in alike], alike), dtype)
+
+    def note(self, parameters: Iterable[Tensor]) -> None:
+        """Note from now on which of ``parameters`` a backward pass uses."""
+        if self._used is None:
+            return
+        for parameter in parameters:
+            noted = partial(_note, self._used, self.reducer.names[parameter])
+            hook = parameter.register_post_accumulate_grad_hook(noted)  # type: ignore[no-untyped-call]
+            self.reducer.at_close.append(hook.remove)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """None: a copy of the model exchanges nothing, and process groups cannot be copied."""

@@ -254,6 +254,15 @@ def _lossy(
                 yield codec, ParameterSlice(name, 0, tuple(real.shape)), real.dtype
 
 
+def require_one_optimizer(settings: Settings, count: int) -> None:
+    """Raise ValueError where means that are delayed would be applied by another optimizer."""
+    if settings.delay and count > 1:
+        raise ValueError(
+            "With delay=1 a backward pass gets the mean of the previous one, which must belong to "
+            f"the same optimizer, got {count} optimizers; use one, or leave delay out"
+        )
+
+
 def brings_momentum(settings: Settings) -> bool:
     """Whether the codec gives the gradients momentum."""
     return any(leaf.momentum_correction for leaf in settings.codec.leaves())

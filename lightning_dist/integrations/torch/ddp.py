@@ -13,14 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # its stubs lack it
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lightning_dist.codecs import Codec
 from lightning_dist.exchange.handshake import all_facts, require_equal
 from lightning_dist.integrations.refusals import refuses_unknown
 from lightning_dist.integrations.torch.buckets import DDPBuckets
 from lightning_dist.integrations.torch.checks import (
-    brings_momentum,
     compresses_fewer_bytes,
     finds_unused,
     require_commit,
@@ -32,6 +30,8 @@ from lightning_dist.integrations.torch.checks import (
 )
 from lightning_dist.integrations.torch.in_force import log_in_force
 from lightning_dist.integrations.torch.networks import Groups, network_for
+from lightning_dist.integrations.torch.optimizers import OptimizerWatch
+from lightning_dist.integrations.torch.trained import TrainedSet
 from lightning_dist.kernels.inductor import should_fuse
 from lightning_dist.log import get_logger
 from lightning_dist.measurement.exposure import ExposureWatch
@@ -201,8 +201,9 @@ def attach(
     compile_kernels(reducer, [(each.dtype, each.numel()) for each in trained], says=first)
     buckets = DDPBuckets(reducer, find_unused=finds_unused(model))
 
-    _refuse_second_momentum(reducer)
+    OptimizerWatch(reducer, model.module)
     model.register_comm_hook(buckets, lightning_dist_hook)
+    TrainedSet(model, buckets)
     remember(model.module, reducer)
     if first:
         log_in_force(reducer, begins=begins)
@@ -298,24 +299,6 @@ def connect_to_own(optimizer: Any, reducers: Iterable[Reducer]) -> None:
     for reducer in reducers:
         if not own.isdisjoint(reducer.names):
             connect_optimizers([optimizer], reducer)
-
-
-def _refuse_second_momentum(reducer: Reducer) -> None:
-    """Check every optimizer of the reducer's parameters when it steps.
-
-    In plain DDP nothing else leads from the model to its optimizer.
-    """
-    if not brings_momentum(reducer.settings):
-        return
-    weak = ref(reducer)
-
-    def before_step(optimizer: Optimizer, arguments: Any, named: Any) -> None:
-        found = weak()
-        if found is not None and not found.closed:
-            require_one_momentum(optimizer, found.settings, of=found.names)
-
-    hook = torch.compiler.disable(before_step)  # type: ignore[no-untyped-call]
-    reducer.at_close.append(register_optimizer_step_pre_hook(hook).remove)
 
 
 def describe_parameters(module: nn.Module) -> str:

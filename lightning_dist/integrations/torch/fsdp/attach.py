@@ -24,10 +24,16 @@ from lightning_dist.integrations.torch.fsdp.checks import (
     shard_dimension,
     trained_groups,
 )
-from lightning_dist.integrations.torch.fsdp.replicas import ShardedGradients, layout_of, local_of
+from lightning_dist.integrations.torch.fsdp.replicas import (
+    ShardedGradients,
+    ShardedGroup,
+    layout_of,
+    local_of,
+)
 from lightning_dist.integrations.torch.fsdp.settings import ShardSettings, checked_settings
 from lightning_dist.integrations.torch.fsdp.shards import CompressedShards
 from lightning_dist.integrations.torch.networks import sharded_network
+from lightning_dist.integrations.torch.optimizers import OptimizerWatch
 from lightning_dist.private import loss_scale_of, name_before_compile
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
@@ -187,7 +193,11 @@ def attach_replicas(
     between: Any = network.intra.inter if network.intra else network
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     replicate({n: local_of(tensor.detach()) for n, tensor in held.items()}, between.data)
-    layouts = [layout_of(group, names) for group in groups]
+
+    def layout() -> list[ShardedGroup]:
+        return [layout_of(group, names) for group in trained_groups(model, mesh)]
+
+    layouts = layout()
     reducer = Reducer(
         names,
         settings=settings,
@@ -205,8 +215,9 @@ def attach_replicas(
         (group.parameters[0].dtype, part.numel) for group in layouts for part in group.slices
     ]
     compile_at_set_up(reducer, gradients_of_shards, says=dist.get_rank() == 0)
+    OptimizerWatch(reducer, model)
     remember(model, reducer)
-    gradients = _attached[id(model)] = ShardedGradients(model, reducer, layouts)
+    gradients = _attached[id(model)] = ShardedGradients(model, reducer, layout)
     return gradients
 
 

@@ -20,23 +20,32 @@ class BackwardEnd:
     roots of ``fully_shard``, which reduce gradients then, so it queues itself once more.
 
     Args:
-        cut_short: called before a forward pass of the model, if a backward pass has not ended.
+        begin: called before each forward pass of the model.
+        cut_short: called before that, if a backward pass has not ended.
     """
 
     def __init__(
-        self, model: nn.Module, end: Callable[[], None], *, cut_short: Callable[[], None]
+        self,
+        model: nn.Module,
+        end: Callable[[], None],
+        *,
+        begin: Callable[[], None] = lambda: None,
+        cut_short: Callable[[], None],
     ) -> None:
-        self._call, self._cut_short, self._queued = end, cut_short, False
-        self._hooks = [
-            model.register_forward_pre_hook(untraced(self._before_forward)),
+        self._call, self._begin, self._cut_short, self._queued = end, begin, cut_short, False
+        self._hooks = [  # before those of FSDP, which gather parameters
+            model.register_forward_pre_hook(untraced(self._before_forward), prepend=True),
             model.register_forward_hook(untraced(self._after_forward)),
         ]
 
     def begin(self) -> None:
-        """End a backward pass that an exception has cut short; a forward pass begins."""
-        if self._queued and not is_in_backward():  # as a checkpoint does that covers the model
+        """A forward pass begins, and no backward pass is under way but one that was cut short."""
+        if is_in_backward():  # as a checkpoint does that covers the model
+            return
+        if self._queued:
             self._queued = False
             self._cut_short()
+        self._begin()
 
     def watch(self, outputs: Any) -> None:
         """Nested collections of tensors with which a backward pass may begin, such as a loss."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -27,7 +27,7 @@ from lightning_dist.topology import Topology
 
 
 @dataclass
-class _Group:
+class ShardedGroup:
     """The parameters that one ``fully_shard`` call has put together."""
 
     module: FSDPModule
@@ -42,17 +42,22 @@ class ShardedGradients:
 
     FSDP's all-reduce hook hands over the flat shard of a parameter group once it is reduced inside
     the replica; all have their mean before ``backward`` returns.
+
+    Args:
+        layout: gives the groups of parameters that are trained at that time.
     """
 
-    def __init__(self, model: nn.Module, reducer: Reducer, groups: Sequence[_Group]) -> None:
-        self.model, self.reducer, self._groups = model, reducer, groups
+    def __init__(
+        self, model: nn.Module, reducer: Reducer, layout: Callable[[], Sequence[ShardedGroup]]
+    ) -> None:
+        self.model, self.reducer, self._layout = model, reducer, layout
+        self._groups: Sequence[ShardedGroup] = ()
         self.synchronises = True
         """Whether the next backward pass exchanges gradients between replicas."""
         self._under_way: list[Handle] = []
-        self.backward = BackwardEnd(model, self._finish, cut_short=self._abandon)
-        for index, group in enumerate(groups):
-            reducer.reserve(group.slices, group.parameters[0].dtype)
-            group.module.set_all_reduce_hook(partial(self._reduced, index))
+        self._trained: frozenset[Tensor] = frozenset()
+        self._renew()
+        self.backward = BackwardEnd(model, self._finish, begin=self._renew, cut_short=self._abandon)
 
     @property
     def device(self) -> torch.device:
@@ -128,6 +133,20 @@ class ShardedGradients:
             group.module.set_all_reduce_hook(lambda _: None)
         self.reducer.close()
 
+    def _renew(self) -> None:
+        """Average what is trained now, where layers were frozen or unfrozen, on all ranks alike."""
+        trained = frozenset(each for each in self.reducer.names if each.requires_grad)
+        if trained == self._trained or not trained:
+            return
+        self._trained = trained
+        for group in self._groups:
+            group.module.set_all_reduce_hook(lambda _: None)
+        self._groups = self._layout()
+        self.__dict__.pop("tensor_parts", None)
+        for index, group in enumerate(self._groups):
+            self.reducer.reserve(group.slices, group.parameters[0].dtype)
+            group.module.set_all_reduce_hook(partial(self._reduced, index))
+
     def _abandon(self) -> None:
         self._under_way.clear()
         self.reducer.abandon()
@@ -172,7 +191,7 @@ class ShardedGradients:
             handle.done.wait()
 
 
-def _take_accumulated(group: _Group, flat: Tensor) -> None:
+def _take_accumulated(group: ShardedGroup, flat: Tensor) -> None:
     """Add the ``.grad`` of earlier micro-batches to ``flat``, which FSDP then makes ``.grad``."""
     for parameter, part in zip(group.parameters, group.slices, strict=True):
         if parameter.grad is None:
@@ -184,7 +203,7 @@ def _take_accumulated(group: _Group, flat: Tensor) -> None:
         parameter.grad = None
 
 
-def layout_of(group: ParameterGroup, names: Mapping[Tensor, str]) -> _Group:
+def layout_of(group: ParameterGroup, names: Mapping[Tensor, str]) -> ShardedGroup:
     """Each parameter's shard, one after the other, padded to the largest of all ranks."""
     slices, offset = [], 0
     of_all = zip(group.parameters, group.shapes, group.padded, strict=True)
@@ -196,7 +215,7 @@ def layout_of(group: ParameterGroup, names: Mapping[Tensor, str]) -> _Group:
             ParameterSlice(names[parameter], offset, tuple(local.shape), start=start, rest=rest)
         )
         offset += padded
-    return _Group(group.module, group.parameters, slices, offset)
+    return ShardedGroup(group.module, group.parameters, slices, offset)
 
 
 def local_of(tensor: Tensor | None) -> Tensor:

@@ -55,8 +55,9 @@ class CompressedShards:
     def __init__(
         self, model: nn.Module, settings: ShardSettings, *, groups: Sequence[ParameterGroup]
     ) -> None:
-        self.model, self._settings = model, settings
+        self.model, self._settings, self._parameter_groups = model, settings, groups
         names: dict[Tensor, str] = {p: name_before_compile(n) for n, p in model.named_parameters()}
+        self._names = names
         own = {
             "gradients": repr(settings.gradients),
             "parameters": repr(settings.parameters),
@@ -70,14 +71,40 @@ class CompressedShards:
         self.closed = False
         self._stats = CommStats()
         self._has_reduced = False  # in this backward pass
-        self.backward = BackwardEnd(model, self._end_step, cut_short=self._drop_step)
+        self.backward = BackwardEnd(
+            model, self._end_step, begin=self._renew, cut_short=self._drop_step
+        )
         self._trains = True  # whether the last forward pass was recorded by autograd
         self._reductions: dict[str, RowReduceScatter] = {}
         self._errors: dict[str, tuple[Sequence[int], State]] = {}  # with the parameter's shape
-        self._at_close = ExitStack()
-        self._at_close.callback(self.backward.remove)
-        every: list[RowGather | RowReduceScatter] = []
-        for each in groups:
+        self._trained: frozenset[Tensor] | None = None
+        self._replaced = ExitStack()  # until other parameters are trained
+        self._collectives: dict[tuple[int, str], QuantisedCollective] = {}  # which may be watched
+        self._renew()
+
+    def _renew(self) -> None:
+        """Replace the collectives, anew where layers were frozen or unfrozen, on all ranks alike.
+
+        What is not trained now keeps no error.
+        """
+        trained = frozenset(each for each in self._names if each.requires_grad)
+        if trained == self._trained:
+            return
+        self._trained = trained
+        steps = {name: each.step for name, each in self._reductions.items()}
+        errors = {name: held for name, (_, held) in self._errors.items()}
+        self._replaced.close()
+        self._replaced, self._reductions, self._errors = ExitStack(), {}, {}
+        self._replace(self._names)
+        for name, reduction in self._reductions.items():
+            reduction.step = steps.get(name, 0)
+        for name, (_, held) in self._errors.items():
+            for own, before in zip(held, errors.get(name, ()), strict=False):
+                own.copy_(before)
+
+    def _replace(self, names: Mapping[Tensor, str]) -> None:
+        settings, every = self._settings, list[RowGather | RowReduceScatter]()
+        for index, each in enumerate(self._parameter_groups):
             rows = _rows(settings.parameters, each, names, each.dtype)
             quantised: dict[str, RowGather | RowReduceScatter] = {
                 "all_gather": RowGather(rows, self.topology)
@@ -96,9 +123,9 @@ class CompressedShards:
             every += quantised.values()
             # Before FSDP's own hook, which gathers without gradients in any case.
             hook = each.module.register_forward_pre_hook(untraced(self._note), prepend=True)  # type: ignore[attr-defined]
-            self._at_close.callback(hook.remove)
-            self._at_close.enter_context(
-                replaced_collectives(each.module, partial(self._quantised, quantised))
+            self._replaced.callback(hook.remove)
+            self._replaced.enter_context(
+                replaced_collectives(each.module, partial(self._quantised, index, quantised))
             )
         self._compile(every)
 
@@ -207,13 +234,19 @@ class CompressedShards:
 
     def close(self) -> None:
         """Leave the collectives to torch again."""
-        self._at_close.close()
+        self.backward.remove()
+        self._replaced.close()
         self.closed = True
 
     def _quantised(
-        self, quantised: Mapping[str, RowGather | RowReduceScatter], op: str, _: Any
+        self, index: int, quantised: Mapping[str, RowGather | RowReduceScatter], op: str, _: Any
     ) -> Any:
-        return QuantisedCollective(self, quantised[op]) if op in quantised else None
+        if op not in quantised:
+            return None
+        collective = QuantisedCollective(self, quantised[op])
+        collective = self._collectives.setdefault((index, op), collective)
+        collective.quantised = quantised[op]
+        return collective
 
     def record(self, of: RowGather | RowReduceScatter) -> None:
         """Count one collective."""

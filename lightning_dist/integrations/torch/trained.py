@@ -1,0 +1,49 @@
+"""Parameters that a model in DDP trains, which may change from step to step."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dist.integrations.torch.buckets import DDPBuckets
+from lightning_dist.integrations.torch.checks import finds_unused
+from lightning_dist.private import rebuild_ddp
+from lightning_dist.reducer.observer import untraced
+
+
+class TrainedSet:
+    """Lets DDP average the parameters that require a gradient now, before each forward pass.
+
+    DDP looks at them once, when it wraps a model: the gradient of a layer that was frozen then is
+    never averaged, and one that is frozen later ends the training. All ranks freeze and unfreeze
+    the same ones.
+    """
+
+    def __init__(self, model: DistributedDataParallel, buckets: DDPBuckets) -> None:
+        self._buckets = ref(buckets)  # which the model has
+        self._averaged = _trained(buckets)
+        self._hook = model.register_forward_pre_hook(untraced(self._before_forward))
+        buckets.reducer.at_close.append(self._close)
+
+    def _close(self) -> None:
+        self._hook.remove()
+
+    def _before_forward(self, model: DistributedDataParallel, _: Any) -> None:
+        buckets = self._buckets()
+        if buckets is None or not torch.is_grad_enabled():
+            return
+        trained = _trained(buckets)
+        added, frozen = trained - self._averaged, self._averaged - trained
+        # One that is frozen for a while, as by toggle_optimizer, is an unused one to DDP.
+        if trained and (added or (frozen and not finds_unused(model))):
+            self._averaged = trained
+            buckets.note(added)
+            rebuild_ddp(model, model.process_group)
+
+
+def _trained(buckets: DDPBuckets) -> frozenset[Tensor]:
+    return frozenset(each for each in buckets.reducer.names if each.requires_grad)
