@@ -204,12 +204,21 @@ def _built() -> Path:
 
 def _folder() -> Path:
     """Folder of torch's compiled kernels; files of other users are not loaded."""
-    default = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
-    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", default), "lightning_dist")
+    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    default = Path(tempfile.gettempdir(), f"torchinductor_{_user()}")
+    folder = Path(given or default, "lightning_dist")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder} belongs to another user")
     return folder
+
+
+def _user() -> str:
+    """Name of the user, or its number: in a container it often has no name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, ModuleNotFoundError, OSError):
+        return f"uid_{os.getuid()}"
 
 
 def _output_of(command: list[str]) -> str:

@@ -292,6 +292,14 @@ def test_with_a_broken_compiler_kernels_stay_eager(
     assert not list(folder.glob("native-*"))
 
 
+def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container: the password database has no entry, and no variable says it."""
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    assert native._user() == "uid_54321"
+
+
 def test_a_library_of_another_user_is_not_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
