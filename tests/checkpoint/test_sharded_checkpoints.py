@@ -1,6 +1,9 @@
 """Several ranks save one folder together: who writes which bytes, and what is loaded."""
 
+import json
+import re
 import threading
+import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
@@ -27,7 +30,7 @@ from torch import Tensor, nn
 from worlds import Rank, run_threads
 
 from lightning_dist.checkpoint.disk.archive import crc32
-from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
 from lightning_dist.checkpoint.disk.folder import Receipt, merge
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed, SaveFolder
 from lightning_dist.checkpoint.disk.manifest import Manifest, Part, zeros
@@ -300,6 +303,27 @@ def test_a_folder_becomes_one_file_for_torch(tmp_path: Path) -> None:
     assert_equal(torch.load(tmp_path / "one.ckpt", mmap=True), state_of(0)[0])
     one, many = (verify(f"{tmp_path}/{name}.ckpt") for name in ("one", "x"))
     assert (one.kind, one.origin) == ("single", many.origin)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/../../secret", ".."])
+@pytest.mark.parametrize("of", ["files", "records"])
+def test_files_outside_of_the_folder_are_not_read(tmp_path: Path, of: str, name: str) -> None:
+    """Of a manifest that somebody has written, with a checksum that fits."""
+    save_on_all_ranks(tmp_path / "x.ckpt", 2, "thread")
+    manifest = tmp_path / "x.ckpt" / "manifest.json"
+    body = json.loads(manifest.read_text())["body"]
+    if of == "files":
+        body["files"][0]["name"] = name
+    else:
+        next(parts for parts in body["records"].values() if parts)[0]["file"] = name
+    checksum = zlib.crc32(json.dumps(body, sort_keys=True).encode())
+    manifest.write_text(json.dumps({"body": body, "crc32": checksum}))
+    (tmp_path / "secret").write_text("of somebody else")
+    says = f"must have its files in its own folder, got {name!r}"
+    for use in (verify, load, lambda path: consolidate(path, f"{tmp_path}/one.ckpt")):
+        with pytest.raises(CorruptCheckpointError, match=re.escape(says)):
+            use(f"{tmp_path}/x.ckpt")
+    assert not (tmp_path / "one.ckpt").exists()
 
 
 @pytest.mark.parametrize("writer", ["thread", "process"])

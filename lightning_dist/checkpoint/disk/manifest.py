@@ -69,6 +69,10 @@ class Part:
     nbytes: int
     crc32: int
 
+    def __post_init__(self) -> None:
+        if self.file:
+            _require_inside(self.file)
+
 
 def zeros(nbytes: int) -> Part:
     """A part that no file holds."""
@@ -85,6 +89,15 @@ class File:
     name: str
     nbytes: int
     crc32: int
+
+    def __post_init__(self) -> None:
+        _require_inside(self.name)
+
+
+def _require_inside(name: str) -> None:
+    """Raise ValueError for a file that is not in the folder, or in one within it."""
+    if {"", ".", ".."} & {*name.split("/")}:
+        raise ValueError(f"a checkpoint must have its files in its own folder, got {name!r}")
 
 
 @dataclass(frozen=True)
