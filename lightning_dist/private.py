@@ -55,6 +55,7 @@ NAMES: Table = {
     "torch.utils.data:DataLoader": "_iterator",
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter": "_shutdown_workers",
     "torch.distributed.distributed_c10d": "_set_pg_timeout _world",
+    "torch.distributed:ProcessGroup": "_device_types _get_backend",
     "torch._C._distributed_c10d": "_dump_fr_trace_json",
 }
 REGROUPED: Table = {
@@ -347,6 +348,15 @@ def send_buffers(model: DistributedDataParallel) -> None:
         dist._broadcast_coalesced(  # type: ignore[attr-defined]  # torch re-exports it silently
             model.process_group, buffers, size, 0
         )
+
+
+# A group does not tell how long its collectives may take.
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Timeout of the collectives of ``group``."""
+    require_torch()
+    backend = group._get_backend(group._device_types[0])
+    timeout: timedelta = backend.options._timeout
+    return timeout
 
 
 # A group's timeout can be set when it is made, and not for its end alone.

@@ -3,11 +3,13 @@
 import copy
 import re
 from collections.abc import Callable
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric import Fabric
 from replicas import of_all as of_ranks
 from replicas import require_equal
@@ -28,6 +30,7 @@ from lightning_dist import compress_ddp
 from lightning_dist.accelerate import CompressedDDPPlugin
 from lightning_dist.fabric import CompressedDDPStrategy
 from lightning_dist.integrations.torch.ddp import reducer_of
+from lightning_dist.private import timeout_of
 
 
 def two_branches() -> nn.ModuleDict:
@@ -238,6 +241,17 @@ def test_sparse_gradients_that_are_not_exchanged(rank: Rank, how: str) -> None:
     assert torch.equal(*of_all(rank, model.head.weight.grad))
     assert "table.weight" not in reducer.residuals
     assert how == "frozen" or model.table.weight.grad.is_sparse
+    reducer.close()
+
+
+@pytest.mark.on_ranks(2)
+def test_new_groups_have_the_timeout_of_the_model_s() -> None:
+    """Not torch's default, half an hour."""
+    group = dist.new_group(timeout=timedelta(seconds=41))
+    model = DistributedDataParallel(two_branches()["a"], process_group=group)
+    reducer = compress_ddp(model)
+    found = [timeout_of(channel.group) for channel in reducer.network.channels]
+    assert found == [timedelta(seconds=41)] * len(found)
     reducer.close()
 
 

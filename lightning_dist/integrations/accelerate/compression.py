@@ -52,7 +52,6 @@ class Compression(CommReport):
             model,
             self._settings,
             grad_scale=loss_scale_of(self._accelerator.scaler),
-            timeout=private.group_timeout(self._accelerator),
             one_of_several=True,
         )
 

@@ -150,7 +150,6 @@ class ShardedCompression(Compression):
             self._settings,
             mesh=accelerator.torch_device_mesh[_MESH],
             grad_scale=grad_scale,
-            timeout=private.group_timeout(accelerator),
         )
 
     def _no_sync(self, no_sync: Any, model: nn.Module) -> AbstractContextManager[None]:

@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 NAMES: Table = {
-    "accelerate:Accelerator": (
-        "_custom_objects _models _optimizers ddp_handler init_handler prepare_model"
-    ),
+    "accelerate:Accelerator": ("_custom_objects _models _optimizers ddp_handler prepare_model"),
     "accelerate:ParallelismConfig": "fsdp_dim_names",
     "accelerate.utils.other": "load",
 }
@@ -69,13 +67,6 @@ def ddp_handler(accelerator: Accelerator) -> Any:
 def set_ddp_handler(accelerator: Accelerator, handler: Any) -> None:
     """Put ``handler`` where an Accelerator asks for the arguments of DDP."""
     accelerator.ddp_handler = handler
-
-
-# The group does not tell its timeout.
-def group_timeout(accelerator: Accelerator) -> Any:
-    """The timeout that the user wants process groups to have; None for the default."""
-    init = accelerator.init_handler
-    return None if init is None else init.timeout
 
 
 # `accelerate config` and `accelerate launch` have no API.

@@ -56,7 +56,6 @@ class CompressedDDPStrategy(SavesResiduals, CompressionArguments, FollowsLaunche
                 model,
                 self._settings,
                 grad_scale=loss_scale_of(getattr(self.precision, "scaler", None)),
-                timeout=self._timeout,
                 one_of_several=True,
             )
         )

@@ -112,7 +112,6 @@ class CompressedDDPStrategy(
                 grad_scale=loss_scale_of(getattr(self.precision_plugin, "scaler", None)),
                 continue_from=self._reducer,
                 groups=self._groups,
-                timeout=self._timeout,
             )
 
     @override

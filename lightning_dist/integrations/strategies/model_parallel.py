@@ -175,7 +175,6 @@ class ModelParallelArguments(CommReport, ReplicatedMesh):
             mesh=mesh[DIMENSIONS[:2]],
             continue_from=continue_from,
             grad_scale=grad_scale,
-            timeout=self._timeout,
         )
         if dist.get_rank() == 0:
             sizes = dict(zip(DIMENSIONS, mesh.shape, strict=True))

@@ -5,7 +5,6 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
 
@@ -143,7 +142,6 @@ def attach(
     grad_scale: Callable[[], Tensor | None] | None = None,
     continue_from: Reducer | None = None,
     groups: Groups | None = None,
-    timeout: timedelta | None = None,
     one_of_several: bool = False,
 ) -> Reducer:
     """:func:`compress_ddp` with checked settings.
@@ -151,7 +149,6 @@ def attach(
     Args:
         continue_from: the reducer of an earlier fit, whose groups are used again; if it was of this
             module, its residuals and step count go on.
-        timeout: of the new process groups.
         one_of_several: the settings are for other models too.
     """
     require_ddp(model)
@@ -164,7 +161,6 @@ def attach(
         parameters=describe_parameters(model.module),
         continue_from=continue_from,
         groups=groups,
-        timeout=timeout,
     )
     continue_from = if_of(model.module, continue_from)
     topology = network.topology

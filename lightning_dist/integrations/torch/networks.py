@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ from lightning_dist.exchange.channel import Channel, WaitLimit
 from lightning_dist.exchange.handshake import all_facts, require_equal
 from lightning_dist.integrations.torch.checks import finds_unused
 from lightning_dist.integrations.torch.grouping import topology_of, view_of
+from lightning_dist.private import timeout_of
 from lightning_dist.reducer.network import Network, NewGroup, in_levels
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
@@ -26,9 +26,9 @@ from lightning_dist.topology.launcher import claim
 Groups = Sequence[dist.ProcessGroup]
 
 
-def new_groups(like: dist.ProcessGroup, *, timeout: timedelta | None = None) -> Groups:
+def new_groups(like: dist.ProcessGroup) -> Groups:
     """Two new groups over the ranks of ``like``: payloads and flags. Collective among them."""
-    return [_new_group(like, range(like.size()), timeout=timeout) for _ in range(2)]
+    return [_new_group(like, range(like.size())) for _ in range(2)]
 
 
 def network_for(
@@ -38,7 +38,6 @@ def network_for(
     parameters: str,
     continue_from: Reducer | None,
     groups: Groups | None,
-    timeout: timedelta | None,
 ) -> Network:
     """The groups of all ranks, once they are known to want the same. Collective."""
     # Every group costs threads and sockets, but ranks out of step must not meet in an old one.
@@ -52,7 +51,6 @@ def network_for(
         device=model.device,
         facts={"parameters": parameters, "find_unused_parameters": finds_unused(model)},
         groups=groups,
-        timeout=timeout,
         made=old,
     )
 
@@ -64,7 +62,6 @@ def network_over(
     device: torch.device,
     facts: Mapping[str, object],
     groups: Groups | None = None,
-    timeout: timedelta | None = None,
     made: Network | None = None,
     tree: Hosts | None = None,
 ) -> Network:
@@ -78,7 +75,7 @@ def network_over(
     """
     if groups is not None and len(groups) < 2:
         raise ValueError(f"groups must be two process groups or more, got {len(groups)}")
-    data, control, *levels = groups or new_groups(like, timeout=timeout)
+    data, control, *levels = groups or new_groups(like)
     own = {
         **settings.fingerprint(),
         "groups": view_of(settings, world_size=data.size()),
@@ -107,10 +104,7 @@ def network_over(
             )
         return network
     leader = settings.hierarchical == "leader"
-    if levels:
-        new_group = _given(levels, topology.rank)
-    else:
-        new_group = _made(like, tree, leader=leader, timeout=timeout)
+    new_group = _given(levels, topology.rank) if levels else _made(like, tree, leader=leader)
     return in_levels(network, tree, leader=leader, new_group=new_group)
 
 
@@ -129,21 +123,19 @@ def host_group(like: dist.ProcessGroup, settings: Settings, *, device: torch.dev
             f"{topology.describe()}; leave it at 'rank', or name the groups with ranks_per_host= "
             "or rank_groups="
         )
-    found = {tuple(each): _new_group(like, each, timeout=None) for each in tree}
+    found = {tuple(each): _new_group(like, each) for each in tree}
     return next(group for ranks, group in found.items() if topology.rank in ranks)
 
 
-def _made(
-    like: dist.ProcessGroup, tree: Hosts, *, leader: bool, timeout: timedelta | None
-) -> NewGroup:
+def _made(like: dist.ProcessGroup, tree: Hosts, *, leader: bool) -> NewGroup:
     """The groups of ``tree``, all of them made by all ranks of ``like`` in one order."""
-    found = groups_of(tree, leader=leader, make=partial(_new_group, like, timeout=timeout))
+    found = groups_of(tree, leader=leader, make=partial(_new_group, like))
     if like.size() < dist.get_world_size():
         # torch names such a group by how many this process has made before: ranks that have made
         # fewer would never meet the others in the next one.
         levels = len(levels_of(tree, leader=leader))
         for _ in range(sum(like.rank() in ranks for ranks in found), levels):
-            _new_group(like, [like.rank()], timeout=timeout)
+            _new_group(like, [like.rank()])
     return lambda ranks: found[tuple(ranks)]
 
 
@@ -178,14 +170,12 @@ def _given(levels: Groups, rank: int) -> NewGroup:
     return next_group
 
 
-def _new_group(
-    like: dist.ProcessGroup, ranks: Sequence[int], *, timeout: timedelta | None
-) -> dist.ProcessGroup:
-    """A group of ``ranks`` of ``like``. Collective among all ranks of ``like``."""
+def _new_group(like: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A group of ``ranks`` of ``like``, with its timeout. Collective among all of ``like``."""
     of_world = dist.get_process_group_ranks(like)
     group: dist.ProcessGroup = dist.new_group(
         [of_world[rank] for rank in ranks],
-        timeout=timeout,
+        timeout=timeout_of(like),
         backend=dist.get_backend(like),
         # Ranks that are not in `like` do not come here.
         use_local_synchronization=like.size() < dist.get_world_size(),
@@ -207,7 +197,6 @@ def sharded_network(
     settings: Settings,
     *,
     parameters: str,
-    timeout: timedelta | None = None,
 ) -> Network:
     """The groups between the replicas of a model that is sharded over one dimension of ``mesh``.
 
@@ -217,11 +206,12 @@ def sharded_network(
     world = dist.group.WORLD
     assert world is not None
     if ranks.numel() < world.size():  # others are the rest of a mesh of more dimensions
-        world = dist.new_group(ranks.flatten().tolist(), use_local_synchronization=True)
+        members, timeout = ranks.flatten().tolist(), timeout_of(world)
+        world = dist.new_group(members, timeout=timeout, use_local_synchronization=True)
     order = {rank: number for number, rank in enumerate(dist.get_process_group_ranks(world))}
     device = torch.device(mesh.device_type)
     if device.type != "cpu":
         device = torch.device(device.type, torch.accelerator.current_device_index())
     tree = tuple(tuple(order[rank] for rank in row) for row in ranks.tolist())
     facts = {"mesh": str(ranks.tolist()), "parameters": parameters}
-    return network_over(world, settings, device=device, facts=facts, timeout=timeout, tree=tree)
+    return network_over(world, settings, device=device, facts=facts, tree=tree)

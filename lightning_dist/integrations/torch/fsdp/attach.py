@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from typing import Any, Literal, TypeAlias, overload
 from weakref import WeakValueDictionary
 
@@ -173,7 +172,6 @@ def attach_replicas(
     mesh: DeviceMesh,
     continue_from: Reducer | None = None,
     grad_scale: Callable[[], Tensor | None] | None = None,
-    timeout: timedelta | None = None,
 ) -> ShardedGradients:
     """:func:`compress_fsdp` between replicas, with checked settings. Collective.
 
@@ -181,14 +179,13 @@ def attach_replicas(
         continue_from: the reducer of an earlier fit; if it was of this model, its residuals and
             step count go on.
         grad_scale: as of :class:`Reducer`.
-        timeout: of the new process groups.
     """
     continue_from = if_of(model, continue_from)
     groups = trained_groups(model, mesh)
     names: dict[Tensor, str] = {p: name_before_compile(n) for n, p in model.named_parameters()}
     shards = shard_dimension(groups, mesh)
     parameters = describe_parameters(model)
-    network = sharded_network(mesh, shards, settings, parameters=parameters, timeout=timeout)
+    network = sharded_network(mesh, shards, settings, parameters=parameters)
     require_effect(settings, names, says=dist.get_rank() == 0)
     between: Any = network.intra.inter if network.intra else network
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
