@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from local_worlds import Net, Worker, World, on_threads, plain, require_same, sgd
+from local_worlds import Net, Worker, World, adam, on_threads, plain, require_same, sgd
 from torch import Tensor, nn
 
 from lightning_dist import OneBitAdam
@@ -26,6 +26,23 @@ def test_a_worker_that_is_not_finite_leaves_the_anchor_clean(world: World, overl
     assert not torch.equal(anchors[0], plain()[0].weight)
     worker.train(6)
     assert all(each.isfinite().all() for each in [*anchors, *worker.weights()])
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+@on_threads(2)
+def test_a_worker_that_was_not_finite_trains_again(world: World, fragments: int) -> None:
+    """With moments of its own: those of AdamW are not finite for ever."""
+    settings = {"sync_every": 4, "codec": "none", "fragments": fragments, "overlap_steps": 1}
+    worker = world.worker(plain(), adam, **settings)
+    worker.train(10, poison=2)
+    before = worker.weights()
+    for _ in range(8):
+        worker.train(1)
+        moments = [each for of in worker.optimizer.state.values() for each in of.values()]
+        assert all(each.isfinite().all() for each in [*worker.weights(), *moments])
+    assert worker.updates.metrics()["outer/workers"] == 2
+    assert not torch.equal(before[0], worker.weights()[0])
+    require_same(*world.of_all(worker.anchors()))
 
 
 @on_threads(2)

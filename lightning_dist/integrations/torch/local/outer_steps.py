@@ -120,6 +120,7 @@ class LocalUpdates:
         """Called at the end of every :meth:`step`."""
         self._exposed = 0.0  # seconds in exchanges since the anchor has moved
         self._has_stepped = self._has_finished = False
+        self._optimizers = optimizers
         self._hooks = [each.register_step_pre_hook(self._optimizer_steps) for each in optimizers]
         self._set_aside: dict[str, Tensor] | None = None  # own weights, while the anchor's are used
 
@@ -466,6 +467,19 @@ class LocalUpdates:
         for anchor in fragment.anchors:
             anchor.grad = None
         self._take_anchor(fragment, keep=0.0 if mean_only else self.schedule.mixing)
+        if exchange.lost:
+            self._begin_again()
+
+    def _begin_again(self) -> None:
+        """Give this worker, which was not finite, the anchor as a whole and moments of its own.
+
+        One fragment is not enough: what is not finite in another would be in all gradients.
+        """
+        self.start_from_anchor()
+        for state in (of for optimizer in self._optimizers for of in optimizer.state.values()):
+            moments = (each for each in state.values() if isinstance(each, Tensor))
+            if not all(bool(local_of(each).isfinite().all()) for each in moments):
+                state.clear()  # the optimizer makes it anew
 
     @torch.no_grad()
     def _take_anchor(self, fragment: Fragment, *, keep: float) -> None:

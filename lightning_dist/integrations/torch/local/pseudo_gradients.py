@@ -31,6 +31,7 @@ class Exchange:
     squares: float = 0.0  # this rank's summand of the sum over workers of weight**2 * norm**2
     usual: float = 1.0  # mean weight of all ranks, about; equal on all of them
     handle: Handle | None = None  # None: the mean is there
+    lost: bool = False  # this worker's weights are not finite: it begins again from the anchor
 
 
 class _Samples:
@@ -129,10 +130,11 @@ class PseudoGradients:
             flat.zero_()  # this worker goes on from the anchor, and the others without it
             log.warning(
                 "The weights of this worker are not finite after %d optimizer steps: it skips this "
-                "exchange and continues from the anchor, with its optimizer state unchanged",
+                "exchange and continues from the anchor, without the optimizer state that is not "
+                "finite",
                 attempted,
             )
-            return Exchange(index, due, usual=usual), flat
+            return Exchange(index, due, usual=usual, lost=True), flat
         if weight != usual:
             flat.mul_(weight / usual)
         # The ranks of a worker have the same pseudo-gradient, and sum up to its weight.
