@@ -90,6 +90,14 @@ class KnowsItsSteps(Net):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
+class WantsToStop(Net):
+    """Once, before it may."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == 3:
+            self.trainer.should_stop = True
+
+
 class SkipsSome(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return None if batch_idx % 3 == 1 else super().training_step(batch, batch_idx)
@@ -105,6 +113,8 @@ class EndsEpochsEarly(Net):
     [
         *((kind, {}, 12) for kind in (WaitsForAMetric, StepsByItself, KnowsItsSteps, SkipsSome)),
         (EndsEpochsEarly, {}, 8),
+        (WantsToStop, {"min_epochs": 2, "max_epochs": 9}, 12),
+        (WantsToStop, {"min_steps": 21, "max_epochs": 9}, 12),
         (Net, {"max_steps": 31, "max_epochs": -1}, 12),
         (Net, {"reload_dataloaders_every_n_epochs": 1}, 12),
         (Net, {"check_val_every_n_epoch": None, "val_check_interval": 5}, 12),

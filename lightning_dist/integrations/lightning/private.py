@@ -52,7 +52,7 @@ NAMES: Table = {
         "_get_current_signal_handlers _original_handlers register_signal_handlers"
     ),
     f"{_PYTORCH}.loops.fit_loop:_FitLoop": (
-        "_can_stop_early _combined_loader _combined_loader_states_to_load _data_fetcher "
+        "_combined_loader _combined_loader_states_to_load _data_fetcher "
         "_data_source _loaded_from_state_dict _restarting _resuming_from_checkpoint "
         "_should_accumulate epoch_loop epoch_progress max_batches reset setup_data"
     ),
@@ -255,11 +255,6 @@ def is_searching(finder: Any) -> bool:
 def is_accumulating(trainer: pl.Trainer) -> bool:
     """Whether the optimizer waits for more passes."""
     return bool(trainer.fit_loop._should_accumulate())
-
-
-def may_stop_early(trainer: pl.Trainer) -> bool:
-    """Whether ``should_stop`` takes effect now, ``min_epochs`` and ``min_steps`` being reached."""
-    return bool(trainer.fit_loop._can_stop_early)
 
 
 def is_validation_due(trainer: pl.Trainer) -> bool:

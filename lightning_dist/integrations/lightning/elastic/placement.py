@@ -177,10 +177,6 @@ class TrainerPlacement(Placement):
         """The optimizer has stepped."""
 
     @property
-    def _is_stopped(self) -> bool:
-        return self._trainer.should_stop and private.may_stop_early(self._trainer)
-
-    @property
     def _is_validated(self) -> bool:
         return self.position.samples == 0 or self._validated_step == self._trainer.global_step
 
@@ -218,8 +214,8 @@ class TrainerPlacement(Placement):
         if state.stopped:
             self._trainer.should_stop = True
             rank_zero.info(
-                f"elastic: training was stopped at step {state.total_steps} before its last epoch; "
-                "nothing is left to do"
+                f"elastic: training was asked to stop at step {state.total_steps} or before; "
+                "it ends once min_epochs and min_steps are reached"
             )
         private.forget_loader_states(self._trainer)
         self._loop.setup_data()
@@ -278,7 +274,7 @@ class TrainerPlacement(Placement):
     @property
     def _facts(self) -> dict[str, bool]:
         """Facts of the state that a loop of the user's own does not have."""
-        return {"validated": self._is_validated, "stopped": self._is_stopped}
+        return {"validated": self._is_validated, "stopped": self._trainer.should_stop}
 
     @property
     def _logged_metrics(self) -> dict[str, float]:
