@@ -96,6 +96,31 @@ def test_publishing_replaces_whatever_had_the_name(
         assert content(tmp_path / "real old") == "old", "what the old link showed was touched"
 
 
+@pytest.mark.parametrize("nbytes", [231, 232, 248, 255])
+def test_names_of_any_length_that_a_file_may_have(
+    tmp_path: Path, nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is staged and set aside beside them has longer ones."""
+    folder, one = tmp_path / "folder", "é" * 40
+    names = [f"{each}{one}".ljust(nbytes - 40 - len(".ckpt"), "x") + ".ckpt" for each in "ab"]
+    assert {len(os.fsencode(name)) for name in names} == {nbytes}
+    folder.mkdir()
+    without_renameat2(monkeypatch)
+    for name in names:
+        for step in (1, 2):
+            staged = STORAGE.staging(str(folder / name), origin(step).save_id)
+            whole_folder(str(tmp_path / "elsewhere"), step)
+            os.rename(tmp_path / "elsewhere", staged)
+            STORAGE.publish(staged, str(folder / name))
+        assert_equal(load(str(folder / name)), small_state(2))
+    os.mkdir(STORAGE.staging(str(folder / names[0]), origin(3).save_id))  # killed
+    assert local.cut_off(STORAGE, str(folder)) == []
+    recover(STORAGE, str(folder))
+    assert sorted(os.listdir(folder)) == names
+    STORAGE.remove(str(folder / names[0]))
+    assert os.listdir(folder) == names[1:]
+
+
 class Killed(BaseException):
     pass
 

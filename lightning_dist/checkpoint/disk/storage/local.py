@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
 import os
 import re
 import shutil
@@ -14,6 +15,8 @@ from lightning_dist.checkpoint.disk.storage.base import SLICE, Bytes, Sink, Stor
 
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old|trash)-[0-9a-f]{16}", re.DOTALL)
 """Names of staged checkpoints, of those about to be replaced, and of those being removed."""
+_LONGEST = 255 - len("..trash-") - 16
+"""Bytes of a name that another one of these can have in it."""
 
 
 class _LocalSink:
@@ -52,7 +55,7 @@ class LocalStorage(Storage):
 
     def staging(self, target: str, save_id: str) -> str:
         folder, name = os.path.split(target)
-        return os.path.join(folder, f".{name}.tmp-{save_id}")
+        return os.path.join(folder, f".{_short(name)}.tmp-{save_id}")
 
     def create(self, path: str) -> Sink:
         return _LocalSink(path)
@@ -108,7 +111,7 @@ class LocalStorage(Storage):
         else:
             folder, name = os.path.split(path)
             for rest in self.leftovers(folder):  # of a removal that failed
-                if os.path.basename(rest).startswith(f".{name}.trash-"):
+                if os.path.basename(rest).startswith(f".{_short(name)}.trash-"):
                     shutil.rmtree(rest)
 
     def names(self, path: str) -> list[str]:
@@ -143,12 +146,17 @@ class LocalStorage(Storage):
 
 
 def leftovers_by_name(storage: LocalStorage, folder: str) -> dict[str, dict[str, list[str]]]:
-    """Paths of leftovers by the name that each was to have or has had, and by kind."""
+    """Paths of leftovers by the name that each was to have or has had, and by kind.
+
+    A long name that nothing has now is known in its short form alone.
+    """
+    there = {_short(name): name for name in storage.names(folder)}
     found: dict[str, dict[str, list[str]]] = {}
     for path in storage.leftovers(folder):
         match = _LEFTOVER.fullmatch(os.path.basename(path))
         assert match is not None
-        kinds = found.setdefault(match["name"], {"tmp": [], "old": [], "trash": []})
+        name = there.get(match["name"], match["name"])
+        kinds = found.setdefault(name, {"tmp": [], "old": [], "trash": []})
         kinds[match["kind"]].append(path)
     return found
 
@@ -187,7 +195,17 @@ def _hard_link(source: str, target: str) -> None:
 
 def _aside(path: str, kind: str) -> str:
     folder, name = os.path.split(path)
-    return os.path.join(folder, f".{name}.{kind}-{os.urandom(8).hex()}")
+    return os.path.join(folder, f".{_short(name)}.{kind}-{os.urandom(8).hex()}")
+
+
+def _short(name: str) -> str:
+    """``name``, or its begin and a digest if it is so long that nothing can be added to it."""
+    encoded = os.fsencode(name)
+    if len(encoded) <= _LONGEST:
+        return name
+    digest = hashlib.blake2b(encoded, digest_size=8).hexdigest()
+    begin = encoded[: _LONGEST - 1 - len(digest)].decode(errors="ignore")
+    return f"{begin}~{digest}"
 
 
 def _exchange(one: str, other: str) -> str:
