@@ -3,11 +3,12 @@
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from processes import run
 from test_messages import message
 from torch import nn
@@ -15,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 
 from lightning_dist import (
     AsyncCheckpoint,
+    CommProfiler,
     CompressedDDPStrategy,
     CompressedModelParallelStrategy,
     ElasticRestart,
@@ -103,6 +105,14 @@ def test_a_trainer_or_fabric_of_the_other_package(quick_python: list[str]) -> No
         for kind, package in (("Trainer", "pytorch_lightning"), ("Fabric", "lightning_fabric"))
     ]
     assert said == expected * 4
+
+
+@pytest.mark.parametrize("make", [CommProfiler, AsyncCheckpoint, partial(ElasticRestart, "ckpt")])
+def test_a_callback_in_a_trainer_of_the_other_package(make: Any) -> None:
+    """Which calls the hooks of any object."""
+    foreign: Any = type("Trainer", (), {"__module__": "pytorch_lightning.trainer.trainer"})()
+    with pytest.raises(ValueError, match="Trainer. comes from 'pytorch_lightning'"):
+        make().setup(foreign, LightningModule(), "fit")
 
 
 STRATEGIES = pytest.mark.parametrize("strategy", [CompressedDDPStrategy, FabricStrategy])

@@ -27,6 +27,7 @@ from lightning_dist.integrations.profiler.live import LiveProfile, Upload, log_s
 from lightning_dist.integrations.profiler.models import LocalModel, as_ddp
 from lightning_dist.integrations.profiler.run import ProfileRun
 from lightning_dist.integrations.profiler.sigterm import CODE, Sigterm, sigterm_raises
+from lightning_dist.integrations.refusals import refuse_pytorch_lightning
 from lightning_dist.log import warn
 from lightning_dist.private import before_compile
 from lightning_dist.profiling.analysis.imbalance import ResidualAlarm
@@ -187,6 +188,10 @@ class CommProfiler(pl.Callback):
             self._close(FINISHED if error is None else _reason(error), together=error is None)
         if self._sigterm.came and error is None:
             raise SystemExit(CODE)
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        refuse_pytorch_lightning(trainer=trainer)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
