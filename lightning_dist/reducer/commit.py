@@ -113,11 +113,12 @@ def require_equal_hyperparameters(own: Mapping[str, str], network: Network) -> N
     """Raise DriftError if ranks step with other hyperparameters. Collective.
 
     Args:
-        own: by name.
+        own: by name; a rank that has just joined knows of none so far.
     """
     group, limit = network.control.group, network.limit
     facts = all_facts(own, group=group, device=network.device, limit=limit)
-    if lines := differences(facts):
+    known = {name: value for fact in facts for name, value in fact.items()}
+    if lines := differences([{**known, **fact} for fact in facts]):
         raise DriftError(
             "All ranks must step with the same hyperparameters, and they differ in\n"
             + "\n".join(lines)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from lightning_dist.accelerate import CompressedDDPPlugin
 from lightning_dist.fabric import CompressedDDPStrategy
 from lightning_dist.integrations.torch.ddp import reducer_of
 from lightning_dist.private import timeout_of
+from lightning_dist.reducer.commit import require_equal_hyperparameters
 
 
 def two_branches() -> nn.ModuleDict:
@@ -163,6 +165,7 @@ def test_a_second_optimizer_is_refused_with_means_of_the_step_before(rank: Rank)
 
 
 @pytest.mark.parametrize("begin", [0, 3])
+@patch("lightning_dist.reducer.pipeline._COMPARED_EVERY", 5)
 @on_threads(2)
 def test_hyperparameters_that_differ_between_ranks(rank: Rank, begin: int) -> None:
     """As of a search that each rank has drawn for itself."""
@@ -185,6 +188,16 @@ def test_hyperparameters_that_differ_between_ranks(rank: Rank, begin: int) -> No
         train()
     assert "weight_decay" not in str(caught.value)
     reducer.close()
+
+
+@on_threads(2)
+def test_a_rank_that_has_joined_knows_of_no_hyperparameters(rank: Rank) -> None:
+    own = {} if rank.rank else {"lr": "0.1", "eps": "1e-8"}
+    require_equal_hyperparameters(own, rank.network())
+    with pytest.raises(
+        RuntimeError, match=r"differ in\n  lr: '0\.1' on rank 0; '0\.2' on rank 1\n"
+    ):
+        require_equal_hyperparameters(own or {"lr": "0.2"}, rank.network())
 
 
 @on_threads(2)

@@ -111,7 +111,7 @@ def test_a_trainer_or_fabric_of_the_other_package(quick_python: list[str]) -> No
 def test_a_callback_in_a_trainer_of_the_other_package(make: Any) -> None:
     """Which calls the hooks of any object."""
     foreign: Any = type("Trainer", (), {"__module__": "pytorch_lightning.trainer.trainer"})()
-    with pytest.raises(ValueError, match="Trainer. comes from 'pytorch_lightning'"):
+    with pytest.raises(ValueError, match=r"\(Trainer\) comes from 'pytorch_lightning'"):
         make().setup(foreign, LightningModule(), "fit")
 
 

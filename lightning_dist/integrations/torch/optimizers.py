@@ -28,7 +28,7 @@ class OptimizerWatch:
     """
 
     def __init__(self, reducer: Reducer, module: nn.Module) -> None:
-        self._reducer, self._module, self._generation = ref(reducer), ref(module), 0
+        self._reducer, self._module = ref(reducer), ref(module)
         self._seen: WeakKeyDictionary[Optimizer, _Layout] = WeakKeyDictionary()
         self._own: WeakKeyDictionary[Optimizer, frozenset[Tensor]] = WeakKeyDictionary()
         hook = register_optimizer_step_pre_hook(untraced(self._before_step))
@@ -58,10 +58,6 @@ class OptimizerWatch:
         reducer, module = self._reducer(), self._module()
         if reducer is None or module is None or reducer.closed:
             return
-        if self._generation != reducer.generation:  # a rank that has joined has seen none
-            self._generation = reducer.generation
-            self._own.clear()
-            self._seen.clear()
         layout = tuple(len(group["params"]) for group in optimizer.param_groups)
         if self._seen.get(optimizer) != layout:
             self._check(optimizer, reducer, module)
