@@ -139,6 +139,18 @@ def test_layers_that_are_unfrozen_and_frozen_again(rank: Rank, unused: bool) -> 
 
 
 @on_threads(2)
+def test_a_static_graph_does_not_change(rank: Rank) -> None:
+    model, reducer = compressed(rank, Chosen(), static_graph=True)
+    model(batch(rank, 0), "ab").backward()
+    model.module.branches["b"].weight.requires_grad_(False)
+    with pytest.raises(
+        ValueError, match=r"'branches\.b\.weight' was frozen; leave static_graph out"
+    ):
+        model(batch(rank, 1), "ab")
+    reducer.close()
+
+
+@on_threads(2)
 def test_what_is_stepped_and_not_sent_is_refused(rank: Rank) -> None:
     model, reducer = compressed(rank, Chosen())
     model.module.branches["c"] = nn.Linear(16, 16)

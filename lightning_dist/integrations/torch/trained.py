@@ -40,6 +40,13 @@ class TrainedSet:
         added, frozen = trained - self._averaged, self._averaged - trained
         # One that is frozen for a while, as by toggle_optimizer, is an unused one to DDP.
         if trained and (added or (frozen and not finds_unused(model))):
+            if model.static_graph:
+                changed = next(iter(added or frozen))
+                raise ValueError(
+                    "static_graph=True says that the same parameters are used in all steps, and "
+                    f"{buckets.reducer.names[changed]!r} was {'unfrozen' if added else 'frozen'}; "
+                    "leave static_graph out"
+                )
             self._averaged = trained
             buckets.note(added)
             rebuild_ddp(model, model.process_group)

@@ -434,7 +434,7 @@ class LocalUpdates:
     def _differs_from_anchor(self) -> bool:
         """Whether this rank's weights are not the anchor's."""
         return not self._is_ddp and any(
-            not torch.equal(own := own_part(p), anchor.to(own.device, own.dtype))
+            not torch.equal(own_part(p).to(anchor.dtype), anchor.to(p.device))
             for fragment in self._fragments
             for p, anchor, _ in fragment.rows()
         )
