@@ -358,3 +358,21 @@ def test_what_cannot_work_is_refused() -> None:
         with pytest.raises(ValueError, match=says):
             case()
         dist.barrier()
+
+
+def test_each_worker_of_a_loop_keeps_its_loss_scale() -> None:
+    """Another one on each, where gradients of one have overflown."""
+    model, own = nn.Linear(4, 2), 16.0 * 2 ** dist.get_rank()
+    optimizer = torch.optim.AdamW(model.parameters())
+    updates = local_updates(model, optimizer, method="local_sgd", sync_every=2, codec="none")
+    scaler = torch.amp.GradScaler("cpu", init_scale=own)
+    given = {"model": model, "optimizer": optimizer, "updates": updates, "scaler": scaler}
+    objects = Objects(given, world_size=2)
+    scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+    scaler.step(optimizer)
+    updates.step()
+    saved = of_all(objects.states())[0]
+    scaler.update(1.0)
+    objects.load_states(saved)
+    assert scaler.get_scale() == own
+    updates.close()

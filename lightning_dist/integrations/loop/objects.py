@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -59,7 +60,7 @@ class Objects:
         for name, each in given.items():
             if isinstance(each, LocalUpdates):  # at the end: they load into models and optimizers
                 self._given.pop(name)
-                self._given[name] = WorkerStates(each, self.optimizers)
+                self._given[name] = WorkerStates(each, self.optimizers, scaler=self._scaler)
         self.device = next((p.device for m in modules for p in m.parameters()), torch.device("cpu"))
 
     @property
@@ -67,6 +68,12 @@ class Objects:
         """Torch's own."""
         inner = map(_without_wrapper, self._given.values())
         return [each for each in inner if isinstance(each, Optimizer)]
+
+    @property
+    def _scaler(self) -> GradScaler | None:
+        """Of which each local worker has a scale of its own."""
+        inner = map(_without_wrapper, self._given.values())
+        return next((each for each in inner if isinstance(each, GradScaler)), None)
 
     @property
     def schedulers(self) -> list[Any]:
