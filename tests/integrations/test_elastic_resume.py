@@ -113,8 +113,6 @@ class EndsEpochsEarly(Net):
     [
         *((kind, {}, 12) for kind in (WaitsForAMetric, StepsByItself, KnowsItsSteps, SkipsSome)),
         (EndsEpochsEarly, {}, 8),
-        (WantsToStop, {"min_epochs": 2, "max_epochs": 9}, 12),
-        (WantsToStop, {"min_steps": 21, "max_epochs": 9}, 12),
         (Net, {"max_steps": 31, "max_epochs": -1}, 12),
         (Net, {"reload_dataloaders_every_n_epochs": 1}, 12),
         (Net, {"check_val_every_n_epoch": None, "val_check_interval": 5}, 12),
@@ -122,6 +120,8 @@ class EndsEpochsEarly(Net):
         (Net, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 5}, 3),
         (Net, {"loader": lambda: make_loader(Numbered(50), drop_last=True)}, 12),
         (Net, {"loader": lambda: make_loader(Numbered(50)), "accumulate_grad_batches": 3}, 5),
+        (WantsToStop, {"min_epochs": 2, "max_epochs": 9}, 12),
+        (WantsToStop, {"min_steps": 21, "max_epochs": 9}, 12),
     ],
 )
 def test_modules_and_trainers_of_every_kind(
