@@ -25,7 +25,7 @@ class TrainedSet:
 
     def __init__(self, model: DistributedDataParallel, buckets: DDPBuckets) -> None:
         self._buckets = ref(buckets)  # which the model has
-        self._averaged = _trained(buckets)
+        self._averaged, self._flags = _trained(buckets), _flags(buckets)
         self._hook = model.register_forward_pre_hook(untraced(self._before_forward))
         buckets.reducer.at_close.append(self._close)
 
@@ -36,7 +36,10 @@ class TrainedSet:
         buckets = self._buckets()
         if buckets is None or not torch.is_grad_enabled():
             return
-        trained = _trained(buckets)
+        flags = _flags(buckets)
+        if flags == self._flags:
+            return
+        self._flags, trained = flags, _trained(buckets)
         added, frozen = trained - self._averaged, self._averaged - trained
         # One that is frozen for a while, as by toggle_optimizer, is an unused one to DDP.
         if trained and (added or (frozen and not finds_unused(model))):
@@ -50,6 +53,10 @@ class TrainedSet:
             self._averaged = trained
             buckets.note(added)
             rebuild_ddp(model, model.process_group)
+
+
+def _flags(buckets: DDPBuckets) -> list[bool]:
+    return [each.requires_grad for each in buckets.reducer.names]  # quicker than a set of tensors
 
 
 def _trained(buckets: DDPBuckets) -> frozenset[Tensor]:
