@@ -137,7 +137,6 @@ class OneBitAdam(torch.optim.Optimizer):
                 "its own, such as torch.optim.AdamW"
             )
         super().add_param_group(param_group)
-        self._find_places()
 
     def _find_places(self) -> None:
         if self._reducer is None:
@@ -180,6 +179,7 @@ class OneBitAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._require_exchange()
+        self._find_places()  # a callback may have replaced the groups
         frozen = self.active
         for group in self.param_groups:
             group["step"] += 1

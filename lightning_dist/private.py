@@ -486,7 +486,7 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 # Only the engine knows.
 def is_in_backward() -> bool:
-    """Whether a backward pass calls, in this thread."""
+    """True if the calling thread is inside a backward pass."""
     require_torch()
     return bool(torch._C._current_graph_task_id() != -1)
 

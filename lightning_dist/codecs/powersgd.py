@@ -32,10 +32,9 @@ class PowerSGD(Codec):
     Tensors of fewer than two, and those for which ``r (n + m) >= n m``, travel uncompressed.
 
     Wire bytes per rank and step: ``2 (W-1)/W * 4 r n`` or ``4 r m`` in turn (``two_phase``: both).
-    State: a residual per element, and the factors, ``r (n + m)``, and whose turn it is, equal on
-    all ranks. The residual
-    is local, ``M - P_local Q^T``: it stays bounded, and an inf does not stay in it, unlike in
-    torch's hook. Use it with error feedback, for very slow links and large matrices.
+    State: a residual per element, and equal on all ranks the factors, ``r (n + m)``, and whose turn
+    it is. The residual is local, ``M - P_local Q^T``: it stays bounded, and an inf does not stay in
+    it, unlike in torch's hook. Use it with error feedback, for very slow links and large matrices.
 
     Replicas are bit-identical on equal hardware and libraries: factors are orthonormalised and
     multiplied by LAPACK and BLAS on every rank. The ranks compare their gradients every 100 steps,

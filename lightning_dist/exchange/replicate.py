@@ -52,7 +52,7 @@ def _in_memory(tensor: Tensor) -> Tensor:
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Whether two elements may have one place: no dimension steps over all of those inside it."""
+    """True unless each dimension steps over all elements of the dimensions inside it."""
     inside = 0
     dimensions = zip(tensor.stride(), tensor.shape, strict=True)
     for stride, size in sorted(each for each in dimensions if each[1] > 1):

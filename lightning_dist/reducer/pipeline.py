@@ -41,7 +41,7 @@ _COMPARED_EVERY = 100
 
 
 def _compares_hyperparameters(step: int) -> bool:
-    """Once optimizers have taken a step, and every 100 steps: the host waits for a GPU there."""
+    """True after the first step and every 100 steps, as the host waits for a GPU there."""
     return step == 1 or (step > 0 and step % _COMPARED_EVERY == 0)
 
 
@@ -80,7 +80,7 @@ class Pipeline:
         self.answer = Answer()
         """Agreement of the ranks on the last committed step."""
         self.hyperparameters: Callable[[], Mapping[str, str]] | None = None
-        """Of the optimizers that apply the means; compared between ranks now and then."""
+        """Hyperparameters of the optimizers that apply the means, which ranks compare."""
         self.immediate = settings.commit == "immediate" or (
             settings.commit == "auto" and not allow_absent and grad_scale is None
         )

@@ -35,9 +35,9 @@ def require_one_state(
         own = f"one of step {state.get(prefix + 'step')} ({digest})"
     group, limit = network.data.group, network.limit
     facts = all_facts({"state": own}, group=group, device=network.device, limit=limit)
-    for line in differences(facts):
+    if lines := differences(facts):
         raise ValueError(
-            f"load_state_dict must be given the same on all ranks, got\n{line}\n"
+            f"load_state_dict must be given the same on all ranks, got\n{lines[0]}\n"
             "state_dict() returns it on rank 0 alone: save it there and load the file on all ranks"
         )
 

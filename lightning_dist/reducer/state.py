@@ -307,9 +307,8 @@ class ReducerState:
         channel, device = network.state, network.device
         held = {(n, at): mine for n, of in self.all_factors.items() for at, mine in of.items()}
         own = [
-            [*key, [[str(f.dtype).removeprefix("torch."), *f.shape] for f in mine], in_use]
+            [*key, [_layout_of(factor) for factor in mine], key[0] in self.factors]
             for key, mine in held.items()
-            for in_use in [key[0] in self.factors]
         ]
         facts = _of_all_ranks({"factors": own}, network)
         of_ranks = [{(n, at): about for n, at, *about in fact["factors"]} for fact in facts]
@@ -379,6 +378,11 @@ def _of_all_ranks(own: Facts, network: Network) -> list[Facts]:
 def _gathered(of_kinds: Mapping[str, Any], factors: Any) -> dict[str, Any]:
     found = {_KINDS[kind]: of_kind for kind, of_kind in of_kinds.items()} | {"factors": factors}
     return {key: value for key, value in found.items() if value or key == "residuals"}
+
+
+def _layout_of(tensor: Tensor) -> list[str | int]:
+    """Dtype and shape, for JSON."""
+    return [str(tensor.dtype).removeprefix("torch."), *tensor.shape]
 
 
 def _consecutive(flat: Tensor, parts: Sequence[Sequence[int]]) -> Sequence[Tensor]:

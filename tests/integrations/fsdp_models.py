@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from replicas import of_all
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -142,6 +143,22 @@ def train(
         optimizer.step()
         after_step()
     return weights(net)
+
+
+def train_in_phases(net: Any, *, ours: Any) -> list[list[Tensor]]:
+    """Weights after each of eight steps, in four of which a layer and a block are frozen."""
+    found = []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step, (x, _) in enumerate(batches(8)):
+        for module in (net.first, net.blocks[1]):
+            module.requires_grad_(step in (2, 3, 6, 7))
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+        found.append(weights(net))
+        if ours is not None and step == 4:
+            ours.load_state_dict(of_all(ours.state_dict())[0])
+    return found
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from fsdp_models import (
     same_in_replicas,
     sharded,
     train,
+    train_in_phases,
     weights,
 )
 from replicas import of_all
@@ -435,27 +436,13 @@ def test_layers_that_are_unfrozen_and_frozen_again(codec: str) -> None:
     """A part of a group, and a whole one: what torch's HSDP has at every step, uncompressed."""
     mesh = mesh_of(2, 2)
 
-    def trained(net: Any, ours: Any) -> list[list[Tensor]]:
-        found, frozen = [], (net.first, net.blocks[1])
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        for step, (x, _) in enumerate(batches(8)):
-            for module in frozen:
-                module.requires_grad_(step in (2, 3, 6, 7))
-            optimizer.zero_grad()
-            net(x).square().mean().backward()
-            optimizer.step()
-            found.append(weights(net))
-            if ours is not None and step == 4:
-                ours.load_state_dict(of_all(ours.state_dict())[0])
-        return found
-
     with compressed(mesh, codec, net=sharded(mesh["shard"])) as (net, ours):
-        steps = trained(net, ours)
+        steps = train_in_phases(net, ours=ours)
         assert replicas_are_equal(net, mesh)
         assert ours.reducer.step == 8
         assert codec == "none" or ours.reducer.residuals["first.weight"].any()
     if codec == "none":
-        for own, native in zip(steps, trained(sharded(mesh), None), strict=True):
+        for own, native in zip(steps, train_in_phases(sharded(mesh), ours=None), strict=True):
             assert all(map(torch.equal, own, native))
 
 

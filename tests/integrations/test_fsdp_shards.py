@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,12 +14,12 @@ import torch.distributed as dist
 from fsdp_models import (
     WIDTH,
     Net,
-    batches,
     compressed,
     load_weights,
     require_same_debt,
     sharded,
     train,
+    train_in_phases,
     weights,
 )
 from replicas import of_all
@@ -212,26 +213,12 @@ def test_layers_that_are_unfrozen_and_frozen_again() -> None:
     """A part of a group, and a whole one."""
     mesh = init_device_mesh("cpu", (2,))
 
-    def trained(net: Any, ours: Any) -> list[Tensor]:
-        found, frozen = list[Tensor](), (net.first, net.blocks[1])
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        for step, (x, _) in enumerate(batches(8)):
-            for module in frozen:
-                module.requires_grad_(step in (2, 3, 6, 7))
-            optimizer.zero_grad()
-            net(x).square().mean().backward()
-            optimizer.step()
-            found += weights(net)
-            if ours is not None and step == 4:
-                ours.load_state_dict(of_all(ours.state_dict())[0])
-        return found
-
-    native = trained(sharded(mesh), None)
+    native = [*chain(*train_in_phases(sharded(mesh), ours=None))]
     with compressed(mesh, "none", net=sharded(mesh), parameters="none") as (net, ours):
-        assert all(map(torch.equal, native, trained(net, ours)))
+        assert all(map(torch.equal, native, chain(*train_in_phases(net, ours=ours))))
     keeps = {"parameters": INT8, "error_feedback": True}
     with compressed(mesh, "int8", net=sharded(mesh), **keeps) as (net, ours):
-        near = trained(net, ours)
+        near = [*chain(*train_in_phases(net, ours=ours))]
         assert ours.comm_stats()["steps"] == 8
         assert "first.weight" in of_all(ours.state_dict())[0]["errors"]
     assert not all(map(torch.equal, native, near))

@@ -71,7 +71,7 @@ class Objects:
 
     @property
     def _scaler(self) -> GradScaler | None:
-        """Of which each local worker has a scale of its own."""
+        """GradScaler among the objects; each local worker keeps its own scale."""
         inner = map(_without_wrapper, self._given.values())
         return next((each for each in inner if isinstance(each, GradScaler)), None)
 

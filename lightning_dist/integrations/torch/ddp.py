@@ -117,7 +117,8 @@ def compress_ddp(
     Raises:
         ValueError: a setting that is out of range or cannot take effect, a model that cannot be
             compressed, or ranks whose settings differ. Also, at its first step, an optimizer with
-            momentum beside a codec that brings its own (``dgc``).
+            momentum beside a codec that brings its own (``dgc``), or with parameters that were
+            added to the model after it was wrapped.
     """
     settings = Settings.check(
         codec,
@@ -162,7 +163,7 @@ def attach(
         continue_from=continue_from,
         groups=groups,
     )
-    continue_from = if_of(model.module, continue_from)
+    continue_from = if_attached_to(model.module, continue_from)
     topology = network.topology
     ignored, named = names_ignored_by_ddp(model.module), model.module.named_parameters()
     names = {p: name_before_compile(name) for name, p in named if name not in ignored}
@@ -244,7 +245,7 @@ def remember(module: nn.Module, reducer: Reducer) -> None:
     _attached[module] = ref(reducer)
 
 
-def if_of(module: nn.Module, reducer: Reducer | None) -> Reducer | None:
+def if_attached_to(module: nn.Module, reducer: Reducer | None) -> Reducer | None:
     """``reducer`` if it is the last one that was attached to ``module``, else None."""
     attached = _attached.get(module)
     return reducer if attached is not None and attached() is reducer else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 from weakref import ref
 
@@ -25,7 +26,7 @@ class TrainedSet:
 
     def __init__(self, model: DistributedDataParallel, buckets: DDPBuckets) -> None:
         self._buckets = ref(buckets)  # which the model has
-        self._averaged, self._flags = _trained(buckets), _flags(buckets)
+        self._averaged, self._flags = _trained(buckets), flags_of(buckets.reducer.names)
         self._hook = model.register_forward_pre_hook(untraced(self._before_forward))
         buckets.reducer.at_close.append(self._close)
 
@@ -36,7 +37,7 @@ class TrainedSet:
         buckets = self._buckets()
         if buckets is None or not torch.is_grad_enabled():
             return
-        flags = _flags(buckets)
+        flags = flags_of(buckets.reducer.names)
         if flags == self._flags:
             return
         self._flags, trained = flags, _trained(buckets)
@@ -55,8 +56,9 @@ class TrainedSet:
             rebuild_ddp(model, model.process_group)
 
 
-def _flags(buckets: DDPBuckets) -> list[bool]:
-    return [each.requires_grad for each in buckets.reducer.names]  # quicker than a set of tensors
+def flags_of(parameters: Iterable[Tensor]) -> list[bool]:
+    """``requires_grad`` of each, to see before every step whether one has changed."""
+    return [each.requires_grad for each in parameters]
 
 
 def _trained(buckets: DDPBuckets) -> frozenset[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, overload
 from weakref import WeakValueDictionary
 
@@ -17,8 +17,9 @@ from lightning_dist.exchange.replicate import replicate
 from lightning_dist.integrations.refusals import refuses_unknown
 from lightning_dist.integrations.torch.checks import require_effect
 from lightning_dist.integrations.torch.ddp import compile_kernels as compile_at_set_up
-from lightning_dist.integrations.torch.ddp import describe_parameters, if_of, remember
+from lightning_dist.integrations.torch.ddp import describe_parameters, if_attached_to, remember
 from lightning_dist.integrations.torch.fsdp.checks import (
+    ParameterGroup,
     gathered_groups,
     shard_dimension,
     trained_groups,
@@ -180,7 +181,7 @@ def attach_replicas(
             step count go on.
         grad_scale: as of :class:`Reducer`.
     """
-    continue_from = if_of(model, continue_from)
+    continue_from = if_attached_to(model, continue_from)
     groups = trained_groups(model, mesh)
     names: dict[Tensor, str] = {p: name_before_compile(n) for n, p in model.named_parameters()}
     shards = shard_dimension(groups, mesh)
@@ -191,10 +192,10 @@ def attach_replicas(
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     replicate({n: local_of(tensor.detach()) for n, tensor in held.items()}, between.data)
 
-    def layout() -> list[ShardedGroup]:
-        return [layout_of(group, names) for group in trained_groups(model, mesh)]
+    def laid_out(groups: Sequence[ParameterGroup]) -> list[ShardedGroup]:
+        return [layout_of(group, names) for group in groups]
 
-    layouts = layout()
+    layouts = laid_out(groups)
     reducer = Reducer(
         names,
         settings=settings,
@@ -214,7 +215,9 @@ def attach_replicas(
     compile_at_set_up(reducer, gradients_of_shards, says=dist.get_rank() == 0)
     OptimizerWatch(reducer, model)
     remember(model, reducer)
-    gradients = _attached[id(model)] = ShardedGradients(model, reducer, layout)
+    gradients = _attached[id(model)] = ShardedGradients(
+        model, reducer, layouts, renewed=lambda: laid_out(trained_groups(model, mesh))
+    )
     return gradients
 
 

@@ -70,13 +70,13 @@ def trained_groups(model: nn.Module, mesh: DeviceMesh) -> list[ParameterGroup]:
             "has no hook for it; call fully_shard on the blocks and the model instead"
         )
     found = list(sharded_groups(model))
-    require_sharded(model)
     if not found:
         raise ValueError(
             "compress_fsdp needs a model with parameters that fully_shard has sharded, got "
             f"{type(model).__name__}; call fully_shard(model, mesh=mesh['shard']) first, or use "
             "compress_ddp for a model that every rank holds as a whole"
         )
+    _require_all_sharded(model, found)
     for group in found:
         name = type(group.module).__name__
         for kept in dict.fromkeys(parameter.dtype for parameter in group.parameters):
@@ -106,7 +106,6 @@ def gathered_groups(model: nn.Module, mesh: DeviceMesh) -> list[ParameterGroup]:
             collectives cannot be replaced.
     """
     found = list(sharded_groups(model, trained=False))
-    require_sharded(model)
     ranks = sorted(mesh.mesh.flatten().tolist())
     own = sorted({tuple(sorted(dist.get_process_group_ranks(each.group))) for each in found})
     if own != [tuple(ranks)] or len(ranks) == 1:
@@ -115,6 +114,7 @@ def gathered_groups(model: nn.Module, mesh: DeviceMesh) -> list[ParameterGroup]:
             f"shards on the ranks {own} and the mesh {mesh.mesh.tolist()}; with several replicas "
             "leave parameters out: inside a replica FSDP gathers them itself"
         )
+    _require_all_sharded(model, found)
     for group in found:
         name, kept = type(group.module).__name__, {each.dtype for each in group.parameters}
         if len(kept) > 1 or not all(dtype.is_floating_point for dtype in kept):
@@ -185,11 +185,12 @@ def sharded_groups(model: nn.Module, *, trained: bool = True) -> Iterator[Parame
                 yield _checked(cast(FSDPModule, module), group, fsdp_params)
 
 
-def require_sharded(model: nn.Module) -> None:
+def _require_all_sharded(model: nn.Module, groups: Sequence[ParameterGroup]) -> None:
     """Raise ValueError if a trained parameter is outside of all ``fully_shard`` calls."""
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    outside = [name for name, p in named if not isinstance(p, DTensor)]
-    if outside and len(outside) < len(named):
+    inside = {parameter for group in groups for parameter in group.parameters}
+    named = model.named_parameters()
+    outside = [name for name, p in named if p.requires_grad and p not in inside]
+    if outside:
         raise ValueError(
             "fully_shard must have all trained parameters, as nothing averages the others; got "
             f"{', '.join(outside[:3])}{' ...' if len(outside) > 3 else ''} outside of it; call "

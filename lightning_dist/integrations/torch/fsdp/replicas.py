@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_dist.accelerator import is_accelerator
 from lightning_dist.integrations.torch.fsdp.backward import BackwardEnd
-from lightning_dist.integrations.torch.fsdp.checks import ParameterGroup, reshard
+from lightning_dist.integrations.torch.fsdp.checks import ParameterGroup
 from lightning_dist.integrations.torch.fsdp.tensor_parts import TensorParts
+from lightning_dist.integrations.torch.trained import flags_of
 from lightning_dist.private import name_before_compile, runs_after_accumulation
 from lightning_dist.reducer.parts import Stripes
 from lightning_dist.reducer.plan.plans import Handle
@@ -44,19 +45,24 @@ class ShardedGradients:
     the replica; all have their mean before ``backward`` returns.
 
     Args:
-        layout: gives the groups of parameters that are trained at that time.
+        groups: of the parameters that are trained.
+        renewed: gives those of the parameters that are trained at that time.
     """
 
     def __init__(
-        self, model: nn.Module, reducer: Reducer, layout: Callable[[], Sequence[ShardedGroup]]
+        self,
+        model: nn.Module,
+        reducer: Reducer,
+        groups: Sequence[ShardedGroup],
+        *,
+        renewed: Callable[[], Sequence[ShardedGroup]],
     ) -> None:
-        self.model, self.reducer, self._layout = model, reducer, layout
-        self._groups: Sequence[ShardedGroup] = ()
+        self.model, self.reducer, self._renewed = model, reducer, renewed
         self.synchronises = True
         """Whether the next backward pass exchanges gradients between replicas."""
         self._under_way: list[Handle] = []
-        self._trained: frozenset[Tensor] = frozenset()
-        self._renew()
+        self._flags = flags_of(reducer.names)
+        self._use(groups)
         self.backward = BackwardEnd(model, self._finish, begin=self._renew, cut_short=self._abandon)
 
     @property
@@ -91,13 +97,6 @@ class ShardedGradients:
         """``(start, elements)`` that this rank has of each trained parameter."""
         slices = (part for group in self._groups for part in group.slices)
         return {part.name: (part.start, part.numel) for part in slices}
-
-    @cached_property
-    def tensor_parts(self) -> TensorParts:
-        """This rank's parts of parameters that tensor parallelism splits."""
-        reshard(self.model)
-        named = {name_before_compile(name): p for name, p in self.model.named_parameters()}
-        return TensorParts(named, self.parts)
 
     def comm_stats(self) -> Mapping[str, Any]:
         """Bytes this rank sent between replicas, as of ``Reducer.comm_stats``."""
@@ -135,15 +134,20 @@ class ShardedGradients:
 
     def _renew(self) -> None:
         """Average what is trained now, where layers were frozen or unfrozen, on all ranks alike."""
-        trained = frozenset(each for each in self.reducer.names if each.requires_grad)
-        if trained == self._trained or not trained:
+        flags = flags_of(self.reducer.names)
+        if flags == self._flags or not any(flags):
             return
-        self._trained = trained
+        self._flags = flags
         for group in self._groups:
             group.module.set_all_reduce_hook(lambda _: None)
-        self._groups = self._layout()
-        self.__dict__.pop("tensor_parts", None)
-        for index, group in enumerate(self._groups):
+        self._use(self._renewed())
+
+    def _use(self, groups: Sequence[ShardedGroup]) -> None:
+        self._groups = groups
+        named = {name_before_compile(name): p for name, p in self.model.named_parameters()}
+        self.tensor_parts = TensorParts(named, self.parts)
+        """This rank's parts of parameters that tensor parallelism splits."""
+        for index, group in enumerate(groups):
             self.reducer.reserve(group.slices, group.parameters[0].dtype)
             group.module.set_all_reduce_hook(partial(self._reduced, index))
 

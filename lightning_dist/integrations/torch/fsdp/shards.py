@@ -22,6 +22,7 @@ from lightning_dist.exchange.handshake import all_facts, require_equal
 from lightning_dist.integrations.torch.fsdp.backward import BackwardEnd
 from lightning_dist.integrations.torch.fsdp.checks import ParameterGroup
 from lightning_dist.integrations.torch.fsdp.settings import ShardSettings
+from lightning_dist.integrations.torch.trained import flags_of
 from lightning_dist.kernels.inductor import should_fuse
 from lightning_dist.log import get_logger
 from lightning_dist.private import (
@@ -77,7 +78,7 @@ class CompressedShards:
         self._trains = True  # whether the last forward pass was recorded by autograd
         self._reductions: dict[str, RowReduceScatter] = {}
         self._errors: dict[str, tuple[Sequence[int], State]] = {}  # with the parameter's shape
-        self._trained: frozenset[Tensor] | None = None
+        self._flags: list[bool] | None = None
         self._replaced = ExitStack()  # until other parameters are trained
         self._collectives: dict[tuple[int, str], QuantisedCollective] = {}  # which may be watched
         self._renew()
@@ -87,10 +88,10 @@ class CompressedShards:
 
         What is not trained now keeps no error.
         """
-        trained = frozenset(each for each in self._names if each.requires_grad)
-        if trained == self._trained:
+        flags = flags_of(self._names)
+        if flags == self._flags:
             return
-        self._trained = trained
+        self._flags = flags
         steps = {name: each.step for name, each in self._reductions.items()}
         errors = {name: held for name, (_, held) in self._errors.items()}
         self._replaced.close()

@@ -408,7 +408,7 @@ class LocalUpdates:
 
     @property
     def _is_ddp(self) -> bool:
-        """Whether all ranks still have one model, which is what the anchor stands for."""
+        """True while plain DDP keeps the models of all ranks equal: they are the anchor."""
         return self.attempted < self.schedule.ddp_steps
 
     def is_of(self, module: nn.Module) -> bool:
@@ -432,7 +432,7 @@ class LocalUpdates:
 
     @torch.no_grad()
     def _differs_from_anchor(self) -> bool:
-        """Whether this rank's weights are not the anchor's."""
+        """True if the weights of this rank differ from the anchor."""
         return not self._is_ddp and any(
             not torch.equal(own_part(p).to(anchor.dtype), anchor.to(p.device))
             for fragment in self._fragments
@@ -440,7 +440,7 @@ class LocalUpdates:
         )
 
     def _has_changed(self) -> bool:
-        """Whether a worker's weights are not the anchor's. Collective."""
+        """True if the weights of any worker differ from the anchor. Collective."""
         network, changed = self.reducer.network, self._differs_from_anchor()
         flag = torch.tensor([changed], dtype=torch.int32, device=network.device)
         network.control.all_reduce(flag).wait()
