@@ -172,8 +172,12 @@ def test_a_codec_without_a_residual_is_refused(codec: str) -> None:
     run_threads(body, 2)
 
 
-def test_a_group_that_is_added_in_the_warm_up() -> None:
-    """Its bias corrections are of its own steps, its momenta are exchanged; later none is taken."""
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_group_that_is_added_in_the_warm_up(replaces: bool) -> None:
+    """Its bias corrections are of its own steps, its momenta are exchanged; later none is taken.
+
+    ``replaces``: the list of groups, as a BaseFinetuning does that is resumed.
+    """
 
     def body(rank: Rank) -> list[Tensor]:
         model = rank.ddp(Both())
@@ -182,12 +186,16 @@ def test_a_group_that_is_added_in_the_warm_up() -> None:
         optimizer, path = make(first.parameters(), freeze_step=5), []
         optimizer.attach(reducer)
         for step in range(8):
-            if step == 2:
+            if step == 2 and replaces:
+                added = {**optimizer.defaults, "params": [second.weight]}
+                optimizer.param_groups = [*optimizer.param_groups, added]
+            elif step == 2:
                 optimizer.add_param_group({"params": [second.weight]})
             optimizer.zero_grad()
             second.weight.grad = None
             given = gradient(rank.rank, step)
             model(given).backward()
+            assert len(optimizer._adjusted) == (2 if step >= 5 else 0)
             optimizer.step()
             path.append(second.weight.detach().clone())
         with pytest.raises(ValueError, match="a group of new ones 3 steps after freeze_step=5"):
