@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
@@ -35,12 +35,15 @@ _FACTORS: Mapping[str, Callable[[int], float]] = {
 OPS = tuple(_FACTORS)
 
 _PROBE_BYTES = 2**18
-_LEAST_BYTES, _MOST_BYTES = 2**20, 2**22
-"""Of the collective: much more than what a shaper or a switch lets through at once."""
-_MOST_BYTES_OF_GPUS = 2**26
-"""Whose links need more to be fast."""
-_SECONDS = 0.1
-"""Of a collective: what a fast link does in it."""
+_LEAST_BYTES, _MOST_BYTES = 2**20, 2**26
+_MOST_BYTES_INSIDE = 2**22
+"""Inside a host, on its CPUs: no link is shaped."""
+_SECONDS, _ENOUGH = 0.1, 0.8
+"""Of a use, and the part of it that is enough. Whenever ranks pause, a shaped link saves up what it
+sends in some 10 ms, which then passes at once: a rate over much longer is hardly too high."""
+_GROWTH = 4
+"""From a use that was too short to the next. On a busy machine the first of all is slow, and says
+little of how many bytes are enough."""
 _PAIRS_SECONDS = 2.0
 """Of all pairs. If they would take longer with the fewest bytes, they are left out."""
 _MOST_HOSTS = 8
@@ -124,12 +127,20 @@ def measure(
 
 
 def pairs(
-    group: dist.ProcessGroup, nbytes: int, *, iterations: int = 3, device: Device = "cpu"
+    group: dist.ProcessGroup,
+    nbytes: int,
+    *,
+    iterations: int = 3,
+    device: Device = "cpu",
+    least_seconds: float = 0.0,
 ) -> tuple[tuple[float | None, ...], ...]:
     """Rates in Gbit/s of each rank sending ``nbytes`` to each other, one pair at a time.
 
     Collective, with the same result on all ranks: ``[i][j]`` is from rank ``i`` of the group to
     ``j``, until ``i`` knew that ``j`` had all bytes; None from a rank to itself.
+
+    Args:
+        least_seconds: a pair that was faster sends more, up to 64 MiB.
 
     Raises:
         ValueError: there is nothing to measure.
@@ -138,10 +149,9 @@ def pairs(
     _require_work(ranks, iterations)
     if nbytes < 1:
         raise ValueError(f"nbytes must be 1 or more, got {nbytes}")
-    content = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    answer = content.new_empty(1)
+    answer = torch.empty(1, dtype=torch.uint8, device=device)
 
-    def use(source: int, target: int) -> None:
+    def use(source: int, target: int, content: torch.Tensor) -> None:
         # Without an answer it would be done when the kernel has taken the bytes, not the target.
         if rank == source:
             group.send([content], target, 0).wait()
@@ -153,10 +163,21 @@ def pairs(
     rates: list[list[float | None]] = [[None] * ranks for _ in range(ranks)]
     for source, target in permutations(range(ranks), 2):
         # In every use all ranks meet: those of the next pair wait until this one is done.
-        exchange, counts = partial(use, source, target), rank == source
-        seconds, _ = _timed(exchange, group, iterations, device=device, warmup=1, counts=counts)
-        rates[source][target] = nbytes * 8e-9 / median(seconds)
+        for sent in _growing(nbytes, _MOST_BYTES):
+            content = torch.zeros(sent if rank in (source, target) else 0, dtype=torch.uint8)
+            exchange = partial(use, source, target, content.to(device))
+            counts = rank == source
+            seconds, _ = _timed(exchange, group, iterations, device=device, warmup=1, counts=counts)
+            rates[source][target] = sent * 8e-9 / median(seconds)
+            if median(seconds) >= least_seconds:
+                break
     return tuple(map(tuple, rates))
+
+
+def _growing(nbytes: int, most: int) -> Iterator[int]:
+    yield nbytes
+    while nbytes < most:
+        yield (nbytes := min(_GROWTH * nbytes, most))
 
 
 def measure_burst(
@@ -197,9 +218,12 @@ def measure_links(
         return []
     probe = measure(group, "all_reduce", _PROBE_BYTES, 1, device)
     is_cpu = torch.device(device).type == "cpu"
-    most = _MOST_BYTES if is_cpu else _MOST_BYTES_OF_GPUS
-    nbytes = round(min(max(probe.sent / probe.median * _SECONDS, _LEAST_BYTES), most))
-    whole = measure(group, "all_reduce", nbytes, 3, device)
+    most = _MOST_BYTES_INSIDE if is_cpu and len(set(hosts)) == 1 else _MOST_BYTES
+    first = round(min(max(probe.sent / probe.median * _SECONDS, _LEAST_BYTES), most))
+    for nbytes in _growing(first, most):
+        whole = measure(group, "all_reduce", nbytes, 3, device)
+        if whole.median >= _ENOUGH * _SECONDS:
+            break
     found: list[LinkRecord | BurstRecord] = [
         LinkRecord(name, sent=whole.sent, seconds=whole.median),
         *(measure_burst(group, name=name, count=count, device=device) for count in (1, _BURST)),
@@ -207,15 +231,16 @@ def measure_links(
     leaders = sorted(hosts.index(host) for host in set(hosts))
     if not is_cpu or not 2 <= len(leaders) <= _MOST_HOSTS:
         return found
-    # As many as the collective where there is time: with fewer the burst of a shaper, 1.25 MB at
-    # 1 Gbit/s, was half spent by the use that warms up, and a link seemed up to 2.4 times as fast.
     uses = 2 * len(leaders) * (len(leaders) - 1)
-    nbytes = min(nbytes, round(_PAIRS_SECONDS / uses * whole.sent / whole.median))
+    seconds = min(_SECONDS, _PAIRS_SECONDS / uses)
+    nbytes = min(nbytes, round(seconds * whole.sent / whole.median))
     if nbytes < _LEAST_BYTES:
         return found
     of_leaders = dist.new_group(leaders, backend="gloo")
     if dist.get_rank() in leaders:
-        rates = pairs(of_leaders, nbytes, iterations=1)[leaders.index(dist.get_rank())]
+        rates = pairs(of_leaders, nbytes, iterations=1, least_seconds=_ENOUGH * seconds)[
+            leaders.index(dist.get_rank())
+        ]
         for peer, rate in zip(leaders, rates, strict=True):
             if rate is not None:
                 found.append(LinkRecord(name, sent=nbytes, seconds=nbytes * 8e-9 / rate, peer=peer))

@@ -77,16 +77,15 @@ def test_the_slow_link_is_found(links: list[dict[str, Any]]) -> None:
 
 @pytest.mark.root
 def test_a_burst_is_not_the_rate_of_a_link(quick_python: list[str]) -> None:
-    """At 1 Gbit/s a shaped link saves up 1.25 MB, which pass at once after any pause."""
+    """At 1 Gbit/s a shaped link saves up 1.25 MB, which pass at once after each pause."""
     try:
         with Testbed(hosts=2, link_mbit=1000.0) as testbed:
             printed = testbed.launch([*quick_python, str(SCRIPT), "burst"], timeout_s=60)
     except TestbedUnavailable as reason:
         pytest.skip(str(reason))
     rates = [rate for text in printed for rate in json.loads(text.strip().splitlines()[-1])]
-    assert len(rates) == 2
-    # A busy machine that stops a rank for some milliseconds gives one of them such a pause.
-    assert min(rates) < (1 + NEAR) * 1000 * PAYLOAD
+    assert len(rates) == 4  # of all hosts on each of them, and of the pairs
+    assert max(rates) < (1 + NEAR) * 1000 * PAYLOAD
 
 
 @on_threads(3)
