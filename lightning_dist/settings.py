@@ -132,8 +132,8 @@ class Settings:
         return {
             "lightning_dist": __version__,
             "torch": torch.__version__.split("+")[0],
-            "codec": repr(self.codec),
-            "codec inside a host": repr(self.intra),
+            "codec": str(self.codec),
+            "codec inside a host": str(self.intra),
             "hierarchical": self.hierarchical,
             "error_feedback": self.error_feedback,
             "min_compress_numel": self.min_compress_numel,

@@ -34,11 +34,14 @@ def message(call: Callable[..., object], *args: Any, **kwargs: Any) -> str:
 
 @pytest.mark.parametrize("codec", ["int7", "", 8, None])
 def test_unknown_codec(codec: Any) -> None:
+    other = ", or an object such as lightning_dist.Int8(block_size=128)"
     assert message(resolve_codec, codec) == (
         "codec must be one of 'none', 'fp16', 'bf16', 'int8', 'int4', 'fp8', 'sign', 'qsgd', "
         "'terngrad', 'topk', 'dgc', 'randomk', 'threshold', 'powersgd', with options as in "
-        "'int8:block_size=128', or a codec object such as lightning_dist.Int8(block_size=128), "
-        f"got {codec!r}" + ("; did you mean 'int8' or 'int4'?" if codec == "int7" else "")
+        "'int8:block_size=128'"
+        + other * (not isinstance(codec, str))
+        + f", got {codec!r}"
+        + ("; did you mean 'int8' or 'int4'?" if codec == "int7" else "")
     )
 
 
@@ -165,7 +168,7 @@ def test_ranks_with_different_settings() -> None:
 
     assert set(run_threads(body, 3)) == {
         "All ranks must compress in the same way, but they differ in\n"
-        "  codec: 'Int8(block_size=256)' on ranks 0, 1; 'Int8(block_size=128)' on rank 2\n"
+        "  codec: 'int8' on ranks 0, 1; 'int8:block_size=128' on rank 2\n"
         "  start_step: 0 on ranks 0, 2; 10 on rank 1\n"
         "Give every rank the same settings and the same version of the package."
     }

@@ -70,12 +70,6 @@ def bench(
     A slow link:
       ... lightning-dist bench --pairs --max-bytes 8M
     """
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        raise ValueError(
-            "No other ranks: start it with torchrun --nproc-per-node N --no-python lightning-dist "
-            "bench"
-        )
-    is_first = os.environ["RANK"] == "0"
     largest = nbytes_of(max_bytes, option="--max-bytes")
     sizes = sizes_of(nbytes_of(min_bytes, option="--min-bytes"), largest, factor=step_factor)
 
@@ -87,6 +81,12 @@ def bench(
         raise ValueError(f"--ops must be from {', '.join(OPS)}, got {unknown[0]!r}")
     if not (pairs or sizes):
         raise ValueError(f"--min-bytes {min_bytes} must not be above --max-bytes {max_bytes}")
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise ValueError(
+            "No other ranks: start it with torchrun --nproc-per-node N --no-python lightning-dist "
+            "bench"
+        )
+    is_first = os.environ["RANK"] == "0"
     settings = bench_run.Settings(
         (largest,) if pairs else sizes, names, iters, group, pairs, _device(device), timeout
     )

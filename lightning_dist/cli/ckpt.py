@@ -193,6 +193,11 @@ def consolidate(
     storage, inside = storage_of(source)
     if not storage.exists(inside):
         raise no_checkpoint(source)
+    inner = _checkpoints_at(source)
+    if inner != [source]:
+        raise ValueError(
+            f"{source} is a folder of checkpoints; give one of them: {', '.join(inner)}"
+        )
     goal, path = storage_of(target)
     parent = path.rsplit("/", 1)[0] or "/"
     if isinstance(goal, LocalStorage) and not goal.is_folder(parent):

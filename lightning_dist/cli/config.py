@@ -111,8 +111,9 @@ def config(
             )
         known = read(sidecar) if sidecar.is_file() else {}
         answers = theirs.ask()
-        options = _ask(known, shards=theirs.fsdp_version(answers) == 2)
-        require_possible(options)
+        shards = theirs.fsdp_version(answers) == 2
+        options = _ask(known, shards=shards)
+        require_possible(options, shards=shards)
         theirs.save(answers, path)
         write(sidecar, options)
         written = [path, sidecar]
@@ -178,10 +179,9 @@ def _write(
     if ours.get("method") and "codec" not in ours:
         options["codec"] = _codec_of(ours["method"])
     options.update(ours)
-    require_possible(options)
+    training = theirs.load(path) if config is None else config
+    require_possible(options, shards=theirs.fsdp_version(training) == 2)
     if config is not None:
-        if theirs.fsdp_version(config) == 2:
-            require_of_shards(options)
         theirs.save(config, path)
         written.append(path)
     if anew or ours or not sidecar.is_file():
@@ -232,8 +232,11 @@ def _require_codec(value: Any) -> None:
         resolve_codec(each)
 
 
-def require_possible(options: Mapping[str, Any]) -> None:
+def require_possible(options: Mapping[str, Any], *, shards: bool = False) -> None:
     """Refuse now what training would refuse: settings that exclude each other.
+
+    Args:
+        shards: the training is one of FSDP2.
 
     Raises:
         ValueError: with the rule, the value and what to do.
@@ -244,8 +247,9 @@ def require_possible(options: Mapping[str, Any]) -> None:
 
     if "codec" in options:
         _require_codec(options["codec"])
-    if options.get("parameters") is not None:
-        checked_settings(**{"codec": OPTIONS["codec"].default, **require_of_shards(options)})
+    if shards or options.get("parameters") is not None:
+        known = {name: OPTIONS[name].default for name in ("codec", "parameters")}
+        checked_settings(**{**known, **require_of_shards(options)})
     elif options.get("method") is None:
         Settings.check(
             **require_only(options, OF_DDP, under="under DDP (set method for local steps)")

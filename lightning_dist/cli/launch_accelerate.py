@@ -11,7 +11,6 @@ from lightning_dist.cli.config import require_possible
 from lightning_dist.cli.launch_plan import Plan, cut, parsed, require_script
 from lightning_dist.configuration import CONFIG, resolve
 from lightning_dist.configuration.files import sidecar_of
-from lightning_dist.configuration.options import require_of_shards
 
 ON_CPU = "ACCELERATE_USE_CPU"
 _NO_HOOK = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
@@ -46,20 +45,18 @@ def plan(words: Sequence[str], environ: Mapping[str, str], *, given: Any, file: 
     made = Plan([], is_dry=given.dry_run)
     _hand_on(made, environ, file)
     resolved = resolve(environ={**environ, **made.environment})
-    with resolved.named_in_errors():
-        require_possible(resolved.options)
     if resolved.outside and CONFIG not in made.environment:
         made.notes.append(f"in force: {resolved.outside_text() or 'default settings'}")
     config = theirs.load(file)
+    by_fsdp2 = _is_fsdp2(given, config)
+    with resolved.named_in_errors():
+        require_possible(resolved.options, shards=by_fsdp2)
     options, after = cut(words, given)
     if given.config_file is None:
         options = [f"--config_file={file}", *options]
     if "AMAZON" not in theirs.text_of(config.compute_environment):
-        kind, by_fsdp2 = _kind(given, config), _is_fsdp2(given, config)
-        if by_fsdp2:
-            with resolved.named_in_errors():
-                require_of_shards(resolved.options)
-        elif resolved.outside and kind in _NO_HOOK:
+        kind = _kind(given, config)
+        if not by_fsdp2 and resolved.outside and kind in _NO_HOOK:
             origins = ", ".join(dict.fromkeys(resolved.outside.values()))
             raise ValueError(
                 f"The training of {file} is {kind}, which has no DDP whose gradients could be "
@@ -67,7 +64,7 @@ def plan(words: Sequence[str], environ: Mapping[str, str], *, given: Any, file: 
                 f"2, or remove the settings of {origins}"
             )
         options = _as_several(made, options, environ, given=given, config=config, file=file)
-    made.arguments += ["-m", "accelerate.commands.launch", *options, *after]
+    made.arguments += ["-m", "lightning_dist.integrations.accelerate.launch", *options, *after]
     return made
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,9 +40,12 @@ def plan(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
         ValueError: there is no script, or the options cannot work.
     """
     given = parse(words, environ)
-    require_script(given)
+    with all_problems() as checked:
+        checked(require_script, given)
+        checked(_require_ranks, given.nproc_per_node)
+        checked(_require_restarts, given.max_restarts)
+        checked(_nodes, given.nnodes)
     fewest, most = _nodes(given.nnodes)
-    _require_ranks(given.nproc_per_node)
     _require_recovery(given.nproc_per_node, (fewest, most), environ)
     made = Plan([], is_dry=given.dry_run)
     added: list[str] = []
@@ -52,8 +56,6 @@ def plan(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
 
     if given.max_restarts is None:
         add(f"--max-restarts={RESTARTS}", "survives this many failures")
-    elif given.max_restarts < 0:
-        raise ValueError(f"--max-restarts must be 0 or more, got {given.max_restarts}")
     backend = _backend(given, fewest, most)
     if backend == "standalone" and not given.standalone:
         add("--standalone", "one node: rendezvous on a free port")
@@ -110,6 +112,31 @@ def _require_ranks(text: str) -> None:
         raise ValueError(
             "--nproc-per-node must be a number above 0, or auto, cpu, gpu, xpu or npu, got " + text
         )
+
+
+def _require_restarts(count: int | None) -> None:
+    if count is not None and count < 0:
+        raise ValueError(f"--max-restarts must be 0 or more, got {count}")
+
+
+@contextmanager
+def all_problems() -> Iterator[Callable[..., None]]:
+    """Checks that are called through what this yields; all that fail are raised as one.
+
+    Raises:
+        ValueError: with every message.
+    """
+    problems: list[str] = []
+
+    def checked(check: Callable[..., object], *arguments: object) -> None:
+        try:
+            check(*arguments)
+        except ValueError as error:
+            problems.append(str(error))
+
+    yield checked
+    if problems:
+        raise ValueError("; ".join(problems))
 
 
 def _require_recovery(ranks: str, nodes: tuple[int, int], environ: Mapping[str, str]) -> None:

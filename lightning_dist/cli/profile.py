@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from lightning_dist.cli.errors import BAD_INPUT, reported
-from lightning_dist.cli.profile_whatif import whatif_command
+from lightning_dist.cli.profile_whatif import run_of, whatif_command
 from lightning_dist.console import print_lines, print_table
 from lightning_dist.profiling.analysis.compare import Difference, compare, measured, verdict
 from lightning_dist.profiling.analysis.metrics import METRICS, MISSING, count, format_value
@@ -17,7 +17,7 @@ from lightning_dist.profiling.analysis.parts import PARTS, SCHEMA, Summary
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.report.files import to_json, write_files
 from lightning_dist.profiling.report.terminal import print_summary
-from lightning_dist.profiling.run import read_run, run_folder
+from lightning_dist.profiling.run import read_run
 from lightning_dist.profiling.whatif.costs import read_costs
 from lightning_dist.profiling.whatif.predict import with_whatif
 
@@ -52,7 +52,7 @@ def report_command(
       lightning-dist profile report comm_profile/run-0
       lightning-dist profile report comm_profile/run-0 --trace --csv --out report/
     """
-    folder = str(run_folder(folder))
+    folder = run_of(folder)
     run = read_run(folder)
     summary = with_whatif(summarize(run), run, lambda observed: read_costs(folder))
     if as_json:
@@ -91,7 +91,7 @@ def compare_command(
     \b
       lightning-dist profile compare comm_profile/run-0 comm_profile/run-1
     """
-    a, b = (str(run_folder(each)) for each in (a, b))
+    a, b = run_of(a), run_of(b)
     runs = (read_run(a), read_run(b))
     summaries = {"A": summarize(runs[0]), "B": summarize(runs[1])}
     found = compare(*map(measured, runs, summaries.values()))

@@ -90,7 +90,7 @@ def whatif_command(
     Local updates: for each codec the fewest steps with waiting below 5 %:
       lightning-dist profile whatif comm_profile/run-0 --link-gbps 0.05 --below 5
     """
-    folder = str(run_folder(folder))
+    folder = run_of(folder)
     observed = observe(read_run(folder))
     network = {"link_gbps": link_gbps, "inside_gbps": inside_gbps, "latency_us": latency_us}
     there = elsewhere(observed.scenario, hosts=nodes, **network)
@@ -126,6 +126,14 @@ def whatif_command(
     table = predictions_table(found)
     console.print(draw_table(table, table.rows))
     print_lines(*(f"note: {note}" for note in notes(found)))
+
+
+def run_of(folder: str) -> str:
+    """The run of a folder that a user gives; of several the newest, which is said on stderr."""
+    run, note = run_folder(folder)
+    if note:
+        typer.echo(f"lightning-dist: {note}", err=True)
+    return str(run)
 
 
 def _check_shards(gradients: Sequence[str], parameters: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, TypeAlias
 
 import torch
@@ -133,6 +133,16 @@ class Codec(ABC):
     def block(self) -> int:
         """Elements that are encoded together and stay on one rank; 0: the whole tensor."""
         return 0
+
+    def __str__(self) -> str:
+        """As in ``codec="..."``: the name, and the options that differ from the defaults."""
+        given = (
+            f"{each.name}={_text(getattr(self, each.name))}"
+            for each in fields(self)
+            if getattr(self, each.name) != each.default
+        )
+        options = ",".join(given)
+        return f"{self.name}:{options}" if options else self.name
 
     def memory(self, error_feedback: bool | Literal["auto"] = "auto") -> Memory:
         """State kept between steps; ``"auto"`` is error feedback if :attr:`keeps_residual`."""
@@ -282,3 +292,7 @@ class BlockCodec(Codec):
         self, shape: Shape, *, step: int = 0, dtype: torch.dtype = torch.float32
     ) -> int | None:
         return self.wire_bytes(math.prod(shape), dtype)
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -55,6 +55,9 @@ class Uncompressed(NoCompression):
 
     exchange: ClassVar[str] = "two_shot"
 
+    def __str__(self) -> str:
+        return self.name
+
     @property
     def momentum_correction(self) -> float:
         return self.momentum

@@ -25,10 +25,11 @@ def parse_codec(text: object, table: Mapping[str, type[Codec]]) -> Codec:
         if isinstance(text, type) and issubclass(text, Codec):
             raise ValueError(f"codec must be an object, got the class: write {text.__name__}(...)")
         meant = " or ".join(repr(near + colon + options) for near in _nearest(name, table))
+        other = ", or an object such as lightning_dist.Int8(block_size=128)"
         raise ValueError(
             f"codec must be one of {', '.join(map(repr, table))}, with options as in "
-            "'int8:block_size=128', or a codec object such as lightning_dist.Int8(block_size=128), "
-            f"got {text!r}{meant and f'; did you mean {meant}?'}"
+            f"'int8:block_size=128'{'' if isinstance(text, str) else other}, got {text!r}"
+            f"{meant and f'; did you mean {meant}?'}"
         )
     kind = table[name]
     known = {field.name: field for field in fields(kind)}

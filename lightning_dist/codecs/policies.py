@@ -57,6 +57,10 @@ class BySize(_Policy):
         large = len(shape) >= 2 and math.prod(shape) >= least
         return codec if large or least == 0 or codec.lossless else raw_beside(codec)
 
+    def __str__(self) -> str:
+        limit = "" if self.smallest is None else f", min_numel={self.smallest}"
+        return f"by_size({_quoted(self.codec)}{limit})"
+
     def _inner(self) -> tuple[Codec, ...]:
         return (self.codec,)
 
@@ -90,6 +94,11 @@ class ByName(_Policy):
                 found = codec.for_tensor(name, shape, step=step)
                 return raw_beside(otherwise) if found.lossless else found
         return otherwise
+
+    def __str__(self) -> str:
+        rules = ", ".join(f"{pattern!r}: {_quoted(codec)}" for pattern, codec in self.rules)
+        is_default = self.rules == ((NORMS_BIASES_EMBEDDINGS, NoCompression()),)
+        return f"by_name({_quoted(self.otherwise)}{'' if is_default else f', {{{rules}}}'})"
 
     def _inner(self) -> tuple[Codec, ...]:
         return (self.otherwise, *(codec for _, codec in self.rules))
@@ -134,6 +143,10 @@ class Schedule(_Policy):
     def _at(self, step: int) -> tuple[int, Codec]:
         return [stage for stage in self.phases if stage[0] <= step][-1]
 
+    def __str__(self) -> str:
+        phases = ", ".join(f"{step}: {_quoted(codec)}" for step, codec in self.phases)
+        return f"warmup({{{phases}}})"
+
     def _inner(self) -> tuple[Codec, ...]:
         return tuple(codec for _, codec in self.phases)
 
@@ -148,6 +161,11 @@ def sized(codec: Codec, smallest: int | None) -> Codec:
     if isinstance(codec, Schedule):
         return Schedule(tuple((step, sized(inner, smallest)) for step, inner in codec.phases))
     return BySize(codec, smallest)
+
+
+def _quoted(codec: Codec) -> str:
+    """A codec as an argument of a policy."""
+    return str(codec) if isinstance(codec, _Policy) else repr(str(codec))
 
 
 def patterns_of(codec: Codec) -> Iterator[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from torch.distributed import run
 
+from lightning_dist.elastic.launcher.exit_code import exit_code_of_script
 from lightning_dist.elastic.recovery.agent import RecoveringAgent
 from lightning_dist.private import replace_agent
 
@@ -17,7 +18,8 @@ from lightning_dist.private import replace_agent
 def main() -> None:
     """Run torchrun's command line with such agents."""
     replace_agent(RecoveringAgent)
-    run.main()
+    with exit_code_of_script():
+        run.main()
 
 
 if __name__ == "__main__":

@@ -203,15 +203,22 @@ class Run:
         return stock and not self.unseen
 
 
-def run_folder(folder: str | Path) -> Path:
-    """``folder``, or the only run in it where it is none itself."""
+def run_folder(folder: str | Path) -> tuple[Path, str]:
+    """``folder``, or the newest run in it where it is none itself; and a note of the others."""
     folder = Path(folder)
-    runs = _runs_in(folder)
-    return runs[0] if len(runs) == 1 and not any(folder.glob("rank*.jsonl")) else folder
+    if any(folder.glob("rank*.jsonl")) or not (runs := _runs_in(folder)):
+        return folder, ""
+    newest, *others = runs
+    names = ", ".join(each.name for each in others)
+    return newest, f"{newest.name} is the newest run in {folder}; others: {names}" * bool(others)
 
 
 def _runs_in(folder: Path) -> list[Path]:
-    return sorted({path.parent for path in folder.glob("*/rank*.jsonl")})
+    """The folders of runs in ``folder``, the newest first."""
+    written: dict[Path, int] = {}
+    for path in folder.glob("*/rank*.jsonl"):
+        written[path.parent] = max(written.get(path.parent, 0), path.stat().st_mtime_ns)
+    return sorted(written, key=lambda run: (written[run], run), reverse=True)
 
 
 def read_run(folder: str | Path) -> Run:

@@ -80,8 +80,8 @@ def run_config(settings: Settings, network: Network | None) -> dict[str, Any]:
         network: None where it is not known yet; nothing is said of the ranks then.
     """
     return {
-        "codec": repr(settings.codec),
-        "codec_inside_host": repr(settings.intra),
+        "codec": str(settings.codec),
+        "codec_inside_host": str(settings.intra),
         "error_feedback": settings.error_feedback,
         "min_compress_numel": settings.min_compress_numel,
         "start_step": settings.start_step,

@@ -71,6 +71,8 @@ def test_bad_input(monkeypatch: pytest.MonkeyPatch, words: str, problem: str) ->
 def test_without_a_launcher() -> None:
     said = refusal("bench")
     assert "torchrun --nproc-per-node N --no-python lightning-dist bench" in said
+    assert "--min-bytes must be bytes" in refusal("bench", "-b", "1X")  # what is wrong comes first
+    assert "--ops must be from" in refusal("bench", "--ops", "all")
 
 
 def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -203,6 +203,7 @@ def test_consolidate_refuses(mixed: Path, tmp_path: Path) -> None:
     )
     assert "Only a folder of shards" in said(mixed / "a.ckpt")
     assert "Only a folder of shards" in said(mixed / "c")
+    assert said(mixed).startswith(f"{mixed} is a folder of checkpoints; give one of them: {mixed}/")
     assert said(mixed / "b.ckpt", tmp_path / "x" / "y.pt") == (
         f"There is no folder {tmp_path}/x; create it first"
     )

@@ -98,6 +98,11 @@ def test_local_updates_have_the_codec_of_their_method(theirs: Path, ours: Path) 
     assert read(ours) == {**DEFAULTS, "method": "diloco", "sync_every": 16}
 
 
+def test_codecs_that_local_updates_do_not_take(theirs: Path) -> None:
+    words = ("--set", "method=diloco", "--set", "codec=dgc", "--config_file", theirs)
+    assert "a pseudo-gradient is a difference of weights" in refusal("config", *words)
+
+
 def test_several_processes_are_no_single_one(theirs: Path) -> None:
     words = ("--set", "accelerate.num_processes=2", "--set", "accelerate.use_cpu=true")
     result = invoke("--defaults", *words, "--config_file", theirs)
@@ -216,6 +221,9 @@ def test_under_fsdp2_settings_of_ddp_are_refused(theirs: Path, ours: Path) -> No
     words = [word for each in FSDP2 for word in ("--set", each)]
     said = refusal("config", "--set", "hierarchical=true", *words, "--config_file", theirs)
     assert "hierarchical is a setting of DDP and cannot take effect under FSDP2" in said
+    levels = "codec={intra: bf16, inter: int4}"
+    said = refusal("config", "--set", levels, *words, "--config_file", theirs)
+    assert "Inside a replica FSDP reduces gradients itself" in said
     assert not theirs.exists()
     done("--defaults", "--set", "codec=int4", *words, "--config_file", theirs)
     assert read(ours) == {**DEFAULTS, "codec": "int4"}

@@ -13,7 +13,8 @@ from calls import program, refusal
 from click.testing import Result
 from processes import run
 
-TORCHRUN, ACCELERATE = "lightning_dist.elastic.agent", "accelerate.commands.launch"
+TORCHRUN = "lightning_dist.elastic.agent"
+ACCELERATE = "lightning_dist.integrations.accelerate.launch"
 PROGRAM = ["-c", "from lightning_dist.cli import main; main()", "launch"]
 SCRIPT = """
 import json, os, sys

@@ -136,6 +136,7 @@ def test_too_few_nodes_are_explained(script: Path, more: list[str], patience: in
         ("--nproc-per-node=-1 SCRIPT", "got -1"),
         ("--nproc-per-node two SCRIPT", "or auto, cpu, gpu, xpu or npu, got two"),
         ("--max-restarts=-1 SCRIPT", "--max-restarts must be 0 or more, got -1"),
+        ("--nproc-per-node -2 missing.py", "-m MODULE; --nproc-per-node must be a number above 0"),
         ("--max-restarts many SCRIPT", "invalid int value: 'many'"),
         ("--no-such-option SCRIPT", "--no-such-option"),
         ("--nnodes 1:2 SCRIPT", "--nnodes=1:2 needs --rdzv-endpoint=HOST:PORT"),
@@ -175,9 +176,22 @@ def test_a_failed_rank_is_started_again(script: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_exit_code_of_torchrun(script: Path) -> None:
-    script.write_text("import sys\nsys.exit(7)\n")
-    assert run([*PROGRAM, "--max-restarts=0", script], limit=100).returncode == 1
+@pytest.mark.parametrize(
+    ("end", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 15)", 128 + 15)]
+)
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_the_exit_code_is_that_of_the_script(
+    tmp_path: Path, script: Path, launcher: str, end: str, code: int
+) -> None:
+    script.write_text(f"import os, sys\n{end}\n")
+    options = ["--max-restarts=0"]
+    if launcher == "accelerate":
+        file = tmp_path / "one.yaml"
+        file.write_text("num_processes: 1\nuse_cpu: true\ndistributed_type: 'NO'\n")
+        options = ["--config_file", str(file)]
+    finished = run([*PROGRAM, *options, script], limit=100)
+    assert finished.returncode == code
+    assert script.name in finished.output  # what the launcher says of it is still there
 
 
 @pytest.mark.slow

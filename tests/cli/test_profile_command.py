@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -130,16 +131,22 @@ def test_what_has_no_steps_is_compared_with_nothing(tmp_path: Path, folder: Path
         assert result.stderr.count("\n") == 1
 
 
+def test_the_newest_of_several_runs(tmp_path: Path, folder: Path) -> None:
+    older = save(tmp_path / "run2", PLANTED.run())
+    for path in older.iterdir():
+        os.utime(path, (1, 1))
+    note = f"lightning-dist: {folder.name} is the newest run in {tmp_path}; others: run2\n"
+    result = profile("compare", tmp_path, older)
+    assert result.stderr == note
+    assert f"A: {folder} (" in result.stdout
+    for command in ("report", "whatif"):
+        assert note in profile(command, tmp_path).stderr
+
+
 def test_what_is_no_profile(tmp_path: Path, folder: Path) -> None:
     for command in (["report"], ["compare", folder]):
         said = refusal("profile", *command, tmp_path / "no")
         assert said == f"{tmp_path}/no is not a folder; give one that CommProfiler has written"
-        other = save(tmp_path / "run2", PLANTED.run())
-        said = refusal("profile", *command, tmp_path)
-        assert said == (
-            f"{tmp_path} has no rank*.jsonl of a communication profile; give one of its runs: "
-            f"{folder}, {other}"
-        )
         (tmp_path / "empty").mkdir(exist_ok=True)
         said = refusal("profile", *command, tmp_path / "empty")
         assert said == f"{tmp_path}/empty has no rank*.jsonl of a communication profile"

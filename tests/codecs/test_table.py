@@ -14,6 +14,7 @@ from lightning_dist.codecs import (
     CODECS,
     DGC,
     FP8,
+    POLICIES,
     QSGD,
     BlockCodec,
     Codec,
@@ -204,6 +205,26 @@ def test_bad_hyperparameters_name_codec_field_and_value(
 def test_options_in_text(text: str, codec: Codec) -> None:
     assert resolve_codec(text) == codec
     assert resolve_codec(codec) is codec
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "topk:ratio=0.05,values=int8",
+        "int4:hadamard=true",
+        "by_size('int8')",
+        "by_size('int8:block_size=64', min_numel=0)",
+        "by_name('int8')",
+        "by_name('int8', {'head': 'none', 'mlp': by_size('int4')})",
+        "warmup({0: 'none', 200: by_name('fp8', {'a\\\\.b': 'fp16'})})",
+    ],
+)
+def test_codecs_are_printed_as_they_are_written(text: str) -> None:
+    is_policy = "(" in text
+    codec = eval(text, {**POLICIES}) if is_policy else resolve_codec(text)
+    assert str(codec) == text
+    for kind in CODECS.values():
+        assert (str(kind()), resolve_codec(str(kind()))) == (kind.name, kind())
 
 
 @pytest.mark.parametrize(

@@ -293,11 +293,11 @@ def test_equal_facts_pass() -> None:
     [
         (
             Settings.check(FP16()).fingerprint(),
-            "codec: 'Int8(block_size=256)' on ranks 0, 2; 'FP16()' on rank 1",
+            "codec: 'int8' on ranks 0, 2; 'fp16' on rank 1",
         ),
         (
             Settings.check(Int8(128)).fingerprint(),
-            "codec: 'Int8(block_size=256)' on ranks 0, 2; 'Int8(block_size=128)' on rank 1",
+            "codec: 'int8' on ranks 0, 2; 'int8:block_size=128' on rank 1",
         ),
         ({**INT8, "lightning_dist": "9.9"}, "; '9.9' on rank 1"),
         ({**INT8, "start_step": 7}, "start_step: 0 on ranks 0, 2; 7 on rank 1"),

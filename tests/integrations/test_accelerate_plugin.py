@@ -202,7 +202,7 @@ def test_trackers_get_bytes_and_configuration_from_rank_0(by_hand: bool) -> None
     assert logged["comm/total_wire_bytes"] == stats["wire_bytes"] == 2 * last["wire_bytes"]
     assert logged["comm/compression_ratio"] == last["ratio"] > 1
     configuration = notes.configuration
-    known = {"codec": "Int8(block_size=256)", "world_size": 2, "topology": "1 host x 2 ranks"}
+    known = {"codec": "int8", "world_size": 2, "topology": "1 host x 2 ranks"}
     known["versions/torch"] = torch.__version__
     given = {"lr": 0.1, **{f"lightning_dist/{name}": value for name, value in known.items()}}
     assert configuration | given == configuration
@@ -422,3 +422,11 @@ def test_three_ranks_go_on_with_what_two_owe(tmp_path: Path) -> None:
         torch.testing.assert_close(residual, mean)
         assert name != "0.0.weight" or residual.any()
     require_replicas({**found, "digests": ["", *run.digests]})
+
+
+@pytest.mark.on_ranks(1)
+def test_one_process_is_warned_of_once() -> None:
+    with warnings() as found:
+        trained()
+    (warned,) = found
+    assert "One process: nothing is exchanged or compressed; int8 takes effect" in warned

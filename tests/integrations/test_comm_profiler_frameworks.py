@@ -45,7 +45,7 @@ from lightning_dist.profiling.whatif import costs
 from lightning_dist.profiling.whatif.observe import observe
 
 pytestmark = [pytest.mark.slow, pytest.mark.on_ranks(2)]
-INT8 = "Int8(block_size=256)"
+INT8 = "int8"
 
 
 class Module(L.LightningModule):

@@ -101,14 +101,14 @@ def test_a_pattern_that_no_parameter_has(
 )
 def test_patterns_that_are_found_and_the_default_ones(codec: Any, caplog: Any) -> None:
     (line,) = said(codec, caplog, min_compress_numel=0)
-    assert line.startswith("[lightning_dist] compressed DDP: codec ByName(")
+    assert line.startswith("[lightning_dist] compressed DDP: codec by_name(")
 
 
 def test_one_process_exchanges_nothing(caplog: Any) -> None:
     messages = said("int8", caplog, size=1, min_compress_numel=0)
     assert messages == [
-        "[lightning_dist] One process: nothing is exchanged or compressed; Int8(block_size=256) "
-        "takes effect with two ranks or more. If you started several processes, they are not "
+        "[lightning_dist] One process: nothing is exchanged or compressed; int8 takes "
+        "effect with two ranks or more. If you started several processes, they are not "
         "connected: check WORLD_SIZE"
     ]
 

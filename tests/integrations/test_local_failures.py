@@ -208,9 +208,8 @@ def test_optimizers_and_models_that_exchange_themselves_are_refused(world: World
 
 @on_threads(2)
 def test_ranks_with_different_settings_are_refused(world: World) -> None:
-    with pytest.raises(ValueError, match="local updates") as error:
+    with pytest.raises(ValueError, match="sync_every: 4 on rank 0; 5 on rank 1"):
         world.worker(plain(), sync_every=4 + world.rank.rank)
-    assert "sync_every" in str(error.value)
 
 
 @on_threads(1)

@@ -123,7 +123,7 @@ def test_one_line_has_what_is_in_force() -> None:
         pass
     line = (
         "[lightning_dist] local updates: streaming, an outer step every 16 steps in 8 fragments "
-        "with overlap_steps=1; codec Int4(block_size=128, hadamard=False), 2 workers x 2 ranks, "
+        "with overlap_steps=1; codec int4, 2 workers x 2 ranks, "
         "each exchanges its shard, 1 host x 4 ranks, world size 4"
     )
     assert [each.args for each in said.mock_calls] == [(line,)] * (dist.get_rank() == 0)

@@ -200,7 +200,7 @@ def test_wandb_gets_codec_topology_and_versions(tmp_path: Path) -> None:
     fit(tmp_path, logger=logger, strategy=strategy, max_epochs=1)
     found = finish(tmp_path)["lightning_dist"]
     assert found == strategy.comm_config()
-    assert (found["codec"], found["start_step"]) == ("Int8(block_size=128)", 2)
+    assert (found["codec"], found["start_step"]) == ("int8:block_size=128", 2)
     assert (found["exchange"], found["topology"]) == ("flat", "1 host x 1 rank")
     assert found["versions"]["torch"] == torch.__version__
     assert found["versions"]["lightning_dist"] == lightning_dist.__version__
@@ -239,4 +239,4 @@ def test_a_restart_changes_what_the_run_says(tmp_path: Path) -> None:
     for codec in ("none", "bf16"):
         logger = WandbLogger(offline=True, save_dir=tmp_path / codec, id="same", resume="allow")
         fit(tmp_path / codec, logger=logger, strategy=CompressedDDPStrategy(codec), max_epochs=1)
-    assert finish(tmp_path / "none")["lightning_dist"]["codec"] == "BF16()"
+    assert finish(tmp_path / "none")["lightning_dist"]["codec"] == "bf16"

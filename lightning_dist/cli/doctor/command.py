@@ -45,7 +45,8 @@ def doctor(
     """Diagnose this environment, and suggest fixes.
 
     Checks what distributed training needs. Run it on every node with the environment of the
-    training: under torchrun, or in the job script. Exit code 0: no problem; 1: warnings or errors.
+    training: under torchrun, or in the job script. Exit code 1 if
+    there is an error; warnings are none.
 
     \b
       lightning-dist doctor
@@ -70,7 +71,7 @@ def show(findings: Mapping[str, Finding], *, as_json: bool) -> int:
     if as_json:
         rows = [{"name": name, **asdict(each)} for name, each in findings.items()]
         typer.echo(json.dumps({"findings": rows}, indent=2))
-        return int(errors + warnings > 0)
+        return int(errors > 0)
     cells = [
         (Text(each.state, _COLORS[each.state]), name, each.what) for name, each in findings.items()
     ]
@@ -82,7 +83,7 @@ def show(findings: Mapping[str, Finding], *, as_json: bool) -> int:
     for name, each in findings.items():  # outside of the table, where no line is folded
         if each.fix:
             typer.echo(f"  # {name}\n  {each.fix}")
-    return 1
+    return int(errors > 0)
 
 
 def two_ranks(environ: Mapping[str, str], *, timeout: float = 60.0) -> Finding:

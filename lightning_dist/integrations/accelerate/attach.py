@@ -70,7 +70,7 @@ def require_attachable(accelerator: Accelerator) -> None:
     _require_ddp(accelerator)
     _require_no_hook(ddp_handler(accelerator))
     if accelerator.num_processes == 1 and not is_alone():
-        _about_one_process()
+        _about_one_process(kind_of(accelerator))
 
 
 def require_unprepared(accelerator: Accelerator, *, plugin: str) -> None:
@@ -118,7 +118,7 @@ def _require_no_hook(given: DistributedDataParallelKwargs | None) -> None:
         raise second_hook(got, owner=_PLUGIN, remedy=remedy)
 
 
-def _about_one_process() -> None:
+def _about_one_process(kind: str) -> None:
     """One process of one, or one of several that will train for themselves."""
     promised = promised_ranks()
     if promised is not None:
@@ -129,11 +129,12 @@ def _about_one_process() -> None:
             "ACCELERATE_USE_CPU=true in the environment and leave use_cpu and cpu= out "
             f"({_TWO_ON_CPU}); start a job of one process without a launcher"
         )
-    log.warning(
-        "The Accelerator has one process, so nothing is exchanged or compressed. If you asked for "
-        "several: 'accelerate launch --cpu --num_processes 2' starts one; write '%s'",
-        _TWO_ON_CPU,
-    )
+    if kind == "NO":  # otherwise DDP's reducer warns
+        log.warning(
+            "The Accelerator has one process, so nothing is exchanged or compressed. If you asked "
+            "for several: 'accelerate launch --cpu --num_processes 2' starts one; write '%s'",
+            _TWO_ON_CPU,
+        )
 
 
 class CompressionHandler(DistributedDataParallelKwargs):  # type: ignore[misc]  # no types

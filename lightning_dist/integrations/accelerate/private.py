@@ -23,7 +23,7 @@ COMMANDS: Table = {
     "accelerate.commands.config.config": "get_user_input",
     "accelerate.commands.config.config_args": "load_config_from_file",
     "accelerate.commands.config.default": "write_basic_config",
-    "accelerate.commands.launch": "launch_command_parser",
+    "accelerate.commands.launch": "launch_command_parser main",
 }
 """Names of the command line, which a training does not import."""
 TRAINER: Table = {
@@ -100,6 +100,14 @@ def launch_parser() -> Any:
     from accelerate.commands.launch import launch_command_parser
 
     return launch_command_parser()
+
+
+def launch() -> None:
+    """Run the command line of this process as ``accelerate launch`` does."""
+    require_names("accelerate", COMMANDS)
+    from accelerate.commands.launch import main
+
+    main()
 
 
 # Unlike torch.load it allows arrays of NumPy with weights_only.

@@ -168,7 +168,7 @@ def attach(
     ignored, named = names_ignored_by_ddp(model.module), model.module.named_parameters()
     names = {p: name_before_compile(name) for name, p in named if name not in ignored}
     first, several = topology.rank == 0, topology.world_size > 1
-    begins = require_effect(settings, names, says=first, one_of_several=one_of_several)
+    begins = require_effect(settings, names, says=first and several, one_of_several=one_of_several)
     compares = several and not settings.delay  # a mean that comes later by intention says nothing
     reducer = Reducer(
         names,

@@ -47,7 +47,7 @@ def log_in_force(reducer: Reducer, *, begins: int | None) -> None:
 
 
 def in_force(reducer: Reducer) -> str:
-    """``compressed DDP: codec Int8(block_size=256), flat exchange, 2 hosts x 1 rank, ...``"""
+    """``compressed DDP: codec int8, flat exchange, 2 hosts x 1 rank, ...``"""
     config, settings = reducer.comm_config(), reducer.settings
     places = config["topology"]
     if config["exchange"] != "flat":

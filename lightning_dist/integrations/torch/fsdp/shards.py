@@ -60,8 +60,8 @@ class CompressedShards:
         names: dict[Tensor, str] = {p: name_before_compile(n) for n, p in model.named_parameters()}
         self._names = names
         own = {
-            "gradients": repr(settings.gradients),
-            "parameters": repr(settings.parameters),
+            "gradients": str(settings.gradients),
+            "parameters": str(settings.parameters),
             "error_feedback": settings.memory,
             "groups": [[names[p] for p in group.parameters] for group in groups],
         }
@@ -149,7 +149,7 @@ class CompressedShards:
         """Codecs, hosts and versions, for the configuration of a tracked run."""
         return {
             **run_config(self._settings.given, None),
-            "parameters": repr(self._settings.parameters),
+            "parameters": str(self._settings.parameters),
             "exchange": "sharded",
             **places(self.topology),
         }

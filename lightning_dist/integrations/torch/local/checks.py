@@ -21,14 +21,18 @@ _STABLE_OUTER_LR = 0.1
 """With which 1,000 outer steps of a small model stay finite; see the guide on local steps."""
 
 
-def require_local(optimizers: Sequence[Optimizer], settings: Settings) -> None:
-    """Raise ValueError unless the optimizers step alone and the codec takes differences."""
+def require_local(optimizers: Sequence[Optimizer]) -> None:
+    """Raise ValueError unless the optimizers step alone."""
     for each in optimizers:
         if isinstance(each, OneBitAdam | ZeroRedundancyOptimizer):
             raise ValueError(
                 f"{type(each).__name__} exchanges between ranks in every step, and local steps are "
                 "of one worker alone; use torch.optim.AdamW"
             )
+
+
+def require_differences(settings: Settings) -> None:
+    """Raise ValueError unless the codec takes differences of weights."""
     if brings_momentum(settings):
         raise ValueError(
             f"codec {settings.codec.name!r} gives gradients momentum, and a pseudo-gradient is a "

@@ -75,7 +75,9 @@ class LocalUpdates:
             sharded=shards is not None,
             in_order=shards is not None,  # FSDP launches collectives of its own
         )
-        require_effect(settings, self.reducer.names, says=network.rank == 0)
+        require_effect(
+            settings, self.reducer.names, says=network.rank == 0 and network.world_size > 1
+        )
         for name, tensor in {**named, **self.buffers()}.items():
             is_shard = isinstance(tensor, DTensor)
             among = shards.between if shards is not None and is_shard else network

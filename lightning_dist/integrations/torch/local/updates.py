@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from inspect import signature
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
@@ -21,6 +21,7 @@ from lightning_dist.integrations.torch.ddp import describe_parameters
 from lightning_dist.integrations.torch.fsdp.checks import reshard
 from lightning_dist.integrations.torch.in_force import show
 from lightning_dist.integrations.torch.local.checks import (
+    require_differences,
     require_local,
     require_workers,
     warn_of_bursts,
@@ -190,6 +191,7 @@ def checked(
     settings = Settings.check(
         default_codec(method) if codec is None else codec, **exchange, compile_kernels=False
     )
+    require_differences(settings)
     return schedule, settings
 
 
@@ -210,7 +212,7 @@ def attach(
         silences: a DistributedDataParallel over all ranks averages nothing from now on, where
             there are no ``ddp_steps``: a framework has wrapped the model in it.
     """
-    require_local(optimizers, settings)
+    require_local(optimizers)
     synced = model if isinstance(model, DistributedDataParallel) else None
     module = model if synced is None else synced.module
     if synced is not None and silences and not schedule.ddp_steps:
@@ -231,7 +233,7 @@ def attach(
         device=device,
         facts={
             "parameters": describe_parameters(module),
-            "local updates": repr(schedule),
+            **asdict(schedule),
             "outer optimizer": None if outer_optimizer is None else "given",
             "outer schedule": None if outer_schedule is None else "given",
         },
@@ -261,7 +263,7 @@ def attach(
 
 
 def _in_force(updates: LocalUpdates, *, ranks_per_worker: int) -> str:
-    """``local updates: diloco, an outer step every 16 steps, codec Int8(block_size=256), ...``"""
+    """``local updates: diloco, an outer step every 16 steps, codec int8, ...``"""
     schedule, config = updates.schedule, updates.reducer.comm_config()
     every = f"every {schedule.sync_every} steps"
     if schedule.fragments > 1:
