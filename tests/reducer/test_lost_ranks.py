@@ -1,6 +1,7 @@
 """Steps whose exchange fails where somebody recovers: given up, or committed by what is here."""
 
 import threading
+from collections.abc import Iterable
 from typing import Any, Literal, NoReturn
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import CODECS
-from lightning_dist.exchange.channel import PendingWork
+from lightning_dist.exchange.channel import PendingWork, WaitLimit
 from lightning_dist.exchange.rounds import Exchange
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.reducer import Reducer
@@ -65,8 +66,15 @@ def lose_answer(network: Network) -> None:
     network.control.all_reduce = lambda *a, **k: Lost(vote(*a, **k))  # type: ignore[method-assign]
 
 
-def leave_before_the_vote(network: Network) -> None:
+def leave(limits: Iterable[WaitLimit]) -> None:
+    """Be gone. Others wait 0.3 s more; they may have been here long before a slow machine."""
+    for each in limits:
+        each.seconds = 0.3
+
+
+def leave_before_the_vote(network: Network, limits: Iterable[WaitLimit]) -> None:
     def gone(*arguments: Any, **named: Any) -> NoReturn:
+        leave(limits)
         raise RuntimeError("this rank is gone")
 
     network.control.all_reduce = gone  # type: ignore[method-assign]
@@ -100,15 +108,17 @@ def test_a_step_that_nobody_has_committed_is_given_up_and_taken_again(
         model = Model(rank.network(), codec, commit=commit)
         told = Told()
         model.reducer.leave_failures_to(told)
+        limits = of_all(rank, model.reducer.network.limit)
         for step in range(2):
             model.step(rank.rank, step)
         if rank.rank == LAST:
             if where == "before the vote":
-                leave_before_the_vote(model.reducer.network)
+                leave_before_the_vote(model.reducer.network, limits)
                 take(model, rank.rank, 2)
+            else:
+                leave(limits)
             model.reducer.close()
             return []
-        model.reducer.network.limit.seconds = 0.3
         state, kept = state_of(model), owed(model)
         before[rank.rank] = kept
         take(model, rank.rank, 2)

@@ -2,7 +2,7 @@
 
 import gc
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 from weakref import ref
@@ -11,12 +11,12 @@ import pytest
 import torch
 from fed_model import SHAPES, Model, among
 from feeding import digest, feed, residuals
-from test_lost_ranks import Commit, Told, both_commits, leave_before_the_vote, state_of
+from test_lost_ranks import Commit, Told, both_commits, leave, leave_before_the_vote, state_of
 from threads import of_all, on_threads
 from torch import Tensor
 from worlds import Rank, run_threads
 
-from lightning_dist.exchange.channel import Channel
+from lightning_dist.exchange.channel import Channel, WaitLimit
 from lightning_dist.reducer.mirror import ResidualMirror
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
@@ -177,10 +177,11 @@ EXACT = "topk:ratio=0.1,block_size=128,values=fp32"
 FOUR = [0, 1, 2, 3]
 
 
-def leave_in_the_host(channel: Channel) -> None:
+def leave_in_the_host(channel: Channel, limits: Iterable[WaitLimit]) -> None:
     """Be gone when the means of a step are given to the other ranks of the host."""
 
     def gone(*arguments: Any, **named: Any) -> NoReturn:
+        leave(limits)
         raise RuntimeError("this rank is gone")
 
     channel.all_gather = gone  # type: ignore[method-assign]
@@ -214,21 +215,23 @@ def test_only_residuals_of_lost_ranks_are_lost(commit: Commit, left: list[int], 
         model = exact(among(rank, FOUR, "first", per_host=2))
         assert model.reducer.network.intra is not None
         model.reducer.leave_failures_to(Told())
+        limits = of_all(rank, model.reducer.network.limit)
         for step in range(2):
             model.step(own, step)
         if own not in left:
             if where == "before the vote":
-                leave_before_the_vote(model.reducer.network)
+                leave_before_the_vote(model.reducer.network, limits)
                 model.step(own, 2)
             elif where == "in the host":
                 assert model.reducer.network.intra is not None
-                leave_in_the_host(model.reducer.network.intra.data)
+                leave_in_the_host(model.reducer.network.intra.data, limits)
                 model.step(own, 2)
+            else:
+                leave(limits)
             model.reducer.close()
             model = exact(among(rank, [own], "alone"))
             model.reducer.leave_failures_to(Told())
         else:
-            model.reducer.network.limit.seconds = 0.3
             state = state_of(model)
             before[own] = model.reducer.state.packed()
             model.step(own, 2)

@@ -32,6 +32,7 @@ from torch import Tensor
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import Int8, resolve_codec
+from lightning_dist.exchange.channel import WaitLimit
 from lightning_dist.integrations.torch.ddp import compile_kernels
 from lightning_dist.kernels.inductor import Variant
 from lightning_dist.reducer.executor import Worker
@@ -401,10 +402,11 @@ def test_saving_state_waits_no_longer_than_a_step_for_a_silent_rank(
     codec: str, at: str, to: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Silent from the collective ``at`` on; rank ``to`` waits for it."""
-    collective, silent = getattr(dist, at), set[int]()
+    collective, silent = getattr(dist, at), dict[int, WaitLimit]()
 
     def unless_silent(*arguments: Any, **named: Any) -> Any:
-        if threading.get_ident() in silent:
+        if limit := silent.get(threading.get_ident()):
+            limit.seconds = 0.3  # from now on: this rank may have been slow to come here
             raise Silent
         return collective(*arguments, **named)
 
@@ -413,9 +415,9 @@ def test_saving_state_waits_no_longer_than_a_step_for_a_silent_rank(
     def body(rank: Rank) -> None:
         model = Model(rank.network(), codec)
         model.step(rank.rank, 0)
-        model.reducer.network.limit.seconds = 0.3
+        limit = of_all(rank, model.reducer.network.limit)[to]
         if rank.rank != to:
-            silent.add(threading.get_ident())
+            silent[threading.get_ident()] = limit
         error, match = (RuntimeError, r"within 0\.3 s") if rank.rank == to else (Silent, None)
         with pytest.raises(error, match=match):
             model.reducer.state_dict(to=to)
