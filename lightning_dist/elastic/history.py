@@ -8,10 +8,11 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from lightning_dist.checkpoint.disk.scan import checkpoints
 from lightning_dist.checkpoint.disk.storage import LocalStorage, storage_of
 from lightning_dist.checkpoint.ranks import Ranks
 from lightning_dist.elastic.data.plan import Layout
-from lightning_dist.elastic.journal import CHANGE, Journal, Progress, Summary, summarize
+from lightning_dist.elastic.journal import CHANGE, SAVED, Journal, Progress, Summary, summarize
 from lightning_dist.elastic.progress import ElasticState
 from lightning_dist.elastic.recovery.change import Change
 from lightning_dist.shared_folder import has_token, leave_token
@@ -25,7 +26,7 @@ class RunHistory:
         self._before: Progress | None = None
         self._to_catch_up: int | None = None
         self._given_seed: int | None = None
-        self._leads = True
+        self._leads, self._has_saved = True, False
         self.run_id = ""
         self.seed = 0
         self.first: Layout | None = None
@@ -70,7 +71,7 @@ class RunHistory:
     def _facts(self, seed: int | None) -> dict[str, Any]:
         """Leader's knowledge, for all."""
         start = self._last_start()
-        self._before = self._journal.last_progress()
+        self._before = self._journal.last_progress() if start else None
         return {
             "run_id": self.run_id or start.get("run_id") or secrets.token_hex(6),
             "seed": _seed(seed, start.get("seed")),
@@ -79,12 +80,20 @@ class RunHistory:
         }
 
     def _open_journal(self, folder: str, *, rank: int) -> None:
+        self._folder, self._has_saved = folder, False
         storage, inside = storage_of(folder)
         self._journal = Journal(inside if isinstance(storage, LocalStorage) else None, rank=rank)
 
     def _last_start(self) -> dict[str, Any]:
-        starts = [each for each in self._journal.read() if each["event"] == "start"]
-        return starts[-1] if starts else {}
+        """Of the run in the folder; nothing if somebody has removed its checkpoints."""
+        last: dict[str, Any] = {}
+        lines = self._journal.read()
+        for line in lines:
+            last = line if line["event"] == "start" else last
+        saved = any(
+            line["event"] == SAVED and line.get("run_id") == last.get("run_id") for line in lines
+        )
+        return {} if saved and not checkpoints(self._folder) else last
 
     def resume(self, state: ElasticState | None, *, is_own: bool) -> None:
         """Be the run that a checkpoint belongs to.
@@ -140,6 +149,12 @@ class RunHistory:
         if self._to_catch_up is None:  # or else a second fault would hide what the first one cost
             self._journal.progress(samples)
         return caught_up
+
+    def saved(self) -> None:
+        """A checkpoint is durable; on the leader."""
+        if not self._has_saved:
+            self._has_saved = True
+            self._journal.write(SAVED, run_id=self.run_id)
 
     def change(self, change: Change) -> None:
         """Write down who takes part from now on, within the process."""

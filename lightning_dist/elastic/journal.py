@@ -11,15 +11,22 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from lightning_dist.log import get_logger
+
 FINISHED = "finished"
 """The reason of an end that needs no restart."""
 
 CHANGE = "change"
 """The event of members that have changed within the process; written by the leader."""
 
+SAVED = "saved"
+"""The event of the first durable checkpoint of a start: who finds none later begins a new run."""
+
 _FOLDER = "elastic"
 _PROGRESS = "progress"
 _WIDTH = 64
+
+log = get_logger(__name__)
 
 
 class Journal:
@@ -46,15 +53,15 @@ class Journal:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             path = self.folder / f"rank-{self._rank}.jsonl"
-            handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
             try:
                 size = os.fstat(handle).st_size
                 is_torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
                 os.write(handle, ("\n" * is_torn + json.dumps(line) + "\n").encode())
             finally:
                 os.close(handle)
-        except OSError:
-            self.folder = None
+        except OSError as error:
+            self._give_up(error)
 
     def progress(self, samples: int) -> None:
         """Note how far training is; a few microseconds, at every step."""
@@ -65,10 +72,20 @@ class Journal:
             if self._progress is None:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 flags = os.O_WRONLY | os.O_CREAT
-                self._progress = os.open(self.folder / _PROGRESS, flags, 0o644)
+                self._progress = os.open(self.folder / _PROGRESS, flags, 0o666)
             os.pwrite(self._progress, record.encode(), 0)
-        except OSError:
-            self.folder = None
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """A journal with gaps would count restarts wrong."""
+        log.warning(
+            "%s: %s; restarts are not recorded from now on, and loggers begin new runs. Make the "
+            "folder and its files writable for all who start this training",
+            error.filename or self.folder,
+            error.strerror,
+        )
+        self.folder = None
 
     def last_progress(self) -> Progress | None:
         """Last position of the previous processes."""

@@ -136,8 +136,12 @@ class Session:
             settings=self.settings.saving,
             members=self.members,
             warn=placement.warn,
-            committed=placement.committed,
+            committed=self._committed,
         )
+
+    def _committed(self, event: Committed) -> None:
+        self.history.saved()
+        self._placement.committed(event)
 
     def facts(self) -> dict[str, Any]:
         """Values that are equal on all ranks, for a rank that joins them; see :meth:`move`."""

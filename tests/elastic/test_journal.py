@@ -1,6 +1,7 @@
 """What happened to a run, as files that survive every process."""
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_dist.checkpoint.ranks import Ranks
+from lightning_dist.elastic.data.plan import Layout
+from lightning_dist.elastic.history import RunHistory
 from lightning_dist.elastic.journal import CHANGE, Journal, Progress, Summary, summarize
 from lightning_dist.elastic.recovery.change import Change, Pause, norm_of_lost
 from lightning_dist.elastic.recovery.protocol import Generation
@@ -118,9 +122,9 @@ def test_a_file_that_cannot_be_read_costs_no_other(journal: Make, tmp_path: Path
 @pytest.mark.parametrize("is_given", [False, True])
 @pytest.mark.parametrize("first", ["write", "progress"])
 def test_a_folder_that_takes_nothing_is_no_reason_to_stop(
-    tmp_path: Path, first: str, is_given: bool
+    tmp_path: Path, first: str, is_given: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nor is none at all."""
+    """Nor is none at all. What the disk refuses is said once."""
     (tmp_path / "elastic").write_text("a file where the folder should be")
     journal = Journal(str(tmp_path) if is_given else None, rank=0)
     for _ in range(2):
@@ -131,6 +135,48 @@ def test_a_folder_that_takes_nothing_is_no_reason_to_stop(
     assert journal.read() == []
     assert journal.last_progress() is None
     journal.close()
+    assert len(caplog.messages) == is_given
+    assert all("restarts are not recorded from now on" in text for text in caplog.messages)
+
+
+def test_files_have_the_permissions_that_the_user_wants(journal: Make, tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        journal().write("start")
+        journal().progress(1)
+    finally:
+        os.umask(before)
+    files = [*(tmp_path / "elastic").iterdir()]
+    assert len(files) == 2
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o664}
+
+
+def begun(folder: Path, first: Layout) -> RunHistory:
+    history = RunHistory()
+    history.open(str(folder), ranks=Ranks(None), seed=None)
+    history.start(None, first=history.first or first, world_size=1)
+    history.step(12)
+    history.close()
+    return history
+
+
+@pytest.mark.parametrize("had_saved", [True, False])
+@pytest.mark.parametrize("is_left", [True, False])
+def test_a_run_whose_checkpoints_were_removed_is_over(
+    tmp_path: Path, had_saved: bool, is_left: bool
+) -> None:
+    """One that had none yet goes on with its layout, seed and name."""
+    before = begun(tmp_path, Layout(4, 2, 1, 8))
+    if had_saved:
+        before.saved()
+    if is_left:
+        (tmp_path / "epoch=0-step=1.ckpt").touch()
+    after = begun(tmp_path, Layout(1, 3, 1, 3))
+    is_same = is_left or not had_saved
+    assert (after.run_id == before.run_id) == is_same
+    assert (after.seed == before.seed) == is_same
+    assert after.first == (Layout(4, 2, 1, 8) if is_same else None)
+    assert (after.summary.restarts == 1) == is_same
 
 
 @given(st.lists(st.integers(0, 10**15), min_size=1, max_size=5), st.floats(0, 10**10))

@@ -97,10 +97,13 @@ def test_a_second_fit_logs_its_own_steps_only(tmp_path: Path) -> None:
     trainer = make_trainer(compressed(), max_epochs=1, logger=logger_in(tmp_path))
     trainer.fit(model)
     trainer.fit_loop.max_epochs = 2
+    trainer.strategy.teardown()  # as after a validation
     trainer.fit(model)
     rows = rows_with("comm/compression_ratio", tmp_path)
     assert [row["step"] for row in rows] == list(range(8))
     assert {row["comm/wire_bytes"] for row in rows} == {WIRE_BYTES}
+    assert [row["comm/total_wire_bytes"] for row in rows] == [WIRE_BYTES * n for n in range(1, 9)]
+    assert trainer.strategy.comm_stats()["wire_bytes"] == 4 * WIRE_BYTES, "of one fit"
 
 
 class Measured(OneMatrix):

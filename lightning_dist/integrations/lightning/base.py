@@ -33,6 +33,9 @@ class CompressingStrategy(CommReport):
     _reducer: Reducer | None = None
     _logged_step = 0
     _max_steps = -1
+    _of_earlier_fits: Mapping[str, float] = {}
+    _of_all_fits: Mapping[str, float] = {}
+    """Totals of :func:`comm_metrics`, which go on from fit to fit."""
 
     if TYPE_CHECKING:
         lightning_module: pl.LightningModule | None
@@ -79,6 +82,7 @@ class CompressingStrategy(CommReport):
     def on_train_start(self) -> None:
         super().on_train_start()  # type: ignore[misc]
         assert self.lightning_module is not None
+        self._of_earlier_fits = self._of_all_fits
         if self._reducer is not None:
             self._require_begun(self.lightning_module.trainer)
         for logger in self.lightning_module.trainer.loggers:
@@ -126,15 +130,21 @@ class CompressingStrategy(CommReport):
         if not stats or stats["steps"] in (0, self._logged_step):
             return
         self._logged_step = stats["steps"]
-        metrics = self._comm_metrics(stats)
+        metrics = {**self._comm_metrics(stats), **self._totals(stats)}
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step - 1)
+
+    def _totals(self, stats: Mapping[str, Any]) -> dict[str, float]:
+        totals = {key: of for key, of in comm_metrics([stats]).items() if "/total_" in key}
+        return {key: of + self._of_earlier_fits.get(key, 0) for key, of in totals.items()}
 
     def _comm_metrics(self, stats: Mapping[str, Any]) -> dict[str, float]:
         return comm_metrics([stats])
 
     def teardown(self) -> None:
         compressed: Sequence[Any] = super()._reports
+        if stats := self.comm_stats():
+            self._of_all_fits = self._totals(stats) or self._of_all_fits
         try:
             for each in compressed:
                 each.close()  # raises where the device has failed
