@@ -89,6 +89,28 @@ def require_same_data(state: ElasticState, *, size: int | None, path: str) -> No
         )
 
 
+def require_same_optimizer(optimizer: Any, state: Any, *, path: str) -> None:
+    """Raise a ValueError if ``state``, of a checkpoint, is that of an optimizer of another kind.
+
+    Its groups would replace those of this one, whose settings would then be missing.
+    """
+    groups = state.get("param_groups") if isinstance(state, Mapping) else None
+    if not isinstance(groups, list) or not groups or not isinstance(groups[0], Mapping):
+        return
+    # Switches, off by default, come with new versions of torch.
+    missing = [
+        name
+        for name, default in optimizer.defaults.items()
+        if name not in groups[0] and default is not None and not isinstance(default, bool)
+    ]
+    if missing:
+        raise ValueError(
+            f"{path} has the state of another optimizer than {type(optimizer).__name__}: its "
+            f"parameter groups have no {', '.join(missing)}; go on with the optimizer of that run, "
+            "or give another folder"
+        )
+
+
 class Generators:
     """Random generators of this process, which go on where they were saved.
 

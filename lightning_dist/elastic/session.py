@@ -19,6 +19,7 @@ from lightning_dist.elastic.progress import ElasticState, scale_learning_rates
 from lightning_dist.elastic.recovery.change import Change
 from lightning_dist.elastic.retention import Retention
 from lightning_dist.elastic.settings import RunSettings
+from lightning_dist.exchange.handshake import differences
 
 
 class Placement:
@@ -203,25 +204,38 @@ class Session:
         scale_learning_rates(optimizers, schedulers, factor=factor)
 
     def begin(self, first: Layout, now: Layout | None, *, foreign: str = "") -> None:
-        """Say where training goes on, and write it down.
+        """Say where training goes on, and write it down. Collective.
 
         Args:
             first: the layout that the run began with.
             now: None where samples are not counted.
             foreign: without a state, the checkpoint of somebody else that training goes on from.
+
+        Raises:
+            ValueError: ranks would take different batches.
         """
         world_size = self.members.world_size
+        facts = self.members.ranks.all(self._placement.data.agreed)
+        if lines := differences(facts):
+            raise ValueError(
+                "All ranks must take batches of the same data, but they differ in\n"
+                + "\n".join(lines)
+            )
         line = start_line(self.resumed, now, world_size=world_size, foreign=foreign)
         self._placement.info(line)
-        for missing in Launch.from_env().missing_settings():
-            self._placement.warn(missing)
+        for warning in (*Launch.from_env().missing_settings(), self._placement.data.left_out):
+            if warning:
+                self._placement.warn(warning)
         self.history.start(self.resumed, first=first, world_size=world_size)
         self._count_costs()
 
     def nothing_is_left(self, now: Layout | None) -> None:
         """Say that this start does not train: it is no restart, and the account is as it was."""
         line = start_line(self.resumed, now, world_size=self.members.world_size)
-        self._placement.info(f"{line}; there is nothing left to do")
+        self._placement.warn(
+            f"{line}; there is nothing left to do: the run in {self.settings.folder} is complete, "
+            "and this model has got its weights. For another training give another folder"
+        )
         self._count_costs()
 
     def _count_costs(self) -> None:

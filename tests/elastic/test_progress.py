@@ -22,7 +22,12 @@ from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.elastic import rng
 from lightning_dist.elastic.data.plan import Layout, Position
 from lightning_dist.elastic.membership import Membership
-from lightning_dist.elastic.progress import ElasticState, Generators, scale_learning_rates
+from lightning_dist.elastic.progress import (
+    ElasticState,
+    Generators,
+    require_same_optimizer,
+    scale_learning_rates,
+)
 from lightning_dist.elastic.retention import Retention
 from lightning_dist.elastic.rng import derive_seed
 
@@ -148,6 +153,17 @@ def test_rates_that_are_tensors() -> None:
     reference.step(3)
     training.scale(2.0)
     require_same_rates(training, reference, 9, rel=1e-6)
+
+
+def test_the_state_of_another_version_of_the_optimizer_is_taken() -> None:
+    optimizer = torch.optim.Adam(nn.Linear(1, 1).parameters())
+    schedulers.OneCycleLR(optimizer, 0.1, total_steps=3)
+    state = optimizer.state_dict()
+    state["param_groups"][0] |= {"newer": True}
+    require_same_optimizer(optimizer, state, path="")
+    del state["param_groups"][0]["newer"], state["param_groups"][0]["foreach"]
+    require_same_optimizer(optimizer, state, path="")
+    require_same_optimizer(optimizer, {"of": "something else"}, path="")
 
 
 @pytest.mark.parametrize("name", ["StepLR", "CosineAnnealingLR", "OneCycleLR", "ReduceLROnPlateau"])

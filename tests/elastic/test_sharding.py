@@ -12,8 +12,9 @@ from streaming import Numbers, Rank, Squares, as_list
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_dist.elastic.data.plan import EpochPlan, Layout, Position
+from lightning_dist.elastic.data.plan import BatchPolicy, EpochPlan, Layout, Position
 from lightning_dist.elastic.data.sharding import Deal, LoaderFacts, NotExactError, facts_of
+from lightning_dist.elastic.progress import ElasticState
 
 LAYOUT = Layout(world_size=2, micro_batch=3, accumulate=2, global_batch=10)
 SIZE = 27  # two steps and a tail of 7: passes of 3, 2 | 3, 2 | 2, 2 (or 2, 1) samples
@@ -215,13 +216,20 @@ def test_a_stateful_loader_of_torchdata(workers: int) -> None:
     assert facts_of(stateful(Squares(SIZE))).batch_size == 3
 
 
-def deal_of(rank: int, *, world_size: int, begun: Layout | None = None) -> Deal:
+def deal_of(
+    rank: int,
+    *,
+    world_size: int,
+    begun: Layout | None = None,
+    resumed: ElasticState | None = None,
+    policy: BatchPolicy = "fixed_global_batch",
+) -> Deal:
     return Deal(
-        policy="fixed_global_batch",
+        policy=policy,
         accumulate=2,
         rank=rank,
         world_size=world_size,
-        resumed=None,
+        resumed=resumed,
         path="",
         begun=begun,
         seed=1,
@@ -237,6 +245,44 @@ def steps_of(loader: Iterator[list[int]], plan: EpochPlan) -> Iterator[list[int]
         if each.ends_step:
             yield step
             step = []
+
+
+def test_a_loader_that_is_made_anew_keeps_the_global_batch_of_the_run() -> None:
+    """Where ranks were lost meanwhile, and with other samples."""
+    deal = deal_of(0, world_size=4)
+    deal.deal(DataLoader(Squares(64), 3))
+    deal.deal_again(Position(), rank=0, world_size=2)
+    deal.deal(DataLoader(Squares(80), 3))
+    assert deal.first == Layout(4, 3, 2, 24)
+    assert deal.layout == Layout(2, 3, 4, 24)
+    assert deal.size == 80
+    assert deal.agreed == {
+        "global batch": 24,
+        "batch size": 3,
+        "micro-batches per step": 4,
+        "global batch of the first start": 24,
+        "samples of an epoch": 80,
+        "seed of their order": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("now", "ranks", "policy", "is_said"),
+    [
+        (6, 4, "fixed_global_batch", True),
+        (3, 2, "fixed_global_batch", False),  # other ranks alone
+        (6, 2, "fixed_global_batch", False),  # the script keeps the global batch itself
+        (6, 4, "fixed_micro_batch", False),
+    ],
+)
+def test_a_batch_size_without_effect_is_said(
+    now: int, ranks: int, policy: BatchPolicy, is_said: bool
+) -> None:
+    first = Layout(4, 3, 2, 24)
+    state = ElasticState("", 1, first, first, Position(), 0, 0, 64)
+    deal = deal_of(0, world_size=ranks, resumed=state, policy=policy)
+    deal.deal(DataLoader(Squares(64), now))
+    assert ("took 3 samples and 2 micro-batches when the run began" in deal.left_out) == is_said
 
 
 @KINDS

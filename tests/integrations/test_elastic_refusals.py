@@ -276,3 +276,14 @@ def test_no_train_batches(tmp_path: Path) -> None:
     trainer.fit(Tuned())
     assert trainer.global_step == 0
     assert trainer.limit_train_batches == 0
+
+
+class Adamic(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+def test_the_state_of_another_optimizer(tmp_path: Path) -> None:
+    fit(tmp_path, max_epochs=1)
+    with pytest.raises(ValueError, match=r"another optimizer than Adam: .* no betas, eps;"):
+        fit(tmp_path, module=Adamic(), max_epochs=2)

@@ -277,6 +277,15 @@ def test_states(state: dict[str, Any], says: str, tmp_path: Path) -> None:
         loop_in(tmp_path, state=state).__enter__()
 
 
+def test_the_state_of_another_optimizer(tmp_path: Path) -> None:
+    train(tmp_path, "plain", epochs=1)
+    model = nn.Linear(1, 1)
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    loop = loop_in(tmp_path / "ckpt", state={**state, "scheduler": nn.Identity()})
+    with pytest.raises(ValueError, match=r"another optimizer than AdamW: .* no betas, eps;"):
+        loop.__enter__()
+
+
 def test_other_names_than_in_the_checkpoint(tmp_path: Path) -> None:
     train(tmp_path, "plain", epochs=1)
     with pytest.raises(ValueError, match="holds model, optimizer, scheduler, and state= has"):

@@ -260,11 +260,11 @@ class Deal:
             ValueError: they are not those of the checkpoint.
         """
         facts = facts_of(loader, seed=self._seed)
-        if self.resumed is not None:
+        if self.resumed is not None and not self.is_dealt:  # a loader of a later epoch may differ
             require_same_data(self.resumed, size=facts.size, path=self._path)
         self.facts = facts
         script = self._script_layout()
-        self.first = self._first_layout(script)
+        self.first = self.first or self._first_layout(script)
         self.layout = layout_for(self.policy, self.first, script=script)
         passes = limit(self.first, facts)
         self._epoch_size = full_size(facts.size, limit=passes, layout=self.first)
@@ -304,6 +304,39 @@ class Deal:
         if begun is None or (begun.micro_batch, begun.accumulate) != asked:
             return script
         return begun
+
+    @property
+    def agreed(self) -> dict[str, Any]:
+        """Facts that are equal on all ranks, or they would wait for each other in vain."""
+        first, now = self.layouts
+        return {
+            "global batch": now.global_batch,
+            "batch size": now.micro_batch,
+            "micro-batches per step": now.accumulate,
+            "global batch of the first start": first.global_batch,
+            "samples of an epoch": self._epoch_size,
+            "seed of their order": self._seed,
+        }
+
+    @property
+    def left_out(self) -> str:
+        """What the script asks for that has no effect; empty if there is nothing."""
+        script, now = self._script_layout(), self.layout
+        if self.resumed is None or now is None or script.global_batch == now.global_batch:
+            return ""
+        first = self.resumed.first
+        asked, before = (
+            f"{each.micro_batch} samples and {each.accumulate} micro-batches"
+            for each in (script, first)
+        )
+        if asked == before:  # other ranks alone
+            return ""
+        return (
+            f"The script takes {asked} per rank and step now and took {before} when the run began: "
+            f"batch_policy='fixed_global_batch' keeps its global batch of {now.global_batch}. For "
+            "another one begin a new run in another folder, or set "
+            "batch_policy='fixed_micro_batch'"
+        )
 
     def _script_layout(self) -> Layout:
         return Layout.of_script(

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_dist.checkpoint.restricted import require_loadable
 from lightning_dist.checkpoint.snapshot.plan import Striped
-from lightning_dist.elastic.progress import KEY, ElasticState
+from lightning_dist.elastic.progress import KEY, ElasticState, require_same_optimizer
 from lightning_dist.integrations.torch.ddp import reducer_of
 from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates
 from lightning_dist.integrations.torch.local.state import WorkerStates
@@ -151,7 +151,8 @@ class Objects:
         """Load a checkpoint, on all ranks; where it was taken.
 
         Raises:
-            ValueError: somebody else saved it, or it has other objects; nothing was loaded.
+            ValueError: somebody else saved it, or it has other objects or the state of an optimizer
+                of another kind; nothing was loaded.
         """
         if not isinstance(checkpoint, dict) or not {KEY, "objects"} <= checkpoint.keys():
             raise ValueError(
@@ -164,6 +165,9 @@ class Objects:
                 f"{path} holds {', '.join(saved)}, and state= has {', '.join(self._given)}; give "
                 "the same names, or another folder"
             )
+        for name, each in self._given.items():
+            if isinstance(optimizer := _without_wrapper(each), Optimizer):
+                require_same_optimizer(optimizer, saved[name], path=path)
         self.load_states(saved)
         states = checkpoint["reducers"]
         for index, reducer in enumerate(self._reducers):

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_dist.elastic.data.workers import keep_workers
+from lightning_dist.elastic.progress import require_same_optimizer
 from lightning_dist.integrations import rank_zero
 from lightning_dist.integrations.lightning import private
 from lightning_dist.integrations.lightning.elastic.data import TrainerDeal
@@ -76,6 +77,13 @@ class RestartConnector(private.CheckpointConnector):
         self.restore_callbacks()
         self.restore_training_state()
         self._loaded_checkpoint = {}
+
+    @override
+    def restore_training_state(self) -> None:
+        states = self._loaded_checkpoint.get("optimizer_states", ())
+        for optimizer, state in zip(self.trainer.optimizers, states, strict=False):
+            require_same_optimizer(optimizer, state, path=str(self.trainer.ckpt_path))
+        super().restore_training_state()
 
     @override
     def restore_loops(self) -> None:
