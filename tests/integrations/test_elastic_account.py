@@ -4,6 +4,8 @@ longer, fail and are used again; other callbacks beside."""
 import inspect
 import logging
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,17 @@ from elastic_runs import (
     quiet_trainer,
 )
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from torch import Tensor
 
 from lightning_dist import AsyncCheckpoint, ElasticRestart
+from lightning_dist.checkpoint.disk.scan import newest_valid
 from lightning_dist.elastic.launcher.launch import Launch
 from lightning_dist.elastic.progress import KEY
 from lightning_dist.integrations.lightning.launcher import (
@@ -315,3 +324,25 @@ def test_epochs_that_a_module_ends_have_their_checkpoint(tmp_path: Path) -> None
     trainer, _ = fit_with_faults(tmp_path, faults, EndsEpochs, **settings)
     assert starts(tmp_path)[1]["samples"] == 2 * 5 * 4
     assert trainer.global_step == 15
+
+
+@pytest.mark.parametrize(
+    "average", [EMAWeightAveraging, partial(StochasticWeightAveraging, 0.1, 2)]
+)
+def test_a_run_that_is_extended_goes_on_from_its_own_weights(
+    tmp_path: Path, average: Callable[[], L.Callback]
+) -> None:
+    """Not from the averages that its end has put into the model."""
+    trained: list[Tensor] = []
+
+    class Trained(L.Callback):
+        def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            trained[:] = [each.detach().clone() for each in pl_module.net.parameters()]
+
+    _, module = fit(tmp_path, average(), Trained(), validate=False)
+    path = newest_valid(str(tmp_path / "ckpt")).path  # type: ignore[union-attr]
+    saved = torch.load(path, weights_only=True)
+    weights = saved.get("current_model_state", saved["state_dict"]).values()
+    pairs = [*zip(weights, trained, module.net.parameters(), strict=True)]
+    assert all(torch.equal(saved, own) for saved, own, _ in pairs)
+    assert not all(torch.equal(own, averaged) for _, own, averaged in pairs)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint
 from typing_extensions import override
 
 from lightning_dist.checkpoint.disk.jobs import Committed
@@ -173,7 +173,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         require_effective(self._settings.saving, trainer)
         require_plain_trainer(trainer)
         require_own_folder(trainer, self._settings.folder)
-        self._stand_last(trainer)
+        self._stand(trainer)
         if not isinstance(trainer.strategy, FollowsLauncher):
             follow_launcher(trainer.strategy)  # for the samplers of validation
         self._at, self._has_begun = None, False
@@ -194,10 +194,19 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         private.set_signal_connector(trainer, listening)
         warnings.filterwarnings("ignore", message=_UNRESUMABLE)  # our loaders are
 
-    def _stand_last(self, trainer: pl.Trainer) -> None:
-        """Let another callback be ``trainer.checkpoint_callback``, which knows what is best."""
+    def _stand(self, trainer: pl.Trainer) -> None:
+        """Last: another callback is ``trainer.checkpoint_callback``, which knows what is best.
+
+        But end the run before others put averaged weights into the model.
+        """
+        self._step_back(trainer)
         inner: Any = trainer
-        inner.callbacks = [*(each for each in inner.callbacks if each is not self), self]
+        others = (each for each in inner.callbacks if each is not self)
+        inner.callbacks = [_BeforeOthers(self._complete), *others, self]
+
+    def _step_back(self, trainer: pl.Trainer) -> None:
+        inner: Any = trainer
+        inner.callbacks = [each for each in inner.callbacks if not isinstance(each, _BeforeOthers)]
 
     def _listen(self, trainer: pl.Trainer) -> None:
         """Begin to note signals."""
@@ -372,8 +381,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         if not trainer.sanity_checking and self._at is not None:
             self._at.end_validation()
 
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _complete(self) -> None:
         self._session.lifecycle.heartbeat()
         if self._at is None:
             return
@@ -401,6 +409,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._end()
         self._session.close()
+        self._step_back(trainer)
         restore_usual(trainer)
 
     def _end(self) -> None:
@@ -415,6 +424,17 @@ class ElasticRestart(BeforeSetup, Checkpoint):
     ) -> None:
         if self._at is not None:
             self._at.add_to(checkpoint)
+
+
+class _BeforeOthers(Callback):
+    """Calls ``complete`` when a training ends, before the callbacks that follow do anything."""
+
+    def __init__(self, complete: Callable[[], None]) -> None:
+        self._complete = complete
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._complete()
 
 
 def _wants_recovery(trainer: pl.Trainer) -> bool:
