@@ -32,6 +32,7 @@ class Retention:
         members: all ranks; with ``members.writers`` each writes its part.
         warn: called on the leader with a message for the user.
         committed: called on the leader for each durable checkpoint.
+        patience: seconds to wait for a trainer that writes there and may be about to end.
     """
 
     def __init__(
@@ -43,12 +44,14 @@ class Retention:
         members: Membership,
         warn: Callable[[str], None],
         committed: Callable[[Committed], None],
+        patience: float = 0.0,
     ) -> None:
         self._folder, self._keep, self._settings = folder, keep, settings
         self._members, self._warn, self._committed = members, warn, committed
         writer: Checkpointer | None = None
         if members.ranks.is_leader or members.writers is not None:
             writer = Checkpointer(settings, group=members.writers, ranks=members.world_size)
+            writer.patience = patience
         self.saves = Saves(writer, settings, ranks=members.ranks, warn=warn, ended=self._ended)
         self._ledger: list[str] = []  # durable checkpoints of this run, the oldest first
 

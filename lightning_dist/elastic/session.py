@@ -21,6 +21,9 @@ from lightning_dist.elastic.retention import Retention
 from lightning_dist.elastic.settings import RunSettings
 from lightning_dist.exchange.handshake import differences
 
+_TO_EXIT = 10.0
+"""Seconds for a process whose grace period is over."""
+
 
 class Placement:
     """Operations that a session leaves to a Trainer or a loop, and its position in the data."""
@@ -138,6 +141,8 @@ class Session:
             members=self.members,
             warn=placement.warn,
             committed=self._committed,
+            # Ranks of a launcher that was killed take their grace period to end.
+            patience=self.settings.grace_period + _TO_EXIT if Launch.from_env().is_elastic else 0.0,
         )
 
     def _committed(self, event: Committed) -> None:

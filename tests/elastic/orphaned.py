@@ -1,7 +1,8 @@
 """A rank that hangs beside stopped processes, with its launcher or after that one's death.
 
 Usage: orphaned.py WAY, which is ``orphaned``, ``launched`` or ``forked``; it prints JSON: the exit
-code of the rank, and the names of the stopped processes that were killed.
+code of the rank, and the names of the stopped processes that were killed. ``listens``: the rank
+does not hang, and its exit code is that of a process that was asked to stop.
 
 The first process is a subreaper: children of a launcher that dies become its own.
 """
@@ -12,11 +13,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
 JOB, OTHER = {"TORCHELASTIC_RUN_ID": "job"}, {"TORCHELASTIC_RUN_ID": "another job"}
 _PR_SET_CHILD_SUBREAPER = 36
+EXIT_ASKED = 5
 
 
 def stopped(environment: dict[str, str], **arguments: Any) -> subprocess.Popen[bytes]:
@@ -45,27 +48,49 @@ def rank(go: int) -> None:
     ctypes.CDLL(None).pause()
 
 
-def start_rank(go: int, environment: dict[str, str] = JOB) -> subprocess.Popen[bytes]:
-    command = [sys.executable, __file__, "rank", str(go)]
+def listener(go: int) -> None:
+    """Stop when asked to."""
+    from lightning_dist.elastic.history import RunHistory
+    from lightning_dist.elastic.process.lifecycle import ProcessLifecycle
+    from lightning_dist.elastic.settings import RunSettings
+
+    os.environ.update(JOB)
+    lifecycle, asked = ProcessLifecycle(RunSettings("nowhere"), RunHistory()), threading.Event()
+    lifecycle.open()
+    lifecycle.note((), asks=False, on_notice=asked.set)
+    print("watches", flush=True)
+    os.read(go, 1)
+    asked.wait()
+    os._exit(EXIT_ASKED if "launcher" in lifecycle.reason else 1)
+
+
+def start_rank(
+    go: int, environment: dict[str, str] = JOB, *, role: str = "rank"
+) -> subprocess.Popen[bytes]:
+    command = [sys.executable, __file__, role, str(go)]
     return subprocess.Popen(
         command, env={**os.environ, **environment}, pass_fds=[go], stdout=subprocess.PIPE
     )
 
 
-def launcher(go: int) -> None:
+def launcher(go: int, role: str = "rank") -> None:
     """Start a rank and die when it watches."""
-    process = start_rank(go)
+    process = start_rank(go, role=role)
     assert process.stdout is not None
     process.stdout.readline()
     print(process.pid, flush=True)
     os._exit(0)
 
 
-def orphaned() -> dict[str, Any]:
+def listens() -> dict[str, Any]:
+    return orphaned("listener")
+
+
+def orphaned(role: str = "rank") -> dict[str, Any]:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     stranger = stopped(JOB)  # of a job of the same name, as torchrun's default is one
     go, say = os.pipe()
-    command = [sys.executable, __file__, "launcher", str(go)]
+    command = [sys.executable, __file__, "launcher", str(go), role]
     died = subprocess.run(command, pass_fds=[go], stdout=subprocess.PIPE, check=True)
     os.write(say, b"x")
     _, status = os.waitpid(int(died.stdout), 0)
@@ -96,8 +121,14 @@ def hang_beside(
 
 if __name__ == "__main__":
     way, *rest = sys.argv[1:]
-    roles: dict[str, Callable[..., Any]] = {"rank": rank, "launcher": launcher}
+    roles: dict[str, Callable[..., Any]] = {
+        "rank": rank,
+        "listener": listener,
+        "launcher": launcher,
+    }
+    ways = {"orphaned": orphaned, "launched": launched, "forked": forked, "listens": listens}
     if way in roles:
-        roles[way](int(rest[0]))
+        go, *more = rest
+        roles[way](int(go), *more)
     else:
-        print(json.dumps({"orphaned": orphaned, "launched": launched, "forked": forked}[way]()))
+        print(json.dumps(ways[way]()))

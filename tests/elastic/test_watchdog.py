@@ -5,8 +5,10 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from orphaned import EXIT_ASKED
 from processes import Finished, run
 
 from lightning_dist.elastic.process import watchdog
@@ -171,6 +173,14 @@ def test_whatever_it_cannot_say_it_ends(way: str, hang: Callable[[str], Finished
 def test_stopped_processes_are_killed_only_if_they_are_ranks_of_its_launcher(
     way: str, killed: list[str]
 ) -> None:
+    assert end_of_orphan(way) == {"code": EXIT_STUCK, "killed": killed}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="subreapers are Linux's")
+def test_a_rank_whose_launcher_has_died_is_asked_to_stop() -> None:
+    assert end_of_orphan("listens") == {"code": EXIT_ASKED, "killed": []}
+
+
+def end_of_orphan(way: str) -> Any:
     finished = run([sys.executable, HANGING.with_name("orphaned.py"), way], limit=60)
-    found = json.loads(finished.require_success().output.splitlines()[-1])
-    assert found == {"code": EXIT_STUCK, "killed": killed}
+    return json.loads(finished.require_success().output.splitlines()[-1])

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -171,3 +172,21 @@ def test_the_example_runs_under_the_launcher(tmp_path: Path, program: list[str])
     done.require_success()
     assert "elastic: world 2, fresh start; global batch 16: 1 micro-batch on 2 ranks" in done.output
     assert list((tmp_path / "out").glob("*step=12.ckpt"))
+
+
+@pytest.mark.exhaustive
+def test_ranks_whose_launcher_was_killed_make_way(tmp_path: Path) -> None:
+    """They save and end; the next start, which has no restarts, waits for them and goes on."""
+    os.mkfifo(tmp_path / "next")
+    script = str(SCRIPT.with_name("killed_launcher.py"))
+    program = [sys.executable, "-m", "lightning_dist", "launch"]  # not forks of one server
+    command = [*program, "--nproc-per-node=2", "--max-restarts=0", script, str(tmp_path)]
+    following = ["sh", "-c", f"cat {tmp_path}/next && exec {shlex.join(command)}"]
+    killed, went_on = run_together([command, following], [{}, {}], limit=200)
+    assert killed.returncode == -9
+    went_on.require_success()
+    first, second = map(int, (tmp_path / "starts").read_text().split())
+    assert first == 0
+    assert second >= 5
+    assert (tmp_path / "ended").exists()
+    assert "the launcher of this process has terminated" in killed.output

@@ -114,14 +114,24 @@ def own(
     if key in _owned and _owned[key].file.is_named():
         _owned[key].owners += 1
         return _owned[key]
+    waits = False
     if not lock:
         owned = Lock(inside, LockFile(os.path.join(inside, _MARK)), is_real=False)
     else:
         try:
-            end = time.monotonic() + trainer_patience
+            begin = time.monotonic()
             while not isinstance(locked := _lock(storage, folder, inside, patience=patience), Lock):
-                if time.monotonic() > end:
+                if time.monotonic() - begin >= trainer_patience:
                     raise _belongs_to_another(folder, locked)
+                if not waits:
+                    waits = True
+                    log.warning(
+                        "%s belongs to process %s on %s; waiting up to %.0f s for its end",
+                        folder,
+                        locked.get("pid", "?"),
+                        locked.get("host", "?"),
+                        trainer_patience,
+                    )
                 time.sleep(_POLL)
             owned = locked
             if clean:

@@ -29,6 +29,7 @@ EXIT_EVICTED = 78
 _LAST_SECONDS = 20.0
 """Seconds for a process to end when its peers have ended, or all is saved."""
 _ROUND = 10.0
+_ORPHANED = "the launcher of this process has terminated"
 
 
 class ProcessLifecycle:
@@ -46,8 +47,9 @@ class ProcessLifecycle:
         self._watchdog: Watchdog | None = None
         self.waits_for_another: Callable[[], bool] = lambda: False
         """Asked where there is no progress: whether another rank is the one that hangs."""
-        self.lapsed: Callable[[], str] = lambda: ""
-        """Asked again and again until the training has ended: why others may write by now."""
+        self.lapsed: Callable[[], str] | None = None
+        """Asked again and again until the training has ended: why others may write by now. None
+        where members do not change within the process."""
 
     @property
     def reason(self) -> str:
@@ -73,7 +75,8 @@ class ProcessLifecycle:
             self._settings.hang_timeout,
             last_words=self._last_words,
             waits=lambda: self.waits_for_another(),
-            lapsed=lambda: self.lapsed(),
+            lapsed=lambda: (self.lapsed or str)(),
+            orphaned=self._orphaned,
         )
         self._watchdog.start()
 
@@ -108,6 +111,15 @@ class ProcessLifecycle:
         )
         self._notices.start()
 
+    def _orphaned(self) -> None:
+        """Nobody would end this process, and another launcher's would find it in its folder."""
+        if self.lapsed is not None:  # who goes on is decided by the members of the job
+            return
+        if self._notices is not None:
+            self._notices.give(_ORPHANED)
+        elif self._watchdog is not None:
+            self._watchdog.end_within(0.0, _ORPHANED)
+
     def heartbeat(self) -> None:
         """A batch, or a stage of the start, is done."""
         if self._watchdog is not None:
@@ -115,7 +127,7 @@ class ProcessLifecycle:
 
     def finish(self) -> None:
         """The training has ended as it should: no batch is to be expected any more."""
-        self.lapsed = lambda: ""
+        self.lapsed = None
         if self._watchdog is not None:
             self._watchdog.rest()
 

@@ -60,6 +60,7 @@ class Watchdog:
         waits: whether this process only waits for one that has not come as far, which is the one
             that hangs; asked when there was no progress for so long.
         lapsed: reason why this process may not go on; empty if it may.
+        orphaned: called once, when the launcher of this process has terminated.
         end: how the process ends.
         clock: in seconds.
     """
@@ -71,12 +72,14 @@ class Watchdog:
         last_words: Callable[[str], None] = lambda reason: None,
         waits: Callable[[], bool] = lambda: False,
         lapsed: Callable[[], str] = lambda: "",
+        orphaned: Callable[[], None] = lambda: None,
         end: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._hang_timeout = hang_timeout
         self._last_words, self._waits, self._lapsed = last_words, waits, lapsed
-        siblings = Siblings() if Launch.from_env().is_elastic else None
+        self._orphaned = orphaned
+        self._siblings = siblings = Siblings() if Launch.from_env().is_elastic else None
         self._end = end or (lambda why: _end(why, siblings))
         self._stopped = threading.Event()
         self._progress, self._limit = Deadline(clock), Deadline(clock)
@@ -106,7 +109,11 @@ class Watchdog:
             self._limit.set(seconds, why)
 
     def _watch(self) -> None:
+        has_launcher = self._siblings is not None
         while not self._stopped.wait(_PERIOD):
+            if has_launcher and self._siblings is not None and self._siblings.are_orphans:
+                has_launcher = False
+                self._orphaned()
             why = self._limit.expired() or self._lapsed()
             if not why and (why := self._progress.expired()) and self._waits():
                 self.heartbeat()
@@ -128,6 +135,11 @@ class Siblings:
         own = psutil.Process()
         self._launcher = own.parent()  # psutil compares start times, so no later process is it
         self._job = _job_of(own)
+
+    @property
+    def are_orphans(self) -> bool:
+        """Whether their launcher has terminated."""
+        return self._launcher is None or os.getppid() != self._launcher.pid
 
     def kill_stopped(self) -> list[int]:
         """Kill those that are stopped; returns their ids.
