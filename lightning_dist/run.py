@@ -70,6 +70,7 @@ def main() -> None:
         from lightning_dist import accelerate as ours
         from lightning_dist.configuration import resolve
         from lightning_dist.integrations.accelerate.patch import attached_everywhere
+        from lightning_dist.integrations.accelerate.transformers import residuals_in_checkpoints
 
         is_local = resolve().value("method") is not None
         plugin = ours.LocalUpdatesPlugin if is_local else ours.CompressedDDPPlugin
@@ -78,11 +79,16 @@ def main() -> None:
         print(f"lightning_dist.run: {error}", file=sys.stderr)
         raise SystemExit(BAD_INPUT) from None
 
-    def attach(accelerator: Any) -> Any:
-        return (ours.CompressedFSDPPlugin if accelerator.is_fsdp2 else plugin)().attach(accelerator)
+    with residuals_in_checkpoints() as add:
 
-    with attached_everywhere(attach) as seen:
-        script.run()
+        def attach(accelerator: Any) -> None:
+            kind = ours.CompressedFSDPPlugin if accelerator.is_fsdp2 else plugin
+            attached = kind().attach(accelerator)
+            if isinstance(attached, ours.Compression):
+                add(accelerator, attached)
+
+        with attached_everywhere(attach) as seen:
+            script.run()
     if not seen:
         from lightning_dist.log import prefixed
 

@@ -2,8 +2,10 @@
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from scenarios.accelerating import forget_accelerators
 from lightning_dist.accelerate import CompressedDDPPlugin
 from lightning_dist.codecs import Int4
 from lightning_dist.integrations.accelerate.patch import attached_everywhere
+from lightning_dist.integrations.accelerate.transformers import residuals_in_checkpoints
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "unchanged_training.py"
@@ -120,3 +123,44 @@ def test_every_way_to_prepare_a_model_and_nothing_else(attached: list[Accelerato
 def test_the_class_is_given_back_when_the_script_fails(attached: list[Accelerator]) -> None:
     with pytest.raises(SystemExit), attached_everywhere(attached.append):
         raise SystemExit(3)
+
+
+class Trainer:
+    """The methods of transformers' that count here."""
+
+    def __init__(self, accelerator: object) -> None:
+        self.accelerator = accelerator
+        self.done: list[str] = []
+
+    def create_accelerator_and_postprocess(self) -> None: ...
+
+    def _wrap_model(self) -> None: ...
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self.done.append(f"saved {output_dir}")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        self.done.append(f"loaded {checkpoint}")
+
+
+def test_checkpoints_of_transformers_trainers_have_residuals(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(Trainer=Trainer))
+    stock = dict(vars(Trainer))
+    mine, other = Trainer("mine"), Trainer("other")
+
+    def said(what: str) -> Any:
+        return lambda folder: mine.done.append(f"{what} residuals of {folder}")
+
+    compression: Any = SimpleNamespace(save=said("saved"), load=said("loaded"))
+    with residuals_in_checkpoints() as add:
+        add("mine", compression)
+        for each in (mine, other):
+            each._save_optimizer_and_scheduler("a")
+            each._load_optimizer_and_scheduler("b")
+            each._load_optimizer_and_scheduler(None)
+    residuals = ["saved a", "saved residuals of a", "loaded b", "loaded residuals of b"]
+    assert mine.done == [*residuals, "loaded None"]
+    assert other.done == ["saved a", "loaded b", "loaded None"]
+    assert dict(vars(Trainer)) == stock

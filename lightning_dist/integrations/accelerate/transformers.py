@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any
 
 from lightning_dist.integrations.accelerate.compression import Compression
@@ -57,3 +60,39 @@ class CompressedDDPMixin:
         if "loss" in logs:
             logs = {**logs, **self.compression.metrics()}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+
+@contextmanager
+def residuals_in_checkpoints() -> Iterator[Callable[[Any, Compression], None]]:
+    """Within the body, Trainers without the mixin have residuals in their checkpoints.
+
+    Yields:
+        A function that is called with an Accelerator and what compresses its models, if there are
+        Trainers by then: those with that Accelerator save and load its residuals.
+    """
+    with ExitStack() as stack:
+
+        def add(accelerator: Any, compression: Compression) -> None:
+            if "transformers" not in sys.modules:
+                return
+            require_names("transformers", TRAINER)
+            kind: Any = sys.modules["transformers"].Trainer
+            for name, also in (
+                ("_save_optimizer_and_scheduler", compression.save),
+                ("_load_optimizer_and_scheduler", compression.load),
+            ):
+                method = getattr(kind, name)
+                setattr(kind, name, _with(method, also, accelerator))
+                stack.callback(setattr, kind, name, method)
+
+        yield add
+
+
+def _with(method: Callable[..., Any], also: Callable[[str], None], accelerator: Any) -> Any:
+    @wraps(method)
+    def both(self: Any, folder: str | None) -> None:
+        method(self, folder)
+        if folder is not None and self.accelerator is accelerator:
+            also(folder)
+
+    return both
