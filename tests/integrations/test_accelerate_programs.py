@@ -7,6 +7,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+import accelerate.test_utils.scripts
 import pytest
 from processes import Finished, port, run, torchrun
 from wandb_runs import history
@@ -111,6 +112,17 @@ def test_accelerates_own_checks_pass_under_the_plugin(quick_python: list[str]) -
     script = HERE / "scenarios" / "accelerates_script.py"
     done = torchrun(script, ranks=2, limit=110, python=quick_python).require_success()
     assert len(re.findall(r"steps of ours: [1-9]", done.output)) == 2
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("script", ["test_script.py", "test_sync.py"])
+def test_accelerates_own_checks_pass_unchanged(script: str, quick_python: list[str]) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    path = Path(accelerate.test_utils.scripts.__path__[0]) / script
+    ours = [*quick_python, "-m", "lightning_dist.run", path]
+    done = run([*quick_python, *launcher, *ours], limit=280).require_success()
+    assert "set outside of the code" not in done.output
+    assert "compressed DDP: codec int8" in done.output
 
 
 def _sums(done: Finished) -> set[str]:

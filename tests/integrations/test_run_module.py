@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from processes import run
 from scenarios.accelerating import forget_accelerators
 
@@ -118,6 +119,17 @@ def test_every_way_to_prepare_a_model_and_nothing_else(attached: list[Accelerato
     assert attached == [one, two, three]
     one.prepare(torch.nn.Linear(2, 2))
     assert attached == [one, two, three]
+
+
+def test_a_state_that_was_reset_is_accelerates_matter(attached: list[Accelerator]) -> None:
+    accelerator = Accelerator(cpu=True)
+    AcceleratorState._reset_state(True)
+    with (
+        attached_everywhere(attached.append),
+        pytest.raises(AttributeError, match=r"object has no attribute .* was called and"),
+    ):
+        accelerator.prepare(torch.nn.Linear(2, 2))
+    assert attached == []
 
 
 def test_the_class_is_given_back_when_the_script_fails(attached: list[Accelerator]) -> None:

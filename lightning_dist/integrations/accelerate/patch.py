@@ -35,6 +35,8 @@ def attached_everywhere(attach: Callable[[Accelerator], Any]) -> Iterator[list[A
         """Whether it was attached just now."""
         if any(accelerator is each for each in seen):
             return False
+        if not hasattr(accelerator.state, "distributed_type"):
+            return False  # it was reset, which Accelerate says itself
         seen.append(accelerator)
         has_own = is_wrapped_by(accelerator, ShardedCompression, LocalUpdatesPlugin)
         if has_own or handler_of(accelerator) is not None:
