@@ -31,7 +31,7 @@ from lightning_dist.reducer.plan.slices import (
     require_strides,
     strides_in_bucket,
 )
-from lightning_dist.reducer.saved import require_names, require_one_state
+from lightning_dist.reducer.saved import require_mapping, require_names, require_one_state
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.stats import run_config
 from lightning_dist.settings import Settings
@@ -323,6 +323,7 @@ class Reducer(Pipeline):
         Raises:
             ValueError: ranks were given different states, or it is of another model or version.
         """
+        require_mapping(state)
         self._settle()
         if self.network.world_size > 1 and not self.closed and self.failure is None:
             require_one_state(state, self.network, prefix=self._prefix, sharded=self._sharded)

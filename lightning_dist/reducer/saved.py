@@ -17,6 +17,15 @@ from lightning_dist.reducer.parts import Held
 _NAMED = ("residuals", "momenta", "factors", "delayed")
 
 
+def require_mapping(state: object) -> None:
+    """Raise ValueError unless it is what ``state_dict`` has returned."""
+    if state is not None and not isinstance(state, Mapping):
+        raise ValueError(
+            "load_state_dict takes the dictionary that state_dict() has returned, or None, got "
+            f"{state!r:.80}; read a file with torch.load(path, weights_only=True)"
+        )
+
+
 def require_one_state(
     state: Mapping[str, Any] | None, network: Network, *, prefix: str, sharded: bool
 ) -> None:

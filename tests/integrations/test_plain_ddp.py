@@ -311,6 +311,23 @@ def test_what_cannot_be_compressed_is_refused(wrap: Any, says: str) -> None:
 
 
 @on_threads(2)
+def test_a_model_that_was_compiled_and_has_trained(rank: Rank) -> None:
+    """torch.compile does not begin before the first pass, and DDP takes a hook at any time."""
+    found = []
+    for codec in (None, "none"):
+        model = rank.ddp(two_branches()["a"])
+        model(batch(rank, 1)).sum().backward()
+        whole = torch.compile(model, backend="eager")
+        if codec is not None:
+            reducer = compress_ddp(whole, codec, groups=rank.groups())
+        model(batch(rank, 2)).sum().backward()
+        found.append([p.grad.clone() for p in model.parameters()])  # type: ignore[union-attr]
+    assert reducer.comm_stats()["steps"] == 1
+    reducer.close()
+    assert all(map(torch.equal, *found))
+
+
+@on_threads(2)
 def test_a_silent_rank_fails_the_step_within_the_timeout(rank: Rank) -> None:
     model = rank.ddp(two_branches()["a"])
     reducer = compress_ddp(model, groups=rank.groups(), exchange_timeout=0.3)

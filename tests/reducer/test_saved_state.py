@@ -156,6 +156,8 @@ def test_a_state_of_another_version_or_model_is_refused(rank: Rank) -> None:
             reducer.load_state_dict({"version": 7, "residuals": {}})
         with pytest.raises(ValueError, match="got None; give what state_dict\\(\\) returned"):
             reducer.load_state_dict({})
+        with pytest.raises(ValueError, match=r"got 'last.pt'; read a file with torch.load"):
+            reducer.load_state_dict("last.pt")  # type: ignore[arg-type]
         wrong = {"first": torch.zeros(2, 9)}
         reducer.load_state_dict({"version": 1, "step": 1, "residuals": wrong})
         with pytest.raises(RuntimeError, match="'first' has 9 elements, the parameter 1920"):

@@ -36,6 +36,7 @@ from lightning_dist.log import get_logger
 from lightning_dist.measurement.exposure import ExposureWatch
 from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.private import (
+    before_compile,
     loss_scale_of,
     name_before_compile,
     names_ignored_by_ddp,
@@ -73,7 +74,8 @@ def compress_ddp(
     """Compress the gradients of ``model``. Collective: every rank calls it with the same settings.
 
     Args:
-        model: a DistributedDataParallel without a communication hook.
+        model: a DistributedDataParallel without a communication hook, or what ``torch.compile`` has
+            made of one. It may have trained before.
         codec: a name of ``lightning_dist.CODECS``, with options as in ``"topk:ratio=0.01"``, a
             codec object, or a policy (``by_name``, ``by_size``, ``warmup``, ``after_steps``), also
             as a mapping, ``{"by_size": {"codec": "int4"}}``. In a hierarchical exchange it is the
@@ -133,7 +135,8 @@ def compress_ddp(
         delay=delay,
         exchange_timeout=exchange_timeout,
     )
-    return attach(model, settings, grad_scale=loss_scale_of(grad_scaler), groups=groups)
+    inner: Any = before_compile(model)
+    return attach(inner, settings, grad_scale=loss_scale_of(grad_scaler), groups=groups)
 
 
 def attach(

@@ -24,6 +24,7 @@ from lightning_dist.reducer.parts import Stripes
 from lightning_dist.reducer.plan.plans import Handle
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.reducer.saved import require_mapping
 from lightning_dist.topology import Topology
 
 
@@ -123,6 +124,7 @@ class ShardedGradients:
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on from :meth:`state_dict`, the same object on every rank; None starts afresh."""
+        require_mapping(state)
         self.reducer.load_state_dict(self.tensor_parts.cut(state))
 
     def close(self) -> None:

@@ -39,6 +39,7 @@ from lightning_dist.reducer.rows import (
     cut_errors,
     joined_errors,
 )
+from lightning_dist.reducer.saved import require_mapping
 from lightning_dist.reducer.stats import CommStats, Count, places, run_config
 from lightning_dist.topology import Topology, this_host
 
@@ -201,6 +202,7 @@ class CompressedShards:
         mean is as it was, but for the rounding to 8 bits. Errors of parameters that have none here
         are dropped, with a warning.
         """
+        require_mapping(state)
         state = {"steps": {}} if state is None else state
         for name, each in self._reductions.items():
             each.step = int(state["steps"].get(name, 0))

@@ -34,6 +34,7 @@ from lightning_dist.private import name_before_compile
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.parts import Stripes
 from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.reducer.saved import require_mapping
 from lightning_dist.settings import Settings
 
 log = get_logger(__name__)
@@ -339,6 +340,7 @@ class LocalUpdates:
             ValueError: the state is of another version or of other parameters, or of other
                 fragments in an exchange.
         """
+        require_mapping(state)
         self.load_own_state(self.own_state(state))
 
     def own_state(self, state: Mapping[str, Any], *, read: Read = run_of) -> Mapping[str, Any]:
