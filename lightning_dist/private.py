@@ -377,6 +377,16 @@ def all_groups() -> list[dist.ProcessGroup]:
     return list(_world.pg_map)
 
 
+# The ranks of a group have a store, of which a group does not tell.
+def store_of(group: dist.ProcessGroup) -> Any:
+    """The store by which the ranks of ``group`` have met."""
+    require_torch()
+    from torch.distributed.distributed_c10d import _world
+
+    _, store = _world.pg_map[group]
+    return store
+
+
 # torch numbers groups, by which members find each other, also one that could not be made.
 def forget_group_numbers() -> None:
     """Number process groups from 0 again, where there are none."""

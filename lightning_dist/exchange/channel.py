@@ -19,6 +19,8 @@ from lightning_dist.topology import Topology
 
 _SLICE = 0.1
 """Seconds of one wait, after which a thread that waits sees that it is to give up."""
+_LONG = 5.0
+"""Seconds after which a wait is long."""
 
 
 class PendingWork(Protocol):
@@ -66,6 +68,8 @@ class WaitLimit:
 
     def __init__(self, seconds: float | None = None) -> None:
         self.seconds = seconds
+        self.waits_long: Callable[[], Callable[[], None]] = lambda: nothing
+        """Called once in each long wait, by the thread that waits; what it returns, at its end."""
         self._given_up = threading.Event()
 
     def give_up(self) -> None:
@@ -83,21 +87,29 @@ class WaitLimit:
                 failed.
         """
         start = time.monotonic()
-        while True:
-            if self._given_up.is_set():
-                raise RuntimeError(f"Gave up waiting for {what}")
-            left = _SLICE if self.seconds is None else start + self.seconds - time.monotonic()
-            if left <= 0:
-                raise RuntimeError(
-                    f"No answer from the other ranks within {self.seconds:g} s in {what}: a rank "
-                    "has terminated, hangs, or is slower than that"
-                )
-            try:
-                # Whole milliseconds count, and none of them means no limit.
-                return work.wait(timedelta(seconds=max(min(left, _SLICE), 0.001)))
-            except RuntimeError:
-                if work.is_completed():
-                    return work.wait()  # since then, or with an error of its own
+        over: Callable[[], None] | None = None
+        try:
+            while True:
+                if self._given_up.is_set():
+                    raise RuntimeError(f"Gave up waiting for {what}")
+                waited = time.monotonic() - start
+                left = _SLICE if self.seconds is None else self.seconds - waited
+                if left <= 0:
+                    raise RuntimeError(
+                        f"No answer from the other ranks within {self.seconds:g} s in {what}: a "
+                        "rank has terminated, hangs, or is slower than that"
+                    )
+                if over is None and waited > _LONG:
+                    over = self.waits_long()
+                try:
+                    # Whole milliseconds count, and none of them means no limit.
+                    return work.wait(timedelta(seconds=max(min(left, _SLICE), 0.001)))
+                except RuntimeError:
+                    if work.is_completed():
+                        return work.wait()  # since then, or with an error of its own
+        finally:
+            if over is not None:
+                over()
 
 
 class Channel:

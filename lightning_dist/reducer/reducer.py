@@ -100,6 +100,7 @@ class Reducer(Pipeline):
         self.strides = {name: strides_in_bucket(parameter) for parameter, name in names.items()}
         self._reserved: list[tuple[Sequence[ParameterSlice], torch.dtype]] = []
         self.generation = 0  # networks before this one
+        self._was_given_state = False
         self.at_close: list[Callable[[], None]] = []
         self.never_compressed: finalize[..., Any] | None = None  # says so at the end
         self._shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
@@ -281,6 +282,13 @@ class Reducer(Pipeline):
             **delayed,
         }
 
+    @property
+    def gathers_state(self) -> bool:
+        """Whether ranks have state of their own; otherwise :meth:`state_dict` is not collective."""
+        factors = any(leaf.keeps_factors for leaf in self.settings.policy.leaves())
+        has_own = self.keeps_state or self._was_given_state or factors
+        return has_own or self._sharded or self.recovers
+
     def state_dict(self, *, to: int = 0) -> dict[str, Any] | None:
         """State of all ranks on rank ``to``, None elsewhere. Collective; between backward passes.
 
@@ -292,6 +300,8 @@ class Reducer(Pipeline):
         ``"delayed"``, which the next step applies.
         """
         self._settle()
+        if not self.gathers_state:
+            return self._described({"residuals": {}}) if self.network.rank == to else None
         if self._sharded or self.recovers:  # ranks have been in other worlds
             self.state.know_all(self.network)
         state = self.state.gather(self.network, to=to)
@@ -333,6 +343,7 @@ class Reducer(Pipeline):
             found = _own_keys(state, self._prefix)
             require_names(found, self.names.values())
             require_strides(found, self.names)
+        self._was_given_state = bool(found.get("residuals") or found.get("momenta"))
         self.state.load(found, self.network.rows)
         self._load_delayed(found.get("delayed", {}))
         self.step = int(found["step"])

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from wandb_runs import config, history
 
 from lightning_dist import OneBitAdam
-from lightning_dist.accelerate import AsyncStateCheckpointer, CompressedDDPPlugin
+from lightning_dist.accelerate import AsyncStateCheckpointer, CompressedDDPPlugin, local_updates
+from lightning_dist.exchange import channel
+from lightning_dist.integrations.accelerate import roll_call
 
 pytest.importorskip("accelerate")
 
@@ -422,6 +424,42 @@ def test_three_ranks_go_on_with_what_two_owe(tmp_path: Path) -> None:
         torch.testing.assert_close(residual, mean)
         assert name != "0.0.weight" or residual.any()
     require_replicas({**found, "digests": ["", *run.digests]})
+
+
+@pytest.mark.parametrize("codec", ["int8", "bf16", "local steps"])
+def test_a_state_that_rank_0_saves_alone(
+    codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without residuals that works, as without a plugin; with them it is said, and no hang."""
+    monkeypatch.setattr(channel, "_LONG", 0.2)
+    monkeypatch.setattr(roll_call, "_SURE", 0.2)
+    limit: dict[str, Any] = {"exchange_timeout": 5.0}
+    is_local = codec == "local steps"
+    with Run(None if is_local else CompressedDDPPlugin(codec, **limit)) as run:
+        step = run.train
+        if is_local:
+            settings = {"method": "local_sgd", "sync_every": 1, **limit}
+            updates = local_updates(run.accelerator, *run.models, *run.optimizers, **settings)
+
+            def step(batches: int) -> None:
+                for _ in range(batches):
+                    run.train(1)
+                    updates.step()
+
+        step(2)
+        if dist.get_rank() == 0 and codec != "bf16":
+            each = "a worker" if is_local else "residuals"
+            with pytest.raises(ValueError, match=f"each has {each} to save; rank 1 trains on"):
+                run.accelerator.save_state(str(tmp_path))
+        elif dist.get_rank() == 0:
+            run.accelerator.save_state(str(tmp_path))
+        if codec == "bf16":
+            step(3)
+        elif dist.get_rank() == 1:
+            with pytest.raises(RuntimeError, match="within 5 s|closed by peer"):
+                step(1)
+        if is_local:
+            updates.close()
 
 
 @pytest.mark.on_ranks(1)

@@ -428,6 +428,21 @@ def test_saving_state_waits_no_longer_than_a_step_for_a_silent_rank(
     run_threads(body, 2)
 
 
+@pytest.mark.parametrize("codec", ["none", "bf16", "sign"])
+@on_threads(2)
+def test_state_that_no_rank_has_of_its_own_is_no_collective(rank: Rank, codec: str) -> None:
+    model = Model(rank.network(), codec, error_feedback=False)
+    model.step(rank.rank, 0)
+    if rank.rank == 0:
+        state = model.reducer.state_dict()
+        assert state is not None
+        assert (state["step"], state["residuals"]) == (1, {})
+    rank.barrier.wait()
+    model.reducer.load_state_dict({"version": 1, "step": 5, "residuals": {}})
+    assert model.reducer.step == 5
+    model.reducer.close()
+
+
 @on_threads(2)
 def test_averaging_state_waits_no_longer_than_a_step_for_a_silent_rank(rank: Rank) -> None:
     model = Model(rank.network(), "int8")

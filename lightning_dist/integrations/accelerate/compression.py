@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.integrations.accelerate import private, residuals
 from lightning_dist.integrations.accelerate.attach import CompressionHandler, handler_of
+from lightning_dist.integrations.accelerate.roll_call import RollCall
 from lightning_dist.integrations.comm_report import CommReport, comm_metrics
 from lightning_dist.integrations.strategies.arguments import CONFIG_KEY
 from lightning_dist.integrations.torch.ddp import attach, connect_to_own, reducer_of
@@ -33,6 +34,7 @@ class Compression(CommReport):
 
     def __init__(self, accelerator: Accelerator, settings: Settings) -> None:
         self._accelerator, self._settings = accelerator, settings
+        self._roll_call: RollCall | None = None  # from the first model in DDP on
         self.take_place()
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(self._load)
@@ -48,12 +50,24 @@ class Compression(CommReport):
         before = reducer_of(model.module)
         if before is not None:  # of a training that is over: Accelerate has wrapped it anew
             before.close()
-        return attach(
+        reducer = attach(
             model,
             self._settings,
             grad_scale=loss_scale_of(self._accelerator.scaler),
             one_of_several=True,
         )
+        if self._roll_call is None:
+            self._roll_call = RollCall(
+                model.process_group,
+                steps=self._steps,
+                each="residuals",
+                instead=", or use a codec without them (bf16, fp16, error_feedback=False)",
+            )
+        reducer.network.limit.waits_long = self._roll_call.waits
+        return reducer
+
+    def _steps(self) -> int:
+        return sum(each.step for each in self.reducers)
 
     def register_optimizers(self, *optimizers: Any) -> None:
         """Let prepared optimizers work with the compression: OneBitAdam sends its momentum.
@@ -102,7 +116,10 @@ class Compression(CommReport):
             owner.close()
 
     def save(self, folder: str) -> None:
-        """Write the residuals of all ranks beside the other files. Collective."""
+        """Write the residuals of all ranks beside the other files. Collective, if there are any."""
+        together = [each for each in self.reducers if each.gathers_state and not each.recovers]
+        if together and self._roll_call is not None:
+            self._roll_call.meet("accelerator.save_state()")
         owners = residuals.owners(self._accelerator)
         if owners and self._accelerator.project_configuration.save_on_each_node:
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -19,6 +19,7 @@ from lightning_dist.integrations.accelerate.attach import (
     wrap_method,
 )
 from lightning_dist.integrations.accelerate.private import prepared_models, prepared_optimizers
+from lightning_dist.integrations.accelerate.roll_call import RollCall
 from lightning_dist.integrations.torch.ddp import reducer_of
 from lightning_dist.integrations.torch.local.checks import require_replicas
 from lightning_dist.integrations.torch.local.outer_steps import (
@@ -116,7 +117,15 @@ def _attach(
         silences=replicas == "rank",
     )
 
+    network, roll_call = updates.reducer.network, None
+    if network.world_size > 1:
+        steps = partial(getattr, updates.reducer, "step")
+        roll_call = RollCall(network.data.group, steps=steps, each="a worker")
+        network.limit.waits_long = roll_call.waits
+
     def save_anchor(models: Any, weights: list[Any], folder: str) -> None:
+        if roll_call is not None:
+            roll_call.meet("accelerator.save_state()")
         for index, each in enumerate(prepared_models(accelerator)[: len(weights)]):
             if updates.is_of(each):
                 weights[index] = updates.anchor_state_dict()
