@@ -132,14 +132,14 @@ class Siblings:
     """
 
     def __init__(self) -> None:
-        own = psutil.Process()
+        own, self._parent = psutil.Process(), os.getppid()
         self._launcher = own.parent()  # psutil compares start times, so no later process is it
         self._job = _job_of(own)
 
     @property
     def are_orphans(self) -> bool:
         """Whether their launcher has terminated."""
-        return self._launcher is None or os.getppid() != self._launcher.pid
+        return os.getppid() != self._parent
 
     def kill_stopped(self) -> list[int]:
         """Kill those that are stopped; returns their ids.
