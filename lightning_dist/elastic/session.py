@@ -220,12 +220,8 @@ class Session:
             ValueError: ranks would take different batches.
         """
         world_size = self.members.world_size
-        facts = self.members.ranks.all(self._placement.data.agreed)
-        if lines := differences(facts):
-            raise ValueError(
-                "All ranks must take batches of the same data, but they differ in\n"
-                + "\n".join(lines)
-            )
+        if not self.lifecycle.recovers:  # otherwise one begins where others are in a step
+            self._require_same_data()
         line = start_line(self.resumed, now, world_size=world_size, foreign=foreign)
         self._placement.info(line)
         for warning in (*Launch.from_env().missing_settings(), self._placement.data.left_out):
@@ -233,6 +229,13 @@ class Session:
                 self._placement.warn(warning)
         self.history.start(self.resumed, first=first, world_size=world_size)
         self._count_costs()
+
+    def _require_same_data(self) -> None:
+        if lines := differences(self.members.ranks.all(self._placement.data.agreed)):
+            raise ValueError(
+                "All ranks must take batches of the same data, but they differ in\n"
+                + "\n".join(lines)
+            )
 
     def nothing_is_left(self, now: Layout | None) -> None:
         """Say that this start does not train: it is no restart, and the account is as it was."""

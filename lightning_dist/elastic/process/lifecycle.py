@@ -113,12 +113,17 @@ class ProcessLifecycle:
 
     def _orphaned(self) -> None:
         """Nobody would end this process, and another launcher's would find it in its folder."""
-        if self.lapsed is not None:  # who goes on is decided by the members of the job
+        if self.recovers:  # the members of the job decide who goes on
             return
         if self._notices is not None:
             self._notices.give(_ORPHANED)
         elif self._watchdog is not None:
             self._watchdog.end_within(0.0, _ORPHANED)
+
+    @property
+    def recovers(self) -> bool:
+        """Whether members change within the process."""
+        return self.lapsed is not None
 
     def heartbeat(self) -> None:
         """A batch, or a stage of the start, is done."""
