@@ -357,7 +357,8 @@ def test_what_must_not_train_is_refused_and_the_ranks_train_on() -> None:
         return CompressedDDPStrategy(codec, timeout=TIMEOUT)
 
     with pytest.raises(
-        ValueError, match=r"PowerSGD\(.* none of the model's 2 parameters is one: lower the rank"
+        ValueError,
+        match=r"codec powersgd.* none of the model's 2 parameters is one: lower the rank",
     ):
         fit(Vector(), strategy("powersgd"))
     require_compressed(fit(Regression(HIDDEN), "compressed_ddp_powersgd"), steps=STEPS)
@@ -370,7 +371,7 @@ def test_what_must_not_train_is_refused_and_the_ranks_train_on() -> None:
     ):
         fit(Regression(), strategy("powersgd:rank=16"))
     with pytest.raises(
-        ValueError, match=r"gradient_clip_val would clip OneBitAdam's momenta .* leave it out"
+        ValueError, match=r"clipping would clip OneBitAdam's momenta .* leave it out"
     ):
         fit(OneBit(), strategy("sign"), gradient_clip_val=0.1)
     with pytest.raises(

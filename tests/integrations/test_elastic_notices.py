@@ -44,7 +44,7 @@ elif what == "slow":
     def hold():
         beats.clear()
         Writer.do, Watchdog.heartbeat = slow, noted
-    trainer, _ = fit(folder, FailAt("on_train_end", 12, hold), max_epochs=1,
+    trainer, _ = fit(folder, FailAt("on_train_epoch_end", 12, hold), max_epochs=1,
                      elastic={"hang_timeout": 5.0})
     print("all saved after", len(beats), "beats", enough.is_set())
 else:

@@ -12,6 +12,7 @@ from scenarios.models import WIDTH
 from scenarios.world import rank
 from torch import nn
 
+from lightning_dist import OneBitAdam
 from lightning_dist.fabric import CompressedDDPStrategy
 
 pytestmark = pytest.mark.on_ranks(2)
@@ -128,3 +129,14 @@ def test_another_number_of_ranks_keeps_the_mean_residual(tmp_path: Path) -> None
         assert mean.any()
         torch.testing.assert_close(after[name], mean, rtol=1e-6, atol=1e-9)
     require_replicas(trained(run, 4).facts())
+
+
+def test_momenta_are_not_clipped_as_gradients() -> None:
+    model = nn.Linear(2, 2)
+    optimizer, strategy = OneBitAdam(model.parameters(), freeze_step=1), CompressedDDPStrategy()
+    for clip in (strategy.clip_gradients_norm, strategy.clip_gradients_value):
+        with pytest.raises(ValueError, match="clipping would clip OneBitAdam's momenta"):
+            clip(model, optimizer, 1.0)
+    model(torch.ones(1, 2)).sum().backward()
+    stock = torch.optim.Adam(model.parameters())
+    assert strategy.clip_gradients_norm(model, stock, 1.0) > 1

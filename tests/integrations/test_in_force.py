@@ -19,7 +19,7 @@ from lightning_dist.integrations.torch.in_force import show
 
 SCRIPT = Path(__file__).with_name("in_force_runs.py")
 LINE = (
-    r"compressed DDP: codec Int8\(block_size=256\), flat exchange, 1 host x 2 ranks, world size 2; "
+    r"compressed DDP: codec int8, flat exchange, 1 host x 2 ranks, world size 2; "
     r"rank 0 sends about \d\d\.\d kB per step, \d\d\.\d kB without compression"
 )
 

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.integrations.accelerate import private, residuals
-from lightning_dist.integrations.accelerate.attach import CompressionHandler, handler_of
+from lightning_dist.integrations.accelerate.attach import (
+    CompressionHandler,
+    handler_of,
+    wrap_method,
+)
 from lightning_dist.integrations.accelerate.roll_call import RollCall
 from lightning_dist.integrations.comm_report import CommReport, comm_metrics
 from lightning_dist.integrations.strategies.arguments import CONFIG_KEY
-from lightning_dist.integrations.torch.ddp import attach, connect_to_own, reducer_of
+from lightning_dist.integrations.torch.ddp import (
+    attach,
+    connect_to_own,
+    reducer_of,
+    refuse_clipping,
+)
+from lightning_dist.onebit_adam import OneBitAdam
 from lightning_dist.private import loss_scale_of
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.stats import run_config
@@ -80,6 +91,8 @@ class Compression(CommReport):
         for prepared in optimizers:
             optimizer = getattr(prepared, "optimizer", prepared)
             connect_to_own(optimizer, self.reducers)
+            for name in ("clip_grad_norm_", "clip_grad_value_") * isinstance(optimizer, OneBitAdam):
+                wrap_method(self._accelerator, name, partial(_refuse_to_clip, optimizer))
 
     @property
     def reducers(self) -> list[Reducer]:
@@ -148,6 +161,10 @@ class Compression(CommReport):
     def _is_asked(self) -> bool:
         handler = handler_of(self._accelerator)
         return handler is None or not handler.saved_by_another
+
+
+def _refuse_to_clip(optimizer: object, *_: Any, **__: Any) -> None:
+    refuse_clipping(optimizer)
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, str | int | float]]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.strategies.ddp import DDPStrategy
+from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -19,7 +20,7 @@ from lightning_dist.integrations.lightning.launcher import (
 )
 from lightning_dist.integrations.strategies.arguments import CompressionArguments
 from lightning_dist.integrations.torch.checks import require_compressible
-from lightning_dist.integrations.torch.ddp import attach, connect_to_own
+from lightning_dist.integrations.torch.ddp import attach, connect_to_own, refuse_clipping
 from lightning_dist.private import loss_scale_of
 from lightning_dist.reducer.reducer import Reducer
 
@@ -65,6 +66,20 @@ class CompressedDDPStrategy(SavesResiduals, CompressionArguments, FollowsLaunche
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         connect_to_own(optimizer, self.reducers)
         return super().setup_optimizer(optimizer)
+
+    @override
+    def clip_gradients_norm(
+        self, module: Module, optimizer: Optimizer, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        refuse_clipping(optimizer)
+        return super().clip_gradients_norm(module, optimizer, *args, **kwargs)
+
+    @override
+    def clip_gradients_value(
+        self, module: Module, optimizer: Optimizer, *args: Any, **kwargs: Any
+    ) -> None:
+        refuse_clipping(optimizer)
+        super().clip_gradients_value(module, optimizer, *args, **kwargs)
 
     def _load_state(self, owner: Reducer, state: Any) -> None:
         owner.load_state_dict(state)

@@ -286,11 +286,17 @@ def connect_optimizers(optimizers: Iterable[Any], reducer: Reducer, *, clips: bo
                     "exchanged momenta in the same step; leave delay out, or use another optimizer"
                 )
             if clips:
-                raise ValueError(
-                    "gradient_clip_val would clip OneBitAdam's momenta after its freeze_step, not "
-                    "gradients; leave it out, or use another optimizer"
-                )
+                refuse_clipping(optimizer)
             optimizer.attach(reducer)
+
+
+def refuse_clipping(optimizer: object) -> None:
+    """Raise ValueError if what is clipped are no gradients."""
+    if isinstance(optimizer, OneBitAdam):
+        raise ValueError(
+            "Gradient clipping would clip OneBitAdam's momenta after its freeze_step, not "
+            "gradients; leave it out, or use another optimizer"
+        )
 
 
 def connect_to_own(optimizer: Any, reducers: Iterable[Reducer]) -> None:
