@@ -136,9 +136,11 @@ def __getattr__(name: str) -> Any:
 
 
 def _register(lightning: object) -> None:
+    from lightning_dist.integrations.strategies.other_package import refuse_other_class
     from lightning_dist.integrations.strategies.registration import register_all
 
     register_all()
+    refuse_other_class()
 
 
 def _refuse(package: Any) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule
+from lightning.fabric import Fabric
+from lightning.pytorch import Callback, LightningModule, Trainer
 from processes import run
 from test_messages import message
 from torch import nn
@@ -105,6 +106,19 @@ def test_a_trainer_or_fabric_of_the_other_package(quick_python: list[str]) -> No
         for kind, package in (("Trainer", "pytorch_lightning"), ("Fabric", "lightning_fabric"))
     ]
     assert said == expected * 4
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy", "said"),
+    [
+        (Trainer, FabricStrategy, "A Trainer takes the CompressedDDPStrategy of lightning_dist, "),
+        (Fabric, CompressedDDPStrategy, "A Fabric takes the CompressedDDPStrategy of lightning_di"),
+        (Fabric, LocalUpdateStrategy, "'from lightning_dist.fabric import LocalUpdateStrategy'"),
+    ],
+)
+def test_the_class_of_the_other_framework(make: Any, strategy: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        make(strategy=strategy(), accelerator="cpu", devices=1)
 
 
 @pytest.mark.parametrize("make", [CommProfiler, AsyncCheckpoint, partial(ElasticRestart, "ckpt")])
@@ -244,11 +258,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"codec": "dgc:momentum=1"}, "dgc: momentum must be a number from 0 to below 1, got 1.0"),
     (
         {"codec": "terngrad", "error_feedback": True},
-        "Error feedback diverges with codec TernGrad.* leave error_feedback at 'auto'",
+        "Error feedback diverges with codec terngrad.* leave error_feedback at 'auto'",
     ),
     (
         {"codec": "randomk:unbiased=true", "error_feedback": True},
-        "Error feedback diverges with codec RandomK.* leave error_feedback at 'auto'",
+        "Error feedback diverges with codec randomk.* leave error_feedback at 'auto'",
     ),
     (
         {"codec": "dgc", "error_feedback": False},
