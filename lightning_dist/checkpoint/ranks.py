@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
 from lightning_dist.checkpoint.disk.manifest import Origin
 from lightning_dist.exchange.channel import WaitLimit
-from lightning_dist.exchange.handshake import all_bytes, all_facts
+from lightning_dist.exchange.handshake import all_bytes, all_facts, differences
 
 Facts = dict[str, Any]
 T = TypeVar("T")
@@ -95,6 +95,11 @@ class Ranks:
         by_rank = self.all({"origin": mine, "shape": shape}, error=error)
         alike = all(each["shape"] == by_rank[0]["shape"] for each in by_rank)
         return replace(origin, **by_rank[0]["origin"]), alike
+
+    def require_equal(self, facts: Facts, *, rule: str) -> None:
+        """Raise ValueError on all ranks, with ``rule`` and what differs, if their facts do."""
+        if lines := differences(self.all(facts)):
+            raise ValueError(f"{rule}, but they differ in\n" + "\n".join(lines))
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in rank order; anything that can be pickled."""

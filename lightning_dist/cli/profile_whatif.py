@@ -129,7 +129,7 @@ def whatif_command(
 
 
 def run_of(folder: str) -> str:
-    """The run of a folder that a user gives; of several the newest, which is said on stderr."""
+    """The run of a folder that a user gives; of several the newest, named on stderr."""
     run, note = run_folder(folder)
     if note:
         typer.echo(f"lightning-dist: {note}", err=True)

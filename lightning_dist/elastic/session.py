@@ -19,7 +19,6 @@ from lightning_dist.elastic.progress import ElasticState, scale_learning_rates
 from lightning_dist.elastic.recovery.change import Change
 from lightning_dist.elastic.retention import Retention
 from lightning_dist.elastic.settings import RunSettings
-from lightning_dist.exchange.handshake import differences
 
 _TO_EXIT = 10.0
 """Seconds for a process whose grace period is over."""
@@ -221,7 +220,9 @@ class Session:
         """
         world_size = self.members.world_size
         if not self.lifecycle.recovers:  # otherwise one begins where others are in a step
-            self._require_same_data()
+            facts = self._placement.data.agreed
+            rule = "All ranks must take batches of the same data"
+            self.members.ranks.require_equal(facts, rule=rule)
         line = start_line(self.resumed, now, world_size=world_size, foreign=foreign)
         self._placement.info(line)
         for warning in (*Launch.from_env().missing_settings(), self._placement.data.left_out):
@@ -229,13 +230,6 @@ class Session:
                 self._placement.warn(warning)
         self.history.start(self.resumed, first=first, world_size=world_size)
         self._count_costs()
-
-    def _require_same_data(self) -> None:
-        if lines := differences(self.members.ranks.all(self._placement.data.agreed)):
-            raise ValueError(
-                "All ranks must take batches of the same data, but they differ in\n"
-                + "\n".join(lines)
-            )
 
     def nothing_is_left(self, now: Layout | None) -> None:
         """Say that this start does not train: it is no restart, and the account is as it was."""

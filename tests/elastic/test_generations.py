@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -75,9 +76,11 @@ def member_of_another_process(
 ) -> Iterator[tuple[Member, StoreHost]]:
     """A member, and the process that hosts its store, in which nobody makes generations."""
     with StoreHost() as host:
-        timeouts = report_timeout, beat_timeout
-        environment = RecoveryEnvironment("127.0.0.1", host.port, Worker(0, 0, 0), *timeouts)
-        member = Member(environment, on_broken=lambda: None)
+        environment = RecoveryEnvironment(
+            "127.0.0.1", host.port, Worker(0, 0, 0), beat_timeout=beat_timeout
+        )
+        member = Member(environment, on_broken=lambda: None)  # connected, however busy the machine
+        member._environment = replace(environment, report_timeout=report_timeout)
         yield member, host
     member._stop()
 

@@ -245,7 +245,7 @@ def test_all_are_restarted(
         return
     assert "2 workers are left, fewer than 3" in job.output
     job.signal("0.1.0", signal.SIGKILL)
-    assert job.wait() == 1
+    assert job.wait() == 128 + signal.SIGKILL, "not that of those that ask for a restart"
     assert "SIGKILL" in job.output
 
 
@@ -259,7 +259,7 @@ def test_a_replacement_costs_a_restart_and_its_output_follows_that_of_the_dead(
     (log,) = logs.glob("*/attempt_0/1/stdout.log")
     assert log.read_text() == "worker 0.1.0 has come\nworker 0.1.1 has come\n"
     job.signal("0.0.0", signal.SIGKILL)
-    assert job.wait() == 1
+    assert job.wait() == 128 + signal.SIGKILL
     assert "max_restarts is reached; worker 0.0.0 is not replaced" in job.output
     assert "[default1]:worker 0.1.1 has come" in job.output
 

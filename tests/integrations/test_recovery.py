@@ -113,7 +113,7 @@ def require_events(job: LoopJob) -> None:
 
 def require_profile(job: LoopJob) -> None:
     """It has all ranks, and says when members changed."""
-    folder = run_folder(job.folder / "profile")
+    folder, _ = run_folder(job.folder / "profile")
     run = read_run(folder)
     assert [each.number for each in run.generations] == [1, 2]
     assert run.generations[0].step == STEP + 1

@@ -161,7 +161,7 @@ def test_a_rank_is_lost_around_a_validation(
     for step in best:
         loaded = torch.load(tmp_path / "best" / f"step={step}.ckpt", weights_only=False)
         assert loaded["global_step"] == step
-    folder = run_folder(tmp_path / "profile")
+    folder, _ = run_folder(tmp_path / "profile")
     run = read_run(folder)
     assert [each.number for each in run.generations] == [1, 2]
     assert f"{victim} was lost" in run.generations[0].reason

@@ -155,7 +155,7 @@ def test_units_must_be_there() -> None:
 def test_a_codec_without_units_is_refused_at_the_start() -> None:
     def body(rank: Rank) -> None:
         with (
-            pytest.raises(ValueError, match="or have communication units of its own, got Without"),
+            pytest.raises(ValueError, match="or have communication units of its own, got without"),
             compressed(rank, Fed(), WithoutUnits()),
         ):
             pass

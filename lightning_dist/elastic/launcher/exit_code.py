@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from lightning_dist.elastic.process.lifecycle import EXIT_RESTART
+
 _SIGNALLED = 128
 """Shells add it to the number of the signal that ended a program."""
 
@@ -26,7 +28,10 @@ def exit_code_of_script() -> Iterator[None]:
     except (ChildFailedError, subprocess.CalledProcessError) as error:
         traceback.print_exception(error)
         if isinstance(error, ChildFailedError):
-            code = error.get_first_failure()[1].exitcode
+            # Those that had to stop because of another have failed, too.
+            real = [each for each in error.failures.values() if each.exitcode != EXIT_RESTART]
+            first = min(real or error.failures.values(), key=lambda each: each.timestamp)
+            code = first.exitcode
         else:
             code = error.returncode
         raise SystemExit(code if code > 0 else _SIGNALLED - code) from None

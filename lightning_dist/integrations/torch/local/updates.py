@@ -213,6 +213,7 @@ def attach(
             there are no ``ddp_steps``: a framework has wrapped the model in it.
     """
     require_local(optimizers)
+    require_differences(settings)
     synced = model if isinstance(model, DistributedDataParallel) else None
     module = model if synced is None else synced.module
     if synced is not None and silences and not schedule.ddp_steps:
