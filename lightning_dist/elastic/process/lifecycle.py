@@ -75,7 +75,7 @@ class ProcessLifecycle:
             self._settings.hang_timeout,
             last_words=self._last_words,
             waits=lambda: self.waits_for_another(),
-            lapsed=lambda: (self.lapsed or str)(),
+            lapsed=lambda: (self.lapsed or str)(),  # read once: another thread may end it
             orphaned=self._orphaned,
         )
         self._watchdog.start()

@@ -67,9 +67,11 @@ class Compression(CommReport):
             grad_scale=loss_scale_of(self._accelerator.scaler),
             one_of_several=True,
         )
+        if reducer.network.world_size == 1:
+            return reducer
         if self._roll_call is None:
             self._roll_call = RollCall(
-                model.process_group,
+                reducer.network.data.group,
                 steps=self._steps,
                 each="residuals",
                 instead=", or use a codec without them (bf16, fp16, error_feedback=False)",

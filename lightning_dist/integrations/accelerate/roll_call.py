@@ -24,7 +24,7 @@ class RollCall:
     for rank 0.
 
     Args:
-        group: of all ranks.
+        group: of all ranks, made for this; whoever has made it may end it.
         steps: number of steps that this rank has exchanged.
         each: what each rank has to save, for messages.
         instead: another way, for messages.
@@ -38,13 +38,13 @@ class RollCall:
         each: str,
         instead: str = "",
     ) -> None:
-        self._group, self._steps, self._meetings = group, steps, 0
-        self._each, self._instead = each, instead
+        self._rank, self._size, self._limit = group.rank(), group.size(), timeout_of(group)
+        self._steps, self._each, self._instead, self._meetings = steps, each, instead, 0
         self._store = PrefixStore("lightning_dist/roll call", store_of(group))
 
     def waits(self) -> Callable[[], None]:
         """This rank waits long for an exchange. Returns a call for the end. From any thread."""
-        key = f"waiting {self._group.rank()}"
+        key = f"waiting {self._rank}"
         self._store.set(key, str(1 + self._steps()))
         return lambda: self._store.set(key, "0")
 
@@ -58,7 +58,7 @@ class RollCall:
             ValueError: one of them waits for this rank in a step.
             TimeoutError: some have not come within the timeout of the group.
         """
-        limit, size, key = timeout_of(self._group), self._group.size(), f"meeting {self._meetings}"
+        size, seconds, key = self._size, self._limit.total_seconds(), f"meeting {self._meetings}"
         rule = f"{call} must be called on all ranks, because each has {self._each} to save"
         begin, (pause, longest) = time.monotonic(), _PAUSE
         waiting: dict[int, float] = {}
@@ -76,10 +76,8 @@ class RollCall:
                         f"{steps[rank]}. Call it outside of `if accelerator.is_main_process`"
                         f"{self._instead}"
                     )
-            if now - begin > limit.total_seconds():
-                raise TimeoutError(
-                    f"{rule}; {came} of {size} have come within {limit.total_seconds():.0f} s"
-                )
+            if now - begin > seconds:
+                raise TimeoutError(f"{rule}; {came} of {size} have come within {seconds:.0f} s")
             time.sleep(pause)
             pause = min(2 * pause, longest)
             came = self._store.add(key, 0)
