@@ -15,6 +15,7 @@ from lightning_dist.codecs import (
     BlockCodec,
     Codec,
     NoCompression,
+    Uncompressed,
     after_steps,
     resolve_codec,
 )
@@ -132,8 +133,8 @@ class Settings:
         return {
             "lightning_dist": __version__,
             "torch": torch.__version__.split("+")[0],
-            "codec": str(self.codec),
-            "codec inside a host": str(self.intra),
+            "codec": identity(self.codec),
+            "codec inside a host": identity(self.intra),
             "hierarchical": self.hierarchical,
             "error_feedback": self.error_feedback,
             "min_compress_numel": self.min_compress_numel,
@@ -141,6 +142,16 @@ class Settings:
             "commit": self.commit,
             "delay": self.delay,
         }
+
+
+def identity(codec: Codec) -> str:
+    """Text of a codec that differs between ranks if they would encode in another way.
+
+    With the classes that are not those of :data:`CODECS`, which may have a name in common.
+    """
+    leaves = (leaf for leaf in codec.leaves() if type(leaf) is not Uncompressed)
+    others = [type(leaf).__qualname__ for leaf in leaves if CODECS.get(leaf.name) is not type(leaf)]
+    return f"{codec} ({', '.join(others)})" if others else str(codec)
 
 
 def _by_level(

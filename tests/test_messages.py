@@ -174,6 +174,19 @@ def test_ranks_with_different_settings() -> None:
     }
 
 
+class Namesake(Int8):
+    """Another codec under the same name."""
+
+
+def test_ranks_with_different_codecs_of_one_name() -> None:
+    def body(rank: Rank) -> str:
+        codec = Namesake() if rank.rank else Int8()
+        return message(compress_ddp, rank.ddp(nn.Linear(2, 2)), codec, groups=rank.groups())
+
+    for said in run_threads(body, 2):
+        assert "  codec: 'int8' on rank 0; 'int8 (Namesake)' on rank 1\n" in said
+
+
 def test_ranks_with_different_models() -> None:
     """DDP compares shapes; frozen parameters it does not compare."""
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,11 +39,12 @@ def plan(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
         ValueError: there is no script, or the options cannot work.
     """
     given = parse(words, environ)
-    with all_problems() as checked:
-        checked(require_script, given)
-        checked(_require_ranks, given.nproc_per_node)
-        checked(_require_restarts, given.max_restarts)
-        checked(_nodes, given.nnodes)
+    _require_all(
+        (require_script, given),
+        (_require_ranks, given.nproc_per_node),
+        (_require_restarts, given.max_restarts),
+        (_nodes, given.nnodes),
+    )
     fewest, most = _nodes(given.nnodes)
     _require_recovery(given.nproc_per_node, (fewest, most), environ)
     made = Plan([], is_dry=given.dry_run)
@@ -119,22 +119,14 @@ def _require_restarts(count: int | None) -> None:
         raise ValueError(f"--max-restarts must be 0 or more, got {count}")
 
 
-@contextmanager
-def all_problems() -> Iterator[Callable[..., None]]:
-    """Checks that are called through what this yields; all that fail are raised as one.
-
-    Raises:
-        ValueError: with every message.
-    """
+def _require_all(*checks: tuple[Callable[..., object], object]) -> None:
+    """Raise one ValueError with the messages of all checks that fail."""
     problems: list[str] = []
-
-    def checked(check: Callable[..., object], *arguments: object) -> None:
+    for check, argument in checks:
         try:
-            check(*arguments)
+            check(argument)
         except ValueError as error:
             problems.append(str(error))
-
-    yield checked
     if problems:
         raise ValueError("; ".join(problems))
 

@@ -85,7 +85,7 @@ class RunHistory:
         self._journal = Journal(inside if isinstance(storage, LocalStorage) else None, rank=rank)
 
     def _last_start(self) -> dict[str, Any]:
-        """Of the run in the folder; nothing if somebody has removed its checkpoints."""
+        """Last start of the run in the folder; empty if its checkpoints have been removed."""
         last: dict[str, Any] = {}
         lines = self._journal.read()
         for line in lines:

@@ -39,8 +39,9 @@ _LEAST_BYTES, _MOST_BYTES = 2**20, 2**26
 _MOST_BYTES_INSIDE = 2**22
 """Inside a host, on its CPUs: no link is shaped."""
 _SECONDS, _ENOUGH = 0.1, 0.8
-"""Of a use, and the part of it that is enough. Whenever ranks pause, a shaped link saves up what it
-sends in some 10 ms, which then passes at once: a rate over much longer is hardly too high."""
+"""Seconds that a use should take, and the fraction of them that is enough. Whenever ranks pause, a
+shaped link saves up what it sends in some 10 ms, which then passes at once: a rate over much longer
+is hardly too high."""
 _GROWTH = 4
 """From a use that was too short to the next. On a busy machine the first of all is slow, and says
 little of how many bytes are enough."""

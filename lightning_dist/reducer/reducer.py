@@ -284,7 +284,7 @@ class Reducer(Pipeline):
 
     @property
     def gathers_state(self) -> bool:
-        """Whether ranks have state of their own; otherwise :meth:`state_dict` is not collective."""
+        """True if ranks have state of their own; if not, :meth:`state_dict` is not collective."""
         factors = any(leaf.keeps_factors for leaf in self.settings.policy.leaves())
         has_own = self.keeps_state or self._was_given_state or factors
         return has_own or self._sharded or self.recovers

@@ -45,8 +45,8 @@ def doctor(
     """Diagnose this environment, and suggest fixes.
 
     Checks what distributed training needs. Run it on every node with the environment of the
-    training: under torchrun, or in the job script. Exit code 1 if
-    there is an error; warnings are none.
+    training: under torchrun, or in the job script. Exit code 1 if there is an error; warnings
+    do not change it.
 
     \b
       lightning-dist doctor

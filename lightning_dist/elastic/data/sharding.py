@@ -320,7 +320,7 @@ class Deal:
 
     @property
     def left_out(self) -> str:
-        """What the script asks for that has no effect; empty if there is nothing."""
+        """Warning about a batch size of the script that has no effect; empty if it has one."""
         script, now = self._script_layout(), self.layout
         if self.resumed is None or now is None or script.global_batch == now.global_batch:
             return ""

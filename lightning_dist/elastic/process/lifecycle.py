@@ -122,7 +122,7 @@ class ProcessLifecycle:
 
     @property
     def recovers(self) -> bool:
-        """Whether members change within the process."""
+        """True if ranks may be replaced without a restart of this process."""
         return self.lapsed is not None
 
     def heartbeat(self) -> None:

@@ -109,10 +109,10 @@ class Watchdog:
             self._limit.set(seconds, why)
 
     def _watch(self) -> None:
-        has_launcher = self._siblings is not None
+        siblings = self._siblings
         while not self._stopped.wait(_PERIOD):
-            if has_launcher and self._siblings is not None and self._siblings.are_orphans:
-                has_launcher = False
+            if siblings is not None and siblings.are_orphans:
+                siblings = None
                 self._orphaned()
             why = self._limit.expired() or self._lapsed()
             if not why and (why := self._progress.expired()) and self._waits():
@@ -138,7 +138,7 @@ class Siblings:
 
     @property
     def are_orphans(self) -> bool:
-        """Whether their launcher has terminated."""
+        """True if their launcher has terminated."""
         return os.getppid() != self._parent
 
     def kill_stopped(self) -> list[int]:

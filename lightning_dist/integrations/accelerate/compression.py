@@ -93,8 +93,9 @@ class Compression(CommReport):
         for prepared in optimizers:
             optimizer = getattr(prepared, "optimizer", prepared)
             connect_to_own(optimizer, self.reducers)
-            for name in ("clip_grad_norm_", "clip_grad_value_") * isinstance(optimizer, OneBitAdam):
-                wrap_method(self._accelerator, name, partial(_refuse_to_clip, optimizer))
+            if isinstance(optimizer, OneBitAdam):
+                for name in ("clip_grad_norm_", "clip_grad_value_"):
+                    wrap_method(self._accelerator, name, partial(_refuse_to_clip, optimizer))
 
     @property
     def reducers(self) -> list[Reducer]:

@@ -37,7 +37,8 @@ _OWN_CONNECTORS = {
         "lightning_dist.fabric",
     ),
 }
-"""The same in `lightning`: their modules and names, and those of the strategies that they take."""
+"""For `lightning`: module and name of such a class, module of the strategies that it accepts, and
+of ours among them."""
 
 
 def refuse_strategies(package: str, names: Collection[str]) -> None:

@@ -41,6 +41,7 @@ from lightning_dist.reducer.rows import (
 )
 from lightning_dist.reducer.saved import require_mapping
 from lightning_dist.reducer.stats import CommStats, Count, places, run_config
+from lightning_dist.settings import identity
 from lightning_dist.topology import Topology, this_host
 
 log = get_logger(__name__)
@@ -61,8 +62,8 @@ class CompressedShards:
         names: dict[Tensor, str] = {p: name_before_compile(n) for n, p in model.named_parameters()}
         self._names = names
         own = {
-            "gradients": str(settings.gradients),
-            "parameters": str(settings.parameters),
+            "gradients": identity(settings.gradients),
+            "parameters": identity(settings.parameters),
             "error_feedback": settings.memory,
             "groups": [[names[p] for p in group.parameters] for group in groups],
         }
