@@ -1,7 +1,7 @@
 """Workers in threads that take local steps, and their twin in whole tensors."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -92,8 +92,8 @@ class Worker:
             else:
                 self.updates.step(self.samples(self.rank, self.updates.attempted + 1))
 
-    def parts(self) -> list[Fragment]:
-        return self.updates._fragments
+    def parts(self) -> Sequence[Fragment]:
+        return self.updates.anchor.fragments
 
     def weights(self) -> list[Tensor]:
         return [p.detach().clone() for p in self.model.parameters()]

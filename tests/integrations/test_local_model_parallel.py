@@ -246,7 +246,7 @@ def test_what_cannot_work_is_refused() -> None:
         ("got one host of 4 ranks", lambda: fitted(ours(replicate_size=1))),
         ("call it with mesh", lambda: fitted(ours(), Module(native=True))),
         ("CPUOffloadPolicy", lambda: fitted(ours(), Module(**offload))),
-        ("2 of 10 are not", lambda: fitted(ours(), Half())),
+        ("got head.weight, head.bias outside of it", lambda: fitted(ours(), Half())),
         ("must have an outer step", lambda: fitted(ours(sync_every=9))),
         ("gives gradients momentum", lambda: fitted(ours(codec="dgc"))),
         (

@@ -117,6 +117,41 @@ def test_anchors_are_equal_at_every_step_and_workers_differ_between(
         assert 0 < sent["wire_bytes"] < 0.5 * sent["raw_bytes"]
 
 
+def test_layers_that_are_unfrozen_and_frozen_again() -> None:
+    """They are sharded; one that is not is refused before it is stepped."""
+    mesh = mesh_of(2, 2)
+    net = sharded(mesh["shard"])
+    first, head = net.blocks[0], net.head
+    first.requires_grad_(False)
+
+    def of_all(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.01)
+
+    with training(net, of_all, sync_every=2, codec="int8", **ALL) as ours:
+        ours.train(2)
+        first.requires_grad_(True)
+        ours.train(4)
+        assert replicas_are_equal(net, mesh)
+        assert any(name.startswith("blocks.0.") for name in ours.updates.trained)
+        head.requires_grad_(False)
+        ours.train(4)
+        held, sent = weights(head), ours.updates.state_dict()
+        assert sent is None or not any(name.startswith("head.") for name in sent["anchor"])
+        ours.train(2)
+        assert replicas_are_equal(net, mesh)
+        assert all(map(torch.equal, held, weights(head)))
+    partly = half_sharded(mesh["shard"])
+    outside = [each for each in partly.parameters() if not hasattr(each, "to_local")]
+    for each in outside:
+        each.requires_grad_(False)
+    with training(partly, of_all, sync_every=2, **ALL) as ours:
+        ours.train(1)
+        for each in outside:
+            each.requires_grad_(True)
+        with pytest.raises(ValueError, match="as nothing averages the others"):
+            ours.train(1)
+
+
 def test_one_line_has_what_is_in_force() -> None:
     net = sharded(mesh_of(2, 2)["shard"])
     with patch.object(rank_zero.log, "info") as said, training(net, **STREAMING):
@@ -312,7 +347,7 @@ def test_what_cannot_work_is_refused() -> None:
     cases: list[tuple[str, nn.Module, dict[str, Any]]] = [
         ("sharded over all 4 ranks", sharded(flat), {}),
         ("call it with mesh", sharded(mesh), {}),
-        ("are not: nothing would average their gradients inside a worker", half_sharded(shard), {}),
+        ("as nothing averages the others", half_sharded(shard), {}),
         ("CPUOffloadPolicy", sharded(shard, offload_policy=offload), {}),
         (
             "leave parallelize_module out",

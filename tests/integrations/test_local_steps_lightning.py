@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
-from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from local_steps import (
     COMPRESSED,
@@ -84,6 +84,26 @@ def test_post_local_sgd_is_ddp_until_it_starts(framework: str) -> None:
         ours, ddp = (run.digests for run in runs)
     assert ours[:2] == ddp[:2]
     assert same_on_both(ours) == [True, True, False, True]
+
+
+class Finetuning(BaseFinetuning):
+    """The first layer is frozen until the second epoch."""
+
+    def freeze_before_training(self, pl_module: L.LightningModule) -> None:
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(
+        self, pl_module: L.LightningModule, epoch: int, optimizer: torch.optim.Optimizer
+    ) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=0.1)
+
+
+def test_a_layer_that_a_callback_unfreezes() -> None:
+    model, start = SameData(), SameData().net[0].weight.detach().clone()
+    fit(strategy(codec="int4"), Finetuning(), model=model)
+    assert not torch.equal(model.net[0].weight, start)
+    assert len({*of_all(digest(model))}) == 1
 
 
 class Overflows(SameData):

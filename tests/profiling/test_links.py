@@ -365,7 +365,7 @@ def test_one_rank_of_a_machine_asks_for_all(readings: Readings) -> None:
     assert [first[name] for name in facts] == [third[name] for name in facts]
     assert [second[name] for name in facts] == [fourth[name] for name in facts]
     assert (third["calls"], fourth["calls"]) == (1, 1)
-    assert second["calls"] > 32
+    assert second["calls"] > 1, "how often a busy machine leaves to the time that it has"
 
 
 def test_as_many_questions_as_rounds(readings: Readings) -> None:

@@ -21,12 +21,9 @@ from lightning_dist.integrations.accelerate.attach import (
 from lightning_dist.integrations.accelerate.private import prepared_models, prepared_optimizers
 from lightning_dist.integrations.accelerate.roll_call import RollCall
 from lightning_dist.integrations.torch.ddp import reducer_of
+from lightning_dist.integrations.torch.local.anchor import OuterOptimizer, OuterSchedule
 from lightning_dist.integrations.torch.local.checks import require_replicas
-from lightning_dist.integrations.torch.local.outer_steps import (
-    LocalUpdates,
-    OuterOptimizer,
-    OuterSchedule,
-)
+from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates
 from lightning_dist.integrations.torch.local.settings import LocalUpdateSettings, Replicas
 from lightning_dist.integrations.torch.local.state import WorkerStates
 from lightning_dist.integrations.torch.local.updates import attach, checked

@@ -11,12 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_dist.codecs import Codec
+from lightning_dist.integrations.torch.local.anchor import OuterOptimizer, OuterSchedule
 from lightning_dist.integrations.torch.local.checks import require_replicas
-from lightning_dist.integrations.torch.local.outer_steps import (
-    LocalUpdates,
-    OuterOptimizer,
-    OuterSchedule,
-)
+from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates
 from lightning_dist.integrations.torch.local.settings import (
     LocalUpdateSettings,
     Method,

@@ -203,7 +203,7 @@ def attach(
 
     OptimizerWatch(reducer, model.module)
     model.register_comm_hook(buckets, lightning_dist_hook)
-    TrainedSet(model, buckets)
+    reducer.at_close.append(TrainedSet(model, names, note=buckets.note).close)
     remember(model.module, reducer)
     if first:
         log_in_force(reducer, begins=begins)

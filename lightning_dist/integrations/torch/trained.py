@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dist.integrations.torch.buckets import DDPBuckets
 from lightning_dist.integrations.torch.checks import finds_unused
 from lightning_dist.private import rebuild_ddp
 from lightning_dist.reducer.observer import untraced
@@ -24,23 +22,34 @@ class TrainedSet:
     the same ones.
     """
 
-    def __init__(self, model: DistributedDataParallel, buckets: DDPBuckets) -> None:
-        self._buckets = ref(buckets)  # which the model has
-        self._averaged, self._flags = _trained(buckets), flags_of(buckets.reducer.names)
-        self._hook = model.register_forward_pre_hook(untraced(self._before_forward))
-        buckets.reducer.at_close.append(self._close)
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        names: Mapping[Tensor, str],
+        *,
+        note: Callable[[Iterable[Tensor]], None] = lambda added: None,
+    ) -> None:
+        """Begin now; it ends when nothing holds this object or its :meth:`close`.
 
-    def _close(self) -> None:
+        Args:
+            names: of all parameters.
+            note: called with those that are averaged from now on.
+        """
+        self._names, self._note = names, note
+        self._averaged, self._flags = _trained(names), flags_of(names)
+        self._hook = model.register_forward_pre_hook(untraced(self._before_forward))
+
+    def close(self) -> None:
+        """Look no more."""
         self._hook.remove()
 
     def _before_forward(self, model: DistributedDataParallel, _: Any) -> None:
-        buckets = self._buckets()
-        if buckets is None or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return
-        flags = flags_of(buckets.reducer.names)
+        flags = flags_of(self._names)
         if flags == self._flags:
             return
-        self._flags, trained = flags, _trained(buckets)
+        self._flags, trained = flags, _trained(self._names)
         added, frozen = trained - self._averaged, self._averaged - trained
         # One that is frozen for a while, as by toggle_optimizer, is an unused one to DDP.
         if trained and (added or (frozen and not finds_unused(model))):
@@ -48,11 +57,11 @@ class TrainedSet:
                 changed = next(iter(added or frozen))
                 raise ValueError(
                     "static_graph=True says that the same parameters are used in all steps, and "
-                    f"{buckets.reducer.names[changed]!r} was {'unfrozen' if added else 'frozen'}; "
+                    f"{self._names[changed]!r} was {'unfrozen' if added else 'frozen'}; "
                     "leave static_graph out"
                 )
             self._averaged = trained
-            buckets.note(added)
+            self._note(added)
             rebuild_ddp(model, model.process_group)
 
 
@@ -61,5 +70,5 @@ def flags_of(parameters: Iterable[Tensor]) -> list[bool]:
     return [each.requires_grad for each in parameters]
 
 
-def _trained(buckets: DDPBuckets) -> frozenset[Tensor]:
-    return frozenset(each for each in buckets.reducer.names if each.requires_grad)
+def _trained(parameters: Iterable[Tensor]) -> frozenset[Tensor]:
+    return frozenset(each for each in parameters if each.requires_grad)

@@ -76,7 +76,7 @@ def trained_groups(model: nn.Module, mesh: DeviceMesh) -> list[ParameterGroup]:
             f"{type(model).__name__}; call fully_shard(model, mesh=mesh['shard']) first, or use "
             "compress_ddp for a model that every rank holds as a whole"
         )
-    _require_all_sharded(model, found)
+    require_all_sharded(model, found)
     for group in found:
         name = type(group.module).__name__
         for kept in dict.fromkeys(parameter.dtype for parameter in group.parameters):
@@ -114,7 +114,7 @@ def gathered_groups(model: nn.Module, mesh: DeviceMesh) -> list[ParameterGroup]:
             f"shards on the ranks {own} and the mesh {mesh.mesh.tolist()}; with several replicas "
             "leave parameters out: inside a replica FSDP gathers them itself"
         )
-    _require_all_sharded(model, found)
+    require_all_sharded(model, found)
     for group in found:
         name, kept = type(group.module).__name__, {each.dtype for each in group.parameters}
         if len(kept) > 1 or not all(dtype.is_floating_point for dtype in kept):
@@ -185,7 +185,7 @@ def sharded_groups(model: nn.Module, *, trained: bool = True) -> Iterator[Parame
                 yield _checked(cast(FSDPModule, module), group, fsdp_params)
 
 
-def _require_all_sharded(model: nn.Module, groups: Sequence[ParameterGroup]) -> None:
+def require_all_sharded(model: nn.Module, groups: Sequence[ParameterGroup]) -> None:
     """Raise ValueError if a trained parameter is outside of all ``fully_shard`` calls."""
     inside = {parameter for group in groups for parameter in group.parameters}
     named = model.named_parameters()

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -35,42 +34,33 @@ class Fragment:
 
 
 def cut(
-    trained: Mapping[str, nn.Parameter], count: int, *, offload: bool = False
+    trained: Mapping[str, nn.Parameter], anchors: Mapping[str, nn.Parameter], count: int
 ) -> list[Fragment]:
     """Fragments of about as many elements each, of parameters that follow each other.
 
-    Args:
-        offload: anchors are in the host's memory, not where the parameters are.
+    With fewer parameters than ``count`` the last ones have none.
     """
-    if count > len(trained):
-        raise ValueError(
-            f"fragments must be at most the number of trained parameters, {len(trained)}, got "
-            f"{count}"
-        )
-    wide = all(own_part(p).dtype == torch.float64 for p in trained.values())
-    dtype = torch.float64 if wide else torch.float32
     # By all elements, not this rank's alone: the cut is equal on all ranks.
     ends = list(accumulate(p.numel() for p in trained.values()))
     middles = [end - p.numel() / 2 for end, p in zip(ends, trained.values(), strict=True)]
-    bounds = [0]
-    for index in range(1, count):
-        bound = bisect_left(middles, ends[-1] * index / count)
+    bounds, parts = [0], min(count, len(trained))
+    for index in range(1, parts):
+        bound = bisect_left(middles, ends[-1] * index / parts)
         # Every fragment before and every one to come needs a parameter.
-        bounds.append(min(max(bound, bounds[-1] + 1), len(trained) - count + index))
-    fragments = []
-    for start, end in pairwise([*bounds, len(trained)]):
-        names = list(trained)[start:end]
-        parameters = [trained[name] for name in names]
-        # With the strides of the parameters, which an outer optimizer may keep in its state.
-        anchors = [
-            nn.Parameter(
-                own_part(p).to("cpu" if offload else p.device, dtype, copy=True),
-                requires_grad=True,
-            )
-            for p in parameters
-        ]
-        fragments.append(Fragment(parameters, anchors, slices_of_parts(names, parameters)))
-    return fragments
+        bounds.append(min(max(bound, bounds[-1] + 1), len(trained) - parts + index))
+    names, bounds = list(trained), [*bounds, *[len(trained)] * (count - parts + 1)]
+    return [
+        fragment_of({name: trained[name] for name in names[start:end]}, anchors)
+        for start, end in pairwise(bounds)
+    ]
+
+
+def fragment_of(
+    parameters: Mapping[str, nn.Parameter], anchors: Mapping[str, nn.Parameter]
+) -> Fragment:
+    """These parameters with their anchors, one after the other in a pseudo-gradient."""
+    names, some = list(parameters), list(parameters.values())
+    return Fragment(some, [anchors[name] for name in names], slices_of_parts(names, some))
 
 
 def own_part(parameter: Tensor) -> Tensor:

@@ -16,11 +16,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_dist.exchange.replicate import replicate
 from lightning_dist.integrations.torch.checks import require_effect
-from lightning_dist.integrations.torch.fsdp.checks import reshard
+from lightning_dist.integrations.torch.fsdp.checks import (
+    require_all_sharded,
+    reshard,
+    sharded_groups,
+)
 from lightning_dist.integrations.torch.fsdp.replicas import local_of
+from lightning_dist.integrations.torch.local.anchor import Anchor, OuterOptimizer, OuterSchedule
 from lightning_dist.integrations.torch.local.buffers import average_buffers
-from lightning_dist.integrations.torch.local.checks import require_scheduler, require_stepped
-from lightning_dist.integrations.torch.local.fragments import Fragment, cut, own_part
+from lightning_dist.integrations.torch.local.checks import require_stepped
+from lightning_dist.integrations.torch.local.fragments import Fragment, own_part
 from lightning_dist.integrations.torch.local.pseudo_gradients import Exchange, PseudoGradients
 from lightning_dist.integrations.torch.local.settings import LocalUpdateSettings
 from lightning_dist.integrations.torch.local.shards import (
@@ -32,6 +37,7 @@ from lightning_dist.integrations.torch.local.shards import (
 from lightning_dist.log import get_logger
 from lightning_dist.private import name_before_compile
 from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.observer import untraced
 from lightning_dist.reducer.parts import Stripes
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.saved import require_mapping
@@ -39,9 +45,7 @@ from lightning_dist.settings import Settings
 
 log = get_logger(__name__)
 
-STATE_VERSION = 1
-OuterOptimizer = Callable[[Sequence[Tensor]], Optimizer]
-OuterSchedule = Callable[[Optimizer], LRScheduler]
+STATE_VERSION = 2
 
 
 class LocalUpdates:
@@ -65,10 +69,7 @@ class LocalUpdates:
         self.shards = shards
         """Those of this rank's worker; None where the model is not sharded."""
         named = {name_before_compile(name): p for name, p in module.named_parameters()}
-        self.trained: Mapping[str, nn.Parameter] = {
-            name: p for name, p in named.items() if p.requires_grad
-        }
-        """Parameters that local steps change, by name."""
+        self._names = named.keys()
         self.reducer = Reducer(
             {p: name for name, p in named.items()},
             settings=settings,
@@ -80,32 +81,14 @@ class LocalUpdates:
             settings, self.reducer.names, says=network.rank == 0 and network.world_size > 1
         )
         for name, tensor in {**named, **self.buffers()}.items():
-            is_shard = isinstance(tensor, DTensor)
-            among = shards.between if shards is not None and is_shard else network
-            replicate({name: local_of(tensor.detach())}, among.data)
-        self._fragments = cut(self.trained, schedule.fragments, offload=schedule.offload)
-        anchors = [anchor for each in self._fragments for anchor in each.anchors]
-        self.outer_optimizer = (
-            torch.optim.SGD(
-                anchors,
-                lr=schedule.outer_lr,
-                momentum=schedule.outer_momentum,
-                nesterov=schedule.outer_momentum > 0,
-            )
-            if outer_optimizer is None
-            else outer_optimizer(anchors)
+            self._replicate(name, tensor, is_shard=isinstance(tensor, DTensor))
+        self.anchor = Anchor(
+            named, schedule, outer_optimizer=outer_optimizer, outer_schedule=outer_schedule
         )
-        """Moves the anchor."""
-        self.outer_scheduler = (
-            outer_schedule(self.outer_optimizer) if callable(outer_schedule) else outer_schedule
-        )
-        """Of its learning rate; None: constant."""
-        require_scheduler(self.outer_scheduler, outer=self.outer_optimizer)
-        self._of_shards = (
-            None if shards is None else OuterState(shards, self.outer_optimizer, self._fragments)
-        )
+        """What all workers agree on of the trained parameters."""
+        self._of_shards = None if shards is None else OuterState(shards, self.anchor)
         self._gradients = PseudoGradients(
-            self._fragments,
+            self.anchor,
             self.reducer,
             weigh_by=schedule.weigh_by,
             ranks_per_worker=ranks_per_worker,
@@ -124,8 +107,36 @@ class LocalUpdates:
         self._exposed = 0.0  # seconds in exchanges since the anchor has moved
         self._has_stepped = self._has_finished = False
         self._optimizers = optimizers
-        self._hooks = [each.register_step_pre_hook(self._optimizer_steps) for each in optimizers]
+        for each in optimizers:
+            hook = each.register_step_pre_hook(untraced(self._before_optimizer))
+            self.reducer.at_close.append(hook.remove)
         self._set_aside: dict[str, Tensor] | None = None  # own weights, while the anchor's are used
+
+    @property
+    def outer_optimizer(self) -> Optimizer:
+        """Moves the anchor; another one when other parameters are trained."""
+        return self.anchor.optimizer
+
+    @property
+    def outer_scheduler(self) -> LRScheduler | None:
+        """Of its learning rate; None: constant."""
+        return self.anchor.scheduler
+
+    @property
+    def trained(self) -> Mapping[str, nn.Parameter]:
+        """Parameters that local steps change, by name."""
+        return self.anchor.parameters
+
+    def _replicate(self, name: str, tensor: Tensor, *, is_shard: bool) -> None:
+        """Give all workers a tensor of the first one. Collective."""
+        network, shards = self.reducer.network, self.shards
+        among = shards.between if is_shard and shards is not None else network
+        replicate({name: local_of(tensor.detach())}, among.data)
+
+    def _look(self) -> None:
+        """Note which parameters are trained now."""
+        if self.anchor.look() and self.shards is not None:
+            require_all_sharded(self.module, list(sharded_groups(self.module)))
 
     def step(self, samples: float | None = None) -> bool:
         """Count an attempted optimizer step; at the end of a window exchange. Collective then.
@@ -151,8 +162,7 @@ class LocalUpdates:
             if self.shards is not None:
                 (gradients,) = self.shards.total(gradients)
             require_stepped(gradients)
-        while self._has_stepped and self._hooks:
-            self._hooks.pop().remove()
+        self._look()  # a worker without a batch has no step of an optimizer
         if (samples is None) == (self.schedule.weigh_by == "samples"):
             raise ValueError(
                 "step(samples=) must be given with weigh_by='samples', and only then, got "
@@ -182,17 +192,18 @@ class LocalUpdates:
             assert self._synced is not None
             self._synced.require_backward_grad_sync = False
             self.anchor_from_weights()
+            self._agree()
             return False
-        fragment, under_way = self.schedule.fragment_at(local), self._gradients.under_way
+        number, under_way = self.schedule.fragment_at(local), self._gradients.under_way
         # One that was saved under another schedule may be due after the next one begins.
-        moved = under_way is not None and (under_way.due <= local or fragment is not None)
+        moved = under_way is not None and (under_way.due <= local or number is not None)
         if moved:
-            self._apply(*self._take_mean())
-        if fragment is not None:
+            self._apply(self._take_mean())
+        if number is not None and self.anchor.fragments[number].parameters:
             due = local + self.schedule.overlap_steps
-            self._gradients.send(fragment, due=due, attempted=self.attempted)
+            self._gradients.send(number, due=due, attempted=self.attempted)
             if not self.schedule.overlap_steps:
-                self._apply(*self._take_mean())
+                self._apply(self._take_mean())
                 moved = True
         return moved
 
@@ -216,13 +227,16 @@ class LocalUpdates:
         if few and self.reducer.network.rank == 0:
             log.warning("%s", few)
         self._has_finished = True
-        if self._gradients.under_way is not None:
+        is_under_way = self._gradients.under_way is not None
+        if is_under_way:
             self._take_mean()  # not used: the workers' own weights have all that it is of
-        elif not self._has_changed():
+        self._agree()
+        if not is_under_way and not self._has_changed():
             return
-        for index in range(len(self._fragments)):
-            exchange, mean = self._gradients.average(index, attempted=self.attempted)
-            self._apply(exchange, mean, mean_only=True)
+        for number, fragment in enumerate(self.anchor.fragments):
+            if fragment.parameters:
+                exchange = self._gradients.average(number, attempted=self.attempted)
+                self._apply(exchange, mean_only=True)
 
     @contextmanager
     def anchor_weights(self) -> Iterator[None]:
@@ -250,6 +264,35 @@ class LocalUpdates:
         if self._set_aside is not None:
             return self._set_aside
         return {name: p.detach().clone() for name, p in self.trained.items()}
+
+    def _agree(self) -> list[str]:
+        """Exchange from now on what any worker trains. Collective, while nothing is under way.
+
+        Returns:
+            What a worker has trained since its last exchange.
+        """
+        network = self.reducer.network
+        counts = torch.tensor(self.anchor.trained(), dtype=torch.int32, device=network.device)
+        network.control.all_reduce(counts).wait()
+        trained = counts.bool().tolist()
+        self._follow(trained)
+        return [name for name, of_any in zip(self._names, trained, strict=True) if of_any]
+
+    def _follow(self, trained: Sequence[bool], sent: Fragment | None = None) -> None:
+        """See :meth:`.Anchor.follow`. Collective."""
+        joined = self.anchor.follow(trained, sent)
+        device = self.reducer.network.device
+        for name in joined:  # weights that no worker was to change differ if one has
+            own = self.anchor.tensors[name].detach()
+            there = own.to(device)
+            self._replicate(name, there, is_shard=True)
+            own.copy_(there)
+        self._reserve(joined)
+
+    def _reserve(self, names: Sequence[str]) -> None:
+        """Allocate residuals of parameters that are exchanged from now on."""
+        if names:
+            self.reducer.reserve(self.anchor.fragment_of(names).slices, self.anchor.dtype)
 
     def buffers(self) -> dict[str, Tensor]:
         """This worker's own buffers by name."""
@@ -295,8 +338,8 @@ class LocalUpdates:
         Parameters and optimizers differ between workers inside a window: each saves its own. Of a
         sharded model the state has whole parameters, and any number of shards loads it.
         """
-        gradients = self._gradients.state_dict()
-        state = self._described(gradients, self.reducer.state_dict())
+        of_exchange = self._state_of_exchange()
+        state = self._described(of_exchange, self.reducer.state_dict())
         if self._of_shards is not None:
             state = self._of_shards.whole(state)
         return None if self.reducer.network.rank else state
@@ -306,16 +349,19 @@ class LocalUpdates:
 
         They are empty memory in the state; the stripes say which part of each this rank has.
         """
-        gradients = self._gradients.state_dict()
+        of_exchange = self._state_of_exchange()
         residuals, stripes = self.reducer.striped_state_dict()
-        state = self._described(gradients, residuals)
+        state = self._described(of_exchange, residuals)
         if self._of_shards is not None:
             state, of_shards = self._of_shards.striped(state)
             stripes = [*stripes, *of_shards]
         return state, stripes
 
+    def _state_of_exchange(self) -> dict[str, Any]:
+        return {**self._gradients.state_dict(), "trained": self._agree()}
+
     def _described(
-        self, gradients: Mapping[str, Any], residuals: Mapping[str, Any] | None
+        self, of_exchange: Mapping[str, Any], residuals: Mapping[str, Any] | None
     ) -> dict[str, Any]:
         return {
             "version": STATE_VERSION,
@@ -326,7 +372,7 @@ class LocalUpdates:
             "outer_optimizer": self.outer_optimizer.state_dict(),
             "outer_schedule": self.outer_scheduler and self.outer_scheduler.state_dict(),
             "residuals": residuals,
-            **gradients,
+            **of_exchange,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -337,43 +383,40 @@ class LocalUpdates:
         residual.
 
         Raises:
-            ValueError: the state is of another version or of other parameters, or of other
-                fragments in an exchange.
+            ValueError: the state is of another version or model.
         """
         require_mapping(state)
         self.load_own_state(self.own_state(state))
 
     def own_state(self, state: Mapping[str, Any], *, read: Read = run_of) -> Mapping[str, Any]:
-        """This rank's part of :meth:`state_dict`.
+        """This rank's part of :meth:`state_dict`, whose parameters are trained from now on.
 
         Args:
             read: gives a part of a tensor of ``state``, which may be in a file.
 
         Raises:
-            ValueError: the state is of another version or of other parameters.
+            ValueError: the state is of another version or model.
         """
         if state["version"] != STATE_VERSION:
             raise ValueError(
                 f"The state must be of version {STATE_VERSION}, got {state['version']!r}; resume "
                 "with the release of lightning_dist that has saved it"
             )
-        anchors = self._anchors()
-        if state["anchor"].keys() != anchors.keys():
-            different = sorted(state["anchor"].keys() ^ anchors.keys())
+        unknown = sorted(state["anchor"].keys() - self._names)
+        if unknown:
             raise ValueError(
-                "The state must be of the same trained parameters, and differs in "
-                f"{different[:3]}; use the model that it was saved with"
+                "The state must be of parameters of this model, got that of "
+                f"{', '.join(unknown[:3])}; use the model that it was saved with"
             )
+        before = self.anchor.names
+        self.anchor.restart(state["anchor"].keys(), trained=state["trained"])
+        self._reserve(sorted(self.anchor.names - before))
         if self._of_shards is None:
             return state
         return self._of_shards.own(state, rows=self.reducer.network.rows, read=read)
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`own_state`. Collective.
-
-        Raises:
-            ValueError: the state is of other fragments in an exchange.
-        """
+        """Go on from :meth:`own_state`. Collective."""
         with torch.no_grad():
             for name, anchor in self._anchors().items():
                 anchor.copy_(state["anchor"][name])
@@ -401,14 +444,13 @@ class LocalUpdates:
 
     def start_from_anchor(self) -> None:
         """Give this worker the anchor's weights."""
-        for fragment in self._fragments:
-            self._take_anchor(fragment, keep=0.0)
+        reshard(self.module)
+        for parameter, anchor in self.anchor.pairs():
+            _take_anchor(parameter, anchor)
 
     def anchor_from_weights(self) -> None:
         """Let the anchor be the model's weights, which must be equal on all ranks."""
-        for fragment in self._fragments:
-            for parameter, anchor, _ in fragment.rows():
-                anchor.data.copy_(own_part(parameter))
+        self.anchor.from_weights()
 
     @property
     def _is_ddp(self) -> bool:
@@ -419,7 +461,7 @@ class LocalUpdates:
         """Whether it is the model that is trained, in DDP or not."""
         return getattr(module, "module", module) is self.module or module is self.module
 
-    def _optimizer_steps(self, *_: Any) -> None:
+    def _before_optimizer(self, *_: Any) -> None:
         if not self._has_stepped and not self.attempted and self._differs_from_anchor():
             raise ValueError(
                 "The model's weights must be those of local_updates() before the first step, and "
@@ -427,9 +469,10 @@ class LocalUpdates:
                 "all ranks have loaded the same"
             )
         self._has_stepped = True
+        self._look()
 
-    def _take_mean(self) -> tuple[Exchange, Tensor]:
-        """The exchange that is under way, and its mean, once that is there; now none is."""
+    def _take_mean(self) -> Exchange:
+        """The exchange that is under way, once its mean is there; now none is."""
         taken = self._gradients.wait()
         self._gradients.under_way = None
         return taken
@@ -439,8 +482,7 @@ class LocalUpdates:
         """True if the weights of this rank differ from the anchor."""
         return not self._is_ddp and any(
             not torch.equal(own_part(p).to(anchor.dtype), anchor.to(p.device))
-            for fragment in self._fragments
-            for p, anchor, _ in fragment.rows()
+            for p, anchor in self.anchor.pairs()
         )
 
     def _has_changed(self) -> bool:
@@ -451,14 +493,16 @@ class LocalUpdates:
         return bool(flag)
 
     @torch.no_grad()
-    def _apply(self, exchange: Exchange, mean: Tensor, *, mean_only: bool = False) -> None:
+    def _apply(self, exchange: Exchange, *, mean_only: bool = False) -> None:
         """Take an outer step; ``mean_only`` without the outer optimizer and mixing."""
-        fragment = self._fragments[exchange.fragment]
-        if exchange.fragment == 0:  # once a window; first, as a lost peer must leave all as it is
+        fragment = exchange.fragment
+        if exchange.trained is not None and not mean_only:
+            self._follow(exchange.trained, fragment)
+        if exchange.number == 0:  # once a window; first, as a lost peer must leave all as it is
             held = list(self.module.buffers())
             average_buffers(held, self.reducer.network, share=self._gradients.share)
-        for anchor, part in zip(fragment.anchors, fragment.slices, strict=True):
-            own = part.shaped(part.of(mean)).to(anchor.device)
+        for _, anchor, part in fragment.rows():
+            own = part.shaped(part.of(exchange.mean)).to(anchor.device)
             if mean_only:
                 anchor.sub_(own)
             else:
@@ -466,11 +510,15 @@ class LocalUpdates:
         if not mean_only:
             self.outer_optimizer.step()
             self._gradients.metrics["outer/lr"] = self.outer_optimizer.param_groups[0]["lr"]
-            if self.outer_scheduler and exchange.fragment == len(self._fragments) - 1:
+            if self.outer_scheduler and exchange.number == self.anchor.last:
                 self.outer_scheduler.step()  # all fragments of a window have one rate
-        for anchor in fragment.anchors:
+        reshard(self.module)
+        exchanged = self.anchor.names
+        for parameter, anchor, part in fragment.rows():
             anchor.grad = None
-        self._take_anchor(fragment, keep=0.0 if mean_only else self.schedule.mixing)
+            # Workers keep nothing of their own of what is frozen, and exchanged no more.
+            mixes = not mean_only and part.name in exchanged
+            _take_anchor(parameter, anchor, keep=self.schedule.mixing if mixes else 0.0)
         if exchange.lost:
             self._begin_again()
 
@@ -485,23 +533,19 @@ class LocalUpdates:
             if not all(bool(local_of(each).isfinite().all()) for each in moments):
                 state.clear()  # the optimizer makes it anew
 
-    @torch.no_grad()
-    def _take_anchor(self, fragment: Fragment, *, keep: float) -> None:
-        reshard(self.module)
-        for parameter, anchor, _ in fragment.rows():
-            own = own_part(parameter)
-            if not keep:
-                own.copy_(anchor)
-                continue
-            there = anchor.to(own.device)
-            mixed = torch.lerp(there, own.to(anchor.dtype), keep)
-            own.copy_(torch.where(mixed.isfinite(), mixed, there))
-
     def _anchors(self) -> dict[str, nn.Parameter]:
         if self._is_ddp:
             self.anchor_from_weights()
-        return {
-            part.name: anchor
-            for fragment in self._fragments
-            for anchor, part in zip(fragment.anchors, fragment.slices, strict=True)
-        }
+        return self.anchor.tensors
+
+
+@torch.no_grad()
+def _take_anchor(parameter: Tensor, anchor: Tensor, *, keep: float = 0.0) -> None:
+    """Give a worker's parameter the anchor's weights, mixed with ``keep`` of its own."""
+    own = own_part(parameter)
+    if not keep:
+        own.copy_(anchor)
+        return
+    there = anchor.to(own.device)
+    mixed = torch.lerp(there, own.to(anchor.dtype), keep)
+    own.copy_(torch.where(mixed.isfinite(), mixed, there))

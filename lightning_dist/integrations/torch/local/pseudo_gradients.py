@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist.exchange.traffic import ring_allreduce
+from lightning_dist.integrations.torch.local.anchor import Anchor
 from lightning_dist.integrations.torch.local.fragments import Fragment, own_part
 from lightning_dist.integrations.torch.local.settings import Weight
 from lightning_dist.integrations.torch.local.shards import WorkerShards
@@ -24,12 +25,15 @@ log = get_logger(__name__)
 class Exchange:
     """A pseudo-gradient that is under way, or has landed and is not used yet."""
 
-    fragment: int
+    number: int  # of the fragment among those that take turns
+    fragment: Fragment
     due: int  # the local step after which its mean is used
+    mean: Tensor  # flat; before it is there, this rank's pseudo-gradient
     share: float = 0.0  # of a worker that this rank is; 0: it takes no part
     weight: float = 0.0  # in the mean
     squares: float = 0.0  # this rank's summand of the sum over workers of weight**2 * norm**2
     usual: float = 1.0  # mean weight of all ranks, about; equal on all of them
+    trained: Sequence[bool] | None = None  # parameters of the model, by any worker; None: unknown
     handle: Handle | None = None  # None: the mean is there
     lost: bool = False  # this worker's weights are not finite: it begins again from the anchor
 
@@ -52,7 +56,7 @@ class PseudoGradients:
     """One exchange at a time of ``anchor - weights`` of a fragment, averaged over the workers.
 
     Args:
-        fragments: of the model.
+        anchor: of the model.
         reducer: which averages.
         weigh_by: what a worker counts by.
         ranks_per_worker: ranks of this rank's worker, which may differ between workers.
@@ -61,43 +65,46 @@ class PseudoGradients:
 
     def __init__(
         self,
-        fragments: Sequence[Fragment],
+        anchor: Anchor,
         reducer: Reducer,
         *,
         weigh_by: Weight,
         ranks_per_worker: int = 1,
         shards: WorkerShards | None = None,
     ) -> None:
-        self._fragments, self._reducer, self._weigh_by = fragments, reducer, weigh_by
+        self._anchor, self._reducer, self._weigh_by = anchor, reducer, weigh_by
         self._shards = shards
         self.share = 1 / ranks_per_worker
         """Of a worker that this rank is."""
         self._usual_share = self._mean_of(self.share)
-        largest = max(each.numel for each in fragments)
-        dtype = fragments[0].anchors[0].dtype
-        self.flat = torch.zeros(largest, dtype=dtype, device=reducer.network.device)
-        for each in fragments:
-            reducer.reserve(each.slices, dtype)
-        self.samples = _Samples(len(fragments))
+        self.flat = self._zeros(max(each.numel for each in anchor.fragments))
+        for each in anchor.fragments:
+            reducer.reserve(each.slices, anchor.dtype)
+        self.samples = _Samples(len(anchor.fragments))
         self.under_way: Exchange | None = None
         self.metrics: dict[str, float] = {}
         """Of the last exchange."""
 
-    def send(self, index: int, *, due: int, attempted: int) -> None:
+    def _zeros(self, numel: int) -> Tensor:
+        return torch.zeros(numel, dtype=self._anchor.dtype, device=self._reducer.network.device)
+
+    def send(self, number: int, *, due: int, attempted: int) -> None:
         """Start to average a fragment's.
 
         Args:
             due: local step after which the mean is used.
             attempted: optimizer steps of this worker so far.
         """
-        exchange, flat = self._prepare(index, due=due, attempted=attempted)
-        exchange.handle = self._reducer.start(flat, self._fragments[index].slices, key=index)
+        exchange = self._prepare(number, due=due, attempted=attempted)
+        slices = exchange.fragment.slices
+        exchange.handle = self._reducer.start(exchange.mean, slices, key=number)
         self._reducer.finish()
         self.under_way = exchange
 
-    def average(self, index: int, *, attempted: int) -> tuple[Exchange, Tensor]:
+    def average(self, number: int, *, attempted: int) -> Exchange:
         """Average a fragment's now, uncompressed and without residuals."""
-        exchange, flat = self._prepare(index, due=0, attempted=attempted)
+        exchange = self._prepare(number, due=0, attempted=attempted)
+        flat = exchange.mean
         stats = self._reducer.stats
         network = self._reducer.network if self._shards is None else self._shards.between
         network.data.all_reduce(flat).wait()
@@ -105,22 +112,26 @@ class PseudoGradients:
         sent = ring_allreduce(flat.nbytes, network.topology)
         stats.record("none", sent.total, sent)
         stats.end_step()
-        self._complete(exchange, flat)
-        return exchange, flat
+        self._complete(exchange)
+        return exchange
 
     @torch.no_grad()
-    def _prepare(self, index: int, *, due: int, attempted: int) -> tuple[Exchange, Tensor]:
+    def _prepare(self, number: int, *, due: int, attempted: int) -> Exchange:
         """This rank's pseudo-gradient of a fragment, times its weight over the usual one."""
-        fragment = self._fragments[index]
+        fragment = self._anchor.fragments[number]
+        trained = self._anchor.begin_exchange(fragment)
+        if fragment.numel > len(self.flat):
+            self.flat = self._zeros(fragment.numel)
         flat = self.flat[: fragment.numel]
+        exchange = Exchange(number, fragment, due, flat, trained=trained)
         for parameter, anchor, part in fragment.rows():
             difference = part.shaped(part.of(flat))
             there = anchor.to(difference.device)
             torch.sub(there, own_part(parameter).to(anchor.dtype), out=difference)
-        weight, usual = self.share, self._usual_share
+        weight, exchange.usual = self.share, self._usual_share
         if self._weigh_by == "samples":
-            weight = self.samples.take(index)
-            usual = self.samples.usual or self._mean_of(weight)
+            weight = self.samples.take(number)
+            exchange.usual = self.samples.usual or self._mean_of(weight)
         squares = float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2
         if self._shards is not None:  # they have one weight, and all take part or none
             squares, samples = self._shards.total(squares, weight)
@@ -134,31 +145,33 @@ class PseudoGradients:
                 "finite",
                 attempted,
             )
-            return Exchange(index, due, usual=usual, lost=True), flat
-        if weight != usual:
-            flat.mul_(weight / usual)
+            exchange.lost = True
+            return exchange
+        if weight != exchange.usual:
+            flat.mul_(weight / exchange.usual)
+        exchange.share, exchange.weight = self.share, weight
         # The ranks of a worker have the same pseudo-gradient, and sum up to its weight.
-        squares *= weight**2 / self.share
-        return Exchange(index, due, self.share, weight, squares, usual), flat
+        exchange.squares = squares * weight**2 / self.share
+        return exchange
 
-    def wait(self) -> tuple[Exchange, Tensor]:
-        """Pseudo-gradients sent, and their mean over participating workers, once it has arrived."""
+    def wait(self) -> Exchange:
+        """Pseudo-gradients sent, with their mean over participating workers once it is there."""
         exchange = self.under_way
         assert exchange is not None
-        mean = self.flat[: self._fragments[exchange.fragment].numel]
         if exchange.handle is not None:
             exchange.handle.done.wait()
-            self._complete(exchange, mean)
+            self._complete(exchange)
             exchange.handle = None  # last: a mean whose weights did not arrive is not used
-        return exchange, mean
+        return exchange
 
-    def _complete(self, exchange: Exchange, mean: Tensor) -> None:
+    def _complete(self, exchange: Exchange) -> None:
         """Divide by the weights of the workers that are finite, and note the metrics."""
-        network = self._reducer.network
-        own = [exchange.share, exchange.weight, exchange.squares]
+        network, mean = self._reducer.network, exchange.mean
+        own = [exchange.share, exchange.weight, exchange.squares, *(exchange.trained or ())]
         totals = torch.tensor(own, dtype=torch.float64).to(network.device)
         network.control.all_reduce(totals).wait()
-        shares, weight, squares = totals.tolist()
+        shares, weight, squares, *trained = totals.tolist()
+        exchange.trained = [each > 0 for each in trained]
         workers = float(round(shares))  # a third of a worker is rounded
         expected = network.world_size * exchange.usual
         if weight not in (0.0, expected):
@@ -190,24 +203,28 @@ class PseudoGradients:
         """The mean that is not used yet, and samples of all workers; equal on all. Collective."""
         saved = None
         if self.under_way is not None:
-            sent, mean = self.wait()
-            saved = {"fragment": sent.fragment, "due": sent.due, "mean": mean.cpu().clone()}
+            sent = self.wait()
+            saved = {
+                "fragment": sent.number,
+                "names": [part.name for part in sent.fragment.slices],
+                "due": sent.due,
+                "mean": sent.mean.cpu().clone(),
+            }
         return {"exchange": saved, "samples": self._gather_samples()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`; a worker that was not there has no samples.
-
-        Raises:
-            ValueError: the exchange is of another fragment.
-        """
+        """Go on from :meth:`state_dict`; a worker that was not there has no samples."""
         network, rows = self._reducer.network, state["samples"]["workers"]
-        self.samples = _Samples(len(self._fragments))
+        count = len(self._anchor.fragments)
+        self.samples = _Samples(count)
         self.samples.usual = float(state["samples"]["usual"])
-        if network.rank < len(rows) and rows.shape[1] == 1 + len(self._fragments):
+        if network.rank < len(rows) and rows.shape[1] == 1 + count:
             self.samples.seen, *self.samples.sent = rows[network.rank].tolist()
-        self.under_way = None
-        if state["exchange"] is not None:
-            self._load_exchange(state["exchange"])
+        self.under_way, saved = None, state["exchange"]
+        if saved is not None:
+            fragment = self._anchor.fragment_of(saved["names"])
+            mean = saved["mean"].to(self.flat, copy=True)
+            self.under_way = Exchange(int(saved["fragment"]), fragment, int(saved["due"]), mean)
 
     def _gather_samples(self) -> dict[str, Any]:
         """Counts of all workers, on all ranks. Collective."""
@@ -217,14 +234,3 @@ class PseudoGradients:
         rows = rows.to(network.device)
         network.control.all_reduce(rows).wait()
         return {"workers": rows.cpu(), "usual": counts.usual}
-
-    def _load_exchange(self, saved: Mapping[str, Any]) -> None:
-        index, mean = int(saved["fragment"]), saved["mean"]
-        sizes = [each.numel for each in self._fragments]
-        if index >= len(sizes) or sizes[index] != len(mean):
-            raise ValueError(
-                "The state was saved in the middle of an exchange of another fragment; use the "
-                "number of fragments that it was saved with"
-            )
-        self.flat[: len(mean)].copy_(mean)
-        self.under_way = Exchange(index, int(saved["due"]))

@@ -112,7 +112,6 @@ class ShardedWorkerStates(WorkerStates):
         own = workers[worker % len(workers)]
         buffers = own["buffers"]
         of_ranks = [buffers] if isinstance(buffers, Mapping) else buffers
-        trained = self._updates.trained
         found: dict[str, Any] = {
             "shared": self._updates.own_state(_for_ranks(state, size, read), read=read),
             "buffers": of_ranks[place % len(of_ranks)],
@@ -125,7 +124,8 @@ class ShardedWorkerStates(WorkerStates):
         }
         if worker < len(workers):
             saved = own["parameters"]
-            found["parameters"] = {n: _part(saved[n], of, read) for n, of in trained.items()}
+            trained = self._updates.trained
+            found["parameters"] = {n: _part(saved[n], trained[n], read) for n in saved}
         rest: dict[str, Any] = _read_rest(found, read)
         return rest
 

@@ -13,13 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.handshake import all_facts
-from lightning_dist.integrations.torch.fsdp.checks import sharded_groups
+from lightning_dist.integrations.torch.fsdp.checks import require_all_sharded, sharded_groups
 from lightning_dist.integrations.torch.fsdp.tensor_parts import ROWS
-from lightning_dist.integrations.torch.local.fragments import Fragment
+from lightning_dist.integrations.torch.local.anchor import Anchor
 from lightning_dist.private import map_tensors
 from lightning_dist.reducer.network import Network, Rows
 from lightning_dist.reducer.parts import Held, Stripes
@@ -38,18 +37,11 @@ def workers_of(
         ValueError: a model that is not sharded as a whole over the ranks of a host, or settings
             that would group ranks in another way.
     """
-    trained = [each for each in module.parameters() if each.requires_grad]
     if not any(isinstance(each, DTensor) for each in module.parameters()):
         return None
     found = list(sharded_groups(module))
-    covered = {id(parameter) for group in found for parameter in group.parameters}
-    plain = sum(id(each) not in covered for each in trained)
-    if plain:
-        raise ValueError(
-            f"Every trained parameter must be sharded by fully_shard, and {plain} of "
-            f"{len(trained)} are not: nothing would average their gradients inside a worker; call "
-            "fully_shard on the whole model after its blocks"
-        )
+    require_all_sharded(module, found)
+    trained = [each for each in module.parameters() if each.requires_grad]
     if any(each.device_mesh.ndim > 1 for each in trained if isinstance(each, DTensor)):
         raise ValueError(
             "Local updates need a model that is sharded over one dimension, got one with tensor "
@@ -174,13 +166,11 @@ class OuterState:
 
     Args:
         shards: of this rank's worker.
-        optimizer: the outer one.
-        fragments: of the model.
+        anchor: of the model.
     """
 
     shards: WorkerShards
-    optimizer: Optimizer
-    fragments: Sequence[Fragment]
+    anchor: Anchor
 
     def whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """``state`` with whole parameters, on the worker's first rank. Collective in it.
@@ -191,7 +181,7 @@ class OuterState:
         self._require_shapes(state)
         exchange, mean = state["exchange"], []
         if exchange is not None:
-            parts = self.fragments[exchange["fragment"]].slices
+            parts = self.anchor.fragment_of(exchange["names"]).slices
             mean = [part.shaped(part.of(exchange["mean"])) for part in parts]
         whole = self.shards.gather(
             {"anchor": state["anchor"], "outer_optimizer": state["outer_optimizer"], "mean": mean}
@@ -224,7 +214,7 @@ class OuterState:
         exchange = state["exchange"]
         if exchange is not None:
             own, before, mean = list[tuple[int, Tensor]](), 0, exchange["mean"]
-            for part in self.fragments[exchange["fragment"]].slices:
+            for part in self.anchor.fragment_of(exchange["names"]).slices:
                 own += runs(part, part.of(mean), before=before)
                 before += part.whole
             exchange = {**exchange, "mean": torch.empty(before, dtype=mean.dtype)}
@@ -241,8 +231,8 @@ class OuterState:
         taken = partial(_part_of, read=read)
         changed = self._changed(state, taken)
         exchange = state["exchange"]
-        if exchange is not None and exchange["fragment"] < len(self.fragments):
-            parts = self.fragments[exchange["fragment"]].slices
+        if exchange is not None:
+            parts = self.anchor.fragment_of(exchange["names"]).slices
             wholes = exchange["mean"].split([part.whole for part in parts])
             own = [taken(each, part).reshape(-1) for each, part in zip(wholes, parts, strict=True)]
             exchange = {**exchange, "mean": torch.cat(own)}
@@ -258,12 +248,12 @@ class OuterState:
     @property
     def _parts(self) -> dict[str, ParameterSlice]:
         """This rank's parts by name."""
-        return {part.name: part for each in self.fragments for part in each.slices}
+        return {part.name: part for each in self.anchor.fragments for part in each.slices}
 
     @property
     def _anchors(self) -> list[Tensor]:
         """In the order of the numbers in the optimizer's state."""
-        return [each for group in self.optimizer.param_groups for each in group["params"]]
+        return [each for group in self.anchor.optimizer.param_groups for each in group["params"]]
 
     def _changed(
         self, state: Mapping[str, Any], change: Callable[[Tensor, ParameterSlice], Tensor]
@@ -272,7 +262,7 @@ class OuterState:
         by_name, saved = self._parts, state["outer_optimizer"]
         anchors = {name: change(held, by_name[name]) for name, held in state["anchor"].items()}
         parts: dict[Tensor, ParameterSlice] = {}
-        for fragment in self.fragments:
+        for fragment in self.anchor.fragments:
             parts.update(zip(fragment.anchors, fragment.slices, strict=True))
         of_anchors = {
             index: {
@@ -292,7 +282,7 @@ class OuterState:
                     raise ValueError(
                         "State of the outer optimizer must have the shape of its parameter to be "
                         f"put together from shards, got {key!r} of "
-                        f"{type(self.optimizer).__name__}; use SGD or AdamW"
+                        f"{type(self.anchor.optimizer).__name__}; use SGD or AdamW"
                     )
 
 

@@ -20,17 +20,14 @@ from lightning_dist.integrations.torch.checks import require_compressible
 from lightning_dist.integrations.torch.ddp import describe_parameters
 from lightning_dist.integrations.torch.fsdp.checks import reshard
 from lightning_dist.integrations.torch.in_force import show
+from lightning_dist.integrations.torch.local.anchor import OuterOptimizer, OuterSchedule
 from lightning_dist.integrations.torch.local.checks import (
     require_differences,
     require_local,
     require_workers,
     warn_of_bursts,
 )
-from lightning_dist.integrations.torch.local.outer_steps import (
-    LocalUpdates,
-    OuterOptimizer,
-    OuterSchedule,
-)
+from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates
 from lightning_dist.integrations.torch.local.settings import (
     LocalUpdateSettings,
     Method,
@@ -39,6 +36,7 @@ from lightning_dist.integrations.torch.local.settings import (
 )
 from lightning_dist.integrations.torch.local.shards import WorkerShards, workers_of
 from lightning_dist.integrations.torch.networks import Groups, network_over
+from lightning_dist.integrations.torch.trained import TrainedSet
 from lightning_dist.settings import Settings
 
 _attached: WeakKeyDictionary[nn.Module, ref[LocalUpdates]] = WeakKeyDictionary()
@@ -255,6 +253,8 @@ def attach(
         ranks_per_worker=inside,
         shards=shards,
     )
+    if synced is not None:
+        updates.reducer.at_close.append(TrainedSet(synced, updates.reducer.names).close)
     _attached[module] = ref(updates)
     if network.rank == 0 and network.world_size > 1:
         if outer_optimizer is None:
