@@ -86,22 +86,39 @@ def test_every_bucket_has_its_collective(rank: Rank) -> None:
         assert (bucket.raw, bucket.intra, bucket.inter) == (span.sent, span.sent, 0)
 
 
-def test_sparse_gradients() -> None:
+class Words(nn.Module):
+    """DDP's buckets are in the order of gradients, as it guesses: from the last parameter on."""
+
+    def __init__(self, *, first: bool) -> None:
+        super().__init__()
+        if not first:
+            self.rest = nn.Linear(4, 4)
+        self.table = nn.Embedding(16, 4, sparse=True)
+        if first:
+            self.rest = nn.Linear(4, 4)
+        for each in self.parameters():
+            nn.init.ones_(each)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.rest(self.table(words))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_sparse_gradients(first: bool) -> None:
     def work(rank: Rank, recorder: Recorder | None) -> tuple[Tensor, list[int]]:
-        group = rank.group("payload")
-        module = nn.Embedding(16, 4, sparse=True)
-        nn.init.ones_(module.weight)
-        model = DistributedDataParallel(module, process_group=group)
+        model = DistributedDataParallel(Words(first=first), process_group=rank.group("payload"))
         if recorder is not None:
             watch_allreduce(model, recorder, crosses=False)
         model(torch.tensor([1, 3, 5 + rank.rank])).square().sum().backward()
         _, spans = ((), ()) if recorder is None else recorder.take()
-        return module.weight.grad.to_dense(), [row[6] for row in spans]
+        sent = sorted(row[6] for row in spans)
+        return model.module.table.weight.grad.to_dense(), sent
 
     watched = run_threads(lambda rank: work(rank, Recorder()), 2)
     for ours, theirs in zip(watched, run_threads(lambda rank: work(rank, None), 2), strict=True):
         assert torch.equal(ours[0], theirs[0])
-        assert ours[1] == [3 * (8 + 4 * 4)]  # rows: an index, and four floats
+        # Rows: an index, and four floats; a matrix and its bias.
+        assert ours[1] == [3 * (8 + 4 * 4), 4 * (4 * 4 + 4)]
 
 
 MB = 1 << 20

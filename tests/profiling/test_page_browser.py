@@ -174,6 +174,20 @@ def test_it_follows_the_reader_between_light_and_dark(browser: Any, report: Path
         assert page.errors == []
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_numbers_on_patterns_have_a_halo(browser: Any, report: Path, scheme: str) -> None:
+    """The lines and dots of a pattern are as dark as text."""
+    with opened(browser, report, scheme=scheme) as page:
+        halos = page.page.evaluate(
+            """[...document.querySelectorAll("#timeline .bars .point")]
+            .filter((bar) => /^url/.test(getComputedStyle(bar.querySelector("path")).fill))
+            .flatMap((bar) => [...bar.querySelectorAll("text")])
+            .map((text) => getComputedStyle(text).textShadow)"""
+        )
+        assert halos
+        assert "none" not in halos
+
+
 INK = "getComputedStyle(document.querySelector('#steps .xtick text')).fill"
 
 

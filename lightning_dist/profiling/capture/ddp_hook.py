@@ -129,8 +129,10 @@ class Promises:
         self._complete()
         if is_last:
             return self._complete_with(gradients, reduced)
+        if not gradients.is_cpu or gradients.is_sparse:
+            return _after(reduced, gradients)
         size = self._bytes + gradients.nbytes
-        if not gradients.is_cpu or gradients.is_sparse or size > _HELD_BYTES:
+        if size > _HELD_BYTES:
             return _after(reduced, gradients)
         self._bytes = size
         promise: Future[Tensor] = Future()

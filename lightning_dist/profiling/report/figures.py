@@ -41,6 +41,8 @@ _AXIS = {
     **{"linecolor": _LINE, "gridcolor": "rgba(128,128,128,0.2)"},
 }
 _PATTERN = {"fillmode": "overlay", "fgcolor": "#14171c", "fgopacity": 0.75, "size": 6}
+_ON_PATTERN = {"color": "#ffffff", "shadow": "0 0 3px #000, 0 0 3px #000, 0 0 4px #000"}
+"""Text that the lines and dots of a pattern leave readable."""
 _TEMPLATE = {
     "layout": {
         "paper_bgcolor": "rgba(0,0,0,0)",
@@ -275,6 +277,7 @@ def _trace(layer: int, name: str, bars: Sequence[_Bar]) -> go.Bar:
         textposition="inside",
         insidetextanchor="middle",
         textangle=0,
+        insidetextfont=_ON_PATTERN if _LOOKS.get(name, _LOOKS["other"])[1] else None,
         marker={**_fill("exposed_other" if name == "exchange" else name), "line": outline},
         **_LAYERS[layer],
     )
