@@ -158,6 +158,20 @@ def test_a_layer_that_one_worker_alone_trains(world: World) -> None:
 
 
 @on_threads(2)
+def test_sparse_gradients(world: World) -> None:
+    """What workers exchange is dense."""
+    model = nn.Sequential(nn.Embedding(12, 4, sparse=True), nn.Linear(4, 2))
+    with torch.no_grad():
+        for each in model.parameters():
+            each.fill_(0.1)
+    worker = world.worker(model, sgd, sync_every=2, method="local_sgd", codec="none")
+    worker.data = (torch.tensor([world.rank.rank + step]) for step in range(4))
+    worker.train(4)
+    require_same(*world.of_all(worker.weights()))
+    assert model[0].weight.detach().unique(dim=0).shape[0] > 4, "rows of both workers"
+
+
+@on_threads(2)
 def test_a_layer_that_is_unfrozen_in_plain_ddp(world: World) -> None:
     module = plain(dtype=torch.float32)
     module[0].requires_grad_(False)

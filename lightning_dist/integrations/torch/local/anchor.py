@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_dist.exchange.replicate import replicate
 from lightning_dist.integrations.torch.local.checks import require_scheduler
 from lightning_dist.integrations.torch.local.fragments import (
     Fragment,
@@ -20,6 +21,8 @@ from lightning_dist.integrations.torch.local.fragments import (
 )
 from lightning_dist.integrations.torch.local.settings import LocalUpdateSettings
 from lightning_dist.integrations.torch.trained import flags_of
+from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.reducer import Reducer
 
 OuterOptimizer: TypeAlias = Callable[[Sequence[Tensor]], Optimizer]
 OuterSchedule: TypeAlias = Callable[[Optimizer], LRScheduler]
@@ -31,6 +34,8 @@ class Anchor:
     Args:
         parameters: all of the model, by name; those that require a gradient have an anchor.
         schedule: of the outer steps.
+        reducer: which averages, and keeps residuals.
+        among: the ranks that have the same part of each parameter.
         outer_optimizer: see :func:`~lightning_dist.local_updates`.
         outer_schedule: see the same.
 
@@ -44,10 +49,13 @@ class Anchor:
         parameters: Mapping[str, nn.Parameter],
         schedule: LocalUpdateSettings,
         *,
+        reducer: Reducer,
+        among: Network,
         outer_optimizer: OuterOptimizer | None = None,
         outer_schedule: OuterSchedule | None = None,
     ) -> None:
         self._parameters, self._schedule = parameters, schedule
+        self._reducer, self._among = reducer, among
         self._make_optimizer = self._sgd if outer_optimizer is None else outer_optimizer
         self._make_scheduler = outer_schedule
         trained = {name: each for name, each in parameters.items() if each.requires_grad}
@@ -112,8 +120,21 @@ class Anchor:
         self._trained -= {part.name for each, _, part in fragment.rows() if not each.requires_grad}
         return trained
 
-    def follow(self, trained: Sequence[bool], sent: Fragment | None = None) -> list[str]:
-        """Exchange from now on what any worker trains. Returns what was not exchanged before.
+    def agree(self) -> list[str]:
+        """Exchange from now on what any worker trains. Collective, while nothing is under way.
+
+        Returns:
+            What a worker has trained since its last exchange.
+        """
+        network = self._reducer.network
+        counts = torch.tensor(self.trained(), dtype=torch.int32, device=network.device)
+        network.control.all_reduce(counts).wait()
+        trained = counts.bool().tolist()
+        self.follow(trained)
+        return [name for name, of_any in zip(self._parameters, trained, strict=True) if of_any]
+
+    def follow(self, trained: Sequence[bool], sent: Fragment | None = None) -> None:
+        """Exchange from now on what any worker trains. Collective.
 
         Args:
             trained: which parameters of the model a worker has trained; equal on all workers.
@@ -124,13 +145,20 @@ class Anchor:
         before = self.names
         names = (before - idle) | some
         if names == before or not names:  # an optimizer of nothing cannot be made
-            return []
-        self.use(names)
-        return [name for name in self.tensors if name in names - before]
+            return
+        self._use(names)
+        for name, anchor in self.tensors.items():
+            if name in names - before:  # all begin alike, also where one has changed its own
+                there = anchor.detach().to(self._among.device)
+                replicate({name: there}, self._among.data)
+                anchor.data.copy_(there)
 
-    def use(self, names: Collection[str]) -> None:
+    def _use(self, names: Collection[str]) -> None:
         """Exchange these parameters from now on; the outer optimizer keeps its state of them."""
+        joined = [name for name in self._parameters if name in {*names} - self.names]
         self._cut(names)
+        if joined:
+            self._reducer.reserve(self.fragment_of(joined).slices, self.dtype)
         before, scheduler = self.optimizer, self.scheduler
         self.optimizer, self.scheduler = self._outer()
         groups, held = self.optimizer.param_groups, before.param_groups
@@ -164,11 +192,19 @@ class Anchor:
 
         Args:
             trained: those that a worker had trained since their last exchange.
+
+        Raises:
+            ValueError: it is the state of another model.
         """
+        if unknown := sorted(names - self._parameters.keys()):
+            raise ValueError(
+                "The state must be of parameters of this model, got that of "
+                f"{', '.join(unknown[:3])}; use the model that it was saved with"
+            )
         self._flags, self._trained = [], set(trained)
         if names != self.names or names != self.tensors.keys():
             self.tensors = {}
-            self.use(names)
+            self._use(names)
 
     def fragment_of(self, names: Sequence[str]) -> Fragment:
         """Parameters that are in one exchange."""
@@ -193,6 +229,19 @@ class Anchor:
     def parameters(self) -> dict[str, nn.Parameter]:
         """Trained parameters, by name."""
         return {name: self._parameters[name] for name in self.tensors}
+
+    def state_dict_of(self, module: nn.Module) -> dict[str, Any]:
+        """The module's ``state_dict`` with the anchor in the place of trained parameters."""
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        found = {}
+        for key, value in module.state_dict(keep_vars=True).items():
+            name = names.get(id(value))
+            if name is None:
+                found[key] = value.detach() if isinstance(value, Tensor) else value
+                continue
+            found[key] = torch.empty_like(value, requires_grad=False)
+            own_part(found[key]).copy_(self.tensors[name].detach())
+        return found
 
     def from_weights(self) -> None:
         """Let the anchor be the model's weights, which must be equal on all ranks."""

@@ -25,7 +25,7 @@ from lightning_dist.integrations.torch.fsdp.replicas import local_of
 from lightning_dist.integrations.torch.local.anchor import Anchor, OuterOptimizer, OuterSchedule
 from lightning_dist.integrations.torch.local.buffers import average_buffers
 from lightning_dist.integrations.torch.local.checks import require_stepped
-from lightning_dist.integrations.torch.local.fragments import Fragment, own_part
+from lightning_dist.integrations.torch.local.fragments import own_part
 from lightning_dist.integrations.torch.local.pseudo_gradients import Exchange, PseudoGradients
 from lightning_dist.integrations.torch.local.settings import LocalUpdateSettings
 from lightning_dist.integrations.torch.local.shards import (
@@ -69,7 +69,6 @@ class LocalUpdates:
         self.shards = shards
         """Those of this rank's worker; None where the model is not sharded."""
         named = {name_before_compile(name): p for name, p in module.named_parameters()}
-        self._names = named.keys()
         self.reducer = Reducer(
             {p: name for name, p in named.items()},
             settings=settings,
@@ -81,9 +80,16 @@ class LocalUpdates:
             settings, self.reducer.names, says=network.rank == 0 and network.world_size > 1
         )
         for name, tensor in {**named, **self.buffers()}.items():
-            self._replicate(name, tensor, is_shard=isinstance(tensor, DTensor))
+            is_shard = isinstance(tensor, DTensor)
+            among = shards.between if shards is not None and is_shard else network
+            replicate({name: local_of(tensor.detach())}, among.data)
         self.anchor = Anchor(
-            named, schedule, outer_optimizer=outer_optimizer, outer_schedule=outer_schedule
+            named,
+            schedule,
+            reducer=self.reducer,
+            among=network if shards is None else shards.between,
+            outer_optimizer=outer_optimizer,
+            outer_schedule=outer_schedule,
         )
         """What all workers agree on of the trained parameters."""
         self._of_shards = None if shards is None else OuterState(shards, self.anchor)
@@ -127,12 +133,6 @@ class LocalUpdates:
         """Parameters that local steps change, by name."""
         return self.anchor.parameters
 
-    def _replicate(self, name: str, tensor: Tensor, *, is_shard: bool) -> None:
-        """Give all workers a tensor of the first one. Collective."""
-        network, shards = self.reducer.network, self.shards
-        among = shards.between if is_shard and shards is not None else network
-        replicate({name: local_of(tensor.detach())}, among.data)
-
     def _look(self) -> None:
         """Note which parameters are trained now."""
         if self.anchor.look() and self.shards is not None:
@@ -157,8 +157,9 @@ class LocalUpdates:
             RuntimeError: a peer is lost. Anchor, outer optimizer and weights are as before.
         """
         if not self._has_stepped:
-            own = (local_of(p.grad) for p in self.trained.values() if p.grad is not None)
-            gradients = sum(float(torch.linalg.vector_norm(each)) for each in own)
+            own = (p.grad for p in self.trained.values() if p.grad is not None)
+            held = (g.coalesce().values() if g.is_sparse else local_of(g) for g in own)
+            gradients = sum(float(torch.linalg.vector_norm(each)) for each in held)
             if self.shards is not None:
                 (gradients,) = self.shards.total(gradients)
             require_stepped(gradients)
@@ -192,18 +193,18 @@ class LocalUpdates:
             assert self._synced is not None
             self._synced.require_backward_grad_sync = False
             self.anchor_from_weights()
-            self._agree()
+            self.anchor.agree()
             return False
         number, under_way = self.schedule.fragment_at(local), self._gradients.under_way
         # One that was saved under another schedule may be due after the next one begins.
         moved = under_way is not None and (under_way.due <= local or number is not None)
         if moved:
-            self._apply(self._take_mean())
+            self._apply(self._gradients.take())
         if number is not None and self.anchor.fragments[number].parameters:
             due = local + self.schedule.overlap_steps
             self._gradients.send(number, due=due, attempted=self.attempted)
             if not self.schedule.overlap_steps:
-                self._apply(self._take_mean())
+                self._apply(self._gradients.take())
                 moved = True
         return moved
 
@@ -229,8 +230,8 @@ class LocalUpdates:
         self._has_finished = True
         is_under_way = self._gradients.under_way is not None
         if is_under_way:
-            self._take_mean()  # not used: the workers' own weights have all that it is of
-        self._agree()
+            self._gradients.take()  # not used: the workers' own weights have all that it is of
+        self.anchor.agree()
         if not is_under_way and not self._has_changed():
             return
         for number, fragment in enumerate(self.anchor.fragments):
@@ -265,52 +266,14 @@ class LocalUpdates:
             return self._set_aside
         return {name: p.detach().clone() for name, p in self.trained.items()}
 
-    def _agree(self) -> list[str]:
-        """Exchange from now on what any worker trains. Collective, while nothing is under way.
-
-        Returns:
-            What a worker has trained since its last exchange.
-        """
-        network = self.reducer.network
-        counts = torch.tensor(self.anchor.trained(), dtype=torch.int32, device=network.device)
-        network.control.all_reduce(counts).wait()
-        trained = counts.bool().tolist()
-        self._follow(trained)
-        return [name for name, of_any in zip(self._names, trained, strict=True) if of_any]
-
-    def _follow(self, trained: Sequence[bool], sent: Fragment | None = None) -> None:
-        """See :meth:`.Anchor.follow`. Collective."""
-        joined = self.anchor.follow(trained, sent)
-        device = self.reducer.network.device
-        for name in joined:  # weights that no worker was to change differ if one has
-            own = self.anchor.tensors[name].detach()
-            there = own.to(device)
-            self._replicate(name, there, is_shard=True)
-            own.copy_(there)
-        self._reserve(joined)
-
-    def _reserve(self, names: Sequence[str]) -> None:
-        """Allocate residuals of parameters that are exchanged from now on."""
-        if names:
-            self.reducer.reserve(self.anchor.fragment_of(names).slices, self.anchor.dtype)
-
     def buffers(self) -> dict[str, Tensor]:
         """This worker's own buffers by name."""
         return {name_before_compile(n): each for n, each in self.module.named_buffers()}
 
     def anchor_state_dict(self) -> dict[str, Any]:
         """The model's ``state_dict`` with the anchor in the place of trained parameters."""
-        names = {id(parameter): name for name, parameter in self.trained.items()}
-        anchors = self._anchors()
-        found = {}
-        for key, value in self.module.state_dict(keep_vars=True).items():
-            name = names.get(id(value))
-            if name is None:
-                found[key] = value.detach() if isinstance(value, Tensor) else value
-                continue
-            found[key] = torch.empty_like(value, requires_grad=False)
-            own_part(found[key]).copy_(anchors[name].detach())
-        return found
+        self._follow_ddp()
+        return self.anchor.state_dict_of(self.module)
 
     def metrics(self) -> Mapping[str, float]:
         """Of the last outer step, for a logger; empty before it.
@@ -338,8 +301,7 @@ class LocalUpdates:
         Parameters and optimizers differ between workers inside a window: each saves its own. Of a
         sharded model the state has whole parameters, and any number of shards loads it.
         """
-        of_exchange = self._state_of_exchange()
-        state = self._described(of_exchange, self.reducer.state_dict())
+        state = {**self._shared_state(), "residuals": self.reducer.state_dict()}
         if self._of_shards is not None:
             state = self._of_shards.whole(state)
         return None if self.reducer.network.rank else state
@@ -349,30 +311,27 @@ class LocalUpdates:
 
         They are empty memory in the state; the stripes say which part of each this rank has.
         """
-        of_exchange = self._state_of_exchange()
-        residuals, stripes = self.reducer.striped_state_dict()
-        state = self._described(of_exchange, residuals)
+        state = self._shared_state()
+        state["residuals"], stripes = self.reducer.striped_state_dict()
         if self._of_shards is not None:
             state, of_shards = self._of_shards.striped(state)
             stripes = [*stripes, *of_shards]
         return state, stripes
 
-    def _state_of_exchange(self) -> dict[str, Any]:
-        return {**self._gradients.state_dict(), "trained": self._agree()}
-
-    def _described(
-        self, of_exchange: Mapping[str, Any], residuals: Mapping[str, Any] | None
-    ) -> dict[str, Any]:
+    def _shared_state(self) -> dict[str, Any]:
+        """All of the state but residuals. Collective."""
+        exchange, trained = self._gradients.state_dict(), self.anchor.agree()
+        self._follow_ddp()
         return {
             "version": STATE_VERSION,
             "attempted": self.attempted,
             "anchor": {
-                name: anchor.detach().cpu().clone() for name, anchor in self._anchors().items()
+                name: anchor.detach().cpu().clone() for name, anchor in self.anchor.tensors.items()
             },
             "outer_optimizer": self.outer_optimizer.state_dict(),
             "outer_schedule": self.outer_scheduler and self.outer_scheduler.state_dict(),
-            "residuals": residuals,
-            **of_exchange,
+            "trained": trained,
+            **exchange,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -402,15 +361,7 @@ class LocalUpdates:
                 f"The state must be of version {STATE_VERSION}, got {state['version']!r}; resume "
                 "with the release of lightning_dist that has saved it"
             )
-        unknown = sorted(state["anchor"].keys() - self._names)
-        if unknown:
-            raise ValueError(
-                "The state must be of parameters of this model, got that of "
-                f"{', '.join(unknown[:3])}; use the model that it was saved with"
-            )
-        before = self.anchor.names
         self.anchor.restart(state["anchor"].keys(), trained=state["trained"])
-        self._reserve(sorted(self.anchor.names - before))
         if self._of_shards is None:
             return state
         return self._of_shards.own(state, rows=self.reducer.network.rows, read=read)
@@ -418,7 +369,7 @@ class LocalUpdates:
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`own_state`. Collective."""
         with torch.no_grad():
-            for name, anchor in self._anchors().items():
+            for name, anchor in self.anchor.tensors.items():
                 anchor.copy_(state["anchor"][name])
         self.outer_optimizer.load_state_dict(state["outer_optimizer"])
         if self.outer_scheduler and state.get("outer_schedule"):
@@ -471,12 +422,6 @@ class LocalUpdates:
         self._has_stepped = True
         self._look()
 
-    def _take_mean(self) -> Exchange:
-        """The exchange that is under way, once its mean is there; now none is."""
-        taken = self._gradients.wait()
-        self._gradients.under_way = None
-        return taken
-
     @torch.no_grad()
     def _differs_from_anchor(self) -> bool:
         """True if the weights of this rank differ from the anchor."""
@@ -497,7 +442,7 @@ class LocalUpdates:
         """Take an outer step; ``mean_only`` without the outer optimizer and mixing."""
         fragment = exchange.fragment
         if exchange.trained is not None and not mean_only:
-            self._follow(exchange.trained, fragment)
+            self.anchor.follow(exchange.trained, fragment)
         if exchange.number == 0:  # once a window; first, as a lost peer must leave all as it is
             held = list(self.module.buffers())
             average_buffers(held, self.reducer.network, share=self._gradients.share)
@@ -533,10 +478,10 @@ class LocalUpdates:
             if not all(bool(local_of(each).isfinite().all()) for each in moments):
                 state.clear()  # the optimizer makes it anew
 
-    def _anchors(self) -> dict[str, nn.Parameter]:
+    def _follow_ddp(self) -> None:
+        """Let the anchor be what plain DDP has made of the model, while it does."""
         if self._is_ddp:
-            self.anchor_from_weights()
-        return self.anchor.tensors
+            self.anchor.from_weights()
 
 
 @torch.no_grad()

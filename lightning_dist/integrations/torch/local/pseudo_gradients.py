@@ -164,6 +164,11 @@ class PseudoGradients:
             exchange.handle = None  # last: a mean whose weights did not arrive is not used
         return exchange
 
+    def take(self) -> Exchange:
+        """:meth:`wait`, after which nothing is under way."""
+        taken, self.under_way = self.wait(), None
+        return taken
+
     def _complete(self, exchange: Exchange) -> None:
         """Divide by the weights of the workers that are finite, and note the metrics."""
         network, mean = self._reducer.network, exchange.mean
