@@ -129,10 +129,11 @@ def test_a_second_hook() -> None:
 
 
 def test_sparse_gradients() -> None:
-    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1))
+    model = nn.Sequential(nn.Embedding(9999, 4, sparse=True), nn.Linear(4, 1))
     assert refused(lambda rank: rank.ddp(model)) == (
-        "Gradients must be dense, and '0' was made with sparse=True; make it with sparse=False, or "
-        "freeze it"
+        "The gradient of '0.weight' is sparse (sparse=True), so it is averaged at once and "
+        "uncompressed, got codec int8; set codec=by_name(..., {'0.weight': 'none'}) without "
+        "delay, make it with sparse=False, or freeze it"
     )
 
 

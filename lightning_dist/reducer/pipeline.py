@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lightning_dist.exchange.traffic import Sent
 from lightning_dist.reducer.adjust import Adjustment, add_residuals, clip_group
 from lightning_dist.reducer.commit import (
     Answer,
@@ -152,6 +153,11 @@ class Pipeline:
         """
         if self.network.world_size > 1 and not self.closed:
             self._executor.submit(partial(self._guarded, self._abandon))
+
+    def count_sent(self, codec: str, sent: Sent) -> None:
+        """Count what an adapter itself sends in this step, as DDP would."""
+        if self.network.world_size > 1:
+            self._executor.submit(partial(self.stats.record, codec, sent.total, sent))
 
     def _require_open(self) -> None:
         if self.closed:

@@ -27,7 +27,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Subset
 from worlds import Rank
 
-from lightning_dist import compress_ddp
+from lightning_dist import by_name, compress_ddp
 from lightning_dist.accelerate import CompressedDDPPlugin
 from lightning_dist.fabric import CompressedDDPStrategy
 from lightning_dist.integrations.torch.ddp import reducer_of
@@ -269,6 +269,51 @@ def test_sparse_gradients_that_are_not_exchanged(rank: Rank, how: str) -> None:
     reducer.close()
 
 
+@pytest.mark.parametrize("table", [0, 2], ids=["first bucket", "last bucket"])
+@on_threads(2)
+def test_sparse_gradients_are_averaged_as_by_ddp(rank: Rank, table: int) -> None:
+    """The rows that a rank has used, by name uncompressed; all else is compressed."""
+    layers: list[nn.Module] = [nn.Linear(16, 16), nn.Linear(16, 16)]
+    layers.insert(table, nn.Embedding(12, 16, sparse=True))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(copy.deepcopy(layers))
+
+        def forward(self, words: Tensor) -> Tensor:
+            rest = [layer for layer in self.layers if isinstance(layer, nn.Linear)]
+            found = self.layers[table](words)
+            return rest[1](torch.tanh(rest[0](found))) * found
+
+    codec = by_name("int8", {rf"layers\.{table}\.": "none"})
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for each in (each for layer in layers for each in layer.parameters()):
+            each.copy_(torch.randn(each.shape, generator=generator) / 4)
+    ours, stock = (rank.ddp(Model()) for _ in range(2))
+    reducer = compress_ddp(ours, codec, groups=rank.groups(), min_compress_numel=0)
+    for step in range(3):
+        words = torch.randint(
+            12, (5,), generator=torch.Generator().manual_seed(7 * step + rank.rank)
+        )
+        for model in (ours, stock):
+            model.zero_grad()
+            model(words).square().sum().backward()
+        own, native = (model.module.layers[table].weight.grad for model in (ours, stock))
+        assert own.is_sparse
+        assert torch.equal(own.to_dense(), native.to_dense())
+        for mine, theirs in zip(ours.parameters(), stock.parameters(), strict=True):
+            if not mine.grad.is_sparse:
+                assert torch.equal(*of_all(rank, mine.grad))
+                largest = float(theirs.grad.abs().max())
+                torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=0.05 * largest)
+    assert reducer.step == 3
+    stats = reducer.comm_stats()["per_codec"]
+    assert stats["none"]["raw_bytes"] == stats["none"]["wire_bytes"] > 3 * 2 * 16 * 4
+    reducer.close()
+
+
 @pytest.mark.on_ranks(2)
 def test_new_groups_have_the_timeout_of_the_model_s() -> None:
     """Not torch's default, half an hour."""
@@ -294,7 +339,7 @@ def test_copies_of_the_model() -> None:
 
 
 def with_sparse_gradients(rank: Rank) -> Any:
-    return rank.ddp(nn.ModuleDict({"words": nn.EmbeddingBag(5, 3, sparse=True)}))
+    return rank.ddp(nn.ModuleDict({"words": nn.EmbeddingBag(9999, 9, sparse=True)}))
 
 
 @pytest.mark.parametrize(
@@ -303,7 +348,7 @@ def with_sparse_gradients(rank: Rank) -> Any:
         (of_mixed_precision, r"mixed_precision=\.\.\.\) installs a communication hook"),
         (without_streams, r"the CPU or on an accelerator with streams.* 'weight' is on meta; use"),
         (on_two_devices, "one device per process.* '0.weight' is on cpu and '1.weight' on meta"),
-        (with_sparse_gradients, "'words' was made with sparse=True"),
+        (with_sparse_gradients, r"by_name\(\.\.\., \{'words\.weight': 'none'\}\)"),
     ],
 )
 def test_what_cannot_be_compressed_is_refused(wrap: Any, says: str) -> None:

@@ -50,7 +50,7 @@ class CompressedDDPStrategy(SavesResiduals, CompressionArguments, FollowsLaunche
 
     @override
     def setup_module(self, module: Module) -> DistributedDataParallel:
-        require_compressible(module)
+        require_compressible(module, self._settings)
         model = super().setup_module(module)
         self.reducers.append(
             attach(

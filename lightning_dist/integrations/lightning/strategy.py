@@ -100,7 +100,7 @@ class CompressedDDPStrategy(
     @override
     def configure_ddp(self) -> None:
         assert self.model is not None
-        require_compressible(self.model)
+        require_compressible(self.model, self._settings)
         super().configure_ddp()
         model: DistributedDataParallel = self.model
         self._logged_step = 0

@@ -6,9 +6,12 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_dist.exchange.traffic import ring_all_gather
+from lightning_dist.private import sparse_parts
 from lightning_dist.reducer.plan.slices import ParameterSlice, slices_of
 from lightning_dist.reducer.reducer import Reducer
 
@@ -30,10 +33,17 @@ class DDPBuckets:
     Args:
         find_unused: whether DDP looks for parameters without a gradient; the reducer then has
             ``allow_absent``.
+        group: of the model, in which sparse gradients are averaged. None: the default one.
     """
 
-    def __init__(self, reducer: Reducer, *, find_unused: bool = False) -> None:
-        self.reducer = reducer
+    def __init__(
+        self,
+        reducer: Reducer,
+        *,
+        find_unused: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.reducer, self._group = reducer, group
         self._slices: dict[int, tuple[object, Sequence[ParameterSlice]]] = {}
         self._reached = -1  # index of the last bucket of a step that is not finished
         trained = [parameter for parameter in reducer.names if parameter.requires_grad]
@@ -67,19 +77,34 @@ class DDPBuckets:
         index, reducer = bucket.index(), self.reducer
         if index <= self._reached:  # the last backward pass was cut short by an exception
             reducer.abandon()
-        slices = self._slices_of(bucket)
-        used = self._used
-        # Complete for the parameters of a bucket once DDP hands the bucket over.
-        absent = () if used is None else [each.name for each in slices if each.name not in used]
-        handle = reducer.start(bucket.buffer(), slices, key=index, absent=absent)
+        is_sparse = bucket.buffer().is_sparse
+        done = self._reduce_sparse(bucket.buffer()) if is_sparse else self._start(bucket)
         self._reached = index
         if bucket.is_last():
             self._reached = -1
             reducer.finish()
-            if used is not None:
-                used.clear()
+            if self._used is not None:
+                self._used.clear()
+        return done
+
+    def _start(self, bucket: Bucket) -> Future[Tensor]:
+        slices, used = self._slices_of(bucket), self._used
+        # Complete for the parameters of a bucket once DDP hands the bucket over.
+        absent = () if used is None else [each.name for each in slices if each.name not in used]
+        key = bucket.index()
+        handle = self.reducer.start(bucket.buffer(), slices, key=key, absent=absent)
         # A future carries an exception to DDP's C++ side only through `then`.
         return handle.done.then(lambda done: done.value())
+
+    def _reduce_sparse(self, gradient: Tensor) -> Future[Tensor]:
+        """Average rows of an embedding, which are alone in their bucket, as DDP itself does."""
+        network = self.reducer.network
+        gradient.div_(network.world_size)
+        nbytes = sum(each.nbytes for each in sparse_parts(gradient))
+        self.reducer.count_sent("none", ring_all_gather(nbytes, network.topology))
+        work = dist.all_reduce(gradient, group=self._group, async_op=True)
+        averaged: Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+        return averaged
 
     def _slices_of(self, bucket: Bucket) -> Sequence[ParameterSlice]:
         """Slices of the parameters in ``bucket``, worked out once per layout."""

@@ -13,12 +13,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dist.accelerator import has_streams
-from lightning_dist.codecs import Codec
+from lightning_dist.codecs import Codec, NoCompression
 from lightning_dist.codecs.policies import NORMS_BIASES_EMBEDDINGS, patterns_of
 from lightning_dist.log import get_logger
 from lightning_dist.measurement.expected import first_compressed_step
 from lightning_dist.onebit_adam import OneBitAdam
-from lightning_dist.private import communication_hooks, names_ignored_by_ddp
+from lightning_dist.private import (
+    communication_hooks,
+    name_before_compile,
+    names_ignored_by_ddp,
+)
 from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.plan.slices import ParameterSlice, as_real
 from lightning_dist.reducer.reducer import Reducer
@@ -84,8 +88,12 @@ def finds_unused(model: DistributedDataParallel) -> bool:
     return model.find_unused_parameters and not model.static_graph
 
 
-def require_compressible(module: nn.Module) -> None:
-    """Raise ValueError for models whose gradients cannot be compressed."""
+def require_compressible(module: nn.Module, settings: Settings | None = None) -> None:
+    """Raise ValueError for models whose gradients, or weights, cannot be exchanged.
+
+    Args:
+        settings: of gradients; None: weights are exchanged.
+    """
     trained = trained_by_ddp(module)
     if not trained:
         raise ValueError(
@@ -93,14 +101,35 @@ def require_compressible(module: nn.Module) -> None:
             "or run without a distributed strategy"
         )
     _require_device(trained)
-    for name, child in module.named_modules():
-        if not isinstance(child, (nn.Embedding, nn.EmbeddingBag)) or not child.sparse:
-            continue
-        if any(parameter is child.weight for parameter in trained.values()):
+    if settings is not None:
+        _require_sent_as_they_are(sparse_tables(module), settings)
+
+
+def _require_sent_as_they_are(tables: Mapping[str, Tensor], settings: Settings) -> None:
+    for name, table in tables.items():
+        steps, shape = settings.policy.boundaries(), tuple(table.shape)
+        codecs = [settings.policy.for_tensor(name, shape, step=step) for step in steps]
+        if settings.delay or not all(isinstance(each, NoCompression) for each in codecs):
+            got = "delay=1" if settings.delay else f"codec {settings.codec}"
             raise ValueError(
-                f"Gradients must be dense, and {name or type(child).__name__!r} was made with "
-                "sparse=True; make it with sparse=False, or freeze it"
+                f"The gradient of {name!r} is sparse (sparse=True), so it is averaged at once and "
+                f"uncompressed, got {got}; set codec=by_name(..., {{{name!r}: 'none'}}) without "
+                "delay, make it with sparse=False, or freeze it"
             )
+
+
+def sparse_tables(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Embeddings whose gradients are sparse and averaged by DDP, by name."""
+    tables = [
+        child.weight
+        for child in module.modules()
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse
+    ]
+    return {
+        name_before_compile(name): parameter
+        for name, parameter in trained_by_ddp(module).items()
+        if any(parameter is table for table in tables)
+    }
 
 
 def trained_by_ddp(module: nn.Module) -> dict[str, nn.Parameter]:

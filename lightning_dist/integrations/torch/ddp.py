@@ -156,7 +156,7 @@ def attach(
         one_of_several: the settings are for other models too.
     """
     require_ddp(model)
-    require_compressible(model.module)
+    require_compressible(model.module, settings)
     require_commit(settings, model)
     require_delay(settings, model, scales=grad_scale is not None)
     network = network_for(
@@ -199,7 +199,7 @@ def attach(
         reducer.state.keep_only({name: of for name, of in numel.items() if name not in moved})
     trained = [as_real(parameter) for parameter in names if parameter.requires_grad]
     compile_kernels(reducer, [(each.dtype, each.numel()) for each in trained], says=first)
-    buckets = DDPBuckets(reducer, find_unused=finds_unused(model))
+    buckets = DDPBuckets(reducer, find_unused=finds_unused(model), group=model.process_group)
 
     OptimizerWatch(reducer, model.module)
     model.register_comm_hook(buckets, lightning_dist_hook)

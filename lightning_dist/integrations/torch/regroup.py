@@ -16,6 +16,7 @@ from lightning_dist.elastic.launcher.launch import Launch
 from lightning_dist.elastic.recovery.groups import GenerationGroups
 from lightning_dist.exchange.channel import Channel, WaitLimit
 from lightning_dist.exchange.handshake import all_facts
+from lightning_dist.integrations.torch.checks import sparse_tables
 from lightning_dist.integrations.torch.ddp import compile_kernels
 from lightning_dist.integrations.torch.grouping import topology_of
 from lightning_dist.integrations.torch.networks import groups_of
@@ -49,6 +50,11 @@ def require_recoverable(model: DistributedDataParallel, reducer: Reducer | None)
         raise ValueError(
             "SyncBatchNorm exchanges in the forward pass, which fails if a rank is lost; use "
             "BatchNorm, or recovery='restart'"
+        )
+    if tables := sparse_tables(model.module):
+        raise ValueError(
+            f"DDP itself averages the sparse gradient of {next(iter(tables))!r}, which fails if a "
+            "rank is lost; make it with sparse=False, or use recovery='restart'"
         )
     if model.static_graph or model.find_unused_parameters:
         raise ValueError(
