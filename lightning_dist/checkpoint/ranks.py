@@ -21,6 +21,18 @@ T = TypeVar("T")
 _CPU = torch.device("cpu")
 
 
+def new_group_of_all(purpose: str) -> dist.ProcessGroup:
+    """A group of all ranks on CPU, once all of them have it. Collective.
+
+    gloo connects each pair from both ends: a rank that gave the group up at once would close what
+    another one still waits for, which then fails with "Connection closed by peer".
+    """
+    group = dist.new_group(backend="gloo", group_desc=purpose)
+    assert isinstance(group, dist.ProcessGroup)  # all ranks are in it
+    dist.barrier(group)
+    return group
+
+
 class Ranks:
     """All ranks of a job; every method is collective.
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_dist.checkpoint.ranks import Ranks
+from lightning_dist.checkpoint.ranks import Ranks, new_group_of_all
 from lightning_dist.elastic.launcher.launch import Launch
 
 
@@ -92,8 +92,7 @@ class Membership:
     def _group(self, purpose: str) -> dist.ProcessGroup:
         if self._make is not None:
             return self._make()
-        group = dist.new_group(backend="gloo", group_desc=f"elastic-{self.generation}-{purpose}")
-        assert isinstance(group, dist.ProcessGroup)  # all ranks are in it
+        group = new_group_of_all(f"elastic-{self.generation}-{purpose}")
         self._groups.append(group)
         return group
 

@@ -154,10 +154,18 @@ class Pipeline:
         if self.network.world_size > 1 and not self.closed:
             self._executor.submit(partial(self._guarded, self._abandon))
 
-    def count_sent(self, codec: str, sent: Sent) -> None:
-        """Count what an adapter itself sends in this step, as DDP would."""
+    def note_uncompressed(self, sent: Sent, *, finite: Tensor) -> None:
+        """Count what an adapter itself sends in this step, as DDP would.
+
+        Args:
+            finite: whether it is, on this rank: a GradScaler skips the step if not.
+        """
         if self.network.world_size > 1:
-            self._executor.submit(partial(self.stats.record, codec, sent.total, sent))
+            self._executor.submit(partial(self._note_uncompressed, sent, finite))
+
+    def _note_uncompressed(self, sent: Sent, finite: Tensor) -> None:
+        self.stats.record("none", sent.total, sent)
+        self._finite.append(finite)
 
     def _require_open(self) -> None:
         if self.closed:

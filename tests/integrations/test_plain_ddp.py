@@ -314,6 +314,30 @@ def test_sparse_gradients_are_averaged_as_by_ddp(rank: Rank, table: int) -> None
     reducer.close()
 
 
+@pytest.mark.parametrize("table", [0, 1], ids=["last bucket", "first bucket"])
+@on_threads(2)
+def test_sparse_gradients_that_are_not_finite(rank: Rank, table: int) -> None:
+    """A GradScaler skips the step: residuals stay."""
+    layers: list[nn.Module] = [nn.Linear(16, 16)]
+    layers.insert(table, nn.Embedding(12, 16, sparse=True))
+    module = nn.ModuleList(layers)
+    module.forward = lambda words: layers[1 - table](layers[table](words))  # type: ignore[method-assign]
+    model = rank.ddp(module)
+    codec = by_name("int8", {rf"^{table}\.": "none"})
+    arguments = {"groups": rank.groups(), "min_compress_numel": 0}
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))  # makes the scale
+    reducer = compress_ddp(model, codec, grad_scaler=scaler, **arguments)
+    model(torch.arange(4)).square().sum().backward()
+    before = {name: each.clone() for name, each in reducer.residuals.items()}
+    assert all(each.any() for each in before.values())
+    if rank.rank == 0:
+        layers[table].weight.register_hook(lambda gradient: gradient * torch.inf)
+    model(torch.arange(4)).square().sum().backward()
+    assert all(torch.equal(each, before[name]) for name, each in reducer.residuals.items())
+    reducer.close()
+
+
 @pytest.mark.on_ranks(2)
 def test_new_groups_have_the_timeout_of_the_model_s() -> None:
     """Not torch's default, half an hour."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.accelerator import is_accelerator
+from lightning_dist.checkpoint.ranks import new_group_of_all
 from lightning_dist.elastic.recovery.groups import is_alone
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
 from lightning_dist.exchange.handshake import all_facts
@@ -119,7 +120,7 @@ class ProfileRun:
         rank = dist.get_rank()
         if self._environment is None:
             with log_if_slow(_TIMEOUT, on_problem, _WAITING):
-                self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
+                self._group: dist.ProcessGroup | None = new_group_of_all("profile")
             self._meet(parent, rank)
         else:
             # Others may be in the middle of a step: nothing is exchanged before the end.

@@ -100,8 +100,9 @@ class DDPBuckets:
         """Average rows of an embedding, which are alone in their bucket, as DDP itself does."""
         network = self.reducer.network
         gradient.div_(network.world_size)
-        nbytes = sum(each.nbytes for each in sparse_parts(gradient))
-        self.reducer.count_sent("none", ring_all_gather(nbytes, network.topology))
+        indices, values = sparse_parts(gradient)
+        sent = ring_all_gather(indices.nbytes + values.nbytes, network.topology)
+        self.reducer.note_uncompressed(sent, finite=values.isfinite().all())
         work = dist.all_reduce(gradient, group=self._group, async_op=True)
         averaged: Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
         return averaged

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dist.accelerator import has_streams
-from lightning_dist.codecs import Codec, NoCompression
+from lightning_dist.codecs import Codec
 from lightning_dist.codecs.policies import NORMS_BIASES_EMBEDDINGS, patterns_of
 from lightning_dist.log import get_logger
 from lightning_dist.measurement.expected import first_compressed_step
@@ -109,7 +109,7 @@ def _require_sent_as_they_are(tables: Mapping[str, Tensor], settings: Settings) 
     for name, table in tables.items():
         steps, shape = settings.policy.boundaries(), tuple(table.shape)
         codecs = [settings.policy.for_tensor(name, shape, step=step) for step in steps]
-        if settings.delay or not all(isinstance(each, NoCompression) for each in codecs):
+        if settings.delay or not all(each.lossless for each in codecs):
             got = "delay=1" if settings.delay else f"codec {settings.codec}"
             raise ValueError(
                 f"The gradient of {name!r} is sparse (sparse=True), so it is averaged at once and "

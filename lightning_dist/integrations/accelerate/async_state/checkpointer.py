@@ -8,13 +8,11 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch.distributed as dist
-
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.metrics import Metrics
-from lightning_dist.checkpoint.ranks import Ranks, destroy
+from lightning_dist.checkpoint.ranks import Ranks, destroy, new_group_of_all
 from lightning_dist.checkpoint.saves import Failure, Saves
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.integrations.accelerate.accelerator import Accelerator
@@ -91,7 +89,7 @@ class AsyncStateCheckpointer:
         self._accelerator = accelerator
         group = None
         if accelerator.num_processes > 1:
-            group = dist.new_group(backend="gloo")  # not the training's: it may be on the GPU
+            group = new_group_of_all("saves")  # not the training's: it may be on the GPU
         self._ranks = Ranks(group)
         self._checkpointer = Checkpointer(self._settings, group=group)
         self._saves = Saves(

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
-from lightning_dist.checkpoint.ranks import Facts, Ranks, destroy
+from lightning_dist.checkpoint.ranks import Facts, Ranks, destroy, new_group_of_all
 from lightning_dist.checkpoint.saves import Saves
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.integrations import rank_zero
@@ -58,7 +58,7 @@ class CheckpointSession:
         self.displaced = Displaced()
         self._group: dist.ProcessGroup | None = None
         if sharded and trainer.world_size > 1:
-            self._group = dist.new_group(backend="gloo")
+            self._group = new_group_of_all("saves")
         writer: Checkpointer | None = None
         if trainer.is_global_zero or sharded:
             writer = Checkpointer(settings, group=self._group, ranks=trainer.world_size)
