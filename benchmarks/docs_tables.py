@@ -115,11 +115,11 @@ ARGUMENTS = {
         "tensor_parallel_size parameters",
     ),
     "hierarchical": (
-        "lightning_dist:CompressedDDPStrategy hierarchical ranks_per_host rank_groups",
+        "lightning_dist:CompressedDDPStrategy hierarchical ranks_per_node rank_groups",
     ),
     "local-steps": (
         "lightning_dist:local_updates -model -optimizer -method -error_feedback -hierarchical "
-        "-ranks_per_host -rank_groups -min_compress_numel -exchange_timeout -groups",
+        "-ranks_per_node -rank_groups -min_compress_numel -exchange_timeout -groups",
         "lightning_dist.integrations.strategies.local_updates:LocalUpdateArguments replicas",
         "lightning_dist:LocalUpdateStrategy evaluate",
     ),

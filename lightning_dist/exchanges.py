@@ -31,7 +31,7 @@ class ExchangeKind:
             payloads, and encodes the mean; from ``TwoShot``. ``"everyone"``: each rank decodes and
             adds all payloads; from ``AllGather``.
         collectives: formula of the collectives, one after the other, over the link of the busiest
-            host, of the bytes of a rank's payload and the ranks of every host.
+            node, of the bytes of a rank's payload and the ranks of every node.
         sparse: payloads are a small part of the gradient, so many elements travel together.
         pair: name of the exchange that two ranks use instead.
     """

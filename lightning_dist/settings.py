@@ -21,18 +21,18 @@ from lightning_dist.codecs import (
 )
 from lightning_dist.codecs.memory import KINDS
 from lightning_dist.codecs.policies import sized
-from lightning_dist.topology.groups import Hosts, hosts_of
+from lightning_dist.topology.groups import Nodes, nodes_of
 
 
 @dataclass(frozen=True)
 class Settings:
     """Everything that decides what travels. Equal on all ranks, or the start fails."""
 
-    codec: Codec  # between hosts, where the exchange is hierarchical
-    intra: BlockCodec  # and inside a host
+    codec: Codec  # between nodes, where the exchange is hierarchical
+    intra: BlockCodec  # and inside a node
     hierarchical: bool | Literal["auto", "leader"]
-    ranks_per_host: int | None  # None: as the names of the hosts say
-    rank_groups: Hosts | None
+    ranks_per_node: int | None  # None: as the names of the nodes say
+    rank_groups: Nodes | None
     # keep what a codec loses and send it later, 4 bytes per element; "auto": as the codec says
     error_feedback: bool | Literal["auto"]
     # larger: fewer small tensors compressed; 0 compresses all; None: as the codec says
@@ -51,7 +51,7 @@ class Settings:
         *,
         error_feedback: bool | Literal["auto"] = "auto",
         hierarchical: bool | Literal["auto", "leader"] = "auto",
-        ranks_per_host: int | None = None,
+        ranks_per_node: int | None = None,
         rank_groups: Sequence[Any] | None = None,
         min_compress_numel: int | None = None,
         start_step: int = 0,
@@ -70,7 +70,7 @@ class Settings:
             raise ValueError(
                 f"error_feedback must be True, False or 'auto', got {error_feedback!r}"
             )
-        _check_grouping(hierarchical, ranks_per_host, rank_groups)
+        _check_grouping(hierarchical, ranks_per_node, rank_groups)
         if intra is not None and hierarchical is False:
             raise ValueError(
                 f"A codec for each level needs a hierarchical exchange, got codec={codec!r} with "
@@ -112,8 +112,8 @@ class Settings:
             codec=resolved,
             intra=NoCompression() if intra is None else intra,
             hierarchical=hierarchical,
-            ranks_per_host=ranks_per_host,
-            rank_groups=None if rank_groups is None else hosts_of(rank_groups),
+            ranks_per_node=ranks_per_node,
+            rank_groups=None if rank_groups is None else nodes_of(rank_groups),
             error_feedback=error_feedback,
             min_compress_numel=min_compress_numel,
             start_step=start_step,
@@ -134,7 +134,7 @@ class Settings:
             "lightning_dist": __version__,
             "torch": torch.__version__.split("+")[0],
             "codec": identity(self.codec),
-            "codec inside a host": identity(self.intra),
+            "codec inside a node": identity(self.intra),
             "hierarchical": self.hierarchical,
             "error_feedback": self.error_feedback,
             "min_compress_numel": self.min_compress_numel,
@@ -157,19 +157,19 @@ def identity(codec: Codec) -> str:
 def _by_level(
     codec: str | Codec | Mapping[str, Any],
 ) -> tuple[Codec, BlockCodec | None]:
-    """The codec between hosts, and the one inside where it is named."""
+    """The codec between nodes, and the one inside where it is named."""
     if not isinstance(codec, Mapping) or (codec and set(codec) <= POLICIES.keys()):
         return resolve_codec(codec), None
     if set(codec) != {"intra", "inter"}:
         raise ValueError(
-            "A codec for each level is {'intra': inside a host, 'inter': between hosts}, got the "
+            "A codec for each level is {'intra': inside a node, 'inter': between nodes}, got the "
             f"keys {sorted(codec)}; policies are {', '.join(POLICIES)}"
         )
-    intra = resolve_codec(codec["intra"]).inside_host()
+    intra = resolve_codec(codec["intra"]).inside_node()
     if intra is None:
-        listed = ", ".join(name for name, kind in CODECS.items() if kind().inside_host())
+        listed = ", ".join(name for name, kind in CODECS.items() if kind().inside_node())
         raise ValueError(
-            "Inside a host gradients are summed without decoding, so 'intra' must be one of "
+            "Inside a node gradients are summed without decoding, so 'intra' must be one of "
             f"{listed}, got {codec['intra']!r}; give it to 'inter'"
         )
     return resolve_codec(codec["inter"]), intra
@@ -177,19 +177,19 @@ def _by_level(
 
 def _check_grouping(
     hierarchical: bool | Literal["auto", "leader"],
-    ranks_per_host: int | None,
+    ranks_per_node: int | None,
     rank_groups: Sequence[Any] | None,
 ) -> None:
     if not isinstance(hierarchical, bool) and hierarchical not in ("auto", "leader"):
         raise ValueError(
             f"hierarchical must be 'auto', True, False or 'leader', got {hierarchical!r}"
         )
-    if ranks_per_host is not None and (type(ranks_per_host) is not int or ranks_per_host < 1):
-        raise ValueError(f"ranks_per_host must be 1 or more ranks, got {ranks_per_host!r}")
-    if ranks_per_host is not None and rank_groups is not None:
+    if ranks_per_node is not None and (type(ranks_per_node) is not int or ranks_per_node < 1):
+        raise ValueError(f"ranks_per_node must be 1 or more ranks, got {ranks_per_node!r}")
+    if ranks_per_node is not None and rank_groups is not None:
         raise ValueError(
-            "ranks_per_host and rank_groups both define the ranks of a host, got "
-            f"ranks_per_host={ranks_per_host} and rank_groups={rank_groups!r}; give one"
+            "ranks_per_node and rank_groups both define the ranks of a node, got "
+            f"ranks_per_node={ranks_per_node} and rank_groups={rank_groups!r}; give one"
         )
 
 

@@ -46,7 +46,7 @@ class Planted:
     """
 
     world_size: int = 2
-    hosts: Sequence[str] = ("host-a", "host-b")
+    nodes: Sequence[str] = ("node-a", "node-b")
     steps: int = 6
     data: float = 2
     forward: float = 20
@@ -86,7 +86,7 @@ class Planted:
             RankRecord(
                 rank=rank,
                 world_size=self.world_size,
-                host=self.hosts[rank % len(self.hosts)],
+                node=self.nodes[rank % len(self.nodes)],
                 groups={"flat": list(range(self.world_size))},
                 clock=shift,
                 unix=1.8e9,
@@ -174,7 +174,7 @@ class Planted:
         def since(time: float) -> int:
             return round((time - begin) * MS)
 
-        inter = len(set(self.hosts[: self.world_size])) > 1
+        inter = len(set(self.nodes[: self.world_size])) > 1
         return StepRecord(
             step,
             begin=round((begin + self.shift.get(rank, 0)) * MS),

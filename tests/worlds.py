@@ -30,7 +30,7 @@ from lightning_dist.exchange.channel import Channel, WaitLimit
 from lightning_dist.measurement import exposure
 from lightning_dist.reducer.network import Network, in_levels
 from lightning_dist.topology import Topology
-from lightning_dist.topology.groups import hosts_of, levels_of
+from lightning_dist.topology.groups import levels_of, nodes_of
 
 TIMEOUT = timedelta(seconds=20)
 T = TypeVar("T")
@@ -71,7 +71,7 @@ class Rank:
     store: dist.Store
     device: Any
     barrier: threading.Barrier
-    ranks_per_host: int | None = None
+    ranks_per_node: int | None = None
     alive: list[dist.ProcessGroup] = field(default_factory=list)
     made: dict[str, dist.ProcessGroup] = field(default_factory=dict)
 
@@ -100,8 +100,8 @@ class Rank:
         return group
 
     def topology(self) -> Topology:
-        per_host = self.ranks_per_host or 1
-        return Topology(tuple(f"host{rank // per_host}" for rank in range(self.size)), self.rank)
+        per_host = self.ranks_per_node or 1
+        return Topology(tuple(f"node{rank // per_host}" for rank in range(self.size)), self.rank)
 
     def network(self, tree: Sequence[Any] | None = None, *, leader: bool = False) -> Network:
         data, control, *levels = self.groups(tree, leader=leader)
@@ -111,7 +111,7 @@ class Rank:
         if tree is None:
             return flat
         ready = iter(levels)
-        return in_levels(flat, hosts_of(tree), leader=leader, new_group=lambda _: next(ready))
+        return in_levels(flat, nodes_of(tree), leader=leader, new_group=lambda _: next(ready))
 
     def ddp(self, module: nn.Module, **arguments: object) -> DistributedDataParallel:
         return DistributedDataParallel(module, process_group=self.group("ddp"), **arguments)
@@ -123,7 +123,7 @@ class Rank:
         found = [self.group("payload"), self.group("flags")]
         if tree is not None:
             of_levels = [
-                level.group_of(self.rank) for level in levels_of(hosts_of(tree), leader=leader)
+                level.group_of(self.rank) for level in levels_of(nodes_of(tree), leader=leader)
             ]
             found += [self.group(f"level {i}", of) for i, of in enumerate(of_levels) if of]
         return found
@@ -190,7 +190,7 @@ def run_threads(
     function: Callable[[Rank], T],
     size: int,
     *,
-    ranks_per_host: int | None = None,
+    ranks_per_node: int | None = None,
 ) -> list[T]:
     """Results of ``function`` on every rank of a world of ``size``, in rank order.
 
@@ -202,7 +202,7 @@ def run_threads(
     # that nobody uses any more, and those of a few worlds of 8 ranks fill a core.
     device = dist.ProcessGroupGloo.create_device(interface="lo")
     ports = _listening() - before
-    ranks = [Rank(rank, size, store, device, barrier, ranks_per_host) for rank in range(size)]
+    ranks = [Rank(rank, size, store, device, barrier, ranks_per_node) for rank in range(size)]
     alive: list[dist.ProcessGroup] = []
     for rank in ranks:
         rank.alive = alive

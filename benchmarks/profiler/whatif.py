@@ -413,9 +413,9 @@ def codec_rows(found: Measured, given: argparse.Namespace) -> tuple[list[JsonRow
         "base": {"setting": DDP_ROW, "link_mbit": given.base},
     }
     for hosts, row in itertools.product(SCALE, given.row):
-        each = predicted(found.profiles[base], row, at=1, hosts=hosts, **known)
-        scaled = {name: getattr(each, name) for name in ("codec", "form", "hosts", "step_ms")}
-        rows.append({"kind": "scaling", **scaled})
+        each = predicted(found.profiles[base], row, at=1, nodes=hosts, **known)
+        scaled = {name: getattr(each, name) for name in ("codec", "form", "step_ms")}
+        rows.append({"kind": "scaling", "hosts": hosts, **scaled})
     return rows, meta
 
 

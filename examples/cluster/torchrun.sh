@@ -7,7 +7,7 @@
 # `lightning-dist launch --nnodes $NODES --rdzv-endpoint $HEAD:$PORT ...` does the same, except that
 # a node that is stopped does not use up one of the others' --max-restarts.
 set -euo pipefail
-: "${HEAD:?the host at which the nodes meet}" "${1:?a script, and its arguments}"
+: "${HEAD:?the node at which the nodes meet}" "${1:?a script, and its arguments}"
 NODES=${NODES:-1:2} RANKS=${RANKS:-1} PORT=${PORT:-29400}
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

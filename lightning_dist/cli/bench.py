@@ -44,7 +44,7 @@ def bench(
     ] = "all_reduce,all_gather,all_to_all",
     group: Annotated[
         Literal["flat", "intra", "inter"],
-        typer.Option(help="flat: all ranks; intra: ranks of each host; inter: one rank per host."),
+        typer.Option(help="flat: all ranks; intra: ranks of each node; inter: one rank per node."),
     ] = "flat",
     pairs: Annotated[
         bool, typer.Option("--pairs", help="Send --max-bytes between every pair of ranks in turn.")
@@ -62,9 +62,9 @@ def bench(
     Options are named as in nccl-tests, and so are sizes: K, M and G are powers of 1024.
 
     \b
-    Ranks of this host:
+    Ranks of this node:
       torchrun --nproc-per-node 4 --no-python lightning-dist bench
-    Ranks of several hosts, the same command on each of them:
+    Ranks of several nodes, the same command on each of them:
       torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d \\
         --rdzv-endpoint node0:29400 --no-python lightning-dist bench --group inter
     A slow link:
@@ -135,8 +135,8 @@ def _device(wish: str) -> str:
 
 def print_report(report: Report) -> None:
     """Print a heading and a table."""
-    hosts = list(dict.fromkeys(report.hosts[rank] for rank in report.ranks))
-    names = ", ".join(hosts) if len(hosts) <= 8 else f"{', '.join(hosts[:8])}, ..."
+    nodes = list(dict.fromkeys(report.nodes[rank] for rank in report.ranks))
+    names = ", ".join(nodes) if len(nodes) <= 8 else f"{', '.join(nodes[:8])}, ..."
     ranks = f"{len(report.ranks)} ranks ({report.scope}) on {names}"
     print_lines(f"{ranks}; {report.backend}, {report.device}")
     if report.pair_gbps is not None:
@@ -167,7 +167,7 @@ def print_report(report: Report) -> None:
 
 
 def _print_pairs(report: Report, rates: Sequence[Sequence[float | None]]) -> None:
-    names = [f"{rank} {report.hosts[rank]}" for rank in report.ranks]
+    names = [f"{rank} {report.nodes[rank]}" for rank in report.ranks]
     rows = [
         (name, *("-" if rate is None else f"{rate:.3f}" for rate in row))
         for name, row in zip(names, rates, strict=True)
@@ -181,8 +181,8 @@ def _print_pairs(report: Report, rates: Sequence[Sequence[float | None]]) -> Non
     ]
     (slowest, source, target), (fastest, *_) = min(of_pairs), max(of_pairs)
     print_lines(
-        f"slowest: rank {source} on {report.hosts[source]} to rank {target} on "
-        f"{report.hosts[target]}, {format_value(slowest, 'Gbit/s')}, "
+        f"slowest: rank {source} on {report.nodes[source]} to rank {target} on "
+        f"{report.nodes[target]}, {format_value(slowest, 'Gbit/s')}, "
         f"{format_value(slowest / fastest, '%')} of the fastest; "
         f"{decimal(report.pair_nbytes or 0)} each, one pair at a time"
     )

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from lightning_dist.profiling.links import Measurement, measure, pairs
-from lightning_dist.topology import Topology, this_host
+from lightning_dist.topology import Topology, host_name
 
 Scope = Literal["flat", "intra", "inter"]
 
@@ -37,11 +37,11 @@ class Report:
     """Measurements of a group. The rates of the pairs are in Gbit/s, of ``ranks`` in their order.
 
     Args:
-        hosts: of every rank.
+        nodes: of every rank.
         ranks: the members of the group.
     """
 
-    hosts: tuple[str, ...]
+    nodes: tuple[str, ...]
     ranks: tuple[int, ...]
     scope: str
     backend: str
@@ -77,20 +77,20 @@ def run(settings: Settings) -> list[Report]:
     timeout = timedelta(seconds=settings.timeout)
     dist.init_process_group(backend, timeout=timeout)
     try:
-        hosts: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(hosts, this_host())
+        nodes: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(nodes, host_name())
         scope = settings.scope
-        if settings.pairs and scope == "flat" and len(set(hosts)) > 1:
-            scope = "inter"  # the links are what is looked for, and a host has one
-        members = members_of(scope, hosts)
+        if settings.pairs and scope == "flat" and len(set(nodes)) > 1:
+            scope = "inter"  # the links are what is looked for, and a node has one
+        members = members_of(scope, nodes)
         # A new group has torch's own timeout otherwise.
         groups = [(ranks, dist.new_group(list(ranks), timeout=timeout)) for ranks in members]
         own: Report | None = None
         for ranks, group in groups:
             if dist.get_rank() in ranks:
-                report = Report(tuple(hosts), ranks, scope, backend, device.type)
+                report = Report(tuple(nodes), ranks, scope, backend, device.type)
                 own = _measured(report, settings, group=group, device=device)
-        found: list[Report | None] = [None] * len(hosts)
+        found: list[Report | None] = [None] * len(nodes)
         dist.all_gather_object(found, own)  # also: nobody leaves before all are done
     finally:
         dist.destroy_process_group()
@@ -98,26 +98,26 @@ def run(settings: Settings) -> list[Report]:
     return [each for each in of_first if each is not None]
 
 
-def members_of(scope: str, hosts: Sequence[str]) -> list[tuple[int, ...]]:
+def members_of(scope: str, nodes: Sequence[str]) -> list[tuple[int, ...]]:
     """Members of the groups that are measured at the same time.
 
     Raises:
-        ValueError: with these hosts there is none.
+        ValueError: with these nodes there is none.
     """
-    if len(hosts) < 2:
+    if len(nodes) < 2:
         raise ValueError("A bandwidth needs 2 ranks or more, got 1; start more")
-    by_host = Topology(tuple(hosts), 0).by_host()
+    by_node = Topology(tuple(nodes), 0).by_node()
     if scope == "flat":
-        return [tuple(range(len(hosts)))]
+        return [tuple(range(len(nodes)))]
     if scope == "inter":
-        if len(by_host) < 2:
+        if len(by_node) < 2:
             raise ValueError(
-                f"--group inter needs 2 nodes or more, and all {len(hosts)} ranks are on "
-                f"{hosts[0]}: start it on every node with torchrun; where nodes have the same "
+                f"--group inter needs 2 nodes or more, and all {len(nodes)} ranks are on "
+                f"{nodes[0]}: start it on every node with torchrun; where nodes have the same "
                 "name, give each its own LIGHTNING_DIST_HOSTNAME"
             )
-        return [tuple(ranks[0] for ranks in by_host)]
-    found = [ranks for ranks in by_host if len(ranks) > 1]
+        return [tuple(ranks[0] for ranks in by_node)]
+    found = [ranks for ranks in by_node if len(ranks) > 1]
     if not found:
         raise ValueError(
             "--group intra needs a node with 2 ranks or more, and every node has one: start more "

@@ -135,9 +135,9 @@ def describe(summary: Summary) -> str:
     steps = count(summary.steps, "step")
     if (in_detail := len(summary.per_step.steps)) < summary.steps:
         steps = f"{in_detail} of {steps} in detail"
-    ranks, hosts = run.get("world_size", 0), len(set(run.get("hosts", ())))
+    ranks, nodes = run.get("world_size", 0), len(set(run.get("nodes", ())))
     codec = str(run.get("codec") or "codec not known")
-    return ", ".join((codec, count(ranks, "rank"), count(hosts, "node"), steps))
+    return ", ".join((codec, count(ranks, "rank"), count(nodes, "node"), steps))
 
 
 def print_differences(differences: Sequence[Difference]) -> None:

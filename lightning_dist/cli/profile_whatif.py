@@ -93,7 +93,7 @@ def whatif_command(
     folder = run_of(folder)
     observed = observe(read_run(folder))
     network = {"link_gbps": link_gbps, "inside_gbps": inside_gbps, "latency_us": latency_us}
-    there = elsewhere(observed.scenario, hosts=nodes, **network)
+    there = elsewhere(observed.scenario, nodes=nodes, **network)
     if observed.shards is not None:
         _check_shards(codec or (), parameters or ())
     chosen = {"codecs": codec or (), "forms": form or (), "parameters": parameters or ()}

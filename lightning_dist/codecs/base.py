@@ -79,7 +79,7 @@ class Codec(ABC):
     ``fusable``
         the encode and decode passes may be compiled.
     ``whole_tensors``
-        tensors are not divided among the ranks of a host, because the codec depends on their shape:
+        tensors are not divided among the ranks of a node, because the codec depends on their shape:
         each is sent by one of these ranks.
     ``keeps_factors``
         the communication unit keeps two factors of each tensor between steps, equal on all ranks,
@@ -149,8 +149,8 @@ class Codec(ABC):
         keeps = self.keeps_residual if error_feedback == "auto" else error_feedback
         return ErrorFeedback() if keeps and not self.lossless else NoMemory()
 
-    def inside_host(self) -> BlockCodec | None:
-        """Codec for the exchange inside a host, where gradients may be cast; None: unsuited."""
+    def inside_node(self) -> BlockCodec | None:
+        """Codec for the exchange inside a node, where gradients may be cast; None: unsuited."""
         return None
 
     def of_parameters(self) -> BlockCodec | None:

@@ -18,7 +18,7 @@ class _Cast(BlockCodec):
     relative_error: ClassVar[float]
     smallest: ClassVar[float]
 
-    def inside_host(self) -> BlockCodec:
+    def inside_node(self) -> BlockCodec:
         return self
 
     def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:

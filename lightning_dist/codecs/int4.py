@@ -30,7 +30,7 @@ class Int4(ScaledBlocks):
     links below about 1 Gbit/s, where int8 is still limited.
 
     4-bit gradients with a 128-Hadamard rotation: SDP4Bit (arXiv 2410.15526); ZeRO++ (arXiv
-    2306.10209) sends 4 bits between hosts.
+    2306.10209) sends 4 bits between nodes.
     """
 
     block_size: int = 128  # smaller: finer scales, more bytes for them

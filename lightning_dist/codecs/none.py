@@ -26,7 +26,7 @@ class NoCompression(BlockCodec):
     exchange: ClassVar[str] = "allreduce"
     lossless: ClassVar[bool] = True
 
-    def inside_host(self) -> BlockCodec:
+    def inside_node(self) -> BlockCodec:
         return self
 
     def planes(self, dtype: torch.dtype) -> tuple[Plane, ...]:

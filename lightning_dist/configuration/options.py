@@ -43,7 +43,7 @@ def _is_commit(value: object) -> bool:
 
 
 def is_by_level(codec: object) -> bool:
-    """Whether ``codec`` has one codec inside a host and one between hosts."""
+    """Whether ``codec`` has one codec inside a node and one between nodes."""
     return isinstance(codec, Mapping) and set(codec) == {"intra", "inter"}
 
 
@@ -90,7 +90,7 @@ OPTIONS: dict[str, Option] = {
         Option("error_feedback", "auto", "true, false or auto", _switch("auto")),
         Option("hierarchical", "auto", "true, false, auto or leader", _switch("auto", "leader")),
         Option(
-            "ranks_per_host",
+            "ranks_per_node",
             None,
             "1 or more ranks, or null (by host name)",
             lambda value: value is None or _is_count(value, least=1),
@@ -153,7 +153,7 @@ OF_DDP = (
     "codec",
     "error_feedback",
     "hierarchical",
-    "ranks_per_host",
+    "ranks_per_node",
     "rank_groups",
     "min_compress_numel",
     "start_step",

@@ -154,16 +154,16 @@ def _refuse_contradictions(options: Mapping[str, Any], origins: Mapping[str, str
     """Which of two sources wins is settled by option; these options are about the same."""
     flat = options.get("hierarchical") is False
     levels = is_by_level(options.get("codec"))
-    has_count = options.get("ranks_per_host") is not None
+    has_count = options.get("ranks_per_node") is not None
     has_groups = options.get("rank_groups") is not None
     for wrong, names, why in (
-        (flat and has_count, ("hierarchical", "ranks_per_host"), "a flat exchange has no groups"),
+        (flat and has_count, ("hierarchical", "ranks_per_node"), "a flat exchange has no groups"),
         (flat and has_groups, ("hierarchical", "rank_groups"), "a flat exchange has no groups"),
         (flat and levels, ("hierarchical", "codec"), "a flat exchange has one codec"),
         (
             has_count and has_groups,
-            ("ranks_per_host", "rank_groups"),
-            "both define which ranks share a host",
+            ("ranks_per_node", "rank_groups"),
+            "both define which ranks share a node",
         ),
     ):
         first, second = names

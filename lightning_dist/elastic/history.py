@@ -52,13 +52,13 @@ class RunHistory:
         self.run_id, self.seed = facts["run_id"], facts["seed"]
         self.first = None if facts["first"] is None else Layout(**facts["first"])
         self._given_seed = seed
-        # Find out now, and not when another host has to go on, that it could not.
+        # Find out now, and not when another node has to go on, that it could not.
         folder_here, token = self._journal.folder, facts["token"]
         sees = not token or (folder_here is not None and has_token(folder_here, token))
         if not all(each["sees"] for each in ranks.all({"sees": sees})):
             raise ValueError(
                 f"Some ranks do not see rank 0's {folder}, so they could not resume from its "
-                "checkpoints; put it on a filesystem that all hosts mount, or in an object store"
+                "checkpoints; put it on a filesystem that all nodes mount, or in an object store"
             )
 
     def move(self, folder: str, *, ranks: Ranks, run_id: str, seed: int) -> None:

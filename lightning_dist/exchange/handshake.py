@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dist.exchange.channel import Channel, WaitLimit
-from lightning_dist.topology.hosts import ranks_by
+from lightning_dist.topology.nodes import ranks_by
 
 Facts = Mapping[str, Any]
 

@@ -189,7 +189,7 @@ class TwoShot(RowExchange):
         own -> start() -> wait() -> received          every rank's share of mine
         mean -> start_second() -> wait() -> payloads  every owner's mean, equal on all ranks
 
-    Between the ranks of a flat network all shares are equal; inside a host they may differ, up to
+    Between the ranks of a flat network all shares are equal; inside a node they may differ, up to
     the leader form, where one rank owns everything. gloo has no asynchronous reduce_scatter, and a
     ring adds in an order that depends on positions: an all_to_all brings every owner what all ranks
     say of its share, in rank order.

@@ -1,9 +1,9 @@
-"""Bytes that a rank sends, and the part that leaves its host.
+"""Bytes that a rank sends, and the part that leaves its node.
 
 Formulas per rank for a payload of ``b`` bytes and ``W`` ranks; rings send to ``rank + 1`` only:
 
 ===================  ======================  =====================================
-exchange             bytes sent              of them to other hosts
+exchange             bytes sent              of them to other nodes
 ===================  ======================  =====================================
 allreduce (ring)     ``2 (W-1)/W * b``       all, if the next rank is on another
 all_gather (ring)    ``(W-1) * b``           all, if the next rank is on another
@@ -13,7 +13,7 @@ broadcast, shares    ``(W-1) * b_own``       ``b_own`` for every rank on another
 ===================  ======================  =====================================
 
 With shares rank ``r`` owns ``b_r`` of the ``b`` bytes. A broadcast may be relayed by other ranks;
-it is counted where it starts, so that only the sum over a host is what its loopback carries.
+it is counted where it starts, so that only the sum over a node is what its loopback carries.
 
 Headers of TCP and Ethernet are not in these counts (about 3 to 5 %).
 """
@@ -28,7 +28,7 @@ from lightning_dist.topology import Topology
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes that one rank sends: to ranks on its own host, and to other hosts."""
+    """Bytes that one rank sends: to ranks on its own node, and to other nodes."""
 
     intra: int = 0
     inter: int = 0
@@ -55,7 +55,7 @@ def all_to_all(nbytes: int, topology: Topology) -> Sent:
 
 def scatter(shares: Sequence[int], topology: Topology) -> Sent:
     """``shares[r]`` bytes to every other rank ``r``."""
-    to = [(topology.same_host(r), n) for r, n in enumerate(shares) if r != topology.rank]
+    to = [(topology.same_node(r), n) for r, n in enumerate(shares) if r != topology.rank]
     return Sent(sum(n for same, n in to if same), sum(n for same, n in to if not same))
 
 

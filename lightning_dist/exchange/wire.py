@@ -47,7 +47,7 @@ class PayloadMemory:
     """uint8 buffers that are used again at the turn after the next.
 
     Tensors take turns with the memory of their payloads (one is decoded before the next but one is
-    encoded), and so do consecutive units with that of the exchange inside a host, where
+    encoded), and so do consecutive units with that of the exchange inside a node, where
     ``staggered`` and ``decode_all`` let at most two work at once.
     """
 

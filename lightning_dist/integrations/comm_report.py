@@ -39,7 +39,7 @@ class CommReport:
 
     @property
     def topology(self) -> Topology | None:
-        """Hosts and groups of the ranks; None before the first model."""
+        """Nodes and groups of the ranks; None before the first model."""
         return self._reports[0].topology if self._reports else None
 
     def comm_stats(self) -> Any:
@@ -47,7 +47,7 @@ class CommReport:
         return [each.comm_stats() for each in self._reports]
 
     def comm_config(self) -> dict[str, Any]:
-        """Codec, exchange, hosts and versions; empty before the first model.
+        """Codec, exchange, nodes and versions; empty before the first model.
 
         A ``WandbLogger`` gets it by itself, as ``lightning_dist`` in the configuration of the run.
         """

@@ -1,4 +1,4 @@
-"""Offsets between the clocks of several hosts: every host asks rank 0 what time it is.
+"""Offsets between the clocks of several nodes: every node asks rank 0 what time it is.
 
 An answer was given some time between question and receipt. The one that came back fastest is the
 best: only then did nothing hold up either way.
@@ -22,7 +22,7 @@ from lightning_dist.profiling.capture.events import ClockRecord
 _CPU = torch.device("cpu")  # gloo's, where the program has another default device
 
 _LONGEST = 250_000_000
-"""Nanoseconds after which a host asks no more: a busy link takes its time for every answer."""
+"""Nanoseconds after which a node asks no more: a busy link takes its time for every answer."""
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _TIME = Path("/proc/self/ns/time")
@@ -90,7 +90,7 @@ def _answer(group: dist.ProcessGroup, asker: int, *, clock: Callable[[], int]) -
 
 
 def this_machine() -> str:
-    """Identity of a monotonic clock: name of the host, start of its kernel, time namespace.
+    """Identity of a monotonic clock: name of the node, start of its kernel, time namespace.
 
     Where the kernel does not tell when it has started, every process counts for itself.
     """

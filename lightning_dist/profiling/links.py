@@ -37,7 +37,7 @@ OPS = tuple(_FACTORS)
 _PROBE_BYTES = 2**18
 _LEAST_BYTES, _MOST_BYTES = 2**20, 2**26
 _MOST_BYTES_INSIDE = 2**22
-"""Inside a host, on its CPUs: no link is shaped."""
+"""Inside a node, on its CPUs: no link is shaped."""
 _SECONDS, _ENOUGH = 0.1, 0.8
 """Seconds that a use should take, and the fraction of them that is enough. Whenever ranks pause, a
 shaped link saves up what it sends in some 10 ms, which then passes at once: a rate over much longer
@@ -48,7 +48,7 @@ little of how many bytes are enough."""
 _PAIRS_SECONDS = 2.0
 """Of all pairs. If they would take longer with the fewest bytes, they are left out."""
 _PAIR_USES = 2
-_MOST_HOSTS = 8
+_MOST_NODES = 8
 _BURST = 16
 _BURST_BYTES = 4096
 _BURST_USES = 5
@@ -204,15 +204,15 @@ def measure_burst(
 
 
 def measure_links(
-    group: dist.ProcessGroup, *, hosts: Sequence[str], name: str, device: Device = "cpu"
+    group: dist.ProcessGroup, *, nodes: Sequence[str], name: str, device: Device = "cpu"
 ) -> list[LinkRecord | BurstRecord]:
-    """A collective of all ranks, small ones, and each pair of hosts in turn. Collective.
+    """A collective of all ranks, small ones, and each pair of nodes in turn. Collective.
 
     Takes about a second; on a link of 50 Mbit/s, two, and where there are pairs two more.
 
     Args:
         group: of all ranks, used for nothing else meanwhile.
-        hosts: of every rank.
+        nodes: of every rank.
         name: of the group in the records.
         device: of the tensors. On an accelerator pairs are left out: each would open connections
             of its own.
@@ -221,7 +221,7 @@ def measure_links(
         return []
     probe = measure(group, "all_reduce", _PROBE_BYTES, 1, device)
     is_cpu = torch.device(device).type == "cpu"
-    most = _MOST_BYTES_INSIDE if is_cpu and len(set(hosts)) == 1 else _MOST_BYTES
+    most = _MOST_BYTES_INSIDE if is_cpu and len(set(nodes)) == 1 else _MOST_BYTES
     first = round(min(max(probe.sent / probe.median * _SECONDS, _LEAST_BYTES), most))
     for nbytes in _growing(first, most):
         whole = measure(group, "all_reduce", nbytes, 3, device)
@@ -231,8 +231,8 @@ def measure_links(
         LinkRecord(name, sent=whole.sent, seconds=whole.median),
         *(measure_burst(group, name=name, count=count, device=device) for count in (1, _BURST)),
     ]
-    leaders = sorted(hosts.index(host) for host in set(hosts))
-    if not is_cpu or not 2 <= len(leaders) <= _MOST_HOSTS:
+    leaders = sorted(nodes.index(node) for node in set(nodes))
+    if not is_cpu or not 2 <= len(leaders) <= _MOST_NODES:
         return found
     uses = (1 + _PAIR_USES) * len(leaders) * (len(leaders) - 1)
     seconds = min(_SECONDS, _PAIRS_SECONDS / uses)

@@ -153,9 +153,9 @@ class Run:
         return max((each.metadata.world_size for each in self.ranks.values()), default=0)
 
     @property
-    def hosts(self) -> dict[int, str]:
-        """Host of every rank that has left something."""
-        return {rank: each.metadata.host for rank, each in self.ranks.items()}
+    def nodes(self) -> dict[int, str]:
+        """Node of every rank that has left something."""
+        return {rank: each.metadata.node for rank, each in self.ranks.items()}
 
     def beside(self, ranks: Iterable[int]) -> list[int]:
         """All other ranks of the run."""
@@ -176,12 +176,12 @@ class Run:
     def clock_of(self, rank: int) -> tuple[int, int] | None:
         """Identity of the clock of a rank, equal on ranks that read the same one.
 
-        None: it is on another host than rank 0, and was never compared with its clock.
+        None: it is on another node than rank 0, and was never compared with its clock.
         """
         of_rank = self.ranks[rank]
         if of_rank.clocks:
             return of_rank.clocks[0].offset, of_rank.clocks[0].uncertainty
-        is_reference = 0 in self.ranks and of_rank.metadata.host == self.ranks[0].metadata.host
+        is_reference = 0 in self.ranks and of_rank.metadata.node == self.ranks[0].metadata.node
         return (0, 0) if is_reference else None
 
     @property

@@ -12,7 +12,7 @@ from lightning_dist.accelerator import is_accelerator
 from lightning_dist.exchange.channel import Channel, WaitLimit
 from lightning_dist.exchange.rounds import Allocate, Where
 from lightning_dist.topology import Topology
-from lightning_dist.topology.groups import Hosts, Level, levels_of, rows_of
+from lightning_dist.topology.groups import Level, Nodes, levels_of, rows_of
 
 NewGroup = Callable[[Sequence[int]], dist.ProcessGroup]
 """Ranks of the world -> a group of them. Every member calls it, for its groups in one order."""
@@ -20,7 +20,7 @@ NewGroup = Callable[[Sequence[int]], dist.ProcessGroup]
 
 @dataclass(frozen=True)
 class Rows:
-    """Holder of a row of the gathered state: a rank, or the ranks of a host together.
+    """Holder of a row of the gathered state: a rank, or the ranks of a node together.
 
     The mean over the rows is the residual of the model, whatever they are.
     """
@@ -101,21 +101,21 @@ class Network:
 
 @dataclass(frozen=True)
 class IntraLevel:
-    """The group of the ranks of this host."""
+    """The group of the ranks of this node."""
 
     data: Channel  # payloads
     topology: Topology  # of the group
     level: Level
-    inter: Network | None  # between hosts, flat; None on ranks that do not go on there
+    inter: Network | None  # between nodes, flat; None on ranks that do not go on there
 
 
-def in_levels(network: Network, hosts: Hosts, *, leader: bool, new_group: NewGroup) -> Network:
-    """``network`` with a group inside ``hosts`` and then one between them. Collective."""
+def in_levels(network: Network, nodes: Nodes, *, leader: bool, new_group: NewGroup) -> Network:
+    """``network`` with a group inside ``nodes`` and then one between them. Collective."""
     topology, limit = network.topology, network.limit
-    network = replace(network, row_of=rows_of(hosts))
-    inside, between = levels_of(hosts, leader=leader)
+    network = replace(network, row_of=rows_of(nodes))
+    inside, between = levels_of(nodes, leader=leader)
     own, others = inside.group_of(topology.rank), between.group_of(topology.rank)
-    assert own is not None, "every rank is on a host"
+    assert own is not None, "every rank is on a node"
     intra, inter = new_group(own), None if others is None else new_group(others)
     outer = None
     if inter is not None and others is not None:

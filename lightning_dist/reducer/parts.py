@@ -24,9 +24,9 @@ class Stripes:
 class Held:
     """State of one kind for a parameter, flat and unscaled.
 
-    A rank holds all of it, or the ``parts`` that it is responsible for on its host, by where they
+    A rank holds all of it, or the ``parts`` that it is responsible for on its node, by where they
     start. What was ``loaded`` waits until it is asked for part by part: all of it, the same on the
-    ranks of a host, or if there is a ``start`` what this rank alone is responsible for.
+    ranks of a node, or if there is a ``start`` what this rank alone is responsible for.
     """
 
     numel: int  # of the parameter

@@ -215,7 +215,7 @@ class Pipeline:
                 self._decode(rest[-1])
                 rest.pop()  # now: what has failed is not left out
 
-        # Means come from other ranks of the host, which may be lost after the vote.
+        # Means come from other ranks of the node, which may be lost after the vote.
         before_the_vote = self.network.intra is not None
         if before_the_vote or not self.recovers:
             decode_rest()

@@ -62,7 +62,7 @@ class Reducer(Pipeline):
             no GradScaler. Residuals are kept unscaled, so that a change of the scale does not
             change their weight.
         allow_absent: whether slices may be absent on some ranks, equal on all ranks.
-        sharded: tensors hold this rank's shard of the mean of its host already, as after FSDP's
+        sharded: tensors hold this rank's shard of the mean of its node already, as after FSDP's
             reduce-scatter; they are averaged over the ranks with the same shard.
         observers: receive the events of each step, but not of single collectives.
         executor: one that other reducers use too, which is not closed with this one; by default one
@@ -196,7 +196,7 @@ class Reducer(Pipeline):
 
     @property
     def topology(self) -> Topology:
-        """Hosts and groups of the ranks."""
+        """Nodes and groups of the ranks."""
         return self.network.topology
 
     def comm_stats(self) -> Mapping[str, Any]:
@@ -204,7 +204,7 @@ class Reducer(Pipeline):
         return self.stats.as_mapping()
 
     def comm_config(self) -> dict[str, Any]:
-        """Codec, exchange, hosts and versions, for the configuration of a tracked run."""
+        """Codec, exchange, nodes and versions, for the configuration of a tracked run."""
         commit = "immediate" if self.immediate else "deferred"
         return {**run_config(self.settings, self.network), "commit": commit}
 

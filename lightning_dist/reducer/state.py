@@ -302,7 +302,7 @@ class ReducerState:
     def _factors_of_all(self, network: Network, *, on_all: bool = False) -> dict[str, Any]:
         """Factors of every matrix, on rank 0 or on all ranks: a list, or :data:`Parts` of shards.
 
-        On a host with several ranks only the owner of a matrix works with them.
+        On a node with several ranks only the owner of a matrix works with them.
         """
         channel, device = network.state, network.device
         held = {(n, at): mine for n, of in self.all_factors.items() for at, mine in of.items()}

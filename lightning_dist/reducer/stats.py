@@ -81,7 +81,7 @@ def run_config(settings: Settings, network: Network | None) -> dict[str, Any]:
     """
     return {
         "codec": str(settings.codec),
-        "codec_inside_host": str(settings.intra),
+        "codec_inside_node": str(settings.intra),
         "error_feedback": settings.error_feedback,
         "min_compress_numel": settings.min_compress_numel,
         "start_step": settings.start_step,
@@ -94,10 +94,10 @@ def run_config(settings: Settings, network: Network | None) -> dict[str, Any]:
 
 
 def places(topology: Topology) -> dict[str, Any]:
-    """Hosts and ranks, as values of a configuration."""
+    """Nodes and ranks, as values of a configuration."""
     return {
         "topology": topology.describe(),
-        "hosts": len(topology.by_host()),
+        "nodes": len(topology.by_node()),
         "world_size": topology.world_size,
     }
 

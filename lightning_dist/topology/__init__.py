@@ -1,5 +1,5 @@
-"""Ranks of each host, and their groups. No gradients, no collectives."""
+"""Ranks of each node, and their groups. No gradients, no collectives."""
 
-from lightning_dist.topology.hosts import Topology, this_host
+from lightning_dist.topology.nodes import Topology, host_name
 
-__all__ = ["Topology", "this_host"]
+__all__ = ["Topology", "host_name"]

@@ -1,4 +1,4 @@
-"""Hosts, or other groups of ranks: who reduces with whom, inside and then between them."""
+"""Nodes, or other groups of ranks: who reduces with whom, inside and then between them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from fractions import Fraction
 from typing import Any, TypeAlias
 
 Ranks: TypeAlias = tuple[int, ...]
-Hosts: TypeAlias = tuple[Ranks, ...]
-"""Ranks of every host: ``((0, 1), (2, 3))`` are two hosts of two ranks."""
+Nodes: TypeAlias = tuple[Ranks, ...]
+"""Ranks of every node: ``((0, 1), (2, 3))`` are two nodes of two ranks."""
 
 
 @dataclass(frozen=True)
 class Level:
     """Groups of ranks that reduce at the same time, each of them by itself.
 
-    The first ``owners`` ranks of a host go on between hosts with what the host has reduced: all,
+    The first ``owners`` ranks of a node go on between nodes with what the node has reduced: all,
     each with its share, or only the leader with everything. Nobody goes on from there.
     """
 
-    groups: Hosts
+    groups: Nodes
     owners: int
     weight: Fraction  # of every rank's value, so that the mean over groups is that over ranks
 
@@ -29,16 +29,16 @@ class Level:
         return next((group for group in self.groups if rank in group), None)
 
 
-def levels_of(hosts: Hosts, *, leader: bool) -> tuple[Level, Level]:
-    """The levels inside and between ``hosts``; ``leader``: one rank goes on where all could."""
-    sizes = {len(ranks) for ranks in hosts}
+def levels_of(nodes: Nodes, *, leader: bool) -> tuple[Level, Level]:
+    """The levels inside and between ``nodes``; ``leader``: one rank goes on where all could."""
+    sizes = {len(ranks) for ranks in nodes}
     owners = 1 if leader or len(sizes) > 1 else min(sizes)
-    inside = Level(hosts, owners, Fraction(len(hosts), sum(map(len, hosts))))
-    between = tuple(zip(*(ranks[:owners] for ranks in hosts), strict=True))
-    return inside, Level(between, 0, Fraction(1, len(hosts)))
+    inside = Level(nodes, owners, Fraction(len(nodes), sum(map(len, nodes))))
+    between = tuple(zip(*(ranks[:owners] for ranks in nodes), strict=True))
+    return inside, Level(between, 0, Fraction(1, len(nodes)))
 
 
-def hosts_of(groups: Sequence[Any]) -> Hosts:
+def nodes_of(groups: Sequence[Any]) -> Nodes:
     """Sequences of ranks -> tuples.
 
     Raises:
@@ -58,24 +58,24 @@ def hosts_of(groups: Sequence[Any]) -> Hosts:
     return tuple(map(tuple, groups))
 
 
-def blocks_of(ranks_per_host: int, *, world_size: int) -> Hosts:
-    """Hosts of ``ranks_per_host`` ranks that follow each other.
+def blocks_of(ranks_per_node: int, *, world_size: int) -> Nodes:
+    """Nodes of ``ranks_per_node`` ranks that follow each other.
 
     Raises:
-        ValueError: the world does not consist of such hosts.
+        ValueError: the world does not consist of such nodes.
     """
-    if world_size % ranks_per_host:
+    if world_size % ranks_per_node:
         raise ValueError(
-            f"ranks_per_host must divide the number of ranks, got ranks_per_host={ranks_per_host} "
+            f"ranks_per_node must divide the number of ranks, got ranks_per_node={ranks_per_node} "
             f"for {world_size} ranks; name the groups with rank_groups=[[0, 1, 2], [3]]"
         )
-    starts = range(0, world_size, ranks_per_host)
-    return tuple(tuple(range(start, start + ranks_per_host)) for start in starts)
+    starts = range(0, world_size, ranks_per_node)
+    return tuple(tuple(range(start, start + ranks_per_node)) for start in starts)
 
 
-def require_cover(hosts: Hosts, *, world_size: int) -> None:
-    """Raise ValueError unless every rank is in ``hosts`` once."""
-    ranks = [rank for group in hosts for rank in group]
+def require_cover(nodes: Nodes, *, world_size: int) -> None:
+    """Raise ValueError unless every rank is in ``nodes`` once."""
+    ranks = [rank for group in nodes for rank in group]
     if sorted(ranks) != list(range(world_size)):
         missing = sorted(set(range(world_size)) - set(ranks))
         twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
@@ -86,7 +86,7 @@ def require_cover(hosts: Hosts, *, world_size: int) -> None:
         )
 
 
-def rows_of(hosts: Hosts) -> Ranks:
-    """The number of the host of every rank."""
-    numbers = {rank: number for number, ranks in enumerate(hosts) for rank in ranks}
+def rows_of(nodes: Nodes) -> Ranks:
+    """The number of the node of every rank."""
+    numbers = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
     return tuple(numbers[rank] for rank in sorted(numbers))

@@ -1,4 +1,4 @@
-"""Placement of this process by the launcher, to be checked against the names of hosts."""
+"""Placement of this process by the launcher, to be checked against the host names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_dist.topology.hosts import ranks_by
+from lightning_dist.topology.nodes import ranks_by
 
 _LOCAL_SIZES = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "Open MPI",
@@ -67,23 +67,23 @@ def promised_ranks(environment: Mapping[str, str] = os.environ) -> tuple[str, in
     return None
 
 
-def contradiction(hosts: Sequence[str], claims: Sequence[Mapping[str, Any] | None]) -> str | None:
-    """Contradiction between the launcher and the names of the hosts; None if there is none."""
+def contradiction(names: Sequence[str], claims: Sequence[Mapping[str, Any] | None]) -> str | None:
+    """Contradiction between the launcher and the host names of ranks; None if there is none."""
     if any(claim is None for claim in claims):
         return None
     reported = [claim for claim in claims if claim is not None]
     nodes = [claim["node"] for claim in reported]
-    if None not in nodes and ranks_by(nodes) != ranks_by(hosts):
+    if None not in nodes and ranks_by(nodes) != ranks_by(names):
         return (
-            f"{reported[0]['launcher']} reports ranks 0 to {len(hosts) - 1} on nodes {nodes}, but "
-            f"their host names are {list(hosts)}"
+            f"{reported[0]['launcher']} reports ranks 0 to {len(names) - 1} on nodes {nodes}, but "
+            f"their host names are {list(names)}"
         )
     for rank, claim in enumerate(reported):
-        here = sum(host == hosts[rank] for host in hosts)
-        # A process group may leave some of a host's ranks out, but it cannot add any.
+        here = sum(name == names[rank] for name in names)
+        # A process group may leave some of a node's ranks out, but it cannot add any.
         if claim["local_size"] is not None and here > claim["local_size"]:
             return (
-                f"{claim['launcher']} reports {claim['local_size']} ranks on the host of rank "
-                f"{rank}, but {here} ranks have the host name {hosts[rank]!r}"
+                f"{claim['launcher']} reports {claim['local_size']} ranks on the node of rank "
+                f"{rank}, but {here} ranks have the host name {names[rank]!r}"
             )
     return None

@@ -40,10 +40,10 @@ def test_sizes_are_those_of_nccl_tests() -> None:
 
 
 def test_groups() -> None:
-    hosts = ["a", "b", "a", "b", "c"]
-    assert members_of("flat", hosts) == [(0, 1, 2, 3, 4)]
-    assert members_of("intra", hosts) == [(0, 2), (1, 3)]
-    assert members_of("inter", hosts) == [(0, 1, 4)]
+    nodes = ["a", "b", "a", "b", "c"]
+    assert members_of("flat", nodes) == [(0, 1, 2, 3, 4)]
+    assert members_of("intra", nodes) == [(0, 2), (1, 3)]
+    assert members_of("inter", nodes) == [(0, 1, 4)]
     for scope, few, rule in [
         ("flat", ["a"], "2 ranks or more"),
         ("intra", ["a", "b"], "every node has one"),
@@ -91,8 +91,8 @@ def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_matrix_names_the_slowest_pair(capsys: pytest.CaptureFixture[str]) -> None:
     rates = ((None, 1.0, 0.9), (0.8, None, 0.25), (1.0, 1.0, None))
-    hosts = ("a", "a", "b", "c")
-    report = Report(hosts, (0, 2, 3), "inter", "gloo", "cpu", (), 8_000_000, rates)
+    nodes = ("a", "a", "b", "c")
+    report = Report(nodes, (0, 2, 3), "inter", "gloo", "cpu", (), 8_000_000, rates)
     print_report(report)
     _, columns, *rows, last = capsys.readouterr().out.splitlines()
     assert columns.split()[-6:] == ["0", "a", "2", "b", "3", "c"]
@@ -101,15 +101,15 @@ def test_a_matrix_names_the_slowest_pair(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def on_ranks(
-    command: list[str], words: str, hosts: list[str], *, limit: float = 100
+    command: list[str], words: str, nodes: list[str], *, limit: float = 100
 ) -> list[Finished]:
-    """The program on a rank for each of ``hosts``, as a launcher starts it; on CPUs."""
-    common = {"WORLD_SIZE": str(len(hosts)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port())}
+    """The program on a rank for each of ``nodes``, as a launcher starts it; on CPUs."""
+    common = {"WORLD_SIZE": str(len(nodes)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port())}
     of_ranks = [
-        {**common, "RANK": str(rank), "LIGHTNING_DIST_HOSTNAME": host}
-        for rank, host in enumerate(hosts)
+        {**common, "RANK": str(rank), "LIGHTNING_DIST_HOSTNAME": node}
+        for rank, node in enumerate(nodes)
     ]
-    commands = [[*command, "--device", "cpu", *words.split()]] * len(hosts)
+    commands = [[*command, "--device", "cpu", *words.split()]] * len(nodes)
     return run_together(commands, of_ranks, limit=limit)
 
 
@@ -129,12 +129,12 @@ def test_all_collectives(quick_bench: list[str]) -> None:
 
 
 def test_pairs(quick_bench: list[str]) -> None:
-    hosts = ["a", "b", "a"]
-    done = on_ranks(quick_bench, "--pairs --group intra -e 64K --json", hosts)
+    nodes = ["a", "b", "a"]
+    done = on_ranks(quick_bench, "--pairs --group intra -e 64K --json", nodes)
     first, *others = [each.require_success().output for each in done]
     assert not any("groups" in each for each in others)
     (group,) = json.loads(first[first.index("{") :])["groups"]
-    assert (group["hosts"], group["ranks"], group["pair_nbytes"]) == (hosts, [0, 2], 1 << 16)
+    assert (group["nodes"], group["ranks"], group["pair_nbytes"]) == (nodes, [0, 2], 1 << 16)
     (none, there), (back, also_none) = group["pair_gbps"]
     assert (none, also_none) == (None, None)
     assert min(there, back) > 0
@@ -186,6 +186,6 @@ def test_the_rate_of_a_link_is_found(quick_bench: list[str]) -> None:
         pytest.skip(str(reason))
     assert not any("all_reduce" in each for each in others)
     (group,) = json.loads(shown[shown.index("{") :])["groups"]
-    assert (group["ranks"], group["hosts"]) == ([0, 2], ["host0", "host0", "host1"])
+    assert (group["ranks"], group["nodes"]) == ([0, 2], ["host0", "host0", "host1"])
     (row,) = group["rows"]
     assert row["busbw_gbps"] * 1000 == pytest.approx(LINK_MBIT * PAYLOAD, rel=0.2)

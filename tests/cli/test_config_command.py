@@ -85,8 +85,8 @@ def test_set_changes_what_it_names_and_only_that_file(theirs: Path, ours: Path) 
 
 
 def test_set_without_files_writes_that_and_what_accelerate_needs(theirs: Path, ours: Path) -> None:
-    done("--set", "codec=topk:ratio=0.05", "--set", "ranks_per_host=2", "--config_file", theirs)
-    assert read(ours) == {"codec": "topk:ratio=0.05", "ranks_per_host": 2}
+    done("--set", "codec=topk:ratio=0.05", "--set", "ranks_per_node=2", "--config_file", theirs)
+    assert read(ours) == {"codec": "topk:ratio=0.05", "ranks_per_node": 2}
     assert "distributed_type" in yaml.safe_load(theirs.read_text())
 
 
@@ -246,7 +246,7 @@ def test_the_questions_on_a_terminal(folder: Path, quick_python: list[str]) -> N
     assert ours["codec"] == "topk:ratio=0.05"
     assert ours["start_step"] == 100
     assert ours["hierarchical"] == "auto"
-    assert ours["ranks_per_host"] is None
+    assert ours["ranks_per_node"] is None
     content = yaml.safe_load((folder / "default_config.yaml").read_text())
     assert content["compute_environment"] == "LOCAL_MACHINE"
     assert f"written: {folder / 'lightning_dist.yaml'}" in said

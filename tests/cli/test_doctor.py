@@ -1,4 +1,4 @@
-"""``lightning-dist doctor``: planted mistakes of a host, and their fixes; what it prints."""
+"""``lightning-dist doctor``: planted mistakes of a node, and their fixes; what it prints."""
 
 import json
 import os
@@ -18,13 +18,13 @@ import lightning_dist
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable
 from lightning_dist.cli.doctor import Finding, command
 from lightning_dist.cli.doctor.command import show, two_ranks
-from lightning_dist.cli.doctor.host import (
+from lightning_dist.cli.doctor.network import Interface, launcher, network
+from lightning_dist.cli.doctor.node import (
     devices,
     limits,
     machine,
     processors,
 )
-from lightning_dist.cli.doctor.network import Interface, launcher, network
 
 RANK = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 ELASTIC = {**RANK, "TORCHELASTIC_RUN_ID": "job", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
@@ -123,7 +123,7 @@ def test_only_errors_are_exit_code_1(as_json: bool, capsys: pytest.CaptureFixtur
     assert show({**fine, "x": Finding("error", "y", "z")}, as_json=as_json) == 1
 
 
-# This host.
+# This node.
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -255,8 +255,8 @@ def test_a_hostname_that_is_loopback() -> None:
         "export GLOO_SOCKET_IFNAME=eth0",
     )
     assert in_network(ELASTIC)["gloo address"].state == "error"
-    unknown = in_network({}, "no-such-host.invalid")["gloo address"]
-    assert "resolves to no address of this host" in unknown.what
+    unknown = in_network({}, "no-such-node.invalid")["gloo address"]
+    assert "resolves to no address of this node" in unknown.what
     alone = network({}, found=[LOOPBACK], hostname="localhost")
     assert alone["gloo address"].state == "ok"
     assert alone["interfaces"].state == "warning"
@@ -268,11 +268,11 @@ def test_where_ranks_meet() -> None:
     found = in_network(ELASTIC)["MASTER_ADDR"]
     assert (found.state, found.what) == (
         "error",
-        "127.0.0.1 is 127.0.0.1, a different host on every host",
+        "127.0.0.1 is 127.0.0.1, which is each node itself",
     )
-    found = in_network({**RANK, "MASTER_ADDR": "no-such-host.invalid"})["MASTER_ADDR"]
+    found = in_network({**RANK, "MASTER_ADDR": "no-such-node.invalid"})["MASTER_ADDR"]
     assert found.state == "error"
-    assert found.what.startswith("no-such-host.invalid cannot be resolved")
+    assert found.what.startswith("no-such-node.invalid cannot be resolved")
 
 
 IN_NAMESPACE = """
@@ -299,7 +299,7 @@ def test_real_hosts() -> None:
     )
     assert unset["interfaces"].what.startswith("eth0 up, 10.77.0.1, MTU 1500, ")
     assert unset["MASTER_ADDR"].what == "10.77.0.2 (10.77.0.2) through eth0"
-    assert unset["gloo address"].state == "error"  # this machine's name is no address of the host
+    assert unset["gloo address"].state == "error"  # this machine's name is no address of the node
     assert unset["gloo address"].fix == "export GLOO_SOCKET_IFNAME=eth0"
     assert chosen["gloo address"].what == "10.77.0.1 (GLOO_SOCKET_IFNAME=eth0)"
     assert lost["MASTER_ADDR"].state == "error"

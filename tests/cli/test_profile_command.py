@@ -48,7 +48,7 @@ def test_report_writes_what_is_asked_for(folder: Path) -> None:
     trace = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))
     names = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"
              if "name" in event["args"]}  # fmt: skip
-    assert {"rank 0 @ host-a", "rank 1 @ host-b"} <= names
+    assert {"rank 0 @ node-a", "rank 1 @ node-b"} <= names
     assert set(trace["otherData"].values()) == {"median step", "p95 step"}
     with (folder / "steps.csv").open(newline="") as rows:
         assert len(list(csv.DictReader(rows))) == 24

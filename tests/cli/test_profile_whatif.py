@@ -72,7 +72,7 @@ def test_json_and_nothing_else(folder: Path) -> None:
     assert found["error"] == pytest.approx(0, abs=1e-9)
     assert found["baseline"]["step_ms"] == pytest.approx(found["measured_ms"])
     (only,) = found["scenarios"]
-    assert (only["codec"], only["hosts"], only["gbps"]) == ("ddp", 4, pytest.approx(0.05))
+    assert (only["codec"], only["nodes"], only["gbps"]) == ("ddp", 4, pytest.approx(0.05))
     # 16 MB, three halves of it between four, and the link is slower than the measured 100 MB/s
     assert only["exposed_ms"] == pytest.approx(24e6 / (50e6 / 8 * 1448 / 1514) * 1e3 - 30)
 
@@ -177,7 +177,7 @@ def test_of_another_link_the_change_is_against_the_runs_own_setting_there(folder
 
 
 def test_one_host_predicts_nothing_for_several_without_a_rate_between_them(tmp_path: Path) -> None:
-    folder = save(tmp_path / "run", replace(DDP, hosts=("a",)).run())
+    folder = save(tmp_path / "run", replace(DDP, nodes=("a",)).run())
     write_costs(folder, KEPT)
     first, *_ = profile("whatif", folder, "--codec", "ddp").stdout.splitlines()
     assert "(ddp, 2 ranks on 1 node, 836 Mbit/s per rank inside the node)" in first
@@ -190,7 +190,7 @@ def test_one_host_predicts_nothing_for_several_without_a_rate_between_them(tmp_p
             "The run was on one node; give the rate of a link between nodes with --link-gbps"
         )
     found = content(folder, *asked, "--link-gbps", "10")["scenarios"]
-    assert {(each["codec"], each["hosts"]) for each in found} == {("ddp", 64), ("fp16", 64)}
+    assert {(each["codec"], each["nodes"]) for each in found} == {("ddp", 64), ("fp16", 64)}
 
 
 def test_what_alone_cannot_be_predicted_is_a_note_with_the_option(tmp_path: Path) -> None:

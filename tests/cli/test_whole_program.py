@@ -177,11 +177,11 @@ from lightning_dist.profiling.links import Measurement
 for words in sys.argv[1:]:
     app(words.split(), standalone_mode=False)
 show({"gloo address": Finding("warning", "10.0.0.1 " * 20, "a fix")}, as_json=False)
-hosts = [f"node{rank}" for rank in range(12)]
+nodes = [f"node{rank}" for rank in range(12)]
 rows = [Measurement("all_gather", 1 << 26, 12, (0.25, 0.5))]
-print_report(Report(hosts, range(12), "flat", "gloo", "cpu", rows))
-rates = [[None if a == b else 0.9 for b in hosts] for a in hosts]
-print_report(Report(hosts, range(12), "flat", "gloo", "cpu", (), 1 << 20, rates))
+print_report(Report(nodes, range(12), "flat", "gloo", "cpu", rows))
+rates = [[None if a == b else 0.9 for b in nodes] for a in nodes]
+print_report(Report(nodes, range(12), "flat", "gloo", "cpu", (), 1 << 20, rates))
 """
 
 

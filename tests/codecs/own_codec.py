@@ -64,7 +64,7 @@ def trains(rank: Rank, codec: str) -> str:
 
 
 def rows_have_scales_of_their_own(rank: Rank, layout: Layout | None) -> None:
-    """Beside a row of 1e6 one of 1e-6 keeps its precision: blocks are rows, between hosts too."""
+    """Beside a row of 1e6 one of 1e-6 keeps its precision: blocks are rows, between nodes too."""
     rows = torch.logspace(-6, 6, 40).unsqueeze(1)
     form: dict[str, Any] = {} if layout is None else layout.form
     with compressed(rank, Fed({"w": (40, 48)}), "rowint8", **form) as (model, _):

@@ -39,7 +39,7 @@ SOME_OPTIONS = st.fixed_dictionaries(
         | st.just({"intra": "bf16", "inter": "int4:hadamard=true"}),
         "error_feedback": SWITCH,
         "hierarchical": SWITCH | st.just("leader"),
-        "ranks_per_host": st.none() | st.integers(1, 99),
+        "ranks_per_node": st.none() | st.integers(1, 99),
         "rank_groups": st.none() | st.just([[0, 1], [2, 3]]) | st.just([[[0], [1]], [[2]]]),
         "min_compress_numel": st.none() | COUNTS,
         "start_step": COUNTS,
@@ -163,16 +163,16 @@ def test_a_file_that_is_named_and_the_sidecar_is_read_once(home: dict[str, str])
 
 
 def test_null_takes_back_what_a_lower_source_says(home: dict[str, str]) -> None:
-    sidecar(home, "ranks_per_host: 4")
-    home["LIGHTNING_DIST_RANKS_PER_HOST"] = "null"
+    sidecar(home, "ranks_per_node: 4")
+    home["LIGHTNING_DIST_RANKS_PER_NODE"] = "null"
     home["LIGHTNING_DIST_HIERARCHICAL"] = "false"
-    assert resolve(environ=home).options == {"hierarchical": False, "ranks_per_host": None}
+    assert resolve(environ=home).options == {"hierarchical": False, "ranks_per_node": None}
 
 
 def test_none_is_a_value_of_the_code_and_left_out_is_not(home: dict[str, str]) -> None:
-    beside = sidecar(home, "ranks_per_host: 4\nmin_compress_numel: 4")
-    found = resolve({"ranks_per_host": None, "min_compress_numel": LEFT_OUT}, environ=home)
-    assert found.options == {"ranks_per_host": None, "min_compress_numel": 4}
+    beside = sidecar(home, "ranks_per_node: 4\nmin_compress_numel: 4")
+    found = resolve({"ranks_per_node": None, "min_compress_numel": LEFT_OUT}, environ=home)
+    assert found.options == {"ranks_per_node": None, "min_compress_numel": 4}
     assert found.outside == {"min_compress_numel": str(beside)}
 
 
@@ -216,7 +216,7 @@ def test_other_variables_of_ours_are_no_settings(home: dict[str, str]) -> None:
         ({"START_STEP": "1.5"}, ["got 1.5"]),
         ({"ERROR_FEEDBACK": "maybe"}, ["true, false or auto", "'maybe'"]),
         ({"HIERARCHICAL": "1"}, ["true, false, auto or leader; got 1"]),
-        ({"RANKS_PER_HOST": "0"}, ["1 or more ranks", "got 0"]),
+        ({"RANKS_PER_NODE": "0"}, ["1 or more ranks", "got 0"]),
         ({"RANK_GROUPS": "[0, 1]"}, ["rank_groups must be", "[0, 1]"]),
         ({"CODEC": "{inter: int4}"}, ["{intra: CODEC, inter: CODEC}"]),
         ({"CODEC": "{by_sise: {codec: int4}}"}, ["a policy such as {by_size: {codec: int4}}"]),
@@ -240,11 +240,11 @@ def test_an_unknown_setting_of_the_code(home: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "file", "both"),
     [
-        ("HIERARCHICAL", "false", "ranks_per_host: 2", ["hierarchical=False", "ranks_per_host=2"]),
-        ("RANKS_PER_HOST", "2", "hierarchical: false", ["hierarchical=False", "ranks_per_host=2"]),
+        ("HIERARCHICAL", "false", "ranks_per_node: 2", ["hierarchical=False", "ranks_per_node=2"]),
+        ("RANKS_PER_NODE", "2", "hierarchical: false", ["hierarchical=False", "ranks_per_node=2"]),
         ("HIERARCHICAL", "false", "rank_groups: [[0, 1], [2]]", ["rank_groups=[[0, 1], [2]]"]),
         ("HIERARCHICAL", "no", "codec: {intra: bf16, inter: int4}", ["codec={'intra'"]),
-        ("RANKS_PER_HOST", "2", "rank_groups: [[0, 1], [2]]", ["ranks_per_host=2", "rank_groups="]),
+        ("RANKS_PER_NODE", "2", "rank_groups: [[0, 1], [2]]", ["ranks_per_node=2", "rank_groups="]),
     ],
 )
 def test_two_sources_that_contradict_each_other_are_both_named(
@@ -258,8 +258,8 @@ def test_two_sources_that_contradict_each_other_are_both_named(
 
 
 def test_one_source_may_say_both(home: dict[str, str]) -> None:
-    sidecar(home, "hierarchical: false\nranks_per_host: 2")  # then traffic is counted by host
-    assert resolve(environ=home).options == {"hierarchical": False, "ranks_per_host": 2}
+    sidecar(home, "hierarchical: false\nranks_per_node: 2")  # then traffic is counted by node
+    assert resolve(environ=home).options == {"hierarchical": False, "ranks_per_node": 2}
 
 
 def test_errors_of_the_settings_say_where_they_come_from(home: dict[str, str]) -> None:

@@ -142,7 +142,7 @@ def test_torchrun_on_two_nodes(programs: Path, tmp_path: Path) -> None:
 def test_torchrun_needs_a_host_and_a_script(programs: Path) -> None:
     done = run([CLUSTER / "torchrun.sh"], limit=20, **on_path(programs))
     assert done.returncode == 1
-    assert "HEAD: the host at which the nodes meet" in done.output
+    assert "HEAD: the node at which the nodes meet" in done.output
 
 
 @pytest.mark.exhaustive

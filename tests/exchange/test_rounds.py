@@ -29,7 +29,7 @@ from lightning_dist.exchange.traffic import (
 from lightning_dist.exchange.wire import row_bytes, views
 from lightning_dist.exchanges import EXCHANGES, ExchangeKind, register_exchange
 from lightning_dist.settings import Settings
-from lightning_dist.topology import Topology, this_host
+from lightning_dist.topology import Topology, host_name
 
 _DTYPES = [torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.float64]
 _planes = st.builds(Plane, st.sampled_from(_DTYPES), st.integers(1, 17))
@@ -198,19 +198,19 @@ def test_two_shots_in_flight_do_not_mix(rank: Rank, size: int, keep_own: bool) -
 FORMULAS = [ring_allreduce, ring_all_gather, all_to_all]
 
 
-def world(hosts: str) -> list[Topology]:
-    """``"aabb"``: ranks 0 and 1 on host a, 2 and 3 on host b."""
-    return [Topology(tuple(hosts), rank) for rank in range(len(hosts))]
+def world(nodes: str) -> list[Topology]:
+    """``"aabb"``: ranks 0 and 1 on node a, 2 and 3 on node b."""
+    return [Topology(tuple(nodes), rank) for rank in range(len(nodes))]
 
 
 @pytest.mark.parametrize(
-    ("hosts", "allreduce", "gather", "to_all"),
+    ("nodes", "allreduce", "gather", "to_all"),
     [
         ("a", [Sent()], [Sent()], [Sent()]),
         ("aaaa", [Sent(intra=1200)], [Sent(intra=2400)], [Sent(intra=600)]),
         ("abcd", [Sent(inter=1200)], [Sent(inter=2400)], [Sent(inter=600)]),
         (
-            "aabb",  # a ring leaves the host at its last rank only
+            "aabb",  # a ring leaves the node at its last rank only
             [Sent(intra=1200), Sent(inter=1200)],
             [Sent(intra=2400), Sent(inter=2400)],
             [Sent(intra=200, inter=400)],
@@ -218,25 +218,25 @@ def world(hosts: str) -> list[Topology]:
     ],
 )
 def test_what_leaves_the_host(
-    hosts: str, allreduce: list[Sent], gather: list[Sent], to_all: list[Sent]
+    nodes: str, allreduce: list[Sent], gather: list[Sent], to_all: list[Sent]
 ) -> None:
     """Of 800 bytes, by rank; a shorter list begins again."""
-    for rank, topology in enumerate(world(hosts)):
+    for rank, topology in enumerate(world(nodes)):
         assert ring_allreduce(800, topology) == allreduce[rank % len(allreduce)]
         assert ring_all_gather(800, topology) == gather[rank % len(gather)]
         assert all_to_all(800, topology) == to_all[0]
 
 
 @given(st.text("abc", min_size=2, max_size=6), st.integers(1, 1000))
-def test_hosts_change_where_bytes_go_and_not_how_many(hosts: str, blocks: int) -> None:
-    nbytes = blocks * len(hosts)
+def test_hosts_change_where_bytes_go_and_not_how_many(nodes: str, blocks: int) -> None:
+    nbytes = blocks * len(nodes)
     for formula in FORMULAS:
-        flat = formula(nbytes, Topology(tuple("x" * len(hosts)), 0)).total
-        assert {formula(nbytes, topology).total for topology in world(hosts)} == {flat}
+        flat = formula(nbytes, Topology(tuple("x" * len(nodes)), 0)).total
+        assert {formula(nbytes, topology).total for topology in world(nodes)} == {flat}
 
 
 def test_shares_of_any_size() -> None:
-    """Two hosts of two: to each other rank its share, from each owner its own to all others."""
+    """Two nodes of two: to each other rank its share, from each owner its own to all others."""
     shares = [10, 20, 30, 0]
     assert [scatter(shares, topology) for topology in world("aabb")] == [
         Sent(intra=20, inter=30),
@@ -253,19 +253,19 @@ def test_shares_of_any_size() -> None:
 
 
 @given(st.text("ab", min_size=1, max_size=6), st.randoms(use_true_random=False))
-def test_all_shares_reach_all_other_ranks(hosts: str, random: Random) -> None:
-    shares = [random.choice([0, 8, 24]) for _ in hosts]
+def test_all_shares_reach_all_other_ranks(nodes: str, random: Random) -> None:
+    shares = [random.choice([0, 8, 24]) for _ in nodes]
     for way in (scatter, broadcasts):
-        total = sum(way(shares, topology).total for topology in world(hosts))
-        assert total == (len(hosts) - 1) * sum(shares)
+        total = sum(way(shares, topology).total for topology in world(nodes))
+        assert total == (len(nodes) - 1) * sum(shares)
 
 
 def test_the_host_name_can_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where several hosts report one name."""
+    """Where several nodes report one name."""
     monkeypatch.setenv("LIGHTNING_DIST_HOSTNAME", "left")
-    assert this_host() == "left"
+    assert host_name() == "left"
     monkeypatch.delenv("LIGHTNING_DIST_HOSTNAME")
-    assert this_host() != "left"
+    assert host_name() != "left"
 
 
 INT8 = Settings.check(Int8()).fingerprint()

@@ -125,9 +125,9 @@ def test_many_in_flight_do_not_mix(rank: Rank) -> None:
         require(exchange.payloads, lengths, dtypes)
 
 
-@pytest.mark.parametrize("ranks_per_host", [1, 2])
-def test_bytes_that_leave_the_host_are_counted_separately(ranks_per_host: int) -> None:
-    """A ring: only what goes to the next rank counts, and that is on one host or on another."""
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_bytes_that_leave_the_host_are_counted_separately(ranks_per_node: int) -> None:
+    """A ring: only what goes to the next rank counts, and that is on one node or on another."""
 
     def body(rank: Rank) -> tuple[int, int]:
         exchange = make_gather(rank)
@@ -135,8 +135,8 @@ def test_bytes_that_leave_the_host_are_counted_separately(ranks_per_host: int) -
         return exchange.sent.intra, exchange.sent.inter
 
     total = 3 * (LENGTH + 3 * 4)
-    for rank, sent in enumerate(run_threads(body, 4, ranks_per_host=ranks_per_host)):
-        leaves = ranks_per_host == 1 or rank % 2 == 1
+    for rank, sent in enumerate(run_threads(body, 4, ranks_per_node=ranks_per_node)):
+        leaves = ranks_per_node == 1 or rank % 2 == 1
         assert sent == ((0, total) if leaves else (total, 0))
 
 
@@ -291,5 +291,5 @@ def test_bytes_are_those_of_the_formulas(blocks: list[int], per_host: int) -> No
         assert shares.exchange.sent == scatter(of_ranks, rank.topology()) + results
         return shares.exchange.sent
 
-    ranks = run_threads(body, len(blocks), ranks_per_host=per_host)
+    ranks = run_threads(body, len(blocks), ranks_per_node=per_host)
     assert sum(sent.total for sent in ranks) == 2 * (len(blocks) - 1) * sum(of_ranks)

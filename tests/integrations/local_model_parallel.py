@@ -1,4 +1,4 @@
-"""Sharded models that take local steps under a Trainer, on two hosts of two ranks."""
+"""Sharded models that take local steps under a Trainer, on two nodes of two ranks."""
 
 from pathlib import Path
 from typing import Any

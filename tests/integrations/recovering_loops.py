@@ -6,7 +6,7 @@ SETTINGS is JSON: ``codec``, ``faults`` as ``[worker, place, step]`` or ``[worke
 action]`` (step null: any), ``joins`` (from a step on, or at some, wait for all newcomers that
 replace lost ranks), ``spare`` (wait until that worker does, at a step), ``waits`` (for a file, at
 a step), ``profile`` (a CommProfiler watches), ``mirror`` (of residuals), ``ranks``, ``per_host``
-(ranks of a host),
+(ranks of a node),
 ``framework``, ``overflows`` (a GradScaler scales, and a step has an inf until it is taken again),
 ``dropout`` (of the inputs of a worker), ``accumulate``, ``notices`` (wait in a pass of this step
 until it is known that a rank is lost), ``loads`` (a worker that dies while all load a batch of a
@@ -309,9 +309,9 @@ def begin(folder: Path, told: dict[str, Any], placement: type[RecoverablePlaceme
     # Where it hangs, should it hang.
     trace = (folder / f"{own}.trace").open("w")
     faulthandler.dump_traceback_later(told.get("limit", 100), exit=True, file=trace)
-    if "per_host" in told:  # workers of one machine on several hosts, so many on each
-        host = int(own.split(".")[1]) // told["per_host"]
-        os.environ["LIGHTNING_DIST_HOSTNAME"] = f"host{host}"
+    if "per_host" in told:  # workers of one machine on several nodes, so many on each
+        node = int(own.split(".")[1]) // told["per_host"]
+        os.environ["LIGHTNING_DIST_HOSTNAME"] = f"host{node}"
     faults.strike("warm-up")
     watch_groups(faults)
     watch_places(faults, placement)

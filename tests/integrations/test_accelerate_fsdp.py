@@ -1,4 +1,4 @@
-"""FSDP2 through Accelerate, on two hosts of two ranks."""
+"""FSDP2 through Accelerate, on two nodes of two ranks."""
 
 import os
 from itertools import pairwise

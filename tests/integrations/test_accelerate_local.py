@@ -166,16 +166,16 @@ def test_a_step_that_a_scaler_skips_on_one_worker_counts() -> None:
 
 @pytest.mark.on_ranks(3)
 def test_ranks_of_a_host_are_one_worker_as_in_a_loop() -> None:
-    """Two ranks on one host, one on another; in the loop DDP is between the ranks of a host."""
-    hosts = [[0, 1], [2]]
-    settings = {"sync_every": 3, "codec": "int4", "min_compress_numel": 0, "rank_groups": hosts}
-    plugin = LocalUpdatesPlugin(replicas="host", **settings)
+    """Two ranks on one node, one on another; in the loop DDP is between the ranks of a node."""
+    nodes = [[0, 1], [2]]
+    settings = {"sync_every": 3, "codec": "int4", "min_compress_numel": 0, "rank_groups": nodes}
+    plugin = LocalUpdatesPlugin(replicas="node", **settings)
     with Run(None, attach=plugin.attach, optimizer=torch.optim.AdamW) as run:
         run.train(8)
         assert plugin.updates.comm_stats()["steps"] == 2
         plugin._end(lambda: None)  # of end_training, which ends the group too
         end = parameters(run.models[0].module)
-    own = [dist.new_group(each) for each in hosts][dist.get_rank() // 2]
+    own = [dist.new_group(each) for each in nodes][dist.get_rank() // 2]
     digests, _ = trained_in_a_loop(
         own_batches(),
         wrap=lambda model: DistributedDataParallel(model, process_group=own),
@@ -194,12 +194,12 @@ def test_local_updates_refuse_what_cannot_work() -> None:
     says = "compressed in every step by a CompressedDDPPlugin"
     with Run(compressed) as run, pytest.raises(ValueError, match=says):
         local_updates(run.accelerator, run.models[0], run.optimizers[0])
-    both = {"replicas": "host", "method": "post_local_sgd", "ddp_steps": 2}
+    both = {"replicas": "node", "method": "post_local_sgd", "ddp_steps": 2}
     delay = "delay is a setting of DDP and cannot take effect with"
     for settings, outside, says in (
         ({"sync_evry": 3}, {}, r"did you mean 'sync_every'\?"),
         ({"method": "diloco"}, {"LIGHTNING_DIST_DELAY": "1"}, delay),
-        ({"replicas": "host"}, {}, "replicas='host' needs several hosts"),
+        ({"replicas": "node"}, {}, "replicas='node' needs several nodes"),
         (both, {}, "give one of the two"),
     ):
         with (

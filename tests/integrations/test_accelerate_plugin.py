@@ -207,12 +207,12 @@ def test_trackers_get_bytes_and_configuration_from_rank_0(by_hand: bool) -> None
     assert logged["comm/total_wire_bytes"] == stats["wire_bytes"] == 2 * last["wire_bytes"]
     assert logged["comm/compression_ratio"] == last["ratio"] > 1
     configuration = notes.configuration
-    known = {"codec": "int8", "world_size": 2, "topology": "1 host x 2 ranks"}
+    known = {"codec": "int8", "world_size": 2, "topology": "1 node x 2 ranks"}
     known["versions/torch"] = torch.__version__
     given = {"lr": 0.1, **{f"lightning_dist/{name}": value for name, value in known.items()}}
     assert configuration | given == configuration
     assert {type(value) for value in configuration.values()} <= {str, int, float, bool}
-    of_ranks = {f"lightning_dist/{n}" for n in ("exchange", "topology", "hosts", "world_size")}
+    of_ranks = {f"lightning_dist/{n}" for n in ("exchange", "topology", "nodes", "world_size")}
     assert set(before) == {*configuration} - of_ranks - {"lr"}
     names = [*(f"versions/{name}" for name in nested.pop("versions")), *nested]
     assert set(configuration) == {f"lightning_dist/{name}" for name in names} | {"lr"}

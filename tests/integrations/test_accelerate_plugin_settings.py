@@ -66,7 +66,7 @@ def test_the_code_takes_every_option() -> None:
         "codec": {"intra": "bf16", "inter": "int4"},
         "error_feedback": False,
         "hierarchical": "leader",
-        "ranks_per_host": 2,
+        "ranks_per_node": 2,
         "rank_groups": None,
         "min_compress_numel": 0,
         "start_step": 5,
@@ -92,7 +92,7 @@ def test_the_code_takes_every_option() -> None:
         ({"codek": "int8"}, r"'codek' in CompressedDDPPlugin: did you mean 'codec'\?"),
         ({"start_step": "3"}, "start_step must be 0 or more"),
         ({"codec": "qsgd", "error_feedback": True}, "Error feedback diverges"),
-        ({"ranks_per_host": 2, "rank_groups": [[0], [1]]}, "give one"),
+        ({"ranks_per_node": 2, "rank_groups": [[0], [1]]}, "give one"),
     ],
     ids=str,
 )
@@ -105,16 +105,16 @@ def test_what_the_code_leaves_out_is_from_outside(
     sidecar: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LIGHTNING_DIST_START_STEP", "9")
-    plugin = CompressedDDPPlugin("int4", ranks_per_host=None)
+    plugin = CompressedDDPPlugin("int4", ranks_per_node=None)
     assert (plugin.codec, plugin.start_step, plugin.error_feedback) == ("int4", 9, True)
-    assert plugin.ranks_per_host is None, "None of the code is a value"
+    assert plugin.ranks_per_node is None, "None of the code is a value"
     assert CompressedDDPPlugin().codec == "sign"
 
 
 def test_equal_is_what_is_in_force(sidecar: Path) -> None:
     plugin = CompressedDDPPlugin()
     sidecar.unlink()
-    same = CompressedDDPPlugin("sign", start_step=7, error_feedback=True, ranks_per_host=2)
+    same = CompressedDDPPlugin("sign", start_step=7, error_feedback=True, ranks_per_node=2)
     assert plugin == same
     assert repr(plugin) == repr(same)
     assert hash(plugin) == hash(same)
@@ -128,7 +128,7 @@ def test_settings_from_outside_are_logged_once(sidecar: Path, said: Any) -> None
     plugin = CompressedDDPPlugin("int4")
     assert said() == [], "who makes a plugin may never attach it"
     plugin.attach(accelerate.Accelerator(cpu=True))
-    expected = f"error_feedback=True ranks_per_host=2 start_step=7 ({sidecar})"
+    expected = f"error_feedback=True ranks_per_node=2 start_step=7 ({sidecar})"
     assert said() == [f"[lightning_dist] set outside of the code: {expected}"]
 
 
@@ -152,7 +152,7 @@ def test_settings_that_equal_the_defaults_are_not_logged(sidecar: Path, said: An
         ("codec: int9", {}, ["got 'int9'", "codec from "]),
         ("codek: int8", {}, ["did you mean 'codec'?"]),
         ("error_feedback: true", {"codec": "qsgd"}, ["diverges", "error_feedback from "]),
-        ("ranks_per_host: 2", {"hierarchical": False}, ["hierarchical=False (the code)"]),
+        ("ranks_per_node: 2", {"hierarchical": False}, ["hierarchical=False (the code)"]),
     ],
 )
 def test_errors_name_the_source(

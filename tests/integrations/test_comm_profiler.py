@@ -108,7 +108,7 @@ def require_meta(folder: Path, codec: str) -> None:
     run, summary = profile(folder)
     meta = json.loads((folder / "run-0" / "meta.json").read_text())
     assert (meta["schema"], meta["world_size"], meta["backend"]) == (2, 2, "gloo")
-    assert meta["hosts"] == summary["run"]["hosts"]
+    assert meta["nodes"] == summary["run"]["nodes"]
     assert meta["codec"] == run.ranks[0].metadata.codec
     assert codec in meta["codec"].lower()
     assert (meta["compression"] is None) == (codec == "ddp")

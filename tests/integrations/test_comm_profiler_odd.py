@@ -93,11 +93,11 @@ def sockets() -> int:
 
 
 def test_a_model_can_be_profiled_again(tmp_path: Path) -> None:
-    """One run after the other; on two hosts, as far as the ranks can tell."""
+    """One run after the other; on two nodes, as far as the ranks can tell."""
     model = ddp()
     gc.collect()  # groups of other tests
     opened, says = sockets(), "^This model is profiled already, and one CommProfiler"
-    with patch.object(profile_run, "this_host", lambda: f"host-{dist.get_rank()}"):
+    with patch.object(profile_run, "host_name", lambda: f"host-{dist.get_rank()}"):
         for number in range(2):
             with profiled(model, tmp_path):
                 train(model, steps=3)
@@ -291,7 +291,7 @@ def test_a_folder_that_cannot_be_made_is_another_one(tmp_path: Path) -> None:
 
 
 def test_a_rank_without_a_folder_keeps_nothing_and_says_so(tmp_path: Path) -> None:
-    """Rank 1 is on a host where the path of rank 0 cannot be made."""
+    """Rank 1 is on a node where the path of rank 0 cannot be made."""
     is_first = dist.get_rank() == 0
     os.chdir(tmp_path)
     if not is_first:
@@ -310,7 +310,7 @@ def test_a_rank_without_a_folder_keeps_nothing_and_says_so(tmp_path: Path) -> No
 
 
 def test_lines_of_other_disks_reach_rank_0(tmp_path: Path) -> None:
-    """Each rank has a disk of its own, as on hosts without a shared one.
+    """Each rank has a disk of its own, as on nodes without a shared one.
 
     That of rank 1 has been part of another run, of which rank 0's has nothing.
     """

@@ -19,7 +19,7 @@ from lightning_dist.integrations.torch.in_force import show
 
 SCRIPT = Path(__file__).with_name("in_force_runs.py")
 LINE = (
-    r"compressed DDP: codec int8, flat exchange, 1 host x 2 ranks, world size 2; "
+    r"compressed DDP: codec int8, flat exchange, 1 node x 2 ranks, world size 2; "
     r"rank 0 sends about \d\d\.\d kB per step, \d\d\.\d kB without compression"
 )
 
@@ -131,9 +131,9 @@ def test_bytes_of_a_warm_up_are_those_of_its_end(caplog: Any) -> None:
 
 def test_levels_are_reported_separately(caplog: Any) -> None:
     (line,) = said("int8", caplog, size=4, rank_groups=[[0, 1], [2, 3]])
-    places = "2 hosts x 2 ranks, between hosts: int8 on 1/2 of the gradient per rank"
+    places = "2 nodes x 2 ranks, between nodes: int8 on 1/2 of the gradient per rank"
     assert f"hierarchical exchange, {places}, world size 4; rank 0 sends about " in line
-    assert "kB to other hosts and " in line
+    assert "kB to other nodes and " in line
 
 
 def test_a_training_that_ends_before_compression_begins_says_so_at_its_end(caplog: Any) -> None:

@@ -76,12 +76,12 @@ def test_lightning_starts_the_second_rank(launched: Results, name: str) -> None:
 
 @pytest.mark.parametrize("name", some_exhaustive([*STARTS, EXHAUSTIVE], [EXHAUSTIVE]))
 def test_the_caller_of_fit_has_the_bytes_of_the_workers(launched: Results, name: str) -> None:
-    """Those of rank 0, whose process has ended; and settings and hosts."""
+    """Those of rank 0, whose process has ended; and settings and nodes."""
     facts = launched(f"main_compressed_ddp_{name}", ranks=1)[0]
     assert facts["stats"] == launched(f"compressed_ddp_{name}")[0]["stats"]
     assert facts["config"]["codec"] == "int8"
     assert facts["config"]["world_size"] == 2
-    assert facts["topology"].startswith("Topology(hosts=(")
+    assert facts["topology"].startswith("Topology(nodes=(")
 
 
 def test_the_script_ends_by_itself(launched: Results) -> None:

@@ -1,4 +1,4 @@
-"""Local steps of sharded models under a Trainer and Fabric: two hosts of two ranks."""
+"""Local steps of sharded models under a Trainer and Fabric: two nodes of two ranks."""
 
 import re
 from collections.abc import Callable
@@ -156,7 +156,7 @@ def test_mesh_samplers_bytes_logged_metrics_and_a_second_fit() -> None:
     assert strategy.distributed_sampler_kwargs == {"num_replicas": 4, "rank": dist.get_rank()}
     mesh = dict(zip(module.device_mesh.mesh_dim_names, module.device_mesh.shape, strict=True))
     assert mesh == {"replicate": 2, "data_parallel": 2, "tensor_parallel": 1}
-    assert strategy.topology.by_host() == ((0, 1), (2, 3))
+    assert strategy.topology.by_node() == ((0, 1), (2, 3))
     stats = strategy.comm_stats()
     assert stats["steps"] == 3, "two windows, and the end"
     assert 0 < stats["inter_bytes"] == stats["wire_bytes"] < stats["raw_bytes"]
@@ -232,7 +232,7 @@ class Half(Module):
 
 
 class Whole(Module):
-    """Sharded over the ranks of a host under a strategy for whole models."""
+    """Sharded over the ranks of a node under a strategy for whole models."""
 
     def configure_model(self) -> None:
         if self.blocks is None:
@@ -243,7 +243,7 @@ class Whole(Module):
 def test_what_cannot_work_is_refused() -> None:
     offload = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
     cases: list[tuple[str, Callable[[], object]]] = [
-        ("got one host of 4 ranks", lambda: fitted(ours(replicate_size=1))),
+        ("got one node of 4 ranks", lambda: fitted(ours(replicate_size=1))),
         ("call it with mesh", lambda: fitted(ours(), Module(native=True))),
         ("CPUOffloadPolicy", lambda: fitted(ours(), Module(**offload))),
         ("got head.weight, head.bias outside of it", lambda: fitted(ours(), Half())),

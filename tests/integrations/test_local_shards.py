@@ -1,4 +1,4 @@
-"""Local steps between hosts that hold a model in shards (FSDP2), on two hosts of two processes."""
+"""Local steps between nodes that hold a model in shards (FSDP2), on two nodes of two processes."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -159,7 +159,7 @@ def test_one_line_has_what_is_in_force() -> None:
     line = (
         "[lightning_dist] local updates: streaming, an outer step every 16 steps in 8 fragments "
         "with overlap_steps=1; codec int4, 2 workers x 2 ranks, "
-        "each exchanges its shard, 1 host x 4 ranks, world size 4"
+        "each exchanges its shard, 1 node x 4 ranks, world size 4"
     )
     assert [each.args for each in said.mock_calls] == [(line,)] * (dist.get_rank() == 0)
 
@@ -356,7 +356,7 @@ def test_what_cannot_work_is_refused() -> None:
         ),
         ("got rank_groups; leave it out", sharded(shard), {"rank_groups": [[0, 1], [2, 3]]}),
         (
-            "got a codec inside a host",
+            "got a codec inside a node",
             sharded(shard),
             {"codec": {"intra": "bf16", "inter": "int8"}},
         ),
@@ -369,7 +369,7 @@ def test_what_cannot_work_is_refused() -> None:
     net = sharded(mesh["replicate"])
     with (
         patch.dict("os.environ", LIGHTNING_DIST_HOSTNAME=f"host{dist.get_rank() // 2}"),
-        pytest.raises(ValueError, match="must be sharded inside a host"),
+        pytest.raises(ValueError, match="must be sharded inside a node"),
     ):
         local_updates(net, sgd(net.parameters()))
 

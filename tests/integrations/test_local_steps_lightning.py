@@ -358,24 +358,24 @@ def test_by_name_with_statistics_and_metrics(tmp_path: Path) -> None:
 def test_what_cannot_work_is_refused() -> None:
     model, shards = nn.Linear(4, 4), nn.Linear(4, 4)
     fully_shard(shards, mesh=init_device_mesh("cpu", (2,)))
-    after_ddp = {"replicas": "host", "method": "post_local_sgd", "ddp_steps": 2}
+    after_ddp = {"replicas": "node", "method": "post_local_sgd", "ddp_steps": 2}
     cases: list[tuple[str, Callable[[], object]]] = [
         ("ddp_steps are steps of plain DDP", lambda: strategy(start_step=3)),
-        ("replicas must be 'rank' or 'host'", lambda: strategy(replicas="node")),
+        ("replicas must be 'rank' or 'node'", lambda: strategy(replicas="machine")),
         ("give one of the two", lambda: strategy(**after_ddp)),
         (
             "compile_kernels=True has no effect on local updates",
             lambda: strategy(compile_kernels=True),
         ),
         ("set them there", lambda: strategy(outer_lr=0.5, outer_optimizer=SGD)),
-        ("needs several hosts", lambda: fit(strategy(replicas="host"))),
+        ("needs several nodes", lambda: fit(strategy(replicas="node"))),
         ("must have an outer step", lambda: fit(strategy(sync_every=100))),
         (
             "exchanges between ranks in every step",
             lambda: local_updates(model, ZeroRedundancyOptimizer(model.parameters(), SGD)),
         ),
         (
-            "sharded over all 2 ranks; call fully_shard over the ranks of a host",
+            "sharded over all 2 ranks; call fully_shard over the ranks of a node",
             lambda: local_updates(shards, SGD(shards.parameters())),
         ),
     ]

@@ -1,4 +1,4 @@
-"""Local steps on three ranks: on two hosts, and where workers join and leave."""
+"""Local steps on three ranks: on two nodes, and where workers join and leave."""
 
 from collections import Counter
 from contextlib import suppress
@@ -35,17 +35,17 @@ pytestmark = pytest.mark.on_ranks(3)
 
 
 def test_ranks_of_a_host_are_one_worker() -> None:
-    """With a Trainer, with Fabric, and in a loop with DDP between the ranks of a host."""
-    hosts = [[0, 1], [2]]
-    levels: dict[str, Any] = {"hierarchical": "leader", "rank_groups": hosts, "codec": "int8"}
-    trainer, watched = fit(strategy(replicas="host", **levels))
+    """With a Trainer, with Fabric, and in a loop with DDP between the ranks of a node."""
+    nodes = [[0, 1], [2]]
+    levels: dict[str, Any] = {"hierarchical": "leader", "rank_groups": nodes, "codec": "int8"}
+    trainer, watched = fit(strategy(replicas="node", **levels))
     first, second, other = of_all(watched.own)
     assert first == second
     assert first[0] != other[0]
     assert first[-1] == other[-1]
     assert trainer.strategy.comm_stats()["steps"] == 2  # a window of 3, and the end
 
-    model, groups = SameData(), [dist.new_group(each) for each in hosts]
+    model, groups = SameData(), [dist.new_group(each) for each in nodes]
     optimizer = model.configure_optimizers()
     net: Any = DistributedDataParallel(model.net, process_group=groups[dist.get_rank() // 2])
     updates = local_updates(net, optimizer, **COMPRESSED, **levels)
@@ -53,7 +53,7 @@ def test_ranks_of_a_host_are_one_worker() -> None:
     assert own == watched.own
 
     model = SameData()
-    ours = FabricStrategy(replicas="host", timeout=TIMEOUT, **COMPRESSED, **levels)
+    ours = FabricStrategy(replicas="node", timeout=TIMEOUT, **COMPRESSED, **levels)
     fabric = Fabric(accelerator="cpu", devices=3, strategy=ours)
     fabric.launch()
     net, optimizer = fabric.setup(model.net, model.configure_optimizers())

@@ -229,9 +229,9 @@ def test_the_last_step_of_a_known_number_is_followed_by_the_mean(world: World, k
 def test_hosts_count_the_same_whatever_ranks_they_have(world: World, size: int) -> None:
     """Two orthogonal pseudo-gradients, of two ranks and of two or one."""
     index = world.rank.rank // 2
-    host = world.rank.group("host", [range(2), range(2, size)][index])
+    node = world.rank.group("node", [range(2), range(2, size)][index])
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(1)).double()
-    inside = DistributedDataParallel(model, process_group=host)
+    inside = DistributedDataParallel(model, process_group=node)
     worker = world.worker(inside, sgd, method="local_sgd", sync_every=1, codec="none")
     begin = model[0].weight.detach().clone()
     with torch.no_grad():
@@ -246,11 +246,11 @@ def test_hosts_count_the_same_whatever_ranks_they_have(world: World, size: int) 
     assert metrics["outer/cosine"] == pytest.approx(0, abs=1e-9)
 
 
-@on_threads(4, ranks_per_host=2)
+@on_threads(4, ranks_per_node=2)
 def test_ranks_of_a_host_are_one_worker(world: World) -> None:
-    """DistributedDataParallel inside the hosts, an outer exchange in levels between them."""
+    """DistributedDataParallel inside the nodes, an outer exchange in levels between them."""
     tree = [[0, 1], [2, 3]]
-    inside = world.rank.group("host", tree[world.rank.rank // 2])
+    inside = world.rank.group("node", tree[world.rank.rank // 2])
     model = DistributedDataParallel(plain(dtype=torch.float32), process_group=inside)
     levels = {"rank_groups": tree, "groups": world.rank.groups(tree)}
     worker = world.worker(model, sync_every=3, codec="int8", **levels)

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.ranks(3)]
 def test_ranks_that_are_stopped_while_they_save_send_and_receive(
     kind: type[LoopJob], tmp_path: Path, quick_python: list[str]
 ) -> None:
-    """Two hosts of two ranks: a rank in a save, the source of the one in its place, and another."""
+    """Two nodes of two ranks: a rank in a save, the source of the one in its place, and another."""
     faults = [
         ["0.1.0", "saving", 3, "stop"],
         ["0.0.0", "source", None, "stop"],

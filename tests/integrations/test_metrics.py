@@ -81,7 +81,7 @@ def test_loggers_get_the_bytes_of_the_last_step_and_in_total(every: int, tmp_pat
             "comm/raw_bytes": RAW_BYTES,
             "comm/wire_bytes": WIRE_BYTES,
             "comm/compression_ratio": pytest.approx(RAW_BYTES / WIRE_BYTES),
-            "comm/intra_bytes": WIRE_BYTES,  # both ranks are on this host
+            "comm/intra_bytes": WIRE_BYTES,  # both ranks are on this node
             "comm/inter_bytes": 0,
             "comm/total_raw_bytes": step * RAW_BYTES,
             "comm/total_wire_bytes": step * WIRE_BYTES,
@@ -204,7 +204,7 @@ def test_wandb_gets_codec_topology_and_versions(tmp_path: Path) -> None:
     found = finish(tmp_path)["lightning_dist"]
     assert found == strategy.comm_config()
     assert (found["codec"], found["start_step"]) == ("int8:block_size=128", 2)
-    assert (found["exchange"], found["topology"]) == ("flat", "1 host x 1 rank")
+    assert (found["exchange"], found["topology"]) == ("flat", "1 node x 1 rank")
     assert found["versions"]["torch"] == torch.__version__
     assert found["versions"]["lightning_dist"] == lightning_dist.__version__
     assert found["versions"]["lightning"] == L.__version__
@@ -219,17 +219,17 @@ def test_loggers_whose_hyperparameters_stay_are_left_alone(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("tree", "wanted"),
     [
-        (None, {"exchange": "flat", "topology": "4 hosts x 1 rank", "hosts": 4, "world_size": 4}),
+        (None, {"exchange": "flat", "topology": "4 nodes x 1 rank", "nodes": 4, "world_size": 4}),
         (
             [[0, 1], [2, 3]],
-            {"exchange": "hierarchical", "topology": "2 hosts x 2 ranks", "hosts": 2},
+            {"exchange": "hierarchical", "topology": "2 nodes x 2 ranks", "nodes": 2},
         ),
     ],
 )
 @on_threads(4)
 def test_who_exchanges_with_whom(rank: Rank, tree: Any, wanted: dict[str, Any]) -> None:
     """All ranks say the same."""
-    of = {"ranks_per_host": 2} if tree else {"ranks_per_host": 1, "hierarchical": False}
+    of = {"ranks_per_node": 2} if tree else {"ranks_per_node": 1, "hierarchical": False}
     handle = compress_ddp(rank.ddp(nn.Linear(16, 16)), "int4", groups=rank.groups(tree), **of)
     handle.close()
     found = handle.comm_config()

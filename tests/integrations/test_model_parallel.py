@@ -1,4 +1,4 @@
-"""``compressed_model_parallel`` under a Trainer and Fabric: two hosts of two ranks."""
+"""``compressed_model_parallel`` under a Trainer and Fabric: two nodes of two ranks."""
 
 import re
 from collections.abc import Callable
@@ -67,7 +67,7 @@ def test_mesh_samplers_and_bytes_and_a_second_fit_goes_on() -> None:
     assert strategy.distributed_sampler_kwargs == {"num_replicas": 4, "rank": dist.get_rank()}
     mesh = dict(zip(module.device_mesh.mesh_dim_names, module.device_mesh.shape, strict=True))
     assert mesh == {"replicate": 2, "data_parallel": 2, "tensor_parallel": 1}
-    assert strategy.topology.by_host() == ((0, 1), (2, 3))
+    assert strategy.topology.by_node() == ((0, 1), (2, 3))
     assert "int8" in strategy.comm_config()["codec"].lower()
     stats = strategy.comm_stats()
     assert stats["steps"] == 8
@@ -251,7 +251,7 @@ def test_what_cannot_work_is_refused() -> None:
             lambda: fitted(ours(), precision="16-true"),
         ),
         ("replicate_size * data_parallel_size", lambda: fitted(ours(replicate_size=3))),
-        ("got 2 hosts with 3, 1 ranks", on_unequal_hosts),
+        ("got 2 nodes with 3, 1 ranks", on_unequal_hosts),
         ("use torch.optim.AdamW", lambda: fitted(ours(), Module(optimizer=one_bit))),
         ("has its own", lambda: fitted(ours("dgc"))),
         ("sharded over all ranks", lambda: ours("qsgd", parameters="int8", replicate_size=2)),
@@ -297,4 +297,4 @@ def test_a_run_under_fabric_goes_on_from_a_checkpoint(
         assert stats["ratio"] > 2
     else:
         assert stats["inter_bytes"] < 0.3 * stats["raw_bytes"]
-        assert second.fabric.strategy.topology.by_host() == ((0, 1), (2, 3))
+        assert second.fabric.strategy.topology.by_node() == ((0, 1), (2, 3))

@@ -205,21 +205,21 @@ def test_two_ranks_at_once(kind: type[LoopJob], tmp_path: Path, quick_python: li
     kind(tmp_path, quick_python, faults=both, joins=10).require_exact()
 
 
-OF_HOSTS = {"a rank": ["0.1.0"], "a host": ["0.2.0", "0.3.0"]}
+OF_HOSTS = {"a rank": ["0.1.0"], "a node": ["0.2.0", "0.3.0"]}
 
 
 @pytest.mark.parametrize(
     ("kind", "codec", "lost"),
     [
         *product([LoopJob], ["none", "int8"], OF_HOSTS),
-        (TrainerJob, "none", "a host"),
+        (TrainerJob, "none", "a node"),
         (TrainerJob, "int8", "a rank"),
     ],
 )
-def test_groups_of_hosts_are_rebuilt(
+def test_groups_of_nodes_are_rebuilt(
     kind: type[LoopJob], codec: str, lost: str, tmp_path: Path, quick_python: list[str]
 ) -> None:
-    """Two hosts of two ranks, as their names say; what is left of them is one level, or two."""
+    """Two nodes of two ranks, as their names say; what is left of them is one level, or two."""
     told = {"codec": codec} if codec != "none" else {}
     faults = [[each, "between buckets", STEP] for each in OF_HOSTS[lost]]
     job = kind(tmp_path, quick_python, faults=faults, joins=10, ranks=4, per_host=2, **told)

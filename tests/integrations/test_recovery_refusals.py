@@ -56,7 +56,7 @@ def compressed(
             lambda: compressed(ddp={"find_unused_parameters": True}),
             "without static_graph and find_unused",
         ),
-        (lambda: compressed(ranks_per_host=1), "ranks_per_host and rank_groups name ranks"),
+        (lambda: compressed(ranks_per_node=1), "ranks_per_node and rank_groups name ranks"),
     ],
 )
 def test_models(make: Any, says: str) -> None:

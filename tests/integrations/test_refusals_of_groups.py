@@ -25,30 +25,30 @@ from lightning_dist.settings import Settings
 from lightning_dist.topology.launcher import Claim
 
 
-def grouped(hosts: str, *, claims: Sequence[Any] | None = None, **settings: Any) -> Any:
-    """The tree that these settings mean on ``hosts``, one letter a rank; None: flat."""
+def grouped(nodes: str, *, claims: Sequence[Any] | None = None, **settings: Any) -> Any:
+    """The tree that these settings mean on ``nodes``, one letter a rank; None: flat."""
     checked = Settings.check(**settings)
-    said = claims or [None] * len(hosts)
-    return topology_of(checked, hosts=list(hosts), claims=said, rank=0)[1]
+    said = claims or [None] * len(nodes)
+    return topology_of(checked, nodes=list(nodes), claims=said, rank=0)[1]
 
 
 @pytest.mark.parametrize("hierarchical", [True, "leader"])
 @pytest.mark.parametrize(
-    ("hosts", "declared", "counts"),
+    ("nodes", "declared", "counts"),
     [
-        ("aaaa", {}, "1 host x 4 ranks"),
-        ("abc", {}, "3 hosts x 1 rank"),
-        ("aabb", {"ranks_per_host": 1}, "4 hosts x 1 rank"),
-        ("aabb", {"ranks_per_host": 4}, "1 host x 4 ranks"),
+        ("aaaa", {}, "1 node x 4 ranks"),
+        ("abc", {}, "3 nodes x 1 rank"),
+        ("aabb", {"ranks_per_node": 1}, "4 nodes x 1 rank"),
+        ("aabb", {"ranks_per_node": 4}, "1 node x 4 ranks"),
     ],
 )
 def test_one_level_is_not_hierarchical(
-    hosts: str, declared: dict[str, int], counts: str, hierarchical: Any
+    nodes: str, declared: dict[str, int], counts: str, hierarchical: Any
 ) -> None:
-    told = message(grouped, hosts, hierarchical=hierarchical, **declared)
+    told = message(grouped, nodes, hierarchical=hierarchical, **declared)
     assert told.startswith(
-        f"hierarchical={hierarchical!r} needs several hosts, one of them with several ranks, got "
-        f"{counts}; leave it at 'auto', or name the groups with ranks_per_host= or rank_groups="
+        f"hierarchical={hierarchical!r} needs several nodes, one of them with several ranks, got "
+        f"{counts}; leave it at 'auto', or name the groups with ranks_per_node= or rank_groups="
     )
 
 
@@ -79,13 +79,13 @@ SUCH_AS = "; write such as [[0, 1], [2, 3]]"
             f"{ONCE}missing [3], more than once [], unknown [-3]{SUCH_AS}",
         ),
         (
-            {"ranks_per_host": 3},
-            "ranks_per_host must divide the number of ranks, got ranks_per_host=3 for 4 ranks; "
+            {"ranks_per_node": 3},
+            "ranks_per_node must divide the number of ranks, got ranks_per_node=3 for 4 ranks; "
             "name the groups with rank_groups=[[0, 1, 2], [3]]",
         ),
         (
-            {"ranks_per_host": 2, "rank_groups": [[0, 1], [2, 3]]},
-            ".*got ranks_per_host=2 and rank_groups=[[0, 1], [2, 3]]; give one.*",
+            {"ranks_per_node": 2, "rank_groups": [[0, 1], [2, 3]]},
+            ".*got ranks_per_node=2 and rank_groups=[[0, 1], [2, 3]]; give one.*",
         ),
     ],
 )
@@ -101,7 +101,7 @@ GROUPS = "groups of ranks (int), none of them empty, like [[0, 1], [2, 3]]"
 @pytest.mark.parametrize(
     ("name", "must_be", "values"),
     [
-        ("ranks_per_host", "1 or more ranks", [0, -2, True, 2.0, "2"]),
+        ("ranks_per_node", "1 or more ranks", [0, -2, True, 2.0, "2"]),
         ("hierarchical", FORMS, ["yes", "Leader", 1, None, 0]),
         ("rank_groups", GROUPS, [[0, 1, 2, 3], [[0, 1], 2, 3], 4, [], [[0, 1], []], "01"]),
         ("rank_groups", GROUPS, [[[[0, 1], [2, 3]], [[4, 5], [6, 7]]], [["0", "1"], ["2", "3"]]]),
@@ -119,7 +119,7 @@ def test_settings_of_groups_have_their_types(name: str, must_be: str, values: li
 )
 def test_a_codec_for_each_level_has_two_keys(codec: Any) -> None:
     text = message(Settings.check, codec)
-    assert text.startswith("A codec for each level is {'intra': inside a host, 'inter': between")
+    assert text.startswith("A codec for each level is {'intra': inside a node, 'inter': between")
     assert text.endswith(
         f"got the keys {sorted(codec)}; policies are by_size, by_name, warmup, after_steps"
     )
@@ -128,7 +128,7 @@ def test_a_codec_for_each_level_has_two_keys(codec: Any) -> None:
 def test_codecs_that_do_not_fit_inside() -> None:
     for intra in set(CODECS) - {"none", "fp16", "bf16"}:
         assert message(Settings.check, {"intra": intra, "inter": "int8"}) == (
-            "Inside a host gradients are summed without decoding, so 'intra' must be one of none, "
+            "Inside a node gradients are summed without decoding, so 'intra' must be one of none, "
             f"fp16, bf16, got {intra!r}; give it to 'inter'"
         )
 
@@ -138,9 +138,9 @@ def test_codecs_of_levels_need_levels() -> None:
     assert "with hierarchical=False; give one codec" in message(
         Settings.check, levels, hierarchical=False
     )
-    for hosts, counts in (("aaaa", "1 host x 4 ranks"), ("abcd", "4 hosts x 1 rank")):
-        text = message(grouped, hosts, codec=levels)
-        assert text.startswith("A codec for each level needs several hosts")
+    for nodes, counts in (("aaaa", "1 node x 4 ranks"), ("abcd", "4 nodes x 1 rank")):
+        text = message(grouped, nodes, codec=levels)
+        assert text.startswith("A codec for each level needs several nodes")
         assert counts in text
     assert grouped("aaaa", codec={"intra": "none", "inter": "int8"}) is None
     assert grouped("aabb", codec=levels) == ((0, 1), (2, 3))
@@ -158,14 +158,14 @@ TREES: dict[str, Any] = {
 
 
 def test_auto_is_hierarchical_where_there_are_two_levels() -> None:
-    for hosts, tree in TREES.items():
-        assert grouped(hosts) == tree
-        assert grouped(hosts, hierarchical=False) is None
+    for nodes, tree in TREES.items():
+        assert grouped(nodes) == tree
+        assert grouped(nodes, hierarchical=False) is None
         if tree is not None:
-            assert grouped(hosts, hierarchical=True) == tree
-            assert grouped(hosts, hierarchical="leader") == tree
+            assert grouped(nodes, hierarchical=True) == tree
+            assert grouped(nodes, hierarchical="leader") == tree
     two_sites = [[0, 1], [2, 3]]
-    assert grouped("abcd", rank_groups=two_sites) == ((0, 1), (2, 3)), "they need not be hosts"
+    assert grouped("abcd", rank_groups=two_sites) == ((0, 1), (2, 3)), "they need not be nodes"
 
 
 def test_a_launcher_that_contradicts_the_names(caplog: pytest.LogCaptureFixture) -> None:
@@ -174,10 +174,10 @@ def test_a_launcher_that_contradicts_the_names(caplog: pytest.LogCaptureFixture)
     said = "torchrun reports ranks 0 to 3 on nodes [0, 0, 1, 1], but their host names"
     assert grouped("xxxx", claims=claims) is None
     assert said in caplog.text
-    assert "ranks_per_host=" in caplog.text
+    assert "ranks_per_node=" in caplog.text
     caplog.clear()
     assert said in message(grouped, "xxxx", claims=claims, hierarchical=True)
-    assert grouped("xxxx", claims=claims, ranks_per_host=2) == ((0, 1), (2, 3))
+    assert grouped("xxxx", claims=claims, ranks_per_node=2) == ((0, 1), (2, 3))
     assert grouped("xxxx", claims=claims, hierarchical=False) is None
     assert not caplog.text, "what was declared needs no names"
 
@@ -191,9 +191,9 @@ def attached(rank: Rank, tree: Any = None, **settings: Any) -> Any:
     ("first", "others", "views"),
     [
         (
-            {"ranks_per_host": 2},
-            {"ranks_per_host": 1},
-            ["2 hosts x 2 ranks: ((0, 1), (2, 3))", "4 hosts x 1 rank: ((0,), (1,), (2,), (3,))"],
+            {"ranks_per_node": 2},
+            {"ranks_per_node": 1},
+            ["2 nodes x 2 ranks: ((0, 1), (2, 3))", "4 nodes x 1 rank: ((0,), (1,), (2,), (3,))"],
         ),
         (
             {"rank_groups": [[0, 1], [2, 3]]},
@@ -201,17 +201,17 @@ def attached(rank: Rank, tree: Any = None, **settings: Any) -> Any:
             ["((0, 1), (2, 3))", "((0, 2), (1, 3))"],
         ),
         (
-            {"ranks_per_host": 2},
+            {"ranks_per_node": 2},
             {},
-            ["2 hosts x 2 ranks: ((0, 1), (2, 3))", "by host name"],
+            ["2 nodes x 2 ranks: ((0, 1), (2, 3))", "by host name"],
         ),
         (
-            {"ranks_per_host": 3},
-            {"ranks_per_host": 2},
-            ["ranks_per_host=3", "2 hosts x 2 ranks: ((0, 1), (2, 3))"],
+            {"ranks_per_node": 3},
+            {"ranks_per_node": 2},
+            ["ranks_per_node=3", "2 nodes x 2 ranks: ((0, 1), (2, 3))"],
         ),
     ],
-    ids=["per host", "groups", "one says nothing", "one is wrong"],
+    ids=["per node", "groups", "one says nothing", "one is wrong"],
 )
 def test_ranks_that_see_different_groups(first: Any, others: Any, views: list[str]) -> None:
     """Both views are in the message of every rank."""
@@ -230,7 +230,7 @@ def told_to_all(settings_of: Callable[[int], dict[str, Any]]) -> str:
 
 def test_ranks_are_told_together_of_forms_that_differ_and_of_a_missing_rank() -> None:
     forms: list[Any] = [True, True, True, "leader"]
-    text = told_to_all(lambda rank: {"ranks_per_host": 2, "hierarchical": forms[rank]})
+    text = told_to_all(lambda rank: {"ranks_per_node": 2, "hierarchical": forms[rank]})
     assert "hierarchical: True on ranks 0, 1, 2; 'leader' on rank 3" in text
     assert "missing [3]" in told_to_all(lambda rank: {"rank_groups": [[0, 1], [2]]})
 
@@ -239,7 +239,7 @@ def test_ranks_are_told_together_of_forms_that_differ_and_of_a_missing_rank() ->
 def test_groups_of_levels_must_be_those_of_the_levels(rank: Rank) -> None:
     """As rank 1 sees it."""
     model, both = rank.ddp(nn.Linear(2, 2)), rank.groups()
-    levels, per_host = rank.groups([[0, 1], [2, 3]])[2:], {"ranks_per_host": 2}
+    levels, per_host = rank.groups([[0, 1], [2, 3]])[2:], {"ranks_per_node": 2}
     for groups, settings, says in (
         ([*both, levels[1]], per_host, r"one of the ranks \[0, 1\] in this .*got rank 0 of 2"),
         ([*both, levels[0]], per_host, r"rank 1 needs one of the ranks \[1, 3\] .*got none"),
@@ -250,29 +250,29 @@ def test_groups_of_levels_must_be_those_of_the_levels(rank: Rank) -> None:
         assert rank.rank != 1 or re.search(says, told), told
 
 
-@pytest.mark.parametrize("hosts", ["aabb", "abab", "aaab", "aaaa", "abcd"])
-def test_the_hosts_of_all_ranks_decide(hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("nodes", ["aabb", "abab", "aaab", "aaaa", "abcd"])
+def test_the_nodes_of_all_ranks_decide(nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What every rank calls its host is gathered, and the groups follow."""
     here = threading.local()
-    monkeypatch.setattr(networks, "this_host", lambda: here.name)
-    tree = TREES[hosts]
+    monkeypatch.setattr(networks, "host_name", lambda: here.name)
+    tree = TREES[nodes]
 
     def body(rank: Rank) -> None:
-        here.name = hosts[rank.rank]
+        here.name = nodes[rank.rank]
         reducer = attached(rank, tree)
         reducer.close()
         topology = reducer.network.topology
         assert (topology.intra_group is None) == (reducer.network.intra is None) == (tree is None)
-        beside = [r for r, host in enumerate(hosts) if host == here.name]
+        beside = [r for r, node in enumerate(nodes) if node == here.name]
         assert topology.local_ranks == tuple(beside)
 
-    run_threads(body, len(hosts))
+    run_threads(body, len(nodes))
 
 
 ORDERS = [[[0, 1], [2, 3]], [[1, 0], [3, 2]], [[2, 3], [0, 1]], [[1, 0], [2, 3]], [[3, 0], [1, 2]]]
 OF_TORCH: list[dict[str, Any]] = [
     *({"rank_groups": tree, "hierarchical": True} for tree in ORDERS),
-    *[{"ranks_per_host": 2, "hierarchical": "leader"}] * 2,
+    *[{"ranks_per_node": 2, "hierarchical": "leader"}] * 2,
     *[{"rank_groups": [[0, 1, 2], [3]]}] * 2,
     {"hierarchical": False},
 ]

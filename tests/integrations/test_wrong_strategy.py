@@ -53,13 +53,13 @@ def test_arguments_of_sharded_models(arguments: dict[str, Any], says: str) -> No
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"replicas": "host"}, "all ranks of a host are one worker; leave it out"),
+        ({"replicas": "node"}, "all ranks of a node are one worker; leave it out"),
         ({"method": "post_local_sgd", "ddp_steps": 9}, "got ddp_steps=9; leave it out"),
         ({"tensor_parallel_size": 2}, "got tensor_parallel_size=2; leave it out"),
         ({"parameters": "int8"}, "parameters='int8' has no effect on local updates of a sharded"),
         ({"hierarchical": True}, "each rank exchanges its shard; leave it out"),
         ({"rank_groups": [[0, 1], [2]]}, "replicate_size is the number of workers"),
-        ({"ranks_per_host": 2}, "replicate_size is the number of workers"),
+        ({"ranks_per_node": 2}, "replicate_size is the number of workers"),
         ({"commit": "deferred"}, "commit='deferred' has no effect"),
         ({"compile_kernels": True}, "compile nothing, so leave it out"),
         ({"recovery": "in_process"}, "each keeps a part of it"),
@@ -178,7 +178,7 @@ LOCAL = (
     "valid names: evaluate, method, sync_every, fragments, overlap_steps, mixing, ddp_steps, "
     "outer_lr, outer_momentum, outer_optimizer, outer_schedule, replicas, offload, weigh_by, "
     "codec, error_feedback, hierarchical, min_compress_numel, start_step, compile_kernels, "
-    "ranks_per_host, rank_groups, commit, delay, exchange_timeout, recovery, mirror_residuals, "
+    "ranks_per_node, rank_groups, commit, delay, exchange_timeout, recovery, mirror_residuals, "
     "and those of DDPStrategy"
 )
 LOCAL_SHARDED = (
@@ -270,7 +270,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"error_feedback": "yes"}, "error_feedback must be True, False or 'auto', got 'yes'$"),
     ({"hierarchical": 2}, "hierarchical must be 'auto', True, False or 'leader', got 2"),
-    ({"ranks_per_host": 0}, "ranks_per_host must be 1 or more ranks, got 0"),
+    ({"ranks_per_node": 0}, "ranks_per_node must be 1 or more ranks, got 0"),
     ({"rank_groups": [0, 1]}, r"rank_groups must be groups of ranks .* got \[0, 1\]"),
     (
         {"min_compress_numel": -1},

@@ -31,7 +31,7 @@ from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.units import table
 from lightning_dist.reducer.units.base import CommUnit, decode_all, staggered
 from lightning_dist.topology import Topology
-from lightning_dist.topology.groups import hosts_of
+from lightning_dist.topology.groups import nodes_of
 
 passes = pytest.importorskip("lightning_dist.kernels.triton.passes")
 
@@ -79,14 +79,14 @@ def planner_of(
 ) -> Planner:
     ranks = list(range(world_size))
     rank = world_size - 1
-    hosts = tuple(f"host{of // per_host}" for of in ranks)
+    nodes = tuple(f"node{of // per_host}" for of in ranks)
     channel = Channel(group_of(ranks, rank))
-    topology, cpu = Topology(hosts, rank), torch.device("cpu")
+    topology, cpu = Topology(nodes, rank), torch.device("cpu")
     network = Network(channel, channel, topology, cpu, plans_for=plans_for)
     if per_host > 1:
         tree = [ranks[i : i + per_host] for i in range(0, world_size, per_host)]
         network = in_levels(
-            network, hosts_of(tree), leader=False, new_group=lambda of: group_of(of, rank)
+            network, nodes_of(tree), leader=False, new_group=lambda of: group_of(of, rank)
         )
     return Planner(
         network,
@@ -160,7 +160,7 @@ def counted(
         *((size, 1, 1000, (6, 9)) for size in (2, 3, 8)),
         *((size, per_host, 0, (10, 10)) for size, per_host in ((4, 2), (8, 2), (8, 4))),
         *((size, per_host, 1000, (10, 12)) for size, per_host in ((4, 2), (8, 4))),
-        # Three hosts reduce payloads between them; the deferred commit encodes and reduces again.
+        # Three nodes reduce payloads between them; the deferred commit encodes and reduces again.
         (6, 2, 1000, (12, 15)),
     ],
 )

@@ -249,7 +249,7 @@ def test_compiling_ahead_changes_nothing() -> None:
 
 
 def test_shares_of_any_size_follow_each_other() -> None:
-    """As inside a host: every owner has other slices, and perhaps none."""
+    """As inside a node: every owner has other slices, and perhaps none."""
     codec = Int8(block_size=64)
     slices = laid_out(500, 130, 64)
     shares = [slices[:2], [], slices[2:]]
@@ -328,7 +328,7 @@ _SPIKES = st.tuples(
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("dtype", GRADIENT_DTYPES)
 def test_uncompressed_payloads_are_added_in_their_order(dtype: torch.dtype, wide: bool) -> None:
-    """Inside a host, into a share that may be wider than what travels."""
+    """Inside a node, into a share that may be wider than what travels."""
     codec = NoCompression()
     eager = Passes(codec, NoMemory(), Factors(mean=1 / 3), 3)
     rows = hard_numbers(3 * 5008, seed=1, dtype=dtype).view(3, 5008)

@@ -1,4 +1,4 @@
-"""One rank: print what it finds of the links between hosts, or of planted clocks, as JSON.
+"""One rank: print what it finds of the links between nodes, or of planted clocks, as JSON.
 
 Arguments: ``links`` or ``burst``, in Mbit/s; or ``clocks`` and rows of :func:`read_row`.
 """
@@ -67,7 +67,7 @@ def links() -> dict[str, Any]:
 
 
 def burst() -> list[float]:
-    """What hosts, and pairs of them, are measured to send, with a pause before each use."""
+    """What nodes, and pairs of them, are measured to send, with a pause before each use."""
     meet = dist.all_reduce
 
     def pausing(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -77,10 +77,10 @@ def burst() -> list[float]:
         return found
 
     dist.all_reduce = pausing
-    hosts = [str(rank) for rank in range(dist.get_world_size())]
+    nodes = [str(rank) for rank in range(dist.get_world_size())]
     return [
         each.sent * 8e-6 / each.seconds
-        for each in measure_links(dist.new_group(), hosts=hosts, name="flat")
+        for each in measure_links(dist.new_group(), nodes=nodes, name="flat")
         if isinstance(each, LinkRecord)
     ]
 

@@ -22,8 +22,8 @@ MS = 1_000_000
 MEANS = dict(zip(PARTS, (2.1, 20.4, 41.0, 12.3, 30.8, 3.2, 0.6, 5.0, 0.9), strict=True))
 
 
-def hosts_of(ranks: int) -> list[str]:
-    """Two ranks on every host, or one if there are two."""
+def nodes_of(ranks: int) -> list[str]:
+    """Two ranks on every node, or one if there are two."""
     return [f"node-{rank // 2 if ranks > 2 else rank:02d}.cluster" for rank in range(ranks)]
 
 
@@ -111,10 +111,10 @@ def a_summary(
     ranks: int = 2,
     steps: int = 120,
     late: int = 1,
-    hosts: Sequence[str] | None = None,
+    nodes: Sequence[str] | None = None,
 ) -> Summary:
-    """Everything was measured, except the bandwidth inside hosts."""
-    hosts = hosts or hosts_of(ranks)
+    """Everything was measured, except the bandwidth inside nodes."""
+    nodes = nodes or nodes_of(ranks)
     rng = random.Random(2)
     return Summary(
         headline=(
@@ -126,7 +126,7 @@ def a_summary(
             "backend": "gloo",
             "device": "cpu",
             "world_size": ranks,
-            "hosts": list(hosts),
+            "nodes": list(nodes),
             "script": "/home/me/train.py",
             "started": "2026-11-22T22:24:05+00:00",
             "versions": {"torch": "2.13.0", "lightning": "2.6.6"},
@@ -142,7 +142,7 @@ def a_summary(
         ranks=[
             RankSummary(
                 rank,
-                hosts[rank],
+                nodes[rank],
                 step_ms=116.3 + rng.random(),
                 exposed_ms=46 + rng.random(),
                 wait_ms=0.4 if rank == late else 12 + rng.random(),
@@ -177,7 +177,7 @@ def a_summary(
             for a in range(ranks)
             for b in range(ranks)
             if a != b
-            for seconds in [0.004 if hosts[a] == hosts[b] else 0.33 + 0.1 * rng.random()]
+            for seconds in [0.004 if nodes[a] == nodes[b] else 0.33 + 0.1 * rng.random()]
         ],
         notes=["rank 1 is missing from step 119 on"],
         predictions=a_whatif(ranks=ranks),

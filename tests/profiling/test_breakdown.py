@@ -62,7 +62,7 @@ def test_a_planted_delay_is_what_the_others_waited(late: float, shift: dict[int,
 
 def test_collectives_that_hold_up_a_pass_are_exposed() -> None:
     """FSDP's own, planted in the forward pass: rank 1 comes to it 4 ms late."""
-    usual = Planted(hosts=("host-a",)).run()
+    usual = Planted(nodes=("node-a",)).run()
     run = usual
     for rank, came in ((0, 5), (1, 9)):
         of_rank = run.ranks[rank]
@@ -147,8 +147,8 @@ def test_without_a_comparison_of_clocks_durations_say_who_waited() -> None:
     assert punctual.waited_for == {1: 50 * MS}
     assert punctual.parts["exposed_transfer"] == 60 * MS
     assert tardy.waited_for == {}
-    # On one host all processes read the same clock.
-    same = Planted(late={1: 50}, hosts=["host-a"], uncertainty=None).run()
+    # On one node all processes read the same clock.
+    same = Planted(late={1: 50}, nodes=["node-a"], uncertainty=None).run()
     assert analyse(same, 0)[0].waited_for == {1: 50 * MS}
 
 
@@ -194,7 +194,7 @@ def drawn_run(rng: random.Random) -> Run:
     for rank in range(4):
         offset = rng.randrange(-1000, 1000)
         groups = {n: next(g for g in of if rank in g) for n, of in GROUPS.items()}
-        about = RankRecord(rank, 4, f"host-{rank // 2}", groups, clock=0, unix=0.0)
+        about = RankRecord(rank, 4, f"node-{rank // 2}", groups, clock=0, unix=0.0)
         steps = {}
         if rng.random() < 0.95:
             steps[0] = drawn_step(rng, begin=rng.randrange(10) - offset)

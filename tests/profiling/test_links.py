@@ -1,4 +1,4 @@
-"""Measured bandwidth and clocks: threads, planted links and offsets, hosts that share a link."""
+"""Measured bandwidth and clocks: threads, planted links and offsets, nodes that share a link."""
 
 import json
 import time
@@ -19,7 +19,7 @@ from worlds import Rank, run_threads
 
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable, shape
 from lightning_dist.profiling import clocks
-from lightning_dist.profiling.analysis.notes import ONE_HOST
+from lightning_dist.profiling.analysis.notes import ONE_NODE
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.capture.events import BurstRecord, ClockRecord, LinkRecord, Span
 from lightning_dist.profiling.clocks import read_offset
@@ -29,7 +29,7 @@ from lightning_dist.profiling.whatif.observe import observe
 
 SCRIPT = Path(__file__).with_name("linked_hosts.py")
 FAST, SLOW = 200.0, 100.0
-"""Of the links of hosts 0 and 1, and of host 2, in Mbit/s."""
+"""Of the links of nodes 0 and 1, and of node 2, in Mbit/s."""
 PAYLOAD = 1448 / 1514
 """Of a full frame, which is what the shaper counts: the rest is headers."""
 NEAR = 0.2
@@ -84,7 +84,7 @@ def test_a_burst_is_not_the_rate_of_a_link(quick_python: list[str]) -> None:
     except TestbedUnavailable as reason:
         pytest.skip(str(reason))
     rates = [rate for text in printed for rate in json.loads(text.strip().splitlines()[-1])]
-    assert len(rates) == 4  # of all hosts on each of them, and of the pairs
+    assert len(rates) == 4  # of all nodes on each of them, and of the pairs
     assert max(rates) < (1 + NEAR) * 1000 * PAYLOAD
 
 
@@ -161,9 +161,9 @@ RATE = SENT * 8 / (TOOK * MS)  # Gbit/s
 
 
 def taking_turns(*, apart: int = TOOK) -> Run:
-    """Two hosts of two ranks: on each the second begins to send ``apart`` ms after the first."""
-    hosts, shift = ["a", "a", "b", "b"], {2: 700.0, 3: 700.0}
-    run = Planted(world_size=4, hosts=hosts, shift=shift, buckets=1, sent=SENT).run()
+    """Two nodes of two ranks: on each the second begins to send ``apart`` ms after the first."""
+    nodes, shift = ["a", "a", "b", "b"], {2: 700.0, 3: 700.0}
+    run = Planted(world_size=4, nodes=nodes, shift=shift, buckets=1, sent=SENT).run()
 
     def later(span: Span, turn: int) -> Span:
         begin = span.begin + turn * apart * MS
@@ -304,7 +304,7 @@ LINKED: dict[str, dict[str, Any]] = {
     "busy": {"shifts": [0, HOUR], "machines": FOUR, "busy": 1_000_000},
     "what the kernel says": {"shifts": [0, 0]},
 }
-"""Of two hosts with 200 Mbit/s each."""
+"""Of two nodes with 200 Mbit/s each."""
 Reading = dict[str, int]
 Readings = dict[str, Sequence[Reading]]
 
@@ -429,5 +429,5 @@ def test_clocks_that_were_never_compared_are_reported() -> None:
     ]
     assert summary.straggler == 1
     assert summary.ranks[0].wait_ms == pytest.approx(50)
-    # Processes of one host read the same clock.
-    assert summarize(Planted(hosts=["host-a"], uncertainty=None).run()).notes == [ONE_HOST]
+    # Processes of one node read the same clock.
+    assert summarize(Planted(nodes=["node-a"], uncertainty=None).run()).notes == [ONE_NODE]

@@ -183,12 +183,12 @@ def test_the_matrix_has_all_bits_over_all_seconds() -> None:
 
 
 def test_hosts_are_listed_once_with_their_number_of_ranks() -> None:
-    rows = run_table(a_summary(ranks=3, hosts=["vm", "vm", "b"])).rows
-    assert ("hosts", "vm (2 ranks), b (1 rank)") in rows
+    rows = run_table(a_summary(ranks=3, nodes=["vm", "vm", "b"])).rows
+    assert ("nodes", "vm (2 ranks), b (1 rank)") in rows
 
 
-def test_names_of_hosts_are_escaped_once() -> None:
-    page = body_of(a_summary(steps=4, hosts=["a&b", "<c>"]))
+def test_names_of_nodes_are_escaped_once() -> None:
+    page = body_of(a_summary(steps=4, nodes=["a&b", "<c>"]))
     assert "to &lt;c&gt;</th>" in page
     assert "to a&amp;b</th>" in page
 
@@ -349,7 +349,7 @@ def test_what_is_not_known_is_no_zero() -> None:
     ddp = summarize(Planted(codec="ddp", encode=0, decode=0).run())
     assert rows(ddp)["exposed codec"].startswith("n/a")
     assert rows(missing)["link bandwidth"] == "n/a no link was measured"
-    assert rows(missing)["0"] == "host-a 100 33.0 n/a n/a reference"
+    assert rows(missing)["0"] == "node-a 100 33.0 n/a n/a reference"
     alone = rows(summarize(Planted(world_size=1, buckets=0).run()))
     assert alone["bytes sent"] == "n/a one rank sends nothing"
     assert alone["overlap"] == "n/a one rank exchanges nothing"
@@ -358,7 +358,7 @@ def test_what_is_not_known_is_no_zero() -> None:
     assert "no step was recorded in detail on all ranks" in found["parts"]
     assert found["exposed communication"] == reason
     assert not {"forward", "exposed transfer"} & set(found)
-    assert found["0"] == "host-a 100 n/a n/a n/a reference"
+    assert found["0"] == "node-a 100 n/a n/a n/a reference"
 
 
 def test_of_many_ranks_only_the_worst() -> None:

@@ -269,7 +269,7 @@ def test_text_of_the_run_is_only_text(browser: Any, tmp_path: Path) -> None:
 
 
 def hostile() -> Summary:
-    summary = a_summary(ranks=len(HOSTILE), steps=6, hosts=HOSTILE)
+    summary = a_summary(ranks=len(HOSTILE), steps=6, nodes=HOSTILE)
     return replace(
         summary,
         headline=" ".join(HOSTILE),

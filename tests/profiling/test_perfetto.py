@@ -29,7 +29,7 @@ async question => {
   return rows;
 }
 """
-HOSTS = ("host-a", "host-b")
+HOSTS = ("node-a", "node-b")
 Ask = Callable[[str], list[list[Any]]]
 
 
@@ -89,15 +89,15 @@ def test_every_span_is_drawn_as_long_as_it_was(ask: Ask, told: list[Timeline]) -
         "thread using (utid) join process using (upid) where thread.name = 'codec' or thread.name "
         "like 'exchange%' and slice.depth = 0"
     )
-    for rank, host in enumerate(HOSTS):
-        drawn = [duration for process, duration in rows if process == f"rank {rank} @ {host}"]
+    for rank, node in enumerate(HOSTS):
+        drawn = [duration for process, duration in rows if process == f"rank {rank} @ {node}"]
         planted = [span.end - span.begin for step in told for span in step.spans[rank]]
         assert sorted(drawn) == pytest.approx(sorted(planted), abs=1000), "it has microseconds"
 
 
 def test_arrows_come_from_the_rank_that_was_waited_for(ask: Ask, told: list[Timeline]) -> None:
     waits = [
-        [f"rank 1 @ host-b, {span.op} {span.bucket}", "rank 0 @ host-a, transfer"]
+        [f"rank 1 @ node-b, {span.op} {span.bucket}", "rank 0 @ node-a, transfer"]
         for step in told
         for span in step.spans[0]
         if span.last == 1 and span.arrival is not None and span.begin < span.arrival < span.end

@@ -160,7 +160,7 @@ def test_foreign_lines_are_left_out(tmp_path: Path, line: bytes) -> None:
         {"groups": [0, 1]},
         {"groups": {"flat": 2}},
         {"groups": {"flat": [[0], 1]}},
-        {"host": ["a"]},
+        {"node": ["a"]},
         {"codec": None},
         {"versions": 2},
         {"schema": "1"},

@@ -246,7 +246,7 @@ def test_a_rank_that_waits_longer_than_half_as_long_is_reported_too() -> None:
 
 
 def test_a_late_rank_may_wait_more_than_those_that_wait_for_it() -> None:
-    """As one whose gradients the leader of its host exchanges: it waits for the leader's links."""
+    """As one whose gradients the leader of its node exchanges: it waits for the leader's links."""
 
     def phases(waited: int) -> list[PhaseSkew]:
         """Rank 1 waits so long for rank 0, whose data take 200 ns longer in every step."""

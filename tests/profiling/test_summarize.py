@@ -47,7 +47,7 @@ def test_a_planted_run_in_numbers() -> None:
         "backend": "gloo",
         "device": "cpu",
         "world_size": 2,
-        "hosts": ["host-a", "host-b"],
+        "nodes": ["node-a", "node-b"],
         "script": "",
         "started": "2027-01-15T08:00:00+00:00",
         "versions": {"torch": "2.13.0"},
@@ -58,7 +58,7 @@ def test_a_planted_run_in_numbers() -> None:
 def test_ranks_of_a_planted_run() -> None:
     summary = summarize(Planted(world_size=4, late={1: 30, 3: 70}, shift={2: -9}).run())
     assert [each.rank for each in summary.ranks] == [0, 1, 2, 3]
-    assert [each.host for each in summary.ranks] == ["host-a", "host-b"] * 2
+    assert [each.node for each in summary.ranks] == ["node-a", "node-b"] * 2
     assert [each.wait_ms for each in summary.ranks] == pytest.approx([70, 40, 70, 0])
     assert [each.waited_for_ms for each in summary.ranks] == pytest.approx([0, 0, 0, 180])
     assert [each.exposed_ms for each in summary.ranks] == pytest.approx([103, 73, 103, 33])
@@ -118,10 +118,10 @@ def test_rates_are_over_the_time_in_which_something_moved() -> None:
         assert each.intra_gbps is None
 
 
-@pytest.mark.parametrize("hosts", [("host-a", "host-b"), ("host-a",)])
-def test_a_rank_that_is_done_first_still_sends(hosts: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("nodes", [("node-a", "node-b"), ("node-a",)])
+def test_a_rank_that_is_done_first_still_sends(nodes: tuple[str, ...]) -> None:
     """Rank 1 has what rank 0 sent it 10 ms before its own bytes are there."""
-    run = Planted(hosts=hosts, shift={1: 7}).run()
+    run = Planted(nodes=nodes, shift={1: 7}).run()
 
     def first(step: StepRecord) -> StepRecord:
         earlier = [
@@ -152,7 +152,7 @@ def test_the_peak_is_of_links_between_hosts_if_there_are_any() -> None:
 
 
 def inside_first(run: Run) -> Run:
-    """Of 2 hosts of 2 ranks: buckets 0 and 1 go inside the host, 2 and 3 between hosts."""
+    """Of 2 nodes of 2 ranks: buckets 0 and 1 go inside the node, 2 and 3 between nodes."""
 
     def inside(step: StepRecord) -> StepRecord:
         spans = [
@@ -171,8 +171,8 @@ def inside_first(run: Run) -> Run:
 
 
 def test_rates_are_over_what_can_carry_them() -> None:
-    """Half of the bytes, in half of the buckets, stay in a host: the link has the rest."""
-    summary = summarize(inside_first(Planted(world_size=4, hosts=["a", "a", "b", "b"]).run()))
+    """Half of the bytes, in half of the buckets, stay in a node: the link has the rest."""
+    summary = summarize(inside_first(Planted(world_size=4, nodes=["a", "a", "b", "b"]).run()))
     for each in summary.ranks:
         # From 33 to 63 ms, and from 53 to 93 ms: they queue behind one another.
         assert each.intra_gbps == pytest.approx(2e6 * 8 / 30e6)
@@ -285,11 +285,11 @@ def test_of_steps_with_many_spans_fewer_are_looked_at(spans: int, looked_at: int
 
 
 def test_ranks_of_a_host_share_its_link() -> None:
-    """2 hosts of 2 ranks: 15 ms a bucket for 2 MB, of a link that can do as much."""
-    run = Planted(world_size=4, hosts=["a", "a", "b", "b"]).run()
+    """2 nodes of 2 ranks: 15 ms a bucket for 2 MB, of a link that can do as much."""
+    run = Planted(world_size=4, nodes=["a", "a", "b", "b"]).run()
     run = replaced(run, 0, links=[LinkRecord("flat", sent=4_000_000, seconds=0.03, peer=2)])
     traffic = summarize(run).traffic
-    # From 33 to 93 ms, two ranks of each host: 8 MB.
+    # From 33 to 93 ms, two ranks of each node: 8 MB.
     assert traffic.wire_gbps == pytest.approx(8e6 * 8 / 60e6)
     assert traffic.link_utilization == pytest.approx(1.0)
     assert traffic.wire_bytes == 4e6
@@ -299,7 +299,7 @@ LATE = Planted(late={1: 50}).run()
 NO_STEPS = Planted(steps=0).run()
 THREE = Planted(world_size=3, steps=40, late={1: 50}).run()
 FOUR_STEPS = Planted(steps=4).run()
-HOSTS = Planted(world_size=4, hosts=["a", "a", "b", "b"]).run()
+HOSTS = Planted(world_size=4, nodes=["a", "a", "b", "b"]).run()
 TURNS = [Planted(world_size=3, steps=8, late={late: 40}).run() for late in range(3)]
 
 
@@ -340,7 +340,7 @@ RUNS = {
     "no detailed step": bare(Planted().run(), buckets=(), spans=(), detailed=False),
     "one of two ranks": only(LATE, 0),
     "rank 1 of three is missing": only(THREE, 0, 2),
-    "rank 3 of two hosts is missing": only(HOSTS, 0, 1, 2),
+    "rank 3 of two nodes is missing": only(HOSTS, 0, 1, 2),
     "rank 1 ends after 17 steps": with_steps(THREE, 1, *range(17)),
     "rank 1 ends after 38 steps": with_steps(THREE, 1, *range(38)),
     "rank 1 has a gap": with_steps(THREE, 1, *range(10), *range(20, 40)),

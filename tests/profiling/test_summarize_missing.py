@@ -92,7 +92,7 @@ def test_missing_ranks() -> None:
     run = Run({rank: each for rank, each in run.ranks.items() if rank != 1}, ["nothing of rank 1"])
     summary = summarize(run)
     assert summary.notes == ["nothing of rank 1", summary.unavailable["exposed_wait"]]
-    assert summary.run["hosts"] == ["host-a", None, "host-a"]
+    assert summary.run["nodes"] == ["node-a", None, "node-a"]
     assert summary.exposed_ms == pytest.approx(83)
     told = json.loads(to_json(summary.as_dict()))
     assert (told["breakdown_ms"]["exposed_wait"], told["detailed_step_ms"]) == (
@@ -168,7 +168,7 @@ def test_the_first_error_is_reported_first_whichever_clock_is_ahead() -> None:
 
 
 def test_half_a_run_has_no_rate() -> None:
-    run = Planted(world_size=4, hosts=["a", "a", "b", "b"]).run()
+    run = Planted(world_size=4, nodes=["a", "a", "b", "b"]).run()
     summary = summarize(Run({rank: each for rank, each in run.ranks.items() if rank != 3}))
     assert summary.traffic is not None
     assert summary.traffic.wire_bytes == 4e6  # of a rank, of those that are there

@@ -105,10 +105,10 @@ def table(folder: Path, run: Run) -> list[dict[str, str]]:
 
 def test_a_row_for_every_step_and_rank(tmp_path: Path) -> None:
     steps = table(tmp_path, Planted(late={1: 30}, shift={1: 500}).run())
-    assert [(row["step"], row["rank"], row["host"]) for row in steps] == [
-        (str(step), str(rank), host)
+    assert [(row["step"], row["rank"], row["node"]) for row in steps] == [
+        (str(step), str(rank), node)
         for step in range(6)
-        for rank, host in enumerate(("host-a", "host-b"))
+        for rank, node in enumerate(("node-a", "node-b"))
     ]
     assert [row["in_summary"] for row in steps] == ["0"] * 4 + ["1"] * 8
     assert float(steps[0]["begin_ms"]) == float(steps[1]["begin_ms"]) == 0.0
@@ -159,14 +159,14 @@ def test_what_was_not_measured_is_no_zero(tmp_path: Path) -> None:
 
 
 def test_columns_of_times_have_units() -> None:
-    named = {*STEP_COLUMNS} - {"step", "rank", "host", "in_summary"}
+    named = {*STEP_COLUMNS} - {"step", "rank", "node", "in_summary"}
     assert {name.rsplit("_", 1)[-1] for name in named} == {"ms"}
 
 
 def test_names_that_would_break_a_row_do_not(tmp_path: Path) -> None:
-    run = Planted(world_size=1, steps=3, hosts=['a,"b"\nc']).run()
+    run = Planted(world_size=1, steps=3, nodes=['a,"b"\nc']).run()
     steps = table(tmp_path, run)
-    assert {row["host"] for row in steps} == {'a,"b"\nc'}
+    assert {row["node"] for row in steps} == {'a,"b"\nc'}
 
 
 def test_nothing_recorded_is_a_table_without_rows(tmp_path: Path) -> None:

@@ -150,9 +150,9 @@ LATE = {  # rank 1 comes 30 ms after rank 0; both encode for 2 ms and decode for
 
 
 def test_ranks_are_processes_in_order(drawn: Any) -> None:
-    events = drawn(step(LATE), about={0: "host-a", 1: "host-b", 2: "host-b"})
+    events = drawn(step(LATE), about={0: "node-a", 1: "node-b", 2: "node-b"})
     names = {event["pid"]: event["args"]["name"] for event in of(events, name="process_name")}
-    assert names == {0: "rank 0 @ host-a", 1: "rank 1 @ host-b", 2: "rank 2 @ host-b"}
+    assert names == {0: "rank 0 @ node-a", 1: "rank 1 @ node-b", 2: "rank 2 @ node-b"}
     order = of(events, name="process_sort_index")
     assert {event["pid"]: event["args"]["sort_index"] for event in order} == {0: 0, 1: 1, 2: 2}
     tracks = [event["args"]["name"] for event in of(events, name="thread_name", rank=1)]
@@ -301,12 +301,12 @@ def test_every_backward_pass_of_a_step_has_its_exposed_part(drawn: Any) -> None:
 
 
 def test_no_steps_are_a_trace_too(drawn: Any) -> None:
-    assert of(drawn(about={0: "host-a"}), ph="X") == []
+    assert of(drawn(about={0: "node-a"}), ph="X") == []
 
 
 def test_equal_steps_are_equal_bytes(tmp_path: Path) -> None:
     for name in ("one", "other"):
-        write_trace(tmp_path / name, [step(LATE)], {0: "host-a"})
+        write_trace(tmp_path / name, [step(LATE)], {0: "node-a"})
     one = (tmp_path / "one").read_bytes()
     assert one == (tmp_path / "other").read_bytes()
     assert one[4:8] == bytes(4), "the time of writing is in the file"

@@ -79,7 +79,7 @@ def test_a_codec_shares_the_core_of_a_run_that_had_one_for_each_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    "planted", [DDP, replace(DDP, late={1: 50}), replace(DDP, hosts=("a",)), CHUNK]
+    "planted", [DDP, replace(DDP, late={1: 50}), replace(DDP, nodes=("a",)), CHUNK]
 )
 def test_the_run_itself_is_predicted(planted: Planted) -> None:
     found = asked(planted)
@@ -129,18 +129,18 @@ def test_bytes_and_times_of_the_runs_own_codec_are_those_of_the_run() -> None:
     assert found.scenarios[0].source == "as in this run, while training"
 
 
-def test_other_numbers_of_hosts() -> None:
+def test_other_numbers_of_nodes() -> None:
     observed = observe(DDP.run())
-    for hosts in (64, 4):
-        there = elsewhere(observed.scenario, hosts=hosts)
+    for nodes in (64, 4):
+        there = elsewhere(observed.scenario, nodes=nodes)
         scenarios = [replace(there, codec=codec) for codec in ("ddp", "fp16")]
         found = predict(observed, scenarios, costs=COSTS).scenarios
-        assert [(each.hosts, each.codec, each.position) for each in found] == [
-            (hosts, "fp16", 1),
-            (hosts, "ddp", 2),
+        assert [(each.nodes, each.codec, each.position) for each in found] == [
+            (nodes, "fp16", 1),
+            (nodes, "ddp", 2),
         ]
         fp16, ddp = found
-        assert ddp.sent_mb == pytest.approx(16 * 2 * (hosts - 1) / hosts)
+        assert ddp.sent_mb == pytest.approx(16 * 2 * (nodes - 1) / nodes)
         assert ddp.change == 0.0
         assert fp16.change == pytest.approx(fp16.step_ms / ddp.step_ms - 1)
 
@@ -187,15 +187,15 @@ def test_what_is_not_known_is_none_and_says_why() -> None:
 
 
 def test_from_one_host_nothing_is_known_of_links_between_hosts() -> None:
-    one = replace(DDP, hosts=("a",))
+    one = replace(DDP, nodes=("a",))
     with pytest.raises(ValueError, match="give the rate of a link between nodes with --link-gbps"):
-        only(one, hosts=4)
-    given = only(one, hosts=4, link_gbps=1.0)
+        only(one, nodes=4)
+    given = only(one, nodes=4, link_gbps=1.0)
     assert given.step_ms is not None
     assert given.world_size == 8
     run = with_bursts(one.run(), latency_ms=0.2)
     here, free, late = (
-        asked(run, {}, hosts=64, link_gbps=10.0, latency_us=us) for us in (None, 0.0, 1e3)
+        asked(run, {}, nodes=64, link_gbps=10.0, latency_us=us) for us in (None, 0.0, 1e3)
     )
     assert here.scenarios[0].step_ms == free.scenarios[0].step_ms
     assert late.scenarios[0].step_ms > free.scenarios[0].step_ms
@@ -311,7 +311,7 @@ LOCAL_STEPS = about(bare(DDP.run(), buckets=(), detailed=False), sync_every=16)
             "cannot be simulated: the cost of sign was not measured",
         ),
         (lambda: replace(PLACE, form="ring"), "form must be one of flat, hierarchical, leader"),
-        (lambda: elsewhere(PLACE, hosts=1), "nodes must be 2 or more"),
+        (lambda: elsewhere(PLACE, nodes=1), "nodes must be 2 or more"),
         (lambda: elsewhere(PLACE, link_gbps=0.0), "link_gbps must be above 0"),
         (lambda: elsewhere(PLACE, inside_gbps=nan), "inside_gbps must be above 0"),
         (lambda: elsewhere(PLACE, latency_us=-1.0), "latency_us must be 0 or more"),
@@ -334,7 +334,7 @@ def test_what_cannot_be_is_refused(call: Callable[[], object], rule: str) -> Non
 
 def test_local_steps_cross_hosts_by_levels_where_those_have_several_ranks() -> None:
     observed = observe(DDP.run())
-    hosts = replace(observed.scenario, counts=(2, 2), inside=Link(1e9))
-    found = local_scenarios(observed, hosts, costs=COSTS, sync_every=[8])
+    nodes = replace(observed.scenario, counts=(2, 2), inside=Link(1e9))
+    found = local_scenarios(observed, nodes, costs=COSTS, sync_every=[8])
     assert {each.form for each in found} == {"hierarchical"}
     assert {each.codec for each in found} == {"none", "fp16", "int8"}

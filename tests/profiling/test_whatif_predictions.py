@@ -118,7 +118,7 @@ def test_the_own_codec_comes_first_and_one_that_fails_is_no_reason_to_end(
     assert calls == ["none", "int8", *(n for n in CANDIDATES if n not in ("none", "int8"))]
     assert set(found.by_name) == {*CANDIDATES} - {"sign"}
     assert found.reason == "measuring sign failed: RuntimeError: no sign"
-    assert found.by_name["int8"].source == "on host-a after this run"
+    assert found.by_name["int8"].source == "on node-a after this run"
 
 
 def test_it_begins_with_nothing_more_when_its_time_is_over(calls: list[str]) -> None:
@@ -293,7 +293,7 @@ def test_costs_that_were_not_measured_are_reported() -> None:
 
 
 def test_each_reason_for_a_missing_prediction_is_reported_once() -> None:
-    run = replace(DDP, world_size=4, hosts=("a",)).run()
+    run = replace(DDP, world_size=4, nodes=("a",)).run()
     found = with_whatif(summarize(run), run, lambda observed: Costs(COSTS))
     table = whatif_table(found)
     assert "4 ranks on 1 node, " in table.caption

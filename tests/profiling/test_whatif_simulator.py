@@ -162,19 +162,19 @@ def test_with_one_core_the_codec_takes_time_from_the_backward_pass() -> None:
 def test_bytes_are_those_of_the_exchanges() -> None:
     size = 1200
     for counts in [(1, 1), (1, 1, 1), (2, 2), (3, 1), (3, 1, 1), (2, 2, 2)]:
-        hosts = tuple(f"h{host}" for host, count in enumerate(counts) for _ in range(count))
+        nodes = tuple(f"h{node}" for node, count in enumerate(counts) for _ in range(count))
         for exchange in ("allreduce", "gather", "two_shot"):
-            sent = dict.fromkeys(hosts, 0)
-            for rank, host in enumerate(hosts):
-                topology = Topology(hosts, rank)
+            sent = dict.fromkeys(nodes, 0)
+            for rank, node in enumerate(nodes):
+                topology = Topology(nodes, rank)
                 if exchange == "allreduce":
                     of_rank = traffic.ring_allreduce(size, topology)
-                elif exchange == "gather" or len(hosts) == 2:
+                elif exchange == "gather" or len(nodes) == 2:
                     of_rank = traffic.ring_all_gather(size, topology)
                 else:
                     of_rank = traffic.all_to_all(size, topology)
-                    of_rank += traffic.ring_all_gather(size // len(hosts), topology)
-                sent[host] += of_rank.inter
+                    of_rank += traffic.ring_all_gather(size // len(nodes), topology)
+                sent[node] += of_rank.inter
             found = sum(each.nbytes for each in collectives(exchange, size, counts))
             assert found == pytest.approx(max(sent.values())), (exchange, counts)
 
@@ -297,7 +297,7 @@ def test_shards_cross_a_link_side_by_side() -> None:
     step = simulate_step([Bucket(1.0, 100_000)], of, cost=cost)
     assert step.done == pytest.approx(1.0 + 0.1 + 0.2 + 0.4)
     assert step.sent == 200_000
-    # Three hosts: two thirds of it to the others, their part decoded and encoded, and on again.
+    # Three nodes: two thirds of it to the others, their part decoded and encoded, and on again.
     three = simulate_step([Bucket(1.0, 100_000)], replace(of, counts=(2, 2, 2)), cost=cost)
     assert three.sent == pytest.approx(2 * 100_000 * (2 / 3 + 2 / 3))
 
@@ -341,9 +341,9 @@ def test_shards_of_all_ranks_elsewhere() -> None:
     assert own.step_ms == pytest.approx(
         by_hand(GATHER, SCATTER, codec_ms=26 + three_rounds, rate=RATE / 4)
     )
-    # Eight ranks: 7/8 of a group of four shards of before, and 2 * 6/8 of it to other hosts. What
+    # Eight ranks: 7/8 of a group of four shards of before, and 2 * 6/8 of it to other nodes. What
     # each encodes for the gather is half as much.
-    wide = asked(all_ranks(), "int8", hosts=4).scenarios
+    wide = asked(all_ranks(), "int8", nodes=4).scenarios
     own = next(each for each in wide if each.parameters == "int8")
     assert own.step_ms == pytest.approx(by_hand(3.5 * NUMEL, 6 * NUMEL, codec_ms=26 - 4 / 2))
 
@@ -360,7 +360,7 @@ def test_a_codec_shares_the_cores_of_all_ranks() -> None:
 
 OBSERVED, EVERY = observe(sharded()), observe(all_ranks())
 RUN, ALL_RANKS = OBSERVED.scenario, EVERY.scenario
-ONE_REPLICA = "one replica on each host"
+ONE_REPLICA = "one replica on each node"
 NO_LOCAL_STEPS = "leave --local-steps and --below out"
 
 
@@ -369,7 +369,7 @@ NO_LOCAL_STEPS = "leave --local-steps and --below out"
     [
         (lambda: observe(sharded(replicas=4)), ONE_REPLICA),
         (lambda: observe(sharded(replicas=1)), ONE_REPLICA),
-        (lambda: observe(sharded(replace(SQUARE, hosts=("a",)))), ONE_REPLICA),
+        (lambda: observe(sharded(replace(SQUARE, nodes=("a",)))), ONE_REPLICA),
         (lambda: observe(all_ranks(blocks=False)), "what an accelerator computes meanwhile"),
         (lambda: observe(all_ranks(numel=0)), "profile it again with this version"),
         (

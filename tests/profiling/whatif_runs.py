@@ -32,7 +32,7 @@ COSTS = {
 
 
 def asked(of: Planted | Run, *changes: dict[str, Any], **place: Any) -> Predictions:
-    """Predictions of the run with ``changes``, on the links and hosts of ``place``."""
+    """Predictions of the run with ``changes``, on the links and nodes of ``place``."""
     observed = observe(of.run() if isinstance(of, Planted) else of)
     there = elsewhere(observed.scenario, **place)
     return predict(observed, [replace(there, **each) for each in changes], costs=COSTS)
@@ -64,15 +64,15 @@ def with_bursts(run: Run, latency_ms: float) -> Run:
     return replaced(run, 1, bursts=bursts)
 
 
-SQUARE = replace(CHUNK, world_size=4, hosts=("a", "a", "b", "b"))
-"""Each rank sends 1 byte of every element of its shard, to the same shard on the other host."""
+SQUARE = replace(CHUNK, world_size=4, nodes=("a", "a", "b", "b"))
+"""Each rank sends 1 byte of every element of its shard, to the same shard on the other node."""
 
 NUMEL = 250_000
 """Elements of a rank's shard of each of two parameter groups."""
 RATE = 50_000.0
-"""Bytes in a millisecond, over the link of a host."""
+"""Bytes in a millisecond, over the link of a node."""
 GATHER, SCATTER, ALLREDUCE = 3 * NUMEL, 4 * NUMEL, 6 * NUMEL
-"""Elements that leave a host of two in a collective of four ranks."""
+"""Elements that leave a node of two in a collective of four ranks."""
 COMPUTE, LATE, TAIL = 5, 3, 7
 """Milliseconds before each collective, more of them on rank 1, and after the last."""
 CODEC = {"all_gather": (1, 2), "all_to_all": (4, 3)}

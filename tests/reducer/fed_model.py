@@ -59,16 +59,16 @@ class Model:
 def among(rank: Rank, members: list[int], name: str, *, per_host: int = 1) -> Network:
     """A network of ``members``; each of them asks for it.
 
-    It is hierarchical where ``per_host`` ranks of the world share a host, and there are two levels.
+    It is hierarchical where ``per_host`` ranks of the world share a node, and there are two levels.
     """
     limit = WaitLimit()
     data, control = (
         Channel(rank.group(f"{name} {which}", members), limit=limit)
         for which in ("data", "control")
     )
-    hosts = tuple(f"host{m // per_host}" for m in members)
-    topology = Topology(hosts, members.index(rank.rank))
-    flat, tree = Network(data, control, topology, torch.device("cpu")), topology.by_host()
+    nodes = tuple(f"node{m // per_host}" for m in members)
+    topology = Topology(nodes, members.index(rank.rank))
+    flat, tree = Network(data, control, topology, torch.device("cpu")), topology.by_node()
     if not 1 < len(tree) < len(members):
         return flat
 

@@ -54,7 +54,7 @@ def few_first(codecs: Iterable[str], few: Collection[str] = FEW) -> list[Any]:
 
 
 PER_LEVEL = ("bf16 > int4:block_size=64", "fp16 > topk:ratio=0.1,block_size=128")
-"""A codec inside hosts and one between them; ``compressed`` understands it."""
+"""A codec inside nodes and one between them; ``compressed`` understands it."""
 
 SHAPES: Shapes = {"first": (40, 48), "bias": (40,), "second": (33, 50)}
 """With blocks of 256 no matrix is whole in blocks or rows; ``bias`` is 1-D."""

@@ -1,4 +1,4 @@
-"""Layouts of hosts: the trees of ranks that hierarchical exchanges are tried on."""
+"""Layouts of nodes: the trees of ranks that hierarchical exchanges are tried on."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ def partitions(total: int, most: int) -> Iterator[list[int]]:
 
 
 def grids(size: int) -> list[Layout]:
-    """Every layout of ``size`` ranks on several hosts, one with several; both forms where even."""
+    """Every layout of ``size`` ranks on several nodes, one with several; both forms where even."""
     found = []
     for counts in partitions(size, size):
         if 1 < len(counts) < size:

@@ -134,7 +134,7 @@ class Totals:
 
     @property
     def owed(self) -> Tensors:
-        """Mean over ranks (hosts, where they reduce first)."""
+        """Mean over ranks (nodes, where they reduce first)."""
         rows = {} if self.state is None else self.state["residuals"]
         return {name: of.mean(0).view(self.inputs[name].shape) for name, of in rows.items()}
 

@@ -147,7 +147,7 @@ def test_what_is_sent_is_what_the_codec_makes_of_it(rank: Rank, codec: str, size
 @pytest.mark.parametrize("codec", ["int8", "topk:ratio=0.1,block_size=128", "fp16"])
 @on_threads("layout")
 def test_between_hosts_it_is_of_the_shares(rank: Rank, codec: str, layout: Layout) -> None:
-    """All shares of the hosts together are the mean of their gradients, once each."""
+    """All shares of the nodes together are the mean of their gradients, once each."""
     looking, reducer = first_step(rank, codec, layout)
     owed, total, elements = held(reducer, "residuals"), 0.0, 0
     if looking.steps[0]:
@@ -161,12 +161,12 @@ def test_between_hosts_it_is_of_the_shares(rank: Rank, codec: str, layout: Layou
         elements, total = gradient.numel(), float(gradient.double().sum())
     else:  # leaves the way to another rank
         assert norm(owed) == 0
-    of_hosts = len(layout.tree)
-    assert sum(of_all(rank, elements)) >= of_hosts * (40 * 48 + 33 * 50)
+    of_nodes = len(layout.tree)
+    assert sum(of_all(rank, elements)) >= of_nodes * (40 * 48 + 33 * 50)
     given = feed(rank.rank, 0)
     whole = of_all(rank, sum(float(given[name].double().sum()) for name in ("first", "second")))
-    # Weighted, so that the plain mean over hosts is the mean over ranks.
-    assert sum(of_all(rank, total)) / of_hosts == pytest.approx(sum(whole) / rank.size, abs=1e-3)
+    # Weighted, so that the plain mean over nodes is the mean over ranks.
+    assert sum(of_all(rank, total)) / of_nodes == pytest.approx(sum(whole) / rank.size, abs=1e-3)
 
 
 @on_threads(3)

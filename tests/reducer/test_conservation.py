@@ -1,7 +1,7 @@
 """Contract 2: with error feedback no gradient is lost, only sent later.
 
-sum of outputs + mean residual == sum of mean inputs, and the residual stays bounded. Where hosts
-reduce first, a host keeps what its part of the mean has lost.
+sum of outputs + mean residual == sum of mean inputs, and the residual stays bounded. Where nodes
+reduce first, a node keeps what its part of the mean has lost.
 """
 
 from itertools import product
@@ -210,7 +210,7 @@ def test_a_run_resumed_before_the_switch_sends_it(rank: Rank, name: str, layout:
 
     (whole, end), (before, state) = train(range(STEPS)), train(range(SWITCH))
     after, other_end = train(range(SWITCH, STEPS), state)
-    if layout.tree is None:  # inside a host, DDP's first bucket layout adds in another order
+    if layout.tree is None:  # inside a node, DDP's first bucket layout adds in another order
         assert after.digests == whole.digests[SWITCH:]
     assert end["residuals"] == other_end["residuals"] == {}
     for name, total in plus(before.outputs, after.outputs).items():

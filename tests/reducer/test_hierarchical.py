@@ -1,4 +1,4 @@
-"""Exchanges where hosts reduce first: their means, collectives, large tensors, codecs, memory."""
+"""Exchanges where nodes reduce first: their means, collectives, large tensors, codecs, memory."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -233,7 +233,7 @@ def largest_error(codec: BlockCodec, amax: float) -> float:
 @pytest.mark.parametrize("intra", INSIDE)
 @on_threads(4)
 def test_a_codec_inside_is_within_its_error_bound(rank: Rank, intra: str) -> None:
-    """Rounded on the way in, between hosts and on the way out; inside nothing is kept of it."""
+    """Rounded on the way in, between nodes and on the way out; inside nothing is kept of it."""
     given = [feed(rank, 0) for rank in range(4)]
     inside = resolve_codec(intra)
     assert isinstance(inside, BlockCodec)
@@ -251,7 +251,7 @@ def test_a_codec_inside_is_within_its_error_bound(rank: Rank, intra: str) -> Non
             exact = sum(g[name].double() for g in given) / 4
             error = float((found[name].double() - exact).abs().max())
             assert error <= (up + across + down) * (1 + 1e-5) + 1e-6, (str(layout), name)
-            assert error > across / 10, "int8 has rounded between the hosts"
+            assert error > across / 10, "int8 has rounded between the nodes"
 
 
 DIVIDES = {"large": (768, 1024), "small": (6, 1024)}
@@ -297,15 +297,15 @@ def test_a_rank_keeps_its_share_or_a_leader_everything(
 def test_a_host_keeps_every_element_once(rank: Rank, layout: Layout, codec: str) -> None:
     """Whatever the sizes; matrices of powersgd are whole on one rank."""
     ranks = held(rank, layout, SHAPES, codec)
-    for host in layout.tree:
+    for node in layout.tree:
         for name in ("first", "second"):
-            assert sum(ranks[r][name] for r in host) == Size(SHAPES[name]).numel()
+            assert sum(ranks[r][name] for r in node) == Size(SHAPES[name]).numel()
 
 
 @on_threads(4)
 def test_a_matrix_is_on_one_rank_of_each_host(rank: Rank) -> None:
     ranks = held(rank, Layout(PAIRS), SHAPES, "powersgd")
-    for host in PAIRS:
+    for node in PAIRS:
         for name in ("first", "second"):
-            assert sorted(ranks[r].get(name, 0) for r in host) == [0, Size(SHAPES[name]).numel()]
-    assert ranks[:2] == ranks[2:], "the same rank on every host"
+            assert sorted(ranks[r].get(name, 0) for r in node) == [0, Size(SHAPES[name]).numel()]
+    assert ranks[:2] == ranks[2:], "the same rank on every node"

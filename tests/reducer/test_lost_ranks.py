@@ -232,7 +232,7 @@ def test_a_rank_that_has_missed_the_answer_commits_by_itself(
 ) -> None:
     """To the bits of a run in which it has heard the answer, with nobody's help.
 
-    Three ranks are on hosts of their own, four on two hosts.
+    Three ranks are on nodes of their own, four on two nodes.
     """
     ends, per_host = [], len(members) // 2
     for misses in (False, True):

@@ -47,7 +47,7 @@ from lightning_dist.reducer.stats import CommStats
 from lightning_dist.reducer.units import sizes
 from lightning_dist.settings import Settings
 from lightning_dist.topology import Topology
-from lightning_dist.topology.groups import hosts_of
+from lightning_dist.topology.groups import nodes_of
 
 Wish = bool | Literal["auto"]
 TABLE: list[tuple[str, Wish, Memory]] = [
@@ -180,7 +180,7 @@ def test_the_bytes_of_a_step(rank: Rank, layout: Layout) -> None:
 
 
 def test_on_accelerators_whole_buckets_travel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inside a host all shares of a bucket are padded to the largest."""
+    """Inside a node all shares of a bucket are padded to the largest."""
     tree, shapes = [[0, 1], [2, 3]], {"weight": (700, 1)}
 
     def body(rank: Rank) -> tuple[Reducer, Any]:
@@ -254,7 +254,7 @@ def test_bytes_of_a_step_equal_the_formulas(rank: Rank, codec: str, size: int) -
     assert last["wire_bytes"] == wire
     assert stats["wire_bytes"] == 2 * wire
     assert stats["ratio"] == stats["raw_bytes"] / stats["wire_bytes"]
-    assert last["intra_bytes"] == wire, "threads are on one host"
+    assert last["intra_bytes"] == wire, "threads are on one node"
     assert last["inter_bytes"] == 0
 
 
@@ -273,9 +273,9 @@ def test_codecs_are_counted_separately(rank: Rank) -> None:
         assert sum(part[key] for part in parts.values()) == stats[key]
 
 
-@pytest.mark.parametrize("ranks_per_host", [1, 2])
-def test_bytes_that_leave_the_host_are_counted_separately(ranks_per_host: int) -> None:
-    """Two-shot on 2 hosts x 2: two thirds of the shards leave, the ring at its last rank only."""
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_bytes_that_leave_the_host_are_counted_separately(ranks_per_node: int) -> None:
+    """Two-shot on 2 nodes x 2: two thirds of the shards leave, the ring at its last rank only."""
 
     def body(rank: Rank) -> Mapping[str, Any]:
         weight = torch.zeros(64, 256)
@@ -288,8 +288,8 @@ def test_bytes_that_leave_the_host_are_counted_separately(ranks_per_host: int) -
             reducer.close()
 
     row = 16 * 2 + 16 * 256
-    for rank, stats in enumerate(run_threads(body, 4, ranks_per_host=ranks_per_host)):
-        alone = ranks_per_host == 1
+    for rank, stats in enumerate(run_threads(body, 4, ranks_per_node=ranks_per_node)):
+        alone = ranks_per_node == 1
         ring_leaves = alone or rank % 2 == 1
         assert stats["inter_bytes"] == (3 if alone else 2) * row + 3 * row * ring_leaves
         assert stats["intra_bytes"] == 6 * row - stats["inter_bytes"]
@@ -322,20 +322,20 @@ NOBODY = cast(dist.ProcessGroup, object())
 
 
 @cache
-def network_of(hosts: int, per_host: int, rank: int, leader: bool) -> Network:
-    """Of ``rank`` in a world of as many hosts; hierarchical where they have several ranks."""
-    names = tuple(f"host{rank // per_host}" for rank in range(hosts * per_host))
+def network_of(nodes: int, per_host: int, rank: int, leader: bool) -> Network:
+    """Of ``rank`` in a world of as many nodes; hierarchical where they have several ranks."""
+    names = tuple(f"node{rank // per_host}" for rank in range(nodes * per_host))
     network = Network(Channel(NOBODY), Channel(NOBODY), Topology(names, rank), torch.device("cpu"))
     if per_host > 1:
-        tree = [[host * per_host + i for i in range(per_host)] for host in range(hosts)]
-        network = in_levels(network, hosts_of(tree), leader=leader, new_group=lambda _: NOBODY)
+        tree = [[node * per_host + i for i in range(per_host)] for node in range(nodes)]
+        network = in_levels(network, nodes_of(tree), leader=leader, new_group=lambda _: NOBODY)
     return network
 
 
 def planner(
-    hosts: int, per_host: int = 1, *, rank: int = 0, intra: str = "none", leader: bool = False
+    nodes: int, per_host: int = 1, *, rank: int = 0, intra: str = "none", leader: bool = False
 ) -> Planner:
-    network, codec = network_of(hosts, per_host, rank, leader), resolve_codec(intra)
+    network, codec = network_of(nodes, per_host, rank, leader), resolve_codec(intra)
     assert isinstance(codec, BlockCodec)
     return Planner(network, ReducerState(), error_feedback="auto", intra_codec=codec)
 
@@ -358,19 +358,19 @@ def test_a_flat_exchange_sends_no_more_than_ddp(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "per_host"), [(2, 2), (16, 4), pytest.param(128, 8, marks=pytest.mark.slow)]
+    ("nodes", "per_host"), [(2, 2), (16, 4), pytest.param(128, 8, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("leader", [False, True])
-def test_between_hosts_too(leader: bool, hosts: int, per_host: int) -> None:
-    """All ranks of a host together; each of their shares may be padded where it is uncompressed."""
+def test_between_hosts_too(leader: bool, nodes: int, per_host: int) -> None:
+    """All ranks of a node together; each of their shares may be padded where it is uncompressed."""
     for name, numel in product(BLOCK_CODECS, SIZES):
         crossed, codec = 0, resolve_codec(name)
         for rank in range(per_host):
-            used, sent = lane_of(codec, numel, planner(hosts, per_host, rank=rank, leader=leader))
+            used, sent = lane_of(codec, numel, planner(nodes, per_host, rank=rank, leader=leader))
             crossed += sent.inter
         shares = 1 if leader else min(per_host, -(-numel // 512))
-        padding = 2 * (hosts - 1) * 8 * shares if isinstance(used, Uncompressed) else 0
-        assert crossed <= 2 * (hosts - 1) * numel * ITEM // hosts + padding, (name, numel)
+        padding = 2 * (nodes - 1) * 8 * shares if isinstance(used, Uncompressed) else 0
+        assert crossed <= 2 * (nodes - 1) * numel * ITEM // nodes + padding, (name, numel)
 
 
 @pytest.mark.parametrize("intra", ["fp16", "bf16"])
@@ -444,9 +444,9 @@ def test_residuals_of_parameters_that_are_no_longer_compressed_are_sent(rank: Ra
     assert "b" in names
 
 
-def require(codec: str, hosts: int, per_host: int = 1, *, shape: tuple[int, ...]) -> None:
+def require(codec: str, nodes: int, per_host: int = 1, *, shape: tuple[int, ...]) -> None:
     names: dict[Tensor, str] = {torch.nn.Parameter(torch.zeros(shape)): "weight"}
-    compresses_fewer_bytes(Settings.check(codec), names, planner(hosts, per_host))
+    compresses_fewer_bytes(Settings.check(codec), names, planner(nodes, per_host))
 
 
 def test_a_model_that_is_merely_small_is_reported(caplog: pytest.LogCaptureFixture) -> None:
@@ -458,6 +458,6 @@ def test_a_codec_that_could_only_send_more_is_refused() -> None:
     says = r"codec topk.* between 256 ranks sends more than uncompressed"
     with pytest.raises(ValueError, match=says):
         require("topk", 256, shape=(64, 4096))
-    require("topk", 32, 8, shape=(64, 4096))  # hosts reduce first
+    require("topk", 32, 8, shape=(64, 4096))  # nodes reduce first
     require("topk", 128, shape=(64, 4096))
     require("int8", 256, shape=(64, 64))

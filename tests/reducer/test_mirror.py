@@ -1,4 +1,4 @@
-"""Ranks and hosts that are lost: residuals that the rank behind has a copy of, hierarchies."""
+"""Ranks and nodes that are lost: residuals that the rank behind has a copy of, hierarchies."""
 
 import gc
 import threading
@@ -178,7 +178,7 @@ FOUR = [0, 1, 2, 3]
 
 
 def leave_in_the_host(channel: Channel, limits: Iterable[WaitLimit]) -> None:
-    """Be gone when the means of a step are given to the other ranks of the host."""
+    """Be gone when the means of a step are given to the other ranks of the node."""
 
     def gone(*arguments: Any, **named: Any) -> NoReturn:
         leave(limits)
@@ -201,8 +201,8 @@ def owed(model: Model) -> Tensor:
     return torch.cat([state["residuals"][name].mean(0) for name in SHAPES])
 
 
-@pytest.mark.parametrize("where", ["before the vote", "in the host", "in the exchange"])
-@pytest.mark.parametrize("left", [[0, 1, 2], [0, 1]], ids=["a rank", "a host"])
+@pytest.mark.parametrize("where", ["before the vote", "in the node", "in the exchange"])
+@pytest.mark.parametrize("left", [[0, 1, 2], [0, 1]], ids=["a rank", "a node"])
 @both_commits
 def test_only_residuals_of_lost_ranks_are_lost(commit: Commit, left: list[int], where: str) -> None:
     """In float64: of survivors, and of those that join them again."""
@@ -222,7 +222,7 @@ def test_only_residuals_of_lost_ranks_are_lost(commit: Commit, left: list[int], 
             if where == "before the vote":
                 leave_before_the_vote(model.reducer.network, limits)
                 model.step(own, 2)
-            elif where == "in the host":
+            elif where == "in the node":
                 assert model.reducer.network.intra is not None
                 leave_in_the_host(model.reducer.network.intra.data, limits)
                 model.step(own, 2)

@@ -314,7 +314,7 @@ CASES = [
     (Layout(PAIRS), PER_LEVEL, OF_HOSTS),
     pytest.param(Layout(PAIRS), ALL, OF_HOSTS, marks=pytest.mark.slow),
     (Layout(PAIRS, leader=True), SOME, OF_HOSTS),
-    (Layout(UNEVEN), SOME, OF_HOSTS),  # uneven hosts are in the leader form
+    (Layout(UNEVEN), SOME, OF_HOSTS),  # uneven nodes are in the leader form
     pytest.param(Layout(UNEVEN), ALL, OF_HOSTS, marks=pytest.mark.slow),
     pytest.param(Layout(HOSTS_OF_FOUR), SOME, OF_HOSTS, marks=pytest.mark.slow),
 ]

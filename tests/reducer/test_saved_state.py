@@ -51,7 +51,7 @@ CASES = [
     (flat(4), ["int8"]),
     (FORMS[0], [*KEEP, *PER_LEVEL]),
     (FORMS[1], ["int8", *PER_LEVEL]),
-    # Uneven hosts are in the leader form.
+    # Uneven nodes are in the leader form.
     (FORMS[2], ["int8", "powersgd:rank=2", "dgc:ratio=0.1,block_size=128", *PER_LEVEL]),
     pytest.param(FORMS[2], [*KEEP, *PER_LEVEL], marks=pytest.mark.slow),
 ]
@@ -64,7 +64,7 @@ def test_a_resumed_run_equals_the_one_that_went_on(
 ) -> None:
     """Every bit of gradients and state, and the state that it saves at its end.
 
-    A state saved right after it was loaded is the same: a row for every rank or host, momenta and
+    A state saved right after it was loaded is the same: a row for every rank or node, momenta and
     factors too, on rank 0 alone.
     """
     stop, steps = (3, 5) if layout.size == 2 else (2, 4)
@@ -103,7 +103,7 @@ def test_saving_and_residuals_matter(rank: Rank) -> None:
 
 
 SMALL_TOO = {"one": (40,), "two": (24,), "weight": (40, 48), "three": (7,), "four": (300,)}
-"""Small neighbours, which a codec of blocks inside a host must not mix."""
+"""Small neighbours, which a codec of blocks inside a node must not mix."""
 
 
 @pytest.mark.parametrize("layout", FORMS, ids=str)

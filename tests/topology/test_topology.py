@@ -1,4 +1,4 @@
-"""Ranks that share a host, by their names and launchers, and the levels in which groups reduce."""
+"""Ranks that share a node, by their names and launchers, and the levels in which groups reduce."""
 
 from collections.abc import Mapping
 from random import Random
@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from lightning_dist.topology import Topology
 from lightning_dist.topology.groups import (
-    Hosts,
+    Nodes,
     blocks_of,
-    hosts_of,
     levels_of,
+    nodes_of,
     require_cover,
     rows_of,
 )
@@ -24,8 +24,8 @@ UNEVEN = ((0, 1, 2), (3,))
 
 
 @st.composite
-def hosts(draw: st.DrawFn) -> Hosts:
-    """1 to 4 hosts of 1 to 4 ranks, in any order; half of them even."""
+def nodes(draw: st.DrawFn) -> Nodes:
+    """1 to 4 nodes of 1 to 4 ranks, in any order; half of them even."""
     count, even = draw(st.integers(1, 4)), draw(st.booleans())
     first = draw(st.integers(1, 4))
     sizes = [first if even else draw(st.integers(1, 4)) for _ in range(count)]
@@ -33,14 +33,14 @@ def hosts(draw: st.DrawFn) -> Hosts:
     return tuple(tuple(next(ranks) for _ in range(size)) for size in sizes)
 
 
-every_form = given(hosts(), st.booleans())
+every_form = given(nodes(), st.booleans())
 
 
 @every_form
 @example(((3, 0), (1, 2)), False)
 @example(UNEVEN, False)
-def test_the_weights_give_the_mean(of: Hosts, leader: bool) -> None:
-    """Whoever goes on between hosts has the mean of all ranks there."""
+def test_the_weights_give_the_mean(of: Nodes, leader: bool) -> None:
+    """Whoever goes on between nodes has the mean of all ranks there."""
     inside, between = levels_of(of, leader=leader)
     values = {rank: float(3**rank) for group in of for rank in group}
     reduced = {r: inside.weight * sum(values[p] for p in g) for g in inside.groups for r in g}
@@ -52,7 +52,7 @@ def test_the_weights_give_the_mean(of: Hosts, leader: bool) -> None:
 
 
 @every_form
-def test_owners_of_all_hosts_meet_once(of: Hosts, leader: bool) -> None:
+def test_owners_of_all_hosts_meet_once(of: Nodes, leader: bool) -> None:
     inside, between = levels_of(of, leader=leader)
     assert inside.groups == of
     here = [rank for group in of for rank in group[: inside.owners]]
@@ -79,10 +79,10 @@ def test_the_two_forms_of_even_groups() -> None:
     assert levels_of(EVEN, leader=True)[1].groups == ((0, 2),)
 
 
-@given(hosts())
-def test_lists_become_tuples_and_every_rank_is_in_them_once(of: Hosts) -> None:
+@given(nodes())
+def test_lists_become_tuples_and_every_rank_is_in_them_once(of: Nodes) -> None:
     require_cover(of, world_size=sum(map(len, of)))
-    assert hosts_of([list(ranks) for ranks in of]) == hosts_of(of) == of
+    assert nodes_of([list(ranks) for ranks in of]) == nodes_of(of) == of
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_lists_become_tuples_and_every_rank_is_in_them_once(of: Hosts) -> None:
 )
 def test_groups_hold_ranks_and_are_not_empty(bad: Any) -> None:
     with pytest.raises(ValueError, match="must be groups of ranks") as error:
-        hosts_of(bad)
+        nodes_of(bad)
     assert str(error.value).endswith(f"got {bad!r}")
 
 
@@ -116,7 +116,7 @@ def test_groups_hold_ranks_and_are_not_empty(bad: Any) -> None:
         (((0, 1), (-1, 1)), "missing [2, 3], more than once [1], unknown [-1]"),
     ],
 )
-def test_groups_must_cover_the_world(of: Hosts, said: str) -> None:
+def test_groups_must_cover_the_world(of: Nodes, said: str) -> None:
     with pytest.raises(ValueError, match="each of the 4 ranks once") as error:
         require_cover(of, world_size=4)
     assert said in str(error.value)
@@ -126,53 +126,53 @@ def test_blocks() -> None:
     assert blocks_of(2, world_size=4) == ((0, 1), (2, 3))
     assert blocks_of(1, world_size=2) == ((0,), (1,))
     assert blocks_of(4, world_size=4) == ((0, 1, 2, 3),)
-    with pytest.raises(ValueError, match="got ranks_per_host=3 for 4 ranks"):
+    with pytest.raises(ValueError, match="got ranks_per_node=3 for 4 ranks"):
         blocks_of(3, world_size=4)
 
 
 hosts_and_rank = st.text("abc", min_size=1, max_size=7).flatmap(
-    lambda hosts: st.tuples(st.just(tuple(hosts)), st.integers(0, len(hosts) - 1))
+    lambda nodes: st.tuples(st.just(tuple(nodes)), st.integers(0, len(nodes) - 1))
 )
 
 
 @given(hosts_and_rank)
 def test_every_rank_is_on_one_host(place: tuple[tuple[str, ...], int]) -> None:
-    hosts, rank = place
-    topology = Topology(hosts, rank)
-    assert sorted(sum(topology.by_host(), ())) == list(range(len(hosts)))
-    assert [hosts[ranks[0]] for ranks in topology.by_host()] == list(dict.fromkeys(hosts))
-    (here,) = [ranks for ranks in topology.by_host() if rank in ranks]
+    nodes, rank = place
+    topology = Topology(nodes, rank)
+    assert sorted(sum(topology.by_node(), ())) == list(range(len(nodes)))
+    assert [nodes[ranks[0]] for ranks in topology.by_node()] == list(dict.fromkeys(nodes))
+    (here,) = [ranks for ranks in topology.by_node() if rank in ranks]
     assert topology.local_ranks == here == tuple(sorted(here))
     assert topology.local_ranks[topology.local_rank] == rank
-    assert {hosts[peer] for peer in here} == {hosts[rank]}
+    assert {nodes[peer] for peer in here} == {nodes[rank]}
 
 
 @given(hosts_and_rank, st.randoms(use_true_random=False))
 def test_a_group_of_ranks_is_a_topology_of_its_own(
     place: tuple[tuple[str, ...], int], random: Random
 ) -> None:
-    hosts, rank = place
-    others = [peer for peer in range(len(hosts)) if peer != rank]
+    nodes, rank = place
+    others = [peer for peer in range(len(nodes)) if peer != rank]
     ranks = [*others[: len(others) // 2], rank]
     random.shuffle(ranks)
-    group = Topology(hosts, rank).among(ranks)
+    group = Topology(nodes, rank).among(ranks)
     assert ranks[group.rank] == rank
-    assert group.hosts == tuple(hosts[peer] for peer in ranks)
+    assert group.nodes == tuple(nodes[peer] for peer in ranks)
     assert group.world_size == len(ranks)
 
 
 @pytest.mark.parametrize(
-    ("hosts", "text"),
+    ("nodes", "text"),
     [
-        ("aabb", "2 hosts x 2 ranks"),
-        ("abab", "2 hosts x 2 ranks"),
-        ("abaa", "2 hosts with 3, 1 ranks"),
-        ("abc", "3 hosts x 1 rank"),
-        ("aa", "1 host x 2 ranks"),
+        ("aabb", "2 nodes x 2 ranks"),
+        ("abab", "2 nodes x 2 ranks"),
+        ("abaa", "2 nodes with 3, 1 ranks"),
+        ("abc", "3 nodes x 1 rank"),
+        ("aa", "1 node x 2 ranks"),
     ],
 )
-def test_it_describes_itself(hosts: str, text: str) -> None:
-    assert Topology(tuple(hosts), 0).describe() == text
+def test_it_describes_itself(nodes: str, text: str) -> None:
+    assert Topology(tuple(nodes), 0).describe() == text
 
 
 def test_groups_do_not_count_when_topologies_are_compared() -> None:
@@ -232,14 +232,14 @@ def said(
 
 
 @pytest.mark.parametrize(
-    ("hosts", "claims", "text"),
+    ("nodes", "claims", "text"),
     [
         ("aabb", said("torchrun", [0, 0, 1, 1], [2] * 4), None),
         ("aabb", said("SLURM", [1, 1, 0, 0], [None] * 4), None),
         ("aabb", said("MPICH", [None] * 4, [2] * 4), None),
         ("aabb", [None] * 4, None),
         ("aabb", [*said("torchrun", [0, 0, 0], [4] * 3), None], None),  # one says nothing
-        ("ab", said("torchrun", [0, 1], [8, 8]), None),  # a group may leave ranks of a host out
+        ("ab", said("torchrun", [0, 1], [8, 8]), None),  # a group may leave ranks of a node out
         (
             "xxxx",
             said("torchrun", [0, 0, 1, 1], [2] * 4),
@@ -249,12 +249,12 @@ def said(
         (
             "yxxx",
             said("Open MPI", [None] * 4, [1, 2, 2, 2]),
-            "Open MPI reports 2 ranks on the host of rank 1, but 3 ranks have the host name 'x'",
+            "Open MPI reports 2 ranks on the node of rank 1, but 3 ranks have the host name 'x'",
         ),
     ],
 )
-def test_what_launchers_and_host_names_say(hosts: str, claims: Any, text: str | None) -> None:
-    assert contradiction([*hosts], claims) == text
+def test_what_launchers_and_host_names_say(nodes: str, claims: Any, text: str | None) -> None:
+    assert contradiction([*nodes], claims) == text
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""``lightning-dist doctor``: checks of a host for distributed training.
+"""``lightning-dist doctor``: checks of a node for distributed training.
 
-A check is a function that returns a :class:`Finding`. Those of this host are in ``host.py``, those
+A check is a function that returns a :class:`Finding`. Those of this node are in ``node.py``, those
 of its way to other ones in ``network.py``; ``command.py`` prints them.
 """
 

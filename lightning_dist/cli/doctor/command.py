@@ -1,4 +1,4 @@
-"""The command, and two ranks on this host as a proof that any work."""
+"""The command, and two ranks on this node as a proof that any work."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import typer
 from rich.text import Text
 
 from lightning_dist.cli.doctor import Finding
-from lightning_dist.cli.doctor.host import devices, limits, machine
 from lightning_dist.cli.doctor.network import launcher, network
+from lightning_dist.cli.doctor.node import devices, limits, machine
 from lightning_dist.cli.errors import reported
 from lightning_dist.console import print_table
 from lightning_dist.versions import versions

@@ -23,7 +23,7 @@ def launcher(environ: Mapping[str, str]) -> Finding:
     if not there:
         return Finding("ok", "not set; a launcher sets them")
     if missing == ["RANK", "WORLD_SIZE"]:
-        what = "only the rendezvous address is set; Lightning starts the ranks of this host"
+        what = "only the rendezvous address is set; Lightning starts the ranks of this node"
         return Finding("ok", what)
     try:
         if missing:
@@ -45,7 +45,7 @@ def launcher(environ: Mapping[str, str]) -> Finding:
 
 @dataclass(frozen=True)
 class Interface:
-    """Network interface of this host. ``mbit`` is None where the driver does not tell."""
+    """Network interface of this node. ``mbit`` is None where the driver does not tell."""
 
     name: str
     is_up: bool
@@ -60,7 +60,7 @@ class Interface:
 
     @property
     def is_usable(self) -> bool:
-        """Other hosts could be reached through it."""
+        """Other nodes could be reached through it."""
         return self.has_address and not all(map(_is_loopback, self.addresses))
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class Interface:
 
 
 def interfaces() -> list[Interface]:
-    """Interfaces of this host, in the kernel's order."""
+    """Interfaces of this node, in the kernel's order."""
     addresses = psutil.net_if_addrs()
     found = []
     for name, stats in psutil.net_if_stats().items():
@@ -98,7 +98,7 @@ def network(
     best = next((each for each in (way, default, *usable) if each in usable), None)
     all_usable = Finding("ok", "; ".join(map(str, usable)))
     if not usable:
-        what = "no interface but loopback is up with an address: no other host can be reached"
+        what = "no interface but loopback is up with an address: no other node can be reached"
         all_usable = Finding("warning", what, "ip link; ip addr")
     return {
         "interfaces": all_usable,
@@ -140,7 +140,7 @@ def _gloo(
         return Finding("ok", f"{address}, the only network")
     if _is_loopback(address):
         what = f"{address} ({cause}): ranks of other nodes cannot connect"
-        return Finding("error" if _has_several_hosts(environ) else "warning", what, fix)
+        return Finding("error" if _has_several_nodes(environ) else "warning", what, fix)
     if not value and using and way and way.is_usable and using != way:
         what = f"{using.name} {address} ({cause}), and MASTER_ADDR is reached through {way.name}"
         return Finding("warning", what, fix)
@@ -151,15 +151,15 @@ def _master(
     environ: Mapping[str, str], found: Sequence[Interface]
 ) -> tuple[Interface | None, Finding]:
     """The interface on the way to ``MASTER_ADDR``; None where it is not known."""
-    fix = "export MASTER_ADDR=ADDRESS  # of the host of rank 0, such as 10.0.0.1"
+    fix = "export MASTER_ADDR=ADDRESS  # of the node of rank 0, such as 10.0.0.1"
     if not (master := environ.get("MASTER_ADDR")):
         return None, Finding("n/a", "not set; a launcher sets it")
     try:
         address = str(socket.getaddrinfo(master, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         return None, Finding("error", f"{master} cannot be resolved: {error.strerror}", fix)
-    if _is_loopback(address) and _has_several_hosts(environ):
-        what = f"{master} is {address}, a different host on every host"
+    if _is_loopback(address) and _has_several_nodes(environ):
+        what = f"{master} is {address}, which is each node itself"
         return None, Finding("error", what, fix)
     way = _route(address, found)
     if way is None:
@@ -168,7 +168,7 @@ def _master(
     return way, Finding("ok", f"{master} ({address}) through {way.name}")
 
 
-def _has_several_hosts(environ: Mapping[str, str]) -> bool:
+def _has_several_nodes(environ: Mapping[str, str]) -> bool:
     with suppress(ValueError):
         launch = Launch.from_env(environ)
         here = launch.local_world_size or launch.world_size
@@ -185,7 +185,7 @@ def _with_address(address: str, found: Sequence[Interface]) -> Interface | None:
 
 
 def _bindable(hostname: str) -> str | None:
-    """The address that gloo takes: the first of the host's name that is one of this host."""
+    """The address that gloo takes: the first of the hostname's that this node has."""
     with suppress(OSError):
         known = socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM)
         for family, kind, protocol, _, address in known:

@@ -90,7 +90,7 @@ class ProcessLifecycle:
         """Begin to note signals.
 
         Args:
-            asks: whether this process asks ``preemption_check``; one of a host does.
+            asks: whether this process asks ``preemption_check``; one of a node does.
             on_notice: called from a thread at the first notice.
         """
         self.heartbeat()

@@ -121,7 +121,7 @@ class Compression(CommReport):
         """Configuration of a run for trackers: for ``accelerator.init_trackers(config=...)``.
 
         ``comm_config()`` as ``lightning_dist/codec`` and so on, in one level and without None:
-        TensorBoard takes no others. Exchange, hosts and ranks are in it after ``prepare``.
+        TensorBoard takes no others. Exchange, nodes and ranks are in it after ``prepare``.
         """
         config = self.comm_config() or run_config(self._settings, None)
         return dict(_flat(CONFIG_KEY, config))

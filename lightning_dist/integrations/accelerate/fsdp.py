@@ -174,8 +174,8 @@ def _require_attachable(accelerator: Accelerator, *, replicas: bool) -> None:
     if replicas and not has_replicas:
         raise ValueError(
             "Gradients are compressed between replicas, and there is one; give the Accelerator "
-            "parallelism_config=ParallelismConfig(dp_replicate_size=hosts, dp_shard_size=ranks of "
-            "a host), or the plugin parameters="
+            "parallelism_config=ParallelismConfig(dp_replicate_size=nodes, dp_shard_size=ranks of "
+            "a node), or the plugin parameters="
         )
     if has_replicas and not replicas:
         raise ValueError(

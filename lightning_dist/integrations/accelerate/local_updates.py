@@ -27,7 +27,7 @@ from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates
 from lightning_dist.integrations.torch.local.settings import LocalUpdateSettings, Replicas
 from lightning_dist.integrations.torch.local.state import WorkerStates
 from lightning_dist.integrations.torch.local.updates import attach, checked
-from lightning_dist.integrations.torch.networks import host_group
+from lightning_dist.integrations.torch.networks import node_group
 from lightning_dist.private import before_compile, rebuild_ddp
 from lightning_dist.settings import Settings
 
@@ -48,7 +48,7 @@ def local_updates(
     """:func:`lightning_dist.local_updates` of what ``accelerator.prepare`` returned. Collective.
 
     The DistributedDataParallel around the model averages nothing from now on, with
-    ``replicas="host"`` nothing between hosts. ``save_state`` writes the anchor as the model's
+    ``replicas="node"`` nothing between nodes. ``save_state`` writes the anchor as the model's
     weights, and the state of all workers as one registered object, which ``load_state`` restores::
 
         model, optimizer, data = accelerator.prepare(model, optimizer, data)
@@ -70,7 +70,7 @@ def local_updates(
         optimizer: prepared, or several.
         outer_optimizer: as of :func:`lightning_dist.local_updates`.
         outer_schedule: as of the same.
-        replicas: a worker is a rank, or all ranks of a host.
+        replicas: a worker is a rank, or all ranks of a node.
         **settings: the others of the same.
 
     Raises:
@@ -101,9 +101,9 @@ def _attach(
     resolved, schedule, compression = _resolved(settings, outer_optimizer)
     require_replicas(replicas, schedule)
     print_outside(accelerator, resolved)
-    if replicas == "host":
+    if replicas == "node":
         assert isinstance(model, DistributedDataParallel)
-        rebuild_ddp(model, host_group(model.process_group, compression, device=model.device))
+        rebuild_ddp(model, node_group(model.process_group, compression, device=model.device))
     updates = attach(
         model,
         optimizers,
@@ -166,7 +166,7 @@ class LocalUpdatesPlugin:
     Args:
         outer_optimizer: as of :func:`lightning_dist.local_updates`.
         outer_schedule: as of the same.
-        replicas: a worker is a rank, or all ranks of a host.
+        replicas: a worker is a rank, or all ranks of a node.
         **settings: the others of the same, but ``groups``; those that are left out come from
             variables and files, as for :class:`CompressedDDPPlugin`.
 

@@ -39,7 +39,7 @@ class CompressedDDPPlugin:
     _: KW_ONLY
     error_feedback: bool | Literal["auto"] = LEFT_OUT
     hierarchical: bool | Literal["auto", "leader"] = LEFT_OUT
-    ranks_per_host: int | None = LEFT_OUT
+    ranks_per_node: int | None = LEFT_OUT
     rank_groups: Sequence[Any] | None = LEFT_OUT
     min_compress_numel: int | None = LEFT_OUT
     start_step: int = LEFT_OUT

@@ -17,7 +17,7 @@ from lightning_dist.integrations.strategies.local_updates import LOCAL_KEY
 
 
 class LocalUpdateModelParallelStrategy(LocalSteps, ShardedLocalArguments, ReplicatedModelParallel):
-    """Fabric's model parallelism inside hosts, and outer steps between them.
+    """Fabric's model parallelism inside nodes, and outer steps between them.
 
     ``parallelize_fn(module, device_mesh)`` calls ``fully_shard`` with
     ``device_mesh["data_parallel"]``; the other arguments are as of the Lightning strategy of that

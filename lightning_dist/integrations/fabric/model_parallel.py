@@ -21,7 +21,7 @@ from lightning_dist.integrations.strategies.model_parallel import ModelParallelA
 
 
 class ReplicatedModelParallel(ReplicatedMesh, FollowsLauncher, ModelParallelStrategy):
-    """Fabric's ``ModelParallelStrategy`` with a mesh of several hosts."""
+    """Fabric's ``ModelParallelStrategy`` with a mesh of several nodes."""
 
     @override
     def setup_environment(self) -> None:

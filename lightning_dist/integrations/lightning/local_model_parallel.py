@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class LocalUpdateModelParallelStrategy(LocalSteps, ShardedLocalArguments, ShardedStrategy):
-    """FSDP2 inside hosts, and outer steps on the compressed mean of what each host has changed.
+    """FSDP2 inside nodes, and outer steps on the compressed mean of what each node has changed.
 
     The module's ``configure_model`` is that of ``ModelParallelStrategy``: it calls ``fully_shard``
-    with ``self.device_mesh["data_parallel"]``, the ranks of a host, which are one worker. Each rank
+    with ``self.device_mesh["data_parallel"]``, the ranks of a node, which are one worker. Each rank
     exchanges its shard.
 
     Arguments: see :class:`.LocalUpdateArguments` and :class:`.ShardedLocalArguments`, and

@@ -32,7 +32,7 @@ class CompressedModelParallelStrategy(CompressingStrategy, ModelParallelArgument
 
     The module's ``configure_model`` is that of ``ModelParallelStrategy``: it calls ``fully_shard``
     with ``self.device_mesh["data_parallel"]``, and where it splits layers, ``parallelize_module``
-    with ``self.device_mesh["tensor_parallel"]``. Each replica is one host by default. Micro-batches
+    with ``self.device_mesh["tensor_parallel"]``. Each replica is one node by default. Micro-batches
     of ``accumulate_grad_batches`` before the last send nothing between replicas.
 
     Arguments: see :class:`.ModelParallelArguments`, and everything else that

@@ -1,4 +1,4 @@
-"""Base of the strategies for the Trainer that shard a model inside of every host."""
+"""Base of the strategies for the Trainer that shard a model inside of every node."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _METADATA_FILENAME = "meta.pt"
 
 
 class ShardedStrategy(ReplicatedMesh, FollowsLauncher, ModelParallelStrategy):
-    """``ModelParallelStrategy`` over several hosts, whose ranks save and load their own parts.
+    """``ModelParallelStrategy`` over several nodes, whose ranks save and load their own parts.
 
     After a :class:`.CompressingStrategy`.
     """

@@ -35,7 +35,7 @@ def rank_metadata(
     model: DistributedDataParallel,
     reducer: Reducer | None,
     *,
-    host: str,
+    node: str,
     worker: Worker | None = None,
 ) -> RankRecord:
     """The first line of the file of this rank; ``reducer``: of ``model``, if it is compressed.
@@ -56,7 +56,7 @@ def rank_metadata(
             if worker is None
             else max(Launch.from_env().world_size, place_of(worker) + 1)
         ),
-        host=host,
+        node=node,
         groups=groups,
         clock=time.monotonic_ns(),
         unix=time.time(),
@@ -91,7 +91,7 @@ def run_metadata(
     reducer: Reducer | None,
     of_rank: RankRecord,
     *,
-    hosts: Sequence[str],
+    nodes: Sequence[str],
     settings: SessionSettings,
 ) -> bytes:
     """Content of ``meta.json``, which rank 0 writes when a profile begins."""
@@ -99,7 +99,7 @@ def run_metadata(
     gradients = [each for each in model.parameters() if each.requires_grad]
     content: dict[str, Any] = {
         **{name: getattr(of_rank, name) for name in _OF_RANK_0},
-        "hosts": list(hosts),
+        "nodes": list(nodes),
         "compression": None if compression is None else compression.comm_config(),
         "gradients": {
             "parameters": sum(each.numel() for each in gradients),

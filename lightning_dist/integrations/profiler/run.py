@@ -50,12 +50,12 @@ from lightning_dist.profiling.whatif.observe import Observed
 from lightning_dist.profiling.whatif.predict import MEASURES, with_whatif
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.shared_folder import replace_file
-from lightning_dist.topology import this_host
+from lightning_dist.topology import host_name
 
 _TIMEOUT = 60.0
 """Seconds for the last steps of an accelerator, and for ranks to come to the end."""
 _GATHER_TIMEOUT = 600.0
-"""Seconds for records of other hosts to travel."""
+"""Seconds for records of other nodes to travel."""
 _TOGETHER = 2.0
 """Seconds in which ranks end that end by the same error."""
 NO_LINKS = "n/a, ranks that recover in process synchronise at the end only"
@@ -124,7 +124,7 @@ class ProfileRun:
             self._meet(parent, rank)
         else:
             # Others may be in the middle of a step: nothing is exchanged before the end.
-            self._group, self._hosts = None, [this_host()] * dist.get_world_size()
+            self._group, self._nodes = None, [host_name()] * dist.get_world_size()
             self._apart: list[int] = []
             self.folder = self._agreed_folder(Path(parent), self._environment)
             assert self._reducer is not None
@@ -136,13 +136,13 @@ class ProfileRun:
             self.reasons.append(
                 f"phases, buckets and compression errors: n/a, {why_not}; step times are taken"
             )
-        host = self._hosts[rank]
+        node = self._nodes[rank]
         worker = None if self._environment is None else self._environment.worker
-        self.metadata = rank_metadata(model, self._reducer, host=host, worker=worker)
+        self.metadata = rank_metadata(model, self._reducer, node=node, worker=worker)
         if rank == 0 and not (self.folder / "meta.json").exists():
             try:
                 meta = run_metadata(
-                    model, self._reducer, self.metadata, hosts=self._hosts, settings=settings
+                    model, self._reducer, self.metadata, nodes=self._nodes, settings=settings
                 )
                 replace_file(self.folder / "meta.json", meta)
             except OSError as error:  # lines and reports tell most of it too
@@ -186,10 +186,10 @@ class ProfileRun:
         """Agree on a folder, and know who sees it. Collective."""
         assert self._group is not None
         folder = new_run_folder(Path(parent), on_problem=self.reasons.append) if rank == 0 else ""
-        facts = {"host": this_host(), "folder": str(folder)}
+        facts = {"node": host_name(), "folder": str(folder)}
         of_all = all_facts(facts, group=self._group, device=torch.device("cpu"))
         self.folder = Path(of_all[0]["folder"])
-        self._hosts = [str(each["host"]) for each in of_all]
+        self._nodes = [str(each["node"]) for each in of_all]
         self._apart = ranks_apart(self.folder, self._group)
 
     def _agreed_folder(self, parent: Path, environment: RecoveryEnvironment) -> Path:
@@ -206,15 +206,15 @@ class ProfileRun:
         # NCCL's links are not gloo's; a group that not all ranks are in is nobody's rate.
         group = model.process_group if is_accelerator(model.device) else self._group
         assert group is not None
-        if group.size() == len(self._hosts):
-            links = measure_links(group, hosts=self._hosts, name=name, device=model.device)
+        if group.size() == len(self._nodes):
+            links = measure_links(group, nodes=self._nodes, name=name, device=model.device)
             self._session.note(*links)
 
     def _watch_allreduce(self, model: DistributedDataParallel) -> None:
         group = model.process_group
         ranks = dist.get_process_group_ranks(group)
         following = ranks[(group.rank() + 1) % len(ranks)]
-        crosses = self._hosts[following] != self.metadata.host
+        crosses = self._nodes[following] != self.metadata.node
         watch_allreduce(model, self._session.recorder, crosses=crosses)
 
     def _begin_step(self, step: int) -> bool:
@@ -293,10 +293,10 @@ class ProfileRun:
         return problems
 
     def _how_to_copy(self) -> str:
-        of_rank = ", ".join(f"rank{rank}.jsonl of {self._hosts[rank]}" for rank in self._apart)
+        of_rank = ", ".join(f"rank{rank}.jsonl of {self._nodes[rank]}" for rank in self._apart)
         return (
             "not all ranks reached the end, so records outside of rank 0's folder were not "
-            f"gathered; copy {of_rank} into {self.folder} of {self._hosts[0]}, then make the "
+            f"gathered; copy {of_rank} into {self.folder} of {self._nodes[0]}, then make the "
             f"report with `lightning-dist profile report {self.folder}`"
         )
 

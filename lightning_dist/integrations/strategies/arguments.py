@@ -36,7 +36,7 @@ class CompressionArguments:
         min_compress_numel: int | None = None,
         start_step: int = 0,
         compile_kernels: bool | Literal["auto"] = "auto",
-        ranks_per_host: int | None = None,
+        ranks_per_node: int | None = None,
         rank_groups: list[Any] | None = None,
         commit: Literal["auto", "immediate", "deferred"] = "auto",
         delay: int = 0,
@@ -51,23 +51,23 @@ class CompressionArguments:
             codec: a name of ``lightning_dist.CODECS``, with options as in ``"topk:ratio=0.01"``, a
                 codec object, or a policy (``by_name``, ``by_size``, ``warmup``, ``after_steps``),
                 also as a mapping, ``{"by_size": {"codec": "int4"}}``. In a hierarchical exchange it
-                is the codec between hosts; ``{"intra": "bf16", "inter": "int4"}`` names that inside
-                hosts too: none (the default), fp16 or bf16.
+                is the codec between nodes; ``{"intra": "bf16", "inter": "int4"}`` names that inside
+                nodes too: none (the default), fp16 or bf16.
             error_feedback: keep the compression error and add it to the next gradient; 4 bytes per
                 compressed element. ``"auto"``: where the codec needs it.
-            hierarchical: reduce inside every host first, so that each rank sends only a share of
-                the gradient to other hosts. ``"auto"``: if there are several hosts, one of them
-                with several ranks. True: the same, or raise. ``"leader"``: one rank of each host
-                communicates with other hosts; for hosts with one network card and slow CPUs, or
+            hierarchical: reduce inside every node first, so that each rank sends only a share of
+                the gradient to other nodes. ``"auto"``: if there are several nodes, one of them
+                with several ranks. True: the same, or raise. ``"leader"``: one rank of each node
+                communicates with other nodes; for nodes with one network card and slow CPUs, or
                 with different numbers of ranks. False: flat.
             min_compress_numel: smaller tensors, and 1-D ones, are uncompressed; 0 compresses all.
                 None: the codec's own choice (0 for casts, 4096 for most others).
             start_step: synchronised steps before compression starts.
             compile_kernels: fuse the codec's kernels at set-up (about 20 s the first time).
                 ``"auto"``: for models of 4 Mi elements or more if a compiler is found.
-            ranks_per_host: number of consecutive ranks on each host, whatever its name. None: by
+            ranks_per_node: number of consecutive ranks on each node, whatever its name. None: by
                 host name.
-            rank_groups: groups of ranks instead of hosts, such as ``[[0, 1, 2], [3]]``.
+            rank_groups: groups of ranks instead of nodes, such as ``[[0, 1, 2], [3]]``.
             commit: when residuals are written. ``"immediate"``: in the pass that encodes, and each
                 bucket is decoded on arrival; a step that is not applied loses the residuals it has
                 sent. ``"deferred"``: once every bucket of a step has arrived and all ranks know
@@ -115,7 +115,7 @@ class CompressionArguments:
             codec,
             error_feedback=error_feedback,
             hierarchical=hierarchical,
-            ranks_per_host=ranks_per_host,
+            ranks_per_node=ranks_per_node,
             rank_groups=rank_groups,
             min_compress_numel=min_compress_numel,
             start_step=start_step,

@@ -14,10 +14,10 @@ from lightning_dist.integrations.torch.fsdp.settings import sharded_settings
 from lightning_dist.integrations.torch.local.sharded_state import ShardedWorkerStates
 
 _OF_OTHERS = {
-    "parameters": "FSDP gathers parameters inside a host itself; leave it out, or use "
+    "parameters": "FSDP gathers parameters inside a node itself; leave it out, or use "
     "CompressedModelParallelStrategy",
     "hierarchical": "each rank exchanges its shard; leave it out",
-    "ranks_per_host": "replicate_size is the number of workers",
+    "ranks_per_node": "replicate_size is the number of workers",
     "rank_groups": "replicate_size is the number of workers",
     "commit": "local updates have no step to undo; leave it out",
 }
@@ -25,7 +25,7 @@ _OF_OTHERS = {
 
 
 class _Exchange(ReplicatedMesh):
-    """Mixin before a ``ModelParallelStrategy``: codec between hosts, and the mesh."""
+    """Mixin before a ``ModelParallelStrategy``: codec between nodes, and the mesh."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class ShardedLocalArguments(LocalUpdateArguments, _Exchange):
 
         Args:
             *args: see :class:`.LocalUpdateArguments`.
-            replicate_size: workers. ``"auto"``: as many as hosts, so that each host is one.
+            replicate_size: workers. ``"auto"``: as many as nodes, so that each node is one.
             data_parallel_size: ranks that shard the model of a worker. ``"auto"``: all that are
                 left.
             error_feedback: as for :func:`~lightning_dist.local_updates`, and so are the next two.
@@ -105,7 +105,7 @@ class ShardedLocalArguments(LocalUpdateArguments, _Exchange):
         if self._replicas != "rank":
             raise ValueError(
                 f"replicas={self._replicas!r} is for models that each rank has as a whole, and "
-                "here all ranks of a host are one worker; leave it out"
+                "here all ranks of a node are one worker; leave it out"
             )
         if self._schedule.ddp_steps:
             raise ValueError(
@@ -120,6 +120,6 @@ class ShardedLocalArguments(LocalUpdateArguments, _Exchange):
         workers, ranks = (mesh[name].size() for name in DIMENSIONS[:2])
         if workers == 1:
             raise ValueError(
-                f"Local updates need several workers, got one host of {ranks} ranks; start several "
-                "hosts, or give replicate_size=, the number of workers"
+                f"Local updates need several workers, got one node of {ranks} ranks; start several "
+                "nodes, or give replicate_size=, the number of workers"
             )

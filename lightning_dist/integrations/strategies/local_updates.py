@@ -22,7 +22,7 @@ from lightning_dist.integrations.torch.local.settings import (
 )
 from lightning_dist.integrations.torch.local.state import WorkerStates
 from lightning_dist.integrations.torch.local.updates import attach
-from lightning_dist.integrations.torch.networks import host_group
+from lightning_dist.integrations.torch.networks import node_group
 from lightning_dist.settings import Settings
 
 LOCAL_KEY = "lightning_dist_local_updates"
@@ -59,7 +59,7 @@ class LocalUpdateArguments:
         outer_momentum: float | None = None,
         outer_optimizer: OuterOptimizer | None = None,
         outer_schedule: OuterSchedule | None = None,
-        replicas: Literal["rank", "host"] = "rank",
+        replicas: Literal["rank", "node"] = "rank",
         offload: bool = False,
         weigh_by: Weight = "workers",
         codec: str | Codec | dict[str, Any] | None = None,
@@ -78,7 +78,7 @@ class LocalUpdateArguments:
             outer_momentum: of the outer SGD, Nesterov.
             outer_optimizer: another one, made from the anchor's tensors.
             outer_schedule: learning rate scheduler, made from the outer optimizer.
-            replicas: a worker is a rank, or all ranks of a host with DDP between them; hosts have
+            replicas: a worker is a rank, or all ranks of a node with DDP between them; nodes have
                 equal weight, whatever their number of ranks.
             offload: keep the anchor and the outer optimizer's state in the host's memory.
             weigh_by: a worker counts as one of the ``"workers"``, or by the ``"samples"`` of its
@@ -151,9 +151,9 @@ class LocalUpdateArguments:
         self._updates.step(samples)
 
     def _wraps(self, ddp_kwargs: dict[str, Any], device: torch.device) -> bool:
-        """Whether the model is in DDP, which gets ``ddp_kwargs``: in hosts, or at first."""
-        if self._replicas == "host":
+        """Whether the model is in DDP, which gets ``ddp_kwargs``: in nodes, or at first."""
+        if self._replicas == "node":
             assert dist.group.WORLD is not None
-            group = host_group(dist.group.WORLD, self._settings, device=device)
+            group = node_group(dist.group.WORLD, self._settings, device=device)
             ddp_kwargs["process_group"] = group
-        return self._replicas == "host" or self._schedule.ddp_steps > 0
+        return self._replicas == "node" or self._schedule.ddp_steps > 0

@@ -1,4 +1,4 @@
-"""Device mesh of a model that is held once, or in shards, on every host; for both frameworks."""
+"""Device mesh of a model that is held once, or in shards, on every node; for both frameworks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightning_dist.exchange.handshake import all_facts
 from lightning_dist.integrations.refusals import refuse_pytorch_lightning, refuse_unknown
 from lightning_dist.log import get_logger
-from lightning_dist.topology import this_host
-from lightning_dist.topology.hosts import describe_counts, ranks_by
+from lightning_dist.topology import host_name
 from lightning_dist.topology.launcher import claim, contradiction
+from lightning_dist.topology.nodes import describe_counts, ranks_by
 
 log = get_logger(__name__)
 
@@ -48,7 +48,7 @@ class ReplicatedMesh:
         """Check the sizes; nothing here may depend on rank or device.
 
         Args:
-            replicate_size: replicas of the model. ``"auto"``: as many as hosts.
+            replicate_size: replicas of the model. ``"auto"``: as many as nodes.
             data_parallel_size: ranks that shard a replica. ``"auto"``: all that are left.
             tensor_parallel_size: ranks that have a part of each layer, within a shard.
             **kwargs: everything else that ``ModelParallelStrategy`` takes.
@@ -88,12 +88,12 @@ class ReplicatedMesh:
         """The mesh of all ranks. Collective.
 
         Raises:
-            ValueError: the sizes do not make up the world size, or hosts are no blocks of ranks.
+            ValueError: the sizes do not make up the world size, or nodes are no blocks of ranks.
         """
         world, (replicas, shards, tensor) = dist.get_world_size(), self._sizes
-        hosts = _count_hosts(self.root_device) if replicas == "auto" else replicas
-        left = max(1, world // (hosts * tensor))
-        sizes = (hosts, left if shards == "auto" else shards, tensor)
+        nodes = _count_nodes(self.root_device) if replicas == "auto" else replicas
+        left = max(1, world // (nodes * tensor))
+        sizes = (nodes, left if shards == "auto" else shards, tensor)
         if prod(sizes) != world:
             raise ValueError(
                 "replicate_size * data_parallel_size * tensor_parallel_size must be the world "
@@ -103,8 +103,8 @@ class ReplicatedMesh:
         return init_device_mesh(self.root_device.type, sizes, mesh_dim_names=DIMENSIONS)
 
 
-def _count_hosts(device: torch.device) -> int:
-    """Hosts of equally many ranks that follow each other. Collective.
+def _count_nodes(device: torch.device) -> int:
+    """Nodes of equally many ranks that follow each other. Collective.
 
     Raises:
         ValueError: they are not such.
@@ -112,19 +112,19 @@ def _count_hosts(device: torch.device) -> int:
     world = dist.group.WORLD
     assert world is not None
     place = claim(rank=world.rank())
-    fact = {"host": this_host(), "claim": None if place is None else place.as_fact()}
+    fact = {"node": host_name(), "claim": None if place is None else place.as_fact()}
     facts = all_facts(fact, group=world, device=device)
-    hosts = [each["host"] for each in facts]
+    nodes = [each["node"] for each in facts]
     remedy = "give replicate_size=, the number of replicas"
-    found = contradiction(hosts, [each["claim"] for each in facts])
+    found = contradiction(nodes, [each["claim"] for each in facts])
     if found is not None and world.rank() == 0:
-        log.warning("%s. The names of the hosts are used; %s", found, remedy)
-    blocks = ranks_by(hosts)
+        log.warning("%s. Host names are used; %s", found, remedy)
+    blocks = ranks_by(nodes)
     if len(set(map(len, blocks))) > 1 or [r for ranks in blocks for r in ranks] != [
-        *range(len(hosts))
+        *range(len(nodes))
     ]:
         raise ValueError(
-            "replicate_size='auto' needs hosts with equally many ranks, numbered host by host, got "
+            "replicate_size='auto' needs nodes with equally many ranks, numbered node by node, got "
             f"{describe_counts([len(ranks) for ranks in blocks])}: {blocks}; {remedy}"
         )
     return len(blocks)

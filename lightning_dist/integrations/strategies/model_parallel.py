@@ -61,7 +61,7 @@ class ModelParallelArguments(CommReport, ReplicatedMesh):
             codec: of the gradients between replicas: a name of ``lightning_dist.CODECS``, with
                 options as in ``"topk:ratio=0.01"``, a codec object, or a policy (``by_name``,
                 ``by_size``, ``warmup``, ``after_steps``).
-            replicate_size: replicas of the model. ``"auto"``: one per host.
+            replicate_size: replicas of the model. ``"auto"``: one per node.
             data_parallel_size: ranks that shard a replica. ``"auto"``: all others.
             tensor_parallel_size: ranks that have a part of each layer, within a shard.
             parameters: codec of the parameters in FSDP's all-gather, for one replica that is
@@ -132,8 +132,8 @@ class ModelParallelArguments(CommReport, ReplicatedMesh):
         alone = mesh[DIMENSIONS[0]].size() == 1
         if alone and dist.get_rank() == 0 and self._shard_settings is None:
             log.warning(
-                "One replica: nothing crosses between hosts and nothing is compressed, codec %s "
-                "takes effect with two hosts or more, or with replicate_size=",
+                "One replica: nothing crosses between nodes and nothing is compressed, codec %s "
+                "takes effect with two nodes or more, or with replicate_size=",
                 self._settings.codec,
             )
         return mesh

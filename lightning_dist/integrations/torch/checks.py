@@ -256,7 +256,7 @@ def compresses_fewer_bytes(
     if planner.affordable(codec, ParameterSlice("", 0, (1 << 24,)), torch.float32).lossless:
         raise ValueError(
             f"codec {codec} between {ranks} ranks sends more than uncompressed gradients: its "
-            "bytes grow with the number of ranks; lower the ratio, reduce inside hosts first "
+            "bytes grow with the number of ranks; lower the ratio, reduce inside nodes first "
             "(hierarchical=True), or use 'int4' or 'powersgd'"
         )
     if planner.network.rank == 0:

@@ -47,11 +47,11 @@ def log_in_force(reducer: Reducer, *, begins: int | None) -> None:
 
 
 def in_force(reducer: Reducer) -> str:
-    """``compressed DDP: codec int8, flat exchange, 2 hosts x 1 rank, ...``"""
+    """``compressed DDP: codec int8, flat exchange, 2 nodes x 1 rank, ...``"""
     config, settings = reducer.comm_config(), reducer.settings
     places = config["topology"]
     if config["exchange"] != "flat":
-        places = picture(settings, settings.rank_groups or reducer.network.topology.by_host())
+        places = picture(settings, settings.rank_groups or reducer.network.topology.by_node())
     expected = expected_traffic(reducer.names, settings, reducer.network)
     since = f" from step {expected.since} on" if expected.since else ""
     if expected.sent is None:
@@ -60,7 +60,7 @@ def in_force(reducer: Reducer) -> str:
         sent = f"about {_amount(expected.sent.total)}"
     else:
         inter, intra = _amount(expected.sent.inter), _amount(expected.sent.intra)
-        sent = f"about {inter} to other hosts and {intra} inside its own"
+        sent = f"about {inter} to other nodes and {intra} inside its own"
     return (
         f"compressed DDP: codec {settings.codec}, {config['exchange']} exchange, {places}, world "
         f"size {config['world_size']}; rank 0 sends {sent} per step{since}, "

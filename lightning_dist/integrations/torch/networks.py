@@ -19,8 +19,8 @@ from lightning_dist.private import timeout_of
 from lightning_dist.reducer.network import Network, NewGroup, in_levels
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
-from lightning_dist.topology import Topology, this_host
-from lightning_dist.topology.groups import Hosts, Ranks, levels_of
+from lightning_dist.topology import Topology, host_name
+from lightning_dist.topology.groups import Nodes, Ranks, levels_of
 from lightning_dist.topology.launcher import claim
 
 Groups = Sequence[dist.ProcessGroup]
@@ -63,7 +63,7 @@ def network_over(
     facts: Mapping[str, object],
     groups: Groups | None = None,
     made: Network | None = None,
-    tree: Hosts | None = None,
+    tree: Nodes | None = None,
 ) -> Network:
     """The groups of the ranks of ``like``, once they are known to want the same. Collective.
 
@@ -71,7 +71,7 @@ def network_over(
         facts: what must be equal on all ranks, besides ``settings``.
         groups: see :func:`~lightning_dist.compress_ddp`; None makes them.
         made: a network of before, which is returned if the ranks agree.
-        tree: groups of ranks to reduce in first; None: hosts, as the settings say.
+        tree: groups of ranks to reduce in first; None: nodes, as the settings say.
     """
     if groups is not None and len(groups) < 2:
         raise ValueError(f"groups must be two process groups or more, got {len(groups)}")
@@ -83,14 +83,14 @@ def network_over(
         **facts,
     }
     place = claim(rank=dist.get_rank() if dist.is_initialized() else data.rank())
-    place_of_own = {"host": this_host(), "claim": None if place is None else place.as_fact()}
+    place_of_own = {"node": host_name(), "claim": None if place is None else place.as_fact()}
     gathered = all_facts({**own, **place_of_own}, group=data, device=device)
     require_equal([{key: fact[key] for key in own} for fact in gathered])
-    hosts, claims = [fact["host"] for fact in gathered], [fact["claim"] for fact in gathered]
+    nodes, claims = [fact["node"] for fact in gathered], [fact["claim"] for fact in gathered]
     if tree is None:
-        topology, tree = topology_of(settings, hosts=hosts, claims=claims, rank=data.rank())
+        topology, tree = topology_of(settings, nodes=nodes, claims=claims, rank=data.rank())
     else:
-        topology, tree = Topology(tuple(hosts), data.rank()), tree if len(tree[0]) > 1 else None
+        topology, tree = Topology(tuple(nodes), data.rank()), tree if len(tree[0]) > 1 else None
     if made is not None:
         return made
     limit = WaitLimit(settings.exchange_timeout)
@@ -108,26 +108,26 @@ def network_over(
     return in_levels(network, tree, leader=leader, new_group=new_group)
 
 
-def host_group(like: dist.ProcessGroup, settings: Settings, *, device: torch.device) -> Any:
-    """A group of the ranks of this rank's host, or of its group of ranks. Collective.
+def node_group(like: dist.ProcessGroup, settings: Settings, *, device: torch.device) -> Any:
+    """A group of the ranks of this rank's node, or of its group of ranks. Collective.
 
     Raises:
-        ValueError: there is one host, or no host has several ranks.
+        ValueError: there is one node, or no node has several ranks.
     """
-    facts = all_facts({"host": this_host()}, group=like, device=device)
-    hosts = [fact["host"] for fact in facts]
-    topology, tree = topology_of(settings, hosts=hosts, rank=like.rank())
+    facts = all_facts({"node": host_name()}, group=like, device=device)
+    nodes = [fact["node"] for fact in facts]
+    topology, tree = topology_of(settings, nodes=nodes, rank=like.rank())
     if tree is None:
         raise ValueError(
-            "replicas='host' needs several hosts, one of them with several ranks, got "
-            f"{topology.describe()}; leave it at 'rank', or name the groups with ranks_per_host= "
+            "replicas='node' needs several nodes, one of them with several ranks, got "
+            f"{topology.describe()}; leave it at 'rank', or name the groups with ranks_per_node= "
             "or rank_groups="
         )
     found = {tuple(each): _new_group(like, each) for each in tree}
     return next(group for ranks, group in found.items() if topology.rank in ranks)
 
 
-def _made(like: dist.ProcessGroup, tree: Hosts, *, leader: bool) -> NewGroup:
+def _made(like: dist.ProcessGroup, tree: Nodes, *, leader: bool) -> NewGroup:
     """The groups of ``tree``, all of them made by all ranks of ``like`` in one order."""
     found = groups_of(tree, leader=leader, make=partial(_new_group, like))
     if like.size() < dist.get_world_size():
@@ -140,10 +140,10 @@ def _made(like: dist.ProcessGroup, tree: Hosts, *, leader: bool) -> NewGroup:
 
 
 def groups_of(
-    hosts: Hosts, *, leader: bool, make: Callable[[Sequence[int]], dist.ProcessGroup]
+    nodes: Nodes, *, leader: bool, make: Callable[[Sequence[int]], dist.ProcessGroup]
 ) -> dict[Ranks, dist.ProcessGroup]:
-    """The groups of ``hosts`` by their ranks, all of them made by all ranks in one order."""
-    levels = levels_of(hosts, leader=leader)
+    """The groups of ``nodes`` by their ranks, all of them made by all ranks in one order."""
+    levels = levels_of(nodes, leader=leader)
     wanted = dict.fromkeys(ranks for level in levels for ranks in level.groups)
     return {ranks: make(ranks) for ranks in wanted}
 

@@ -24,7 +24,7 @@ from lightning_dist.private import rebuild_ddp
 from lightning_dist.reducer.network import Network, in_levels
 from lightning_dist.reducer.plan.slices import as_real
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.topology import this_host
+from lightning_dist.topology import host_name
 
 _CPU = torch.device("cpu")
 
@@ -62,9 +62,9 @@ def require_recoverable(model: DistributedDataParallel, reducer: Reducer | None)
             "find_unused_parameters; leave them out, or use recovery='restart'"
         )
     settings = reducer.settings
-    if settings.ranks_per_host is not None or settings.rank_groups is not None:
+    if settings.ranks_per_node is not None or settings.rank_groups is not None:
         raise ValueError(
-            "ranks_per_host and rank_groups name ranks, whose numbers change when one is lost; "
+            "ranks_per_node and rank_groups name ranks, whose numbers change when one is lost; "
             "leave them out with recovery='in_process': ranks of one host name are reduced first, "
             "and LIGHTNING_DIST_HOSTNAME sets that name"
         )
@@ -83,7 +83,7 @@ def compile_ahead(reducer: Reducer, *, flat: bool) -> None:
     of_node = launch.local_world_size or launch.world_size
     topology, tree = topology_of(
         replace(settings, hierarchical=False) if flat else settings,
-        hosts=[str(rank // of_node) for rank in range(launch.world_size)],
+        nodes=[str(rank // of_node) for rank in range(launch.world_size)],
         rank=launch.rank,
         needs_levels=False,
     )
@@ -112,18 +112,18 @@ def regroup(
     buckets lie as those of the others.
 
     Args:
-        groups: of the generation; those of hosts are made, where gradients are reduced in them.
-        begins: the training begins, so there must be the hosts that the settings need.
-        flat: leave out hosts.
+        groups: of the generation; those of nodes are made, where gradients are reduced in them.
+        begins: the training begins, so there must be the nodes that the settings need.
+        flat: leave out nodes.
     """
     settings, world = reducer.settings, dist.group.WORLD
     assert world is not None
-    own = {"host": this_host(), "levels": reducer.network.intra is not None}
+    own = {"node": host_name(), "levels": reducer.network.intra is not None}
     limit = WaitLimit(settings.exchange_timeout)
     facts = all_facts(own, group=control, device=_CPU, limit=limit)
     topology, tree = topology_of(
         replace(settings, hierarchical=False) if flat else settings,
-        hosts=[fact["host"] for fact in facts],
+        nodes=[fact["node"] for fact in facts],
         rank=world.rank(),
         needs_levels=begins,
     )

@@ -30,7 +30,7 @@ class Analysed:
 
     Args:
         begin: on rank 0's clock.
-        inter_moving: while any exchange with other hosts moved, until all its members were done.
+        inter_moving: while any exchange with other nodes moved, until all its members were done.
         ns: :data:`PARTS`, which add up to the duration, and the other columns of
             :class:`~lightning_dist.profiling.analysis.tables.StepTable`.
         waited_for: waiting, hidden or not, by the rank that came last.
@@ -265,27 +265,27 @@ def raw_of(record: StepRecord) -> int:
 
 
 def _own_bytes(run: Run, rank: int, record: StepRecord) -> tuple[int, int]:
-    """Bytes of collectives that FSDP calls itself: within the host, and to others. Of a ring."""
+    """Bytes of collectives that FSDP calls itself: within the node, and to others. Of a ring."""
     sent, groups = [0, 0], run.ranks[rank].metadata.groups
     for span in record.spans:
         if span.bucket == OF_NO_BUCKET and span.phase == "exchange":
             ranks = groups[span.group]
             following = run.ranks.get(ranks[(ranks.index(rank) + 1) % len(ranks)])
-            host = run.ranks[rank].metadata.host
-            crosses = following is not None and following.metadata.host != host
+            node = run.ranks[rank].metadata.node
+            crosses = following is not None and following.metadata.node != node
             sent[crosses] += span.sent
     return sent[0], sent[1]
 
 
 def _reach(run: Run, rank: int) -> tuple[set[str], set[str]]:
-    """Groups of a rank with others of its host, and those with other hosts.
+    """Groups of a rank with others of its node, and those with other nodes.
 
     A rank that has left nothing may be anywhere.
     """
-    hosts, groups = run.hosts, run.ranks[rank].metadata.groups
-    others = {name: {hosts.get(m) for m in of if m != rank} for name, of in groups.items()}
-    intra = {name for name, of in others.items() if of & {hosts[rank], None}}
-    return intra, {name for name, of in others.items() if of - {hosts[rank]}}
+    nodes, groups = run.nodes, run.ranks[rank].metadata.groups
+    others = {name: {nodes.get(m) for m in of if m != rank} for name, of in groups.items()}
+    intra = {name for name, of in others.items() if of & {nodes[rank], None}}
+    return intra, {name for name, of in others.items() if of - {nodes[rank]}}
 
 
 def passes_of(record: StepRecord) -> list[list[BucketTimes]]:

@@ -93,7 +93,7 @@ _OF_RUN = (
     metric("profiler_overhead", "Time the profiler took, as measured by itself.", unit="%"),
 )
 _OF_RANKS_AND_BUCKETS = (
-    metric("host", unit=TEXT),
+    metric("node", unit=TEXT),
     metric(
         "wait_ms",
         "From the launch of a collective on this rank to that on the last, hidden or exposed.",

@@ -12,8 +12,8 @@ from lightning_dist.profiling.analysis.tables import MS, Sample, StepTable
 from lightning_dist.profiling.capture.events import FINISHED, PHASES
 from lightning_dist.profiling.run import Run
 
-ONE_HOST = (
-    "all ranks are on one host: rates and link figures are those of loopback or shared memory, not "
+ONE_NODE = (
+    "all ranks are on one node: rates and link figures are those of loopback or shared memory, not "
     "of a network"
 )
 
@@ -83,7 +83,7 @@ def _ms(value: float | None) -> str:
 
 def notes_of(run: Run, chosen: Sample, table: StepTable, summary: Summary) -> list[str]:
     """Notes, the most important first: what ended the training."""
-    is_one_host = len({*run.hosts.values()}) == 1 and len(run.ranks) == run.world_size
+    is_one_node = len({*run.nodes.values()}) == 1 and len(run.ranks) == run.world_size
     passes, optimizer_steps = table.of("passes"), table.of("optimizer_steps").sum()
     per_step = passes.sum() / max((passes > 0).sum(), 1)
     spare = (
@@ -129,7 +129,7 @@ def notes_of(run: Run, chosen: Sample, table: StepTable, summary: Summary) -> li
         *_phase_skew(summary.phase_skew, len(table.ranks)),
         *(note for holds, note in rules if holds),
         *(f"rank {rank}: {growth}" for growth, rank in growths[:1]),
-        *([ONE_HOST] if summary.traffic is not None and is_one_host else []),
+        *([ONE_NODE] if summary.traffic is not None and is_one_node else []),
     ]
 
 

@@ -96,7 +96,7 @@ class RankSummary:
     """
 
     rank: int
-    host: str
+    node: str
     step_ms: float
     exposed_ms: float | None
     wait_ms: float | None
@@ -145,8 +145,8 @@ class Traffic:
     An exchange lasts until its last member is done.
 
     Args:
-        wire_gbps: what all ranks of a host sent to other hosts, the mean over hosts: comparable
-            with the link. On a single host what a rank sent.
+        wire_gbps: what all ranks of a node sent to other nodes, the mean over nodes: comparable
+            with the link. On a single node what a rank sent.
         ddp_equivalent_busbw_gbps: bus bandwidth at which uncompressed DDP would take this time.
         link_gbps: the best that was measured of an idle link.
     """
@@ -194,7 +194,7 @@ class Summary:
     """A profile in numbers; ``summary.json`` is this.
 
     Args:
-        run: what ran, as of rank 0: codec, backend, device, host of every rank, versions.
+        run: what ran, as of rank 0: codec, backend, device, node of every rank, versions.
         warmup_steps: first steps that were left out: buckets are not built yet.
         step_ms: ``"mean"``, ``"median"`` and ``"p95"`` of all steps.
         breakdown_ms: of ``detailed_steps`` of them; shares are of ``detailed_step_ms``, their

@@ -99,11 +99,11 @@ def pick_steps(run: Run, summary: Summary) -> list[Timeline]:
 def _run_info(run: Run) -> dict[str, Any]:
     if not run.ranks:
         return {}
-    first, hosts = run.ranks[min(run.ranks)].metadata, run.hosts
+    first, nodes = run.ranks[min(run.ranks)].metadata, run.nodes
     return {
         **{name: getattr(first, name) for name in ("codec", "backend", "device")},
         "world_size": run.world_size,
-        "hosts": [hosts.get(rank) for rank in range(run.world_size)],
+        "nodes": [nodes.get(rank) for rank in range(run.world_size)],
         "script": first.script,
         "started": first.started,
         "versions": dict(first.versions),
@@ -168,7 +168,7 @@ def _ranks(
         summaries.append(
             RankSummary(
                 rank,
-                of_rank.metadata.host,
+                of_rank.metadata.node,
                 mean([of_rank.head(step).duration for step in steps]) / MS,
                 None if "exposed_ms" in unavailable else own["exposed"],
                 _known(own["waited"], "exposed_wait", unavailable),
@@ -208,12 +208,12 @@ def _gbps(nbytes: float, nanoseconds: float) -> float | None:
 
 
 def _link_gbps(run: Run) -> float | None:
-    """The best of the links between hosts; inside a host only where there is no other."""
-    hosts, rates = run.hosts, []
+    """The best of the links between nodes; inside a node only where there is no other."""
+    nodes, rates = run.nodes, []
     for each in run.ranks.values():
         for link in each.links:
             ends = each.metadata.groups.get(link.group, ()) if link.peer is None else [link.peer]
-            crosses = {hosts[rank] for rank in ends if rank in hosts} - {each.metadata.host}
+            crosses = {nodes[rank] for rank in ends if rank in nodes} - {each.metadata.node}
             if (rate := _gbps(link.sent, link.seconds * 1e9)) is not None:
                 rates.append((bool(crosses), rate))
     return max(rates)[1] if rates else None

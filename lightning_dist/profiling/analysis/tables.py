@@ -38,8 +38,8 @@ COLUMNS = (
     "waited",  # for other ranks, hidden or not
     "late",  # for how long the others, added up, waited for this rank
     "moving",  # any exchange moved, on this rank or to another
-    "intra_moving",  # one moved that had another member on this host
-    "inter_moving",  # one moved that had a member on another host
+    "intra_moving",  # one moved that had another member on this node
+    "inter_moving",  # one moved that had a member on another node
     "raw",
     "intra",
     "inter",
@@ -67,8 +67,8 @@ class StepTable:
     Args:
         values: by step, rank and :data:`COLUMNS`; NaN: the step was not recorded in detail.
         waited_for: by rank that waited and rank that was late, all steps added up.
-        host_moving: by step and host, in the order of ``dict.fromkeys(hosts)``, while any rank of
-            it exchanged with other hosts.
+        node_moving: by step and node, in the order of ``dict.fromkeys(nodes)``, while any rank of
+            it exchanged with other nodes.
         buckets: by index: the codec; how often it was exchanged; sums of :data:`BUCKET_COLUMNS`, in
             nanoseconds and bytes.
         unknown_wait: reason why waiting is not, or not wholly, known; empty: it is.
@@ -76,10 +76,10 @@ class StepTable:
 
     steps: Sequence[int]
     ranks: Sequence[int]
-    hosts: Sequence[str]
+    nodes: Sequence[str]
     values: Array
     waited_for: Array
-    host_moving: Array
+    node_moving: Array
     buckets: Mapping[int, tuple[str, int, Array]]
     unknown_wait: str = ""
 
@@ -109,14 +109,14 @@ class StepTable:
     def link_uses(self) -> tuple[Array, Array]:
         """Bytes that went out over a link, and nanoseconds in which something was on its way.
 
-        By step and link: that of a host to others, or where nothing goes there, of a rank.
+        By step and link: that of a node to others, or where nothing goes there, of a rank.
         """
         inter = self.of("inter")
         if not inter.any():
             return self.of("intra"), self.of("intra_moving")
-        hosts = np.array(self.hosts)
-        links = [inter[:, hosts == host].sum(axis=1) for host in dict.fromkeys(self.hosts)]
-        return np.stack(links, axis=1), self.host_moving
+        nodes = np.array(self.nodes)
+        links = [inter[:, nodes == node].sum(axis=1) for node in dict.fromkeys(self.nodes)]
+        return np.stack(links, axis=1), self.node_moving
 
     def bucket_summaries(self, unknown: Container[str]) -> list[BucketSummary]:
         """Means of every bucket; a zero of what is ``unknown`` was not measured."""
@@ -134,15 +134,15 @@ def step_table(
     run: Run, steps: Sequence[int], analysed: Iterable[Sequence[Analysed]] | None = None
 ) -> StepTable:
     """The table of these steps; ``analysed``: every step as ``analyse`` has it, if it is there."""
-    hosts = {rank: each.metadata.host for rank, each in run.ranks.items() if each.steps}
-    rows = {rank: row for row, rank in enumerate(hosts)}
+    nodes = {rank: each.metadata.node for rank, each in run.ranks.items() if each.steps}
+    rows = {rank: row for row, rank in enumerate(nodes)}
     values = np.full((len(steps), len(rows), len(COLUMNS)), np.nan)
     waited_for = np.zeros((len(rows), len(rows)))
-    host_moving = np.zeros((len(steps), len(set(hosts.values()))))
+    node_moving = np.zeros((len(steps), len(set(nodes.values()))))
     buckets: dict[int, tuple[str, int, Array]] = {}
     unknown = ""
     for i, of_step in enumerate(analysed or (analyse(run, step) for step in steps)):
-        of_hosts: dict[str, list[Interval]] = {host: [] for host in hosts.values()}
+        of_nodes: dict[str, list[Interval]] = {node: [] for node in nodes.values()}
         late: Counter[int] = Counter()
         for each in of_step:
             late.update(each.waited_for)
@@ -151,15 +151,15 @@ def step_table(
             values[i, row] = [own[name] for name in COLUMNS]
             for last, waited in each.waited_for.items():
                 waited_for[row, rows[last]] += waited
-            of_hosts[hosts[each.rank]] += [(begin + a, begin + b) for a, b in each.inter_moving]
+            of_nodes[nodes[each.rank]] += [(begin + a, begin + b) for a, b in each.inter_moving]
             for index, codec, sums in _bucket_rows(each):
                 _, times, before = buckets.get(index, ("", 0, 0.0))
                 buckets[index] = codec, times + 1, before + sums
-        # Ranks of one host may send at the same time or one after the other: the clock tells.
-        host_moving[i] = [length(union(each)) for each in of_hosts.values()]
+        # Ranks of one node may send at the same time or one after the other: the clock tells.
+        node_moving[i] = [length(union(each)) for each in of_nodes.values()]
         unknown = unknown or unknown_wait(of_step)
-    axes = steps, list(hosts), list(hosts.values())
-    return StepTable(*axes, values, waited_for, host_moving, buckets, unknown)
+    axes = steps, list(nodes), list(nodes.values())
+    return StepTable(*axes, values, waited_for, node_moving, buckets, unknown)
 
 
 def _bucket_rows(step: Analysed) -> Iterator[tuple[int, str, Array]]:

@@ -183,7 +183,7 @@ class WatchedAllReduce:
 
     Args:
         recorder: that of the newest profile of this model.
-        crosses: the next rank of the ring is on another host.
+        crosses: the next rank of the ring is on another node.
     """
 
     recorder: Recorder
@@ -253,7 +253,7 @@ def watch_allreduce(model: DistributedDataParallel, recorder: Recorder, *, cross
     profile, and costs a call and a pass over every bucket.
 
     Args:
-        crosses: the next rank of the ring is on another host.
+        crosses: the next rank of the ring is on another node.
     """
 
     for _, state in communication_hooks(model):

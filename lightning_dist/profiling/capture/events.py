@@ -46,7 +46,7 @@ class RankRecord(_Record, frozen=True, tag="rank"):
             ``"intra"`` and ``"inter"``.
         clock: monotonic nanoseconds when it was ``unix`` seconds since 1970.
         codec: as the user would write it; ``"ddp"`` where gradients are not ours to compress.
-        cores: that the processes of this host may use.
+        cores: that the processes of this node may use.
         unseen: why no bucket of this model can be seen; empty: they can.
         commit: of residuals, ``"immediate"`` or ``"deferred"``.
         fsdp: of a model that ``fully_shard`` has sharded: ``"replicas"`` exchange gradients, or
@@ -58,7 +58,7 @@ class RankRecord(_Record, frozen=True, tag="rank"):
 
     rank: int
     world_size: int
-    host: str
+    node: str
     groups: Mapping[str, list[int]]
     clock: int
     unix: float
@@ -106,7 +106,7 @@ class BucketTimes(_Row, frozen=True):
 
     Args:
         raw: bytes that uncompressed DDP would have sent from this rank.
-        intra, inter: bytes sent to ranks of the same host, and to other hosts.
+        intra, inter: bytes sent to ranks of the same node, and to other nodes.
         codec: of its parameters, ``"int8"``; several as ``"int8+none"``.
     """
 
@@ -180,7 +180,7 @@ class ErrorRecord(_Record, frozen=True, tag="error"):
     ``p`` is what was encoded: the gradient of this rank, and the residual where one is kept (with
     ``dgc`` the momentum too); ``C(p)`` what the payload of this rank says of it. Parameters that
     travel uncompressed are left out. In a hierarchical exchange the gradient is the mean of the
-    host, on the share of this rank.
+    node, on the share of this rank.
 
     Args:
         relative_l2: ``|p - C(p)| / |p|``.

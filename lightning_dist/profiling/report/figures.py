@@ -119,8 +119,8 @@ def waits_over_time(summary: Summary) -> View:
         return View("waits", title, missing="One rank: nothing to wait for.")
     if not longest:
         return View("waits", title, missing="No rank waited for another.")
-    hosts = {each.rank: f" · {_short(each.host)}" for each in summary.ranks}
-    names = {rank: f"rank {rank}{hosts.get(rank, '')}" for rank in waits}
+    nodes = {each.rank: f" · {_short(each.node)}" for each in summary.ranks}
+    names = {rank: f"rank {rank}{nodes.get(rank, '')}" for rank in waits}
     heat = go.Heatmap(
         x=list(per_step.steps),
         y=list(names.values()),
@@ -192,7 +192,7 @@ def most_telling(summary: Summary, ranks: Sequence[int]) -> list[int]:
 def _figure(summary: Summary, step: Timeline, ranks: Sequence[int]) -> go.Figure:
     bars: dict[tuple[int, str], list[_Bar]] = defaultdict(list)
     ready: list[tuple[float, float, str]] = []
-    hosts = {each.rank: f"<br>{_short(each.host)}" for each in summary.ranks}
+    nodes = {each.rank: f"<br>{_short(each.node)}" for each in summary.ranks}
     top, names = 0.0, {}
     for rank in ranks:
         bottom, spans = top + 1, step.spans.get(rank, ())
@@ -212,7 +212,7 @@ def _figure(summary: Summary, step: Timeline, ranks: Sequence[int]) -> go.Figure
         for index, time, done in step.buckets.get(rank, ()):
             hover = f"rank {rank}, bucket {index}<br>gradients ready at {_ms(time)}, "
             ready.append((time / 1e6, top + 1, f"{hover}averaged at {_ms(done)}"))
-        names[middle] = f"rank {rank}{hosts.get(rank, '')}"
+        names[middle] = f"rank {rank}{nodes.get(rank, '')}"
         top = bottom + 0.6
     order = [*PHASES, *_WORK]
     keys = sorted(bars, key=lambda key: (key[0], order.index(key[1]) if key[1] in order else 99))

@@ -23,7 +23,7 @@ from lightning_dist.shared_folder import replace_file
 
 _TIMES = (*PARTS, "exposed", "hidden", "exchange")
 STEP_COLUMNS = (
-    *("step", "rank", "host", "in_summary", "begin_ms", "step_ms"),
+    *("step", "rank", "node", "in_summary", "begin_ms", "step_ms"),
     *(f"{name}_ms" for name in _TIMES),
 )
 
@@ -58,7 +58,7 @@ def write_files(
     writers: dict[str, tuple[bool, Callable[[Path], None]]] = {
         "summary.json": (True, lambda path: write_summary(path, summary)),
         "report.html": (html, write_page),
-        "trace.json.gz": (trace, lambda path: write_trace(path, timelines(), run.hosts)),
+        "trace.json.gz": (trace, lambda path: write_trace(path, timelines(), run.nodes)),
         "steps.csv": (csv, lambda path: write_csv(path, run, summary)),
     }
     written = Written([], [])
@@ -114,5 +114,5 @@ def _rows(run: Run, summary: Summary) -> Iterator[Sequence[object]]:
             if step in each.steps:
                 begin, duration = begins[step, rank] - first, each.head(step).duration
                 own = (None if math.isnan(value) else value for value in times[i, row].tolist())
-                head = step, rank, each.metadata.host, int(step in counted)
+                head = step, rank, each.metadata.node, int(step in counted)
                 yield (*head, begin / MS, duration / MS, *own)

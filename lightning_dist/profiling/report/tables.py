@@ -30,7 +30,7 @@ from lightning_dist.profiling.whatif.predictions import (
 )
 
 RANK_COLUMNS = (
-    *("rank", "host", "step_ms", "exposed_ms", "wait_ms", "waited_for_ms"),
+    *("rank", "node", "step_ms", "exposed_ms", "wait_ms", "waited_for_ms"),
     *PHASES,
     *("clock_uncertainty_ms", "intra_gbps", "inter_gbps"),
 )
@@ -118,8 +118,8 @@ def facts(summary: Summary) -> list[Fact]:
             f"{format_value(traffic.inter_bytes, 'B')} to other nodes"
         )
         used = f"{format_value(traffic.link_utilization, '%')} used"
-        if len(set(summary.run.get("hosts", ()))) == 1:
-            used += ", inside one host: no network"
+        if len(set(summary.run.get("nodes", ()))) == 1:
+            used += ", inside one node: no network"
         like_ddp, busbw = "uncompressed DDP, equal time", traffic.ddp_equivalent_busbw_gbps
         found += [
             fact("traffic", traffic.wire_bytes, sent),
@@ -138,7 +138,7 @@ def _straggler(summary: Summary) -> Fact:
         reason = why(summary.unavailable, "straggler", "exposed_wait", "step_ms")
         return Fact(label, "none" if is_known else MISSING, reason)
     (rank,) = (each for each in summary.ranks if each.rank == summary.straggler)
-    detail = f"{rank.host}; other ranks waited {_ms(rank.waited_for_ms)} per step for it"
+    detail = f"{rank.node}; other ranks waited {_ms(rank.waited_for_ms)} per step for it"
     return Fact(label, f"rank {rank.rank}", detail)
 
 
@@ -212,12 +212,12 @@ def buckets_table(summary: Summary) -> View:
 
 def links_table(summary: Summary) -> View:
     """Gbit/s from the node of the row to that of the column: all bits over all seconds."""
-    title, hosts = "Bandwidth between nodes", {each.rank: each.host for each in summary.ranks}
+    title, nodes = "Bandwidth between nodes", {each.rank: each.node for each in summary.ranks}
     sent: Counter[tuple[str, str]] = Counter()
     seconds: Counter[tuple[str, str]] = Counter()
     for link in (each for each in summary.links if each.get("peer") is not None):
         source, target = (
-            hosts.get(link[end], f"node of rank {link[end]}") for end in ("rank", "peer")
+            nodes.get(link[end], f"node of rank {link[end]}") for end in ("rank", "peer")
         )
         sent[source, target] += link["sent"]
         seconds[source, target] += link["seconds"]
@@ -282,8 +282,8 @@ def _settings(prefix: str, settings: Mapping[str, Any]) -> list[tuple[str, str]]
         if isinstance(value, Mapping):
             rows += _settings(f"{label}: ", value)
         elif isinstance(value, (list, tuple)):
-            if name == "hosts":  # of every rank
-                value = [f"{host} ({count(n, 'rank')})" for host, n in Counter(value).items()]
+            if name == "nodes":  # of every rank
+                value = [f"{node} ({count(n, 'rank')})" for node, n in Counter(value).items()]
             rows.append((label, ", ".join(map(str, value)) or "none"))
         else:
             rows.append((label, "none" if value in (None, "") else str(value)))

@@ -35,7 +35,7 @@ _ORDER = ("M", "X", "i", "s", "f")
 """Of events at one time: slices are open before a flow looks for them."""
 
 
-def write_trace(path: str | Path, timelines: Sequence[Timeline], hosts: Mapping[int, str]) -> None:
+def write_trace(path: str | Path, timelines: Sequence[Timeline], nodes: Mapping[int, str]) -> None:
     """Write ``trace.json.gz``: the steps one after the other, all ranks below each other.
 
     A rank has its phases, with exposed communication cut out of the backward pass, codec work, and
@@ -43,7 +43,7 @@ def write_trace(path: str | Path, timelines: Sequence[Timeline], hosts: Mapping[
     rank, an arrow leads from its exchange to the transfer.
     """
     content = {
-        "traceEvents": _events(timelines, hosts),
+        "traceEvents": _events(timelines, nodes),
         "displayTimeUnit": "ms",
         "otherData": {f"step {each.step}": each.label for each in timelines},
     }
@@ -51,7 +51,7 @@ def write_trace(path: str | Path, timelines: Sequence[Timeline], hosts: Mapping[
     replace_file(path, gzip.compress(text.encode(), mtime=0))
 
 
-def _events(timelines: Sequence[Timeline], hosts: Mapping[int, str]) -> list[Event]:
+def _events(timelines: Sequence[Timeline], nodes: Mapping[int, str]) -> list[Event]:
     events: list[Event] = []
     threads: dict[tuple[int, int], str] = {}
     flows, at = itertools.count(1), 0
@@ -70,9 +70,9 @@ def _events(timelines: Sequence[Timeline], hosts: Mapping[int, str]) -> list[Eve
         end = max((each["ts"] + each.get("dur", 0) for each in of_step), default=0)
         events += [{**each, "ts": each["ts"] + at - begin} for each in of_step]
         at += (end - begin) * 21 // 20 + 1
-    for rank in sorted({*hosts, *(rank for rank, _ in threads)}):
-        host = f" @ {hosts[rank]}" if hosts.get(rank) else ""
-        events += _named("process", rank, f"rank {rank}{host}", rank)
+    for rank in sorted({*nodes, *(rank for rank, _ in threads)}):
+        node = f" @ {nodes[rank]}" if nodes.get(rank) else ""
+        events += _named("process", rank, f"rank {rank}{node}", rank)
     for (rank, thread), name in sorted(threads.items()):
         events += _named("thread", rank, name, thread, tid=thread)
     # A slice comes before those in it, which begin no earlier: sorting keeps that.

@@ -1,1 +1,1 @@
-"""Predictions: step time with another codec, form, link or number of hosts."""
+"""Predictions: step time with another codec, form, link or number of nodes."""

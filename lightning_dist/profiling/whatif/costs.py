@@ -98,7 +98,7 @@ def measure_costs(
     if trained < LEAST_TRAINING:
         reason = f"the training was shorter than {LEAST_TRAINING:g} s"
         return Costs(reason=reason, status=Status.NOT_MEASURED)
-    where = f"on {run.ranks[min(run.ranks)].metadata.host} after this run"
+    where = f"on {run.ranks[min(run.ranks)].metadata.node} after this run"
     until = clock() + min(LONGEST, LARGEST_SHARE * trained)
     found: dict[str, CodecCost] = {}
     problems = []

@@ -44,13 +44,13 @@ class Observed:
     Args:
         buckets: ready when the last rank has its gradients, in that order.
         tail: from the mean of all gradients to the end of the step.
-        sent: bytes over the link of the busiest host.
+        sent: bytes over the link of the busiest node.
         encode, decode: of the codec on a rank in a step; None: there is none.
         unavailable: figures that are not known, and why.
         one_core: a codec has to share a core with the backward pass.
         device: kind of device that trains, and compresses.
         shards: of a model that is sharded over all ranks, in the place of buckets.
-        crowded: ranks of a host that share a core, at least 1.
+        crowded: ranks of a node that share a core, at least 1.
     """
 
     scenario: Scenario
@@ -91,7 +91,7 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     table = step_table(run, chosen.detailed, steps)
     sent, moving = table.link_uses()
     used = (sent > 0) & (moving > 0)
-    hosts = Counter(run.hosts.values())
+    nodes = Counter(run.nodes.values())
     all_ranks = any(each.fsdp == "all_ranks" for each in abouts)
     is_fsdp = any(each.fsdp for each in abouts) and not all_ranks
     why_not = why_no_shards(every) if all_ranks else ""
@@ -107,8 +107,8 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
         (missing, f"it has no step of rank {missing}"),
         (why_not, why_not),
         (
-            is_fsdp and not all(_reaches_each_host(run, each, hosts) for each in abouts),
-            "its model is sharded, and there is not one replica on each host",
+            is_fsdp and not all(_reaches_each_node(run, each, nodes) for each in abouts),
+            "its model is sharded, and there is not one replica on each node",
         ),
         (not any(each.record.buckets for each in every), "no gradient bucket was observed"),
         (
@@ -130,7 +130,7 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
         form, inside = ALL_RANKS, None
     at_once = GLOO_AT_ONCE if device == "cpu" else 1
     immediate = all(about.commit == "immediate" for about in abouts) or codec == DDP
-    counts = tuple(hosts.values())
+    counts = tuple(nodes.values())
     scenario = Scenario(codec, form, counts, link, inside, at_once=at_once, immediate=immediate)
     unknown = (
         (
@@ -138,7 +138,7 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
             link.latency is not None,
             "small collectives were not measured; latency is taken as 0",
         ),
-        ("inside", inside or is_fsdp or all_ranks, "no exchange inside a host was measured"),
+        ("inside", inside or is_fsdp or all_ranks, "no exchange inside a node was measured"),
     )
     ranks = chosen.ranks.values()
     durations = np.array([[each.head(step).duration for each in ranks] for step in chosen.steps])
@@ -147,7 +147,7 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     )
     found = Observed(
         scenario,
-        _buckets(steps, len(hosts) if is_fsdp else run.world_size),
+        _buckets(steps, len(nodes) if is_fsdp else run.world_size),
         tail=tail,
         step=float(np.median(durations.mean(axis=1))) / NS,
         sent=median(sent.max(axis=1).tolist()),
@@ -155,12 +155,12 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
         decode=None if codec == DDP else decode,
         unavailable={name: reason for name, is_known, reason in unknown if not is_known},
         one_core=any(
-            0 < about.cores < 2 * hosts[about.host] and about.device in ("", "cpu")
+            0 < about.cores < 2 * nodes[about.node] and about.device in ("", "cpu")
             for about in abouts
         ),
         device=device,
         crowded=max(
-            [1.0, *(hosts[about.host] / about.cores for about in abouts if about.cores > 0)]
+            [1.0, *(nodes[about.node] / about.cores for about in abouts if about.cores > 0)]
         ),
     )
     return _of_shards(found, every) if all_ranks else found
@@ -183,11 +183,11 @@ def _of_shards(found: Observed, every: Sequence[Analysed]) -> Observed:
     return replace(found, scenario=scenario, shards=shards, tail=shards.tail, sent=sent)
 
 
-def _reaches_each_host(run: Run, about: RankRecord, hosts: Counter[str]) -> bool:
-    """Whether a rank of a sharded model exchanges its shard with one rank of each other host."""
+def _reaches_each_node(run: Run, about: RankRecord, nodes: Counter[str]) -> bool:
+    """Whether a rank of a sharded model exchanges its shard with one rank of each other node."""
     line = about.groups.get("inter") or about.groups.get("flat") or []
-    found = Counter(run.ranks[rank].metadata.host for rank in line if rank in run.ranks)
-    return found == Counter(list(hosts))
+    found = Counter(run.ranks[rank].metadata.node for rank in line if rank in run.ranks)
+    return found == Counter(list(nodes))
 
 
 def _buckets(steps: Sequence[Sequence[Analysed]], ring: int) -> list[Bucket]:
@@ -207,9 +207,9 @@ def _buckets(steps: Sequence[Sequence[Analysed]], ring: int) -> list[Bucket]:
 
 
 def _link(run: Run, rates: Array) -> Link:
-    """Link between hosts, of bytes per second on every link and step that sent something."""
-    alone, hosts = [0.0], {*run.hosts.values()}
-    if len(hosts) in (1, len(run.ranks)):  # else a collective of all says less than their sum
+    """Link between nodes, of bytes per second on every link and step that sent something."""
+    alone, nodes = [0.0], {*run.nodes.values()}
+    if len(nodes) in (1, len(run.ranks)):  # else a collective of all says less than their sum
         links = (link for each in run.ranks.values() for link in each.links if link.peer is None)
         alone = [link.sent / link.seconds for link in links if link.seconds > 0] or alone
     # Small exchanges leave a link idle between them, and reach less than it can do.

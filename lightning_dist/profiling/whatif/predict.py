@@ -53,10 +53,10 @@ def local_scenarios(
     fragments: int = 1,
     overlap_steps: int = 0,
 ) -> list[Scenario]:
-    """Local steps on the links and hosts of ``there``, for every codec whose cost is known.
+    """Local steps on the links and nodes of ``there``, for every codec whose cost is known.
 
     Args:
-        form: of the exchange; None: by hosts where that can be.
+        form: of the exchange; None: by nodes where that can be.
         sync_every: local steps between two exchanges.
         below: for every codec also the least number of them with which waiting for the exchange
             takes no more than this share of the time.
@@ -109,7 +109,7 @@ def local_scenarios(
 def predict(
     observed: Observed, scenarios: Sequence[Scenario], *, costs: Mapping[str, CodecCost]
 ) -> Predictions:
-    """Simulate the run itself, and then ``scenarios``, which share links and hosts.
+    """Simulate the run itself, and then ``scenarios``, which share links and nodes.
 
     Raises:
         ValueError: the run itself cannot be simulated, so that the error is unknown.
@@ -128,7 +128,7 @@ def predict(
     tolerance = max(abs(error), LEAST_TOLERANCE)
     found = [_prediction(observed, scenario, known) for scenario in scenarios]
     found = _ranked(found, own_there.step_ms, tolerance)
-    if run.hosts == 1 and own.hosts > 1 and own.link.latency is None:
+    if run.nodes == 1 and own.nodes > 1 and own.link.latency is None:
         unavailable["latency"] = (
             "the run was on one node; latency between nodes is 0 without --latency-us"
         )
@@ -174,7 +174,7 @@ def _cost_in_run(observed: Observed, costs: Mapping[str, CodecCost]) -> dict[str
     step = simulate_step(observed.buckets, run, cost=cost, inside_cost=costs.get("none"))
     cost = replace(cost, wire=cost.wire * observed.sent / step.sent, assumption="")
     if run.adds_inside or observed.encode is None or observed.decode is None:
-        return {cost.name: cost}  # what it does inside a host is in its times
+        return {cost.name: cost}  # what it does inside a node is in its times
     expected = sum(decoding(cost, sum(run.peers)))
     slower = observed.decode / observed.elements / expected if expected else 1.0
     decode, store = cost.decode * slower, cost.store * slower
@@ -189,7 +189,7 @@ def _prediction(
     found = Prediction(
         scenario.codec,
         scenario.form,
-        scenario.hosts,
+        scenario.nodes,
         scenario.world_size,
         scenario.link.gbps,
         sync_every=scenario.sync_every,
@@ -264,7 +264,7 @@ def _of_shards(
 
 
 def _crowded(cost: CodecCost, observed: Observed) -> CodecCost:
-    """``cost`` where all ranks of a host compress at the same time, and share its cores."""
+    """``cost`` where all ranks of a node compress at the same time, and share its cores."""
     times = observed.crowded
     return replace(
         cost, encode=cost.encode * times, decode=cost.decode * times, store=cost.store * times

@@ -18,11 +18,11 @@ class Prediction:
     """Predicted step of one scenario, in milliseconds; None with a ``reason`` where unknown.
 
     Args:
-        gbps: of the link between hosts, headers included.
+        gbps: of the link between nodes, headers included.
         exposed_ms: from the last gradient to the mean of all; in all collectives of a model that is
             sharded over all ranks.
-        sent_mb: over the link of a host.
-        change: of the step against the run's own codec and form with the same link and hosts, as
+        sent_mb: over the link of a node.
+        change: of the step against the run's own codec and form with the same link and nodes, as
             predicted; -0.5: half as long.
         position: 1 for the fastest; settings closer than the tolerance share one. None: not ranked.
         source: of the codec's cost.
@@ -35,7 +35,7 @@ class Prediction:
 
     codec: str
     form: str
-    hosts: int
+    nodes: int
     world_size: int
     gbps: float
     step_ms: float | None = None
@@ -61,7 +61,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predictions for a run and for other settings on the same links and hosts.
+    """Predictions for a run and for other settings on the same links and nodes.
 
     Args:
         measured_ms: median step of the run.
@@ -125,15 +125,15 @@ def name_of(each: Prediction, baseline: Prediction) -> str:
 
 
 def where(each: Prediction, *, link_given: bool = False) -> str:
-    """Hosts of a scenario, and the rate of their links.
+    """Nodes of a scenario, and the rate of their links.
 
     Args:
-        link_given: the rate is not that of the run. On one host each rank then has such a link.
+        link_given: the rate is not that of the run. On one node each rank then has such a link.
     """
-    rate, hosts = format_value(each.gbps, "Gbit/s"), count(each.hosts, "node")
+    rate, nodes = format_value(each.gbps, "Gbit/s"), count(each.nodes, "node")
     inside = f"each with a link of {rate}" if link_given else f"{rate} per rank inside the node"
-    network = f"{rate} between them" if each.hosts > 1 else inside
-    return f"{count(each.world_size, 'rank')} on {hosts}, {network}"
+    network = f"{rate} between them" if each.nodes > 1 else inside
+    return f"{count(each.world_size, 'rank')} on {nodes}, {network}"
 
 
 def remark(each: Prediction, found: Predictions) -> str:

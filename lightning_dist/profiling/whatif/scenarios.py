@@ -1,4 +1,4 @@
-"""Scenarios of a simulation: codec, form, links and hosts; that of a run, and others beside it."""
+"""Scenarios of a simulation: codec, form, links and nodes; that of a run, and others beside it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DDP = "ddp"
 FORMS = FLAT, HIERARCHICAL, LEADER = "flat", "hierarchical", "leader"
 
 FSDP = "fsdp"
-"""Form of a model that ``fully_shard`` has sharded, with a replica on each host."""
+"""Form of a model that ``fully_shard`` has sharded, with a replica on each node."""
 
 ALL_RANKS = "all_ranks"
 """Form of a model that ``fully_shard`` has sharded over all ranks. :data:`DDP` is FSDP as it is."""
@@ -35,7 +35,7 @@ class Link:
     """Speed of one level of the network.
 
     Args:
-        rate: payload bytes per second in one direction: of a host between hosts, of a rank inside.
+        rate: payload bytes per second in one direction: of a node between nodes, of a rank inside.
         latency: seconds of a round; None: unknown, and rounds count nothing.
         overhead: least seconds between two collectives, however small.
         cpu: seconds of a core that a collective takes.
@@ -64,9 +64,9 @@ class Scenario:
     Args:
         codec: name, or :data:`DDP`.
         form: one of :data:`FORMS`, :data:`FSDP` or :data:`ALL_RANKS`.
-        counts: ranks of every host.
-        link: between hosts; inside the host where there is only one.
-        inside: inside a host; None: unknown.
+        counts: ranks of every node.
+        link: between nodes; inside the node where there is only one.
+        inside: inside a node; None: unknown.
         at_once: collectives of a group that run at once; 1 with NCCL, which has one stream.
         immediate: a bucket is decoded while the next one travels, not when all have landed.
         sync_every: local steps between two exchanges of what has changed; 0: gradients are
@@ -115,8 +115,8 @@ class Scenario:
         return self.sync_every // self.fragments
 
     @property
-    def hosts(self) -> int:
-        """Number of hosts."""
+    def nodes(self) -> int:
+        """Number of nodes."""
         return len(self.counts)
 
     @property
@@ -126,14 +126,14 @@ class Scenario:
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """Ranks behind each link of the exchange. On a single host each rank has its own."""
+        """Ranks behind each link of the exchange. On a single node each rank has its own."""
         if self.form not in (FLAT, ALL_RANKS):
-            return (1,) * self.hosts
-        return self.counts if self.hosts > 1 else (1,) * self.world_size
+            return (1,) * self.nodes
+        return self.counts if self.nodes > 1 else (1,) * self.world_size
 
     @property
     def adds_inside(self) -> bool:
-        """Whether gradients are added up inside hosts, within the exchange itself."""
+        """Whether gradients are added up inside nodes, within the exchange itself."""
         return self.form in (HIERARCHICAL, LEADER)
 
     @property
@@ -144,7 +144,7 @@ class Scenario:
         reasons = {
             "DDP itself is not hierarchical": self.codec == DDP,
             "one rank per node: nothing is reduced inside a node": max(self.counts) == 1,
-            "one node: nothing crosses between nodes": self.hosts == 1,
+            "one node: nothing crosses between nodes": self.nodes == 1,
             "the nodes hold different numbers of ranks, which needs the leader form": (
                 self.form == HIERARCHICAL and len(set(self.counts)) > 1
             ),
@@ -186,24 +186,24 @@ class Bucket:
 def elsewhere(
     run: Scenario,
     *,
-    hosts: int | None = None,
+    nodes: int | None = None,
     link_gbps: float | None = None,
     inside_gbps: float | None = None,
     latency_us: float | None = None,
 ) -> Scenario:
-    """Scenario of a run on other links and hosts; None: as in the run. Rates include headers.
+    """Scenario of a run on other links and nodes; None: as in the run. Rates include headers.
 
     Args:
-        hosts: number, each with as many ranks as the largest host of the run.
-        link_gbps, inside_gbps: of a host's link, and of a rank inside its host.
-        latency_us: microseconds of a round between hosts.
+        nodes: number, each with as many ranks as the largest node of the run.
+        link_gbps, inside_gbps: of a node's link, and of a rank inside its node.
+        latency_us: microseconds of a round between nodes.
 
     Raises:
         ValueError: one of them is out of range, or the run does not know it.
     """
-    if hosts is not None and hosts < 2:
-        raise ValueError(f"nodes must be 2 or more, got {hosts}; one node has no link between them")
-    if hosts is not None and run.hosts == 1 and link_gbps is None:
+    if nodes is not None and nodes < 2:
+        raise ValueError(f"nodes must be 2 or more, got {nodes}; one node has no link between them")
+    if nodes is not None and run.nodes == 1 and link_gbps is None:
         raise ValueError(
             "The run was on one node; give the rate of a link between nodes with --link-gbps"
         )
@@ -220,10 +220,10 @@ def elsewhere(
     link = run.link if link_gbps is None else replace(run.link, rate=rate_of(link_gbps))
     if latency_us is not None:
         link = replace(link, latency=latency_us / 1e6)
-    elif run.hosts == 1 and hosts is not None:
-        link = replace(link, latency=None)  # inside a host it is another
+    elif run.nodes == 1 and nodes is not None:
+        link = replace(link, latency=None)  # inside a node it is another
     inside = run.inside if inside_gbps is None else Link(rate_of(inside_gbps))
-    counts = run.counts if hosts is None else (max(run.counts),) * hosts
+    counts = run.counts if nodes is None else (max(run.counts),) * nodes
     return replace(run, counts=counts, link=link, inside=inside)
 
 
@@ -235,11 +235,11 @@ def scenarios_of(
     forms: Sequence[str] = (),
     parameters: Sequence[str] = (),
 ) -> list[Scenario]:
-    """Every codec and form on the links and hosts of ``there``, and that itself.
+    """Every codec and form on the links and nodes of ``there``, and that itself.
 
     Args:
         codecs: only these, and :data:`DDP` only flat.
-        forms: only these; otherwise flat and, where hosts have several ranks, by hosts. A sharded
+        forms: only these; otherwise flat and, where nodes have several ranks, by nodes. A sharded
             model has but one.
         parameters: only these codecs of the parameters, of a model sharded over all ranks.
 

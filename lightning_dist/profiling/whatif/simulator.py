@@ -1,8 +1,8 @@
 """Step time of one exchange of gradients, simulated from bytes, rounds, rates and codec costs.
 
 :func:`simulate_step` follows the busiest rank. Nothing is read from a profile, so that it can be
-compared with any measurement. With ``W`` ranks, ``L`` of them on each of ``H`` hosts, and a payload
-of ``b`` bytes per rank, the link of the busiest host carries in one direction:
+compared with any measurement. With ``W`` ranks, ``L`` of them on each of ``H`` nodes, and a payload
+of ``b`` bytes per rank, the link of the busiest node carries in one direction:
 
 ==========  ===========================  ==========  =====================
 exchange    bytes                        rounds      second collective
@@ -12,9 +12,9 @@ gather      ``(W-1) b``                  ``W-1``
 two_shot    ``L (W-L)/W b``              ``W-1``     ``(W-1)/W b``, ``W-1``
 ==========  ===========================  ==========  =====================
 
-A ring has one edge that leaves a host, and each edge carries the same. Two ranks gather where more
-would exchange in two shots. Between replicas of a sharded model (FSDP2), one on each host, every
-rank exchanges its shard with one rank of each other host.
+A ring has one edge that leaves a node, and each edge carries the same. Two ranks gather where more
+would exchange in two shots. Between replicas of a sharded model (FSDP2), one on each node, every
+rank exchanges its shard with one rank of each other node.
 
 :func:`simulate_shards` is of a model that FSDP2 shards over all ranks, whose ``b`` bytes are those
 of a parameter group: an all-gather sends ``(W-1)/W b``, a quantised reduce-scatter, an all_to_all,
@@ -45,7 +45,7 @@ from lightning_dist.reducer.units.sizes import unit_elements
 
 
 class SimulatedStep(NamedTuple):
-    """Seconds until the mean of all gradients is there, and bytes over the link of a host."""
+    """Seconds until the mean of all gradients is there, and bytes over the link of a node."""
 
     done: float
     sent: float
@@ -56,11 +56,11 @@ FREE = CodecCost(DDP, "allreduce", ELEMENT_BYTES, encode=0.0, decode=0.0, store=
 
 
 def collectives(exchange: str, size: float, counts: Sequence[int]) -> tuple[Collective, ...]:
-    """Collectives of an exchange, one after the other, over the link of the busiest host.
+    """Collectives of an exchange, one after the other, over the link of the busiest node.
 
     Args:
         size: bytes of a rank's payload.
-        counts: ranks of every host. One rank of each: bytes that a peer sends.
+        counts: ranks of every node. One rank of each: bytes that a peer sends.
     """
     return EXCHANGES[exchange].among(sum(counts)).collectives(size, counts)
 
@@ -111,13 +111,13 @@ def simulate_step(
     chunk and issues the collective of each; where there is a second collective, it waits for the
     first of each chunk, reduces and issues it; when the last bucket is through, it decodes all, or
     with the immediate commit the last, since it has decoded each while the next one travelled.
-    Where gradients are added up inside hosts first, a chunk travels there while the one before it
-    is encoded; means come back the same way. What FSDP itself does inside a host is in the times at
+    Where gradients are added up inside nodes first, a chunk travels there while the one before it
+    is encoded; means come back the same way. What FSDP itself does inside a node is in the times at
     which its buckets are ready. Stock DDP is a codec that takes no time and no vote.
 
     Args:
         cost: of the codec; None for stock DDP.
-        inside_cost: of the codec inside hosts, usually ``none``: its bytes, and seconds of a pass.
+        inside_cost: of the codec inside nodes, usually ``none``: its bytes, and seconds of a pass.
         one_core: the worker shares a core with the backward pass: what it does meanwhile takes
             twice as long and delays the gradients to come, and gloo's threads delay the worker.
     """
@@ -144,7 +144,7 @@ def simulate_step(
 
     def decoded(chunks: Sequence[tuple[float, float]], now: float) -> float:
         """Time at which the means of ``chunks`` are there."""
-        waiting, arrival = 0.0, 0.0  # the chunk on its way back inside the host
+        waiting, arrival = 0.0, 0.0  # the chunk on its way back inside the node
         for elements, end in chunks:
             now = max(now, end) + elements / shares * (decode + copy)
             before, came = waiting, arrival

@@ -1,6 +1,6 @@
-"""The way of tensors inside a host: what travels together there, and who owns which part of it.
+"""The way of tensors inside a node: what travels together there, and who owns which part of it.
 
-A parameter is cut into fragments, each of which crosses between hosts by itself, and a fragment
+A parameter is cut into fragments, each of which crosses between nodes by itself, and a fragment
 into one share for each owner. As with blocks the cut depends on the parameter alone, not on the
 bucket or the codec: the state of a part stays on the rank that it was on.
 """
@@ -29,7 +29,7 @@ Fragment: TypeAlias = tuple[tuple[int, int], ...]
 """Part of a flat parameter: the share ``(start, end)`` of every owner, perhaps an empty one."""
 
 Owned: TypeAlias = Sequence[Sequence[ParameterSlice]]
-"""Shares of every rank of the host, in the order of the bucket."""
+"""Shares of every rank of the node, in the order of the bucket."""
 
 
 class IntraPlan:
@@ -37,8 +37,8 @@ class IntraPlan:
 
     Args:
         network: whose ranks reduce in its ``intra`` level first.
-        codec: inside the host, ``none`` or a cast.
-        inter: plans what goes on between hosts; None on ranks that leave that to others.
+        codec: inside the node, ``none`` or a cast.
+        inter: plans what goes on between nodes; None on ranks that leave that to others.
         whole: names of the parameters that some codec needs as they are.
     """
 
@@ -125,5 +125,5 @@ def fragments(name: str, numel: int, *, owners: int, most: int, whole: bool) -> 
 
 
 def share_dtype(codec: Codec, dtype: torch.dtype) -> torch.dtype:
-    """Wide, so that the codec alone rounds the mean of a host; without one, what is sent anyway."""
+    """Wide, so that the codec alone rounds the mean of a node; without one, what is sent anyway."""
     return dtype if codec.lossless else compute_dtype(dtype)

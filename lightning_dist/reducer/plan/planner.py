@@ -42,7 +42,7 @@ class Planner:
     """Builds groups; owns one plan, with its kernels, per block codec and dtype.
 
     Args:
-        intra_codec: the codec inside a host, where the exchange is hierarchical.
+        intra_codec: the codec inside a node, where the exchange is hierarchical.
         whole: names of the parameters that some codec needs as they are.
         immediate: block codecs commit their state when they encode, and tensors take turns with the
             memory of payloads.
@@ -144,7 +144,7 @@ class Planner:
 
     @property
     def is_fused(self) -> bool:
-        """Whether any kernels between hosts are compiled."""
+        """Whether any kernels between nodes are compiled."""
         return any(
             level.sparse_passes or any(plan.kernels.is_fused for plan in level._blocks.values())
             for level in self._levels

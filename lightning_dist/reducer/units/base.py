@@ -40,10 +40,10 @@ class CommUnit(ABC):
     """Gradients of this unit, and maybe of those after it, that are encoded with a loss."""
 
     def begin(self) -> None:  # noqa: B027  (nothing to do where all ranks are equal)
-        """Where a host reduces among itself first: begin that, asynchronous."""
+        """Where a node reduces among itself first: begin that, asynchronous."""
 
     def receive(self) -> None:  # noqa: B027
-        """Until what was begun inside the host is the gradient that is encoded."""
+        """Until what was begun inside the node is the gradient that is encoded."""
 
     @abstractmethod
     def encode(self, scale: Tensor, *, step: int) -> None:
@@ -70,7 +70,7 @@ class CommUnit(ABC):
         """Mean of all ranks -> bucket; and the new state, of what is finite."""
 
     def finish(self) -> None:  # noqa: B027
-        """Where the mean came to one rank of the host: until the bucket has it too."""
+        """Where the mean came to one rank of the node: until the bucket has it too."""
 
     @property
     def sent(self) -> Sent:
@@ -121,7 +121,7 @@ def staggered(units: Sequence[CommUnit]) -> Iterator[CommUnit]:
 
 
 def decode_all(units: Sequence[CommUnit], scale: Tensor) -> None:
-    """Every mean into its bucket; one is spread inside the host while the next is decoded."""
+    """Every mean into its bucket; one is spread inside the node while the next is decoded."""
     batches = _by_exchange(units)
     for batch, previous in zip([*batches, []], [[], *batches], strict=True):
         for unit in batch:

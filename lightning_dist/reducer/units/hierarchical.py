@@ -1,11 +1,11 @@
-"""A unit that is reduced inside a host before it crosses to the others.
+"""A unit that is reduced inside a node before it crosses to the others.
 
-    bucket -> all_to_all inside -> mean of the host's ranks, on this rank's share
-           -> any unit, between hosts -> mean of all
+    bucket -> all_to_all inside -> mean of the node's ranks, on this rank's share
+           -> any unit, between nodes -> mean of all
            -> all_gather inside -> bucket
 
-The units between hosts are those of a flat exchange, on the share instead of the bucket, among one
-rank of each host. So state belongs to a share and not to a rank's whole gradient.
+The units between nodes are those of a flat exchange, on the share instead of the bucket, among one
+rank of each node. So state belongs to a share and not to a rank's whole gradient.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class HierarchicalUnit(JoinedUnit):
     """Parts of one bucket.
 
     Args:
-        codec: between hosts.
-        owned: the parts, by the rank of the host that owns them.
+        codec: between nodes.
+        owned: the parts, by the rank of the node that owns them.
     """
 
     exchange: TwoShot
@@ -79,7 +79,7 @@ class HierarchicalUnit(JoinedUnit):
 
         payloads = [view(part, owner) for owner, part in enumerate(exchange.parts)]
         self._mean = payloads[rank]
-        self._received = view(exchange.received_bytes, rank)  # (ranks of the host, own share)
+        self._received = view(exchange.received_bytes, rank)  # (ranks of the node, own share)
         sizes = [[part.numel for part in parts] for parts in self._owned]
         # Parts of the bucket, and where they are in the payloads.
         self._flats = [part.of(self._bucket) for parts in self._owned for part in parts]

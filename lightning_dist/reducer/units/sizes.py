@@ -4,7 +4,7 @@ from __future__ import annotations
 
 UNIT_ELEMENTS = 1 << 18  # 1 MB of float32 gradient; measured best of 256 Ki and 1 Mi
 _LEAST_ROW_ELEMENTS = 1 << 15  # many ranks: larger units rather than tiny messages
-_LEAST_SPARSE_BYTES = 1 << 16  # 2.6 ms at 200 Mbit/s; a message costs 0.1 to 0.4 ms of both hosts
+_LEAST_SPARSE_BYTES = 1 << 16  # 2.6 ms at 200 Mbit/s; a message costs 0.1 to 0.4 ms of both nodes
 
 
 WHOLE_BUCKET = 1 << 62  # an accelerator's network needs no pieces, and each costs launches

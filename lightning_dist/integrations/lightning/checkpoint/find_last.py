@@ -109,7 +109,7 @@ class LastCheckpoint:
             raise ValueError(
                 f"ckpt_path='last' found a checkpoint in {self._folder} on some ranks, and none on "
                 "others; put the folder where all ranks see it, or give the path of a file that "
-                f"exists on every host{f' ({problem})' if problem else ''}"
+                f"exists on every node{f' ({problem})' if problem else ''}"
             )
 
     def choose(self) -> str | None:

@@ -90,7 +90,7 @@ class ShardedGradients:
 
     @property
     def topology(self) -> Topology:
-        """Hosts and groups of the ranks."""
+        """Nodes and groups of the ranks."""
         return self.reducer.topology
 
     @property
@@ -104,7 +104,7 @@ class ShardedGradients:
         return self.reducer.comm_stats()
 
     def comm_config(self) -> dict[str, Any]:
-        """Codec, hosts and versions, for the configuration of a tracked run."""
+        """Codec, nodes and versions, for the configuration of a tracked run."""
         return self.reducer.comm_config()
 
     def state_dict(self) -> dict[str, Any] | None:

@@ -42,7 +42,7 @@ from lightning_dist.reducer.rows import (
 from lightning_dist.reducer.saved import require_mapping
 from lightning_dist.reducer.stats import CommStats, Count, places, run_config
 from lightning_dist.settings import identity
-from lightning_dist.topology import Topology, this_host
+from lightning_dist.topology import Topology, host_name
 
 log = get_logger(__name__)
 
@@ -68,9 +68,9 @@ class CompressedShards:
             "groups": [[names[p] for p in group.parameters] for group in groups],
         }
         self.group, self.device = groups[0].group, groups[0].parameters[0].device
-        facts = all_facts({**own, "host": this_host()}, group=self.group, device=self.device)
+        facts = all_facts({**own, "node": host_name()}, group=self.group, device=self.device)
         require_equal([{key: fact[key] for key in own} for fact in facts])
-        self.topology = Topology(tuple(fact["host"] for fact in facts), self.group.rank())
+        self.topology = Topology(tuple(fact["node"] for fact in facts), self.group.rank())
         self.closed = False
         self._stats = CommStats()
         self._has_reduced = False  # in this backward pass
@@ -148,7 +148,7 @@ class CompressedShards:
         return {**stats, **{kind: per_codec.get(kind, Count().as_dict()) for kind in _KINDS}}
 
     def comm_config(self) -> dict[str, Any]:
-        """Codecs, hosts and versions, for the configuration of a tracked run."""
+        """Codecs, nodes and versions, for the configuration of a tracked run."""
         return {
             **run_config(self._settings.given, None),
             "parameters": str(self._settings.parameters),

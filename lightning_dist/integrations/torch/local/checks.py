@@ -57,12 +57,12 @@ def warn_of_bursts(settings: Settings, schedule: LocalUpdateSettings) -> None:
 
 def require_replicas(replicas: Replicas, schedule: LocalUpdateSettings) -> None:
     """Raise ValueError unless frameworks know what is a worker."""
-    if replicas not in ("rank", "host"):
-        raise ValueError(f"replicas must be 'rank' or 'host', got {replicas!r}")
-    if replicas == "host" and schedule.ddp_steps:
+    if replicas not in ("rank", "node"):
+        raise ValueError(f"replicas must be 'rank' or 'node', got {replicas!r}")
+    if replicas == "node" and schedule.ddp_steps:
         raise ValueError(
-            "ddp_steps are steps of DDP over all ranks, and replicas='host' has DDP inside the "
-            "hosts; give one of the two"
+            "ddp_steps are steps of DDP over all ranks, and replicas='node' has DDP inside the "
+            "nodes; give one of the two"
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 Method = Literal["local_sgd", "post_local_sgd", "diloco", "streaming", "sparseloco"]
 Weight = Literal["workers", "samples"]
-Replicas = Literal["rank", "host"]
+Replicas = Literal["rank", "node"]
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "local_sgd": {"sync_every": 8},

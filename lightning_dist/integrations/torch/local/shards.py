@@ -24,17 +24,17 @@ from lightning_dist.reducer.network import Network, Rows
 from lightning_dist.reducer.parts import Held, Stripes
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.settings import Settings
-from lightning_dist.topology import this_host
-from lightning_dist.topology.groups import Hosts
+from lightning_dist.topology import host_name
+from lightning_dist.topology.groups import Nodes
 
 
 def workers_of(
     module: nn.Module, settings: Settings, *, groups: object, device: torch.device
-) -> Hosts | None:
+) -> Nodes | None:
     """Ranks of each worker of a sharded model; None where each rank has all of it. Collective.
 
     Raises:
-        ValueError: a model that is not sharded as a whole over the ranks of a host, or settings
+        ValueError: a model that is not sharded as a whole over the ranks of a node, or settings
             that would group ranks in another way.
     """
     if not any(isinstance(each, DTensor) for each in module.parameters()):
@@ -49,10 +49,10 @@ def workers_of(
         )
     given = {
         "groups": groups is not None,
-        "ranks_per_host": settings.ranks_per_host is not None,
+        "ranks_per_node": settings.ranks_per_node is not None,
         "rank_groups": settings.rank_groups is not None,
         "hierarchical": settings.hierarchical != "auto",
-        "a codec inside a host": not settings.intra.lossless,
+        "a codec inside a node": not settings.intra.lossless,
     }
     if any(given.values()):
         raise ValueError(
@@ -63,39 +63,39 @@ def workers_of(
     world = dist.group.WORLD
     assert world is not None
     own = {tuple(dist.get_process_group_ranks(group.group)) for group in found}
-    facts = all_facts({"ranks": sorted(own), "host": this_host()}, group=world, device=device)
+    facts = all_facts({"ranks": sorted(own), "node": host_name()}, group=world, device=device)
     if any(len(fact["ranks"]) > 1 for fact in facts):
         raise ValueError(
             f"All parameters must be sharded over the same ranks, got {facts[0]['ranks']}; call "
             "fully_shard with one mesh"
         )
     workers = tuple(dict.fromkeys(tuple(fact["ranks"][0]) for fact in facts))
-    _require_workers_of_hosts(workers, [fact["host"] for fact in facts])
+    _require_workers_of_nodes(workers, [fact["node"] for fact in facts])
     return workers
 
 
-def _require_workers_of_hosts(workers: Hosts, hosts: Sequence[str]) -> None:
+def _require_workers_of_nodes(workers: Nodes, nodes: Sequence[str]) -> None:
     if len(workers) == 1:
         raise ValueError(
             "Local updates need several workers, got a model that is sharded over all "
-            f"{len(hosts)} ranks; call fully_shard over the ranks of a host: mesh['shard'] of "
-            "init_device_mesh(device, (hosts, ranks), mesh_dim_names=('replicate', 'shard'))"
+            f"{len(nodes)} ranks; call fully_shard over the ranks of a node: mesh['shard'] of "
+            "init_device_mesh(device, (nodes, ranks), mesh_dim_names=('replicate', 'shard'))"
         )
     if len({len(ranks) for ranks in workers}) > 1:
         raise ValueError(
             "Workers must have equally many ranks, so that shards are equal, got "
-            f"{[len(ranks) for ranks in workers]}; shard over as many ranks of every host"
+            f"{[len(ranks) for ranks in workers]}; shard over as many ranks of every node"
         )
-    assert sorted(chain(*workers)) == list(range(len(hosts))), "a rank has one group of shards"
-    places = [{hosts[rank] for rank in ranks} for ranks in workers]
+    assert sorted(chain(*workers)) == list(range(len(nodes))), "a rank has one group of shards"
+    places = [{nodes[rank] for rank in ranks} for ranks in workers]
     for index, own in enumerate(places):
         others = set[str]().union(*places[:index], *places[index + 1 :])
         if len(own) > 1 and own & others:
             raise ValueError(
-                "A model must be sharded inside a host, where FSDP communicates in every step, got "
-                f"the ranks {list(workers[index])} of the hosts {sorted(own)}, on which other "
+                "A model must be sharded inside a node, where FSDP communicates in every step, got "
+                f"the ranks {list(workers[index])} of the nodes {sorted(own)}, on which other "
                 "workers have ranks too; call fully_shard with mesh['shard'], whose ranks are "
-                "those of one host"
+                "those of one node"
             )
 
 
@@ -103,7 +103,7 @@ class WorkerShards:
     """The shards of this rank's worker.
 
     Args:
-        network: of all ranks, its hosts being the workers.
+        network: of all ranks, its nodes being the workers.
     """
 
     def __init__(self, network: Network) -> None:

@@ -62,7 +62,7 @@ def local_updates(
     codec: str | Codec | Mapping[str, Any] | None = None,
     error_feedback: bool | Literal["auto"] = "auto",
     hierarchical: bool | Literal["auto", "leader"] = "auto",
-    ranks_per_host: int | None = None,
+    ranks_per_node: int | None = None,
     rank_groups: Sequence[Any] | None = None,
     min_compress_numel: int | None = None,
     exchange_timeout: float | None = None,
@@ -90,8 +90,8 @@ def local_updates(
 
     Args:
         model: on its device. A DistributedDataParallel over some of the ranks, such as those of a
-            host, is one worker; one over all ranks needs ``ddp_steps``. So is a model that
-            ``fully_shard`` has sharded over the ranks of a host; each rank exchanges its shard.
+            node, is one worker; one over all ranks needs ``ddp_steps``. So is a model that
+            ``fully_shard`` has sharded over the ranks of a node; each rank exchanges its shard.
         optimizer: of the local steps, or several. Their state stays local and differs.
         method: defaults of the arguments that follow. ``"local_sgd"``: the mean of the weights;
             ``"post_local_sgd"``: after ``ddp_steps`` steps of plain DDP; ``"diloco"``: outer
@@ -119,9 +119,9 @@ def local_updates(
         codec: codec of the pseudo-gradient, as for :func:`~lightning_dist.compress_ddp`. None:
             int8, of sparseloco its own.
         error_feedback: as for :func:`~lightning_dist.compress_ddp`, and so are the next five.
-        hierarchical: reduce inside every host first.
-        ranks_per_host: number of consecutive ranks on each host. None: by host name.
-        rank_groups: groups of ranks instead of hosts.
+        hierarchical: reduce inside every node first.
+        ranks_per_node: number of consecutive ranks on each node. None: by host name.
+        rank_groups: groups of ranks instead of nodes.
         min_compress_numel: elements; smaller tensors, and 1-D ones, are uncompressed.
         exchange_timeout: seconds of one wait for other ranks, with gloo, before an outer step
             raises. None: the timeout of the process group.
@@ -146,7 +146,7 @@ def local_updates(
         codec=codec,
         error_feedback=error_feedback,
         hierarchical=hierarchical,
-        ranks_per_host=ranks_per_host,
+        ranks_per_node=ranks_per_node,
         rank_groups=rank_groups,
         min_compress_numel=min_compress_numel,
         exchange_timeout=exchange_timeout,
@@ -277,8 +277,8 @@ def _in_force(updates: LocalUpdates, *, ranks_per_worker: int) -> str:
         every += f", after {schedule.ddp_steps} steps of plain DDP"
     size: int = config["world_size"]
     ranks = f"{ranks_per_worker} rank{'s' * (ranks_per_worker > 1)}"
-    is_even = size % ranks_per_worker == 0  # hosts may have different numbers of ranks
-    workers = f"{size // ranks_per_worker} workers x {ranks}" if is_even else "hosts as workers"
+    is_even = size % ranks_per_worker == 0  # nodes may have different numbers of ranks
+    workers = f"{size // ranks_per_worker} workers x {ranks}" if is_even else "nodes as workers"
     how = f"{config['exchange']} exchange" if updates.shards is None else "each exchanges its shard"
     return (
         f"local updates: {schedule.method}, an outer step {every}; codec "

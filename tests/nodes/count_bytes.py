@@ -1,6 +1,6 @@
 """One rank: train a few steps per row; print what was counted and what the interfaces sent.
 
-A row is ``FORM/CODEC``; the form is one of `FORMS`, or ``fsdp`` on hosts of two ranks.
+A row is ``FORM/CODEC``; the form is one of `FORMS`, or ``fsdp`` on nodes of two ranks.
 """
 
 import json

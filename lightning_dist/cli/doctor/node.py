@@ -1,4 +1,4 @@
-"""Checks of this host: GPUs, limits, processors, compiler."""
+"""Checks of this node: GPUs, limits, processors, compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counted bytes are the bytes that leave the host, and that stay, by the interfaces' counters."""
+"""Counted bytes are the bytes that leave the node, and that stay, by the interfaces' counters."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ ROWS = {
     "2x2": (*FLAT, *BOTH_FORMS, "fsdp/int8"),
     "3+1": ("flat/int8", "leader/none", "leader/int8", "leader/topk"),
 }
-"""What the hosts of a layout are asked to do."""
+"""What the nodes of a layout are asked to do."""
 SLOW = ("3x1", "3+1")
 
 SCRIPT = Path(__file__).with_name("count_bytes.py")
@@ -39,10 +39,10 @@ Printed = dict[str, dict[str, int]]
         for layout in ROWS
     ],
 )
-def hosts(
+def nodes(
     request: pytest.FixtureRequest, quick_python: list[str]
 ) -> tuple[str, list[list[Printed]]]:
-    """(layout, what every rank of every host printed)."""
+    """(layout, what every rank of every node printed)."""
     layout = Layout.parse(request.param)
     try:
         with Testbed(hosts=layout.hosts, link_mbit=None) as testbed:
@@ -55,27 +55,27 @@ def hosts(
 
 
 @pytest.mark.root
-def test_bytes_between_hosts_are_what_the_link_sent(hosts: tuple[str, list[list[Printed]]]) -> None:
-    layout, printed = hosts
+def test_bytes_between_hosts_are_what_the_link_sent(nodes: tuple[str, list[list[Printed]]]) -> None:
+    layout, printed = nodes
     for row in ROWS[layout]:
-        for host in printed:
-            counted = sum(rank[row]["inter_bytes"] for rank in host)
-            sent = max(rank[row]["link"] for rank in host)  # every rank reads the same counter
+        for node in printed:
+            counted = sum(rank[row]["inter_bytes"] for rank in node)
+            sent = max(rank[row]["link"] for rank in node)  # every rank reads the same counter
             assert counted <= sent <= HEADERS * counted + EXTRA, row
             if row == "fsdp/int8":  # 2 (R-1)/R n/S elements of every rank, on S ranks and R = 2
-                payload, elements = (max(rank[row][k] for rank in host) for k in OF_SHARDS)
+                payload, elements = (max(rank[row][k] for rank in node) for k in OF_SHARDS)
                 assert payload == pytest.approx(INT8 * elements, rel=0.03)
 
 
 @pytest.mark.root
 def test_bytes_inside_a_host_are_what_its_loopback_sent(
-    hosts: tuple[str, list[list[Printed]]],
+    nodes: tuple[str, list[list[Printed]]],
 ) -> None:
-    layout, printed = hosts
+    layout, printed = nodes
     for row in {*ROWS[layout]} - {"fsdp/int8"}:  # FSDP's own bytes are not counted
-        for host in printed:
-            counted = sum(rank[row]["intra_bytes"] for rank in host)
-            sent = max(rank[row]["lo"] for rank in host)
+        for node in printed:
+            counted = sum(rank[row]["intra_bytes"] for rank in node)
+            sent = max(rank[row]["lo"] for rank in node)
             assert counted <= sent <= HEADERS * counted + EXTRA, row
-            if len(host) == 1:
+            if len(node) == 1:
                 assert counted == 0
