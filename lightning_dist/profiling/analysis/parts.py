@@ -16,7 +16,7 @@ from lightning_dist.profiling.analysis.metrics import MEANING_OF_PARTS
 from lightning_dist.profiling.capture.events import Span
 from lightning_dist.profiling.whatif.predictions import Predictions
 
-SCHEMA = 2
+SCHEMA = 3
 
 PARTS = tuple(MEANING_OF_PARTS)
 """They add up to the step. Communication that compute does not hide is in the parts of

@@ -14,7 +14,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta, Struct, field
 
-SCHEMA = 2
+SCHEMA = 3
 """Raised when a field changes its meaning; a new field or kind does not raise it."""
 
 OF_NO_BUCKET = -1

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_dist.profiling.analysis.metrics import count, format_value
 from lightning_dist.profiling.whatif.scenarios import ALL_RANKS, DDP, FLAT, FSDP, LEADER
 
-SCHEMA = 2
+SCHEMA = 3
 LABEL = "Predicted step time (simulated)"
 
 
