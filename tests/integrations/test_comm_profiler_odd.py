@@ -97,7 +97,7 @@ def test_a_model_can_be_profiled_again(tmp_path: Path) -> None:
     model = ddp()
     gc.collect()  # groups of other tests
     opened, says = sockets(), "^This model is profiled already, and one CommProfiler"
-    with patch.object(profile_run, "host_name", lambda: f"host-{dist.get_rank()}"):
+    with patch.object(profile_run, "host_name", lambda: f"node-{dist.get_rank()}"):
         for number in range(2):
             with profiled(model, tmp_path):
                 train(model, steps=3)
