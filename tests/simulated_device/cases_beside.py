@@ -47,7 +47,7 @@ def read(recorder: Recorder) -> StepRecord:
 def profiled(
     rank: Rank, codec: str, *, watched: bool
 ) -> tuple[list[str], list[StepRecord], Counter[str]]:
-    """Digests of gradients, the last steps, and waits of the node, samples of errors included."""
+    """Digests of gradients, the last steps, and waits of the host, samples of errors included."""
     digests, records, waits = [], [], Counter()
     settings: dict[str, Any] = {"min_compress_numel": 0, "ddp": SMALL_BUCKETS}
     with compressed(rank, Fed().to(place(rank)), codec, **settings) as (model, reducer):
@@ -216,7 +216,7 @@ def local(
     return digests, nbytes, sum(each.numel() for each in model.parameters())
 
 
-@pytest.mark.parametrize("offload", [False, True], ids=["on the device", "on the node"])
+@pytest.mark.parametrize("offload", [False, True], ids=["on the device", "on the host"])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=["diloco", "streaming"])
 def test_local_updates(schedule: dict[str, Any], offload: bool) -> None:
     expected = run_threads(lambda rank: local(rank, schedule, offload=False), 2)

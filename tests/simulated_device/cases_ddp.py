@@ -186,7 +186,7 @@ def test_the_host_never_waits_for_a_block_codec(codec: str) -> None:
 )
 def test_with_the_deferred_commit_the_host_waits_once_a_step(codec: str) -> None:
     """For the answer of all ranks whether the step was finite."""
-    assert counted(codec, "deferred")["synchronisations"] == {"copy to node": 1}
+    assert counted(codec, "deferred")["synchronisations"] == {"copy to host": 1}
 
 
 @pytest.mark.parametrize(
@@ -197,10 +197,10 @@ def test_what_the_host_waits_for_beyond_that(codec: str) -> None:
     found = counted(codec)["synchronisations"]
     units = 2  # one for each bucket that has something for the codec
     if codec.startswith("powersgd"):
-        assert found == {"copy to node": units}
+        assert found == {"copy to host": units}
     else:
         # Lengths are read once, to receive; elements of 8 parameters are chosen.
-        assert found == {"copy to node": units, "aten::nonzero": 8}
+        assert found == {"copy to host": units, "aten::nonzero": 8}
 
 
 DDP_SETTINGS: dict[str, dict[str, Any]] = {
@@ -323,7 +323,7 @@ def test_a_stream_that_does_not_end_is_given_up() -> None:
 def test_a_reducer_on_a_stream_that_does_not_end_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As where NCCL hangs: the node has issued everything, and the stream does not come to it."""
+    """As where NCCL hangs: the host has issued everything, and the stream does not come to it."""
     monkeypatch.setattr(reducer_module, "_ACCELERATOR_PATIENCE", 0.2)
 
     def body(rank: SimulatedRank) -> None:

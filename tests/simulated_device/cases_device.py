@@ -132,7 +132,7 @@ def test_waits_of_the_host_are_counted() -> None:
     x.nonzero()
     assert sim.counters(0)["synchronisations"] == {
         "item": 1,
-        "copy to node": 1,
+        "copy to host": 1,
         "copy from pageable memory": 1,
         "aten::nonzero": 1,
     }
