@@ -68,7 +68,7 @@ def test_the_run_and_the_error_come_first(folder: Path) -> None:
 
 def test_json_and_nothing_else(folder: Path) -> None:
     found = content(folder, "--link-gbps", "0.05", "--nodes", "4", "--codec", "ddp")
-    assert (found["schema"], found["label"]) == (2, "Predicted step time (simulated)")
+    assert (found["schema"], found["label"]) == (3, "Predicted step time (simulated)")
     assert found["error"] == pytest.approx(0, abs=1e-9)
     assert found["baseline"]["step_ms"] == pytest.approx(found["measured_ms"])
     (only,) = found["scenarios"]

@@ -51,7 +51,7 @@ def sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     (tmp_path / "accelerate").mkdir()
     path = tmp_path / "accelerate" / "lightning_dist.yaml"
-    path.write_text("codec: sign\nstart_step: 7\nerror_feedback: true\nranks_per_host: 2\n")
+    path.write_text("codec: sign\nstart_step: 7\nerror_feedback: true\nranks_per_node: 2\n")
     return path
 
 

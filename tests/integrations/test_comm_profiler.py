@@ -107,7 +107,7 @@ def require_meta(folder: Path, codec: str) -> None:
     """What a run is of, and that clocks were compared at both ends."""
     run, summary = profile(folder)
     meta = json.loads((folder / "run-0" / "meta.json").read_text())
-    assert (meta["schema"], meta["world_size"], meta["backend"]) == (2, 2, "gloo")
+    assert (meta["schema"], meta["world_size"], meta["backend"]) == (3, 2, "gloo")
     assert meta["nodes"] == summary["run"]["nodes"]
     assert meta["codec"] == run.ranks[0].metadata.codec
     assert codec in meta["codec"].lower()

@@ -73,7 +73,7 @@ class AfterFive(L.Callback):
         self.momenta = [
             each["momentum_buffer"].clone() for each in updates.outer_optimizer.state.values()
         ]
-        self.anchor = {name: each.detach().clone() for name, each in updates._anchors().items()}
+        self.anchor = {name: each.detach().clone() for name, each in updates.anchor.tensors.items()}
         self.attempted = updates.attempted
         self.residuals = residuals(trainer.strategy)
 

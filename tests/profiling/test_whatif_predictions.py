@@ -244,7 +244,7 @@ def test_summary_json_has_all_of_it(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "summary.json").read_text())["predictions"]
     assert summary.predictions is not None
     assert content == json.loads(json.dumps(summary.predictions.as_dict()))
-    assert (content["label"], content["schema"]) == (LABEL, 2)
+    assert (content["label"], content["schema"]) == (LABEL, 3)
     assert content["error"] == pytest.approx(0, abs=1e-9)
     # the run itself is the first row anyway
     assert "ddp" not in [each["codec"] for each in content["scenarios"]]

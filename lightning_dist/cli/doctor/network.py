@@ -135,7 +135,7 @@ def _gloo(
         address, cause = own, f"the hostname {hostname} resolves to it"
     else:
         address = "127.0.0.1"
-        cause = f"the hostname {hostname} resolves to no address of this host"
+        cause = f"the hostname {hostname} resolves to no address of this node"
     if best is None:
         return Finding("ok", f"{address}, the only network")
     if _is_loopback(address):

@@ -149,7 +149,7 @@ def _check_growth(verdict: Verdict, lines: list[Line]) -> None:
     # Each rank has a connection to every other.
     held = [line for line in lines if line.get("world_size") == RANKS]
     verdict.require(len(held) > 3, "growth", f"{len(held)} whole worlds of the spared worker")
-    quarter, window = len(held) // 4, max(2, len(held) // 8)  # one may be counted half made
+    quarter, window = len(held) // 4, max(3, len(held) // 8)  # one may be counted half made
     for what, allowed in GROWTH.items():
         early, late = (
             statistics.median_high(line[what] for line in part)
