@@ -314,6 +314,20 @@ def test_sparse_gradients_are_averaged_as_by_ddp(rank: Rank, table: int) -> None
     reducer.close()
 
 
+@on_threads(2)
+def test_sparse_gradients_alone(rank: Rank) -> None:
+    module = nn.Embedding(12, 4, sparse=True)
+    model = rank.ddp(module)
+    reducer = compress_ddp(model, "none", groups=rank.groups())
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.tensor([rank.rank, 5])).sum().backward()
+        assert torch.equal(*of_all(rank, module.weight.grad.to_dense()))
+    reducer.state_dict()  # nothing else waits for the end of a step without a dense gradient
+    assert reducer.step == reducer.comm_stats()["steps"] == 2
+    reducer.close()
+
+
 @pytest.mark.parametrize("table", [0, 1], ids=["last bucket", "first bucket"])
 @on_threads(2)
 def test_sparse_gradients_that_are_not_finite(rank: Rank, table: int) -> None:

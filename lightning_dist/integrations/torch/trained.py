@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -27,15 +28,15 @@ class TrainedSet:
         model: DistributedDataParallel,
         names: Mapping[Tensor, str],
         *,
-        note: Callable[[Iterable[Tensor]], None] = lambda added: None,
+        note: Callable[[Iterable[Tensor]], None] | None = None,
     ) -> None:
         """Begin now; it ends when nothing holds this object or its :meth:`close`.
 
         Args:
             names: of all parameters.
-            note: called with those that are averaged from now on.
+            note: a method, called with those that are averaged from now on; not kept alive.
         """
-        self._names, self._note = names, note
+        self._names, self._note = names, None if note is None else WeakMethod(note)
         self._averaged, self._flags = _trained(names), flags_of(names)
         self._hook = model.register_forward_pre_hook(untraced(self._before_forward))
 
@@ -61,7 +62,8 @@ class TrainedSet:
                     "leave static_graph out"
                 )
             self._averaged = trained
-            self._note(added)
+            if self._note is not None and (note := self._note()) is not None:
+                note(added)
             rebuild_ddp(model, model.process_group)
 
 
