@@ -9,7 +9,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning
 from replicas import fit_beside_ddp, of_all, require_compressed, require_equal
 from scenarios.fitting import (
     AtStart,
@@ -22,7 +21,7 @@ from scenarios.fitting import (
     residuals,
     snapshot,
 )
-from scenarios.models import WIDTH, Regression, loader
+from scenarios.models import WIDTH, Finetuning, Regression, loader
 from scenarios.world import rank, warnings
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -270,19 +269,6 @@ def test_a_second_fit_of_another_model_begins_afresh() -> None:
     assert start.step == 0
     assert not any(bool(each.any()) for each in start.residuals.values())
     require_compressed(snapshot(trainer), steps=4)
-
-
-class Finetuning(BaseFinetuning):
-    """The first layer is frozen until the second epoch."""
-
-    def freeze_before_training(self, pl_module: L.LightningModule) -> None:
-        self.freeze(pl_module.net[0])
-
-    def finetune_function(
-        self, pl_module: L.LightningModule, epoch: int, optimizer: torch.optim.Optimizer
-    ) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=0.1)
 
 
 def test_a_layer_that_a_callback_unfreezes() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
-from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from local_steps import (
     COMPRESSED,
@@ -27,7 +27,7 @@ from local_steps import (
 from replicas import of_all, require_equal
 from scenarios.fabric_runs import Run
 from scenarios.fitting import digest, half, parameters, plain
-from scenarios.models import Regression
+from scenarios.models import Finetuning, Regression
 from scenarios.world import TIMEOUT
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -84,19 +84,6 @@ def test_post_local_sgd_is_ddp_until_it_starts(framework: str) -> None:
         ours, ddp = (run.digests for run in runs)
     assert ours[:2] == ddp[:2]
     assert same_on_both(ours) == [True, True, False, True]
-
-
-class Finetuning(BaseFinetuning):
-    """The first layer is frozen until the second epoch."""
-
-    def freeze_before_training(self, pl_module: L.LightningModule) -> None:
-        self.freeze(pl_module.net[0])
-
-    def finetune_function(
-        self, pl_module: L.LightningModule, epoch: int, optimizer: torch.optim.Optimizer
-    ) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=0.1)
 
 
 def test_a_layer_that_a_callback_unfreezes() -> None:

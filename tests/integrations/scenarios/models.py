@@ -4,6 +4,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -52,6 +53,19 @@ class Regression(L.LightningModule):
         return loader(self.batches)
 
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
+
+class Finetuning(BaseFinetuning):
+    """The first layer is frozen until the second epoch."""
+
+    def freeze_before_training(self, pl_module: L.LightningModule) -> None:
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(
+        self, pl_module: L.LightningModule, epoch: int, optimizer: torch.optim.Optimizer
+    ) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=0.1)
 
 
 def loader(batches: int, *, batch_size: int = 8) -> DataLoader[Any]:

@@ -67,7 +67,7 @@ class Anchor:
         wide = all(own_part(each).dtype == torch.float64 for each in trained.values())
         self.dtype = torch.float64 if wide else torch.float32
         self.tensors: dict[str, nn.Parameter] = {}
-        """Of this rank's parts, real and in :attr:`dtype`, by name."""
+        """Anchors of this rank's parts by name: real numbers in :attr:`dtype`."""
         self.fragments: Sequence[Fragment] = ()
         self._flags: list[bool] = []
         self._trained: set[str] = set()  # by this worker, since their last exchange
@@ -115,7 +115,7 @@ class Anchor:
         }
 
     def begin_exchange(self, fragment: Fragment) -> list[bool]:
-        """:meth:`trained`; an exchange of ``fragment`` begins now."""
+        """What :meth:`trained` returns; an exchange of ``fragment`` begins now."""
         trained = self.trained()
         self._trained -= {part.name for each, _, part in fragment.rows() if not each.requires_grad}
         return trained

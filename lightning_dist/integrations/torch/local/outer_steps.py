@@ -91,7 +91,7 @@ class LocalUpdates:
             outer_optimizer=outer_optimizer,
             outer_schedule=outer_schedule,
         )
-        """What all workers agree on of the trained parameters."""
+        """Trained parameters as all workers know them."""
         self._of_shards = None if shards is None else OuterState(shards, self.anchor)
         self._gradients = PseudoGradients(
             self.anchor,
@@ -125,7 +125,7 @@ class LocalUpdates:
 
     @property
     def outer_scheduler(self) -> LRScheduler | None:
-        """Of its learning rate; None: constant."""
+        """Scheduler of its learning rate; None: constant."""
         return self.anchor.scheduler
 
     @property
