@@ -158,6 +158,21 @@ def test_a_layer_that_one_worker_alone_trains(world: World) -> None:
 
 
 @on_threads(2)
+def test_weights_of_a_frozen_layer_that_differ(world: World) -> None:
+    """They are equal once the layer is exchanged, as all weights are at the start."""
+    model = plain()
+    model[3].requires_grad_(False)
+    worker = world.worker(model, optimizer_of_all, sync_every=2, method="local_sgd", codec="none")
+    worker.train(2)
+    with torch.no_grad():
+        model[3].weight.add_(world.rank.rank)
+    model[3].requires_grad_(True)
+    worker.train(4)
+    require_same(*world.of_all(worker.weights()))
+    require_same(*world.of_all(worker.anchors()))
+
+
+@on_threads(2)
 def test_sparse_gradients(world: World) -> None:
     """What workers exchange is dense."""
     model = nn.Sequential(nn.Embedding(12, 4, sparse=True), nn.Linear(4, 2))
