@@ -16,6 +16,7 @@ PASSED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signa
 
 
 def main(paths: list[str], words: list[str]) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until there is a fork to pass them on to
     path = paths[int(os.environ.get("RANK", "0")) % len(paths)]
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.connect(path)
@@ -26,6 +27,7 @@ def main(paths: list[str], words: list[str]) -> None:
     fork = answer(server)
     for number in PASSED_ON:
         signal.signal(number, lambda number, _: pass_on(fork, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     code = answer(server)
     if code < 0:
         if -code not in (signal.SIGKILL, signal.SIGSTOP):

@@ -281,18 +281,21 @@ def test_exchanges_of_local_updates_are_in_the_profile(tmp_path: Path) -> None:
     assert [len(rank.steps) for rank in run.ranks.values()] == [12, 12]
     steps = [step for rank in run.ranks.values() for step in rank.steps.values()]
     assert {each.codec for step in steps for each in step.buckets} == {"int8+none"}
+    waits = []
     for step in run.common_steps:
         waiting, late = sorted(analyse(run, step), key=lambda each: each.rank)
         assert sum(late.parts.values()) == late.duration
         exchanges = step % 4 == 3
         assert exchanges == bool(waiting.ns["exposed"]) == bool(late.ns["exposed"])
-        assert waiting.parts["exposed_wait"] >= 50 * MS * exchanges  # 250 are planted
+        waits += [waiting.parts["exposed_wait"]] * exchanges
         assert late.parts["other"] >= 250 * MS * exchanges
         control = [each for each in waiting.exchanges if each.group == "control"]
         assert len(control) == exchanges
         # That an exchange has ended may be noticed after the step has.
         intervals = [(each.begin, min(each.end, waiting.duration)) for each in control]
         assert not difference(intervals, exposed_in(waiting.record))
+    # A machine with something else to do may hold up rank 0 as well, in some of the exchanges.
+    assert max(waits) >= 50 * MS, waits  # 250 are planted
     reason = "with local updates, everything but the exchange is in other"
     assert dict.fromkeys(PHASES, reason).items() <= summary["unavailable"].items()
     assert {summary["breakdown_ms"][phase] for phase in PHASES} == {None}

@@ -79,7 +79,7 @@ def test_callbacks_and_loggers_are_in_data_and_validation_is_in_no_step(tmp_path
     parts = profiler.summary.breakdown_ms
     assert (parts["between_steps"] or 0) >= 45  # 60 but for steps that follow a validation
     assert (parts["optimizer"] or 0) >= 30
-    assert (parts["other"] or 0) < 15  # less than what any callback takes, also on a busy machine
+    assert (parts["other"] or 0) < 20  # less than what any callback takes
     assert (profiler.summary.step_ms["median"] or 0) < 300
     between, optimizer, other = (METRICS[name] for name in ("between_steps", "optimizer", "other"))
     assert "callbacks, loggers" in between.meaning
