@@ -96,7 +96,7 @@ class Anchor:
         return bool(new)
 
     def trained(self) -> list[bool]:
-        """Which parameters of the model this worker has trained since their last exchange."""
+        """Flags of the model's parameters: trained by this worker since their last exchange."""
         return [name in self._trained for name in self._parameters]
 
     def _hold(self, names: Collection[str]) -> None:
@@ -115,7 +115,7 @@ class Anchor:
         }
 
     def begin_exchange(self, fragment: Fragment) -> list[bool]:
-        """What :meth:`trained` returns; an exchange of ``fragment`` begins now."""
+        """Flags of :meth:`trained`, at the beginning of an exchange of ``fragment``."""
         trained = self.trained()
         self._trained -= {part.name for each, _, part in fragment.rows() if not each.requires_grad}
         return trained
