@@ -48,19 +48,24 @@ def run(command: Command, *, limit: float, **environment: str) -> Finished:
 def run_together(
     commands: Sequence[Command], environments: Sequence[Mapping[str, str]], *, limit: float
 ) -> list[Finished]:
-    """Run processes side by side; at the limit all of them are killed."""
-    start, finished = time.monotonic(), []
+    """Run processes side by side; at the limit all of them are killed.
+
+    The output of each has what its children have written until the last process ended.
+    """
+    start, ended = time.monotonic(), []
     with ExitStack() as stack:
         logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in commands]
         processes = []
         for command, environment, log in zip(commands, environments, logs, strict=True):
             processes.append(_start(command, environment, log))
             stack.callback(kill_process, processes[-1])
-        for process, log in zip(processes, logs, strict=True):
+        for process in processes:
             code = _code_of(process, limit=start + limit - time.monotonic())
+            ended.append((code, time.monotonic() - start))
+        finished = []
+        for (code, seconds), log in zip(ended, logs, strict=True):
             log.seek(0)
-            output = log.read().decode(errors="replace")
-            finished.append(Finished(code, output, time.monotonic() - start))
+            finished.append(Finished(code, log.read().decode(errors="replace"), seconds))
     return finished
 
 

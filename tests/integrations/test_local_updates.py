@@ -22,6 +22,7 @@ from local_worlds import (
     unequal,
 )
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist import local_updates
@@ -399,6 +400,7 @@ def test_each_buffer_is_averaged_by_itself(world: World, size: int) -> None:
 def test_weights_that_are_loaded_later_are_not_those_of_the_anchor(world: World) -> None:
     worker = world.worker(plain(), sync_every=2, codec="none")
     worker.model.load_state_dict(plain(seed=5).state_dict())
+    get_optimizer_state_dict(worker.model, worker.optimizer)  # makes it by a step that does nothing
     with pytest.raises(ValueError, match=r"changed since; load them before, or call anchor_from"):
         worker.train(1)
     worker.updates.anchor_from_weights()

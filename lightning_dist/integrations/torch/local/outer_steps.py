@@ -412,7 +412,9 @@ class LocalUpdates:
         """Whether it is the model that is trained, in DDP or not."""
         return getattr(module, "module", module) is self.module or module is self.module
 
-    def _before_optimizer(self, *_: Any) -> None:
+    def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._has_stepped and not any(each["lr"] for each in optimizer.param_groups):
+            return  # changes nothing: torch makes the state for a checkpoint by such a step
         if not self._has_stepped and not self.attempted and self._differs_from_anchor():
             raise ValueError(
                 "The model's weights must be those of local_updates() before the first step, and "
