@@ -29,7 +29,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dist.private import forget_group_numbers
+from lightning_dist.elastic.private import forget_group_numbers
 
 TIMEOUT = timedelta(seconds=30)
 

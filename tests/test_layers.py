@@ -16,6 +16,9 @@ import lightning_dist
 PACKAGE = Path(lightning_dist.__file__).parent
 FRAMEWORKS = ("lightning", "pytorch_lightning", "accelerate", "transformers", "wandb")
 
+ROOMS = tuple(
+    f"lightning_dist.{each.stem}" for each in PACKAGE.iterdir() if (each / "__init__.py").exists()
+)
 FORBIDDEN = {
     "codecs": ("torch.distributed", *(f"lightning_dist.{x}" for x in ("exchange", "topology"))),
     "topology": tuple(f"lightning_dist.{x}" for x in ("codecs", "exchange", "settings")),
@@ -40,7 +43,8 @@ FORBIDDEN = {
     "exchanges.py": ("torch", "lightning_dist"),
     "log.py": ("torch", "lightning_dist"),
     "metrics.py": (),
-    "private.py": ("lightning_dist",),
+    "features.py": ("torch", *ROOMS, "lightning_dist.private"),
+    "private.py": ROOMS,
     "shared_folder.py": ("torch", "lightning_dist"),
     "versions.py": ("torch.distributed",),
 }

@@ -32,6 +32,7 @@ from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.checkpoint.snapshot.pickling import Pickled, pickled
 from lightning_dist.checkpoint.snapshot.plan import Striped, plan, shape_of
 from lightning_dist.checkpoint.snapshot.snapshot import Snapshots
+from lightning_dist.features import CHECKPOINTS
 
 
 class Checkpointer:
@@ -54,6 +55,7 @@ class Checkpointer:
         group: dist.ProcessGroup | None = None,
         ranks: int = 1,
     ) -> None:
+        CHECKPOINTS.require()
         self.settings = settings
         self._metrics = Metrics()
         self.last_committed: Committed | None = None

@@ -16,6 +16,7 @@ from lightning_dist.cli.codecs import codecs
 from lightning_dist.cli.config import config
 from lightning_dist.cli.doctor.command import doctor
 from lightning_dist.cli.launch import PASS_ON, USAGE, launch
+from lightning_dist.features import FEATURES
 from lightning_dist.versions import versions
 
 _PACKAGES = ("lightning", "accelerate", "transformers", "triton", "wandb")
@@ -42,6 +43,9 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         for name, version in versions(_PACKAGES).items():
             typer.echo(f"{name.replace('lightning_dist', 'lightning-dist')} {version}")
+        typer.echo()
+        for feature in FEATURES:
+            typer.echo(f"{feature.title}: {feature.by_version}")
         raise typer.Exit
 
 
@@ -50,7 +54,10 @@ def _root(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print versions and exit."
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print versions and features, and exit.",
         ),
     ] = False,
 ) -> None:

@@ -86,7 +86,7 @@ def plan(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
 
 def parse(words: Sequence[str], environ: Mapping[str, str]) -> Any:
     """Arguments of torchrun in the words; raises ValueError for what it does not take."""
-    from lightning_dist.private import torchrun_parser
+    from lightning_dist.elastic.private import torchrun_parser
 
     parser: argparse.ArgumentParser = torchrun_parser()
     for name in ("max_restarts", "rdzv_backend", "rdzv_endpoint", "rdzv_conf", "master_port"):

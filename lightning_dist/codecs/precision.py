@@ -21,6 +21,14 @@ def full_precision() -> Iterator[None]:
     other threads multiply meanwhile is exact too.
     """
     with _turn:
+        if not hasattr(torch.backends.mkldnn, "matmul"):  # torch 2.7, which has one setting
+            common = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision("highest")
+            try:
+                yield
+            finally:
+                torch.set_float32_matmul_precision(common)
+            return
         matmuls = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
         before = [(matmul, matmul.fp32_precision) for matmul in matmuls]
         if any(precision in _REDUCED for _, precision in before):

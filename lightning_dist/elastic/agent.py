@@ -11,13 +11,19 @@ from __future__ import annotations
 from torch.distributed import run
 
 from lightning_dist.elastic.launcher.exit_code import exit_code_of_script
-from lightning_dist.elastic.recovery.agent import RecoveringAgent
-from lightning_dist.private import replace_agent
+from lightning_dist.elastic.launcher.planned_stops import PlannedStops
+from lightning_dist.elastic.private import replace_agent
+from lightning_dist.features import AGENT
 
 
 def main() -> None:
     """Run torchrun's command line with such agents."""
-    replace_agent(RecoveringAgent)
+    agent: type[PlannedStops] = PlannedStops
+    if AGENT.missing is None:  # otherwise workers refuse recovery='in_process'
+        from lightning_dist.elastic.recovery.agent import RecoveringAgent
+
+        agent = RecoveringAgent
+    replace_agent(agent)
     with exit_code_of_script():
         run.main()
 

@@ -10,8 +10,8 @@ import torch
 
 from lightning_dist.elastic import rng
 from lightning_dist.elastic.data.plan import Layout, Position
+from lightning_dist.elastic.private import LAST_LEARNING_RATES, inner_schedulers
 from lightning_dist.elastic.rng import derive_seed
-from lightning_dist.private import LAST_LEARNING_RATES, inner_schedulers
 
 KEY = "lightning_dist_elastic"
 _VERSION = 1

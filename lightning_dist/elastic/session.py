@@ -19,6 +19,7 @@ from lightning_dist.elastic.progress import ElasticState, scale_learning_rates
 from lightning_dist.elastic.recovery.change import Change
 from lightning_dist.elastic.retention import Retention
 from lightning_dist.elastic.settings import RunSettings
+from lightning_dist.features import RESTART
 
 _TO_EXIT = 10.0
 """Seconds for a process whose grace period is over."""
@@ -81,6 +82,7 @@ class Session:
     """
 
     def __init__(self, settings: RunSettings) -> None:
+        RESTART.require()
         self.settings = settings
         self.history = RunHistory()
         self.lifecycle = ProcessLifecycle(settings, self.history)

@@ -9,16 +9,19 @@ from typing import Literal, get_args
 
 from lightning_dist.checkpoint.settings import CheckpointSettings, require_choices
 from lightning_dist.elastic.data.plan import BatchPolicy
+from lightning_dist.features import RECOVERY
 
 RecoveryMode = Literal["restart", "in_process"]
 """Reaction of the remaining ranks to a lost one: restart, or continue."""
 
 
 def require_recovery(recovery: str) -> None:
-    """Raise a ValueError if there is no such way."""
+    """Raise ValueError if there is no such way, ImportError if this torch has no means for it."""
     if recovery not in get_args(RecoveryMode):
         names = " or ".join(map(repr, get_args(RecoveryMode)))
         raise ValueError(f"recovery must be {names}; got {recovery!r}")
+    if recovery == "in_process":
+        RECOVERY.require()
 
 
 def require_mirror(mirror: bool | int, *, recovery: RecoveryMode) -> int | None:

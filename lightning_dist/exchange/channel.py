@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_dist.exchange import traffic
 from lightning_dist.exchange.traffic import Sent
+from lightning_dist.private import all_gather_single
 from lightning_dist.topology import Topology
 
 _SLICE = 0.1
@@ -138,7 +139,7 @@ class Channel:
     def all_gather(self, output: Tensor, own: Tensor) -> PendingWork:
         """``own (N,)`` of every rank -> ``output (W * N,)``."""
         count = partial(traffic.ring_all_gather, own.nbytes)
-        return self._begin("all_gather", count, dist.all_gather_single, output, own)
+        return self._begin("all_gather", count, all_gather_single, output, own)
 
     def all_to_all(
         self,

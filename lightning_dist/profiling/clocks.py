@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dist.exchange.handshake import all_facts
+from lightning_dist.private import all_gather_single
 from lightning_dist.profiling.capture.events import ClockRecord
 
 _CPU = torch.device("cpu")  # gloo's, where the program has another default device
@@ -60,7 +61,7 @@ def read_offset(
         reading = _ask(group, rounds=rounds, clock=clock)
     row = torch.tensor([reading.at, reading.offset, reading.uncertainty], device=_CPU)
     rows = row.new_empty(group.size() * len(row))
-    dist.all_gather_single(rows, row, group=group)
+    all_gather_single(rows, row, group=group)
     return ClockRecord(*rows.view(group.size(), -1)[leader_of[machines[rank]]].tolist())
 
 

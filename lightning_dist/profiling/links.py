@@ -19,6 +19,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
+from lightning_dist.private import all_gather_single
 from lightning_dist.profiling.capture.events import BurstRecord, LinkRecord
 
 DTYPE = torch.float32
@@ -120,7 +121,7 @@ def measure(
     received = torch.empty_like(content) if op == "all_to_all" else content
     uses: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(content, group=group),
-        "all_gather": lambda: dist.all_gather_single(content, own, group=group),
+        "all_gather": lambda: all_gather_single(content, own, group=group),
         "all_to_all": lambda: dist.all_to_all_single(received, content, group=group),
         "broadcast": lambda: dist.broadcast(content, group_src=0, group=group),
     }
@@ -194,7 +195,7 @@ def measure_burst(
     outputs = [own.new_zeros(group.size() * _BURST_BYTES) for _ in range(count)]
 
     def use() -> None:
-        works = [dist.all_gather_single(each, own, group=group, async_op=True) for each in outputs]
+        works = [all_gather_single(each, own, group=group, async_op=True) for each in outputs]
         for work in works:
             work.wait()
 

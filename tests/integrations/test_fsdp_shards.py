@@ -30,9 +30,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from lightning_dist import CommProfiler
 from lightning_dist.integrations.torch.fsdp import shards
 from lightning_dist.integrations.torch.fsdp.attach import compress_fsdp
+from lightning_dist.integrations.torch.fsdp.private import collectives_of, parameter_groups_of
 from lightning_dist.integrations.torch.fsdp.shards import QuantisedCollective
 from lightning_dist.measurement.costs import CodecCost
-from lightning_dist.private import collectives_of, parameter_groups_of
 from lightning_dist.profiling.run import read_run
 from lightning_dist.profiling.whatif.observe import observe
 from lightning_dist.profiling.whatif.predict import predict

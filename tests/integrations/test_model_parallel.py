@@ -34,7 +34,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from lightning_dist import AsyncCheckpoint, CommProfiler, OneBitAdam
 from lightning_dist.fabric import CompressedModelParallelStrategy as CompressedFabric
-from lightning_dist.private import collectives_of, parameter_groups_of
+from lightning_dist.integrations.torch.fsdp.private import collectives_of, parameter_groups_of
 from lightning_dist.profiling.run import read_run
 from lightning_dist.profiling.whatif.observe import observe
 

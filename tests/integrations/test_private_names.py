@@ -5,8 +5,9 @@ import importlib
 import re
 import textwrap
 import tomllib
-from collections.abc import Callable, Iterator
-from importlib import import_module, reload
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import reload
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -26,10 +27,18 @@ from packaging.version import Version
 from processes import run
 
 import lightning_dist
-from lightning_dist import CODECS, AsyncCheckpoint, CompressedDDPStrategy
-from lightning_dist import private as of_torch
+from lightning_dist import CODECS, AsyncCheckpoint, CompressedDDPStrategy, features
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
-from lightning_dist.integrations.lightning import private as of_lightning
+from lightning_dist.features import (
+    ASYNC_CHECKPOINT,
+    CHECKPOINTS,
+    DDP,
+    FEATURES,
+    TESTED,
+    Feature,
+    is_there,
+)
+from lightning_dist.integrations.lightning.checkpoint import private as of_checkpoints
 from lightning_dist.integrations.strategies.names import (
     ELASTIC_NAMES,
     LOCAL_NAMES,
@@ -38,7 +47,7 @@ from lightning_dist.integrations.strategies.names import (
     register,
 )
 from lightning_dist.integrations.strategies.registration import lightning_strategy, register_all
-from lightning_dist.private import Table, is_there, require_names
+from lightning_dist.versions import installed_version, minor
 
 PACKAGE = Path(lightning_dist.__file__).parent
 COMPILERS = PACKAGE / "kernels"
@@ -48,53 +57,74 @@ DOCUMENTED_FIELDS = {"_fields"}  # of named tuples
 BY_NAME = ("getattr", "hasattr", "setattr")
 
 
-def tables() -> Iterator[tuple[str, Table]]:
-    yield "torch", of_torch.NAMES
-    yield "torch", of_torch.AGENT
-    yield "torch", of_torch.REGROUPED
-    yield "torch", of_torch.COMPILED
-    yield "torch", of_torch.FSDP
-    yield "torch", of_torch.DTENSOR
-    yield "lightning", of_lightning.NAMES
-    of_accelerate = import_module("lightning_dist.integrations.accelerate.private")
-    yield "accelerate", of_accelerate.NAMES
-    yield "accelerate", of_accelerate.COMMANDS
-    yield "transformers", of_accelerate.TRAINER
-
-
 def entries() -> list[tuple[str, str]]:
-    return [
-        (owner, name) for _, table in tables() for owner, of in table.items() for name in of.split()
+    tables = (table for each in FEATURES for table in each.names.items())
+    return [(owner, name) for owner, of in tables for name in of.split()]
+
+
+def test_every_feature_has_its_names() -> None:
+    missing = {each.title: each.missing for each in FEATURES if installed_version(each.package)}
+    assert len(missing) > 15
+    assert set(missing.values()) == {None}
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.title)
+def test_a_feature_without_a_name_says_which_version_has_it(feature: Feature) -> None:
+    package, since = feature.package, feature.since
+    for owner in feature.names:
+        without = replace(feature, names={owner: "_gone"})
+        assert without.missing == f"{owner.replace(':', '.')}._gone"
+        with pytest.raises(ImportError) as error:
+            without.require()
+        assert str(error.value) == (
+            f"{feature.title} needs {package} {since} or newer: {package} "
+            f"{installed_version(package)} has no {without.missing}; install "
+            f"'{package}>={since}', or leave it out"
+        )
+
+
+def test_a_version_that_is_newer_than_the_tests(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is warned of, once, and refused only for a name that is gone."""
+    monkeypatch.setitem(TESTED, "torch", "2.9")
+    feature = Feature("Part", "2.7", {"torch": "_foreach_copy_"})
+    newer = replace(feature, title="Other")
+    features._warn_untested.cache_clear()
+    for each in (feature, newer):
+        each.require()
+    assert [each.getMessage() for each in caplog.records] == [
+        f"[lightning_dist] lightning_dist was not tested with torch {torch.__version__} (newest: "
+        "2.9); all names that it uses are there, so training goes on"
     ]
+    with pytest.raises(ImportError) as error:
+        replace(feature, names={"torch": "_gone"}).require()
+    assert str(error.value) == (
+        f"Part was last tested with torch 2.9, and torch {torch.__version__} has no torch._gone; "
+        "install 'torch==2.9.*'"
+    )
+    features._warn_untested.cache_clear()
 
 
-def test_every_name_is_there() -> None:
-    for package, table in tables():
-        try:
-            import_module(package)
-        except ImportError:
-            continue
-        for owner, names in table.items():
-            assert [name for name in names.split() if not is_there(owner, name)] == [], owner
+@pytest.mark.parametrize(
+    ("version", "numbers"),
+    [("2.13.0a0+5228986.nv26.07", (2, 13)), ("2.7.1+cu126", (2, 7)), ("5.24", (5, 24)), ("", ())],
+)
+def test_versions_are_compared_by_two_numbers(version: str, numbers: tuple[int, ...]) -> None:
+    assert minor(version) == numbers
 
 
-def test_a_name_that_is_gone_is_said_with_the_versions_that_have_it() -> None:
-    for package, table in tables():
-        for owner in table:
-            where = owner.replace(":", ".")
-            with pytest.raises(ImportError, match=rf"{package} .*has no {where}\._gone") as error:
-                require_names(package, {owner: "_gone"})
-            assert re.search(rf"install {package}(\[.*\])?[<>=]", str(error.value))
-
-
-def test_names_that_are_removed_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_are_removed_are_missed(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    request.addfinalizer(lambda: vars(ASYNC_CHECKPOINT).pop("missing", None))
     monkeypatch.delattr(ModelCheckpoint, "_save_topk_checkpoint")
     monkeypatch.setattr(torch.amp.grad_scaler.GradScaler, "__init__", lambda self: None)
     monkeypatch.setattr(torch.amp.grad_scaler.GradScaler, "_lazy_init_scale_growth_tracker", None)
-    with pytest.raises(ImportError, match=r"lightning .* has no .*\._save_topk_checkpoint, which"):
-        reload(of_lightning)  # an adapter is not imported without its names
-    with pytest.raises(ImportError, match=r"GradScaler\._scale"):
-        require_names("torch", dict(of_torch.NAMES))
+    vars(ASYNC_CHECKPOINT).pop("missing", None)
+    with pytest.raises(ImportError, match=r"lightning .* has no .*\._save_topk_checkpoint; "):
+        reload(of_checkpoints)  # an adapter is not imported without its names
+    assert "GradScaler._scale" in str(replace(DDP).missing)
 
 
 def test_names_of_modules_are_there_when_torch_compile_has_replaced_their_constructor(
@@ -106,7 +136,13 @@ def test_names_of_modules_are_there_when_torch_compile_has_replaced_their_constr
         constructor(self)
 
     monkeypatch.setattr(torch.nn.Module, "__init__", replacement)
-    require_names("torch", dict(of_torch.NAMES))
+    assert replace(DDP).missing is None
+    assert replace(CHECKPOINTS).missing is None
+
+
+def test_arguments_of_functions_are_names_too() -> None:
+    assert is_there("torch.distributed:new_group", "backend")
+    assert not is_there("torch.distributed:new_group", "color")
 
 
 def own_names() -> set[str]:
@@ -192,8 +228,9 @@ def test_the_list_in_the_architecture_is_that_of_the_tables() -> None:
     text = (PACKAGE.parent / "ARCHITECTURE.md").read_text()
     section = text.partition("## What may break with a new torch or Lightning")[2]
     lines = []
-    for _, table in tables():
-        for owner, of in table.items():
+    for each in FEATURES:
+        lines += ["", f"{each.title} ({each.package} {each.since}):", ""]
+        for owner, of in each.names.items():
             names = ", ".join(f"`{name}`" for name in of.split())
             line = f"- `{owner.replace(':', '.')}`: {names}"
             lines += textwrap.wrap(line, 100, subsequent_indent="  ", break_long_words=False)

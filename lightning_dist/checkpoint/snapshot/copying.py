@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_dist.accelerator import DeviceStream, device_module, is_accelerator
+from lightning_dist.checkpoint.private import version_of
 from lightning_dist.checkpoint.snapshot.plan import Owned, Run
-from lightning_dist.private import version_of
 
 _SAMPLES = 8
 _SAMPLE_BYTES = 64

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.serialization import DEFAULT_PROTOCOL
 
-from lightning_dist.private import describe_storage, identity_of, location_of
+from lightning_dist.checkpoint.private import describe_storage, identity_of, location_of
 
 
 @dataclass(frozen=True)

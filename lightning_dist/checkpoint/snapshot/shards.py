@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_dist.checkpoint.private import chunk_of, offset_in_file
 from lightning_dist.checkpoint.reading import opened
 from lightning_dist.checkpoint.restricted import restricted_load
 from lightning_dist.checkpoint.snapshot.plan import Striped, local_of
-from lightning_dist.private import chunk_of, offset_in_file
 
 
 def without_shards(state: Any, mesh: DeviceMesh) -> tuple[Any, list[Striped]]:

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from lightning_dist.cli.doctor import Finding
 from lightning_dist.cli.doctor.network import launcher, network
-from lightning_dist.cli.doctor.node import devices, limits, machine
+from lightning_dist.cli.doctor.node import devices, features, limits, machine
 from lightning_dist.cli.errors import reported
 from lightning_dist.console import print_table
 from lightning_dist.versions import versions
@@ -55,7 +55,7 @@ def doctor(
     ranks = " and starting two ranks" if run else ""
     typer.echo(f"Checking this environment{ranks}; this takes several seconds.", err=True)
     findings = {name: Finding("ok", version) for name, version in versions().items()}
-    findings |= {**devices(), "launcher variables": launcher(os.environ)}
+    findings |= {**features(), **devices(), "launcher variables": launcher(os.environ)}
     findings |= {**network(os.environ), **limits(), **machine(os.environ)}
     if run:
         findings["2 ranks here"] = two_ranks(os.environ)

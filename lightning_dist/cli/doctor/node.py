@@ -1,4 +1,4 @@
-"""Checks of this node: GPUs, limits, processors, compiler."""
+"""Checks of this node: features, GPUs, limits, processors, compiler."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import psutil
 from rich.filesize import decimal
 
 from lightning_dist.cli.doctor import Finding
+from lightning_dist.features import FEATURES, Feature
+from lightning_dist.versions import installed_version
 
 FILES = 4096
 """Each group has a socket for every peer, and each tensor of a data loader's worker a file."""
@@ -41,6 +43,19 @@ def devices(driver: Path = Path("/proc/driver/nvidia/version")) -> dict[str, Fin
     if not dist.is_gloo_available():
         gloo = Finding("error", missing, "pip install --force-reinstall torch")
     return {"cuda": cuda, "nccl": nccl, "gloo": gloo}
+
+
+def features() -> dict[str, Finding]:
+    """Features that the installed packages serve, by the names that each needs."""
+    return {each.title: _feature(each) for each in FEATURES}
+
+
+def _feature(feature: Feature) -> Finding:
+    if not installed_version(feature.package):
+        return Finding("n/a", f"{feature.package} is not installed")
+    return (
+        Finding("ok", "available") if feature.missing is None else Finding("n/a", feature.refusal)
+    )
 
 
 def limits(shared: Path = Path("/dev/shm")) -> dict[str, Finding]:

@@ -25,9 +25,9 @@ from lightning_dist.elastic.data.sampling import (
     EpochSetter,
 )
 from lightning_dist.elastic.data.streams import Shardable, ShardedStream
+from lightning_dist.elastic.private import end_persistent_workers
 from lightning_dist.elastic.progress import ElasticState, require_same_data
 from lightning_dist.elastic.rng import derive_seed
-from lightning_dist.private import end_persistent_workers
 
 
 class NotExactError(ValueError):

@@ -30,7 +30,8 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_dist.elastic.launcher.launch import Launch
-from lightning_dist.private import all_groups, forget_group_numbers, set_group_timeout
+from lightning_dist.elastic.private import all_groups, forget_group_numbers
+from lightning_dist.private import new_group, set_group_timeout
 
 _CONNECT = timedelta(seconds=10)
 """For the members of a generation to connect, and of the first collectives among them."""
@@ -130,10 +131,7 @@ class GenerationGroups:
         Collective among all members, inside :meth:`growing`; on those that are not in it what
         torch returns there.
         """
-        group: dist.ProcessGroup = dist.new_group(
-            ranks, backend="gloo", timeout=_CONNECT, sort_ranks=False
-        )
-        return group
+        return new_group(ranks, backend="gloo", timeout=_CONNECT)
 
     def _new(self, ports: Collection[int] | None = None) -> list[socket.socket]:
         """Connections of the groups that are being made; None: all, before ports are known."""

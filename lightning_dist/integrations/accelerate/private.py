@@ -1,6 +1,6 @@
 """Private and undocumented names of Accelerate and transformers, the former verified on import.
 
-How names are verified is in :mod:`lightning_dist.private`.
+How names are verified is in :mod:`lightning_dist.features`.
 """
 
 from __future__ import annotations
@@ -8,34 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_dist.private import Table, require_names
+from lightning_dist.features import ACCELERATE, ACCELERATE_COMMANDS
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import nn
 
-NAMES: Table = {
-    "accelerate:Accelerator": ("_custom_objects _models _optimizers ddp_handler prepare_model"),
-    "accelerate:ParallelismConfig": "fsdp_dim_names",
-    "accelerate.utils.other": "load",
-}
-COMMANDS: Table = {
-    "accelerate.commands.config.config": "get_user_input",
-    "accelerate.commands.config.config_args": "load_config_from_file",
-    "accelerate.commands.config.default": "write_basic_config",
-    "accelerate.commands.launch": "launch_command_parser main",
-}
-"""Names of the command line, which a training does not import."""
-TRAINER: Table = {
-    "transformers:Trainer": (
-        "_load_optimizer_and_scheduler _save_optimizer_and_scheduler _wrap_model "
-        "create_accelerator_and_postprocess"
-    ),
-}
-"""Methods that ``CompressedDDPMixin`` overrides."""
 
-
-require_names("accelerate", NAMES)
+ACCELERATE.require()
 
 
 # Hooks of save_state are given the models, and nothing is called when one is prepared.
@@ -72,7 +52,7 @@ def set_ddp_handler(accelerator: Accelerator, handler: Any) -> None:
 # `accelerate config` and `accelerate launch` have no API.
 def ask_for_configuration() -> Any:
     """Accelerate's questions, on this terminal. Its configuration."""
-    require_names("accelerate", COMMANDS)
+    ACCELERATE_COMMANDS.require()
     from accelerate.commands.config.config import get_user_input
 
     return get_user_input()
@@ -80,7 +60,7 @@ def ask_for_configuration() -> Any:
 
 def read_configuration(path: str) -> Any:
     """Accelerate's configuration in a file."""
-    require_names("accelerate", COMMANDS)
+    ACCELERATE_COMMANDS.require()
     from accelerate.commands.config.config_args import load_config_from_file
 
     return load_config_from_file(path)
@@ -88,7 +68,7 @@ def read_configuration(path: str) -> Any:
 
 def write_default_configuration(path: str) -> Any:
     """Write what ``accelerate config default`` would; where it is."""
-    require_names("accelerate", COMMANDS)
+    ACCELERATE_COMMANDS.require()
     from accelerate.commands.config.default import write_basic_config
 
     return write_basic_config(save_location=path)
@@ -96,7 +76,7 @@ def write_default_configuration(path: str) -> Any:
 
 def launch_parser() -> Any:
     """The parser of ``accelerate launch``."""
-    require_names("accelerate", COMMANDS)
+    ACCELERATE_COMMANDS.require()
     from accelerate.commands.launch import launch_command_parser
 
     return launch_command_parser()
@@ -104,7 +84,7 @@ def launch_parser() -> Any:
 
 def launch() -> None:
     """Run the command line of this process as ``accelerate launch`` does."""
-    require_names("accelerate", COMMANDS)
+    ACCELERATE_COMMANDS.require()
     from accelerate.commands.launch import main
 
     main()

@@ -8,10 +8,9 @@ from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
+from lightning_dist.features import TRANSFORMERS
 from lightning_dist.integrations.accelerate.compression import Compression
 from lightning_dist.integrations.accelerate.plugin import CompressedDDPPlugin
-from lightning_dist.integrations.accelerate.private import TRAINER
-from lightning_dist.private import require_names
 
 
 class CompressedDDPMixin:
@@ -33,7 +32,7 @@ class CompressedDDPMixin:
 
     def __init__(self, *args: Any, compression: CompressedDDPPlugin, **kwargs: Any) -> None:
         if "transformers" in sys.modules:
-            require_names("transformers", TRAINER)
+            TRANSFORMERS.require()
         self._plugin = compression
         super().__init__(*args, **kwargs)
 
@@ -75,7 +74,7 @@ def residuals_in_checkpoints() -> Iterator[Callable[[Any, Compression], None]]:
         def add(accelerator: Any, compression: Compression) -> None:
             if "transformers" not in sys.modules:
                 return
-            require_names("transformers", TRAINER)
+            TRANSFORMERS.require()
             kind: Any = sys.modules["transformers"].Trainer
             for name, also in (
                 ("_save_optimizer_and_scheduler", compression.save),

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
+from lightning_dist.features import FABRIC
 from lightning_dist.integrations.comm_report import CommReport
 from lightning_dist.integrations.strategies.arguments import CHECKPOINT_KEY
+
+FABRIC.require()
 
 
 class SavesResiduals(CommReport):

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_dist.integrations import rank_zero
-from lightning_dist.integrations.lightning.private import without_fabric
+from lightning_dist.integrations.fabric.private import without_fabric
 from lightning_dist.integrations.profiler.live import LiveProfile, Upload, log_summary
 from lightning_dist.integrations.profiler.models import LocalModel, as_ddp
 from lightning_dist.integrations.profiler.run import ProfileRun

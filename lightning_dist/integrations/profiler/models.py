@@ -15,6 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.exchange.channel import Watch, nothing
 from lightning_dist.integrations.torch.fsdp.attach import ShardedExchange, exchange_of
+from lightning_dist.integrations.torch.fsdp.private import (
+    collectives_of,
+    parameter_groups_of,
+    reduces_gradients,
+)
 from lightning_dist.integrations.torch.fsdp.shards import (
     CompressedShards,
     QuantisedCollective,
@@ -22,7 +27,6 @@ from lightning_dist.integrations.torch.fsdp.shards import (
 )
 from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates
 from lightning_dist.integrations.torch.local.updates import updates_of
-from lightning_dist.private import collectives_of, parameter_groups_of, reduces_gradients
 from lightning_dist.profiling.capture.events import OF_NO_BUCKET
 from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.profiling.capture.steps import StepTimer

@@ -18,11 +18,7 @@ from lightning_dist.codecs.policies import NORMS_BIASES_EMBEDDINGS, patterns_of
 from lightning_dist.log import get_logger
 from lightning_dist.measurement.expected import first_compressed_step
 from lightning_dist.onebit_adam import OneBitAdam
-from lightning_dist.private import (
-    communication_hooks,
-    name_before_compile,
-    names_ignored_by_ddp,
-)
+from lightning_dist.private import communication_hooks, name_before_compile, names_ignored_by_ddp
 from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.plan.slices import ParameterSlice, as_real
 from lightning_dist.reducer.reducer import Reducer
@@ -44,7 +40,7 @@ def require_ddp(model: nn.Module) -> None:
             "DistributedDataParallel(mixed_precision=...) installs a communication hook of its own "
             "and takes no second one; use torch.autocast, or Trainer(precision='bf16-mixed')"
         )
-    if model.skip_all_reduce_unused_params:
+    if getattr(model, "skip_all_reduce_unused_params", False):
         raise ValueError(
             "DistributedDataParallel(skip_all_reduce_unused_params=True) skips buckets, and the "
             "compressed step ends with the last one; leave it out"

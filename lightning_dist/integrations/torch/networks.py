@@ -15,7 +15,7 @@ from lightning_dist.exchange.channel import Channel, WaitLimit
 from lightning_dist.exchange.handshake import all_facts, require_equal
 from lightning_dist.integrations.torch.checks import finds_unused
 from lightning_dist.integrations.torch.grouping import topology_of, view_of
-from lightning_dist.private import timeout_of
+from lightning_dist.private import new_group, timeout_of
 from lightning_dist.reducer.network import Network, NewGroup, in_levels
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
@@ -173,15 +173,13 @@ def _given(levels: Groups, rank: int) -> NewGroup:
 def _new_group(like: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
     """A group of ``ranks`` of ``like``, with its timeout. Collective among all of ``like``."""
     of_world = dist.get_process_group_ranks(like)
-    group: dist.ProcessGroup = dist.new_group(
-        [of_world[rank] for rank in ranks],
+    return new_group(
+        [of_world[rank] for rank in ranks],  # a rank's number in it is its place in the list
         timeout=timeout_of(like),
         backend=dist.get_backend(like),
         # Ranks that are not in `like` do not come here.
         use_local_synchronization=like.size() < dist.get_world_size(),
-        sort_ranks=False,  # a rank's number in a group is its place in the list of ranks
     )
-    return group
 
 
 def _on_all_ranks(here: bool, model: DistributedDataParallel) -> bool:

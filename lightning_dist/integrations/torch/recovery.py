@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lightning_dist.elastic import rng
 from lightning_dist.elastic.membership import Membership
+from lightning_dist.elastic.private import order_buckets, send_buffers
 from lightning_dist.elastic.process.lifecycle import EXIT_RESTART
 from lightning_dist.elastic.recovery.change import Pause
 from lightning_dist.elastic.recovery.generations import Generations
@@ -31,7 +32,6 @@ from lightning_dist.integrations.torch.regroup import (
     require_recoverable,
 )
 from lightning_dist.onebit_adam import OneBitAdam
-from lightning_dist.private import order_buckets, send_buffers
 from lightning_dist.reducer.mirror import ResidualMirror, require_flat
 from lightning_dist.reducer.observer import untraced
 

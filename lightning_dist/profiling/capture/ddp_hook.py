@@ -21,10 +21,10 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from lightning_dist.features import DDP
 from lightning_dist.private import (
     at_end_of_backward,
     communication_hooks,
-    require_torch,
     sparse_parts,
     steps_in_backward,
     tensors_in,
@@ -44,7 +44,7 @@ class Watching:
     """Tells a timer of the passes of ``model`` and of the steps of its optimizers."""
 
     def __init__(self, model: DistributedDataParallel, timer: StepTimer) -> None:
-        require_torch()  # not first in a compiled backward pass, where modules look different
+        DDP.require()  # not first in a compiled backward pass, where modules look different
         self._model, self._timer = model, timer
         self._synchronises = True
         self._in_backward = False

@@ -23,6 +23,7 @@ from lightning_dist.integrations.lightning.checkpoint.find_last import (
     LastCheckpoint,
     list_in,
 )
+from lightning_dist.integrations.lightning.checkpoint.private import checkpoint_folder
 from lightning_dist.integrations.lightning.checkpoint.resume import resume_io
 from lightning_dist.integrations.lightning.checkpoint.session import CheckpointSession
 from lightning_dist.integrations.lightning.checkpoint.supported import (
@@ -30,7 +31,6 @@ from lightning_dist.integrations.lightning.checkpoint.supported import (
     require_supported,
     weights_may_change,
 )
-from lightning_dist.integrations.lightning.private import checkpoint_folder
 from lightning_dist.integrations.refusals import (
     refuse_pytorch_lightning,
     refuse_unknown,

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dist.integrations.lightning import private
+from lightning_dist.integrations.lightning.checkpoint import private
 from lightning_dist.integrations.lightning.checkpoint.session import CheckpointSession
 
 

@@ -18,14 +18,14 @@ from typing_extensions import override
 from lightning_dist.checkpoint.disk.errors import CheckpointError, no_checkpoint
 from lightning_dist.checkpoint.disk.storage import storage_of
 from lightning_dist.checkpoint.disk.verify import verify
+from lightning_dist.checkpoint.private import loads_by_itself
 from lightning_dist.checkpoint.ranks import describe_error, error_from
-from lightning_dist.integrations.lightning import private
+from lightning_dist.integrations.lightning.checkpoint import private
 from lightning_dist.integrations.lightning.checkpoint.find_last import (
     LastCheckpoint,
     without_manifest,
 )
 from lightning_dist.integrations.lightning.checkpoint.io import AsyncTorchCheckpointIO, is_http
-from lightning_dist.private import loads_by_itself
 
 
 class ResumeCheckpointIO(AsyncTorchCheckpointIO):

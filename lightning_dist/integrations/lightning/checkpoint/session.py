@@ -26,8 +26,8 @@ from lightning_dist.integrations.lightning.checkpoint.bookkeeping import (
     Scores,
     forget,
 )
+from lightning_dist.integrations.lightning.checkpoint.private import checkpoint_folder
 from lightning_dist.integrations.lightning.checkpoint.trainer_saves import TrainerSaves
-from lightning_dist.integrations.lightning.private import checkpoint_folder
 from lightning_dist.integrations.lightning.recovering import meet
 
 

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.checkpoint.saves import Saves, committed_line
 from lightning_dist.integrations import rank_zero
-from lightning_dist.integrations.lightning import private
+from lightning_dist.integrations.lightning.checkpoint import private
 from lightning_dist.integrations.lightning.checkpoint.session_io import CheckpointerIO
 from lightning_dist.integrations.lightning.recovering import meet
 

@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_dist.elastic.data.workers import keep_workers
 from lightning_dist.elastic.progress import require_same_optimizer
 from lightning_dist.integrations import rank_zero
-from lightning_dist.integrations.lightning import private
+from lightning_dist.integrations.lightning.elastic import private
 from lightning_dist.integrations.lightning.elastic.data import TrainerDeal
 
 

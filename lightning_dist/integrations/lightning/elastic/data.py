@@ -17,7 +17,7 @@ from lightning_dist.elastic.data.sharding import (
     StatefulLoader,
 )
 from lightning_dist.integrations import rank_zero
-from lightning_dist.integrations.lightning import private
+from lightning_dist.integrations.lightning.elastic import private
 
 
 class TrainerDeal(Deal):

@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_dist.elastic.data.plan import Position
-from lightning_dist.integrations.lightning import private
+from lightning_dist.integrations.lightning.elastic import private
 
 
 def place_at_epoch_begin(trainer: pl.Trainer, epoch: int, *, steps: int, passes: int) -> None:

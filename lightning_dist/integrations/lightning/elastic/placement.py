@@ -15,9 +15,9 @@ from lightning_dist.elastic.membership import Membership
 from lightning_dist.elastic.progress import KEY, Generators
 from lightning_dist.elastic.session import Placement, Session
 from lightning_dist.integrations import rank_zero
-from lightning_dist.integrations.lightning import private
 from lightning_dist.integrations.lightning.checkpoint.supported import weights_may_change
 from lightning_dist.integrations.lightning.checkpoint.trainer_saves import TrainerSaves
+from lightning_dist.integrations.lightning.elastic import private
 from lightning_dist.integrations.lightning.elastic.connectors import (
     Preempted,
     requeue,

@@ -17,8 +17,14 @@ from lightning_dist.elastic.process.lifecycle import EXIT_RESTART
 from lightning_dist.elastic.progress import KEY, ElasticState
 from lightning_dist.elastic.recovery.protocol import Generation
 from lightning_dist.elastic.session import Session
-from lightning_dist.integrations.lightning import private
+from lightning_dist.features import TRAINER_RECOVERY
 from lightning_dist.integrations.lightning.checkpoint.async_checkpoint import AsyncCheckpoint
+from lightning_dist.integrations.lightning.checkpoint.private import (
+    dump_checkpoint,
+    saved,
+    set_saved,
+)
+from lightning_dist.integrations.lightning.elastic import private
 from lightning_dist.integrations.lightning.elastic.connectors import RestartConnector, identify
 from lightning_dist.integrations.lightning.elastic.data import TrainerDeal
 from lightning_dist.integrations.lightning.elastic.loops import place_at_step
@@ -47,6 +53,7 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
         """From now on lost ranks are recovered from; who has come later meets the others."""
         strategy, trainer = self._strategy, self._trainer
         assert strategy.generations is not None
+        TRAINER_RECOVERY.require()
         private.leave_out_sigterm_broadcast(trainer)
         self.recovery = recovery = StepRecovery(
             strategy.generations,
@@ -213,10 +220,10 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
     def handed_over(self) -> dict[str, Any]:
         self._hands_over = True
         try:
-            checkpoint = private.dump_checkpoint(self._trainer, weights_only=False)
+            checkpoint = dump_checkpoint(self._trainer, weights_only=False)
         finally:
             self._hands_over = False
-        return {"checkpoint": checkpoint, "saved": [*map(private.saved, self._saving)]}
+        return {"checkpoint": checkpoint, "saved": [*map(saved, self._saving)]}
 
     @property
     def _saving(self) -> list[ModelCheckpoint]:
@@ -232,8 +239,8 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
         self.data.close()
         private.forget_train_loader(trainer)
         self._joined = members
-        for callback, saved in zip(self._saving, handed["saved"], strict=True):
-            private.set_saved(callback, saved)
+        for callback, last in zip(self._saving, handed["saved"], strict=True):
+            set_saved(callback, last)
         with strategy.apart():
             connector.take_over(handed["checkpoint"])
             private.begin_fit_again(trainer)

@@ -14,7 +14,8 @@ from lightning.pytorch.callbacks import (
 )
 
 from lightning_dist.checkpoint.restricted import require_loadable
-from lightning_dist.integrations.lightning import private
+from lightning_dist.integrations.lightning.checkpoint.private import checkpoint_folder
+from lightning_dist.integrations.lightning.elastic import private
 from lightning_dist.integrations.lightning.elastic.data import TrainerDeal
 
 FINDERS = (BatchSizeFinder, LearningRateFinder)
@@ -78,9 +79,7 @@ def is_trial(trainer: pl.Trainer) -> bool:
 def require_own_folder(trainer: pl.Trainer, own: str) -> None:
     """Raise ValueError if another callback saves into the folder ``own``."""
     for other in trainer.checkpoint_callbacks:
-        if isinstance(other, ModelCheckpoint) and (
-            private.checkpoint_folder(other, trainer) == own
-        ):
+        if isinstance(other, ModelCheckpoint) and (checkpoint_folder(other, trainer) == own):
             raise ValueError(
                 f"{type(other).__name__} saves into {own} too, and a start could resume from its "
                 "checkpoints; give it a folder of its own with dirpath="

@@ -20,13 +20,13 @@ from lightning_dist.elastic.recovery.generations import Ended
 from lightning_dist.elastic.retention import not_ours
 from lightning_dist.elastic.session import Session
 from lightning_dist.elastic.settings import RunSettings
-from lightning_dist.integrations.lightning import private
 from lightning_dist.integrations.lightning.base import BeforeSetup
 from lightning_dist.integrations.lightning.checkpoint.resume import resume_io
 from lightning_dist.integrations.lightning.checkpoint.supported import (
     require_effective,
     require_supported,
 )
+from lightning_dist.integrations.lightning.elastic import private
 from lightning_dist.integrations.lightning.elastic.connectors import (
     NoticeConnector,
     Preempted,

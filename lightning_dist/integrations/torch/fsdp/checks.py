@@ -14,9 +14,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDat
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from lightning_dist.private import (
+from lightning_dist.integrations.torch.fsdp.private import (
     averages_replicas,
     divides_after_reduction,
+    mixed_precision_of,
     parameter_groups_of,
     shard_group_of,
     size_before_sharding,
@@ -229,9 +230,14 @@ def _checked(module: FSDPModule, group: Any, fsdp_params: Sequence[Any]) -> Para
                 f"fully_shard({name}) must shard the first dimension, got {each.fsdp_placement}; "
                 "leave shard_placement_fn out"
             )
-    policy, parameters = group.mp_policy, [each.sharded_param for each in fsdp_params]
-    compute = policy.param_dtype or parameters[0].dtype
-    reduce = policy.reduce_dtype or compute
+    parameters = [each.sharded_param for each in fsdp_params]
+    dtypes = {_dtypes(each) for each in fsdp_params}
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"The parameters of fully_shard({name}) must be gathered and reduced in one dtype, got "
+            f"{sorted(map(str, dtypes))}; call fully_shard for those of each dtype"
+        )
+    ((compute, reduce),) = dtypes
     return ParameterGroup(
         module,
         shard_group_of(group),
@@ -242,3 +248,10 @@ def _checked(module: FSDPModule, group: Any, fsdp_params: Sequence[Any]) -> Para
         reduce,
         divides_after_reduction(group, reduce),
     )
+
+
+def _dtypes(fsdp_param: Any) -> tuple[torch.dtype, torch.dtype]:
+    """Dtypes in which a parameter is gathered and its gradient is reduced."""
+    policy = mixed_precision_of(fsdp_param)
+    compute = policy.param_dtype or fsdp_param.sharded_param.dtype
+    return compute, policy.reduce_dtype or compute

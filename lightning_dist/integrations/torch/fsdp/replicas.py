@@ -17,9 +17,10 @@ from torch.distributed.tensor import DTensor
 from lightning_dist.accelerator import is_accelerator
 from lightning_dist.integrations.torch.fsdp.backward import BackwardEnd
 from lightning_dist.integrations.torch.fsdp.checks import ParameterGroup
+from lightning_dist.integrations.torch.fsdp.private import runs_after_accumulation
 from lightning_dist.integrations.torch.fsdp.tensor_parts import TensorParts
 from lightning_dist.integrations.torch.trained import flags_of
-from lightning_dist.private import name_before_compile, runs_after_accumulation
+from lightning_dist.private import name_before_compile
 from lightning_dist.reducer.parts import Stripes
 from lightning_dist.reducer.plan.plans import Handle
 from lightning_dist.reducer.plan.slices import ParameterSlice

@@ -21,15 +21,12 @@ from lightning_dist.exchange.channel import Channel, Watch
 from lightning_dist.exchange.handshake import all_facts, require_equal
 from lightning_dist.integrations.torch.fsdp.backward import BackwardEnd
 from lightning_dist.integrations.torch.fsdp.checks import ParameterGroup
+from lightning_dist.integrations.torch.fsdp.private import collectives_of, parameter_groups_of
 from lightning_dist.integrations.torch.fsdp.settings import ShardSettings
 from lightning_dist.integrations.torch.trained import flags_of
 from lightning_dist.kernels.inductor import should_fuse
 from lightning_dist.log import get_logger
-from lightning_dist.private import (
-    collectives_of,
-    name_before_compile,
-    parameter_groups_of,
-)
+from lightning_dist.private import name_before_compile
 from lightning_dist.reducer.observer import untraced
 from lightning_dist.reducer.parts import Stripes
 from lightning_dist.reducer.rows import (

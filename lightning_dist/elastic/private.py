@@ -1,0 +1,113 @@
+"""Private names of torch that restarts and recovery within the process need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from lightning_dist.features import LAUNCH, RECOVERY, RESTART
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+
+
+# Whoever leaves all groups behind has to know them, and torch lists them to itself only.
+def all_groups() -> list[dist.ProcessGroup]:
+    """The default process group of this process, and all that were made after it."""
+    RECOVERY.require()
+    from torch.distributed.distributed_c10d import _world
+
+    return list(_world.pg_map)
+
+
+# torch numbers groups, by which members find each other, also one that could not be made.
+def forget_group_numbers() -> None:
+    """Number process groups from 0 again, where there are none."""
+    RECOVERY.require()
+    from torch.distributed.distributed_c10d import _world
+
+    _world.group_count = 0
+
+
+# DDP puts its buckets in the order of the first pass in the next forward pass, by a collective.
+def order_buckets(model: DistributedDataParallel) -> None:
+    """Put the buckets of a model in the order of its first backward pass, once. Collective."""
+    RECOVERY.require()
+    if not model._has_rebuilt_buckets and model.reducer._rebuild_buckets():
+        model._has_rebuilt_buckets = True
+
+
+# DDP sends buffers within its forward pass only.
+def send_buffers(model: DistributedDataParallel) -> None:
+    """Buffers of rank 0 -> all, as DDP does before a forward pass. Collective."""
+    RECOVERY.require()
+    ignored = model.parameters_to_ignore
+    named = model.module.named_buffers()
+    buffers = [buffer for name, buffer in named if name not in ignored]
+    if buffers:
+        size = model.broadcast_bucket_size
+        dist._broadcast_coalesced(  # type: ignore[attr-defined]  # torch re-exports it silently
+            model.process_group, buffers, size, 0
+        )
+
+
+# Persistent workers end when their iterator is collected, and in a circle of references it is not.
+def end_persistent_workers(loader: Any) -> None:
+    """End the workers that a loader keeps between epochs."""
+    RESTART.require()
+    iterator: Any = getattr(loader, "_iterator", None)
+    if hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()
+        loader._iterator = None
+
+
+LAST_LEARNING_RATES = "_last_lr"
+"""Where schedulers keep what ``get_last_lr()`` returns, which cannot be set."""
+
+
+# Composed schedulers have no public list of what they are made of.
+def inner_schedulers(scheduler: Any) -> Sequence[Any]:
+    """Schedulers inside a ``SequentialLR`` or ``ChainedScheduler``; empty for others."""
+    RESTART.require()
+    found: Sequence[Any] = getattr(scheduler, "_schedulers", ())
+    return found
+
+
+# torchrun has no option for the agent.
+def replace_agent(agent: type[Any]) -> None:
+    """Let ``torch.distributed.run`` use ``agent`` for its own."""
+    LAUNCH.require()
+    from torch.distributed.launcher import api
+
+    api.LocalElasticAgent = agent  # type: ignore[attr-defined]
+
+
+# Which options torchrun has nothing else tells.
+def torchrun_parser() -> Any:
+    """The parser of torchrun's command line."""
+    LAUNCH.require()
+    from torch.distributed.run import get_args_parser
+
+    return get_args_parser()
+
+
+# torchrun's count of restarts is not an argument of any hook.
+def give_back_restart(agent: Any) -> None:
+    """Let the restart that comes next not count as one of ``max_restarts``."""
+    agent._remaining_restarts += 1
+
+
+# A handler closes its files only where there is a process that it can signal.
+def close_output(handler: Any) -> None:
+    """Close the files into which a process of torchrun has written, if there are any."""
+    for file in (handler._stdout, handler._stderr):
+        if file is not None:
+            file.close()
+
+
+# A rendezvous gives away its store only under a prefix, and to nodes that have been admitted.
+def store_of_rendezvous(handler: Any) -> Any:
+    """The store of a rendezvous whose nodes may change."""
+    return handler._store
