@@ -10,9 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from wrapt import register_post_import_hook
-
 from lightning_dist._version import __version__
+from lightning_dist.after_import import after_import
 
 if TYPE_CHECKING:
     from lightning_dist.codecs import (
@@ -136,20 +135,18 @@ def __getattr__(name: str) -> Any:
 
 
 def _register(lightning: object) -> None:
-    from lightning_dist.integrations.strategies.other_package import refuse_other_class
     from lightning_dist.integrations.strategies.registration import register_all
 
     register_all()
-    refuse_other_class()
 
 
 def _refuse(package: Any) -> None:
     from lightning_dist.integrations.strategies.names import NAMES, SHARDED
-    from lightning_dist.integrations.strategies.other_package import refuse_strategies
+    from lightning_dist.integrations.strategies.other_package import refuse_names
 
-    refuse_strategies(package.__name__, {*NAMES, SHARDED})
+    refuse_names(package.__name__, (*NAMES, SHARDED))
 
 
-register_post_import_hook(_register, "lightning")
+after_import("lightning", _register)
 for _package in ("pytorch_lightning", "lightning_fabric"):  # the same classes under other names
-    register_post_import_hook(_refuse, _package)
+    after_import(_package, _refuse)

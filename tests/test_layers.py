@@ -20,6 +20,7 @@ ROOMS = tuple(
     f"lightning_dist.{each.stem}" for each in PACKAGE.iterdir() if (each / "__init__.py").exists()
 )
 FORBIDDEN = {
+    "after_import.py": ("torch", "lightning_dist"),
     "codecs": ("torch.distributed", *(f"lightning_dist.{x}" for x in ("exchange", "topology"))),
     "topology": tuple(f"lightning_dist.{x}" for x in ("codecs", "exchange", "settings")),
     "exchange": ("lightning_dist.settings",),

@@ -105,14 +105,16 @@ def test_a_trainer_or_fabric_of_the_other_package(quick_python: list[str]) -> No
         "'import pytorch_lightning'"
         for kind, package in (("Trainer", "pytorch_lightning"), ("Fabric", "lightning_fabric"))
     ]
-    assert said == expected * 4
+    assert said[:4] == expected * 2
+    for refused, kind in zip(said[4:], ("Trainer", "Trainer", "Fabric", "Fabric"), strict=True):
+        assert f"for the {kind} of the package 'lightning'" in refused
 
 
 @pytest.mark.parametrize(
     ("make", "strategy", "said"),
     [
-        (Trainer, FabricStrategy, "A Trainer takes the CompressedDDPStrategy of lightning_dist, "),
-        (Fabric, CompressedDDPStrategy, "A Fabric takes the CompressedDDPStrategy of lightning_di"),
+        (Trainer, FabricStrategy, "a Trainer takes the one of 'from lightning_dist import Compres"),
+        (Fabric, CompressedDDPStrategy, "a Fabric takes the one of 'from lightning_dist.fabric i"),
         (Fabric, LocalUpdateStrategy, "'from lightning_dist.fabric import LocalUpdateStrategy'"),
     ],
 )

@@ -15,6 +15,7 @@ from lightning_dist.integrations.refusals import (
     refuse_pytorch_lightning,
     refuse_unknown,
 )
+from lightning_dist.integrations.strategies.other_package import OfOneFramework
 from lightning_dist.reducer.mirror import require_flat
 from lightning_dist.settings import Settings
 
@@ -23,7 +24,7 @@ CONFIG_KEY = "lightning_dist"
 """Of `comm_config` in the configuration of a tracked run."""
 
 
-class CompressionArguments:
+class CompressionArguments(OfOneFramework):
     """Mixin before a ``DDPStrategy``; typed, so that LightningCLI reads the arguments from YAML."""
 
     _can_recover = False

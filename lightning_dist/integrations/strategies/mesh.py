@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_dist.exchange.handshake import all_facts
 from lightning_dist.integrations.refusals import refuse_pytorch_lightning, refuse_unknown
+from lightning_dist.integrations.strategies.other_package import OfOneFramework
 from lightning_dist.log import get_logger
 from lightning_dist.topology import host_name
 from lightning_dist.topology.launcher import claim, contradiction
@@ -21,7 +22,7 @@ log = get_logger(__name__)
 DIMENSIONS = ("replicate", "data_parallel", "tensor_parallel")
 
 
-class ReplicatedMesh:
+class ReplicatedMesh(OfOneFramework):
     """Mixin before a ``ModelParallelStrategy`` of Lightning or Fabric.
 
     Its device mesh has the dimensions ``"replicate"``, ``"data_parallel"`` and
