@@ -38,7 +38,8 @@ def encode_kernel(
     if residual is not None:
         kept = residual + _start(tile + 1, OF) + element
         factor = tl.load(scale)
-        x = x + tl.load(kept, mask=filled, other=0.0) * factor
+        old = tl.load(kept, mask=filled, other=0.0)
+        x = x + old * factor
     if OF.raw is not None:
         good = is_finite(x)
         _store_raw(payload + _row_start(tile), tile, x, OF)
@@ -53,7 +54,8 @@ def encode_kernel(
     if WRITES_RESIDUAL:
         error = x - LEVEL(codes, OF).to(tl.float32) * step
         new = tl.div_rn(error, tl.zeros_like(error) + factor)
-        tl.store(kept, new, mask=filled & good & is_finite(new))
+        # A mask of its own for each element would make a store of each.
+        tl.store(kept, tl.where(good & is_finite(new), new, old), mask=filled)
 
 
 @triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["salts"])
@@ -82,12 +84,13 @@ def reduce_kernel(
         if mean is not None:
             _store_payload(mean, tile, step, codes, OF)
         if residual is not None:
-            writes = _filled(tile, element, OF) & is_finite(step)
+            filled = _filled(tile, element, OF)
             kept = residual + _start(tile + 1, OF) + element
             error = (exact - LEVEL(codes, OF).to(tl.float32) * step) * (COUNT * 1.0)
             error = tl.div_rn(error, tl.zeros_like(error) + tl.load(scale))
-            new = tl.load(kept, mask=writes, other=0.0) + error
-            tl.store(kept, new, mask=writes & is_finite(new))
+            old = tl.load(kept, mask=filled, other=0.0)
+            new = old + error
+            tl.store(kept, tl.where(is_finite(step) & is_finite(new), new, old), mask=filled)
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -143,9 +146,9 @@ def _row_start(tile):
 
 @triton.jit
 def _keys(tile, salts, block):
-    """``(blocks, 1, 1)`` uint32, or None."""
+    """``(blocks, 1, 1)`` uint32; numbers of no use where there are no salts."""
     if salts is None:
-        return None
+        return block  # Triton 3.6 cannot return None
     else:
         salt = tl.load(salts + tl.load(tile + 8)).to(tl.uint32, bitcast=True)
         return block_keys(tl.load(tile + 7).to(tl.uint32) + block.to(tl.uint32), salt)
