@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_dist._version import __version__
 from lightning_dist.after_import import after_import
+from lightning_dist.optional import needed_by
 
 if TYPE_CHECKING:
     from lightning_dist.codecs import (
@@ -131,7 +132,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME.get(name, 'codecs')}"), name)
+    with needed_by(name):
+        module = import_module(f"{__name__}.{_HOME.get(name, 'codecs')}")
+    return getattr(module, name)
 
 
 def _register(lightning: object) -> None:

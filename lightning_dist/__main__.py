@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from lightning_dist.cli import main
+import sys
+
+from lightning_dist.optional import needed_by
+
+
+def main() -> None:
+    """Run the program with the arguments of this process."""
+    try:
+        with needed_by("lightning-dist"):
+            from lightning_dist.cli import main as program
+    except ImportError as error:
+        sys.exit(str(error))
+    program()
+
 
 if __name__ == "__main__":
     main()

@@ -45,6 +45,7 @@ FORBIDDEN = {
     "log.py": ("torch", "lightning_dist"),
     "metrics.py": (),
     "features.py": ("torch", *ROOMS, "lightning_dist.private"),
+    "optional.py": ("torch", "lightning_dist"),
     "private.py": ROOMS,
     "shared_folder.py": ("torch", "lightning_dist"),
     "versions.py": ("torch.distributed",),

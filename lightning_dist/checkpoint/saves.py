@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from pathlib import PurePath
 from typing import NamedTuple
 
-from rich.filesize import decimal
 from torch.optim import Optimizer
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
@@ -262,9 +261,17 @@ def committed_line(event: Committed, *, blocking_ms: float) -> str:
     """One line for a checkpoint that is durable."""
     return (
         f"Checkpoint {PurePath(event.target).name} of step {event.origin.step} is complete: "
-        f"{decimal(event.total)} in {event.seconds:.2f} s; training was blocked for "
+        f"{_size(event.total)} in {event.seconds:.2f} s; training was blocked for "
         f"{blocking_ms:.1f} ms"
     )
+
+
+def _size(nbytes: int) -> str:
+    try:
+        from rich.filesize import decimal
+    except ImportError:  # a training runs without it
+        return f"{nbytes:,} bytes"
+    return decimal(nbytes)
 
 
 def _is_fatal(event: Failed) -> bool:

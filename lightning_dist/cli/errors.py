@@ -9,6 +9,7 @@ from typing import ParamSpec, TypeVar
 import typer
 
 from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
+from lightning_dist.optional import needed_by
 
 DAMAGED = 1
 BAD_INPUT = 2
@@ -23,7 +24,8 @@ def reported(command: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return command(*args, **kwargs)
+            with needed_by(f"lightning-dist {command.__name__.replace('_', ' ')}"):
+                return command(*args, **kwargs)
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
         except Exception as error:  # those of object stores are of any class

@@ -9,12 +9,15 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NoReturn
-
-import psutil
+from typing import TYPE_CHECKING, NoReturn
 
 from lightning_dist.elastic.launcher.launch import Launch
-from lightning_dist.log import prefixed
+from lightning_dist.log import get_logger, prefixed
+
+if TYPE_CHECKING:
+    import psutil
+
+log = get_logger(__name__)
 
 EXIT_STUCK = 76
 """Exit code of a process that ended itself because it hung, or its grace period was over."""
@@ -128,11 +131,21 @@ class Siblings:
     """The ranks that the launcher of this process has started beside it.
 
     The launcher is remembered now: a process whose launcher has died gets another parent, whose
-    other children are strangers.
+    other children are strangers. They are known where psutil is installed.
     """
 
     def __init__(self) -> None:
-        own, self._parent = psutil.Process(), os.getppid()
+        self._parent = os.getppid()
+        self._launcher: psutil.Process | None = None
+        try:
+            import psutil
+        except ImportError:
+            log.warning(
+                "psutil is not installed (pip install psutil): a rank that is stopped delays a "
+                "restart by the 30 s that torchrun waits for it"
+            )
+            return
+        own = psutil.Process()
         self._launcher = own.parent()  # psutil compares start times, so no later process is it
         self._job = _job_of(own)
 
@@ -147,8 +160,12 @@ class Siblings:
         A launcher that ends its ranks waits (torchrun: 30 s) for one that cannot hear its signal.
         """
         killed: list[int] = []
+        if self._launcher is None:
+            return killed
+        import psutil
+
         with suppress(psutil.Error, OSError):
-            for each in self._launcher.children() if self._launcher is not None else ():
+            for each in self._launcher.children():
                 with suppress(psutil.Error, OSError):
                     if each.status() == psutil.STATUS_STOPPED and _job_of(each) == self._job:
                         each.kill()

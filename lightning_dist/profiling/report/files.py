@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from lightning_dist.optional import needed_by
 from lightning_dist.profiling.analysis.breakdown import begin_of
 from lightning_dist.profiling.analysis.parts import PARTS, Summary, Timeline
 from lightning_dist.profiling.analysis.summarize import pick_steps
@@ -51,7 +52,8 @@ def write_files(
         return pick_steps(run, summary)
 
     def write_page(path: Path) -> None:
-        from lightning_dist.profiling.report.page import write_report  # imports plotly, slowly
+        with needed_by("The page"):
+            from lightning_dist.profiling.report.page import write_report  # plotly takes long
 
         write_report(path, summary, timelines())
 
