@@ -6,10 +6,12 @@ Classes of ours override some of them and inherit others, which stand in the tab
 from __future__ import annotations
 
 from datetime import timedelta
+from inspect import signature
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
 from lightning_dist.features import LIGHTNING
@@ -44,3 +46,10 @@ def group_timeout(strategy: Any) -> timedelta | None:
 def give_device_mesh(module: pl.LightningModule, mesh: Any) -> None:
     """Let ``module.device_mesh`` be ``mesh``."""
     module._device_mesh = mesh
+
+
+# It came with Lightning 2.6.
+def restricted(weights_only: bool | None) -> dict[str, Any]:
+    """The argument ``weights_only`` of functions that load checkpoints, where they have it."""
+    has_it = "weights_only" in signature(Strategy.load_checkpoint).parameters
+    return {"weights_only": weights_only} if has_it else {}

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_dist.integrations.lightning.checkpoint.session_io import CheckpointerIO
 from lightning_dist.integrations.lightning.launcher import FollowsLauncher
-from lightning_dist.integrations.lightning.private import give_device_mesh
+from lightning_dist.integrations.lightning.private import give_device_mesh, restricted
 from lightning_dist.integrations.strategies.mesh import ReplicatedMesh
 
 if TYPE_CHECKING:
@@ -96,13 +96,13 @@ class ShardedStrategy(ReplicatedMesh, FollowsLauncher, ModelParallelStrategy):
         module, io = self.lightning_module, self.checkpoint_io
         assert module is not None
         if (Path(path) / _METADATA_FILENAME).is_file():  # of torch.distributed.checkpoint
-            return super().load_checkpoint(path, weights_only=weights_only)
+            return super().load_checkpoint(path, **restricted(weights_only))
         if not isinstance(io, ResumeCheckpointIO):  # there is no AsyncCheckpoint
             io = ResumeCheckpointIO(verify="resume", trainer=module.trainer)
         path = io.agree(path)
         ranks = Ranks(dist.group.WORLD, device=self.root_device)
         if ranks.on_each(lambda: describe(path)).kind != "sharded":
-            return super().load_checkpoint(path, weights_only=weights_only)
+            return super().load_checkpoint(path, **restricted(weights_only))
         own_parts, optimizers = self._own_parts, self.optimizers
         checkpoint = ranks.on_each(
             lambda: load_shards(

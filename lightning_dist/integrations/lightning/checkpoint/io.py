@@ -17,6 +17,7 @@ from lightning_dist.checkpoint.reading import load
 from lightning_dist.checkpoint.saves import Saves
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.integrations import rank_zero
+from lightning_dist.integrations.lightning.private import restricted
 
 
 class AsyncTorchCheckpointIO(TorchCheckpointIO):
@@ -103,7 +104,9 @@ class AsyncTorchCheckpointIO(TorchCheckpointIO):
             CheckpointError: it is damaged, or a newer version of this package wrote it.
         """
         if is_http(path):
-            return super().load_checkpoint(str(path), map_location, weights_only, **kwargs)
+            return super().load_checkpoint(
+                str(path), map_location, **restricted(weights_only), **kwargs
+            )
         check = self.settings.verify != "never"
         return self._load(
             os.fspath(path), check=check, map_location=map_location, weights_only=weights_only

@@ -44,6 +44,8 @@ class ResumeCheckpointIO(AsyncTorchCheckpointIO):
         """Of the callbacks, for what ``ckpt_path="last"`` was found to be."""
         self.verified: str | None = None
         """Path of a checkpoint that need not be verified once more."""
+        self.weights_only: bool | None = None
+        """Policy of loads that name none: those of Lightning 2.5."""
         self._trainer = trainer
         self._alone = False  # many jobs may save into one folder by hand, each its own files
 
@@ -64,6 +66,8 @@ class ResumeCheckpointIO(AsyncTorchCheckpointIO):
             ValueError: it is of another model.
         """
         agreed = self.agree(os.fspath(path))
+        if weights_only is None:
+            weights_only = self.weights_only
         checkpoint: dict[str, Any] = {}
         problem: Exception | None = None
         try:

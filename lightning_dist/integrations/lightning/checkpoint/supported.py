@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch import callbacks as of_lightning
 from lightning.pytorch.strategies import (
     DeepSpeedStrategy,
     FSDPStrategy,
@@ -18,7 +18,11 @@ from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.integrations.lightning.checkpoint.resume import ResumeCheckpointIO
 from lightning_dist.integrations.strategies.mesh import ReplicatedMesh
 
-_AVERAGING = (StochasticWeightAveraging, WeightAveraging)
+_AVERAGING = tuple(
+    getattr(of_lightning, name)
+    for name in ("StochasticWeightAveraging", "WeightAveraging")
+    if hasattr(of_lightning, name)  # the second came with Lightning 2.6
+)
 _OWN_FORMAT = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
 
 

@@ -23,6 +23,7 @@ from lightning_dist.elastic.progress import require_same_optimizer
 from lightning_dist.integrations import rank_zero
 from lightning_dist.integrations.lightning.elastic import private
 from lightning_dist.integrations.lightning.elastic.data import TrainerDeal
+from lightning_dist.integrations.lightning.private import restricted
 
 
 class RestartConnector(private.CheckpointConnector):
@@ -57,7 +58,7 @@ class RestartConnector(private.CheckpointConnector):
     @override
     def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         if self.trainer.state.fn != TrainerFn.FITTING:  # after a fit that failed
-            super().resume_start(checkpoint_path, weights_only=weights_only)
+            super().resume_start(checkpoint_path, **restricted(weights_only))
             return
         if self._path and checkpoint_path and str(checkpoint_path) != self._path:
             rank_zero.info(
@@ -65,7 +66,7 @@ class RestartConnector(private.CheckpointConnector):
                 f"ckpt_path={str(checkpoint_path)!r} is not loaded"
             )
         policy = self._weights_only if weights_only is None else weights_only
-        super().resume_start(self._path or checkpoint_path, weights_only=policy)
+        super().resume_start(self._path or checkpoint_path, **restricted(policy))
         self._on_loaded(self._loaded_checkpoint, policy)
 
     def take_over(self, checkpoint: dict[str, Any]) -> None:

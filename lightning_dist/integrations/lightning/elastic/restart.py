@@ -180,6 +180,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         kind = RecoveringPlacement if _recovers(trainer) else TrainerPlacement
         placement = kind(trainer, self._session)
         self._joins = _meet(trainer, self._session)
+        io.weights_only = self._settings.weights_only
         self._found = io.verified = None if self._joins else self._session.open(placement)
         connector = RestartConnector(
             private.checkpoint_connector(trainer),
