@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from lightning_dist.accelerator import device_module, is_accelerator
+
 
 def derive_seed(seed: int, *purpose: int | str) -> int:
     """A seed of 63 bits for one purpose: the same everywhere, and unlike that of any other."""
@@ -24,7 +26,7 @@ except ImportError:  # torch runs without it
 
 
 def capture(device: torch.device | None = None) -> dict[str, Any]:
-    """States of Python's, NumPy's, torch's generator, and that of a CUDA ``device``.
+    """States of Python's, NumPy's and torch's generators, and of that of an accelerator.
 
     Plain values and tensors only, so that ``torch.load(weights_only=True)`` reads them.
     """
@@ -42,8 +44,9 @@ def capture(device: torch.device | None = None) -> dict[str, Any]:
             int(has_gauss),
             float(cached),
         ]
-    if device is not None and device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
+    if (module := _module_of(device)) is not None:
+        assert device is not None
+        state[device.type] = module.get_rng_state(device)
     return state
 
 
@@ -55,8 +58,10 @@ def restore(state: dict[str, Any], device: torch.device | None = None) -> None:
     if np is not None and "numpy" in state:
         name, keys, position, has_gauss, cached = state["numpy"]
         np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    if device is not None and device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+    if (module := _module_of(device)) is not None:
+        assert device is not None
+        if device.type in state:
+            module.set_rng_state(state[device.type].cpu(), device)
 
 
 def hold() -> Callable[[], None]:
@@ -79,9 +84,17 @@ def seed_all(seed: int, device: torch.device | None = None) -> None:
     torch.default_generator.manual_seed(seed)
     if np is not None:
         np.random.seed(seed % 2**32)
-    if device is not None and device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
+    if (module := _module_of(device)) is not None:
+        with module.device(device):
+            module.manual_seed(seed)
+
+
+def _module_of(device: torch.device | None) -> Any:
+    """Torch's module for an accelerator with a generator of its own; None for others."""
+    if device is None or not is_accelerator(device):
+        return None
+    module = device_module(device)
+    return module if hasattr(module, "get_rng_state") else None
 
 
 @contextmanager

@@ -57,11 +57,15 @@ class Worker(Executor):
 
     A thread of our own because waiting in a gloo future callback deadlocks. An exit handler ends
     it: a thread that is inside torch when the interpreter stops its threads aborts the process.
+
+    Args:
+        device: an accelerator on which its tasks work.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, device: torch.device | None = None) -> None:
         self._tasks: Tasks = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_work, args=(self._tasks,), name=name, daemon=True)
+        arguments = self._tasks, device
+        self._thread = threading.Thread(target=_work, args=arguments, name=name, daemon=True)
         self._end: finalize[..., Worker] | None = None
 
     @override
@@ -81,7 +85,10 @@ class Worker(Executor):
         return not self._thread.is_alive()
 
 
-def _work(tasks: Tasks) -> None:
+def _work(tasks: Tasks, device: torch.device | None) -> None:
+    if device is not None and device.index is not None:
+        # A thread begins on device 0, where every rank of a node would take memory for a context.
+        torch.accelerator.set_device_index(device)
     while (task := tasks.get()) is not None:
         with torch.no_grad():
             task()
@@ -144,7 +151,7 @@ def executor_for(device: torch.device, *, in_order: bool = False) -> Executor:
     Args:
         in_order: issue collectives from the thread that hands tensors over; on accelerators.
     """
-    worker = Worker("lightning_dist reducer")
+    name = "lightning_dist reducer"
     if not is_accelerator(device):
-        return worker
-    return SideStream(device, None if in_order else worker)
+        return Worker(name)
+    return SideStream(device, None if in_order else Worker(name, device))

@@ -33,7 +33,7 @@ from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.rounds import TwoShot
 from lightning_dist.integrations.torch.ddp import compress_ddp
 from lightning_dist.reducer import reducer as reducer_module
-from lightning_dist.reducer.executor import executor_for
+from lightning_dist.reducer.executor import SideStream, executor_for
 from lightning_dist.reducer.plan.slices import slices_of
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings import Settings
@@ -343,6 +343,18 @@ def test_a_reducer_on_a_stream_that_does_not_end_is_closed(
             reducer.close()
 
     run_on_devices(body, 1)
+
+
+def test_its_thread_is_on_the_device_of_its_rank() -> None:
+    """A thread begins on device 0, and on CUDA leaving a stream there makes a context."""
+    executor, seen = executor_for(torch.device("sim", 3)), list[int]()
+    assert isinstance(executor, SideStream)
+    assert executor._worker is not None
+    executor._worker.submit(lambda: seen.append(sim.current_device()))
+    executor.submit(lambda: None)
+    executor._worker.submit(lambda: seen.append(sim.current_device()))
+    assert executor.close(5.0)
+    assert seen == [3, 3]
 
 
 def test_the_stream_of_a_reducer_has_priority_over_that_of_the_backward_pass() -> None:
