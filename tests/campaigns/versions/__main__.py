@@ -1,0 +1,164 @@
+"""What works with each version of torch, Lightning and Accelerate that the package admits.
+
+Each version gets an environment, one at a time, which finds all other packages in that of
+``make install``. There the names of every feature are looked up, the tests of its rooms run, and
+short trainings are compared with those of the version that all tests run with. torch for CUDA is
+imported without a GPU and without NVIDIA's libraries (`stand_ins`).
+
+    python -m tests.campaigns.versions --json FILE [--only torch==2.9.1]
+
+Takes some 20 minutes and 3 GB of disk for each version of torch. A result in FILE is kept.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from processes import environment_of
+
+from tests.campaigns.versions.stand_ins import stand_ins_for
+
+ROOT = Path(__file__).resolve().parents[3]
+VERSIONS = (
+    *(f"torch=={each}" for each in ("2.7.1", "2.9.1", "2.11.0", "2.13.0", "2.14.1", "2.15.0")),
+    *(f"lightning=={each}" for each in ("2.5.6", "2.6.0", "2.6.6")),
+    *(f"accelerate=={each}" for each in ("1.10.1", "1.15.0")),
+)
+_DDP = ("test_plain_ddp.py", "test_delayed_gradients.py", "test_refusals_of_groups.py")
+ROOMS = {
+    "Gradient compression and local steps": (
+        *(f"tests/{each}" for each in ("codecs", "exchange", "topology", "kernels", "reducer")),
+        "tests/test_onebit_adam.py",
+        *(f"tests/integrations/{each}" for each in _DDP),
+        *(f"tests/integrations/test_local_{each}.py" for each in ("updates", "trained", "state")),
+    ),
+    "FSDP2": tuple(f"tests/integrations/test_fsdp{each}.py" for each in ("", "_codecs", "_shards")),
+    "Asynchronous checkpoints": ("tests/checkpoint",),
+    "Elastic restart": ("tests/elastic", "tests/integrations/test_loop.py"),
+    "recovery='in_process'": ("tests/integrations/test_recovery.py",),
+    "CommProfiler": ("tests/profiling", "tests/integrations/test_comm_profiler.py"),
+    "Strategies for Lightning": (
+        *(f"tests/integrations/test_{each}.py" for each in ("lightning_training", "command_line")),
+        "tests/integrations/test_local_steps_lightning.py",
+    ),
+    "Strategies for Fabric": ("tests/integrations/test_fabric.py",),
+    "AsyncCheckpoint": (
+        *(f"tests/integrations/test_async_checkpoint_{each}.py" for each in ("files", "errors")),
+        "tests/integrations/test_lightning_checkpoints.py",
+    ),
+    "ElasticRestart": ("tests/integrations/test_elastic_resume.py",),
+    "recovery='in_process' of a Trainer": ("tests/integrations/test_trainer_recovery.py",),
+    "CompressedDDPPlugin": (
+        *(f"tests/integrations/test_accelerate_{each}.py" for each in ("plugin", "state")),
+    ),
+}
+"""Tests by feature."""
+_LIMIT = 1500.0
+_NAMES = """
+import json
+from lightning_dist.features import FEATURES
+print("FOUND" + json.dumps({each.title: each.missing for each in FEATURES}))
+"""
+
+
+@contextmanager
+def environment(requirement: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Python with that version before all others, and its variables."""
+    with tempfile.TemporaryDirectory(prefix="versions-") as name:
+        folder, own = Path(name), sysconfig.get_path("purelib")
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+        python = str(folder / "bin" / "python")
+        command = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+        site = Path(subprocess.run(command, capture_output=True, text=True).stdout.strip())
+        (site / "tested.pth").write_text(f"import site; site.addsitedir({own!r})\n")
+        pip = [python, "-m", "pip", "install", "--quiet", "--no-compile", "--no-cache-dir"]
+        subprocess.run([*pip, "--no-deps", "--ignore-installed", requirement], check=True)
+        variables = environment_of(PYTHONPATH=str(ROOT), TMPDIR=name)
+        if (libraries := site / "torch" / "lib").is_dir():
+            stand_ins_for(libraries, folder / "stand-ins")
+            variables["LD_LIBRARY_PATH"] = str(folder / "stand-ins")
+        yield python, variables
+
+
+def told(python: str, variables: Mapping[str, str], mark: str, *words: str) -> Any:
+    """What a program prints behind ``mark``; else its last line, as a text."""
+    done = subprocess.run(
+        [python, "-W", "ignore", *words],
+        cwd=ROOT,
+        env=dict(variables),
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT,
+    )
+    for line in done.stdout.splitlines():
+        if line.startswith(mark):
+            return json.loads(line.removeprefix(mark))
+    return (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+
+
+def tested(python: str, variables: Mapping[str, str], paths: Iterable[str]) -> dict[str, Any]:
+    """Counts of tests in these files, and the first lines of those that fail."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        command = [python, "-m", "pytest", "-n", "2", "--dist", "loadfile", f"--junitxml={report}"]
+        try:
+            subprocess.run(
+                [*command, *paths],
+                cwd=ROOT,
+                env=dict(variables),
+                capture_output=True,
+                timeout=_LIMIT,
+            )
+        except subprocess.TimeoutExpired:
+            return {"error": f"not over within {_LIMIT:.0f} s"}
+        if not report.exists():
+            return {"error": "pytest has not run"}
+        (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
+        failed = {
+            f"{case.get('classname')}::{case.get('name')}": str(problem.get("message"))[:200]
+            for case in suite.iter("testcase")
+            for problem in (*case.iter("failure"), *case.iter("error"))
+        }
+        counts = {name: int(suite.get(name, 0)) for name in ("tests", "skipped")}
+        return {**counts, "failed": failed}
+
+
+def look_at(requirement: str) -> dict[str, Any]:
+    """All that is found with one version."""
+    with environment(requirement) as (python, variables):
+        losses = told(python, variables, "LOSSES", "-m", "tests.campaigns.versions.losses")
+        names = told(python, variables, "FOUND", "-c", _NAMES)
+        rooms = {}
+        for feature, paths in ROOMS.items():
+            if isinstance(names, dict) and names.get(feature) is not None:
+                continue
+            rooms[feature] = tested(python, variables, paths)
+            print(f"{requirement} {feature}: {json.dumps(rooms[feature])[:300]}", flush=True)
+    return {"names": names, "losses": losses, "rooms": rooms}
+
+
+def main() -> None:
+    """Look at all versions that are not in the file yet."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--only", choices=VERSIONS)
+    given = parser.parse_args()
+    found = json.loads(given.json.read_text()) if given.json.exists() else {}
+    for version in VERSIONS if given.only is None else (given.only,):
+        if version not in found or given.only:
+            found[version] = look_at(version)
+            given.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    os.environ.pop("PYTHONPATH", None)
+    main()
