@@ -22,6 +22,7 @@ import runpy
 import signal
 import socket
 import sys
+import warnings
 import types
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader
@@ -83,8 +84,10 @@ def _receive(channel: socket.socket) -> tuple[bytes, list[int]] | None:
 
 def _reason_not_to_fork() -> str:
     """Why a fork of this process could hang or fail; empty if it could not."""
-    if (fork := os.fork()) == 0:
-        os._exit(0)
+    with warnings.catch_warnings():  # Python 3.12 warns of the threads that end by this fork
+        warnings.simplefilter("ignore", DeprecationWarning)
+        if (fork := os.fork()) == 0:
+            os._exit(0)
     os.waitpid(fork, 0)  # OpenBLAS ends its threads before a fork, and starts them when needed
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         return f"its imports started {threads - 1} threads"
