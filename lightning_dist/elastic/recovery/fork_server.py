@@ -22,8 +22,8 @@ import runpy
 import signal
 import socket
 import sys
-import warnings
 import types
+import warnings
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from typing import Any
