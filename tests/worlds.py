@@ -33,6 +33,11 @@ from lightning_dist.topology import Topology
 from lightning_dist.topology.groups import levels_of, nodes_of
 
 TIMEOUT = timedelta(seconds=20)
+_IS_NEW = hasattr(dist, "all_gather_single")
+ALL_GATHER = "all_gather_single" if _IS_NEW else "all_gather_into_tensor"
+REDUCE_SCATTER = "reduce_scatter_single" if _IS_NEW else "reduce_scatter_tensor"
+"""Names of these functions, which torch 2.13 has changed."""
+
 T = TypeVar("T")
 
 

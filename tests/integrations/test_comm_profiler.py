@@ -32,6 +32,7 @@ from comm_profiles import (
     train,
 )
 from replicas import of_all
+from worlds import ALL_GATHER
 
 from lightning_dist import compress_ddp
 from lightning_dist.codecs import Int8
@@ -82,7 +83,7 @@ def test_planted_skew_is_waiting_for_that_rank(codec: str, tmp_path: Path) -> No
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(Recorder, "launches", asked))
-        for owner, name in ((dist.ProcessGroup, "allreduce"), (dist, "all_gather_single")):
+        for owner, name in ((dist.ProcessGroup, "allreduce"), (dist, ALL_GATHER)):
             noting = noted(vars(owner)[name], before, launched)
             stack.enter_context(patch.object(owner, name, noting))
         # Links would be measured with the functions that are watched.

@@ -26,6 +26,7 @@ from replicas import of_all
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from worlds import ALL_GATHER
 
 from lightning_dist import CommProfiler
 from lightning_dist.integrations.torch.fsdp import shards
@@ -172,7 +173,7 @@ def test_it_is_its_definition(ranks: int) -> None:
 @RANKS
 def test_bytes_that_are_given_to_the_process_group_are_those_that_it_says(ranks: int) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
-    given = {"all_gather_single": 0, "all_to_all_single": 0}
+    given = {ALL_GATHER: 0, "all_to_all_single": 0}
     plain = {name: getattr(dist, name) for name in given}
 
     def counting(name: str) -> Callable[..., Any]:
@@ -200,7 +201,7 @@ def test_bytes_that_are_given_to_the_process_group_are_those_that_it_says(ranks:
     assert said["wire_bytes"] == sent + said["last_step"]["wire_bytes"], "which is in no step"
     assert len(ours._stats._running) == 0, "counts of one step"
     parameters, gradients = said["parameters"], said["gradients"]
-    assert parameters["wire_bytes"] == (ranks - 1) * given["all_gather_single"]
+    assert parameters["wire_bytes"] == (ranks - 1) * given[ALL_GATHER]
     assert gradients["wire_bytes"] == given["all_to_all_single"] // ranks * (ranks - 1)
     for kind in ("raw_bytes", "wire_bytes"):
         assert said[kind] == parameters[kind] + gradients[kind]

@@ -31,6 +31,7 @@ from model_parallel_runs import (
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from worlds import ALL_GATHER, REDUCE_SCATTER
 
 from lightning_dist import AsyncCheckpoint, CommProfiler, OneBitAdam
 from lightning_dist.fabric import CompressedModelParallelStrategy as CompressedFabric
@@ -182,7 +183,7 @@ def test_random_rounding_and_errors_go_on(settings: dict[str, Any], tmp_path: Pa
 def count_collectives(patch: pytest.MonkeyPatch) -> list[int]:
     """Bytes that this rank sends in each collective of FSDP itself."""
     sent: list[int] = []
-    for name in ("all_gather_single", "reduce_scatter_single"):
+    for name in (ALL_GATHER, REDUCE_SCATTER):
         plain = getattr(dist, name)
 
         def call(

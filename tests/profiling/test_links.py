@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from linked_hosts import PlantedClock, read_row
 from planted import MS, Planted, replace, replaced
 from threads import of_all, on_threads
-from worlds import Rank, run_threads
+from worlds import ALL_GATHER, Rank, run_threads
 
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable, shape
 from lightning_dist.profiling import clocks
@@ -134,14 +134,14 @@ def test_what_cannot_be_measured(rank: Rank) -> None:
 def test_a_burst_takes_as_long_as_on_its_slowest_rank(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gather, calls = dist.all_gather_single, Counter[int]()
+    gather, calls = getattr(dist, ALL_GATHER), Counter[int]()
 
     def slowly(*arguments: Any, group: dist.ProcessGroup, **named: Any) -> Any:
         calls[group.rank()] += 1
         time.sleep(0.01 if group.rank() == 1 else 0)
         return gather(*arguments, group=group, **named)
 
-    monkeypatch.setattr(dist, "all_gather_single", slowly)
+    monkeypatch.setattr(dist, ALL_GATHER, slowly)
 
     def work(rank: Rank) -> BurstRecord:
         return measure_burst(rank.group("payload"), name="flat", count=count)

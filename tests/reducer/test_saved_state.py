@@ -29,7 +29,7 @@ from saving import SETTINGS, Resumed, State, tensors, through_a_file, train, tra
 from test_lost_ranks import Told
 from threads import of_all, on_threads
 from torch import Tensor
-from worlds import Rank, run_threads
+from worlds import ALL_GATHER, Rank, run_threads
 
 from lightning_dist.codecs import Int8, resolve_codec
 from lightning_dist.exchange.channel import WaitLimit
@@ -395,7 +395,7 @@ class Silent(Exception):
     ("codec", "at", "to"),
     [
         ("int8", "all_reduce", 0),
-        ("int8", "all_gather_single", 0),
+        ("int8", ALL_GATHER, 0),
         ("int8", "gather", 0),
         ("powersgd:rank=2", "broadcast", 1),
     ],
