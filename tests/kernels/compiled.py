@@ -1,10 +1,18 @@
-"""Prints the PTX of all passes of some codecs. A process of its own: Triton must not interpret.
+"""Prints PTX and resources of all passes of some codecs, as JSON.
 
-No GPU is needed: kernels are compiled for one, and not loaded.
+    python compiled.py ARCHITECTURE DTYPE KIND CODEC...
+
+A process of its own: Triton must not interpret. No GPU is needed: kernels are compiled for one, and
+not loaded. ``KIND`` of the slices is ``aligned`` or ``odd``.
 """
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +34,14 @@ _TYPES = {
     torch.uint8: "*u8",
 }
 _ALIGNED = [["tt.divisibility", 16]]
+_SLICES = {"aligned": (4096, 70016), "odd": (4095, 70013)}
+_ACCESS = re.compile(r"\b(LDG|STG)\.E((?:\.[A-Z0-9_]+)*)")
+_BITS = re.compile(r"\.(128|64|[US]16|[US]8)\b")
 
 
-def compiled(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], sm: int) -> str:
+def compiled(
+    kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], sm: int
+) -> dict[str, Any]:
     constants = dict(constants)
     signature, attributes = {}, {}
     for i, (name, value) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
@@ -41,12 +54,39 @@ def compiled(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any],
             attributes[(i,)] = _ALIGNED
     types = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=attributes)
-    options = {"enable_fp_fusion": False, "num_warps": 4}
-    return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options).asm["ptx"]
+    options = {"enable_fp_fusion": False, "num_warps": passes.warps_of(constants["OF"])}
+    made = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+    return {"ptx": made.asm["ptx"], **resources(made.asm["cubin"])}
 
 
-def all_passes(codec_name: str, dtype: torch.dtype, sm: int) -> dict[str, str]:
-    found: dict[str, str] = {}
+def resources(cubin: bytes) -> dict[str, Any]:
+    """Registers, bytes of memory for what does not fit into them, and accesses by their bits."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+    def told(*words: str) -> str:
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = told(str(tools / "cuobjdump"), "-res-usage", file.name)
+        code = told(str(tools / "nvdisasm"), "-c", file.name)
+    found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    accesses: dict[str, Counter[str]] = {"LDG": Counter(), "STG": Counter()}
+    for kind, suffixes in _ACCESS.findall(code):
+        bits = _BITS.search(suffixes)
+        accesses[kind][bits[1].strip("US") if bits else "32"] += 1
+    return {
+        "registers": found["REG"],
+        "spilled": found["STACK"] + found["LOCAL"],
+        "loads": accesses["LDG"],
+        "stores": accesses["STG"],
+    }
+
+
+def all_passes(codec_name: str, dtype: torch.dtype, sm: int, kind: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
 
     def compile_launch(kernel: Any, *arguments: Any, only_compile: bool, **constants: Any) -> None:
         found[f"{codec_name} {kernel.__name__}"] = compiled(kernel, arguments, constants, sm)
@@ -54,7 +94,7 @@ def all_passes(codec_name: str, dtype: torch.dtype, sm: int) -> dict[str, str]:
     passes._launch = compile_launch
     codec = resolve_codec(codec_name)
     kernels = kernels_of(codec, dtype=dtype)
-    slices = laid_out(4096, 70016)
+    slices = laid_out(*_SLICES[kind])
     cpu = torch.device("cpu")
     table = SliceTable.of(codec, [slices], rows=2, device=cpu, dtype=dtype, tile_elements=4096)
     flat = torch.zeros(span_of(slices), dtype=dtype)
@@ -70,7 +110,8 @@ def all_passes(codec_name: str, dtype: torch.dtype, sm: int) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    every: dict[str, str] = {}
-    for name in sys.argv[2:]:
-        every |= all_passes(name, torch.bfloat16, int(sys.argv[1]))
+    architecture, dtype, kind, *codecs = sys.argv[1:]
+    every: dict[str, Any] = {}
+    for name in codecs:
+        every |= all_passes(name, getattr(torch, dtype), int(architecture), kind)
     print(json.dumps(every))

@@ -257,6 +257,23 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install trito
 CODECS = ["int8", "int4", "fp8", "sign", "qsgd:norm=l2", "terngrad:clip_sigma=2.5", "none"]
 
 
+def compiled(architecture: int, dtype: str, kind: str, codecs: Sequence[str]) -> dict[str, Any]:
+    """What ``compiled.py`` prints of each pass."""
+    here = Path(__file__).parent
+    words = [str(architecture), dtype, kind, *codecs]
+    done = subprocess.run(
+        [sys.executable, str(here / "compiled.py"), *words],
+        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(here)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert len(found) == 3 * len(codecs)
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize(
@@ -265,20 +282,34 @@ CODECS = ["int8", "int4", "fp8", "sign", "qsgd:norm=l2", "terngrad:clip_sigma=2.
 )
 def test_arithmetic_is_rounded_and_not_contracted(architecture: int, codecs: list[str]) -> None:
     """No approximate division or root, no flush to zero, no multiply-add of floats."""
-    here = Path(__file__).parent
-    done = subprocess.run(
-        [sys.executable, str(here / "compiled.py"), str(architecture), *codecs],
-        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(here)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, str] = json.loads(done.stdout)
-    assert len(found) == 3 * len(codecs)
-    for name, ptx in found.items():
+    for name, each in compiled(architecture, "bfloat16", "aligned", codecs).items():
+        ptx = each["ptx"]
         floats = set(re.findall(r"\b(?:div|fma|mul|add|sub|sqrt)\.\S*f(?:32|64)\b", ptx))
         assert floats or name == "none encode_kernel", name
         assert all(re.fullmatch(r"(?:div|mul|add|sub|sqrt)\.rn\.f\d+", op) for op in floats), name
         assert not re.search(r"\.ftz|\.approx|\.full\b|\bfma\b", ptx), name
         assert "ld.global.b8" not in ptx, f"{name}: codes are loaded byte by byte"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "kind", "codecs"),
+    [
+        (90, "float32", "aligned", CODECS[:2]),
+        *(
+            pytest.param(architecture, dtype, kind, CODECS, marks=pytest.mark.exhaustive)
+            for architecture in (80, 90, 100)
+            for dtype in ("float32", "bfloat16", "float16")
+            for kind in ("aligned", "odd")
+        ),
+    ],
+)
+def test_registers_hold_a_tile_and_aligned_data_moves_in_wide_words(
+    architecture: int, dtype: str, kind: str, codecs: list[str]
+) -> None:
+    for name, each in compiled(architecture, dtype, kind, codecs).items():
+        shown = {key: value for key, value in each.items() if key != "ptx"}
+        assert each["spilled"] == 0, (name, shown)
+        if kind == "aligned":
+            assert each["stores"].get("32", 0) == 0, (name, shown)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_dist.kernels.triton import skeletons
 from lightning_dist.kernels.triton.registry import DeviceCodec
-from lightning_dist.kernels.triton.table import GRADIENT_DTYPES, SliceTable
+from lightning_dist.kernels.triton.table import GRADIENT_DTYPES, SliceTable, TileShape
 
 _RAW = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.int16}
 _ELEMENTS_PER_WARP = 512  # 16 for each thread: 64 to 108 registers, of which nothing is spilled
@@ -173,6 +173,11 @@ class TableKernels:
         return salts
 
 
+def warps_of(shape: TileShape) -> int:
+    """Warps that work on one tile."""
+    return min(16, max(4, shape.blocks * shape.parts * shape.width // _ELEMENTS_PER_WARP))
+
+
 def _launch(
     kernel: Any,
     tiles: Tensor,
@@ -188,8 +193,7 @@ def _launch(
     grid = (len(tiles),)
     if not grid[0]:
         return
-    of = constants["OF"]
-    warps = min(16, max(4, of.blocks * of.parts * of.width // _ELEMENTS_PER_WARP))
+    warps = warps_of(constants["OF"])
     launch = partial(kernel.warmup, grid=grid) if only_compile else kernel[grid]
     launch(tiles, *tensors, **constants, num_warps=warps, enable_fp_fusion=False)
 
