@@ -203,9 +203,10 @@ def _store_payload(payload, tile, step, codes, OF: tl.constexpr):
 def _raw_places(payload, tile, OF: tl.constexpr):
     """Places of elements that are not compressed, ``(blocks, 1, 1)``, and which exist."""
     CODE_ALIGNMENT: tl.constexpr = OF.code_alignment
+    ALIGNMENT: tl.constexpr = OF.alignment
     element = tl.arange(0, OF.blocks)[:, None, None]
     first = (payload + tl.load(tile + 6) * CODE_ALIGNMENT).to(tl.pointer_type(OF.raw))
-    return first + element, element < tl.load(tile + 3).to(tl.int32)
+    return first + element, element < tl.multiple_of(tl.load(tile + 3).to(tl.int32), ALIGNMENT)
 
 
 @triton.jit

@@ -28,6 +28,10 @@ the codes (divided by ``TileShape.code_alignment``), number of the first block i
 of the slice; one is spare, so that every tile begins at a multiple of 16 bytes. Divided, because a
 compiler sees from a multiplication how wide a load may be."""
 
+ALIGNMENTS = (16, 4, 1)
+"""Kinds of kernels, by the elements that divide all places and lengths; all compiled at set-up. Four
+elements of float32 are the widest word that a GPU loads."""
+
 _TILE_ELEMENTS = 4096
 _INTERPRETED_TILE_ELEMENTS = 1 << 16  # numpy works on whole tiles, Python pays for each of them
 
@@ -157,8 +161,8 @@ class SliceTable:
         elements = parts << (real - 1).bit_length()
         per_tile = 1 << (max(1, tile_elements // elements).bit_length() - 1)
         every = [n for group in groups for p in group for n in (p.offset, p.memory, p.numel)]
-        # Two kinds of kernels, both compiled at set-up, and not one for every power of two.
-        alignment = 16 if math.gcd(16, *every) == 16 else 1
+        divisor = math.gcd(16, *every)
+        alignment = next(each for each in ALIGNMENTS if divisor % each == 0)
         # Planes begin at multiples of 8; blocks of single elements at those of slices.
         code_alignment = math.gcd(8, bytes_of_codes if scales else bytes_of_codes * alignment)
         shape = TileShape(codec.block, per_tile, parts, real, alignment, code_alignment)

@@ -20,7 +20,7 @@ from lightning_dist.exchange.rounds import RowExchange
 from lightning_dist.exchange.traffic import Sent
 from lightning_dist.exchange.wire import row_bytes
 from lightning_dist.kernels.triton import Slice, SliceTable, packed
-from lightning_dist.kernels.triton.table import Within
+from lightning_dist.kernels.triton.table import ALIGNMENTS, Within
 from lightning_dist.reducer.plan.block import BlockPlan, fitted, key_name
 from lightning_dist.reducer.plan.slices import ParameterSlice, as_one, neighbours
 from lightning_dist.reducer.units.base import CommUnit, JoinedUnit, compile_passes, join, units_of
@@ -219,11 +219,12 @@ def _compile(
 def _compile_tables(plan: BlockPlan) -> None:
     """Compile the kernels over tables, so that none is in a backward pass.
 
-    They are specialised for slices at multiples of 16 elements, and for payloads at multiples of 16
-    bytes: each is so or not.
+    They are specialised for places of slices (:data:`ALIGNMENTS`), and for payloads at multiples of
+    16 bytes, or not.
     """
     whole = math.lcm(16, plan.codec.block) * plan.rows
-    for numel, spare in product((whole, whole - 1), (0, 8)):
+    for alignment, spare in product(ALIGNMENTS, (0, 8)):
+        numel = whole - alignment % 16
         bucket = torch.zeros(numel, dtype=plan.dtype, device=plan.network.device)
         residuals = [bucket.to(torch.float32)] if plan.kernels.memory.kinds else []
         unit = TableUnit(plan, [ParameterSlice("", 0, (numel,))], bucket, residuals=residuals)
