@@ -29,8 +29,8 @@ of the slice; one is spare, so that every tile begins at a multiple of 16 bytes.
 compiler sees from a multiplication how wide a load may be."""
 
 ALIGNMENTS = (16, 4, 1)
-"""Kinds of kernels, by the elements that divide all places and lengths; all compiled at set-up. Four
-elements of float32 are the widest word that a GPU loads."""
+"""Kinds of kernels, by the elements that divide all places and lengths; all are compiled at set-up.
+Four elements of float32 are the widest word that a GPU loads."""
 
 _TILE_ELEMENTS = 4096
 _INTERPRETED_TILE_ELEMENTS = 1 << 16  # numpy works on whole tiles, Python pays for each of them
@@ -160,7 +160,10 @@ class SliceTable:
             tile_elements = _INTERPRETED_TILE_ELEMENTS if device.type == "cpu" else _TILE_ELEMENTS
         elements = parts << (real - 1).bit_length()
         per_tile = 1 << (max(1, tile_elements // elements).bit_length() - 1)
-        every = [n for group in groups for p in group for n in (p.offset, p.memory, p.numel)]
+        parts_of_all = [part for group in groups for part in group]
+        every = [n for p in parts_of_all for n in (p.offset, p.memory, p.numel)]
+        if rows > 1:  # which begin at multiples of so many elements
+            every += [-(-p.numel // (rows * codec.block)) * codec.block for p in parts_of_all]
         divisor = math.gcd(16, *every)
         alignment = next(each for each in ALIGNMENTS if divisor % each == 0)
         # Planes begin at multiples of 8; blocks of single elements at those of slices.
