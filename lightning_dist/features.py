@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from lightning_dist.log import get_logger
-from lightning_dist.versions import installed_version, minor
+from lightning_dist.versions import installed_version, release
 
 log = get_logger(__name__)
 
@@ -36,7 +36,7 @@ class Feature:
 
     Args:
         title: the part, as its users call it; begins a sentence.
-        since: the first minor version that has all of ``names``.
+        since: the first version that has all of ``names``.
         names: what the part uses, apart from documented names that every version has.
         package: the other package.
     """
@@ -54,7 +54,7 @@ class Feature:
     @property
     def by_version(self) -> str:
         """``"available"``, or what it needs, by the version of the package alone."""
-        is_there = minor(installed_version(self.package)) >= minor(self.since)
+        is_there = release(installed_version(self.package)) >= release(self.since)
         return "available" if is_there else f"needs {self.package} >= {self.since}"
 
     def require(self) -> None:
@@ -74,7 +74,7 @@ class Feature:
         """Message for a version that lacks a name."""
         package, installed = self.package, installed_version(self.package)
         found = f"{package} {installed} has no {self.missing}"
-        if minor(installed) > minor(TESTED[package]):
+        if _is_untested(package):
             return (
                 f"{self.title} was last tested with {package} {TESTED[package]}, and {found}; "
                 f"install '{package}=={TESTED[package]}.*'"
@@ -126,15 +126,18 @@ def _sets(method: Any, name: str) -> bool:
     return any(each.argval == name and each.opname in stores for each in code)
 
 
+def _is_untested(package: str) -> bool:
+    return release(installed_version(package))[:2] > release(TESTED[package])
+
+
 @cache
 def _warn_untested(package: str) -> None:
-    installed = installed_version(package)
-    if minor(installed) > minor(TESTED[package]):
+    if _is_untested(package):
         log.warning(
             "lightning_dist was not tested with %s %s (newest: %s); all names that it uses are "
             "there, so training goes on",
             package,
-            installed,
+            installed_version(package),
             TESTED[package],
         )
 
@@ -300,7 +303,7 @@ LIGHTNING = Feature(
 
 ASYNC_CHECKPOINT = Feature(
     "AsyncCheckpoint",
-    "2.5",
+    "2.5.6",
     {
         "lightning.pytorch.callbacks:ModelCheckpoint": (
             "_ModelCheckpoint__resolve_ckpt_dir _enable_version_counter _find_last_checkpoints "
@@ -318,7 +321,7 @@ ASYNC_CHECKPOINT = Feature(
 
 ELASTIC_RESTART = Feature(
     "ElasticRestart",
-    "2.5",
+    "2.5.6",
     {
         f"{_PYTORCH}.callbacks:BatchSizeFinder": "_early_exit",
         f"{_PYTORCH}.callbacks:LearningRateFinder": "_early_exit",

@@ -28,7 +28,7 @@ def installed_version(package: str) -> str:
         return ""
 
 
-def minor(version: str) -> tuple[int, ...]:
-    """``(2, 13)`` of ``"2.13.0a0+5228986.nv26.07"``; empty for what is no version."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return () if found is None else tuple(map(int, found.groups()))
+def release(version: str) -> tuple[int, ...]:
+    """``(2, 13, 0)`` of ``"2.13.0a0+5228986.nv26.07"``; empty for what is no version."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return () if found is None else tuple(map(int, found[0].split(".")))

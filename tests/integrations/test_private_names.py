@@ -47,7 +47,7 @@ from lightning_dist.integrations.strategies.names import (
     register,
 )
 from lightning_dist.integrations.strategies.registration import lightning_strategy, register_all
-from lightning_dist.versions import installed_version, minor
+from lightning_dist.versions import installed_version, release
 
 PACKAGE = Path(lightning_dist.__file__).parent
 COMPILERS = PACKAGE / "kernels"
@@ -108,10 +108,15 @@ def test_a_version_that_is_newer_than_the_tests(
 
 @pytest.mark.parametrize(
     ("version", "numbers"),
-    [("2.13.0a0+5228986.nv26.07", (2, 13)), ("2.7.1+cu126", (2, 7)), ("5.24", (5, 24)), ("", ())],
+    [
+        ("2.13.0a0+5228986.nv26.07", (2, 13, 0)),
+        ("2.7.1+cu126", (2, 7, 1)),
+        ("5.24", (5, 24)),
+        ("", ()),
+    ],
 )
-def test_versions_are_compared_by_two_numbers(version: str, numbers: tuple[int, ...]) -> None:
-    assert minor(version) == numbers
+def test_versions_are_compared_by_their_numbers(version: str, numbers: tuple[int, ...]) -> None:
+    assert release(version) == numbers
 
 
 def test_names_that_are_removed_are_missed(
