@@ -296,16 +296,27 @@ def pinned(name: str, file: str = "constraints.txt") -> Version:
     return Version(version)
 
 
-@pytest.mark.parametrize("name", ["torch", "lightning", "accelerate"])
-def test_versions_that_are_admitted_are_within_those_that_are_tested(name: str) -> None:
-    """Their private parts are used: a minor version later they may be others."""
-    admitted, version = requirements()[name].specifier, pinned(name)
-    assert admitted.contains(version)
-    assert not admitted.contains(f"{version.major}.{version.minor + 1}.0")
-    assert not admitted.contains(f"{version.major}.{version.minor - 1}.99")
-    if name != "torch":
-        lowest = [Version(each.version) for each in admitted if each.operator == ">="]
-        assert lowest == [pinned(name, "constraints-lowest.txt")]
+@pytest.mark.parametrize("name", TESTED)
+def test_versions_that_are_admitted(name: str) -> None:
+    """Newer ones than the tests have met too, and builds before a release."""
+    admitted = requirements()[name].specifier
+    first = min(release(each.since) for each in FEATURES if each.package == name)
+    assert not any(each.operator.startswith("<") for each in admitted)
+    (lowest,) = (Version(each.version) for each in admitted if each.operator == ">=")
+    assert lowest.release[:2] == first[:2]
+    assert admitted.contains(f"{TESTED[name]}.0")
+    assert admitted.contains("99.0")
+    if name == "torch":
+        assert admitted.contains("2.13.0a0+5228986.nv26.07", prereleases=True)  # of a container
+    else:
+        assert lowest == pinned(name, "constraints-lowest.txt")
+
+
+def test_versions_of_lightning_that_held_an_attack() -> None:
+    admitted = requirements()["lightning"].specifier  # GHSA-w37p-236h-pfx3
+    assert [admitted.contains(each) for each in ("2.6.1", "2.6.2", "2.6.3", "2.6.4")] == [
+        *(True, False, False, True)
+    ]
 
 
 NAMES = {
