@@ -2,7 +2,9 @@
 # make test      the fast tests, minutes       make test-all   what CI runs, with whole jobs
 # make test-exhaustive  the rest: every law with every codec, campaigns, every size of a page
 # make test-triton   the kernels for GPUs, in Triton's interpreter    make test-gpu   on a GPU
+# make gpu-check  what holds on a GPU, in eight minutes, with what is installed
 # make test-lowest   some tests, with the lowest versions of dependencies
+# make test-versions  features with every torch, Lightning and Accelerate that is admitted: hours
 # make soak      random faults in trainings that recover, with SEED, TRIALS and ADAPTER
 # make lint      style                        make types   mypy
 # make bench     all measurements (root)      make tables     their tables in README.md and docs/
@@ -27,8 +29,8 @@ OUTER := outer_lr=0.7,outer_momentum=0.6
 # Rewriting the assertions of all tests takes longer than many of them: keep what was compiled.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: install test test-all test-exhaustive test-triton test-gpu test-lowest check-install soak demo lint types docs bench tables \
-  figures build clean
+.PHONY: install test test-all test-exhaustive test-triton test-gpu gpu-check test-lowest test-versions check-install soak demo lint types docs bench \
+  tables figures build clean
 
 install: .venv/installed
 
@@ -52,6 +54,10 @@ test-exhaustive: $(TRITON)/installed
 
 test-gpu: install
 	$(BIN)/python -m pytest -m gpu
+
+# With the Python and the packages of this machine: PYTHON=..., nothing is installed.
+gpu-check:
+	$(PYTHON) -m benchmarks.gpu_check --json benchmarks/results/gpu_check.json --page gpu_check.md
 
 # An environment with packages of its own, which finds those of .venv beside them.
 define beside
@@ -82,6 +88,10 @@ test-lowest: $(LOWEST)/installed
 	  accelerate_programs.py::test_the_trainer_example_resumes_bit_for_bit) \
 	  $(addprefix tests/,cli/test_profile_command.py profiling/test_page.py) \
 	  tests/test_documents.py::test_blocks_run_on_two_ranks[accelerate]
+
+# One environment at a time; a torch is 1 GB to fetch and 3 GB of disk.
+test-versions: install
+	$(BIN)/python -m tests.campaigns.versions --json benchmarks/results/versions.json
 
 # Whether what the tests ran with is what `install` brings, and nothing else.
 check-install: install

@@ -33,7 +33,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness.launch import run_ranks
-from benchmarks.harness.results import parser_of, positive, recording
+from benchmarks.harness.results import is_missing, parser_of, positive, recording
 from benchmarks.harness.tables import Table, pivot
 from lightning_dist import compress_ddp
 from lightning_dist.codecs import CODECS, resolve_codec
@@ -163,6 +163,8 @@ def main() -> None:
         "--only", choices=("kernels", "memory"), help="one of the two kinds of rows"
     )
     given = parser.parse_args()
+    if is_missing(given.device):
+        return
     torch.set_num_threads(1)
     device = torch.device(given.device)
     with recording(given, seed=_SEED) as record:

@@ -16,6 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.harness.launch import REPOSITORY, Layout, RankFailed
 from benchmarks.harness.tables import Result, Rows
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable
@@ -166,6 +168,14 @@ def _cpu_model() -> str:
 def say(text: str) -> None:
     """Print progress, beside the tables on stdout."""
     print(text, file=sys.stderr, flush=True)
+
+
+def is_missing(device: str) -> bool:
+    """Whether ``"cuda"`` is asked for where there is none; says so."""
+    missing = device == "cuda" and not torch.cuda.is_available()
+    if missing:
+        print("There is no CUDA here (torch.cuda.is_available() is False): nothing was measured.")
+    return missing
 
 
 def positive(text: str) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,7 @@ class Passes:
         matrices = max(self.numel // WIDTH**2, 1)
         rows = self.numel // WIDTH // matrices
         slices = [ParameterSlice(f"{i}", i * rows * WIDTH, (rows, WIDTH)) for i in range(matrices)]
-        channel = _Copies(ranks)
+        channel = Copies(ranks)
         planner = Planner(
             Network(channel, channel, Topology(("host",) * ranks, 0), device),
             ReducerState(),
@@ -98,11 +99,17 @@ class Passes:
             unit.decode_and_commit(self.scale)
 
 
-class _Copies(Channel):
-    """A channel whose ranks all send the same."""
+class Copies(Channel):
+    """A channel whose ranks all send the same.
 
-    def __init__(self, ranks: int) -> None:
-        self.name, self.watch, self._ranks = "flat", None, ranks
+    Args:
+        ranks: of the channel, of which this is the first.
+        group: of this process alone, for what is not sent over channels.
+    """
+
+    def __init__(self, ranks: int, group: Any = None) -> None:
+        super().__init__(group)
+        self._ranks = ranks
 
     @override
     def all_reduce(
@@ -114,6 +121,20 @@ class _Copies(Channel):
     def all_gather(self, output: Tensor, own: Tensor) -> PendingWork:
         for part in output.chunk(self._ranks):
             part.copy_(own)
+        return _Over()
+
+    @override
+    def all_to_all(
+        self,
+        output: Tensor,
+        own: Tensor,
+        output_sizes: Sequence[int] | None = None,
+        own_sizes: Sequence[int] | None = None,
+    ) -> PendingWork:
+        parts = own.split(list(own_sizes)) if own_sizes else own.chunk(self._ranks)
+        sizes = output_sizes or [len(output) // self._ranks] * self._ranks
+        for part in output.split(list(sizes)):
+            part.copy_(parts[0])
         return _Over()
 
 

@@ -5,12 +5,11 @@ Each version gets an environment, one at a time, which finds all other packages 
 short trainings are compared with those of the version that all tests run with. torch for CUDA is
 imported without a GPU and without NVIDIA's libraries (`stand_ins`).
 
-    python -m tests.campaigns.versions --json FILE [--only torch==2.9.1]
+    python -m tests.campaigns.versions --json FILE [--only torch==2.9.1 --renew]
 
-Takes some 20 minutes and 3 GB of disk for each version of torch. A result in FILE is kept.
+Takes some 20 minutes and 3 GB of disk for each version of torch.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -25,6 +24,8 @@ from xml.etree import ElementTree
 
 from processes import environment_of
 
+from benchmarks.harness.results import parser_of, recording, say
+from benchmarks.versions import FEATURES, IMPORT, LOSSES
 from tests.campaigns.versions.stand_ins import stand_ins_for
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -63,6 +64,7 @@ ROOMS = {
 }
 """Tests by feature."""
 _LIMIT = 1500.0
+_LOSSES = ("tests.campaigns.versions.losses",)
 _NAMES = """
 import json
 from lightning_dist.features import FEATURES
@@ -132,31 +134,50 @@ def tested(python: str, variables: Mapping[str, str], paths: Iterable[str]) -> d
         return {**counts, "failed": failed}
 
 
-def look_at(requirement: str) -> dict[str, Any]:
-    """All that is found with one version."""
+def look_at(requirement: str, reference: Mapping[str, list[float]]) -> Iterator[dict[str, Any]]:
+    """Rows of one version: one for each feature, and one for the losses."""
     with environment(requirement) as (python, variables):
-        losses = told(python, variables, "LOSSES", "-m", "tests.campaigns.versions.losses")
+        losses = told(python, variables, "LOSSES", "-m", *_LOSSES)
         names = told(python, variables, "FOUND", "-c", _NAMES)
-        rooms = {}
-        for feature, paths in ROOMS.items():
-            if isinstance(names, dict) and names.get(feature) is not None:
-                continue
-            rooms[feature] = tested(python, variables, paths)
-            print(f"{requirement} {feature}: {json.dumps(rooms[feature])[:300]}", flush=True)
-    return {"names": names, "losses": losses, "rooms": rooms}
+        if not isinstance(names, dict):
+            yield {"kind": requirement, "feature": IMPORT, "error": names}
+            return
+        for feature, missing in names.items():
+            row = {"kind": requirement, "feature": feature, "missing": missing}
+            if missing is None and feature in ROOMS:
+                row |= tested(python, variables, ROOMS[feature])
+            yield row
+        row = {"kind": requirement, "feature": LOSSES}
+        if isinstance(losses, dict):
+            row["differing"] = [name for name, found in losses.items() if found != reference[name]]
+            pairs = (
+                (a, b)
+                for name in losses
+                for a, b in zip(losses[name], reference[name], strict=True)
+            )
+            row["difference"] = max(abs(a - b) / abs(b) for a, b in pairs)
+        else:
+            row["error"] = losses
+        yield row
 
 
 def main() -> None:
-    """Look at all versions that are not in the file yet."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--only", choices=VERSIONS)
+    """Look at all versions, or at some."""
+    parser = parser_of(__doc__, renews=True)
+    parser.add_argument("--only", choices=VERSIONS, action="append", help="repeatable")
     given = parser.parse_args()
-    found = json.loads(given.json.read_text()) if given.json.exists() else {}
-    for version in VERSIONS if given.only is None else (given.only,):
-        if version not in found or given.only:
-            found[version] = look_at(version)
-            given.json.write_text(json.dumps(found, indent=1) + "\n")
+    with recording(given) as record:
+        reference = told(sys.executable, environment_of(), "LOSSES", "-m", *_LOSSES)
+        if not isinstance(reference, dict):
+            sys.exit(f"The short trainings fail in this environment: {reference}")
+        for version in given.only or VERSIONS:
+            for row in look_at(version, reference):
+                say(json.dumps(row)[:300])
+                record.add([row])
+        record.show(FEATURES)
+        failures = [row for row in record.rows if row.get("failed") or row.get("error")]
+    if failures:
+        sys.exit(f"{len(failures)} of {len(record.rows)} rows have failures")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""One command that checks on a GPU what the tests can only simulate; see `__main__`."""
