@@ -161,6 +161,14 @@ def test_a_sharded_model_in_two_replicas(tmp_path: Path, quick_executable: str) 
     assert names.keys() >= {"train_loss", "val_perplexity", "val_accuracy", "comm/wire_bytes"}
 
 
+@pytest.mark.exhaustive
+def test_a_pipeline_in_two_replicas(quick_python: list[str]) -> None:
+    script = EXAMPLES / "pipeline_train.py"
+    done = torchrun(script, "--steps", "10", ranks=4, limit=LIMIT, python=quick_python)
+    assert re.search(r"step 10: loss \d\.\d", done.require_success().output)
+    assert "3.9 times fewer bytes between replicas" in done.output
+
+
 def test_the_profiler_around_a_loop(tmp_path: Path, quick_python: list[str]) -> None:
     script, folder = EXAMPLES / "profile_ddp.py", str(tmp_path)
     arguments = ["int8", "--steps=8", "--folder", folder]

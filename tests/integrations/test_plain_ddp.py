@@ -4,7 +4,7 @@ import copy
 import re
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -380,6 +380,13 @@ def with_sparse_gradients(rank: Rank) -> Any:
     return rank.ddp(nn.ModuleDict({"words": nn.EmbeddingBag(9999, 9, sparse=True)}))
 
 
+def with_experts(rank: Rank, **mark: bool) -> Any:
+    model = rank.ddp(nn.Linear(4, 4))
+    ((name, value),) = mark.items()
+    setattr(model.module.weight, name, value)
+    return model
+
+
 @pytest.mark.parametrize(
     ("wrap", "says"),
     [
@@ -387,6 +394,8 @@ def with_sparse_gradients(rank: Rank) -> Any:
         (without_streams, r"the CPU or on an accelerator with streams.* 'weight' is on meta; use"),
         (on_two_devices, "one device per process.* '0.weight' is on cpu and '1.weight' on meta"),
         (with_sparse_gradients, r"by_name\(\.\.\., \{'words\.weight': 'none'\}\)"),
+        (partial(with_experts, allreduce=False), r"'weight' is .* an expert \(allreduce=False\)"),
+        (partial(with_experts, skip_allreduce=True), r"an expert \(skip_allreduce=True\)"),
     ],
 )
 def test_what_cannot_be_compressed_is_refused(wrap: Any, says: str) -> None:

@@ -27,6 +27,9 @@ from lightning_dist.settings import Settings
 
 log = get_logger(__name__)
 
+_OF_EXPERTS = {"allreduce": False, "skip_allreduce": True}
+"""Marks of parameters that differ between ranks: of Megatron-LM and DeepSpeed, and of Tutel."""
+
 
 def require_ddp(model: nn.Module) -> None:
     """Raise ValueError unless ``model`` is a DDP module that still takes a hook."""
@@ -97,6 +100,7 @@ def require_compressible(module: nn.Module, settings: Settings | None = None) ->
             "or run without a distributed strategy"
         )
     _require_device(trained)
+    _require_no_experts(trained)
     if settings is not None:
         _require_sent_as_they_are(sparse_tables(module), settings)
 
@@ -133,6 +137,19 @@ def trained_by_ddp(module: nn.Module) -> dict[str, nn.Parameter]:
     ignored = names_ignored_by_ddp(module)
     named = module.named_parameters()
     return {name: p for name, p in named if p.requires_grad and name not in ignored}
+
+
+def _require_no_experts(trained: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for parameters that their libraries have marked as those of experts."""
+    for name, parameter in trained.items():
+        for mark, value in _OF_EXPERTS.items():
+            if getattr(parameter, mark, None) is value:
+                raise ValueError(
+                    f"Every rank must have the same parameters, and {name!r} is marked as that of "
+                    f"an expert ({mark}={value}), of which ranks have different ones: a mean would "
+                    "mix them; wrap the model without its experts, or run without expert "
+                    "parallelism"
+                )
 
 
 def _require_device(trained: Mapping[str, Tensor]) -> None:
