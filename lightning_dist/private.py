@@ -190,8 +190,13 @@ def all_gather_single(
 
 
 # Before torch 2.13 a group sorts its ranks.
-def new_group(ranks: Sequence[int] | None, **arguments: Any) -> dist.ProcessGroup:
+def new_group(
+    ranks: Sequence[int] | None, *, backend: str, timeout: timedelta, **arguments: Any
+) -> dist.ProcessGroup:
     """A group whose members are numbered in the order of ``ranks``. Collective, as torch's.
+
+    With NCCL its stream comes before others: a collective that waits for the kernels of a backward
+    pass to leave room ends with the pass.
 
     Raises:
         ImportError: this torch would number them in another order.
@@ -200,5 +205,9 @@ def new_group(ranks: Sequence[int] | None, **arguments: Any) -> dist.ProcessGrou
         arguments["sort_ranks"] = False
     elif ranks is not None and list(ranks) != sorted(ranks):
         ORDERED_GROUPS.require()
-    group: dist.ProcessGroup = dist.new_group(ranks, **arguments)
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timeout  # torch warns where it is another one
+        arguments["pg_options"] = options
+    group: dist.ProcessGroup = dist.new_group(ranks, timeout, backend, **arguments)
     return group

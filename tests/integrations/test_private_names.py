@@ -7,6 +7,7 @@ import textwrap
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from importlib import reload
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import lightning as L
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoint_runs import fit
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import STRATEGY_REGISTRY
@@ -47,6 +49,7 @@ from lightning_dist.integrations.strategies.names import (
     register,
 )
 from lightning_dist.integrations.strategies.registration import lightning_strategy, register_all
+from lightning_dist.private import new_group
 from lightning_dist.versions import installed_version, release
 
 PACKAGE = Path(lightning_dist.__file__).parent
@@ -406,3 +409,14 @@ def test_trainers_and_fabric_take_the_name_or_find_it_in_a_variable(
     assert trainer.world_size == 2
     assert trainer.strategy.comm_stats() == {}
     assert trainer.strategy._settings.codec.name == codec
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="torch for CUDA only")
+def test_streams_of_nccl_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And torch is not asked for another timeout than it is told, of which it warns."""
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(dist, "new_group", lambda *_, **arguments: made.append(arguments))
+    new_group([0, 1], backend="nccl", timeout=timedelta(seconds=41))
+    options = made[0]["pg_options"]
+    assert options.is_high_priority_stream
+    assert options._timeout == timedelta(seconds=41)

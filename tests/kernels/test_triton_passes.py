@@ -185,6 +185,18 @@ def test_gradients_of_every_dtype_in_tiles_of_any_size(
 
 
 @every_codec
+def test_one_row_of_many_has_smaller_tiles(codec: BlockCodec) -> None:
+    """So that a large GPU has work for all its processors."""
+    rows = 32
+    of = bucket(codec, laid_out(rows * 512 + 7, 63), rows=rows)
+    assert of.table.finer is not None
+    own = of.table.tile_starts[1]
+    assert of.table.finer.tile_starts[1] > 1.5 * own
+    check_encode(of)
+    check_reduce(of, row=5, world_size=rows)
+
+
+@every_codec
 @pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
 def test_a_block_that_is_not_finite_keeps_its_residual(codec: BlockCodec, bad: float) -> None:
     """The others are committed, and all ranks see its scale."""

@@ -112,6 +112,7 @@ class TableKernels:
             mean: uint8, one such row. None: only the residual is wanted.
             salts: of the mean, which is rounded anew.
         """
+        table = table.finer or table
         size = table.row_bytes(row)
         assert mean is None or mean.numel() == size, "a mean of another row"
         _check(torch.float32, residual, scale)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,8 @@ Four elements of float32 are the widest word that a GPU loads."""
 
 _TILE_ELEMENTS = 4096
 _INTERPRETED_TILE_ELEMENTS = 1 << 16  # numpy works on whole tiles, Python pays for each of them
+_MOST_ROWS = 8
+"""Rows of a payload, of which one has tiles enough for all processors of a GPU: 200 in 25 MB."""
 
 
 @dataclass(frozen=True)
@@ -114,10 +116,16 @@ class SliceTable:
     tile_starts: tuple[int, ...]  # rows + 1
     payload_starts: tuple[int, ...]  # rows + 1
     shape: TileShape
+    finer: SliceTable | None = None  # for passes over one of many rows: with smaller tiles
 
     @property
     def rows(self) -> int:
         return len(self.tile_starts) - 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the table itself holds."""
+        return self.tiles.nbytes + (0 if self.finer is None else self.finer.nbytes)
 
     @property
     def payload_bytes(self) -> int:
@@ -149,63 +157,82 @@ class SliceTable:
         Args:
             dtype: of gradients; payloads that are not compressed are in it.
         """
-        planes = codec.planes(dtype)
-        *scales, codes = planes
-        bytes_of_codes = codes.bytes_per_block
-        parts, real = 1, 1
-        if scales:
-            assert scales[0].bytes_per_block == 2, "kernels write one bfloat16 scale a block"
-            parts, real = codec.block // bytes_of_codes, bytes_of_codes
         if tile_elements is None:
             tile_elements = _INTERPRETED_TILE_ELEMENTS if device.type == "cpu" else _TILE_ELEMENTS
-        elements = parts << (real - 1).bit_length()
-        per_tile = 1 << (max(1, tile_elements // elements).bit_length() - 1)
-        parts_of_all = [part for group in groups for part in group]
-        every = [n for p in parts_of_all for n in (p.offset, p.memory, p.numel)]
-        if rows > 1:  # which begin at multiples of so many elements
-            every += [-(-p.numel // (rows * codec.block)) * codec.block for p in parts_of_all]
-        divisor = math.gcd(16, *every)
-        alignment = next(each for each in ALIGNMENTS if divisor % each == 0)
-        # Planes begin at multiples of 8; blocks of single elements at those of slices.
-        code_alignment = math.gcd(8, bytes_of_codes if scales else bytes_of_codes * alignment)
-        shape = TileShape(codec.block, per_tile, parts, real, alignment, code_alignment)
+        tables = [
+            _cut(codec, groups, rows, blocks, device, dtype, within, elements)
+            for elements in (tile_elements, tile_elements * _MOST_ROWS // max(rows, _MOST_ROWS))
+        ]
+        table, finer = tables
+        return table if finer.shape == table.shape else replace(table, finer=finer)
 
-        tiles: list[Tensor] = []
-        tile_starts, payload_starts, number_of_slice = [0], [0], 0
-        for i, group in enumerate(groups):
-            counts = [-(-part.numel // (rows * codec.block)) for part in group]
-            columns = sum(counts) if blocks is None else blocks[i]
-            size, at = row_bytes(planes, columns), 0
-            before_codes = row_bytes(scales, columns)
-            if within is not None:
-                group_row = len(payload_starts) - 1
-                size, at = within.row_bytes[group_row], within.before[group_row]
-            first = 0
-            of_slices = [torch.empty(rows, 0, FIELDS, dtype=torch.int64)]
-            for part, count in zip(group, counts, strict=True):
-                row = torch.arange(rows).view(-1, 1)
-                column = torch.arange(0, count, per_tile).view(1, -1)
-                number = row * count + column
-                start = number * codec.block
-                length = (count - column).clamp(max=per_tile)
-                fields = (
-                    part.offset + start,
-                    part.memory + start,
-                    torch.minimum(part.numel - start, length * codec.block).clamp(min=0),
-                    length,
-                    (payload_starts[-1] + row * size) // 8,
-                    at + (first + column) * 2,
-                    (at + before_codes + (first + column) * bytes_of_codes) // code_alignment,
-                    number,
-                    torch.tensor(number_of_slice),
-                    torch.tensor(0),
-                )
-                of_slices.append(torch.stack([f.expand(number.shape) for f in fields], dim=-1))
-                first += count
-                number_of_slice += 1
-            for of_row in torch.cat(of_slices, dim=1):
-                tiles.append(of_row)
-                tile_starts.append(tile_starts[-1] + len(of_row))
-                payload_starts.append(payload_starts[-1] + size)
-        every_tile = torch.cat(tiles).to(device)
-        return cls(every_tile, tuple(tile_starts), tuple(payload_starts), shape)
+
+def _cut(
+    codec: BlockCodec,
+    groups: Sequence[Sequence[Slice]],
+    rows: int,
+    blocks: Sequence[int] | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    within: Within | None,
+    tile_elements: int,
+) -> SliceTable:
+    """:meth:`SliceTable.of` with tiles of so many elements, or of one block."""
+    planes = codec.planes(dtype)
+    *scales, codes = planes
+    bytes_of_codes = codes.bytes_per_block
+    parts, real = 1, 1
+    if scales:
+        assert scales[0].bytes_per_block == 2, "kernels write one bfloat16 scale a block"
+        parts, real = codec.block // bytes_of_codes, bytes_of_codes
+    elements = parts << (real - 1).bit_length()
+    per_tile = 1 << (max(1, tile_elements // elements).bit_length() - 1)
+    parts_of_all = [part for group in groups for part in group]
+    every = [n for p in parts_of_all for n in (p.offset, p.memory, p.numel)]
+    if rows > 1:  # which begin at multiples of so many elements
+        every += [-(-p.numel // (rows * codec.block)) * codec.block for p in parts_of_all]
+    divisor = math.gcd(16, *every)
+    alignment = next(each for each in ALIGNMENTS if divisor % each == 0)
+    # Planes begin at multiples of 8; blocks of single elements at those of slices.
+    code_alignment = math.gcd(8, bytes_of_codes if scales else bytes_of_codes * alignment)
+    shape = TileShape(codec.block, per_tile, parts, real, alignment, code_alignment)
+
+    tiles: list[Tensor] = []
+    tile_starts, payload_starts, number_of_slice = [0], [0], 0
+    for i, group in enumerate(groups):
+        counts = [-(-part.numel // (rows * codec.block)) for part in group]
+        columns = sum(counts) if blocks is None else blocks[i]
+        size, at = row_bytes(planes, columns), 0
+        before_codes = row_bytes(scales, columns)
+        if within is not None:
+            group_row = len(payload_starts) - 1
+            size, at = within.row_bytes[group_row], within.before[group_row]
+        first = 0
+        of_slices = [torch.empty(rows, 0, FIELDS, dtype=torch.int64)]
+        for part, count in zip(group, counts, strict=True):
+            row = torch.arange(rows).view(-1, 1)
+            column = torch.arange(0, count, per_tile).view(1, -1)
+            number = row * count + column
+            start = number * codec.block
+            length = (count - column).clamp(max=per_tile)
+            fields = (
+                part.offset + start,
+                part.memory + start,
+                torch.minimum(part.numel - start, length * codec.block).clamp(min=0),
+                length,
+                (payload_starts[-1] + row * size) // 8,
+                at + (first + column) * 2,
+                (at + before_codes + (first + column) * bytes_of_codes) // code_alignment,
+                number,
+                torch.tensor(number_of_slice),
+                torch.tensor(0),
+            )
+            of_slices.append(torch.stack([f.expand(number.shape) for f in fields], dim=-1))
+            first += count
+            number_of_slice += 1
+        for of_row in torch.cat(of_slices, dim=1):
+            tiles.append(of_row)
+            tile_starts.append(tile_starts[-1] + len(of_row))
+            payload_starts.append(payload_starts[-1] + size)
+    every_tile = torch.cat(tiles).to(device)
+    return SliceTable(every_tile, tuple(tile_starts), tuple(payload_starts), shape)

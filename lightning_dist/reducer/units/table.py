@@ -170,7 +170,7 @@ class TableUnit(JoinedUnit):
     @property
     @override
     def nbytes(self) -> int:
-        return self._table.tiles.nbytes + (self.exchange.nbytes if self.first else 0)
+        return self._table.nbytes + (self.exchange.nbytes if self.first else 0)
 
     def compile(self) -> None:
         """Compile the kernels of every pass; nothing else happens."""
