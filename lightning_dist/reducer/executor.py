@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from weakref import finalize
+from weakref import WeakValueDictionary, finalize
 
 import torch
 from typing_extensions import override
@@ -142,11 +142,18 @@ class SideStream(Executor):
 
     @override
     def close(self, patience: float = _PATIENCE) -> bool:
-        return self.drain(patience) and (self._worker is None or self._worker.close(patience))
+        over, self._worker = self.drain(patience), None  # which may be that of others too
+        return over
+
+
+_workers: WeakValueDictionary[torch.device, Worker] = WeakValueDictionary()
 
 
 def executor_for(device: torch.device, *, in_order: bool = False) -> Executor:
-    """One for reducers on ``device``.
+    """One for the reducers of a model on ``device``.
+
+    On an accelerator those of several models have one thread: NCCL wants collectives in one order
+    on all ranks, also those of different groups. Each has a stream of its own.
 
     Args:
         in_order: issue collectives from the thread that hands tensors over; on accelerators.
@@ -154,4 +161,9 @@ def executor_for(device: torch.device, *, in_order: bool = False) -> Executor:
     name = "lightning_dist reducer"
     if not is_accelerator(device):
         return Worker(name)
-    return SideStream(device, None if in_order else Worker(name, device))
+    if in_order:
+        return SideStream(device, None)
+    worker = _workers.get(device)
+    if worker is None:
+        worker = _workers[device] = Worker(name, device)
+    return SideStream(device, worker)

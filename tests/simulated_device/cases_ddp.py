@@ -357,6 +357,26 @@ def test_its_thread_is_on_the_device_of_its_rank() -> None:
     assert seen == [3, 3]
 
 
+def test_the_reducers_of_several_models_have_one_thread() -> None:
+    """NCCL wants collectives of different groups in one order on all ranks."""
+    device, order = torch.device("sim", 0), list[str]()
+    first, second = executor_for(device), executor_for(device)
+    gate = threading.Event()
+    first.submit(partial(gate.wait, 10))
+    first.submit(lambda: order.append("first"))
+    second.submit(lambda: order.append("second"))
+    assert not order
+    gate.set()
+    assert first.close(5.0)
+    second.submit(lambda: order.append("second again"))
+    assert isinstance(second, SideStream)
+    assert second._worker is not None
+    thread = second._worker._thread
+    assert second.close(5.0)
+    assert order == ["first", "second", "second again"]
+    assert not thread.is_alive()
+
+
 def test_the_stream_of_a_reducer_has_priority_over_that_of_the_backward_pass() -> None:
     device = torch.device("sim", 0)
     streams: list[torch.Stream] = []
