@@ -357,6 +357,25 @@ def test_its_thread_is_on_the_device_of_its_rank() -> None:
     assert seen == [3, 3]
 
 
+def test_its_groups_have_communicated_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL makes a communicator then, and the backward pass of a rank would wait for others."""
+    seen, usual = list[str](), Channel.all_reduce
+
+    def noted(channel: Channel, tensor: Any, **arguments: Any) -> Any:
+        seen.append(channel.name)
+        return usual(channel, tensor, **arguments)
+
+    def body(rank: SimulatedRank) -> None:
+        with compressed(rank, Fed().to(rank.accelerator), "none"):
+            pass
+
+    monkeypatch.setattr(Channel, "all_reduce", noted)
+    run_on_devices(body, 2)
+    assert sorted(seen) == ["control", "control", "flat", "flat"]
+
+
 def test_the_reducers_of_several_models_have_one_thread() -> None:
     """NCCL wants collectives of different groups in one order on all ranks."""
     device, order = torch.device("sim", 0), list[str]()

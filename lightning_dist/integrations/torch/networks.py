@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dist.accelerator import is_accelerator
 from lightning_dist.exchange.channel import Channel, WaitLimit
 from lightning_dist.exchange.handshake import all_facts, require_equal
 from lightning_dist.integrations.torch.checks import finds_unused
@@ -102,10 +103,22 @@ def network_over(
                 f"Groups of levels need a hierarchical exchange, got {len(levels)} of them and "
                 f"{topology.describe()}; give two groups"
             )
-        return network
+        return _connected(network)
     leader = settings.hierarchical == "leader"
     new_group = _given(levels, topology.rank) if levels else _made(like, tree, leader=leader)
-    return in_levels(network, tree, leader=leader, new_group=new_group)
+    return _connected(in_levels(network, tree, leader=leader, new_group=new_group))
+
+
+def _connected(network: Network) -> Network:
+    """``network``, whose groups have communicated once. Collective among the ranks of each.
+
+    NCCL makes a communicator in the first collective of a group: in the middle of a backward pass,
+    which would wait for it, and for ranks that are not there yet.
+    """
+    if is_accelerator(network.device):
+        for channel in network.channels:
+            channel.all_reduce(torch.zeros(1, device=network.device)).wait()
+    return network
 
 
 def node_group(like: dist.ProcessGroup, settings: Settings, *, device: torch.device) -> Any:

@@ -152,17 +152,24 @@ class LowRankUnit(CommUnit):
     @override
     def decode_and_commit(self, scale: Tensor) -> None:
         self.wait()
-        self._decode_and_commit(scale)
-
-    @full_precision()
-    def _decode_and_commit(self, scale: Tensor) -> None:
         products = [self._products(i) for i in range(len(self._matrices))]
-        # Waits for a GPU once. What is not finite shows in a factor, which is small: to look there
-        # saves a pass over every residual.
+        # Waits for a GPU once, and so not with another precision. What is not finite shows in a
+        # factor, which is small: to look there saves a pass over every residual.
         factors = [torch.cat([f.flatten() for f in both]) for pair in products for both in pair]
         finite = torch.stack([factor.isfinite().all() for factor in factors])
         factor, *known = torch.cat([scale.view(1), finite.to(scale.dtype)]).tolist()
-        share = 1.0 / factor
+        self._decode(products, 1.0 / factor, known)
+
+    @full_precision()
+    def _decode(
+        self, products: Sequence[tuple[_Product, _Product]], share: float, known: Sequence[float]
+    ) -> None:
+        """Means into the gradients, residuals, and the factors of the next step.
+
+        Args:
+            share: 1 / the GradScaler's scale.
+            known: whether own and mean approximation are finite, of one matrix after the other.
+        """
         for i, (matrix, (own, mean)) in enumerate(zip(self._matrices, products, strict=True)):
             if matrix.residual is not None and known[2 * i]:
                 left, right = own
