@@ -290,6 +290,19 @@ def test_the_hook_returns_before_the_exchange_is_issued(in_order: bool) -> None:
     assert first == second
 
 
+@pytest.mark.parametrize("finds_unused", [False, True])
+def test_beside_collectives_of_ddp_one_thread_issues_all(finds_unused: bool) -> None:
+    """With unused parameters DDP says in the backward pass which were used, in another group."""
+
+    def body(rank: SimulatedRank) -> None:
+        ddp = {"find_unused_parameters": finds_unused}
+        with compressed(rank, Fed().to(rank.accelerator), "none", ddp=ddp) as (_, reducer):
+            assert isinstance(reducer._executor, SideStream)
+            assert (reducer._executor._worker is None) is finds_unused
+
+    run_on_devices(body, 2)
+
+
 def test_an_error_of_the_worker_reaches_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: TwoShot) -> None:
         raise RuntimeError("the link broke")

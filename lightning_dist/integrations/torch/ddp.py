@@ -181,7 +181,7 @@ def attach(
         grad_scale=grad_scale,
         allow_absent=finds_unused(model),
         observers=[ExposureWatch(network, advice_to=first)] if compares else (),
-        in_order=any(isinstance(each, nn.SyncBatchNorm) for each in model.modules()),
+        in_order=_communicates(model),
     )
     if several and not compresses_fewer_bytes(settings, names, reducer.planner):
         begins = None
@@ -305,6 +305,13 @@ def connect_to_own(optimizer: Any, reducers: Iterable[Reducer]) -> None:
     for reducer in reducers:
         if not own.isdisjoint(reducer.names):
             connect_optimizers([optimizer], reducer)
+
+
+def _communicates(model: DistributedDataParallel) -> bool:
+    """Whether DDP or a layer has collectives of its own in a backward pass."""
+    # That of DDP says which parameters the ranks have used.
+    synchronised = any(isinstance(each, nn.SyncBatchNorm) for each in model.modules())
+    return synchronised or finds_unused(model)
 
 
 def describe_parameters(module: nn.Module) -> str:
