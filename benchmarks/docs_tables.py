@@ -27,7 +27,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from benchmarks import codecs, versions
+from benchmarks import codecs
 from benchmarks.checkpoint import tables as checkpoint
 from benchmarks.convergence.tables import TIME_TO_ACCURACY, convergence
 from benchmarks.figures import FIGURES
@@ -48,7 +48,6 @@ _OF_ARGUMENTS = ("checkpoints", "elastic", "fsdp2", "hierarchical", "local-steps
 DOCUMENTS = (
     "README.md",
     "docs/choosing-a-codec.md",
-    "docs/install.md",
     "benchmarks/results/README.md",
     *(f"docs/{page}.md" for page in _OF_ARGUMENTS),
 )
@@ -95,7 +94,6 @@ SECTIONS: dict[str, tuple[str | tuple[str, ...], Callable[..., str | None]]] = {
     "local-steps": ("local_steps", TIME_TO_ACCURACY),
     "local-steps-100": ("local_steps_100", TIME_TO_ACCURACY),
     "time-to-accuracy": ("time_to_accuracy", TIME_TO_ACCURACY),
-    "versions": ("versions", versions.FEATURES),
 }
 """The name in a document -> the result or results it needs, and the function that renders them."""
 

@@ -16,6 +16,7 @@ from packaging.version import Version
 from processes import run
 
 import lightning_dist
+from tests.campaigns.versions.__main__ import VERSIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULE = """
@@ -56,13 +57,16 @@ getattr(build_meta, f"build_{sys.argv[2]}")("dist")
 
 
 def test_the_lowest_admitted_versions_are_tested() -> None:
-    """Those of `make test-lowest`: of its constraints, beside the versions of all other tests."""
+    """By `make test-lowest`, with its constraints beside the versions of all other tests; torch by
+    `make test-versions`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = (
         project["optional-dependencies"][name] for name in ("accelerate", "transformers", "wandb")
     )
     texts = ((ROOT / name).read_text() for name in ("constraints.txt", "constraints-lowest.txt"))
     tested = dict(re.findall(r"(?m)^([\w-]+)==(\S+)", "\n".join(texts)))
+    tested |= {"torch": "2.7.0a0"}
+    assert VERSIONS[0].startswith("torch==2.7.")
     for each in map(Requirement, [*project["dependencies"], *chain(*extras)]):
         least = [bound.version for bound in each.specifier if bound.operator == ">="]
         is_own = each.name == "lightning-dist"

@@ -96,6 +96,13 @@ from lightning_dist.kernels.triton.codecs import int8_encode as my_encode, int8_
 from lightning_dist.kernels.triton.registry import device_codec
 class MyCodec(Int8): ...
 """
+PIPELINE = """
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "stage"))
+module, index, stages, device = nn.Linear(8, 8), 0, 1, torch.device("cpu")
+"""
 BEFORE = {
     "accelerate 1": TRANSFORMERS,
     "command-line 0": DDP + "from lightning_dist.configuration import resolve\n",
@@ -104,6 +111,7 @@ BEFORE = {
     "fsdp2 3": HSDP,
     "fsdp2 4+5": BATCHES,
     "fsdp2 6": GROUP,
+    "guide 2": GROUP + PIPELINE,
     "local-steps 0": ACCELERATE[: ACCELERATE.index("compression")] + LOCAL,
     "local-steps 1": ACCELERATE[: ACCELERATE.index("compression")] + LOCAL,
     "local-steps 2": GROUP + LOCAL,
@@ -134,6 +142,11 @@ assert compression.comm_stats()[0]["wire_bytes"] > 0
 """,
     "guide 1": "configure_optimizers(module)\n",
     "guide 2": """
+x = torch.randn(4, 8)
+ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss).step(x, target=x)
+assert module.weight.grad is not None
+""",
+    "guide 3": """
 profiler = CommProfiler()
 module = type("Own", (Module, Regression), {})(profiler)
 trainer = L.Trainer(strategy="compressed_ddp", callbacks=[profiler], max_steps=3)
