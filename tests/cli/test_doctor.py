@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import sys
 from collections.abc import Mapping
@@ -108,7 +109,7 @@ def test_a_fix_is_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     result = doctor("--no-run")
     assert result.exit_code == 1
-    assert "error    launcher variables  RANK without WORLD_SIZE, MASTER_ADDR" in result.stdout
+    assert re.search("error +launcher variables +RANK without WORLD_SIZE, MASTER", result.stdout)
     assert {"Suggested fixes:", "  unset RANK"} <= set(result.stdout.splitlines())
     (row,) = [line for line in result.stdout.splitlines() if "2 ranks here" in line]
     assert (row.split()[0], row.split(" here ")[1].strip()) == ("n/a", "skipped by --no-run")

@@ -289,12 +289,14 @@ def test_the_program_itself_loads_no_torch(tmp_path: Path) -> None:
 def test_version() -> None:
     result = program("--version")
     assert result.exit_code == 0
-    first, *others = result.stdout.splitlines()
+    above, _, features = result.stdout.partition("\n\n")
+    first, *others = above.splitlines()
     assert first == f"lightning-dist {lightning_dist.__version__}"
     found = dict(line.split(" ") for line in others)
     assert found["torch"] == torch.__version__
     assert found["python"] == platform.python_version()
     assert found["lightning"] == lightning.__version__
+    assert "FSDP2: available" in features.splitlines()
 
 
 TOPK = [f"codec=topk:{name}=" for name in ("ratio", "block_size", "values", "decay")]

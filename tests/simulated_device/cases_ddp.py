@@ -386,7 +386,7 @@ def test_its_groups_have_communicated_before_the_first_step(
 
     monkeypatch.setattr(Channel, "all_reduce", noted)
     run_on_devices(body, 2)
-    assert sorted(seen) == ["control", "control", "flat", "flat"]
+    assert sorted(name for name in seen if name != "facts") == ["control"] * 2 + ["flat"] * 2
 
 
 def test_the_reducers_of_several_models_have_one_thread() -> None:
