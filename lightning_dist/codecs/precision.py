@@ -29,7 +29,7 @@ def full_precision() -> Iterator[None]:
             finally:
                 torch.set_float32_matmul_precision(common)
             return
-        matmuls = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+        matmuls = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
         before = [(matmul, matmul.fp32_precision) for matmul in matmuls]
         if any(precision in _REDUCED for _, precision in before):
             try:

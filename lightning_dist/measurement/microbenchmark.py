@@ -131,9 +131,9 @@ class Copies(Channel):
         output_sizes: Sequence[int] | None = None,
         own_sizes: Sequence[int] | None = None,
     ) -> PendingWork:
-        parts = own.split(list(own_sizes)) if own_sizes else own.chunk(self._ranks)
+        parts = torch.split(own, list(own_sizes)) if own_sizes else own.chunk(self._ranks)
         sizes = output_sizes or [len(output) // self._ranks] * self._ranks
-        for part in output.split(list(sizes)):
+        for part in torch.split(output, list(sizes)):
             part.copy_(parts[0])
         return _Over()
 
