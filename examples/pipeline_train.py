@@ -65,12 +65,17 @@ def main() -> None:
     data = StdlibBytes()
     data.setup("fit")
     sampler = DistributedSampler(data.train_set, num_replicas=2, rank=replica, drop_last=True)
-    loader = DataLoader(data.train_set, batch_size=data.batch_size, sampler=sampler)
+    loader = DataLoader(data.train_set, batch_size=data.batch_size, sampler=sampler, drop_last=True)
 
     module = FirstStage(data.train_set.context) if place == 0 else LastStage()
     model = DistributedDataParallel(module, process_group=mesh.get_group("replica"))
     gradients = compress_ddp(model, arguments.codec)
-    stage = PipelineStage(model, place, 2, torch.device("cpu"), group=mesh.get_group("stage"))
+    # With the shapes of a micro-batch: to find them the stage would go through DDP once more.
+    tokens = torch.empty(data.batch_size // MICRO_BATCHES, data.train_set.context, dtype=torch.long)
+    stream, logits = torch.empty(*tokens.shape, WIDTH), torch.empty(*tokens.shape, BYTES)
+    shapes = (tokens, stream) if place == 0 else (stream, logits)
+    group = mesh.get_group("stage")
+    stage = PipelineStage(model, place, 2, torch.device("cpu"), *shapes, group=group)
     schedule = Schedule1F1B(stage, n_microbatches=MICRO_BATCHES, loss_fn=loss_of)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for step, window in zip(range(arguments.steps), loader, strict=False):

@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from lightning_dist.integrations.torch.fsdp.private import (
     averages_replicas,
     divides_after_reduction,
-    mixed_precision_of,
+    dtypes_of,
+    param_dtype_of,
     parameter_groups_of,
     shard_group_of,
     size_before_sharding,
@@ -231,13 +232,13 @@ def _checked(module: FSDPModule, group: Any, fsdp_params: Sequence[Any]) -> Para
                 "leave shard_placement_fn out"
             )
     parameters = [each.sharded_param for each in fsdp_params]
-    dtypes = {_dtypes(each) for each in fsdp_params}
-    if len(dtypes) > 1:
+    if len({param_dtype_of(each) for each in fsdp_params}) > 1:
         raise ValueError(
-            f"The parameters of fully_shard({name}) must be gathered and reduced in one dtype, got "
-            f"{sorted(map(str, dtypes))}; call fully_shard for those of each dtype"
+            f"fully_shard({name}) must cast its parameters to one dtype, and its "
+            "MixedPrecisionPolicy has a param_dtype_override_fn; call fully_shard for those of "
+            "each dtype"
         )
-    ((compute, reduce),) = dtypes
+    compute, reduce = dtypes_of(fsdp_params[0])
     return ParameterGroup(
         module,
         shard_group_of(group),
@@ -248,10 +249,3 @@ def _checked(module: FSDPModule, group: Any, fsdp_params: Sequence[Any]) -> Para
         reduce,
         divides_after_reduction(group, reduce),
     )
-
-
-def _dtypes(fsdp_param: Any) -> tuple[torch.dtype, torch.dtype]:
-    """Dtypes in which a parameter is gathered and its gradient is reduced."""
-    policy = mixed_precision_of(fsdp_param)
-    compute = policy.param_dtype or fsdp_param.sharded_param.dtype
-    return compute, policy.reduce_dtype or compute

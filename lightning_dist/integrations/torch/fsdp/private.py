@@ -12,7 +12,7 @@ from lightning_dist.features import FSDP
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+    from torch.distributed.fsdp import FSDPModule
 
 
 # FSDP tells nobody in which order parameters lie in the gradients that it reduces.
@@ -69,11 +69,21 @@ def size_before_sharding(fsdp_param: Any) -> Sequence[int]:
     return found
 
 
-# A group had one policy, and since torch 2.15 each of its parameters has its own.
-def mixed_precision_of(fsdp_param: Any) -> MixedPrecisionPolicy:
-    """The dtypes in which a parameter is gathered and its gradient is reduced."""
-    policy: MixedPrecisionPolicy = fsdp_param.mp_policy
-    return policy
+# Since torch 2.15 those of a group may have several.
+def param_dtype_of(fsdp_param: Any) -> torch.dtype | None:
+    """Dtype to which a parameter is cast when it is gathered; None: it is not."""
+    dtype: torch.dtype | None = fsdp_param.mp_policy.param_dtype
+    return dtype
+
+
+# Each parameter has a policy, which says nothing of what its None means.
+def dtypes_of(fsdp_param: Any) -> tuple[torch.dtype, torch.dtype]:
+    """Dtypes in which a parameter is gathered, and in which its gradient is reduced."""
+    policy, kept = fsdp_param.mp_policy, fsdp_param.sharded_param.dtype
+    compute = policy.param_dtype or kept
+    # Without a dtype of its own, since torch 2.15 a gradient is reduced in that of the parameter.
+    is_newer = hasattr(policy, "param_dtype_override_fn")
+    return compute, policy.reduce_dtype or (kept if is_newer else compute)
 
 
 # A tensor lists its hooks to nobody.
