@@ -72,7 +72,9 @@ def main() -> None:
     gradients = compress_ddp(model, arguments.codec)
     # With the shapes of a micro-batch: to find them the stage would go through DDP once more.
     tokens = torch.empty(data.batch_size // MICRO_BATCHES, data.train_set.context, dtype=torch.long)
-    stream, logits = torch.empty(*tokens.shape, WIDTH), torch.empty(*tokens.shape, BYTES)
+    stream, logits = (
+        torch.empty(*tokens.shape, last, requires_grad=True) for last in (WIDTH, BYTES)
+    )
     shapes = (tokens, stream) if place == 0 else (stream, logits)
     group = mesh.get_group("stage")
     stage = PipelineStage(model, place, 2, torch.device("cpu"), *shapes, group=group)

@@ -102,7 +102,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "stage"))
 module, index, stages, device = nn.Linear(8, 8), 0, 1, torch.device("cpu")
-inputs = outputs = torch.empty(2, 8)
+inputs, outputs = torch.empty(2, 8), torch.empty(2, 8, requires_grad=True)
 """
 BEFORE = {
     "accelerate 1": TRANSFORMERS,

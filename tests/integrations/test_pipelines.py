@@ -46,9 +46,9 @@ def train(schedule: Callable[..., Any], per_rank: int, codec: str | None) -> dic
     if codec is not None:
         settings: dict[str, Any] = {"min_compress_numel": 0, "compile_kernels": False}
         reducers = {at: compress_ddp(each, codec, **settings) for at, each in wrapped.items()}
-    shape = torch.empty(2, WIDTH)  # of a micro-batch
+    first, other = (torch.empty(2, WIDTH, requires_grad=at > 0) for at in range(2))
     stages = [
-        PipelineStage(each, at, count, shape.device, shape, shape, group=pipeline)
+        PipelineStage(each, at, count, first.device, other if at else first, other, group=pipeline)
         for at, each in wrapped.items()
     ]
     run = schedule(
