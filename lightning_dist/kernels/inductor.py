@@ -38,6 +38,7 @@ log = get_logger(__name__)
 FUSE_FROM_ELEMENTS = 1 << 22  # a smaller model saves less than the 20 s that compiling costs
 _one_at_a_time = threading.Lock()  # torch's tracer keeps its state in globals
 _fused: dict[Variant, Mapping[str, Pass]] = {}  # a second fit must not compile again
+_COMPILERS = "g++ or clang++ on CPU, Triton on CUDA"
 _BLOCKS = 96  # any number that is not 0 or 1: it becomes a symbol
 
 
@@ -54,25 +55,43 @@ class Variant:
     only: Literal["", "encode", "decode"] = ""  # passes of the other kind have other shapes
 
 
-def should_fuse(wish: bool | Literal["auto"], *, numel: int, device: torch.device) -> bool:
+def should_fuse(
+    wish: bool | Literal["auto"], *, numel: int, device: torch.device, says: bool = False
+) -> bool:
     """``auto``: if a compiler is found and the model is large enough to win the time back.
+
+    Args:
+        says: warn that it takes long, or that there is no compiler.
 
     Raises:
         ValueError: ``wish`` is True and there is no compiler.
     """
-    if wish is False:
-        return False
-    if is_accelerator(device):
-        there = available_on(device)
-    else:
-        there = any(shutil.which(name) for name in ("g++", "clang++"))
+    there = _has_compiler(device)
     if wish is True and not there:
         raise ValueError(
-            f"compile_kernels=True needs a compiler for {device.type} (g++ or clang++ on CPU, "
-            "Triton on CUDA) and found none; install one or use 'auto'"
+            f"compile_kernels=True needs a compiler for {device.type} ({_COMPILERS}) and found "
+            "none; install one or use 'auto'"
         )
     # Triton's kernels are small, and used whatever the size of the model.
-    return there and (wish is True or is_accelerator(device) or numel >= FUSE_FROM_ELEMENTS)
+    is_large = is_accelerator(device) or numel >= FUSE_FROM_ELEMENTS
+    if wish is False or not (wish is True or is_large):
+        return False
+    if says and there:
+        log.warning("Compiling the codec's kernels (about 20 s the first time)")
+    elif says:
+        log.warning(
+            "Found no compiler for %s (%s): the codec's kernels are not compiled, and slower; "
+            "install one, or set compile_kernels=False",
+            device.type,
+            _COMPILERS,
+        )
+    return there
+
+
+def _has_compiler(device: torch.device) -> bool:
+    if is_accelerator(device):
+        return available_on(device)
+    return any(shutil.which(name) for name in ("g++", "clang++"))
 
 
 def fused_passes(variant: Variant) -> Mapping[str, Pass]:

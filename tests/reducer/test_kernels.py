@@ -183,10 +183,15 @@ def test_small_models_are_not_compiled_unless_asked() -> None:
 
 
 def test_without_a_compiler_auto_is_eager_and_true_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    assert not inductor.should_fuse("auto", numel=inductor.FUSE_FROM_ELEMENTS, device=CPU)
+    for wish, numel in (("auto", 1), (False, 1 << 30)):  # which need none
+        assert not inductor.should_fuse(wish, numel=numel, device=CPU, says=True)
+    assert not caplog.text
+    large = inductor.FUSE_FROM_ELEMENTS
+    assert not inductor.should_fuse("auto", numel=large, device=CPU, says=True)
+    assert "Found no compiler for cpu" in caplog.text
     with pytest.raises(ValueError, match=r"compile_kernels=True needs a compiler for cpu \(g\+\+"):
         inductor.should_fuse(True, numel=1, device=CPU)
 

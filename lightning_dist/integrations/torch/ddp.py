@@ -229,16 +229,17 @@ def compile_kernels(
         ahead: a network that the reducer may be bound to later; None: its own.
     """
     settings, network = reducer.settings, ahead or reducer.network
-    elements = sum(numel for _, numel in gradients)
+    codecs = settings.codec.leaves()
     if network.world_size == 1 or not should_fuse(
-        settings.compile_kernels, numel=elements, device=network.device
+        settings.compile_kernels,
+        numel=sum(numel for _, numel in gradients),
+        device=network.device,
+        says=says and any(codec.fusable for codec in codecs),
     ):
         return
-    if says:
-        log.warning("Compiling the codec's kernels (about 20 s the first time)")
     dtypes, sizes = {dtype for dtype, _ in gradients}, {numel for _, numel in gradients}
     planner = reducer.planner if ahead is None else reducer.planner_for(ahead)
-    for codec in settings.codec.leaves():
+    for codec in codecs:
         planner.fuse(codec, dtypes, sizes=sizes)
     reducer.planner.compiled.update(planner.compiled)
 

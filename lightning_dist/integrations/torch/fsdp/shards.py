@@ -279,10 +279,9 @@ class CompressedShards:
                     f"and a model on {self.device.type}; leave compile_kernels out"
                 )
             return
-        if not should_fuse(wish, numel=numel, device=self.device):
+        says = self.group.rank() == 0
+        if not should_fuse(wish, numel=numel, device=self.device, says=says):
             return
-        if self.group.rank() == 0:
-            log.warning("Compiling the codecs' kernels (about 20 s the first time)")
         for each in every:
             each.fuse(self.device)
 
