@@ -6,13 +6,15 @@ has the name and the symbols of a library: each function returns an error, and t
 
 import re
 import subprocess
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
 _NO_DEVICE = 100  # cudaErrorNoDevice
 _ERROR = 999  # cudaErrorUnknown
 _NEEDED = re.compile(r"\(NEEDED\).*\[(.+)\]")
-_SYMBOL = re.compile(r"\bU ((?:cu|nccl|nv|cudnn|cufft|cusp)\w+)")
+_SYMBOL = re.compile(r"\bU (?:(\w+)@+(\S+)|((?:cu|nccl|nv)\w+)$)", re.MULTILINE)
+_VERSION = re.compile(r"File: (\S+)|Name: (\S+)")
 _TEXT = re.compile(r"String|Name|Version.*Str|Error.*(Desc|Info)")
 
 
@@ -26,15 +28,21 @@ def stand_ins_for(libraries: Path, folder: Path) -> list[str]:
     shared = [each for each in libraries.glob("*.so*") if each.is_file()]
     own = {each.name for each in shared}
     missing = sorted(name for name in _needed(shared) - own if not _is_known(name))
-    source = folder / "stand_ins.c"
-    source.write_text(_functions(_undefined(shared)))
-    first = None
+    symbols, versions = _undefined(shared), _versions(shared)
+    # A library whose symbols have versions is asked for those; one without may have any symbol.
     for name in missing:
-        # All symbols are in the first: a library is asked for a symbol whatever its name.
-        files = [] if first else [str(source)]
-        command = ["gcc", "-shared", "-fPIC", "-w", f"-Wl,-soname,{name}", "-o", folder / name]
-        subprocess.run([*command, *(files or ["-x", "c", "/dev/null"])], check=True)
-        first = first or name
+        of_version = {each: symbols[each] for each in sorted(versions[name] or {""})}
+        source, script = folder / "stand_in.c", folder / "versions"
+        source.write_text(_functions(set().union(*of_version.values())))
+        lines = [
+            f"{version} {{ {'global: ' if of else ''}{'; '.join([*sorted(of), ''])}}};\n"
+            for version, of in of_version.items()
+            if version
+        ]
+        script.write_text("".join(lines))
+        options = [f"-Wl,-soname,{name}", *([f"-Wl,--version-script={script}"] if lines else [])]
+        command = ["gcc", "-shared", "-fPIC", "-w", *options, "-o", folder / name, source]
+        subprocess.run(command, check=True)
     return missing
 
 
@@ -46,11 +54,26 @@ def _needed(libraries: Iterable[Path]) -> set[str]:
     return found
 
 
-def _undefined(libraries: Iterable[Path]) -> set[str]:
-    found = set()
+def _undefined(libraries: Iterable[Path]) -> defaultdict[str, set[str]]:
+    """Symbols by their version, empty where they have none."""
+    found: defaultdict[str, set[str]] = defaultdict(set)
     for each in libraries:
         told = subprocess.run(["nm", "-D", each], capture_output=True, text=True).stdout
-        found |= {name.partition("@")[0] for name in _SYMBOL.findall(told)}
+        for name, version, without in _SYMBOL.findall(told):
+            found[version].add(name or without)
+    return found
+
+
+def _versions(libraries: Iterable[Path]) -> defaultdict[str, set[str]]:
+    """Versions of symbols, by the library that is to have them."""
+    found: defaultdict[str, set[str]] = defaultdict(set)
+    for each in libraries:
+        told = subprocess.run(["readelf", "-V", each], capture_output=True, text=True).stdout
+        library = ""
+        for file, version in _VERSION.findall(told.partition("Version needs section")[2]):
+            library = file or library
+            if version:
+                found[library].add(version)
     return found
 
 
@@ -60,9 +83,13 @@ def _is_known(name: str) -> bool:
 
 
 def _functions(names: Iterable[str]) -> str:
-    lines = [f"int cudaGetDeviceCount(int *count) {{ *count = 0; return {_NO_DEVICE}; }}"]
-    for name in sorted(set(names) - {"cudaGetDeviceCount"}):
-        if _TEXT.search(name):
+    lines = []
+    for name in sorted(names):
+        if name == "cudaGetDeviceCount":
+            lines.append(f"int {name}(int *count) {{ *count = 0; return {_NO_DEVICE}; }}")
+        elif name == "cuInit":
+            lines.append(f"int {name}() {{ return {_NO_DEVICE}; }}")
+        elif _TEXT.search(name):
             lines.append(f'const char *{name}() {{ return "no CUDA library"; }}')
         else:
             lines.append(f"int {name}() {{ return {_ERROR}; }}")
