@@ -28,6 +28,7 @@ from lightning_dist.checkpoint.disk import scan
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.folder_owner import LOCK, own
 from lightning_dist.integrations.lightning.checkpoint import find_last, resume
+from lightning_dist.versions import installed_version, release
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -99,6 +100,11 @@ def test_the_same_run_leaves_the_same(name: str, tmp_path: Path) -> None:
     ours = AsyncCheckpoint(tmp_path / "ours", writer="thread", **SETTINGS[name])
     for callback in (stock, ours):
         fit(callback, max_epochs=4)
+    if release(installed_version("lightning")) < (2, 6) and name == "named as the link, no counter":
+        # Which links the file to itself, and it is lost.
+        assert tree(tmp_path / "stock") == ["last.ckpt -> last.ckpt"]
+        assert tree(tmp_path / "ours") == ["last.ckpt"]
+        return
     assert tree(tmp_path / "ours") == tree(tmp_path / "stock")
     require_same(books(ours), books(stock))
     assert ours.state_key == stock.state_key
