@@ -23,6 +23,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import _world
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_dist.versions
@@ -65,6 +66,8 @@ def shut_down_past_worlds() -> None:
         if past.ports:
             _shut_down(past.ports)
             past.ports.clear()
+        for group in past.groups:
+            _world.pg_group_ranks.pop(group, None)
 
 
 @dataclass
@@ -102,6 +105,8 @@ class Rank:
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self.alive.append(group)
+        if not _IS_NEW:  # torch asks for the ranks of a group in collectives
+            _world.pg_group_ranks[group] = {member: at for at, member in enumerate(members)}
         return group
 
     def topology(self) -> Topology:
