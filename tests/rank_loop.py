@@ -28,8 +28,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
-from lightning_dist.elastic.private import forget_group_numbers
+from torch.distributed.distributed_c10d import _world
 
 TIMEOUT = timedelta(seconds=30)
 
@@ -76,7 +75,8 @@ class Call:
 
 def meet(store: dist.Store, rank: int, size: int, *, timeout: timedelta = TIMEOUT) -> None:
     """Make the default group, and wait until all of its ranks have it."""
-    forget_group_numbers()  # of one that could not be made: the store has the number in its keys
+    # Of groups that could not be made: the store has the number in its keys.
+    _world.group_count = 0
     if "torch.distributed.tensor" in sys.modules:  # it keeps meshes of groups that are gone
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
